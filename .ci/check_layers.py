@@ -1,0 +1,184 @@
+"""Fails when an arrow between layers points back.
+
+Looks at C++ includes, Python imports, and getenv outside base/config.cc.
+`python .ci/check_layers.py [ROOT]` prints one line per offence, `path:line: what (rule)`, and
+exits 1 if there is any. The order is that of docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Folder of common/ -> folders it may include beside itself.
+TRANSPORT = {"rendezvous", "base"}
+COLLECTIVE = TRANSPORT | {"transport", "kernels"}
+ENGINE = COLLECTIVE | {"collective", "codec"}
+CXX_LAYERS: dict[str, set[str]] = {
+    "include": set(),
+    "glibc": set(),
+    "base": set(),
+    "kernels": {"base"},
+    "rendezvous": {"base"},
+    "transport": TRANSPORT,
+    "collective": COLLECTIVE,
+    "codec": {"kernels", "base"},  # and collective/wire_format.h, below
+    "engine": ENGINE,
+    "api": ENGINE | {"engine", "include"},
+}
+CXX_SINGLE_FILES: dict[str, set[str]] = {"codec": {"collective/wire_format.h"}}
+ADAPTER_ROOTS = ("frameworks", "patches")
+C_ABI = "include/perseus/perseus.h"
+ENVIRONMENT_READER = "base/config.cc"
+
+# Part of perseus/ -> parts it may import beside itself. "" = the modules directly in perseus/.
+PYTHON_LAYERS: dict[str, set[str]] = {
+    "": set(),
+    "elastic": {""},
+    "torch": {"", "elastic"},
+    "tensorflow": {"", "elastic"},
+    "keras": {"", "elastic", "tensorflow"},
+    "mxnet": {"", "elastic"},
+    "run": {"", "elastic"},
+    "bench": {"", "torch", "run"},
+    "compat": {"", "elastic", "torch", "tensorflow", "keras", "mxnet", "run"},
+}
+# Framework -> parts of perseus/ that may import it.
+FRAMEWORKS: dict[str, set[str]] = {
+    "torch": {"torch", "bench"},
+    "tensorflow": {"tensorflow", "keras", "bench"},
+    "keras": {"tensorflow", "keras", "bench"},
+    "mxnet": {"mxnet", "bench"},
+    "horovod": {"bench"},
+}
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+GETENV = re.compile(r"\b(?:secure_)?getenv\s*\(|\benviron\b")
+COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+
+
+def cxx_files(folder: Path) -> list[Path]:
+    """C and C++ sources under a folder, sorted."""
+    suffixes = {".cc", ".h", ".c", ".cpp", ".cu", ".hpp"}
+    return sorted(path for path in folder.rglob("*") if path.suffix in suffixes)
+
+
+def without_comments(text: str) -> str:
+    """The text with comments and strings blanked out, line numbers kept."""
+    return COMMENT_OR_STRING.sub(lambda match: re.sub(r"[^\n]", " ", match.group()), text)
+
+
+def included_file(common: Path, source: Path, name: str) -> str | None:
+    """The path inside common/ that an include names, or None where it is no file of common/."""
+    for folder in (source.parent, common, common / "include"):
+        found = (folder / name).resolve()
+        if found.is_file() and found.is_relative_to(common):
+            return found.relative_to(common).as_posix()
+    # A file that is not there (yet) still shows by its name where it would be.
+    folder_name, slash, _ = name.partition("/")
+    return name if slash and folder_name in CXX_LAYERS else None
+
+
+def include_offence(common: Path, source: Path, name: str) -> str | None:
+    """Why `source` may not include `name`, or None where it may."""
+    target = included_file(common, source, name)
+    if target is None:
+        return None
+    if not source.is_relative_to(common):
+        return None if target == C_ABI else "adapters may include only perseus/perseus.h"
+    layer, other = source.relative_to(common).parts[0], target.split("/")[0]
+    if layer not in CXX_LAYERS:
+        return f"common/{layer}/ has no place in the order of layers"
+    if other == layer or other in CXX_LAYERS[layer] or target in CXX_SINGLE_FILES.get(layer, set()):
+        return None
+    allowed = ", ".join(sorted(CXX_LAYERS[layer] | CXX_SINGLE_FILES.get(layer, set()))) or "nothing"
+    return f"{layer} may include {allowed}"
+
+
+def cxx_offences(root: Path) -> Iterator[str]:
+    """Includes against the order, and getenv, in common/, frameworks/ and patches/."""
+    common = root / "common"
+    for folder in ("common", *ADAPTER_ROOTS):
+        for source in cxx_files(root / folder):
+            shown = source.relative_to(root).as_posix()
+            text = source.read_text(encoding="utf-8")
+            for number, line in enumerate(text.splitlines(), 1):
+                match = INCLUDE.match(line)
+                why = include_offence(common, source, match.group(2)) if match else None
+                if why:
+                    yield f"{shown}:{number}: {line.strip()} ({why})"
+            if shown == f"common/{ENVIRONMENT_READER}":
+                continue
+            for number, line in enumerate(without_comments(text).splitlines(), 1):
+                if GETENV.search(line):
+                    rule = f"only {ENVIRONMENT_READER} reads the environment"
+                    yield f"{shown}:{number}: {line.strip()} ({rule})"
+
+
+def imported_modules(package: tuple[str, ...], tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of every import in a module of `package`, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            # `from perseus import run` names a part in its list.
+            for alias in node.names:
+                yield node.lineno, f"{stem}.{alias.name}"
+
+
+def shown_part(part: str) -> str:
+    return f"perseus.{part}" if part else "perseus/*.py"
+
+
+def import_offence(python: Path, part: str, module: str) -> str | None:
+    """Why a module of `part` may not import `module`, or None where it may."""
+    first, *rest = module.split(".")
+    if first in FRAMEWORKS and part not in FRAMEWORKS[first]:
+        return f"only perseus/{{{', '.join(sorted(FRAMEWORKS[first]))}}} may import {first}"
+    if first != "perseus":
+        return None
+    other = rest[0] if rest and (rest[0] in PYTHON_LAYERS or (python / rest[0]).is_dir()) else ""
+    if other == part or other in PYTHON_LAYERS[part]:
+        return None
+    allowed = ", ".join(shown_part(name) for name in sorted(PYTHON_LAYERS[part]))
+    return f"{shown_part(part)} may import {allowed or 'only each other'}"
+
+
+def python_offences(root: Path) -> Iterator[str]:
+    """Imports against the order in perseus/."""
+    python = root / "perseus"
+    for source in sorted(python.rglob("*.py")):
+        relative = source.relative_to(python)
+        if relative.parts[0] == "examples":
+            continue
+        part = relative.parts[0] if len(relative.parts) > 1 else ""
+        shown = source.relative_to(root).as_posix()
+        if part not in PYTHON_LAYERS:
+            yield f"{shown}:1: perseus.{part} has no place in the order of layers"
+            continue
+        tree = ast.parse(source.read_text(encoding="utf-8"), shown)
+        lines: dict[int, str] = {}
+        for number, module in imported_modules(("perseus", *relative.parts[:-1]), tree):
+            why = import_offence(python, part, module)
+            if why:
+                lines.setdefault(number, f"{shown}:{number}: import of {module} ({why})")
+        yield from lines.values()
+
+
+def main(root: Path) -> int:
+    root = root.resolve()
+    offences = [*cxx_offences(root), *python_offences(root)]
+    for line in offences:
+        print(line)
+    print(f"layers: {len(offences)} offences" if offences else "layers: in order")
+    return 1 if offences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent)))

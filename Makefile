@@ -1,0 +1,142 @@
+# Everything a developer does, from a fresh clone: `make help` lists it. What is missing is installed first, and said:
+# Debian packages by .ci/system_packages.py, Python packages into .venv/torch. Safe with -j; a second run rebuilds
+# only what changed.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := build
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+VENV := .venv/torch
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S .
+# One build folder per Python version: objects of the core, libperseus.so, the extension and the C++ tests.
+BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+TEST_DIRS := $(wildcard test/python test/parallel test/hosts test/faults)
+CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc'
+PYTEST := $(PY) -m pytest
+# ThreadSanitizer cannot place its shadow under some kernels' address randomisation.
+NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+export PATH := $(abspath $(BIN)):$(PATH)
+export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
+
+.PHONY: help build demo test test-all test-core test-asan test-tsan test-torch lint format docs bench clean packages-build \
+        packages-test
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
+
+# ---- what everything stands on ----------------------------------------------------------------------------------
+
+packages-build:
+	@$(PYTHON) .ci/system_packages.py build
+
+packages-test: packages-build
+	@$(PYTHON) .ci/system_packages.py test
+
+$(VENV)/.torch: | packages-build
+	@echo "making $(VENV) and installing torch 2.13.0 into it"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.build: .ci/requirements-build.txt $(VENV)/.torch
+	@echo "installing into $(VENV): $<"
+	$(PIP) -r $<
+	@touch $@
+
+$(VENV)/.demo: .ci/requirements-demo.txt $(VENV)/.build
+	@echo "installing into $(VENV): $<"
+	$(PIP) -r $<
+	@touch $@
+
+$(VENV)/.test: .ci/requirements-test.txt $(VENV)/.demo
+	@echo "installing into $(VENV): $<"
+	$(PIP) -r $<
+	@touch $@
+
+# Two MPIs do not share an environment.
+.venv/mpich/.ready: | packages-build
+	@echo "making .venv/mpich and installing mpich 5.0.2 and mpi4py 4.1.2 into it"
+	$(PYTHON) -m venv .venv/mpich
+	.venv/mpich/bin/python -m pip install --quiet --disable-pip-version-check mpich==5.0.2 mpi4py==4.1.2
+	@touch $@
+
+$(BUILD)/build.ninja: $(VENV)/.build
+	$(CMAKE) -B $(BUILD) -DPERSEUS_PYTHON=ON -DPython_EXECUTABLE=$(abspath $(PY)) >/dev/null
+	@touch $@
+
+# An editable install: Python modules are used where they are, the libraries are made in perseus/.
+$(VENV)/.perseus: setup.py pyproject.toml CMakeLists.txt $(VENV)/.build | $(BUILD)/build.ninja
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core
+	$(PIP) --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# ---- what people ask for ------------------------------------------------------------------------------------------
+
+build: $(VENV)/.perseus  ## the package, built and installed into .venv/torch (editable)
+	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core
+
+demo: build $(VENV)/.demo  ## train a small CNN on 2 ranks and draw its loss curve
+	mkdir -p build/demo
+	perseusrun -np 2 python examples/pytorch_mnist.py --plot build/demo/loss.png
+
+# One after the other: they would disturb each other's timings. pytest's summary comes last.
+test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory test-core
+	@$(MAKE) --no-print-directory test-asan
+	@$(MAKE) --no-print-directory test-tsan
+	@$(MAKE) --no-print-directory test-torch
+
+test-all: export PERSEUS_TEST_FULL := 1
+test-all:  ## the same with the full grids instead of their pairwise-covering part
+	@$(MAKE) --no-print-directory test
+
+test-core: packages-test $(BUILD)/build.ninja  ## the C++ tests
+	@$(BIN)/cmake -DPERSEUS_TESTS=ON $(BUILD) >/dev/null
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+
+test-asan: packages-test $(VENV)/.build  ## the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(CMAKE) -B build/asan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=address,undefined >/dev/null
+	$(BIN)/cmake --build build/asan -j $(JOBS) --target perseus_tests
+	$(BIN)/ctest --test-dir build/asan --output-on-failure
+
+test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
+	@$(CMAKE) -B build/tsan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=thread >/dev/null
+	$(BIN)/cmake --build build/tsan -j $(JOBS) --target perseus_tests
+	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure -E stall_test
+	# It counts warnings by the clock, which a slow build under load can miss: three tries.
+	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure -R stall_test --repeat until-pass:3
+
+test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
+	$(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 $(TEST_DIRS) </dev/null
+
+lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format
+	$(PY) .ci/check_layers.py
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@$(CXX_FILES) | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(VENV)/.test  ## lay out C++ and Python files as lint wants them
+	@$(CXX_FILES) | xargs $(BIN)/clang-format -i
+	$(BIN)/ruff check --fix --quiet . || true
+	$(BIN)/ruff format .
+
+docs: build  ## docs/config.md from the table of variables
+	$(PY) .ci/make_config_doc.py docs/config.md
+
+bench: build packages-test $(VENV)/.demo  ## measure against torch gloo and write the tables of README.md
+	mkdir -p build/bench
+	perseus-bench --readme README.md --json build/bench/records.jsonl --plot build/bench/records.png
+
+clean:  ## remove what was built; .venv stays
+	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples
+	rm -rf .pytest_cache .mypy_cache .ruff_cache
+	rm -f $(VENV)/.perseus

@@ -1,0 +1,308 @@
+// The C ABI: the only place where exceptions become codes.
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "api/context.h"
+#include "base/clock.h"
+#include "base/fork_guard.h"
+#include "kernels/kernels.h"
+#include "perseus/perseus.h"
+#include "rendezvous/store.h"
+
+struct perseus_context {
+  std::unique_ptr<perseus::Context> context;
+  std::string reason;
+};
+struct perseus_store_server {
+  std::unique_ptr<perseus::StoreServer> server;
+};
+
+namespace {
+
+using perseus::Engine;
+using perseus::Error;
+using perseus::ErrorKind;
+using perseus::HandleTable;
+
+static_assert(static_cast<int>(perseus::DType::kBool) == PERSEUS_BOOL, "same numbers");
+static_assert(static_cast<int>(perseus::ReduceOp::kProduct) == PERSEUS_PRODUCT, "same numbers");
+static_assert(static_cast<int>(perseus::Kind::kRemoveGroup) == PERSEUS_REMOVE_GROUP, "same numbers");
+static_assert(static_cast<int>(ErrorKind::kInternal) == PERSEUS_INTERNAL, "same numbers");
+
+thread_local std::string last_error;
+
+perseus_code fail_with(ErrorKind kind, const char* text) {
+  try {
+    last_error = text;
+  } catch (...) {
+    last_error.clear();
+  }
+  return static_cast<perseus_code>(kind);
+}
+
+template <typename Body>
+perseus_code guarded(Body body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    return fail_with(error.kind(), error.what());
+  } catch (const std::bad_alloc&) {
+    return fail_with(ErrorKind::kInternal, "[api] out of memory");
+  } catch (const std::exception& error) {
+    return fail_with(ErrorKind::kInternal, error.what());
+  }
+}
+
+std::string text_of(const void* data, size_t size) {
+  return data == nullptr ? std::string() : std::string(static_cast<const char*>(data), size);
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* perseus_version(void) { return PERSEUS_VERSION; }
+const char* perseus_error_message(void) { return last_error.c_str(); }
+
+// ---- configuration ----
+
+int perseus_config_count(void) { return static_cast<int>(perseus::Var::kCount); }
+
+perseus_code perseus_config_describe(int index, perseus_config_variable* out) {
+  return guarded([&] {
+    if (index < 0 || index >= perseus_config_count())
+      perseus::fail(ErrorKind::kInvalidArgument, "[config] no variable number " + std::to_string(index));
+    const perseus::Variable& entry = perseus::variable(static_cast<perseus::Var>(index));
+    out->name = entry.name;
+    out->aliases = entry.aliases;
+    out->type = perseus::var_type_name(entry.type);
+    out->default_value = entry.default_value;
+    out->allowed = entry.allowed;
+    out->help = entry.help;
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_config_check(void) {
+  return guarded([] {
+    perseus::Config();
+    return PERSEUS_OK;
+  });
+}
+
+// ---- rendezvous ----
+
+perseus_code perseus_store_server_create(const char* host, int port, int next_free, const void* secret,
+                                         size_t secret_size, perseus_store_server** out) {
+  return guarded([&] {
+    auto made = std::make_unique<perseus_store_server>();
+    made->server =
+        perseus::StoreServer::listen(host == nullptr ? "" : host, port, next_free != 0, text_of(secret, secret_size));
+    *out = made.release();
+    return PERSEUS_OK;
+  });
+}
+
+int perseus_store_server_port(const perseus_store_server* server) { return server->server->port(); }
+void perseus_store_server_destroy(perseus_store_server* server) { delete server; }
+
+// ---- context ----
+
+perseus_code perseus_context_create(const perseus_context_options* options, perseus_context** out) {
+  return guarded([&] {
+    const perseus_context_options& o = *options;
+    perseus::ContextOptions made;
+    made.world.rank = o.rank;
+    made.world.size = o.size;
+    made.world.epoch = o.epoch;
+    made.world.secret = text_of(o.secret, o.secret_size);
+    if (o.job != nullptr) made.world.job = o.job;
+    made.local_rank = o.local_rank;
+    made.local_size = o.local_size;
+    made.cross_rank = o.cross_rank;
+    made.cross_size = o.cross_size;
+    if (o.store_host != nullptr) made.store_host = o.store_host;
+    made.store_port = o.store_port;
+    if (o.memory_world != nullptr) made.memory_world = o.memory_world;
+    for (const char* const* text = o.overrides; text != nullptr && *text != nullptr; ++text)
+      made.overrides.emplace_back(*text);
+    if (o.interrupted != nullptr) made.interrupted = [&o] { return o.interrupted(o.interrupted_arg) != 0; };
+    auto context = std::make_unique<perseus_context>();
+    context->context = std::make_unique<perseus::Context>(made);
+    *out = context.release();
+    return PERSEUS_OK;
+  });
+}
+
+void perseus_context_shutdown(perseus_context* context) {
+  guarded([&] {
+    if (context->context->in_creating_process()) context->context->engine().shutdown();
+    return PERSEUS_OK;
+  });
+}
+
+void perseus_context_destroy(perseus_context* context) {
+  if (context == nullptr) return;
+  guarded([&] {
+    // In a forked child its threads do not exist and its descriptors are closed: forget it, destroying would hang.
+    if (!context->context->in_creating_process()) context->context.release();
+    delete context;
+    return PERSEUS_OK;
+  });
+}
+
+int perseus_context_rank(const perseus_context* context) { return context->context->rank(); }
+int perseus_context_size(const perseus_context* context) { return context->context->size(); }
+int perseus_context_local_rank(const perseus_context* context) { return context->context->local_rank(); }
+int perseus_context_local_size(const perseus_context* context) { return context->context->local_size(); }
+int perseus_context_cross_rank(const perseus_context* context) { return context->context->cross_rank(); }
+int perseus_context_cross_size(const perseus_context* context) { return context->context->cross_size(); }
+int perseus_context_is_homogeneous(const perseus_context* context) { return context->context->homogeneous() ? 1 : 0; }
+
+int perseus_context_failed(const perseus_context* context, const char** reason) {
+  static thread_local std::string text;
+  text = context->context->engine().failure();
+  if (reason != nullptr) *reason = text.c_str();
+  return text.empty() ? 0 : 1;
+}
+
+const char* perseus_context_transport(const perseus_context* context, int peer) {
+  if (peer < 0 || peer >= context->context->size()) return "none";
+  return context->context->engine().transport_name(peer);
+}
+
+perseus_code perseus_context_stats(const perseus_context* context, perseus_stats* out) {
+  return guarded([&] {
+    const perseus::EngineStats stats = context->context->engine().stats();
+    out->shm_bytes_sent = stats.shm_sent;
+    out->tcp_bytes_sent = stats.tcp_sent;
+    out->shm_bytes_received = stats.shm_received;
+    out->tcp_bytes_received = stats.tcp_received;
+    out->rounds = stats.rounds;
+    out->buckets = stats.buckets;
+    out->operations = stats.operations;
+    out->sleeps = stats.sleeps;
+    out->staging_bytes = stats.staging_bytes;
+    return PERSEUS_OK;
+  });
+}
+
+// ---- operations ----
+
+perseus_code perseus_request_submit(perseus_context* context, const perseus_request* request, perseus_handle* handle) {
+  return guarded([&] {
+    context->context->check_process();
+    const perseus_request& r = *request;
+    if (r.kind < PERSEUS_ALLREDUCE || r.kind > PERSEUS_REMOVE_GROUP || r.op < PERSEUS_AVERAGE || r.op > PERSEUS_PRODUCT)
+      perseus::fail(ErrorKind::kInvalidArgument, "[api] unknown kind or reduction of a request");
+    Engine::Submission::Tensor few[8];
+    std::vector<Engine::Submission::Tensor> many;
+    Engine::Submission::Tensor* tensors = few;
+    if (r.tensor_count > 8) {
+      many.resize(static_cast<size_t>(r.tensor_count));
+      tensors = many.data();
+    }
+    for (int i = 0; i < r.tensor_count; ++i) {
+      const perseus_tensor& t = r.tensors[i];
+      tensors[i] = {t.input, t.output, t.shape, t.ndim, static_cast<perseus::DType>(t.dtype)};
+    }
+    Engine::Submission submission;
+    submission.kind = static_cast<perseus::Kind>(r.kind);
+    submission.group = r.group;
+    submission.name = r.name;
+    submission.op = static_cast<perseus::ReduceOp>(r.op);
+    submission.prescale = r.prescale;
+    submission.postscale = r.postscale;
+    submission.root = r.root;
+    submission.priority = r.priority;
+    submission.transient = r.transient != 0;
+    submission.tensors = tensors;
+    submission.tensor_count = r.tensor_count;
+    submission.splits = r.splits;
+    submission.split_count = r.splits == nullptr ? 0 : r.split_count;
+    submission.ranks = r.ranks;
+    submission.rank_count = r.ranks == nullptr ? 0 : r.rank_count;
+    *handle = context->context->engine().submit(submission);
+    return PERSEUS_OK;
+  });
+}
+
+int perseus_handle_poll(perseus_context* context, perseus_handle handle) {
+  int result = -1;
+  guarded([&] {
+    context->context->check_process();
+    const HandleTable::Slot* slot = context->context->engine().poll(handle);
+    if (slot != nullptr) result = HandleTable::is_done(*slot) ? 1 : 0;
+    return PERSEUS_OK;
+  });
+  return result;
+}
+
+perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle, int timeout_ms) {
+  return guarded([&] {
+    context->context->check_process();
+    const int64_t deadline = timeout_ms < 0 ? INT64_MAX : perseus::now_ns() + timeout_ms * perseus::kMillisecond;
+    const HandleTable::Slot* slot = context->context->engine().wait(handle, deadline);
+    if (slot == nullptr)
+      perseus::fail(ErrorKind::kInvalidArgument,
+                    "[api] handle " + std::to_string(handle) + " was not created or has been cleared");
+    if (!HandleTable::is_done(*slot)) return PERSEUS_IN_PROGRESS;
+    if (!slot->status.ok) return fail_with(slot->status.kind, slot->status.message.c_str());
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_handle_output(perseus_context* context, perseus_handle handle, int index, perseus_output* out) {
+  return guarded([&] {
+    HandleTable::Slot* slot = context->context->engine().handles().find(handle);
+    if (slot == nullptr || !HandleTable::is_done(*slot) || index < 0 || index >= static_cast<int>(slot->outputs.size()))
+      perseus::fail(ErrorKind::kInvalidArgument,
+                    "[api] no such output: the handle is unknown, in progress or has none");
+    const perseus::Output& output = slot->outputs[index];
+    out->data = output.data;
+    out->size = output.bytes;
+    out->shape = output.shape.data();
+    out->ndim = static_cast<int>(output.shape.size());
+    out->received_splits = output.received_splits.data();
+    out->received_split_count = static_cast<int>(output.received_splits.size());
+    return PERSEUS_OK;
+  });
+}
+
+void* perseus_handle_take_output(perseus_context* context, perseus_handle handle, int index) {
+  HandleTable::Slot* slot = context->context->engine().handles().find(handle);
+  if (slot == nullptr || !HandleTable::is_done(*slot) || index < 0 || index >= static_cast<int>(slot->outputs.size()))
+    return nullptr;
+  void* data = slot->outputs[index].data;
+  slot->outputs[index].data = nullptr;
+  return data;
+}
+
+void perseus_buffer_free(void* data) { std::free(data); }
+
+perseus_code perseus_handle_release(perseus_context* context, perseus_handle handle) {
+  return guarded([&] {
+    if (!context->context->engine().handles().release(handle))
+      perseus::fail(ErrorKind::kInvalidArgument,
+                    "[api] handle " + std::to_string(handle) + " is unknown or still in progress");
+    return PERSEUS_OK;
+  });
+}
+
+int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity) {
+  int count = -1;
+  guarded([&] {
+    const std::vector<int> members = context->context->engine().group_ranks(group);
+    if (members.empty()) return PERSEUS_OK;
+    for (int i = 0; i < capacity && i < static_cast<int>(members.size()); ++i) ranks[i] = members[i];
+    count = static_cast<int>(members.size());
+    return PERSEUS_OK;
+  });
+  return count;
+}
+
+const char* perseus_kernel_variant(void) { return perseus::kernels::variant(); }
+
+}  // extern "C"

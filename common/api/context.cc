@@ -1,0 +1,273 @@
+// How a world comes together: find each other, compare settings, choose transports.
+#include "api/context.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <mutex>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/fork_guard.h"
+#include "kernels/kernels.h"
+#include "rendezvous/store.h"
+#include "transport/host.h"
+
+namespace perseus {
+namespace {
+
+// Worlds of threads: the one other place where contexts of a process meet.
+struct MemoryWorld {
+  std::shared_ptr<Store> store;
+  std::shared_ptr<MemFabric> fabric;
+};
+
+// One for each epoch: a rank may be in the next before all have left the last.
+std::shared_ptr<MemoryWorld> memory_world(const std::string& name, uint32_t epoch, int size) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, uint32_t>, std::weak_ptr<MemoryWorld>> worlds;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<MemoryWorld> world = worlds[{name, epoch}].lock();
+  if (!world) {
+    world = std::make_shared<MemoryWorld>();
+    world->store = make_memory_store();
+    world->fabric = make_mem_fabric(size);
+    worlds[{name, epoch}] = world;
+    for (auto it = worlds.begin(); it != worlds.end();) it = it->second.expired() ? worlds.erase(it) : std::next(it);
+  }
+  return world;
+}
+
+// Keeps the shared world alive as long as its store is held.
+class MemoryWorldStore final : public Store {
+ public:
+  explicit MemoryWorldStore(std::shared_ptr<MemoryWorld> world) : world_(std::move(world)) {}
+  void set(const std::string& key, const std::string& value) override { world_->store->set(key, value); }
+  std::string get(const std::string& key, int64_t deadline_ns, const std::function<bool()>& interrupted) override {
+    return world_->store->get(key, deadline_ns, interrupted);
+  }
+  const std::shared_ptr<MemFabric>& fabric() const { return world_->fabric; }
+
+ private:
+  std::shared_ptr<MemoryWorld> world_;
+};
+
+// For an answer of the store about what should be there already, and how many missing ranks are worth the time.
+constexpr int64_t kAnswerTime = 200 * kMillisecond;
+constexpr int kMostNamed = 16;
+
+// Cores this process may use: its affinity, and the container's quota.
+int usable_cores() {
+  cpu_set_t set;
+  int cores = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+  std::ifstream file("/sys/fs/cgroup/cpu.max");
+  double quota, period;
+  if (file >> quota >> period && period > 0) cores = std::min(cores, std::max(1, static_cast<int>(quota / period)));
+  return cores;
+}
+
+// "NAME=value" lines of every variable that affects results, to be compared across ranks.
+std::string settings_text(const Config& config) {
+  std::string text;
+  for (int i = 0; i < static_cast<int>(Var::kCount); ++i) {
+    const Variable& entry = variable(static_cast<Var>(i));
+    if (entry.affects_results) text += std::string(entry.name) + "=" + config.text(entry.id) + "\n";
+  }
+  return text;
+}
+
+std::string first_difference(const std::string& a, const std::string& b) {
+  size_t begin = 0;
+  for (size_t i = 0; i < std::min(a.size(), b.size()) && a[i] == b[i]; ++i)
+    if (a[i] == '\n') begin = i + 1;
+  const auto line = [begin](const std::string& text) { return text.substr(begin, text.find('\n', begin) - begin); };
+  return line(a) + " against " + line(b);
+}
+
+// Kernels are the process's, not the context's: only an explicit wish changes them.
+void force_variant(const std::string& name) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (name != "auto" && name != kernels::variant()) kernels::select_variant(name.c_str());
+}
+
+LogLevel level_of(const Config& config) { return static_cast<LogLevel>(config.integer(Var::kLogLevel)); }
+
+}  // namespace
+
+Context::Context(const ContextOptions& options)
+    : world_(options.world),
+      config_(options.overrides),
+      log_(level_of(config_), config_.flag(Var::kLogHideTime), options.world.rank),
+      fork_generation_(fork_generation()) {
+  if (world_.size < 1 || world_.rank < 0 || world_.rank >= world_.size)
+    fail(ErrorKind::kInvalidArgument, "[context] rank " + std::to_string(world_.rank) + " of " +
+                                          std::to_string(world_.size) + ": expected 0 <= rank < size");
+  force_variant(config_.text(Var::kSimd));
+  const int64_t deadline = now_ns() + config_.integer(Var::kStartTimeout) * kSecond;
+  if (!options.memory_world.empty() || world_.size == 1) {
+    // A world of one needs nobody; a private name keeps it to itself.
+    static std::atomic<uint64_t> singles{0};
+    const std::string name =
+        !options.memory_world.empty() ? options.memory_world : "\n" + std::to_string(singles.fetch_add(1));
+    store_ = std::make_shared<MemoryWorldStore>(memory_world(name, world_.epoch, world_.size));
+  } else {
+    store_ = connect_store(options.store_host, options.store_port, world_.secret, deadline, options.interrupted);
+  }
+  meet(*store_, options, deadline);
+  connect(*store_, options, deadline);
+}
+
+Context::~Context() = default;
+
+void Context::meet(Store& store, const ContextOptions& options, int64_t deadline) {
+  const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/rank/";
+  const std::string settings = settings_text(config_);
+  store.set(prefix + std::to_string(world_.rank), host_identity() + "\n" + settings);
+  std::vector<std::string> hosts;
+  for (int rank = 0; rank < world_.size; ++rank) {
+    std::string entry;
+    try {
+      entry = store.get(prefix + std::to_string(rank), deadline, options.interrupted);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kTimeout) throw;
+      std::string missing = std::to_string(rank);
+      int count = 1;
+      for (int other = rank + 1; other < world_.size && count < kMostNamed; ++other) try {
+          store.get(prefix + std::to_string(other), now_ns() + kAnswerTime, options.interrupted);
+        } catch (const Error&) {
+          missing += ", " + std::to_string(other);
+          ++count;
+        }
+      fail(ErrorKind::kTimeout, "[rendezvous] rank " + missing + " of " + std::to_string(world_.size) +
+                                    " did not appear within " + std::to_string(config_.integer(Var::kStartTimeout)) +
+                                    " s (HOROVOD_START_TIMEOUT)");
+    }
+    const size_t line = entry.find('\n');
+    hosts.push_back(entry.substr(0, line));
+    const std::string theirs = line == std::string::npos ? "" : entry.substr(line + 1);
+    if (theirs != settings)
+      fail(ErrorKind::kInvalidArgument, "[context] ranks " + std::to_string(world_.rank) + " and " +
+                                            std::to_string(rank) +
+                                            " are configured differently: " + first_difference(settings, theirs));
+  }
+  place(options, hosts);
+}
+
+void Context::place(const ContextOptions& options, const std::vector<std::string>& hosts) {
+  std::map<std::string, int> members;
+  std::vector<std::string> order;  // hosts by their lowest rank
+  std::vector<int> local_ranks;
+  for (const std::string& host : hosts) {
+    if (members[host] == 0) order.push_back(host);
+    local_ranks.push_back(members[host]++);
+  }
+  const std::string& here = hosts[world_.rank];
+  ranks_here_ = members[here];
+  for (const auto& entry : members) homogeneous_ = homogeneous_ && entry.second == members.begin()->second;
+  local_rank_ = options.local_rank;
+  local_size_ = options.local_size;
+  cross_rank_ = options.cross_rank;
+  cross_size_ = options.cross_size;
+  if (local_size_ == 0) {
+    local_rank_ = local_ranks[world_.rank];
+    local_size_ = ranks_here_;
+    cross_size_ = 0;
+  }
+  if (cross_size_ == 0) {
+    // This host's place among those that have a rank with our local rank.
+    cross_rank_ = 0;
+    bool before = true;
+    for (const std::string& host : order) {
+      if (host == here) before = false;
+      if (members[host] <= local_rank_) continue;
+      ++cross_size_;
+      if (before) ++cross_rank_;
+    }
+  }
+}
+
+void Context::connect(Store& store, const ContextOptions& options, int64_t deadline) {
+  auto waker = std::make_unique<Waker>();
+  std::vector<std::unique_ptr<Transport>> transports;
+  std::vector<Transport*> route(static_cast<size_t>(world_.size), nullptr);
+  const std::string& choice = config_.text(Var::kTransport);
+  const auto* threads = dynamic_cast<const MemoryWorldStore*>(&store);
+  if (world_.size > 1) {
+    if (threads != nullptr && choice == "auto") {
+      transports.push_back(connect_mem(world_, threads->fabric(), *waker));
+    } else if (choice != "tcp") {
+      transports.push_back(connect_shm(world_, store, *waker, config_, deadline, options.interrupted));
+    }
+  }
+  std::vector<int> remote;
+  for (int peer = 0; peer < world_.size; ++peer) {
+    if (peer == world_.rank) continue;
+    if (!transports.empty() && transports[0]->reaches(peer)) route[peer] = transports[0].get();
+    else remote.push_back(peer);
+  }
+  if (!remote.empty()) {
+    if (choice == "shm")
+      fail(ErrorKind::kInvalidArgument, "[context] PERSEUS_TRANSPORT=shm, but rank " + std::to_string(remote[0]) +
+                                            " runs on another host: unset it");
+    transports.push_back(connect_tcp(world_, store, *waker, config_, remote, deadline, options.interrupted));
+    for (int peer : remote) route[peer] = transports.back().get();
+  }
+  const int spare_cores = usable_cores() - ranks_here_;
+  engine_ = std::make_unique<Engine>(world_, config_, log_, std::move(waker), std::move(transports), std::move(route),
+                                     spare_cores);
+  await_all(store, options, deadline);
+}
+
+// Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.
+void Context::await_all(Store& store, const ContextOptions& options, int64_t deadline) {
+  const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/";
+  store.set(prefix + "ready/" + std::to_string(world_.rank), "");
+  for (int rank = 0; rank < world_.size; ++rank) await_ready(store, rank, options, deadline);
+  // Rank 0 goes last: its process may be the one that runs the server.
+  if (world_.rank == 0) {
+    for (int rank = 1; rank < world_.size; ++rank)
+      store.get(prefix + "left/" + std::to_string(rank), deadline, options.interrupted);
+  } else {
+    try {
+      store.set(prefix + "left/" + std::to_string(world_.rank), "");
+    } catch (const Error&) {
+      // Heard, but rank 0 was gone before the answer.
+    }
+  }
+}
+
+void Context::await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline) {
+  const std::string key = world_.job + "/" + std::to_string(world_.epoch) + "/ready/" + std::to_string(rank);
+  // Connected to all, the engine knows of a rank's death at once.
+  const auto hopeless = [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); };
+  try {
+    store.get(key, deadline, hopeless);
+  } catch (const Error& error) {
+    const std::string cause = engine_->failure();
+    if (error.kind() == ErrorKind::kTimeout)
+      fail(ErrorKind::kTimeout, "[rendezvous] rank " + std::to_string(rank) + " did not finish its start within " +
+                                    std::to_string(config_.integer(Var::kStartTimeout)) +
+                                    " s (HOROVOD_START_TIMEOUT): look at what it printed last");
+    if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
+    try {
+      // A rank that heard of all others may have gone on and ended already: then it is all here.
+      store.get(key, now_ns() + kAnswerTime, options.interrupted);
+    } catch (const Error&) {
+      fail(ErrorKind::kIo, cause);
+    }
+  }
+}
+
+bool Context::in_creating_process() const { return fork_generation() == fork_generation_; }
+
+void Context::check_process() const {
+  if (!in_creating_process())
+    fail(ErrorKind::kAborted,
+         "[context] this process was forked after init(): Perseus stays with the parent. Call "
+         "init() in the process that communicates, or use the spawn start method.");
+}
+
+}  // namespace perseus

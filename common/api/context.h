@@ -1,0 +1,67 @@
+// One rank of one world: configuration, identity, transports and engine under one owner. Thread-safe after creation.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "engine/engine.h"
+
+namespace perseus {
+
+class MemFabric;
+class Store;
+
+struct ContextOptions {
+  World world;
+  int local_rank = 0, local_size = 0;  // local_size 0 = find out
+  int cross_rank = 0, cross_size = 0;
+  std::string store_host;
+  int store_port = 0;
+  std::string memory_world;  // ranks as threads of this process meet under this name
+  std::vector<std::string> overrides;
+  std::function<bool()> interrupted;
+};
+
+class Context {
+ public:
+  // Blocks until the world is complete or the start timeout passes; throws Error, naming missing ranks.
+  explicit Context(const ContextOptions& options);
+  ~Context();
+
+  int rank() const { return world_.rank; }
+  int size() const { return world_.size; }
+  int local_rank() const { return local_rank_; }
+  int local_size() const { return local_size_; }
+  int cross_rank() const { return cross_rank_; }
+  int cross_size() const { return cross_size_; }
+  bool homogeneous() const { return homogeneous_; }
+  Engine& engine() { return *engine_; }
+  const Engine& engine() const { return *engine_; }
+
+  // Throws Error(kAborted) in a child that was forked after creation: threads and connections stayed with the parent.
+  void check_process() const;
+  bool in_creating_process() const;
+
+ private:
+  void meet(Store& store, const ContextOptions& options, int64_t deadline_ns);
+  void place(const ContextOptions& options, const std::vector<std::string>& hosts);
+  void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
+  void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);
+  void await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline_ns);
+
+  World world_;
+  Config config_;
+  Log log_;
+  uint32_t fork_generation_;
+  int local_rank_ = 0, local_size_ = 1, cross_rank_ = 0, cross_size_ = 1;
+  int ranks_here_ = 1;  // sharing this host's cores, whatever local_size the launcher says
+  bool homogeneous_ = true;
+  std::shared_ptr<Store> store_;
+  std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace perseus

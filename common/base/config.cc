@@ -1,0 +1,155 @@
+// The table of variables and the parser that gives every one of them the same rules.
+#include "base/config.h"
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+const Variable kTable[] = {
+    {Var::kStreams, "PERSEUS_ALLREDUCE_STREAMS", "TIACC_TRAINING_NUM_NCCL_STREAMS,HOROVOD_NUM_NCCL_STREAMS",
+     VarType::kInt, "4", "1..12", true,
+     "Most buckets in flight at once, each on connections of its own. Up to 8 pays on links of 32 Gbit/s and more."},
+    {Var::kFusionThreshold, "HOROVOD_FUSION_THRESHOLD", "TIACC_TRAINING_FUSION_THRESHOLD", VarType::kInt, "134217728",
+     "0..1099511627776", true,
+     "Bytes: tensors that become ready together are fused into buckets of at most this size. 0 = no fusion."},
+    {Var::kCycleTime, "HOROVOD_CYCLE_TIME", "", VarType::kFloat, "0", "0..10000", false,
+     "Milliseconds to wait between negotiation rounds, so that more tensors share one. Perseus is event driven: "
+     "0 (no pause) is right unless the processor is very busy."},
+    {Var::kTimeout, "GLOO_TIMEOUT_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS", VarType::kInt, "60", "0..1000000", false,
+     "Seconds without a sign of life after which a rank counts as dead, and without a byte after which an operation "
+     "under way fails. A rank that is alive but late is waited for. 0 = off."},
+    {Var::kStartTimeout, "HOROVOD_START_TIMEOUT", "PERSEUS_START_TIMEOUT", VarType::kInt, "60", "1..1000000", false,
+     "Seconds that init() waits for all ranks to appear."},
+    {Var::kStallCheckDisable, "HOROVOD_STALL_CHECK_DISABLE", "", VarType::kBool, "0", "", false,
+     "1 = no warning about tensors that only some ranks have submitted."},
+    {Var::kStallCheckTime, "HOROVOD_STALL_CHECK_TIME_SECONDS", "", VarType::kInt, "60", "1..1000000", false,
+     "Age in seconds at which a tensor that only some ranks have submitted is reported with the missing ranks."},
+    {Var::kStallShutdownTime, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "", VarType::kInt, "0", "0..1000000", false,
+     "Age in seconds at which such a tensor ends the job. 0 = never."},
+    {Var::kInterfaces, "PERSEUS_GLOO_NETWORK_INTERFACE", "HOROVOD_GLOO_IFACE", VarType::kString, "", "", false,
+     "Network interfaces for data between hosts, separated by commas. Unset = chosen automatically."},
+    {Var::kTransport, "PERSEUS_TRANSPORT", "", VarType::kChoice, "auto", "auto|shm|tcp", true,
+     "How ranks exchange data: auto = shared memory inside a host and TCP between hosts; shm or tcp forces one."},
+    {Var::kSpin, "PERSEUS_SPIN_US", "", VarType::kInt, "-1", "-1..1000000", false,
+     "Microseconds a blocked caller looks for news before it sleeps. -1 = 200 while the ranks of this host have a core "
+     "each, else 0."},
+    {Var::kSimd, "PERSEUS_SIMD", "", VarType::kChoice, "auto", "auto|avx512|avx2|neon|portable", false,
+     "Instruction set of the kernels; every one gives the same bits. auto = the best this processor has."},
+    {Var::kMasterPort, "PERSEUS_MASTER_PORT", "", VarType::kInt, "6666", "1..65535", false,
+     "Port of the rendezvous server when rank 0 runs it; the next free one is taken when it is busy."},
+    {Var::kSecretFile, "PERSEUS_SECRET_FILE", "", VarType::kString, "", "", false,
+     "File with the job's secret, readable by its owner only. Unset = made by the launcher or by rank 0."},
+    {Var::kLogLevel, "PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL", VarType::kChoice, "warning",
+     "trace|debug|info|warning|error|fatal", false, "Least severe message that is written to standard error."},
+    {Var::kLogHideTime, "HOROVOD_LOG_HIDE_TIME", "", VarType::kBool, "0", "", false,
+     "1 = no time in front of log lines."},
+};
+static_assert(sizeof(kTable) / sizeof(kTable[0]) == static_cast<size_t>(Var::kCount), "one line per variable");
+
+std::string lower_case(std::string text) {
+  for (char& c : text)
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  return text;
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  std::stringstream stream(text);
+  for (std::string part; std::getline(stream, part, separator);) parts.push_back(part);
+  return parts;
+}
+
+[[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& expected) {
+  fail(ErrorKind::kInvalidArgument, "[config] " + name + "='" + value + "': expected " + expected);
+}
+
+double parse_number(const Variable& variable, const std::string& name, const std::string& value, bool whole) {
+  const char* what = whole ? "a whole number" : "a number";
+  const std::string range = std::string(what) + " " + variable.allowed;
+  errno = 0;
+  char* end = nullptr;
+  const double number =
+      whole ? static_cast<double>(std::strtoll(value.c_str(), &end, 10)) : std::strtod(value.c_str(), &end);
+  if (value.empty() || *end != '\0' || errno != 0) refuse(name, value, range);
+  const std::string allowed = variable.allowed;
+  const size_t dots = allowed.find("..");
+  if (!(number >= std::atof(allowed.substr(0, dots).c_str()) && number <= std::atof(allowed.substr(dots + 2).c_str())))
+    refuse(name, value, range);
+  return number;
+}
+
+}  // namespace
+
+const Variable& variable(Var id) { return kTable[static_cast<int>(id)]; }
+
+const char* var_type_name(VarType type) {
+  constexpr const char* kNames[] = {"int", "float", "bool", "string", "choice"};
+  return kNames[static_cast<int>(type)];
+}
+
+Config::Config(const std::vector<std::string>& overrides) {
+  for (const Variable& entry : kTable) {
+    std::string source = entry.name;
+    std::string value = entry.default_value;
+    std::vector<std::string> names = split(entry.aliases, ',');
+    names.insert(names.begin(), entry.name);
+    const auto overridden = [&](const std::string& name) -> const char* {
+      for (const std::string& text : overrides)
+        if (text.compare(0, name.size() + 1, name + "=") == 0) return text.c_str() + name.size() + 1;
+      return nullptr;
+    };
+    const auto take_first = [&](auto look_up) {
+      for (const std::string& name : names)
+        if (const char* found = look_up(name); found != nullptr && *found != '\0') {
+          source = name;
+          value = found;
+          return true;
+        }
+      return false;
+    };
+    if (!take_first(overridden)) take_first([](const std::string& name) { return std::getenv(name.c_str()); });
+    parse(entry, source, value);
+  }
+}
+
+void Config::parse(const Variable& entry, const std::string& source_name, const std::string& value) {
+  const int i = static_cast<int>(entry.id);
+  text_[i] = value;
+  // Horovod's users write DEBUG as well as debug.
+  const std::string small = lower_case(value);
+  switch (entry.type) {
+    case VarType::kInt:
+      number_[i] = parse_number(entry, source_name, value, true);
+      integer_[i] = static_cast<int64_t>(number_[i]);
+      break;
+    case VarType::kFloat:
+      number_[i] = parse_number(entry, source_name, value, false);
+      break;
+    case VarType::kBool:
+      // Horovod reads strtol(value) > 0, under which "true" is false; here it is what it says.
+      if (small == "1" || small == "true" || small == "on" || small == "yes") integer_[i] = 1;
+      else if (small == "0" || small == "false" || small == "off" || small == "no") integer_[i] = 0;
+      else refuse(source_name, value, "0 or 1");
+      break;
+    case VarType::kChoice: {
+      const std::vector<std::string> choices = split(entry.allowed, '|');
+      for (size_t c = 0; c < choices.size(); ++c)
+        if (choices[c] == small) {
+          integer_[i] = static_cast<int64_t>(c);
+          text_[i] = small;
+          return;
+        }
+      refuse(source_name, value, std::string("one of ") + entry.allowed);
+    }
+    case VarType::kString:
+      break;
+  }
+}
+
+}  // namespace perseus

@@ -1,0 +1,66 @@
+// Every knob of the core: one table {name, aliases, type, default, allowed, help} from which parsing, perseusrun --help
+// and docs/config.md derive. The only place that calls getenv. A Config is immutable once built, so thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace perseus {
+
+enum class Var {
+  kStreams,
+  kFusionThreshold,
+  kCycleTime,
+  kTimeout,
+  kStartTimeout,
+  kStallCheckDisable,
+  kStallCheckTime,
+  kStallShutdownTime,
+  kInterfaces,
+  kTransport,
+  kSpin,
+  kSimd,
+  kMasterPort,
+  kSecretFile,
+  kLogLevel,
+  kLogHideTime,
+  kCount
+};
+
+enum class VarType { kInt, kFloat, kBool, kString, kChoice };
+
+struct Variable {
+  Var id;
+  const char* name;
+  const char* aliases;  // comma-separated; the first one set wins, the name itself before any alias
+  VarType type;
+  const char* default_value;  // as text; "" = unset
+  const char* allowed;        // kInt, kFloat: "low..high"; kChoice: "a|b|c"; else ""
+  bool affects_results;       // compared across ranks at init: a difference is an error
+  const char* help;           // one or two sentences for --help and docs/config.md
+};
+
+const Variable& variable(Var id);
+const char* var_type_name(VarType type);
+
+class Config {
+ public:
+  // From the environment, overridden by "NAME=VALUE" texts. Throws Error(kInvalidArgument) naming variable and value.
+  explicit Config(const std::vector<std::string>& overrides = {});
+
+  bool is_set(Var id) const { return !text_[static_cast<int>(id)].empty(); }
+  const std::string& text(Var id) const { return text_[static_cast<int>(id)]; }  // with the default filled in
+  int64_t integer(Var id) const { return integer_[static_cast<int>(id)]; }
+  double number(Var id) const { return number_[static_cast<int>(id)]; }
+  bool flag(Var id) const { return integer(id) != 0; }
+
+ private:
+  void parse(const Variable& variable, const std::string& source_name, const std::string& value);
+
+  std::string text_[static_cast<int>(Var::kCount)];
+  int64_t integer_[static_cast<int>(Var::kCount)] = {};
+  double number_[static_cast<int>(Var::kCount)] = {};
+};
+
+}  // namespace perseus

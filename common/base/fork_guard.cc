@@ -1,0 +1,72 @@
+// One process-wide list, as fork is process-wide: the one place besides the default context where that is right.
+#include "base/fork_guard.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+namespace perseus {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<int> fds;
+  std::atomic<uint32_t> generation{0};
+};
+
+Registry& registry();
+
+void before_fork() { registry().mutex.lock(); }
+void after_fork_in_parent() { registry().mutex.unlock(); }
+void after_fork_in_child() {
+  Registry& r = registry();
+  for (int fd : r.fds) ::close(fd);
+  r.fds.clear();
+  r.generation.fetch_add(1, std::memory_order_relaxed);
+  r.mutex.unlock();
+}
+
+Registry& registry() {
+  // Never destroyed: descriptors may be closed by objects that outlive static destruction.
+  static Registry* instance = [] {
+    auto* made = new Registry;
+    pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+    return made;
+  }();
+  return *instance;
+}
+
+}  // namespace
+
+void guard_fd(int fd) {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().fds.push_back(fd);
+}
+
+void unguard_fd(int fd) {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  const auto it = std::find(r.fds.begin(), r.fds.end(), fd);
+  if (it == r.fds.end()) return;
+  *it = r.fds.back();
+  r.fds.pop_back();
+}
+
+void close_guarded(int fd) {
+  if (fd < 0) return;
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  const auto it = std::find(r.fds.begin(), r.fds.end(), fd);
+  if (it == r.fds.end()) return;  // a forked child: the number may belong to somebody else by now
+  *it = r.fds.back();
+  r.fds.pop_back();
+  ::close(fd);
+}
+
+uint32_t fork_generation() { return registry().generation.load(std::memory_order_relaxed); }
+
+}  // namespace perseus

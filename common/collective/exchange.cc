@@ -1,0 +1,251 @@
+// Moving an Exchange along: headers, sends, receives, folds. What is sent to whom is decided in exchange_plan.cc.
+#include "collective/exchange.h"
+
+#include <cstring>
+
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+constexpr int kMostPieces = 32;  // of one gathered send or receive
+constexpr int kBurst = 4;        // chunks moved on one link before the others get their turn
+
+}  // namespace
+
+// ---- the schedule of one direction of a link ----
+
+void Exchange::settle(const Peer& peer, Flow* flow) const {
+  // Skip items that are empty; every item is at most a chunk.
+  for (;;) {
+    const bool c_left = flow->turn * kChunkBytes < flow->c_total;
+    const bool r_now = flow->turn >= peer.lag;
+    const bool r_left = flow->r_total > 0 && (!r_now || (flow->turn - peer.lag) * kChunkBytes < flow->r_total);
+    if (!flow->result && c_left) return;
+    flow->result = true;
+    if (r_now && r_left) return;
+    if (!r_left && (flow->turn + 1) * kChunkBytes >= flow->c_total) {
+      flow->done = true;
+      return;
+    }
+    flow->result = false;
+    ++flow->turn;
+  }
+}
+
+size_t Exchange::chunk_at(const Flow& flow, uint64_t lag) const {
+  const size_t total = flow.result ? flow.r_total : flow.c_total;
+  return std::min(kChunkBytes, total - chunk_index(flow, lag) * kChunkBytes);
+}
+
+void Exchange::next(const Peer& peer, Flow* flow) const {
+  flow->moved = 0;
+  if (flow->result) {
+    flow->result = false;
+    ++flow->turn;
+  } else {
+    flow->result = true;
+  }
+  settle(peer, flow);
+}
+
+// ---- one pass ----
+
+bool Exchange::step() {
+  bool moved = false;
+  if (!headers_done_) moved |= check_headers();
+  bool all_done = headers_done_;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (peer.link == nullptr) continue;
+    for (int burst = 0; burst < kBurst && send_some(peer); ++burst) moved = true;
+    if (peer.header_seen && (sink_ == nullptr || headers_done_))
+      for (int burst = 0; burst < kBurst && receive_some(peer); ++burst) moved = true;
+    all_done = all_done && peer.tx.done && peer.tx.header_left == 0 && peer.rx.done;
+  }
+  if (folds_) {
+    moved |= fold_some();
+    all_done = all_done && folded_ * kChunkBytes >= own_bytes_;
+  }
+  if (all_done && !done_) {
+    // A fold may just have completed the last sends; they were counted above only if done before it.
+    for (const Peer& peer : peers_)
+      if (peer.link != nullptr && !(peer.tx.done && peer.rx.done)) return true;
+    done_ = true;
+    moved = true;
+  }
+  return moved;
+}
+
+bool Exchange::send_some(Peer& peer) {
+  Flow& tx = peer.tx;
+  if (tx.done && tx.header_left == 0) return false;
+  if (peer.windows && tx.header_left > 0) {
+    const Span window = peer.link->send_window(sizeof(ExchangeHeader));
+    if (!window) return false;
+    std::memcpy(window.data, &peer.out, sizeof(ExchangeHeader));
+    peer.link->send_commit(sizeof(ExchangeHeader));
+    tx.header_left = 0;
+    return true;
+  }
+  const bool ready = !tx.done && (!tx.result || !results_follow_ || chunk_index(tx, peer.lag) < folded_);
+  const size_t n = ready ? chunk_at(tx, peer.lag) : 0;
+  if (n == 0 && tx.header_left == 0) return false;
+  return peer.windows ? send_windowed(peer, n) : send_streamed(peer, n);
+}
+
+bool Exchange::send_windowed(Peer& peer, size_t n) {
+  const Span window = peer.link->send_window(n);
+  if (!window) return false;
+  Flow& tx = peer.tx;
+  Cursor& source = tx.result ? peer.r_src : peer.c_src;
+  const bool from_input = !tx.result || results_from_input_;
+  for (size_t done = 0; done < n;) {
+    const size_t run = std::min(n - done, source.contiguous());
+    kernels::copy(window.data + done, from_input ? source.in() : source.out(), run, false);
+    source.advance(run);
+    done += run;
+  }
+  peer.link->send_commit(n);
+  next(peer, &tx);
+  return true;
+}
+
+bool Exchange::send_streamed(Peer& peer, size_t n) {
+  iovec pieces[kMostPieces + 1];
+  int count = 0;
+  Flow& tx = peer.tx;
+  const size_t header_left = tx.header_left;
+  if (header_left > 0) {
+    // Header and first bytes leave in one packet.
+    Byte* rest = reinterpret_cast<Byte*>(&peer.out) + sizeof(ExchangeHeader) - header_left;
+    pieces[count++] = iovec{rest, header_left};
+  }
+  Cursor& source = tx.result ? peer.r_src : peer.c_src;
+  if (n > 0) {
+    const bool from_input = !tx.result || results_from_input_;
+    count += from_input ? source.gather_in(n - tx.moved, pieces + count, kMostPieces)
+                        : source.gather_out(n - tx.moved, pieces + count, kMostPieces);
+  }
+  size_t sent = peer.link->try_send(pieces, count);
+  if (sent == 0) return false;
+  const size_t of_header = std::min(sent, header_left);
+  tx.header_left -= of_header;
+  sent -= of_header;
+  if (sent > 0) {
+    source.advance(sent);
+    tx.moved += sent;
+    if (tx.moved == n) next(peer, &tx);
+  }
+  return true;
+}
+
+bool Exchange::receive_some(Peer& peer) {
+  Flow& rx = peer.rx;
+  if (rx.done || peer.contribution) return false;
+  const size_t n = chunk_at(rx, peer.lag);
+  if (!rx.result) {
+    peer.contribution = peer.link->recv_window(n);  // released by the fold
+    return static_cast<bool>(peer.contribution);
+  }
+  if (!peer.windows) {
+    iovec pieces[kMostPieces];
+    const int count = peer.r_dst.gather_out(n - rx.moved, pieces, kMostPieces);
+    const size_t got = peer.link->try_recv(pieces, count);
+    if (got == 0) return false;
+    peer.r_dst.advance(got);
+    rx.moved += got;
+    if (rx.moved == n) next(peer, &rx);
+    return true;
+  }
+  const ConstSpan window = peer.link->recv_window(n);
+  if (!window) return false;
+  for (size_t done = 0; done < n;) {
+    const size_t run = std::min(n - done, peer.r_dst.contiguous());
+    kernels::copy(peer.r_dst.out(), window.data + done, run, stream_out_);
+    peer.r_dst.advance(run);
+    done += run;
+  }
+  peer.link->recv_release(n);
+  next(peer, &rx);
+  return true;
+}
+
+// ---- folding ----
+
+bool Exchange::fold_some() {
+  bool moved = false;
+  for (int burst = 0; burst < kBurst && folded_ * kChunkBytes < own_bytes_; ++burst) {
+    const size_t n = std::min<size_t>(kChunkBytes, own_bytes_ - folded_ * kChunkBytes);
+    if (!fold_ready(n)) break;
+    fold_chunk(n);
+    moved = true;
+  }
+  return moved;
+}
+
+bool Exchange::fold_ready(size_t n) {
+  windows_.clear();
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (peer.link == nullptr) continue;
+    if ((fold_source_ < 0 || fold_source_ == static_cast<int>(i)) && !peer.contribution) return false;
+    // Every rank folds into the place its own contribution is read from: that must have left first.
+    if (everyone_owns_all_ && !peer.tx.done) return false;
+    if (!results_follow_ || !peer.windows || peer.tx.r_total == 0) continue;
+    const bool at_result = !peer.tx.done && peer.tx.result && chunk_index(peer.tx, peer.lag) == folded_;
+    if (!at_result || peer.tx.header_left > 0) return false;
+    const Span window = peer.link->send_window(n);
+    if (!window) return false;
+    windows_.push_back(window.data);
+  }
+  return true;
+}
+
+void Exchange::fold_chunk(size_t n) {
+  const size_t element = dtype_size(plan_->fold.dtype);
+  for (size_t done = 0; done < n;) {
+    size_t run = std::min(n - done, own_out_.contiguous());
+    Byte* second = windows_.empty() ? nullptr : windows_[0] + done;
+    if (fold_source_ >= 0) {
+      const Byte* source = peers_[fold_source_].contribution.data + done;
+      kernels::copy(own_out_.out(), source, run, stream_out_);
+      if (second != nullptr) kernels::copy(second, source, run, false);
+    } else {
+      run = std::min(run, own_in_.contiguous());
+      for (size_t i = 0; i < peers_.size(); ++i)
+        sources_[i] = peers_[i].link == nullptr ? own_in_.in() : peers_[i].contribution.data + done;
+      kernels::fold(plan_->fold, own_out_.out(), second, sources_.data(), static_cast<int>(sources_.size()),
+                    run / element, stream_out_);
+      own_in_.advance(run);
+    }
+    own_out_.advance(run);
+    for (size_t w = 1; w < windows_.size(); ++w) kernels::copy(windows_[w] + done, second, run, false);
+    done += run;
+  }
+  for (Peer& peer : peers_) {
+    if (peer.contribution) {
+      peer.link->recv_release(n);
+      peer.contribution = ConstSpan();
+      next(peer, &peer.rx);
+    }
+    if (peer.link != nullptr && results_follow_ && peer.windows && peer.tx.r_total > 0) {
+      peer.link->send_commit(n);
+      next(peer, &peer.tx);
+    }
+  }
+  ++folded_;
+}
+
+std::vector<int> Exchange::waiting_for() const {
+  std::vector<int> silent, unable;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    const Peer& peer = peers_[i];
+    if (peer.link == nullptr) continue;
+    if (!peer.header_seen || (!peer.rx.done && !peer.contribution)) silent.push_back(static_cast<int>(i));
+    if (!peer.tx.done) unable.push_back(static_cast<int>(i));
+  }
+  return silent.empty() ? unable : silent;
+}
+
+}  // namespace perseus

@@ -1,0 +1,152 @@
+// The pairwise exchange behind every collective: each rank sends every other its contribution to that rank's part
+// (reduce-scatter), folds what it receives in rank order, and sends the result on (allgather), chunk by chunk, so that
+// a chunk is reduced and returned while the next is on its way. Resumable: step() never blocks. Used by one driver.
+//
+// Stream order per link, the same on both ends (c = contribution, r = result, L = lag):
+//   header, c0 … cL, r0, c(L+1), r1, …
+// A fold of chunk k waits until every peer's ck is here and every windowed link has sent c(k+L), so its result goes
+// straight into the peers' windows. Let m be the lowest fold not done on any rank: its c's only wait for ring space
+// that its owner has freed, and its r's for peers that have consumed all c below m, so at most 2L + 2 messages lie in a
+// ring, which has room for that many: the exchange cannot deadlock.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/pieces.h"
+#include "kernels/kernels.h"
+#include "transport/transport.h"
+
+namespace perseus {
+
+constexpr size_t kChunkBytes = 64 * 1024;
+static_assert(kChunkBytes <= kMaxMessage, "a chunk is one message");
+
+enum class Collective : uint8_t { kAllreduce, kReduceScatter, kAllgather, kBroadcast, kAlltoall };
+
+// First on every link of every exchange: both ends check that they are doing the same thing.
+struct ExchangeHeader {
+  uint32_t magic = 0;
+  uint32_t epoch = 0;
+  uint32_t group = 0;
+  uint32_t stream = 0;
+  uint64_t sequence = 0;
+  uint8_t collective = 0, dtype = 0, op = 0, unused = 0;
+  uint32_t unused2 = 0;
+  uint64_t bytes = 0;         // of the whole buffer (allreduce, reduce-scatter, broadcast), 0 where it differs per rank
+  uint64_t result_bytes = 0;  // that the sender is going to send as results on this link
+  uint64_t rows = 0;          // allgather, alltoall: of result_bytes
+  uint64_t reserved = 0;
+};
+static_assert(sizeof(ExchangeHeader) == 64, "one cache line");
+
+// What one execution does. Everything but the per-rank vectors must agree on all ranks.
+struct ExchangePlan {
+  Collective collective = Collective::kAllreduce;
+  kernels::FoldSpec fold;           // allreduce, reduce-scatter
+  std::vector<Piece> pieces;        // allreduce, broadcast: in/out. Reduce-scatter: in (out unused). Else: in only
+  std::vector<size_t> parts;        // reduce-scatter: bytes of every rank's part of the pieces, in rank order
+  std::vector<Piece> result;        // reduce-scatter: out
+  int root = 0;                     // broadcast: index in the group
+  std::vector<size_t> send_bytes;   // alltoall: for every rank, consecutive in the pieces
+  std::vector<uint64_t> send_rows;  // alltoall: the same in rows; allgather: [0] = rows of this rank
+
+  void clear() {
+    pieces.clear();
+    parts.clear();
+    result.clear();
+    send_bytes.clear();
+    send_rows.clear();
+  }
+};
+
+// Makes room for an allgather's or alltoall's output once all sizes are known.
+class OutputSink {
+ public:
+  virtual ~OutputSink() = default;
+  // bytes[i], rows[i] come from group rank i. Returns memory for all of it, in rank order.
+  virtual Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) = 0;
+};
+
+class Exchange {
+ public:
+  // `links[i]` reaches group rank i; links[me] is null. Links outlive the exchange object.
+  Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel);
+
+  // Begins; `plan` and `sink` (allgather, alltoall) must stay valid until done(). Only when done.
+  void start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink);
+  // Moves what can be moved; true when anything did. Throws Error on a broken link or a peer that does something else.
+  bool step();
+  bool done() const { return done_; }
+  // Group ranks whose bytes we wait for, or that do not take ours: for messages.
+  std::vector<int> waiting_for() const;
+
+ private:
+  // Where one direction of one link stands.
+  struct Flow {
+    size_t header_left = 0;
+    uint64_t turn = 0;    // of the schedule: c(turn), then r(turn - lag)
+    bool result = false;  // within the turn
+    size_t moved = 0;     // bytes of the current chunk already moved (links without windows)
+    size_t c_total = 0, r_total = 0;
+    bool done = false;
+  };
+  struct Peer {
+    Link* link = nullptr;
+    bool windows = false;
+    uint64_t lag = 0;
+    ExchangeHeader out, in;
+    bool header_seen = false;
+    Flow tx, rx;
+    Cursor c_src, r_src, r_dst;
+    ConstSpan contribution;  // rx stands at a contribution that is wholly here
+  };
+
+  void plan_reduction(bool gather);
+  void plan_broadcast();
+  void plan_gather();
+  void set_flows();
+  bool check_headers();
+  void check_header(int i);
+  void place_outputs();
+
+  void settle(const Peer& peer, Flow* flow) const;
+  size_t chunk_at(const Flow& flow, uint64_t lag) const;
+  uint64_t chunk_index(const Flow& flow, uint64_t lag) const { return flow.result ? flow.turn - lag : flow.turn; }
+  void next(const Peer& peer, Flow* flow) const;
+
+  bool send_some(Peer& peer);
+  bool send_windowed(Peer& peer, size_t n);
+  bool send_streamed(Peer& peer, size_t n);
+  bool receive_some(Peer& peer);
+  bool fold_some();
+  bool fold_ready(size_t n);
+  void fold_chunk(size_t n);
+
+  std::vector<Peer> peers_;  // of every group rank; the own entry is unused
+  int me_;
+  uint32_t epoch_;
+  Channel channel_;
+  bool done_ = true;
+
+  const ExchangePlan* plan_ = nullptr;
+  OutputSink* sink_ = nullptr;
+  bool headers_done_ = false;
+  bool folds_ = false;               // contributions are folded (by us)
+  bool everyone_owns_all_ = false;   // small: every rank folds the whole buffer itself
+  bool results_follow_ = false;      // a folded chunk is sent on
+  bool results_from_input_ = false;  // what is sent as results is our input
+  bool stream_out_ = false;          // larger than the caches: write around them
+  int fold_source_ = -1;             // broadcast: the only contributor
+  uint64_t folded_ = 0;              // chunks
+  size_t own_bytes_ = 0;             // of our part
+  Cursor own_in_, own_out_;
+  std::vector<Piece> gathered_;  // allgather, alltoall: where received bytes go
+  std::vector<size_t> even_;     // parts of an allreduce or broadcast
+  std::vector<const void*> sources_;
+  std::vector<Byte*> windows_;
+};
+
+}  // namespace perseus

@@ -1,0 +1,239 @@
+// One pass over everything, and what happens to requests as they end.
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/clock.h"
+
+namespace perseus {
+namespace {
+
+constexpr int64_t kHousekeeping = 500 * kMillisecond;
+// Without sockets to read, events (a peer's death, a new ring) need no look in every pass.
+constexpr int64_t kLookForEvents = 50 * kMicrosecond;
+
+ExecutionSettings settings_of(const Config& config) {
+  ExecutionSettings settings;
+  settings.streams = static_cast<int>(config.integer(Var::kStreams));
+  settings.fusion_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
+  settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
+  return settings;
+}
+
+// Work that nobody waits for is picked up by the engine thread after a while: setting a timer costs the submitter
+// 0.5 µs, waking a thread 6–9. Without a core to spare it would only interrupt the one who is submitting.
+constexpr int64_t kPickUp = 100 * kMicrosecond;
+constexpr int64_t kPickUpWithoutCore = kMillisecond;
+
+Driver::Settings driving(const Config& config, int spare_cores) {
+  Driver::Settings settings;
+  const int64_t microseconds = config.integer(Var::kSpin);
+  settings.spin_ns = microseconds >= 0 ? microseconds * kMicrosecond : spare_cores >= 0 ? 200 * kMicrosecond : 0;
+  settings.pick_up_ns = spare_cores > 0 ? kPickUp : kPickUpWithoutCore;
+  return settings;
+}
+
+bool changes_groups(const Entry& entry) {
+  return entry.description.kind == Kind::kAddGroup || entry.description.kind == Kind::kRemoveGroup;
+}
+
+}  // namespace
+
+Engine::Engine(const World& world, const Config& config, const Log& log, std::unique_ptr<Waker> waker,
+               std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, int spare_cores)
+    : world_(world),
+      log_(log),
+      timeout_ns_(config.integer(Var::kTimeout) * kSecond),
+      stall_ns_(config.flag(Var::kStallCheckDisable) ? 0 : config.integer(Var::kStallCheckTime) * kSecond),
+      stall_shutdown_ns_(config.integer(Var::kStallShutdownTime) * kSecond),
+      cycle_ns_(static_cast<int64_t>(config.number(Var::kCycleTime) * kMillisecond)),
+      execution_settings_(settings_of(config)),
+      waker_(std::move(waker)),
+      transports_(std::move(transports)),
+      route_(std::move(route)),
+      left_(static_cast<size_t>(world.size), false),
+      driver_(*waker_, driving(config, spare_cores),
+              Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
+                                [this] { return has_submissions(); }}) {
+  driver_.exclusively([this] {
+    for (const auto& transport : transports_) tcp_ |= std::strcmp(transport->name(), "tcp") == 0;
+    std::vector<int> all(static_cast<size_t>(world_.size));
+    for (int rank = 0; rank < world_.size; ++rank) all[rank] = rank;
+    add_group(0, std::move(all));
+  });
+}
+
+Engine::~Engine() {
+  shutdown();
+  driver_.stop();
+}
+
+void Engine::add_group(int id, std::vector<int> ranks) {
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  members_[id] = ranks;
+  const uint32_t channels = groups_made_++;
+  if (std::find(ranks.begin(), ranks.end(), world_.rank) == ranks.end()) return;
+  groups_[id] = std::make_shared<Group>(
+      channels, std::move(ranks), world_.rank, world_.epoch, execution_settings_, cycle_ns_,
+      [this](int rank, Channel channel) -> Link& { return route_[rank]->link(rank, channel); },
+      [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; });
+}
+
+bool Engine::busy() {
+  if (failed_.load(std::memory_order_relaxed)) return false;
+  for (auto& [id, group] : groups_)
+    if (group->busy()) return true;
+  return false;
+}
+
+bool Engine::has_submissions() const {
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  for (auto& [id, group] : groups_)
+    if (group->negotiation().has_submissions()) return true;
+  return false;
+}
+
+bool Engine::pass(bool eager) {
+  const int64_t now = now_ns();
+  bool moved = false;
+  try {
+    bool woken = false;
+    if (tcp_ || now - events_ns_ > kLookForEvents) {
+      woken = waker_->take_events();
+      events_ns_ = now;
+    }
+    for (auto& transport : transports_) transport->poll(woken);
+    read_notices();
+    if (!failed_.load(std::memory_order_relaxed)) {
+      for (auto& [id, group] : groups_) {
+        moved |= group->step(eager, kBucketsWorth, &finished_, &mismatched_);
+        if (group->called()) waker_->arm_timer(Group::kJoinWithin);
+      }
+      if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
+    }
+    if (now - housekeeping_ns_ > kHousekeeping) housekeeping(now);
+    if (closing_.load(std::memory_order_relaxed)) wind_down();
+  } catch (const Error& error) {
+    abort(error, true);
+    moved = true;
+  } catch (const std::exception& error) {  // out of memory, most likely
+    abort(Error(ErrorKind::kInternal, std::string("[engine] ") + error.what()), true);
+    moved = true;
+  }
+  // Group changes touch the map that was walked above and end what a group still has under way, so they come last.
+  if (!finished_.empty() || !mismatched_.empty()) {
+    size_t changes = 0;
+    for (Entry* entry : finished_) {
+      if (changes_groups(*entry)) finished_[changes++] = entry;
+      else finish(entry, Status());
+    }
+    for (auto& [entry, text] : mismatched_) finish(entry, Status{false, ErrorKind::kMismatch, text});
+    for (size_t i = 0; i < changes; ++i) finish(finished_[i], Status());
+    finished_.clear();
+    mismatched_.clear();
+    count();
+    moved = true;
+  }
+  return moved;
+}
+
+void Engine::finish(Entry* entry, const Status& status) {
+  HandleTable::Slot* slot = handles_.at(entry->handle);
+  slot->status = status;
+  // Its group may be the one that goes.
+  const auto group = groups_.find(entry->group);
+  if (group != groups_.end()) group->second->negotiation().retire(entry);
+  if (status.ok && changes_groups(*entry)) {
+    slot->outputs.resize(1);
+    slot->status = change_groups(*entry, &slot->outputs[0]);
+  }
+  recycle(entry);
+  ++operations_;
+  HandleTable::complete(slot);
+  driver_.completed();
+}
+
+// Every rank of the world gets here with the same request in the same order, so ids agree.
+Status Engine::change_groups(const Entry& entry, Output* output) {
+  const std::vector<int>& ranks = entry.description.ranks;
+  if (entry.description.kind == Kind::kAddGroup) {
+    for (auto& [id, members] : members_)
+      if (members == ranks)
+        return Status{false, ErrorKind::kInvalidArgument,
+                      "Attempted to add a duplicate process set (it has id " + std::to_string(id) + ")."};
+    int id = next_id_;
+    if (free_ids_.empty()) {
+      ++next_id_;
+    } else {
+      id = free_ids_.front();
+      free_ids_.pop_front();
+    }
+    add_group(id, ranks);
+    output->bytes = static_cast<size_t>(id);
+    return Status();
+  }
+  const int id = ranks.empty() ? -1 : ranks[0];
+  if (id <= 0 || members_.count(id) == 0)
+    return Status{false, ErrorKind::kInvalidArgument,
+                  "Process set provided does not exist, or has not been registered."};
+  const auto group = groups_.find(id);
+  if (group != groups_.end()) {
+    const Status removed{false, ErrorKind::kAborted, "The process set was removed."};
+    fail_pending(group->second.get(), true, removed);
+    // Its channels are never used again, so what peers still send or miss there harms nobody.
+    std::vector<Entry*> under_way;
+    group->second->execution().abandon(&under_way);
+    for (Entry* left : under_way) finish(left, removed);
+  }
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  groups_.erase(id);
+  members_.erase(id);
+  free_ids_.push_back(id);
+  return Status();
+}
+
+HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
+  HandleTable::Slot* slot = handles_.find(handle);
+  if (slot != nullptr) driver_.wait([slot] { return HandleTable::is_done(*slot); }, deadline_ns);
+  return slot;
+}
+
+HandleTable::Slot* Engine::poll(int64_t handle) {
+  HandleTable::Slot* slot = handles_.find(handle);
+  if (slot != nullptr && !HandleTable::is_done(*slot)) driver_.nudge();
+  return slot;
+}
+
+std::vector<int> Engine::group_ranks(int id) const {
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const auto found = members_.find(id);
+  return found == members_.end() ? std::vector<int>() : found->second;
+}
+
+void Engine::count() {
+  EngineStats stats;
+  for (const auto& transport : transports_) {
+    const bool tcp = std::strcmp(transport->name(), "tcp") == 0;
+    (tcp ? stats.tcp_sent : stats.shm_sent) += transport->bytes_sent();
+    (tcp ? stats.tcp_received : stats.shm_received) += transport->bytes_received();
+    stats.staging_bytes += transport->staging_bytes();
+  }
+  for (auto& [id, group] : groups_) {
+    stats.rounds += group->rounds();
+    stats.buckets += group->execution().buckets();
+  }
+  stats.operations = operations_;
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  stats_ = stats;
+}
+
+EngineStats Engine::stats() const {
+  std::lock_guard<std::mutex> lock(stats_mutex_);
+  EngineStats stats = stats_;
+  stats.sleeps = driver_.sleeps();
+  return stats;
+}
+
+}  // namespace perseus

@@ -1,0 +1,155 @@
+// The heart of a Context: takes requests, drives groups and transports, watches over peers, ends everything cleanly or
+// with one cause. Public calls are for any thread.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "engine/driver.h"
+#include "engine/group.h"
+#include "engine/handle_table.h"
+#include "transport/transport.h"
+#include "transport/waker.h"
+
+namespace perseus {
+
+struct EngineStats {
+  uint64_t shm_sent = 0, shm_received = 0, tcp_sent = 0, tcp_received = 0;
+  uint64_t rounds = 0, buckets = 0, operations = 0, sleeps = 0, staging_bytes = 0;
+};
+
+class Engine {
+ public:
+  // A request as the caller states it; pointers need to live only during submit().
+  struct Submission {
+    Kind kind = Kind::kAllreduce;
+    int group = 0;
+    const char* name = nullptr;
+    ReduceOp op = ReduceOp::kSum;
+    double prescale = 1.0, postscale = 1.0;
+    int root = 0;
+    int priority = 0;
+    bool transient = false;
+    struct Tensor {
+      const void* in;
+      void* out;
+      const int64_t* shape;
+      int ndim;
+      DType dtype;
+    };
+    const Tensor* tensors = nullptr;
+    int tensor_count = 0;
+    const int64_t* splits = nullptr;
+    int split_count = 0;
+    const int* ranks = nullptr;
+    int rank_count = 0;
+  };
+
+  // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
+  // `spare_cores`: of this host, beyond one for each rank; negative when ranks share cores.
+  Engine(const World& world, const Config& config, const Log& log, std::unique_ptr<Waker> waker,
+         std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, int spare_cores);
+  ~Engine();
+
+  // Throws Error(kInvalidArgument) for what this rank alone can see to be wrong, Error(kAborted) after a failure.
+  int64_t submit(const Submission& submission);
+  // Waits until the handle is done or the deadline; null when unknown, else its slot (maybe not done).
+  HandleTable::Slot* wait(int64_t handle, int64_t deadline_ns);
+  HandleTable::Slot* poll(int64_t handle);
+  HandleTable& handles() { return handles_; }
+
+  // See perseus_context_shutdown.
+  void shutdown();
+  // Empty while all is well.
+  std::string failure() const;
+
+  std::vector<int> group_ranks(int id) const;
+  const char* transport_name(int peer) const { return route_[peer] == nullptr ? "none" : route_[peer]->name(); }
+  EngineStats stats() const;
+
+ private:
+  // Bytes that are worth a round while earlier buckets are under way, and a thread's wake-up.
+  static constexpr size_t kBucketsWorth = 4 * 1024 * 1024;
+
+  // ---- submission (submission.cc); any thread ----
+  std::shared_ptr<Group> find_group(const Submission& submission) const;
+  Entry* take_entry();
+  void recycle(Entry* entry);
+
+  // ---- driving (engine.cc); token held ----
+  bool pass(bool eager);
+  bool busy();
+  bool has_submissions() const;  // any thread
+  void finish(Entry* entry, const Status& status);
+  Status change_groups(const Entry& entry, Output* output);
+  void add_group(int id, std::vector<int> ranks);
+  void count();
+
+  // ---- watching (watch.cc); token held ----
+  void read_notices();
+  void hear(const Notice& notice);
+  void hear_shutdown(int peer, const std::string& rounds);
+  void housekeeping(int64_t now);
+  void check_liveness(int64_t now);
+  void check_stalls(int64_t now);
+  void abort(const Error& cause, bool tell);
+  void fail_pending(Group* group, bool close, const Status& status);
+  void wind_down();
+  void say_goodbye();
+  std::string shutdown_text() const;
+
+  const World world_;
+  const Log log_;
+  const int64_t timeout_ns_, stall_ns_, stall_shutdown_ns_, cycle_ns_;
+  ExecutionSettings execution_settings_;
+
+  std::unique_ptr<Waker> waker_;
+  std::vector<std::unique_ptr<Transport>> transports_;
+  std::vector<Transport*> route_;
+  HandleTable handles_;
+
+  mutable std::mutex groups_mutex_;
+  // Written under groups_mutex_ with the token; read under either. groups_ holds those this rank is a member of.
+  std::map<int, std::vector<int>> members_;
+  std::map<int, std::shared_ptr<Group>> groups_;
+  std::deque<int> free_ids_;  // token; freed first is used first
+  int next_id_ = 1;           // token
+  uint32_t groups_made_ = 0;  // token; numbers channels, which are never used again
+
+  std::mutex entries_mutex_;
+  std::vector<std::unique_ptr<Entry>> entries_;  // all ever made; guarded by entries_mutex_
+  std::vector<Entry*> free_entries_;             // guarded by entries_mutex_
+
+  std::atomic<bool> failed_{false};   // over: cause_ says why
+  std::atomic<bool> closing_{false};  // some rank shuts down: what all have agreed on is finished, no more is taken
+  std::atomic<bool> said_goodbye_{false};
+  std::atomic<bool> drained_{false};  // while closing: nothing is moving
+  std::atomic<int> first_left_{-1};   // the peer that was first to say goodbye
+  mutable std::mutex cause_mutex_;
+  std::string cause_;  // guarded by cause_mutex_
+
+  // Token held:
+  std::vector<bool> left_;                    // peers that said goodbye
+  std::map<uint32_t, uint64_t> last_rounds_;  // channel number of a group → last round that all who left took part in
+  int64_t housekeeping_ns_ = 0;
+  int64_t alive_since_ns_ = 0;  // silence counts from here on
+  int64_t events_ns_ = 0;
+  bool tcp_ = false;
+  std::vector<Entry*> finished_;
+  std::vector<std::pair<Entry*, std::string>> mismatched_;
+  uint64_t operations_ = 0;
+
+  mutable std::mutex stats_mutex_;
+  EngineStats stats_;  // guarded by stats_mutex_
+
+  Driver driver_;  // last: its thread uses everything above
+};
+
+}  // namespace perseus

@@ -1,0 +1,90 @@
+// Runs what negotiation found ready, for one group: fuses requests into buckets, gives each bucket to a stream in the
+// agreed order, and reports entries whose last bucket is done. Used by the driver.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/clock.h"
+#include "collective/exchange.h"
+#include "engine/request.h"
+
+namespace perseus {
+
+struct ExecutionSettings {
+  int streams = 4;
+  size_t fusion_bytes = 128 * 1024 * 1024;
+  int64_t timeout_ns = 60 * kSecond;  // 0 = off
+};
+
+// What moves together: requests that are one run of bytes, or one tensor of an allgather or alltoall.
+class Bucket final : public OutputSink {
+ public:
+  ExchangePlan plan;
+  std::vector<Entry*> entries;
+  size_t bytes = 0;
+  Output* output = nullptr;  // allgather, alltoall
+  int64_t row_bytes = 0;
+  std::vector<int64_t> tail_shape;
+
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+  void clear();
+};
+
+class Execution {
+ public:
+  using MakeLinks = std::function<std::vector<Link*>(uint32_t stream)>;
+  using OutputsOf = std::function<std::vector<Output>&(Entry*)>;
+
+  Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
+            MakeLinks make_links, OutputsOf outputs_of);
+
+  // Queues ready entries in their agreed order. Entries without bytes to move are finished at once.
+  void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished);
+  // Moves what can be moved; true when anything did. Throws Error(kTimeout) when an operation under way has not moved a
+  // byte for the time limit.
+  bool step(std::vector<Entry*>* finished);
+  bool busy() const { return in_flight_ > 0; }
+  // Gives up everything queued and under way; each entry once.
+  void abandon(std::vector<Entry*>* entries);
+  uint64_t buckets() const { return buckets_done_; }
+  size_t links_made() const { return links_made_; }
+
+ private:
+  struct Stream {
+    std::unique_ptr<Exchange> exchange;
+    std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
+    uint64_t sequence = 0;
+    int64_t moved_ns = 0;
+  };
+
+  std::unique_ptr<Bucket> fresh_bucket();
+  void fuse(Entry* entry);
+  void add_reduction(Entry* entry, size_t tensor);
+  void add_broadcast(Entry* entry);
+  void add_reducescatter(Entry* entry);
+  void add_gather(Entry* entry, size_t tensor);
+  // An open bucket of the same kind with room, else a new one; the entry waits for it.
+  Bucket& bucket_for(Entry* entry, size_t bytes, Collective collective, const kernels::FoldSpec& fold, int root);
+  Bucket& own_bucket(Entry* entry, size_t bytes);
+  void close_all();
+  void begin(Stream* stream, uint32_t index);
+  void report_silence(const Stream& stream) const;
+
+  const ExecutionSettings settings_;
+  const std::vector<int> ranks_;
+  const int me_;
+  const uint32_t epoch_, group_;
+  const MakeLinks make_links_;
+  const OutputsOf outputs_of_;
+
+  std::vector<Stream> streams_;
+  std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry
+  std::vector<std::unique_ptr<Bucket>> free_;
+  uint64_t buckets_started_ = 0, buckets_done_ = 0;
+  int in_flight_ = 0;
+  size_t links_made_ = 0;
+};
+
+}  // namespace perseus

@@ -1,0 +1,61 @@
+// A set of ranks that does collectives together: its negotiation, its rounds and its execution, on channels of its own,
+// so groups never wait for each other. Submitting is for any thread, the rest for the driver.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/execution.h"
+#include "engine/negotiation.h"
+#include "engine/round.h"
+
+namespace perseus {
+
+class Group {
+ public:
+  // A peer's round is joined no later than this, whether or not we have anything to offer.
+  static constexpr int64_t kJoinWithin = 5 * kMillisecond;
+  using LinkTo = std::function<Link&(int rank, Channel channel)>;
+
+  Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
+        int64_t cycle_ns, LinkTo link_to, Execution::OutputsOf outputs_of);
+
+  uint32_t id() const { return id_; }
+  const std::vector<int>& ranks() const { return ranks_; }
+  int index() const { return me_; }  // of this rank in ranks()
+  Negotiation& negotiation() { return negotiation_; }
+  const Negotiation& negotiation() const { return negotiation_; }
+  Execution& execution() { return execution_; }
+
+  // One pass. `eager`: somebody is waiting, so begin a round for whatever is new; else only for `enough_bytes`, or when
+  // nothing is under way. Appends what finished and what failed.
+  bool step(bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
+            std::vector<std::pair<Entry*, std::string>>* failed);
+  // Work that needs driving, or news that others should hear?
+  bool busy() const { return moving() || negotiation_.has_news(); }
+  // Does a peer wait for us to join its round?
+  bool called() const { return called_ns_ != 0; }
+  bool moving() const { return execution_.busy() || !round_.idle(); }
+  bool round_idle() const { return round_.idle(); }
+  uint64_t rounds() const { return round_.number(); }
+  // No more rounds from now on but what peers have begun (shutting down).
+  void close() { closed_ = true; }
+
+ private:
+  bool may_begin(bool eager, size_t enough_bytes) const;
+  bool joins();
+
+  const uint32_t id_;
+  const std::vector<int> ranks_;
+  const int me_;
+  const int64_t cycle_ns_;
+  Negotiation negotiation_;
+  Round round_;
+  Execution execution_;
+  bool closed_ = false;
+  int64_t begun_ns_ = 0;
+  int64_t called_ns_ = 0;  // since when a peer's round waits for us; 0 = none does
+  std::vector<Entry*> ready_;
+};
+
+}  // namespace perseus

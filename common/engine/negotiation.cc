@@ -1,0 +1,225 @@
+// The replicated table of names.
+#include "engine/negotiation.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace perseus {
+
+Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return Submitted::kClosed;
+  lookup_.assign(text);
+  std::unique_ptr<Name>& name = names_[lookup_];
+  if (!name) {
+    name = std::make_unique<Name>();
+    name->text = lookup_;
+  }
+  if (name->in_flight) return Submitted::kDuplicate;
+  name->in_flight = true;
+  entry->name = name.get();
+  submitted_.push_back(entry);
+  submitted_bytes_.fetch_add(entry->bytes, std::memory_order_relaxed);
+  any_submitted_.store(true, std::memory_order_release);
+  return Submitted::kYes;
+}
+
+void Negotiation::retire(Entry* entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Name* name = entry->name;
+  name->in_flight = false;
+  entry->name = nullptr;
+  // Forget names that will not come again; others may still be announcing theirs (then somebody erred and it stays).
+  if (entry->description.transient && name->slot < 0 && name->announced_count == 0) names_.erase(name->text);
+}
+
+bool Negotiation::collect() {
+  if (!any_submitted_.load(std::memory_order_acquire)) return false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    collected_.swap(submitted_);
+    any_submitted_.store(false, std::memory_order_relaxed);
+    submitted_bytes_.store(0, std::memory_order_relaxed);
+  }
+  for (Entry* entry : collected_) admit(entry);
+  collected_.clear();
+  return true;
+}
+
+void Negotiation::admit(Entry* entry) {
+  Name* name = entry->name;
+  name->entry = entry;
+  name->warned_ns = 0;
+  ++pending_;
+  news_ = true;
+  news_bytes_ += entry->bytes;
+  if (name->slot >= 0 && same_request(name->agreed, entry->description))
+    bits_[name->slot / 64] |= uint64_t{1} << name->slot % 64;
+  else unannounced_.push_back(entry);
+}
+
+void Negotiation::snapshot(RoundContent* content, int me) {
+  content->bits = bits_;
+  for (std::string& blob : content->announced) blob.clear();
+  std::string& blob = content->announced[me];
+  for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
+  unannounced_.clear();
+  news_ = false;
+  news_bytes_ = 0;
+}
+
+Name& Negotiation::name_of(const std::string& text) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_ptr<Name>& name = names_[text];
+  if (!name) {
+    name = std::make_unique<Name>();
+    name->text = text;
+  }
+  return *name;
+}
+
+void Negotiation::hear(int rank, const std::string& text, Description&& description) {
+  Name& name = name_of(text);
+  // Somebody's request differs from what was agreed (or asks who is missing): all start over with descriptions.
+  if (name.slot >= 0) free_slot(&name);
+  if (name.announced.empty()) {
+    name.announced.resize(size_);
+    name.announced_by.assign(size_, false);
+  }
+  if (!name.announced_by[rank]) ++name.announced_count;
+  name.announced_by[rank] = true;
+  name.announced[rank] = std::move(description);
+  if (name.announced_count == size_) touched_.push_back(&name);
+}
+
+void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
+                        std::vector<std::pair<Entry*, std::string>>* failed) {
+  // Bits first: announcements may free the slots they speak of.
+  for (size_t word = 0; word < content.bits.size(); ++word) {
+    for (uint64_t left = content.bits[word]; left != 0; left &= left - 1) {
+      Name* name = slots_[word * 64 + static_cast<size_t>(__builtin_ctzll(left))];
+      ready->push_back(take_entry(name));
+    }
+  }
+  touched_.clear();
+  std::string text;
+  for (int rank = 0; rank < size_; ++rank) {
+    BlobReader reader(content.announced[rank]);
+    while (!reader.at_end()) {
+      Description description;
+      reader.read_request(&text, &description);
+      hear(rank, text, std::move(description));
+    }
+  }
+  for (Name* name : touched_) decide(name, ready, failed);
+  // What became ready together runs by priority, else in the order in which names were first agreed on.
+  const auto higher = [](const Entry* a, const Entry* b) { return a->description.priority > b->description.priority; };
+  if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
+}
+
+void Negotiation::decide(Name* name, std::vector<Entry*>* ready, std::vector<std::pair<Entry*, std::string>>* failed) {
+  const std::string mismatch = find_mismatch(name->text, name->announced, ranks_);
+  Entry* entry = take_entry(name);
+  // The lowest rank's priority goes for all, so that all run in one order.
+  entry->description.priority = name->announced[0].priority;
+  if (mismatch.empty()) {
+    name->agreed = std::move(name->announced[0]);
+    if (!name->agreed.transient) take_slot(name);
+    ready->push_back(entry);
+  } else {
+    failed->emplace_back(entry, mismatch);
+  }
+  name->announced.clear();
+  name->announced_by.clear();
+  name->announced_count = 0;
+}
+
+Entry* Negotiation::take_entry(Name* name) {
+  Entry* entry = name->entry;
+  if (entry == nullptr) fail(ErrorKind::kInternal, "[negotiation] " + name->text + " became ready without us");
+  name->entry = nullptr;
+  if (name->slot >= 0) {
+    bits_[name->slot / 64] &= ~(uint64_t{1} << name->slot % 64);
+    entry->description.priority = name->agreed.priority;
+  }
+  --pending_;
+  return entry;
+}
+
+void Negotiation::take_slot(Name* name) {
+  if (free_slots_.empty()) {
+    name->slot = static_cast<int>(slots_.size());
+    slots_.push_back(name);
+    bits_.resize((slots_.size() + 63) / 64);
+  } else {
+    name->slot = free_slots_.back();
+    free_slots_.pop_back();
+    slots_[name->slot] = name;
+  }
+}
+
+void Negotiation::free_slot(Name* name) {
+  const int slot = name->slot;
+  const uint64_t bit = uint64_t{1} << slot % 64;
+  if ((bits_[slot / 64] & bit) != 0) {
+    bits_[slot / 64] &= ~bit;
+    announce(name->entry);
+  }
+  slots_[slot] = nullptr;
+  free_slots_.push_back(slot);
+  name->slot = -1;
+}
+
+void Negotiation::announce(Entry* entry) {
+  unannounced_.push_back(entry);
+  news_ = true;
+  news_bytes_ += entry->bytes;
+}
+
+void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = closed_ || close;
+  }
+  collect();
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [text, name] : names_) {
+    if (name->entry == nullptr) continue;
+    entries->push_back(name->entry);
+    name->entry = nullptr;
+  }
+  pending_ = 0;
+  unannounced_.clear();
+  std::fill(bits_.begin(), bits_.end(), 0);
+  news_ = false;
+  news_bytes_ = 0;
+}
+
+bool Negotiation::find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, std::vector<Stalled>* stalled) {
+  if (pending_ == 0) return false;
+  bool round_needed = false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [text, name] : names_) {
+    Entry* entry = name->entry;
+    if (entry == nullptr || now - entry->submitted_ns < age_ns) continue;
+    if (name->slot >= 0) {
+      // Bits say that somebody is missing, not who. A description instead makes all ranks start over with descriptions
+      // once the round has told them (the slot itself may only change on all ranks together).
+      const uint64_t bit = uint64_t{1} << name->slot % 64;
+      if ((bits_[name->slot / 64] & bit) == 0) continue;  // announced already, not yet told
+      bits_[name->slot / 64] &= ~bit;
+      announce(entry);
+      round_needed = true;
+    } else if (name->announced_count > 0 && now - name->warned_ns >= again_ns) {
+      name->warned_ns = now;
+      Stalled fact{text, now - entry->submitted_ns, {}};
+      for (int rank = 0; rank < size_; ++rank)
+        if (!name->announced_by[rank]) fact.missing.push_back(ranks_[rank]);
+      stalled->push_back(std::move(fact));
+    }
+  }
+  return round_needed;
+}
+
+}  // namespace perseus

@@ -1,0 +1,101 @@
+// Which requests every rank of a group has submitted: names, slots, readiness bits, announcements and the order in
+// which what is ready is executed. A replica: every rank holds the same slots and applies the same merged rounds in the
+// same order. `submit` and `retire` may be called by any thread; the rest by the driver.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "engine/request.h"
+#include "engine/round.h"
+
+namespace perseus {
+
+// A tensor's name within a group, remembered as long as the group lives (unless transient).
+struct Name {
+  std::string text;
+  bool in_flight = false;  // guarded by Negotiation's mutex
+  // The driver's:
+  Entry* entry = nullptr;  // submitted here and not yet ready
+  int slot = -1;           // agreed on; then `agreed` describes it
+  Description agreed;
+  std::vector<Description> announced;  // by group rank, while not agreed
+  std::vector<bool> announced_by;
+  int announced_count = 0;
+  int64_t warned_ns = 0;
+};
+
+class Negotiation {
+ public:
+  Negotiation(int size, std::vector<int> ranks) : size_(size), ranks_(std::move(ranks)) {}
+
+  // Registers the entry under `name`, unless that name is in flight already or the group takes no more.
+  enum class Submitted { kYes, kDuplicate, kClosed };
+  Submitted submit(const char* name, Entry* entry);
+  // The entry's handle is about to be done: the name is free again.
+  void retire(Entry* entry);
+
+  // Takes over what was submitted since the last call; true when there was anything.
+  bool collect();
+  size_t submitted_bytes() const { return submitted_bytes_.load(std::memory_order_relaxed); }  // any thread
+  bool has_submissions() const { return any_submitted_.load(std::memory_order_seq_cst); }      // any thread
+  // Is there something that other ranks have not heard of?
+  bool has_news() const { return news_; }
+  size_t news_bytes() const { return news_bytes_; }
+  bool has_pending() const { return pending_ > 0; }
+
+  // This rank's part of the next round.
+  void snapshot(RoundContent* content, int me);
+  // Applies a finished round: `ready` receives this rank's entries in the agreed order of execution, `failed` those
+  // that ranks disagree about, with the reason.
+  void apply(const RoundContent& content, std::vector<Entry*>* ready,
+             std::vector<std::pair<Entry*, std::string>>* failed);
+
+  // All entries that are not ready. `close`: no more are taken from now on.
+  void take_pending(bool close, std::vector<Entry*>* entries);
+  // Appends "missing rank → names" facts of requests older than `age_ns` that were not reported since; announces
+  // requests known by bits only, so that the next round tells who is missing. True when a round is needed for that.
+  struct Stalled {
+    std::string name;
+    int64_t age_ns;
+    std::vector<int> missing;  // global ranks
+  };
+  bool find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, std::vector<Stalled>* stalled);
+
+ private:
+  Name& name_of(const std::string& text);
+  void admit(Entry* entry);
+  void announce(Entry* entry);
+  void hear(int rank, const std::string& text, Description&& description);
+  void decide(Name* name, std::vector<Entry*>* ready, std::vector<std::pair<Entry*, std::string>>* failed);
+  void take_slot(Name* name);
+  void free_slot(Name* name);
+  Entry* take_entry(Name* name);
+
+  const int size_;
+  const std::vector<int> ranks_;
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::unique_ptr<Name>> names_;  // guarded by mutex_
+  std::vector<Entry*> submitted_;                                 // guarded by mutex_
+  std::string lookup_;                                            // guarded by mutex_; keeps its capacity
+  bool closed_ = false;                                           // guarded by mutex_
+  std::atomic<bool> any_submitted_{false};
+  std::atomic<size_t> submitted_bytes_{0};  // not yet collected; changed under mutex_
+
+  std::vector<Entry*> collected_;
+  std::vector<Name*> slots_;     // null = free
+  std::vector<int> free_slots_;  // most recently freed last; the same on all ranks
+  std::vector<uint64_t> bits_;   // of this rank's pending entries with a slot
+  std::vector<Entry*> unannounced_;
+  std::vector<Name*> touched_;
+  bool news_ = false;
+  size_t news_bytes_ = 0;
+  int pending_ = 0;
+};
+
+}  // namespace perseus

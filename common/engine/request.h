@@ -1,0 +1,101 @@
+// What a rank asks for: the description that all ranks compare, and the entry that carries it through the engine.
+// Plain values; the engine's driver owns entries in flight.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/span.h"
+
+namespace perseus {
+
+// Same numbers as enum perseus_kind.
+enum class Kind : uint8_t {
+  kAllreduce = 0,
+  kAllgather = 1,
+  kBroadcast = 2,
+  kAlltoall = 3,
+  kReduceScatter = 4,
+  kBarrier = 5,
+  kAddGroup = 6,
+  kRemoveGroup = 7,
+};
+constexpr int kKindCount = 8;
+const char* kind_name(Kind kind);  // "ALLREDUCE", as Horovod's messages say it
+
+struct TensorDescription {
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;
+
+  int64_t count() const;
+  size_t bytes() const { return static_cast<size_t>(count()) * dtype_size(dtype); }
+  // Elements of one row of dimension 0.
+  int64_t row_count() const;
+};
+
+// Everything ranks must agree on (but for dimension 0 of allgather and alltoall).
+struct Description {
+  Kind kind = Kind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0, postscale = 1.0;
+  int root = 0;  // global rank
+  int priority = 0;
+  bool transient = false;
+  std::vector<TensorDescription> tensors;
+  std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
+};
+
+// Would a rank that announced `agreed` be served by one that now brings `now`?
+bool same_request(const Description& agreed, const Description& now);
+
+// The error all ranks get, in Horovod's words, or "" when the descriptions of all ranks (in group order) agree.
+// `ranks` are the members' global ranks.
+std::string find_mismatch(const std::string& name, const std::vector<Description>& by_rank,
+                          const std::vector<int>& ranks);
+
+// As announced to the other ranks: little-endian, self-delimiting. parse() throws Error(kIo) on anything malformed.
+void append_request(const std::string& name, const Description& description, std::string* blob);
+class BlobReader {
+ public:
+  explicit BlobReader(const std::string& blob) : at_(blob.data()), end_(at_ + blob.size()) {}
+  bool at_end() const { return at_ == end_; }
+  void read_request(std::string* name, Description* description);
+
+ private:
+  template <typename T>
+  T take();
+  size_t take_count(size_t element_bytes);
+
+  const char* at_;
+  const char* end_;
+};
+
+struct Output {
+  Byte* data = nullptr;  // malloc'ed
+  size_t bytes = 0;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> received_splits;
+};
+
+struct Name;  // negotiation.h
+
+// A submitted request until its handle is done. Recycled, so that a step allocates nothing.
+struct Entry {
+  Name* name = nullptr;
+  Description description;
+  struct Buffers {
+    const Byte* in = nullptr;
+    Byte* out = nullptr;
+  };
+  std::vector<Buffers> buffers;  // one for each tensor
+  std::vector<int64_t> splits;   // alltoall: rows for each member
+  uint32_t handle = 0;           // index in the handle table
+  int group = 0;
+  int64_t submitted_ns = 0;
+  int executions_left = 0;
+  size_t bytes = 0;
+};
+
+}  // namespace perseus

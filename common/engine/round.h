@@ -1,0 +1,68 @@
+// One negotiation round: every rank of a group learns the AND of all readiness bits and the union of all announcements,
+// by dissemination: in step s rank r sends what it knows to r + 2^s and hears from r - 2^s, ceil(log2 N) messages per
+// rank for any N. Merging is idempotent, so what arrives twice does no harm. Resumable; used by one driver.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace perseus {
+
+struct RoundContent {
+  std::vector<uint64_t> bits;          // slot s is bit s % 64 of word s / 64
+  std::vector<std::string> announced;  // by group rank; "" = nothing new (request.h has the format)
+};
+
+class Round {
+ public:
+  // send_links[s], receive_links[s]: to rank + 2^s and from rank - 2^s. Empty for a group of one.
+  Round(std::vector<Link*> send_links, std::vector<Link*> receive_links, int size, int me, uint32_t epoch,
+        uint32_t group);
+
+  // Has a peer begun the next round? Only while idle.
+  bool called() const;
+  bool idle() const { return step_ < 0; }
+  uint64_t number() const { return number_; }  // of the round in flight or, when idle, of the last one finished
+
+  // Begins the next round with this rank's bits and announcements in `content().bits` / announced[me].
+  RoundContent& content() { return content_; }
+  void begin();
+  // Moves what can be moved; true when anything did. After the last step idle() holds and content() is merged.
+  bool step();
+
+ private:
+  // Fixed first message of every step: small bodies ride inside.
+  struct Frame {
+    uint32_t magic, epoch, group, step;
+    uint64_t round;
+    uint32_t words, body_bytes;
+    unsigned char inlined[216];
+  };
+  static_assert(sizeof(Frame) == 248, "a small part of a control ring");
+
+  void compose();
+  bool send_some();
+  bool receive_some();
+  void merge(const char* body, size_t bytes, size_t words);
+
+  std::vector<Link*> send_links_, receive_links_;
+  int size_, me_;
+  uint32_t epoch_, group_;
+
+  uint64_t number_ = 0;
+  int step_ = -1;  // -1 = idle
+  RoundContent content_;
+
+  std::string out_;         // frame and body of this step
+  size_t out_sent_ = 0;     // bytes of out_
+  size_t out_message_ = 0;  // bytes of the current message already taken (links without windows)
+  Frame in_frame_{};
+  bool in_frame_here_ = false;
+  std::string in_body_;
+  bool in_done_ = false;
+};
+
+}  // namespace perseus

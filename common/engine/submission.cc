@@ -1,0 +1,168 @@
+// From a caller's request to an entry: everything one rank alone can see to be wrong is refused here.
+#include <algorithm>
+
+#include "base/clock.h"
+#include "engine/engine.h"
+
+namespace perseus {
+namespace {
+
+[[noreturn]] void refuse(const std::string& text) { fail(ErrorKind::kInvalidArgument, text); }
+
+std::string capitalised(Kind kind) {
+  constexpr const char* kNames[kKindCount] = {"Allreduce",     "Allgather", "Broadcast", "Alltoall",
+                                              "Reducescatter", "Barrier",   "Add group", "Remove group"};
+  return kNames[static_cast<int>(kind)];
+}
+
+// Beyond any memory, and far from where products of sizes overflow.
+constexpr int64_t kMostElements = int64_t{1} << 48;
+
+void check_tensor(const Engine::Submission& s, const Engine::Submission::Tensor& t) {
+  int64_t count = 1, without_zeros = 1;
+  for (int d = 0; d < t.ndim; ++d) {
+    if (t.shape[d] < 0) refuse("[engine] negative dimension in the shape of '" + std::string(s.name) + "'");
+    if (t.shape[d] > kMostElements / without_zeros)
+      refuse("[engine] '" + std::string(s.name) + "' is too large: more than 2^48 elements");
+    without_zeros *= std::max<int64_t>(t.shape[d], 1);
+    count *= t.shape[d];
+  }
+  const bool writes = s.kind == Kind::kAllreduce || s.kind == Kind::kBroadcast;
+  if (count > 0 && (t.in == nullptr || (writes && t.out == nullptr)))
+    refuse("[engine] '" + std::string(s.name) + "' has elements but no memory: its pointer is null");
+}
+
+void check_tensors(const Engine::Submission& s) {
+  const bool needs_tensors = s.kind <= Kind::kReduceScatter;
+  if (needs_tensors && s.tensor_count <= 0) refuse(capitalised(s.kind) + " needs at least one tensor.");
+  if (!needs_tensors && s.tensor_count != 0) refuse(capitalised(s.kind) + " takes no tensors.");
+  const bool reduces = s.kind == Kind::kAllreduce || s.kind == Kind::kReduceScatter;
+  if (reduces && s.op == ReduceOp::kAdasum) refuse("[engine] Adasum is not available yet: use op=Average or op=Sum.");
+  for (int i = 0; i < s.tensor_count; ++i) {
+    const Engine::Submission::Tensor& t = s.tensors[i];
+    if (static_cast<int>(t.dtype) >= kDTypeCount)
+      refuse("[engine] unknown dtype " + std::to_string(static_cast<int>(t.dtype)));
+    if (reduces && t.dtype == DType::kBool && s.op == ReduceOp::kAverage)
+      refuse("Average is not defined for bool tensors: use op=Max (or), op=Min (and) or op=Sum (or).");
+    check_tensor(s, t);
+  }
+}
+
+void check_splits(const Engine::Submission& s, int ranks) {
+  if (s.tensor_count != 1) refuse("Alltoall takes one tensor.");
+  const Engine::Submission::Tensor& t = s.tensors[0];
+  if (t.ndim == 0) return;  // an error that every rank gets in negotiation
+  if (s.splits == nullptr) {
+    if (t.shape[0] % ranks != 0)
+      refuse("alltoall: the first dimension (" + std::to_string(t.shape[0]) +
+             ") is not an even multiple of the number of workers (" + std::to_string(ranks) + "): pass splits.");
+    return;
+  }
+  if (s.split_count != ranks)
+    refuse("Number of entries in splits does not equal number of workers (" + std::to_string(s.split_count) +
+           " against " + std::to_string(ranks) + ").");
+  int64_t sum = 0;
+  for (int i = 0; i < s.split_count; ++i) {
+    if (s.splits[i] < 0) refuse("alltoall: negative entry in splits.");
+    sum += std::min(s.splits[i], kMostElements);  // cannot overflow
+  }
+  if (sum > t.shape[0])
+    refuse("Sum of splits entries is greater than the first dimension of tensor (" + std::to_string(sum) + " against " +
+           std::to_string(t.shape[0]) + ").");
+}
+
+void describe(const Engine::Submission& s, Description* d) {
+  d->kind = s.kind;
+  d->op = s.op;
+  d->prescale = s.prescale;
+  d->postscale = s.postscale;
+  d->root = s.root;
+  d->priority = s.priority;
+  d->transient = s.transient;
+  d->tensors.resize(static_cast<size_t>(s.tensor_count));
+  for (int i = 0; i < s.tensor_count; ++i) {
+    d->tensors[i].dtype = s.tensors[i].dtype;
+    d->tensors[i].shape.assign(s.tensors[i].shape, s.tensors[i].shape + s.tensors[i].ndim);
+  }
+  d->ranks.assign(s.ranks, s.ranks + s.rank_count);
+}
+
+}  // namespace
+
+std::shared_ptr<Group> Engine::find_group(const Submission& s) const {
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const auto group = groups_.find(s.group);
+  if (group != groups_.end()) return group->second;
+  if (members_.count(s.group) != 0)
+    refuse(capitalised(s.kind) + ": Rank " + std::to_string(world_.rank) +
+           " is not a member of the provided process set.");
+  refuse("Process set provided does not exist, or has not been registered.");
+}
+
+Entry* Engine::take_entry() {
+  std::lock_guard<std::mutex> lock(entries_mutex_);
+  if (free_entries_.empty()) {
+    entries_.push_back(std::make_unique<Entry>());
+    return entries_.back().get();
+  }
+  Entry* entry = free_entries_.back();
+  free_entries_.pop_back();
+  return entry;
+}
+
+void Engine::recycle(Entry* entry) {
+  std::lock_guard<std::mutex> lock(entries_mutex_);
+  free_entries_.push_back(entry);
+}
+
+int64_t Engine::submit(const Submission& s) {
+  if (failed_.load(std::memory_order_acquire) || closing_.load(std::memory_order_acquire))
+    fail(ErrorKind::kAborted, failed_ ? failure() : shutdown_text());
+  if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
+  const std::shared_ptr<Group> group = find_group(s);
+  const std::vector<int>& ranks = group->ranks();
+  check_tensors(s);
+  if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
+    refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");
+  if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
+  if (s.kind >= Kind::kAddGroup && s.group != 0) refuse("[engine] the world adds and removes process sets: group 0");
+  if (s.kind == Kind::kAddGroup && s.rank_count == 0) refuse("[engine] a process set needs at least one member");
+  for (int i = 0; s.kind == Kind::kAddGroup && i < s.rank_count; ++i)
+    if (s.ranks[i] < 0 || s.ranks[i] >= world_.size || (i > 0 && s.ranks[i] <= s.ranks[i - 1]))
+      refuse("[engine] members of a process set are different ranks of the world, in ascending order");
+
+  Entry* entry = take_entry();
+  describe(s, &entry->description);
+  entry->group = s.group;
+  entry->submitted_ns = now_ns();
+  entry->executions_left = 0;
+  entry->bytes = 0;
+  entry->buffers.clear();
+  for (int i = 0; i < s.tensor_count; ++i) {
+    entry->buffers.push_back({static_cast<const Byte*>(s.tensors[i].in), static_cast<Byte*>(s.tensors[i].out)});
+    entry->bytes += entry->description.tensors[i].bytes();
+  }
+  entry->splits.assign(s.splits, s.splits + s.split_count);
+  if (s.kind == Kind::kAlltoall && s.splits == nullptr && s.tensors[0].ndim > 0)
+    entry->splits.assign(ranks.size(), s.tensors[0].shape[0] / static_cast<int64_t>(ranks.size()));
+  const int64_t handle = handles_.open();
+  entry->handle = HandleTable::index_of(handle);
+  const Negotiation::Submitted submitted = group->negotiation().submit(s.name, entry);
+  if (submitted != Negotiation::Submitted::kYes) {
+    HandleTable::complete(handles_.at(entry->handle));
+    handles_.release(handle);
+    recycle(entry);
+    if (submitted == Negotiation::Submitted::kClosed)
+      fail(ErrorKind::kAborted, !failure().empty() ? failure()
+                                : closing_         ? shutdown_text()
+                                                   : "The process set was removed.");
+    refuse(
+        "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
+        "currently being processed. If you want to request another tensor, use a different tensor name. (" +
+        std::string(s.name) + ")");
+  }
+  driver_.submitted(group->negotiation().submitted_bytes() >= kBucketsWorth);
+  return handle;
+}
+
+}  // namespace perseus

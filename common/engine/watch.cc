@@ -1,0 +1,205 @@
+// Peers: their notices, their signs of life, what they have not submitted; and how a world ends.
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
+
+#include "base/clock.h"
+#include "engine/engine.h"
+
+namespace perseus {
+namespace {
+
+constexpr char kAbortNotice = 'A';    // followed by the cause
+constexpr char kGoodbyeNotice = 'S';  // followed by who left first and "channel:round " of every group
+constexpr int64_t kDrainTime = 10 * kSecond;
+// We ourselves were stopped or starved for this long: nobody else's silence proves anything.
+constexpr int64_t kOwnPause = 5 * kSecond;
+
+}  // namespace
+
+// ---- notices ----
+
+void Engine::read_notices() {
+  Notice notice;
+  for (auto& transport : transports_)
+    while (transport->next_notice(&notice)) hear(notice);
+}
+
+void Engine::hear(const Notice& notice) {
+  const std::string rank = std::to_string(notice.peer);
+  if (notice.kind == Notice::Kind::kGone) {
+    if (left_[notice.peer]) return;
+    abort(Error(ErrorKind::kIo, std::string("[") + route_[notice.peer]->name() + "] lost rank " + rank + ": " +
+                                    notice.text + " (its own output says why)"),
+          true);
+  } else if (!notice.text.empty() && notice.text[0] == kAbortNotice) {
+    abort(Error(ErrorKind::kAborted, notice.text.substr(1)), true);
+  } else if (!notice.text.empty() && notice.text[0] == kGoodbyeNotice) {
+    hear_shutdown(notice.peer, notice.text.substr(1));
+  }
+}
+
+void Engine::hear_shutdown(int peer, const std::string& rounds) {
+  left_[peer] = true;
+  std::istringstream stream(rounds);
+  int first = peer;
+  stream >> first;
+  if (first_left_ < 0) first_left_ = first < 0 || first >= world_.size ? peer : first;
+  closing_.store(true, std::memory_order_release);
+  uint32_t channels;
+  uint64_t round;
+  for (char colon; stream >> channels >> colon >> round;) {
+    const auto known = last_rounds_.find(channels);
+    last_rounds_[channels] = known == last_rounds_.end() ? round : std::min(known->second, round);
+  }
+}
+
+// ---- clocks ----
+
+void Engine::housekeeping(int64_t now) {
+  const bool paused = housekeeping_ns_ == 0 || now - housekeeping_ns_ > kOwnPause;
+  housekeeping_ns_ = now;
+  for (auto& transport : transports_) transport->beat();
+  if (failed_.load(std::memory_order_relaxed)) return;
+  if (timeout_ns_ > 0) {
+    if (paused) alive_since_ns_ = now;
+    check_liveness(now);
+  }
+  if (stall_ns_ > 0 || stall_shutdown_ns_ > 0) check_stalls(now);
+}
+
+void Engine::check_liveness(int64_t now) {
+  for (int peer = 0; peer < world_.size; ++peer) {
+    if (route_[peer] == nullptr || left_[peer]) continue;
+    const int64_t heard = std::max(route_[peer]->last_heard_ns(peer), alive_since_ns_);
+    if (now - heard <= timeout_ns_) continue;
+    fail(ErrorKind::kTimeout, std::string("[") + route_[peer]->name() + "] no sign of life from rank " +
+                                  std::to_string(peer) + " for " + std::to_string((now - heard) / kSecond) +
+                                  " s (GLOO_TIMEOUT_SECONDS=" + std::to_string(timeout_ns_ / kSecond) + ")");
+  }
+}
+
+void Engine::check_stalls(int64_t now) {
+  std::vector<Negotiation::Stalled> stalled;
+  const int64_t age = stall_ns_ > 0 ? stall_ns_ : stall_shutdown_ns_;
+  for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, age, age, &stalled);
+  if (stalled.empty()) return;
+  std::map<int, std::string> missing;
+  bool end = false;
+  for (const Negotiation::Stalled& fact : stalled) {
+    const bool too_old = stall_shutdown_ns_ > 0 && fact.age_ns >= stall_shutdown_ns_;
+    end |= too_old;
+    for (int rank : fact.missing)
+      missing[rank] += (missing[rank].empty() ? "" : ", ") + fact.name + (too_old ? "!" : "");
+  }
+  std::string text =
+      "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting "
+      "for "
+      "remainder of ranks for more than " +
+      std::to_string(age / kSecond) + " seconds. A rank that is busy will be waited for.\nMissing ranks:";
+  for (const auto& [rank, names] : missing) text += "\n" + std::to_string(rank) + ": [" + names + "]";
+  if (end) fail(ErrorKind::kTimeout, text + "\nWill shutdown.");
+  // One rank speaks for all that wait.
+  if (missing.count(world_.rank) == 0) {
+    int first = 0;
+    while (missing.count(first) != 0) ++first;
+    if (first == world_.rank) log_.warning(text);
+  }
+}
+
+// ---- the end ----
+
+void Engine::abort(const Error& cause, bool tell) {
+  if (failed_.load(std::memory_order_relaxed)) return;
+  {
+    std::lock_guard<std::mutex> lock(cause_mutex_);
+    cause_ = cause.what();
+  }
+  failed_.store(true, std::memory_order_release);
+  drained_.store(true, std::memory_order_release);
+  if (tell)
+    for (int peer = 0; peer < world_.size; ++peer)
+      if (route_[peer] != nullptr) route_[peer]->notify(peer, kAbortNotice + std::string(cause.what()).substr(0, 1000));
+  log_.debug(std::string("the world failed: ") + cause.what());
+  const Status status{false, cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind(), cause.what()};
+  for (auto& [id, group] : groups_) {
+    fail_pending(group.get(), true, status);
+    std::vector<Entry*> abandoned;
+    group->execution().abandon(&abandoned);
+    for (Entry* entry : abandoned) finish(entry, status);
+  }
+}
+
+void Engine::fail_pending(Group* group, bool close, const Status& status) {
+  std::vector<Entry*> pending;
+  group->negotiation().take_pending(close, &pending);
+  for (Entry* entry : pending) finish(entry, status);
+}
+
+// While closing: rounds that all ranks take part in are finished, and what they made ready; the rest fails.
+void Engine::wind_down() {
+  if (failed_.load(std::memory_order_relaxed)) return;
+  bool moving = false;
+  for (auto& [id, group] : groups_) {
+    group->close();
+    const auto last = last_rounds_.find(group->id());
+    const bool peer_left = first_left_ >= 0;
+    // A round after the last one of somebody who left never ends.
+    const bool hopeless = last != last_rounds_.end() && !group->round_idle() && group->rounds() > last->second;
+    const bool behind = last != last_rounds_.end() && group->round_idle() && group->rounds() < last->second;
+    const bool round_goes_on = behind || (!group->round_idle() && !hopeless);
+    if (peer_left && !round_goes_on)
+      fail_pending(group.get(), true, Status{false, ErrorKind::kAborted, shutdown_text()});
+    moving |= round_goes_on || group->execution().busy();
+  }
+  drained_.store(!moving, std::memory_order_release);
+  if (!moving && first_left_ >= 0) {
+    {
+      std::lock_guard<std::mutex> lock(cause_mutex_);
+      cause_ = shutdown_text();
+    }
+    failed_.store(true, std::memory_order_release);
+  }
+}
+
+std::string Engine::shutdown_text() const {
+  const int first = first_left_.load();
+  return "Horovod has been shut down: " + (first < 0 ? "this rank" : "rank " + std::to_string(first)) +
+         " called shutdown() or ended. Operations that not all ranks had submitted by then fail; shutdown() and init() "
+         "on every rank make a new world.";
+}
+
+void Engine::shutdown() {
+  if (said_goodbye_.exchange(true)) return;
+  closing_.store(true, std::memory_order_release);
+  const int64_t deadline = now_ns() + kDrainTime;
+  for (bool said = false; !said;) {
+    driver_.wait([this] { return drained_.load(std::memory_order_acquire); }, deadline);
+    driver_.exclusively([&] {
+      // Since the wait ended another pass may have joined a round: what all have agreed on there is finished first.
+      said = drained_.load(std::memory_order_relaxed) || now_ns() >= deadline;
+      if (said) say_goodbye();
+    });
+  }
+}
+
+void Engine::say_goodbye() {
+  const int first = first_left_ < 0 ? world_.rank : first_left_.load();
+  std::string rounds = kGoodbyeNotice + std::to_string(first) + " ";
+  for (auto& [id, group] : groups_) {
+    if (rounds.size() > 950) break;  // a notice holds no more; the others' groups end by the transfer clock
+    // A round we began but could not finish has not had our part in full.
+    const uint64_t last = group->rounds() - (group->round_idle() ? 0 : 1);
+    rounds += std::to_string(group->id()) + ":" + std::to_string(last) + " ";
+  }
+  for (int peer = 0; peer < world_.size; ++peer)
+    if (route_[peer] != nullptr) route_[peer]->notify(peer, rounds);
+  abort(Error(ErrorKind::kAborted, shutdown_text()), false);
+}
+
+std::string Engine::failure() const {
+  std::lock_guard<std::mutex> lock(cause_mutex_);
+  return cause_;
+}
+
+}  // namespace perseus

@@ -1,0 +1,230 @@
+/* The C ABI of Perseus: the only thing adapters include.
+ *
+ * Conventions
+ * - Opaque types, functions named perseus_<noun>_<verb>. Every call that can fail returns a perseus_code; the message
+ * of the calling thread's last failure is perseus_error_message(). Nothing throws across this boundary.
+ * - Strings are NUL-terminated UTF-8; returned ones stay valid until the calling thread's next call unless said
+ * otherwise.
+ * - Structs start with `struct_size` = sizeof of the caller's version; zero-initialise them. Fields are only ever added
+ *   at the end.
+ * - A context may be used by any number of threads. Several contexts (several ranks) may live in one process.
+ * - Buffers belong to the caller and must stay valid and untouched until the handle is done: a handle that is done,
+ *   with success or error, is no longer used by any thread or peer.
+ */
+#ifndef PERSEUS_PERSEUS_H_
+#define PERSEUS_PERSEUS_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PERSEUS_EXPORT __attribute__((visibility("default")))
+
+typedef enum perseus_code {
+  PERSEUS_OK = 0,
+  PERSEUS_INVALID_ARGUMENT = 1, /* the request makes no sense; nothing was started */
+  PERSEUS_MISMATCH = 2,         /* ranks disagree about this tensor; the job goes on */
+  PERSEUS_IO = 3,               /* a link, file or segment failed */
+  PERSEUS_TIMEOUT = 4,          /* a deadline passed */
+  PERSEUS_ABORTED = 5,          /* the group failed or was shut down; initialise again to go on */
+  PERSEUS_INTERNAL = 6,         /* a bug */
+  PERSEUS_IN_PROGRESS = 7       /* perseus_handle_wait: not done within the given time; not a failure */
+} perseus_code;
+
+typedef enum perseus_dtype {
+  PERSEUS_FLOAT16 = 0,
+  PERSEUS_BFLOAT16 = 1,
+  PERSEUS_FLOAT32 = 2,
+  PERSEUS_FLOAT64 = 3,
+  PERSEUS_UINT8 = 4,
+  PERSEUS_INT8 = 5,
+  PERSEUS_INT16 = 6,
+  PERSEUS_INT32 = 7,
+  PERSEUS_INT64 = 8,
+  PERSEUS_BOOL = 9
+} perseus_dtype;
+
+/* Horovod's numbers. */
+typedef enum perseus_reduce_op {
+  PERSEUS_AVERAGE = 0,
+  PERSEUS_SUM = 1,
+  PERSEUS_ADASUM = 2,
+  PERSEUS_MIN = 3,
+  PERSEUS_MAX = 4,
+  PERSEUS_PRODUCT = 5
+} perseus_reduce_op;
+
+typedef enum perseus_kind {
+  PERSEUS_ALLREDUCE = 0,
+  PERSEUS_ALLGATHER = 1,
+  PERSEUS_BROADCAST = 2,
+  PERSEUS_ALLTOALL = 3,
+  PERSEUS_REDUCESCATTER = 4,
+  PERSEUS_BARRIER = 5,
+  PERSEUS_ADD_GROUP = 6,
+  PERSEUS_REMOVE_GROUP = 7
+} perseus_kind;
+
+PERSEUS_EXPORT const char* perseus_version(void);
+/* Of the calling thread's last failed call, "" before any. */
+PERSEUS_EXPORT const char* perseus_error_message(void);
+
+/* ---- configuration: the one table behind every variable ------------------------------------------------------- */
+
+typedef struct perseus_config_variable {
+  size_t struct_size;
+  const char* name;          /* "PERSEUS_ALLREDUCE_STREAMS" */
+  const char* aliases;       /* comma-separated, may be "" */
+  const char* type;          /* "int", "float", "bool", "string", "choice" */
+  const char* default_value; /* as text, "" = unset */
+  const char* allowed;       /* "1..12", "0|1|2", "" = anything */
+  const char* help;
+} perseus_config_variable;
+
+PERSEUS_EXPORT int perseus_config_count(void);
+/* The strings live as long as the process. */
+PERSEUS_EXPORT perseus_code perseus_config_describe(int index, perseus_config_variable* variable);
+/* Checks every variable of the environment as perseus_context_create would. */
+PERSEUS_EXPORT perseus_code perseus_config_check(void);
+
+/* ---- rendezvous ------------------------------------------------------------------------------------------------- */
+
+typedef struct perseus_store_server perseus_store_server;
+
+/* A key-value server through which ranks find each other; requests prove knowledge of `secret` (secret_size bytes).
+ * host "" = every interface, port 0 = any; next_free != 0 moves on to the next free port when it is taken. */
+PERSEUS_EXPORT perseus_code perseus_store_server_create(const char* host, int port, int next_free, const void* secret,
+                                                        size_t secret_size, perseus_store_server** server);
+PERSEUS_EXPORT int perseus_store_server_port(const perseus_store_server* server);
+PERSEUS_EXPORT void perseus_store_server_destroy(perseus_store_server* server);
+
+/* ---- context ---------------------------------------------------------------------------------------------------- */
+
+typedef struct perseus_context perseus_context;
+
+typedef struct perseus_context_options {
+  size_t struct_size;
+  int rank, size;
+  int local_rank, local_size; /* on this host; local_size 0 = let Perseus find out by host name */
+  int cross_rank, cross_size; /* this host's index among those that own the same local rank; 0 likewise */
+  const char* store_host;     /* server made by perseus_store_server_create; may be NULL when size is 1 */
+  int store_port;
+  const void* secret;
+  size_t secret_size;
+  const char* job; /* prefix of the store's keys, NULL = "world" */
+  uint32_t epoch;  /* counts the worlds built in this job; equal on all ranks */
+  /* NULL-terminated NAME=VALUE strings that override the environment, NULL = none. */
+  const char* const* overrides;
+  /* Ranks as threads of one process: ranks that pass the same non-NULL name meet in memory, without a store. */
+  const char* memory_world;
+  /* Asked about every 100 ms while perseus_context_create blocks; non-zero gives up. May be NULL. */
+  int (*interrupted)(void*);
+  void* interrupted_arg;
+} perseus_context_options;
+
+/* Blocks until every rank is there or the start timeout passes (the message names the missing ranks). */
+PERSEUS_EXPORT perseus_code perseus_context_create(const perseus_context_options* options, perseus_context** context);
+/* Tells all ranks; pending operations everywhere end with PERSEUS_ABORTED "Horovod has been shut down…". Operations
+ * already under way on all ranks are finished first. Safe to call twice. */
+PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);
+/* Shuts down if that was not done, waits for threads, frees everything; handles die with it. */
+PERSEUS_EXPORT void perseus_context_destroy(perseus_context* context);
+
+PERSEUS_EXPORT int perseus_context_rank(const perseus_context* context);
+PERSEUS_EXPORT int perseus_context_size(const perseus_context* context);
+PERSEUS_EXPORT int perseus_context_local_rank(const perseus_context* context);
+PERSEUS_EXPORT int perseus_context_local_size(const perseus_context* context);
+PERSEUS_EXPORT int perseus_context_cross_rank(const perseus_context* context);
+PERSEUS_EXPORT int perseus_context_cross_size(const perseus_context* context);
+PERSEUS_EXPORT int perseus_context_is_homogeneous(const perseus_context* context);
+/* Non-zero once the world has failed or was shut down (by any rank); `reason` may be NULL, else receives the text. */
+PERSEUS_EXPORT int perseus_context_failed(const perseus_context* context, const char** reason);
+/* "none", "mem", "shm" or "tcp": how bytes reach `peer`. */
+PERSEUS_EXPORT const char* perseus_context_transport(const perseus_context* context, int peer);
+
+typedef struct perseus_stats {
+  size_t struct_size;
+  uint64_t shm_bytes_sent, tcp_bytes_sent; /* headers included; mem counts as shm */
+  uint64_t shm_bytes_received, tcp_bytes_received;
+  uint64_t rounds;        /* negotiation rounds finished */
+  uint64_t buckets;       /* fused executions */
+  uint64_t operations;    /* requests finished */
+  uint64_t sleeps;        /* times a thread went to sleep waiting for peers */
+  uint64_t staging_bytes; /* memory held beyond the caller's tensors */
+} perseus_stats;
+PERSEUS_EXPORT perseus_code perseus_context_stats(const perseus_context* context, perseus_stats* stats);
+
+/* ---- operations ------------------------------------------------------------------------------------------------- */
+
+typedef int64_t perseus_handle; /* > 0 */
+
+typedef struct perseus_tensor {
+  const void* input;
+  void* output;         /* may equal input. NULL for allgather, alltoall: fetch with perseus_handle_output */
+  const int64_t* shape; /* copied by the call */
+  int ndim;
+  perseus_dtype dtype;
+} perseus_tensor;
+
+typedef struct perseus_request {
+  size_t struct_size;
+  perseus_kind kind;
+  int group;                     /* 0 = the world */
+  const char* name;              /* pairs requests across ranks, whatever order they are submitted in */
+  const perseus_tensor* tensors; /* 1 for a plain operation, more = grouped: ready, executed and finished together */
+  int tensor_count;
+  perseus_reduce_op op;       /* allreduce, reducescatter */
+  double prescale, postscale; /* 1.0 = nothing; 0-initialised requests must set them */
+  int root;                   /* broadcast: a GLOBAL rank */
+  const int64_t* splits;      /* alltoall: rows of dimension 0 for each rank of the group; NULL = equal parts */
+  int split_count;
+  int priority;     /* higher is executed first among what is ready together */
+  int transient;    /* the name will not come again: do not remember it */
+  const int* ranks; /* PERSEUS_ADD_GROUP: members; PERSEUS_REMOVE_GROUP: ranks[0] = group id */
+  int rank_count;
+} perseus_request;
+
+/* Hands the request over without copying tensors; returns at once. */
+PERSEUS_EXPORT perseus_code perseus_request_submit(perseus_context* context, const perseus_request* request,
+                                                   perseus_handle* handle);
+/* 1 done (also with an error), 0 in progress, -1 unknown handle. Makes progress itself if nobody else does. */
+PERSEUS_EXPORT int perseus_handle_poll(perseus_context* context, perseus_handle handle);
+/* Waits up to timeout_ms (-1 = for ever). PERSEUS_IN_PROGRESS when it passes, else the operation's outcome. */
+PERSEUS_EXPORT perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle, int timeout_ms);
+/* Allgather, alltoall: tensor `index` of the result, owned by the handle until it is released. shape: ndim values.
+ * add_group: ndim 0 and `size` carries the new group's id. */
+typedef struct perseus_output {
+  size_t struct_size;
+  void* data;
+  size_t size; /* bytes */
+  const int64_t* shape;
+  int ndim;
+  const int64_t* received_splits; /* alltoall: rows received from each rank */
+  int received_split_count;
+} perseus_output;
+PERSEUS_EXPORT perseus_code perseus_handle_output(perseus_context* context, perseus_handle handle, int index,
+                                                  perseus_output* output);
+/* Detaches the buffer `data` of perseus_handle_output from the handle; free it with perseus_buffer_free. */
+PERSEUS_EXPORT void* perseus_handle_take_output(perseus_context* context, perseus_handle handle, int index);
+PERSEUS_EXPORT void perseus_buffer_free(void* data);
+/* Forgets a handle that is done. Releasing one in progress is an error. */
+PERSEUS_EXPORT perseus_code perseus_handle_release(perseus_context* context, perseus_handle handle);
+
+/* ---- groups: made by submitting PERSEUS_ADD_GROUP / PERSEUS_REMOVE_GROUP on all ranks of the world
+ * -------------------- */
+
+/* Members in group order; returns how many, -1 for an unknown group; fills at most `capacity`. */
+PERSEUS_EXPORT int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity);
+
+/* ---- kernels, for benchmarks ---------------------------------------------------------------------------------------
+ */
+
+PERSEUS_EXPORT const char* perseus_kernel_variant(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif  // PERSEUS_PERSEUS_H_

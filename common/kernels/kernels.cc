@@ -1,0 +1,147 @@
+// Chooses the SIMD variant and guards its calls: arguments checked, floating-point mode the default one. Thread-safe
+// except for select_variant.
+#include "kernels/kernels.h"
+
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "kernels/variant.h"
+
+namespace perseus::kernels {
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+bool always() { return true; }
+
+struct Candidate {
+  const Variant* variant;
+  bool (*runs_here)();
+};
+
+// Best first.
+constexpr Candidate kCandidates[] = {
+#if defined(__x86_64__)
+    {&kAvx512, has_avx512},
+    {&kAvx2, has_avx2},
+#elif defined(__aarch64__)
+    {&kNeon, always},
+#endif
+    {&kPortable, always},
+};
+
+const Variant* best() {
+  for (const Candidate& candidate : kCandidates) {
+    if (candidate.runs_here()) return candidate.variant;
+  }
+  return &kPortable;
+}
+
+// Not a mutable global of a context: it changes speed, never results.
+const Variant*& chosen() {
+  static const Variant* variant = best();
+  return variant;
+}
+
+// A caller's thread may flush denormals (libraries built with -ffast-math switch that on for it, frameworks offer it)
+// or round another way. Which thread folds is chance, so the default mode is set for the duration.
+class DefaultFloatMode {
+ public:
+  DefaultFloatMode() : saved_(read()) {
+    if ((saved_ & kModes) != 0) write(saved_ & ~kModes);
+  }
+  ~DefaultFloatMode() {
+    if ((saved_ & kModes) != 0) write(saved_);
+  }
+  DefaultFloatMode(const DefaultFloatMode&) = delete;
+  DefaultFloatMode& operator=(const DefaultFloatMode&) = delete;
+
+ private:
+#if defined(__x86_64__)
+  using Register = unsigned int;
+  static constexpr Register kModes = 0xe040;  // flush to zero, rounding control, denormals are zero
+  static Register read() { return __builtin_ia32_stmxcsr(); }
+  static void write(Register value) { __builtin_ia32_ldmxcsr(value); }
+#elif defined(__aarch64__)
+  using Register = unsigned long;
+  static constexpr Register kModes = Register{0x1f} << 22;  // default NaN excepted: FZ16, RMode, FZ and its neighbours
+  static Register read() {
+    Register value;
+    asm volatile("mrs %0, fpcr" : "=r"(value));
+    return value;
+  }
+  static void write(Register value) { asm volatile("msr fpcr, %0" : : "r"(value) : "memory"); }
+#else
+  using Register = unsigned int;
+  static constexpr Register kModes = 0;
+  static Register read() { return 0; }
+  static void write(Register) {}
+#endif
+  Register saved_;
+};
+
+void check(const FoldSpec& spec, int n) {
+  bool known = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kMin || spec.op == ReduceOp::kMax ||
+               spec.op == ReduceOp::kProduct;
+  if (!known) {
+    fail(ErrorKind::kInvalidArgument, "[kernels] fold got op " + std::to_string(static_cast<int>(spec.op)) +
+                                          ", expected Sum, Min, Max or Product (Average is Sum with a divisor)");
+  }
+  if (static_cast<int>(spec.dtype) >= kDTypeCount) {
+    fail(ErrorKind::kInvalidArgument, "[kernels] fold got unknown dtype " +
+                                          std::to_string(static_cast<int>(spec.dtype)) + ", expected 0 to " +
+                                          std::to_string(kDTypeCount - 1));
+  }
+  if (n < 1 || spec.divisor < 1) {
+    fail(ErrorKind::kInvalidArgument, "[kernels] fold got " + std::to_string(n) + " sources and divisor " +
+                                          std::to_string(spec.divisor) + ", expected at least 1 each");
+  }
+}
+
+}  // namespace
+
+void fold(const FoldSpec& spec, void* dst, void* dst2, const void* const* sources, int n, size_t count,
+          bool stream_dst) {
+  check(spec, n);
+  if (count == 0) return;
+  DefaultFloatMode mode;
+  FoldSpec bits;  // one operand and no factors: a copy, NaN payloads included
+  bits.dtype = DType::kUInt8;
+  bool as_bits =
+      n == 1 && spec.dtype != DType::kBool && spec.prescale == 1.0 && spec.postscale == 1.0 && spec.divisor == 1;
+  if (as_bits) count *= dtype_size(spec.dtype);
+  chosen()->fold(FoldTask{as_bits ? bits : spec, static_cast<unsigned char*>(dst), static_cast<unsigned char*>(dst2),
+                          reinterpret_cast<const unsigned char* const*>(sources), n, count, stream_dst});
+}
+
+void copy(void* dst, const void* src, size_t n, bool stream) {
+  if (n != 0) chosen()->copy(dst, src, n, stream);
+}
+
+const char* variant() { return chosen()->name; }
+
+void select_variant(const char* name) {
+  if (std::strcmp(name, "auto") == 0) {
+    chosen() = best();
+    return;
+  }
+  std::string here = "auto";
+  for (const Candidate& candidate : kCandidates) {
+    if (!candidate.runs_here()) continue;
+    here = here + ", " + candidate.variant->name;
+    if (std::strcmp(name, candidate.variant->name) == 0) {
+      chosen() = candidate.variant;
+      return;
+    }
+  }
+  fail(ErrorKind::kInvalidArgument,
+       "[kernels] SIMD variant '" + std::string(name) + "' does not run on this machine, expected one of: " + here);
+}
+
+}  // namespace perseus::kernels

@@ -1,0 +1,46 @@
+// Pure functions over arrays: fold (reduce in rank order), copies. SIMD variant chosen once at run time; every variant
+// gives the same bits. Thread-safe; pointers need only the alignment of a byte.
+#pragma once
+
+#include <cstddef>
+
+#include "base/dtype.h"
+
+namespace perseus::kernels {
+
+// How n operands become one: result = post * reduce(pre * x0, pre * x1, …) evaluated strictly in the order given.
+// - f16/bf16 accumulate in f32 and round once, at the end; f32 and f64 accumulate in themselves.
+// - Integer sums and products wrap. Factors other than 1 act on integers in double and truncate toward zero, to the
+//   nearest limit where the type's range ends and to 0 for NaN (pre before, post after the reduction); `divisor` other
+//   than 1 divides integers exactly, truncating toward zero, before `post`.
+// - For floats `divisor` is folded into `post` as one multiplication by post / divisor rounded to the accumulator type.
+// - A NaN result is the one quiet NaN without sign and payload. One operand without factors is copied bit for bit.
+// - Min/Max propagate NaN; of equal operands (0 and -0) the first stays.
+// - Bool: Sum and Max are or, Min and Product are and; results are 0 or 1; factors are ignored.
+struct FoldSpec {
+  DType dtype = DType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;  // Sum, Min, Max, Product; Average is Sum with divisor = number of ranks
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int divisor = 1;  // >= 1
+};
+
+// dst[i] = fold of sources[0][i] … sources[n - 1][i]; n >= 1. dst may equal any source exactly; no other overlap.
+// `dst2`, when not null, receives the same values (a peer's window) and may not overlap anything.
+// `stream_dst`: dst will not be read soon; store around the cache where that is faster (never where dst is a source).
+// The caller's rounding mode and flushing of denormals have no effect. Throws Error(kInvalidArgument) for a spec or an
+// n outside these rules.
+void fold(const FoldSpec& spec, void* dst, void* dst2, const void* const* sources, int n, size_t count,
+          bool stream_dst);
+
+// memcpy of n bytes; `stream`: dst will not be read soon, n is a slice of something larger than the caches. Twice as
+// fast as memcpy then, unless dst's lines are in the cache because they were just read: those are better overwritten
+// there. Streamed stores are complete for whoever sees a release store made after the return; so are those of fold.
+void copy(void* dst, const void* src, size_t n, bool stream);
+
+// "avx512", "avx2", "neon" or "portable": what this process uses (PERSEUS_SIMD forces one, for tests).
+const char* variant();
+// Choose by name; throws Error(kInvalidArgument) for a name this machine cannot run. Not thread-safe: call at start.
+void select_variant(const char* name);
+
+}  // namespace perseus::kernels

@@ -1,0 +1,36 @@
+// The kernels for aarch64, whose baseline has NEON with f16 conversions. Thread-safe.
+#include <arm_neon.h>
+
+#include <cstddef>
+
+namespace perseus::kernels {
+namespace {
+constexpr size_t kVectorBytes = 16;
+}
+}  // namespace perseus::kernels
+
+#include "kernels/lanes.h"
+
+namespace perseus::kernels {
+namespace {
+
+PERSEUS_INLINE Floats half_decode(Halves from) { return same_bits<Floats>(vcvt_f32_f16(same_bits<float16x4_t>(from))); }
+PERSEUS_INLINE Halves half_encode(Floats from) { return same_bits<Halves>(vcvt_f16_f32(same_bits<float32x4_t>(from))); }
+PERSEUS_INLINE Halves narrow(FloatBits from) { return __builtin_convertvector(from, Halves); }
+
+// Normal stores: these machines recognise a stream by themselves.
+template <class V>
+PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
+  store_vector(to, value);
+}
+PERSEUS_INLINE void stream_fence() {}
+
+}  // namespace
+}  // namespace perseus::kernels
+
+#include "kernels/copy_loops.h"
+#include "kernels/fold_dispatch.h"
+
+namespace perseus::kernels {
+const Variant kNeon{"neon", fold_any, copy_any};
+}  // namespace perseus::kernels

@@ -1,0 +1,48 @@
+// The kernels with nothing but what every machine of this architecture has. Thread-safe.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <cstddef>
+
+namespace perseus::kernels {
+namespace {
+constexpr size_t kVectorBytes = 16;
+}
+}  // namespace perseus::kernels
+
+#include "kernels/half_lanes.h"
+#include "kernels/lanes.h"
+
+namespace perseus::kernels {
+namespace {
+
+PERSEUS_INLINE Halves narrow(FloatBits from) { return __builtin_convertvector(from, Halves); }
+
+#if defined(__x86_64__)
+template <class V>
+PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
+  if constexpr (sizeof(V) == 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), same_bits<__m128i>(value));
+  } else {
+    _mm_stream_si64(reinterpret_cast<long long*>(to), same_bits<long long>(value));
+  }
+}
+PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
+#else
+template <class V>
+PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
+  store_vector(to, value);
+}
+PERSEUS_INLINE void stream_fence() {}
+#endif
+
+}  // namespace
+}  // namespace perseus::kernels
+
+#include "kernels/copy_loops.h"
+#include "kernels/fold_dispatch.h"
+
+namespace perseus::kernels {
+const Variant kPortable{"portable", fold_any, copy_any};
+}  // namespace perseus::kernels

@@ -1,0 +1,20 @@
+# One .cc per SIMD variant, each compiled for its own instruction set; kernels.cc chooses among them at run time.
+# No variant may contract a * b + c or reorder: all give the same bits.
+# Unswitching would copy every loop for each flag in it: a third more code, no faster.
+set(KERNEL_OPTIONS -O3 -fno-unswitch-loops -ffp-contract=off -fno-math-errno -fno-trapping-math)
+set_source_files_properties(kernels/variant_portable.cc kernels/variant_neon.cc PROPERTIES
+                            COMPILE_OPTIONS "${KERNEL_OPTIONS}")
+set_source_files_properties(kernels/variant_avx2.cc PROPERTIES
+                            COMPILE_OPTIONS "${KERNEL_OPTIONS};-mavx2;-mf16c;-mno-fma")
+set_source_files_properties(kernels/variant_avx512.cc PROPERTIES COMPILE_OPTIONS
+                            "${KERNEL_OPTIONS};-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mf16c;-mprefer-vector-width=512")
+
+# HEADER_FILE_ONLY keeps a source of another architecture out of the build.
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")
+  set_source_files_properties(kernels/variant_neon.cc PROPERTIES HEADER_FILE_ONLY TRUE)
+else()
+  set_source_files_properties(kernels/variant_avx2.cc kernels/variant_avx512.cc PROPERTIES HEADER_FILE_ONLY TRUE)
+endif()
+if(NOT CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64|aarch64|arm64)$")
+  set_source_files_properties(kernels/variant_neon.cc PROPERTIES HEADER_FILE_ONLY TRUE)
+endif()

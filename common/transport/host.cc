@@ -1,0 +1,25 @@
+// Reads the kernel's own identifiers; hostnames repeat in containers and lie in clouds.
+#include "transport/host.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <fstream>
+
+namespace perseus {
+
+std::string host_identity() {
+  std::string boot_id = "no-boot-id";
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
+  struct stat info{};
+  stat("/proc/self/ns/net", &info);
+  return boot_id + ":" + std::to_string(info.st_ino);
+}
+
+std::string host_name() {
+  char name[256] = "";
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+}  // namespace perseus

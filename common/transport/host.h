@@ -1,0 +1,13 @@
+// What this host is called: ranks share memory, and count as local to each other, where these agree. Thread-safe.
+#pragma once
+
+#include <string>
+
+namespace perseus {
+
+// Boot id and network namespace: equal exactly where abstract UNIX sockets of one reach the other.
+std::string host_identity();
+// For messages.
+std::string host_name();
+
+}  // namespace perseus

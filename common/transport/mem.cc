@@ -1,0 +1,185 @@
+// Ranks as threads of one process: rings on the heap, notices in mailboxes. The fabric is shared and locked; each
+// transport belongs to its Context's driver.
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "transport/ring.h"
+#include "transport/transport.h"
+#include "transport/waker.h"
+
+namespace perseus {
+
+class MemFabric {
+ public:
+  explicit MemFabric(int size) : seats_(size) {}
+
+  struct Seat {
+    std::atomic<uint32_t> sleeping{0};  // the owner's Waker flag: lives here so that peers may look at it at any time
+    int event_fd = -1;                  // the owner's, valid while present
+    bool present = false;
+    std::atomic<int64_t> heard_ns{0};
+    std::atomic<uint32_t> mail{0};
+    std::deque<Notice> mailbox;
+  };
+
+  // Zeroed memory of the ring from one rank to another, made by whoever asks first.
+  std::shared_ptr<void> ring(int from, int to, Channel channel) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<void>& memory = rings_[{from, to, channel.key()}];
+    if (!memory) {
+      const size_t bytes = kRingHeaderBytes + ring_capacity(channel.stream);
+      void* raw = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+      if (raw == nullptr) fail(ErrorKind::kIo, "[mem] out of memory for a ring");
+      memory.reset(raw, std::free);
+      std::memset(raw, 0, kRingHeaderBytes);
+    }
+    return memory;
+  }
+  void sit(int rank, Waker& waker) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    waker.place_flag(&seats_[rank].sleeping);
+    seats_[rank].event_fd = waker.event_fd();
+    seats_[rank].present = true;
+    seats_[rank].heard_ns.store(now_ns(), std::memory_order_relaxed);
+  }
+  void leave(int rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    seats_[rank].present = false;
+    for (size_t other = 0; other < seats_.size(); ++other)
+      if (static_cast<int>(other) != rank) post_locked(other, Notice{rank, Notice::Kind::kGone, "thread ended"});
+  }
+  void post(int to, Notice notice) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    post_locked(to, std::move(notice));
+  }
+  bool take(int rank, Notice* notice) {
+    if (seats_[rank].mail.load(std::memory_order_acquire) == 0) return false;
+    std::lock_guard<std::mutex> lock(mutex_);
+    Seat& seat = seats_[rank];
+    if (seat.mailbox.empty()) return false;
+    *notice = std::move(seat.mailbox.front());
+    seat.mailbox.pop_front();
+    seat.mail.fetch_sub(1, std::memory_order_relaxed);
+    return true;
+  }
+  void ring_bell(int rank) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with Waker::prepare_sleep
+    if (seats_[rank].sleeping.load(std::memory_order_relaxed) == 0) return;
+    // Its owner may leave at any time and take the descriptor along.
+    std::lock_guard<std::mutex> lock(mutex_);
+    ring_locked(seats_[rank]);
+  }
+  int64_t heard_ns(int rank) const { return seats_[rank].heard_ns.load(std::memory_order_relaxed); }
+  void beat(int rank) { seats_[rank].heard_ns.store(now_ns(), std::memory_order_relaxed); }
+
+ private:
+  void post_locked(int to, Notice notice) {
+    Seat& seat = seats_[to];
+    if (!seat.present) return;
+    seat.mailbox.push_back(std::move(notice));
+    seat.mail.fetch_add(1, std::memory_order_release);
+    ring_locked(seat);
+  }
+  static void ring_locked(Seat& seat) {
+    if (seat.present) Doorbell{&seat.sleeping, seat.event_fd}.ring();
+  }
+
+  std::mutex mutex_;
+  std::deque<Seat> seats_;
+  std::map<std::tuple<int, int, uint64_t>, std::shared_ptr<void>> rings_;
+};
+
+namespace {
+
+class MemLink final : public Link {
+ public:
+  MemLink(MemFabric& fabric, int peer, std::shared_ptr<void> out, std::shared_ptr<void> in, size_t capacity,
+          uint64_t* sent, uint64_t* received)
+      : fabric_(fabric),
+        peer_(peer),
+        out_memory_(std::move(out)),
+        in_memory_(std::move(in)),
+        out_(out_memory_.get(), capacity),
+        in_(in_memory_.get(), capacity),
+        sent_(sent),
+        received_(received) {}
+
+  bool has_windows() const override { return true; }
+  Span send_window(size_t n) override { return out_.window(n); }
+  void send_commit(size_t n) override {
+    out_.commit(n);
+    *sent_ += n;
+    fabric_.ring_bell(peer_);
+  }
+  ConstSpan recv_window(size_t n) override { return in_.window(n); }
+  void recv_release(size_t n) override {
+    in_.release(n);
+    *received_ += n;
+    fabric_.ring_bell(peer_);
+  }
+  size_t try_send(const iovec*, int) override { fail(ErrorKind::kInternal, "[mem] try_send on a link with windows"); }
+  size_t try_recv(const iovec*, int) override { fail(ErrorKind::kInternal, "[mem] try_recv on a link with windows"); }
+
+ private:
+  MemFabric& fabric_;
+  int peer_;
+  std::shared_ptr<void> out_memory_, in_memory_;
+  RingProducer out_;
+  RingConsumer in_;
+  uint64_t *sent_, *received_;
+};
+
+class MemTransport final : public Transport {
+ public:
+  MemTransport(const World& world, std::shared_ptr<MemFabric> fabric, Waker& waker)
+      : rank_(world.rank), size_(world.size), fabric_(std::move(fabric)) {
+    fabric_->sit(rank_, waker);
+  }
+  ~MemTransport() override { fabric_->leave(rank_); }
+
+  const char* name() const override { return "mem"; }
+  bool reaches(int peer) const override { return peer >= 0 && peer < size_; }
+  Link& link(int peer, Channel channel) override {
+    std::unique_ptr<MemLink>& link = links_[{peer, channel.key()}];
+    if (!link) {
+      link = std::make_unique<MemLink>(*fabric_, peer, fabric_->ring(rank_, peer, channel),
+                                       fabric_->ring(peer, rank_, channel), ring_capacity(channel.stream), &sent_,
+                                       &received_);
+      staging_ += ring_capacity(channel.stream);  // the outgoing ring; the other is the peer's
+    }
+    return *link;
+  }
+  void poll(bool) override {}
+  void notify(int peer, const std::string& message) override {
+    fabric_->post(peer, Notice{rank_, Notice::Kind::kMessage, message});
+  }
+  bool next_notice(Notice* notice) override { return fabric_->take(rank_, notice); }
+  void beat() override { fabric_->beat(rank_); }
+  int64_t last_heard_ns(int peer) override { return fabric_->heard_ns(peer); }
+  uint64_t bytes_sent() const override { return sent_; }
+  uint64_t bytes_received() const override { return received_; }
+  uint64_t staging_bytes() const override { return staging_; }
+
+ private:
+  int rank_, size_;
+  std::shared_ptr<MemFabric> fabric_;
+  std::map<std::pair<int, uint64_t>, std::unique_ptr<MemLink>> links_;
+  uint64_t sent_ = 0, received_ = 0, staging_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<MemFabric> make_mem_fabric(int size) { return std::make_shared<MemFabric>(size); }
+
+std::unique_ptr<Transport> connect_mem(const World& world, std::shared_ptr<MemFabric> fabric, Waker& waker) {
+  return std::make_unique<MemTransport>(world, std::move(fabric), waker);
+}
+
+}  // namespace perseus

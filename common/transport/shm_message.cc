@@ -1,0 +1,66 @@
+// sendmsg and recvmsg with SCM_RIGHTS.
+#include "transport/shm_message.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace perseus {
+namespace {
+
+constexpr size_t kMessageHead = offsetof(ShmMessage, text);
+
+}  // namespace
+
+bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_count, int flags) {
+  iovec piece{const_cast<ShmMessage*>(&message),
+              kMessageHead + (message.type == ShmMessageType::kNotice ? message.bytes : size_t{0})};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)] = {};
+  msghdr header{};
+  header.msg_iov = &piece;
+  header.msg_iovlen = 1;
+  if (fd_count > 0) {
+    header.msg_control = control;
+    header.msg_controllen = CMSG_SPACE(sizeof(int) * fd_count);
+    cmsghdr* c = CMSG_FIRSTHDR(&header);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof(int) * fd_count);
+    std::memcpy(CMSG_DATA(c), fds, sizeof(int) * fd_count);
+  }
+  ssize_t sent;
+  do sent = sendmsg(fd, &header, MSG_NOSIGNAL | flags);
+  while (sent < 0 && errno == EINTR);
+  return sent >= 0;
+}
+
+int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags) {
+  iovec piece{message, sizeof *message};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)] = {};
+  msghdr header{};
+  header.msg_iov = &piece;
+  header.msg_iovlen = 1;
+  header.msg_control = control;
+  header.msg_controllen = sizeof control;
+  *fd_count = 0;
+  ssize_t got;
+  do got = recvmsg(fd, &header, MSG_CMSG_CLOEXEC | flags);
+  while (got < 0 && errno == EINTR);
+  if (got < 0) return errno == EAGAIN ? -1 : 0;
+  for (cmsghdr* c = CMSG_FIRSTHDR(&header); c != nullptr; c = CMSG_NXTHDR(&header, c)) {
+    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+    *fd_count = static_cast<int>((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    std::memcpy(fds, CMSG_DATA(c), sizeof(int) * *fd_count);
+  }
+  const bool sane = static_cast<size_t>(got) >= kMessageHead && message->magic == kShmMagic &&
+                    (message->type != ShmMessageType::kNotice ||
+                     (message->bytes <= kMaxNotice && static_cast<size_t>(got) == kMessageHead + message->bytes));
+  if (sane) return 1;
+  for (int i = 0; i < *fd_count; ++i) ::close(fds[i]);
+  *fd_count = 0;
+  return 0;
+}
+
+}  // namespace perseus

@@ -1,0 +1,36 @@
+// What local ranks say to each other on their UNIX sockets: one SEQPACKET message each, with descriptors of shared
+// memory where needed. Plain functions; thread-safe on different sockets.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "rendezvous/auth.h"
+
+namespace perseus {
+
+constexpr uint32_t kShmMagic = 0x50534d31;  // "PSM1"
+constexpr size_t kMaxNotice = 1024;
+constexpr int kMaxFds = 2;
+
+enum class ShmMessageType : uint32_t { kHello = 1, kWelcome = 2, kRing = 3, kNotice = 4 };
+
+struct ShmMessage {
+  uint32_t magic = kShmMagic;
+  ShmMessageType type = ShmMessageType::kNotice;
+  int32_t rank = 0;
+  uint32_t epoch = 0;
+  uint64_t channel = 0;  // kRing
+  uint64_t bytes = 0;    // kRing: capacity; kNotice: length of text
+  Digest proof{};        // kHello, kWelcome
+  char text[kMaxNotice] = {};
+};
+
+// False when the message cannot be sent, now (MSG_DONTWAIT in `flags`) or ever.
+bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_count, int flags);
+
+// > 0: a message; 0: the peer closed, or sent what makes no sense; < 0: nothing now. `fds` has room for kMaxFds, which
+// then are the caller's.
+int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags);
+
+}  // namespace perseus

@@ -1,0 +1,132 @@
+// connect_tcp(): from a list of peers to side connections with all of them.
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/config.h"
+#include "base/error.h"
+#include "rendezvous/store.h"
+#include "transport/host.h"
+#include "transport/tcp_transport.h"
+
+namespace perseus {
+namespace {
+
+// The store's get() asks us about this often; meanwhile higher ranks want answers.
+constexpr int kWorkSliceMs = 20;
+
+}  // namespace
+
+std::string TcpTransport::store_key(int rank) const {
+  return world_.job + "/" + std::to_string(world_.epoch) + "/tcp/" + std::to_string(rank);
+}
+
+void TcpTransport::open_listeners(const std::string& names) {
+  own_.host = host_identity();
+  // Also where there are no peers: a wrong name is an error everywhere or nowhere.
+  own_.addresses = usable_addresses(names);
+  if (peers_.empty()) return;
+  own_.chosen = names.find_first_not_of(" ,\t") != std::string::npos;
+  if (own_.chosen) {
+    for (InterfaceAddress& entry : own_.addresses) {
+      Socket socket = listen_on(entry.address);
+      if (!socket)
+        fail(ErrorKind::kIo, "[tcp] cannot listen on " + entry.address.host_text() + " (" + entry.interface +
+                                 "): " + std::strerror(errno));
+      entry.address.set_port(local_address(socket.fd()).port());
+      acceptor_->listen(std::move(socket));
+    }
+    return;
+  }
+  Socket socket = listen_everywhere(0);
+  if (!socket) fail(ErrorKind::kIo, std::string("[tcp] cannot listen: ") + std::strerror(errno));
+  for (InterfaceAddress& entry : own_.addresses) entry.address.set_port(local_address(socket.fd()).port());
+  acceptor_->listen(std::move(socket));
+}
+
+void TcpTransport::work(int timeout_ms) {
+  for (const auto& connector : connectors_) connector->check_time();
+  events_.run(timeout_ms);
+  acceptor_->check_time();
+}
+
+void TcpTransport::look_up(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted) {
+  const auto meanwhile = [&] {
+    work(0);
+    return interrupted && interrupted();
+  };
+  for (auto& [rank, peer] : peers_) {
+    if (rank >= world_.rank) break;
+    TcpEndpoint theirs;
+    try {
+      theirs = TcpEndpoint::decode(store.get(store_key(rank), deadline_ns, meanwhile), rank);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kTimeout) throw;
+      work(kWorkSliceMs);  // whoever knocked while we waited for others is not missing
+      complete();
+      report_missing();
+    }
+    peer.stripes = stripes(own_, theirs);
+    const auto done = [this, rank = rank](Socket socket, tcp_protocol::SideKeys keys) {
+      on_side(rank, std::move(socket), std::move(keys));
+    };
+    connectors_.push_back(std::make_unique<TcpConnector>(events_, world_, rank, candidates(own_, theirs), done));
+    connectors_.back()->check_time();
+  }
+}
+
+void TcpTransport::join(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted) {
+  look_up(store, deadline_ns, interrupted);
+  int64_t ask_at_ns = 0;
+  for (;;) {
+    const int64_t now = now_ns();
+    if (complete()) break;
+    if (now >= deadline_ns) report_missing();
+    if (interrupted && now >= ask_at_ns) {
+      if (interrupted()) fail(ErrorKind::kAborted, "[tcp] interrupted while connecting");
+      ask_at_ns = now + 100 * kMillisecond;
+    }
+    work(kWorkSliceMs);
+  }
+  connectors_.clear();
+}
+
+bool TcpTransport::complete() const {
+  for (const auto& [rank, peer] : peers_) {
+    if (peer.gone.empty()) continue;
+    // It may have given up waiting for somebody a moment before we do: the one who never came is the news.
+    const std::string others = missing();
+    fail(ErrorKind::kIo, "[tcp] rank " + std::to_string(rank) + " ended while ranks were connecting (" + peer.gone +
+                             ")" + (others.empty() ? "" : ", rank " + others + " had not connected yet") +
+                             ": look at what it printed last");
+  }
+  return missing().empty();
+}
+
+std::string TcpTransport::missing() const {
+  std::string ranks;
+  for (const auto& [rank, peer] : peers_)
+    if (!peer.side && peer.gone.empty()) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+  return ranks;
+}
+
+void TcpTransport::report_missing() {
+  std::string details;
+  for (const auto& connector : connectors_)
+    if (!connector->done()) details += "; rank " + std::to_string(connector->peer()) + " at " + connector->trouble();
+  fail(ErrorKind::kTimeout, "[tcp] no connection with rank " + missing() + " in time (" +
+                                variable(Var::kStartTimeout).name + ")" + details +
+                                ": are they running, and can the hosts reach each other? " +
+                                variable(Var::kInterfaces).name + " chooses the interface");
+}
+
+std::unique_ptr<Transport> connect_tcp(const World& world, Store& store, Waker& waker, const Config& config,
+                                       const std::vector<int>& peers, int64_t deadline_ns,
+                                       const std::function<bool()>& interrupted) {
+  auto transport = std::make_unique<TcpTransport>(world, store, waker, config, peers);
+  transport->join(store, deadline_ns, interrupted);
+  return transport;
+}
+
+}  // namespace perseus

@@ -1,0 +1,184 @@
+// The acceptor's side of the handshakes in tcp_protocol.h.
+#include "transport/tcp_acceptor.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace perseus {
+
+using namespace tcp_protocol;
+
+namespace {
+
+constexpr size_t kMaxStrangers = 256;
+constexpr int64_t kIdentifyLimit = 5 * kSecond;
+// When there is no room, the oldest makes way after this time.
+constexpr int64_t kCrowdedLimit = 1 * kSecond;
+constexpr int64_t kPause = 100 * kMillisecond;
+// A port scan must not fill the log.
+constexpr int kMaxWarnings = 8;
+
+}  // namespace
+
+class TcpAcceptor::Listener : public TcpEventHandler {
+ public:
+  Listener(TcpAcceptor& owner, Socket socket) : owner_(owner), socket_(std::move(socket)) {}
+  int fd() const { return socket_.fd(); }
+  void on_event(uint32_t) override { owner_.accept_from(socket_.fd()); }
+
+ private:
+  TcpAcceptor& owner_;
+  Socket socket_;
+};
+
+// A connection that has not yet proved anything.
+class TcpAcceptor::Stranger : public TcpEventHandler {
+ public:
+  Stranger(TcpAcceptor& owner, Socket socket)
+      : owner_(owner), socket_(std::move(socket)), since_ns_(now_ns()), from_(peer_address(socket_.fd()).text()) {}
+
+  int fd() const { return socket_.fd(); }
+  int64_t since_ns() const { return since_ns_; }
+  const std::string& from() const { return from_; }
+
+  void on_event(uint32_t) override {
+    const size_t wanted = challenged_ ? kProofSize : kHelloSize;
+    char buffer[kHelloSize];
+    const ssize_t n = recv_some(socket_.fd(), buffer, wanted - in_.size());
+    // Most likely one of several tries by a rank that got through by another.
+    if (n < 0) return owner_.drop(this);
+    in_.append(buffer, static_cast<size_t>(n));
+    if (in_.size() < wanted) return;
+    const std::string refusal = challenged_ ? check_answer() : check_hello();
+    in_.clear();
+    if (!refusal.empty()) owner_.refuse(this, refusal);
+    else if (proven_) owner_.welcome(this);
+  }
+
+ private:
+  friend class TcpAcceptor;
+
+  std::string check_hello() {
+    const std::string wrong = hello_.decode(in_);
+    if (!wrong.empty()) return wrong;
+    const World& world = owner_.world_;
+    if (hello_.epoch != world.epoch)
+      return "it belongs to epoch " + std::to_string(hello_.epoch) + " of the job, expected " +
+             std::to_string(world.epoch);
+    if (hello_.purpose == Purpose::kData) {
+      const SideKeys* keys = owner_.members_.keys_of(hello_.rank);
+      proven_ = keys != nullptr && keys->connector == hello_.rank &&
+                proof_is_good(hello_.tail, Claim::kData, world, *keys, hello_.channel);
+      return proven_ ? "" : "it could not prove that it is rank " + std::to_string(hello_.rank);
+    }
+    const std::string refusal = owner_.members_.may_join(hello_.rank);
+    if (!refusal.empty()) return refusal;
+    keys_ = SideKeys{hello_.rank, world.rank, hello_.tail, random_bytes(kNonceSize)};
+    challenged_ = true;
+    return say(keys_.acceptor_nonce);
+  }
+
+  std::string check_answer() {
+    const World& world = owner_.world_;
+    if (!proof_is_good(in_, Claim::kConnector, world, keys_))
+      return "it does not know this job's secret: start every rank with the same one (PERSEUS_SECRET_FILE), or is it "
+             "another job's rank?";
+    const std::string refusal = owner_.members_.may_join(hello_.rank);
+    proven_ = refusal.empty();
+    return proven_ ? say(proof_of(Claim::kAcceptor, world, keys_)) : refusal;
+  }
+
+  // A fresh connection always has room for 32 bytes.
+  std::string say(const std::string& bytes) {
+    if (send_some(socket_.fd(), bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size())) return "";
+    proven_ = false;
+    return "it closed the connection";
+  }
+
+  TcpAcceptor& owner_;
+  Socket socket_;
+  const int64_t since_ns_;
+  const std::string from_;
+  std::string in_;
+  Hello hello_;
+  SideKeys keys_;
+  bool challenged_ = false;
+  bool proven_ = false;
+};
+
+TcpAcceptor::TcpAcceptor(TcpEvents& events, const World& world, Members& members, const Log& log)
+    : events_(events), world_(world), members_(members), log_(log) {}
+
+TcpAcceptor::~TcpAcceptor() {
+  for (const auto& listener : listeners_) events_.remove(listener->fd());
+  for (const auto& stranger : strangers_) events_.remove(stranger->fd());
+}
+
+void TcpAcceptor::listen(Socket socket) {
+  listeners_.push_back(std::make_unique<Listener>(*this, std::move(socket)));
+  events_.add(listeners_.back()->fd(), EPOLLIN, listeners_.back().get());
+}
+
+void TcpAcceptor::accept_from(int listener) {
+  for (;;) {
+    if (strangers_.size() >= kMaxStrangers) {
+      if (now_ns() - strangers_.front()->since_ns() < kCrowdedLimit) return pause();
+      refuse(strangers_.front().get(), "it said nothing while others were waiting");
+    }
+    Socket socket = accept_one(listener);
+    if (!socket && errno != EAGAIN) return pause();  // out of descriptors
+    if (!socket) return;
+    strangers_.push_back(std::make_unique<Stranger>(*this, std::move(socket)));
+    Stranger* added = strangers_.back().get();
+    events_.add(added->fd(), EPOLLIN, added);
+    added->on_event(EPOLLIN);  // its hello is usually here already
+  }
+}
+
+void TcpAcceptor::pause() {
+  for (const auto& listener : listeners_) events_.change(listener->fd(), 0, listener.get());
+  resume_ns_ = now_ns() + kPause;
+}
+
+void TcpAcceptor::check_time() {
+  const int64_t now = now_ns();
+  while (!strangers_.empty() && now - strangers_.front()->since_ns() > kIdentifyLimit)
+    refuse(strangers_.front().get(), "it did not say in time who it is");
+  if (resume_ns_ == 0 || now < resume_ns_) return;
+  resume_ns_ = 0;
+  for (const auto& listener : listeners_) events_.change(listener->fd(), EPOLLIN, listener.get());
+}
+
+void TcpAcceptor::drop(Stranger* stranger) {
+  events_.remove(stranger->fd());
+  stranger->socket_.reset();
+  const auto same = [&](const auto& entry) { return entry.get() == stranger; };
+  const auto found = std::find_if(strangers_.begin(), strangers_.end(), same);
+  std::unique_ptr<Stranger> gone = std::move(*found);
+  strangers_.erase(found);
+  events_.retire(std::move(gone));
+}
+
+void TcpAcceptor::refuse(Stranger* stranger, const std::string& why) {
+  const LogLevel level = ++warnings_ <= kMaxWarnings ? LogLevel::kWarning : LogLevel::kDebug;
+  log_.write(level, "[tcp] closed a connection from " + stranger->from() + ": " + why);
+  drop(stranger);
+}
+
+void TcpAcceptor::welcome(Stranger* stranger) {
+  events_.remove(stranger->fd());
+  Socket socket = std::move(stranger->socket_);
+  const Hello& hello = stranger->hello_;
+  if (hello.purpose == Purpose::kSide) {
+    members_.on_side(hello.rank, std::move(socket), stranger->keys_);
+  } else if (const std::string refusal = members_.on_data(hello.rank, hello.channel, std::move(socket));
+             !refusal.empty()) {
+    return refuse(stranger, refusal);
+  }
+  drop(stranger);
+}
+
+}  // namespace perseus

@@ -1,0 +1,61 @@
+// Listens, and finds out who connected before anybody else sees the connection. Strangers are limited in number, time
+// and bytes. Used by one thread at a time.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "rendezvous/socket.h"
+#include "transport/tcp_events.h"
+#include "transport/tcp_protocol.h"
+
+namespace perseus {
+
+class TcpAcceptor {
+ public:
+  // Decides about and receives connections that have said who they are.
+  struct Members {
+    virtual ~Members() = default;
+    // May `rank` open a side connection now? "" = yes, else why not.
+    virtual std::string may_join(int rank) = 0;
+    // The keys of the side connection with `rank`, null when there is none.
+    virtual const tcp_protocol::SideKeys* keys_of(int rank) = 0;
+    virtual void on_side(int rank, Socket socket, tcp_protocol::SideKeys keys) = 0;
+    // "" = taken, else why not.
+    virtual std::string on_data(int rank, Channel channel, Socket socket) = 0;
+  };
+
+  TcpAcceptor(TcpEvents& events, const World& world, Members& members, const Log& log);
+  ~TcpAcceptor();
+
+  void listen(Socket listener);
+  // Closes strangers that take too long. Call about every 100 ms.
+  void check_time();
+
+ private:
+  class Listener;
+  class Stranger;
+  friend class Listener;
+  friend class Stranger;
+
+  void accept_from(int listener);
+  void pause();
+  void drop(Stranger* stranger);
+  void refuse(Stranger* stranger, const std::string& why);
+  void welcome(Stranger* stranger);
+
+  TcpEvents& events_;
+  const World& world_;
+  Members& members_;
+  const Log& log_;
+  std::vector<std::unique_ptr<Listener>> listeners_;
+  std::list<std::unique_ptr<Stranger>> strangers_;  // oldest first
+  int64_t resume_ns_ = 0;                           // 0 = accepting
+  int warnings_ = 0;
+};
+
+}  // namespace perseus

@@ -1,0 +1,155 @@
+// The connector's side of the handshake of a side connection.
+#include "transport/tcp_connector.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace perseus {
+
+using namespace tcp_protocol;
+
+namespace {
+
+constexpr int64_t kStagger = 250 * kMillisecond;
+constexpr int64_t kRoundPause = 200 * kMillisecond;
+// The peer may still be waiting for lower ranks' addresses; a wrong address must not hold us for long either.
+constexpr int64_t kAttemptLimit = 5 * kSecond;
+
+}  // namespace
+
+class TcpConnector::Attempt : public TcpEventHandler {
+ public:
+  Attempt(TcpConnector& owner, Socket socket, const SocketAddress& address, int64_t now)
+      : owner_(owner), socket_(std::move(socket)), where_(address.text()), since_ns_(now) {
+    keys_ = SideKeys{owner.world_.rank, owner.peer_, random_bytes(kNonceSize), ""};
+  }
+
+  int fd() const { return socket_.fd(); }
+  int64_t since_ns() const { return since_ns_; }
+  const std::string& where() const { return where_; }
+
+  void on_event(uint32_t events) override {
+    if (stage_ == Stage::kConnecting) {
+      if (const int code = connect_result(socket_.fd()); code != 0) return owner_.end(this, std::strerror(code));
+      if ((events & EPOLLOUT) == 0) return;
+      Hello hello;
+      hello.purpose = Purpose::kSide;
+      hello.epoch = owner_.world_.epoch;
+      hello.rank = owner_.world_.rank;
+      hello.tail = keys_.connector_nonce;
+      stage_ = Stage::kAwaitsChallenge;
+      owner_.events_.change(socket_.fd(), EPOLLIN, this);
+      return say(hello.encode());
+    }
+    char buffer[32];
+    static_assert(kNonceSize == sizeof buffer && kProofSize == sizeof buffer, "both answers are read alike");
+    const ssize_t n = recv_some(socket_.fd(), buffer, sizeof buffer - in_.size());
+    if (n < 0)
+      return owner_.end(this,
+                        "closed during the handshake: is that the right host, and do all ranks have the same "
+                        "secret?");
+    in_.append(buffer, static_cast<size_t>(n));
+    if (in_.size() < sizeof buffer) return;
+    if (stage_ == Stage::kAwaitsChallenge) return answer_challenge();
+    if (!proof_is_good(in_, Claim::kAcceptor, owner_.world_, keys_))
+      return owner_.end(this, "could not prove that it knows the job's secret");
+    owner_.succeed(this);
+  }
+
+ private:
+  friend class TcpConnector;
+  enum class Stage { kConnecting, kAwaitsChallenge, kAwaitsVerdict };
+
+  void answer_challenge() {
+    if (!owner_.choose(this)) return;
+    keys_.acceptor_nonce = std::move(in_);
+    in_.clear();
+    stage_ = Stage::kAwaitsVerdict;
+    say(proof_of(Claim::kConnector, owner_.world_, keys_));
+  }
+
+  // A fresh connection always has room for a hundred bytes.
+  void say(const std::string& bytes) {
+    if (send_some(socket_.fd(), bytes.data(), bytes.size()) != static_cast<ssize_t>(bytes.size()))
+      owner_.end(this, "closed during the handshake");
+  }
+
+  TcpConnector& owner_;
+  Socket socket_;
+  const std::string where_;
+  const int64_t since_ns_;
+  Stage stage_ = Stage::kConnecting;
+  std::string in_;
+  SideKeys keys_;
+};
+
+TcpConnector::TcpConnector(TcpEvents& events, const World& world, int peer, std::vector<SocketAddress> candidates,
+                           Done done)
+    : events_(events), world_(world), peer_(peer), candidates_(std::move(candidates)), on_done_(std::move(done)) {}
+
+TcpConnector::~TcpConnector() {
+  for (const auto& attempt : attempts_) events_.remove(attempt->fd());
+}
+
+void TcpConnector::check_time() {
+  if (done_) return;
+  const int64_t now = now_ns();
+  while (!attempts_.empty() && now - attempts_.front()->since_ns() > kAttemptLimit)
+    end(attempts_.front().get(), "no answer");
+  if (chosen_ != nullptr || now < next_start_ns_) return;
+  if (next_ == candidates_.size()) {
+    if (!attempts_.empty()) return;
+    next_ = 0;
+  }
+  const SocketAddress& address = candidates_[next_++];
+  next_start_ns_ = now + (next_ == candidates_.size() ? kRoundPause : kStagger);
+  start(address, now);
+}
+
+void TcpConnector::start(const SocketAddress& address, int64_t now) {
+  Socket socket = start_connect(address);
+  if (!socket) {
+    trouble_ = address.text() + ": " + std::strerror(errno);
+    return;
+  }
+  attempts_.push_back(std::make_unique<Attempt>(*this, std::move(socket), address, now));
+  events_.add(attempts_.back()->fd(), EPOLLOUT, attempts_.back().get());
+}
+
+void TcpConnector::end(Attempt* attempt, const std::string& why) {
+  trouble_ = attempt->where() + ": " + why;
+  if (chosen_ == attempt) chosen_ = nullptr;
+  // The next address need not wait for its turn.
+  if (next_ < candidates_.size()) next_start_ns_ = 0;
+  events_.remove(attempt->fd());
+  attempt->socket_.reset();
+  const auto same = [&](const auto& entry) { return entry.get() == attempt; };
+  const auto found = std::find_if(attempts_.begin(), attempts_.end(), same);
+  std::unique_ptr<Attempt> gone = std::move(*found);
+  attempts_.erase(found);
+  events_.retire(std::move(gone));
+}
+
+bool TcpConnector::choose(Attempt* attempt) {
+  if (chosen_ != nullptr) {
+    end(attempt, "answered later than another address");
+    return false;
+  }
+  while (attempts_.size() > 1)
+    end(attempts_.front().get() == attempt ? attempts_.back().get() : attempts_.front().get(), "slower than another");
+  chosen_ = attempt;
+  return true;
+}
+
+void TcpConnector::succeed(Attempt* attempt) {
+  done_ = true;
+  events_.remove(attempt->fd());
+  on_done_(std::move(attempt->socket_), attempt->keys_);
+  end(attempt, "done");
+}
+
+}  // namespace perseus

@@ -1,0 +1,108 @@
+// Frames of the side connection.
+#include "transport/tcp_side.h"
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/clock.h"
+#include "rendezvous/little_endian.h"
+
+namespace perseus {
+namespace {
+
+// A peer that does not read gets no more than this: notices are best effort.
+constexpr size_t kMaxQueued = 64 * 1024;
+
+}  // namespace
+
+TcpSide::TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& heard_ns, int peer, Socket socket,
+                 tcp_protocol::SideKeys keys)
+    : events_(events),
+      traffic_(traffic),
+      listener_(listener),
+      heard_ns_(heard_ns),
+      peer_(peer),
+      socket_(std::move(socket)),
+      keys_(std::move(keys)) {
+  heard_ns_ = now_ns();
+  events_.add(socket_.fd(), EPOLLIN | EPOLLRDHUP, this);
+}
+
+TcpSide::~TcpSide() {
+  if (!lost_) flush();
+  events_.remove(socket_.fd());
+  // Closing with unread bytes would reset the connection and destroy our last notice on its way.
+  ::shutdown(socket_.fd(), SHUT_WR);
+  char rest[4096];
+  for (int i = 0; i < 64 && recv_some(socket_.fd(), rest, sizeof rest) > 0; ++i) continue;
+}
+
+void TcpSide::notify(const std::string& message) { queue(message.substr(0, tcp_protocol::kMaxNotice)); }
+
+void TcpSide::beat() {
+  // Whatever is queued says the same.
+  if (out_.empty()) queue("");
+}
+
+void TcpSide::queue(const std::string& payload) {
+  if (lost_ || out_.size() + 4 + payload.size() > kMaxQueued) return;
+  put_u32(&out_, static_cast<uint32_t>(payload.size()));
+  out_ += payload;
+  flush();  // a failure shows as an event, too
+}
+
+bool TcpSide::flush() {
+  while (!out_.empty()) {
+    const ssize_t n = send_some(socket_.fd(), out_.data(), out_.size());
+    if (n < 0) return false;
+    if (n == 0) break;
+    traffic_.sent += static_cast<size_t>(n);
+    out_.erase(0, static_cast<size_t>(n));
+  }
+  if (waits_to_write_ == out_.empty()) {
+    waits_to_write_ = !out_.empty();
+    events_.change(socket_.fd(), waits_to_write_ ? EPOLLIN | EPOLLRDHUP | EPOLLOUT : EPOLLIN | EPOLLRDHUP, this);
+  }
+  return true;
+}
+
+void TcpSide::on_event(uint32_t events) {
+  // What arrived before the end is delivered before the end.
+  if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) receive();
+  if (!lost_ && (events & EPOLLOUT) && !flush()) lose(std::strerror(errno));
+}
+
+void TcpSide::receive() {
+  for (;;) {
+    char buffer[4096];
+    const ssize_t n = recv_some(socket_.fd(), buffer, sizeof buffer);
+    if (n == 0) return;
+    if (n < 0) return lose(n == kEndOfStream ? "connection closed" : std::strerror(errno));
+    traffic_.received += static_cast<size_t>(n);
+    heard_ns_ = now_ns();
+    in_.append(buffer, static_cast<size_t>(n));
+    size_t at = 0;
+    while (in_.size() - at >= 4) {
+      const size_t size = get_u32(in_.data() + at);
+      if (size > tcp_protocol::kMaxNotice)
+        return lose("sent a notice of " + std::to_string(size) + " bytes, expected at most " +
+                    std::to_string(tcp_protocol::kMaxNotice));
+      if (in_.size() - at - 4 < size) break;
+      if (size != 0) listener_.on_notice(peer_, in_.substr(at + 4, size));
+      at += 4 + size;
+    }
+    in_.erase(0, at);
+    if (static_cast<size_t>(n) < sizeof buffer) return;
+  }
+}
+
+void TcpSide::lose(const std::string& why) {
+  if (lost_) return;
+  lost_ = true;
+  out_.clear();
+  events_.remove(socket_.fd());
+  listener_.on_gone(peer_, why);
+}
+
+}  // namespace perseus

@@ -1,0 +1,54 @@
+// The connection between two ranks that carries notices and beats and whose end is the first sign of a peer's death.
+// Used by the thread that holds the driver token.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "rendezvous/socket.h"
+#include "transport/tcp_events.h"
+#include "transport/tcp_link.h"
+#include "transport/tcp_protocol.h"
+
+namespace perseus {
+
+class TcpSide : public TcpEventHandler {
+ public:
+  // What the transport wants to know; both may be called from on_event() only.
+  struct Listener {
+    virtual ~Listener() = default;
+    virtual void on_notice(int peer, std::string text) = 0;
+    virtual void on_gone(int peer, const std::string& why) = 0;
+  };
+
+  TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& heard_ns, int peer, Socket socket,
+          tcp_protocol::SideKeys keys);
+  // Sends what is queued if that does not block, and closes so that the peer can still read all of it.
+  ~TcpSide() override;
+
+  const tcp_protocol::SideKeys& keys() const { return keys_; }
+  SocketAddress address() const { return peer_address(socket_.fd()); }
+
+  void notify(const std::string& message);
+  void beat();
+  void on_event(uint32_t events) override;
+
+ private:
+  void queue(const std::string& payload);
+  bool flush();  // false: broken, errno says why
+  void receive();
+  void lose(const std::string& why);
+
+  TcpEvents& events_;
+  TcpTraffic& traffic_;
+  Listener& listener_;
+  int64_t& heard_ns_;
+  const int peer_;
+  Socket socket_;
+  const tcp_protocol::SideKeys keys_;
+  std::string in_, out_;
+  bool waits_to_write_ = false;
+  bool lost_ = false;
+};
+
+}  // namespace perseus

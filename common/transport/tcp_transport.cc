@@ -1,0 +1,290 @@
+// TcpTransport after joining: links made on demand, notices, and how often sockets are looked at.
+#include "transport/tcp_transport.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/config.h"
+#include "base/error.h"
+#include "rendezvous/store.h"
+#include "transport/waker.h"
+
+namespace perseus {
+
+using namespace tcp_protocol;
+
+namespace {
+
+// A driver that spins tries its sockets again after this time for each try of the last round that moved nothing, so
+// that fruitless system calls take a bounded share of its time.
+constexpr int64_t kRetryPause = 1 * kMicrosecond;
+// Handshakes and notices, when nothing reports them: while connections are being made, and else.
+constexpr int64_t kBusyEventsPause = 20 * kMicrosecond;
+constexpr int64_t kEventsPause = 1 * kMillisecond;
+constexpr int64_t kTimeCheckPause = 100 * kMillisecond;
+// An interface that swallows packets must not hold a stream for the kernel's two minutes.
+constexpr int64_t kDialLimit = 10 * kSecond;
+// A rank that was stopped between connecting and saying who it is finds the door closed; it may knock again.
+constexpr int kMaxDials = 10;
+
+}  // namespace
+
+// A data connection on its way to a lower rank: connecting, then waiting for the welcome.
+class TcpTransport::Dial : public TcpEventHandler {
+ public:
+  Dial(TcpTransport& owner, TcpLink& link, Socket socket, const std::string& where, bool striped, int tries)
+      : owner_(owner), link_(link), socket_(std::move(socket)), where_(where), striped_(striped), tries_(tries) {}
+
+  void on_event(uint32_t events) override {
+    if (connected_) return hear();
+    const int code = connect_result(socket_.fd());
+    if (code == ECONNRESET || code == EPIPE) return owner_.dial_refused(this, std::strerror(code));
+    if (code != 0) return owner_.dial_failed(this, std::strerror(code));
+    if ((events & EPOLLOUT) == 0) return;
+    connected_ = true;
+    // A fresh connection always has room for a hundred bytes.
+    const std::string hello = owner_.hello_for(link_);
+    if (send_some(socket_.fd(), hello.data(), hello.size()) != static_cast<ssize_t>(hello.size()))
+      return owner_.dial_refused(this, "connection closed");
+    owner_.traffic_.sent += hello.size();
+    owner_.events_.change(socket_.fd(), EPOLLIN, this);
+  }
+
+ private:
+  friend class TcpTransport;
+
+  void hear() {
+    char welcome = 0;
+    const ssize_t n = recv_some(socket_.fd(), &welcome, 1);
+    if (n < 0) return owner_.dial_refused(this, n == kEndOfStream ? "connection closed" : std::strerror(errno));
+    if (n == 0) return;
+    ++owner_.traffic_.received;
+    if (welcome != kWelcome) return owner_.dial_failed(this, "what answers there is no rank of this job");
+    owner_.dial_stands(this);
+  }
+
+  TcpTransport& owner_;
+  TcpLink& link_;
+  Socket socket_;
+  const std::string where_;
+  const bool striped_;
+  const int tries_;
+  bool connected_ = false;
+  const int64_t since_ns_ = now_ns();
+};
+
+TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const Config& config,
+                           const std::vector<int>& peers)
+    : world_(world),
+      waker_(waker),
+      log_(static_cast<LogLevel>(config.integer(Var::kLogLevel)), config.flag(Var::kLogHideTime), world.rank) {
+  traffic_.now_ns = now_ns();
+  for (const int rank : peers) peers_[rank];
+  acceptor_ = std::make_unique<TcpAcceptor>(events_, world_, *this, log_);
+  open_listeners(config.text(Var::kInterfaces));
+  if (!peers_.empty()) store.set(store_key(world_.rank), own_.encode());
+  waker_.watch(events_.fd());
+}
+
+TcpTransport::~TcpTransport() {
+  waker_.unwatch(events_.fd());
+  for (const auto& dial : dials_) events_.remove(dial->socket_.fd());
+  for (const auto& [rank, peer] : peers_)
+    for (const auto& [key, link] : peer.links)
+      if (link->attached()) waker_.unwatch(link->fd());
+}
+
+TcpTransport::Peer& TcpTransport::peer_of(int rank) {
+  const auto found = peers_.find(rank);
+  if (found == peers_.end())
+    fail(ErrorKind::kInternal, "[tcp] rank " + std::to_string(rank) + " is not reached by this transport");
+  return found->second;
+}
+
+// ---- links ----
+
+Link& TcpTransport::link(int rank, Channel channel) {
+  Peer& peer = peer_of(rank);
+  const auto found = peer.links.find(channel.key());
+  if (found != peer.links.end()) return *found->second;
+  TcpLink& made = link_of(peer, rank, channel);
+  if (!peer.gone.empty()) made.break_off(peer.gone);
+  else if (rank < world_.rank) dial(made, !peer.stripes.empty());
+  return made;
+}
+
+TcpLink& TcpTransport::link_of(Peer& peer, int rank, Channel channel) {
+  std::unique_ptr<TcpLink>& link = peer.links[channel.key()];
+  if (!link) {
+    link = std::make_unique<TcpLink>(traffic_, peer.heard_ns, rank, channel);
+    ++unattached_;
+  }
+  return *link;
+}
+
+void TcpTransport::dial(TcpLink& link, bool striped, int tries) {
+  const Peer& peer = peer_of(link.peer());
+  SocketAddress to = peer.address;
+  const SocketAddress* from = nullptr;
+  if (striped) {
+    const auto& pair = peer.stripes[link.channel().stream % peer.stripes.size()];
+    from = &pair.first;
+    to = pair.second;
+  }
+  Socket socket = start_connect(to, from);
+  const int code = socket ? 0 : errno;
+  const int fd = socket.fd();
+  dials_.push_back(std::make_unique<Dial>(*this, link, std::move(socket), to.text(), striped, tries));
+  if (code != 0) return dial_failed(dials_.back().get(), std::strerror(code));
+  events_.add(fd, EPOLLOUT, dials_.back().get());
+  events_at_ns_ = 0;
+}
+
+std::string TcpTransport::hello_for(const TcpLink& link) {
+  Hello hello;
+  hello.purpose = Purpose::kData;
+  hello.epoch = world_.epoch;
+  hello.rank = world_.rank;
+  hello.channel = link.channel();
+  // Its side connection is there: dials end with it.
+  hello.tail = proof_of(Claim::kData, world_, *keys_of(link.peer()), link.channel());
+  return hello.encode();
+}
+
+void TcpTransport::dial_stands(Dial* dial) {
+  events_.remove(dial->socket_.fd());
+  attach(dial->link_, std::move(dial->socket_));
+  end_dial(dial);
+}
+
+void TcpTransport::dial_refused(Dial* dial, const std::string& why) {
+  if (dial->tries_ >= kMaxDials) return dial_failed(dial, why);
+  TcpLink& link = dial->link_;
+  const bool striped = dial->striped_;
+  const int tries = dial->tries_ + 1;
+  log_.debug("[tcp] " + dial->where_ + " closed a data connection before it stood, try " + std::to_string(tries));
+  end_dial(dial);
+  this->dial(link, striped, tries);
+}
+
+void TcpTransport::dial_failed(Dial* dial, const std::string& why) {
+  TcpLink& link = dial->link_;
+  const bool again = dial->striped_ && peer_of(link.peer()).gone.empty();
+  if (again)
+    log_.warning("[tcp] stream " + std::to_string(link.channel().stream) + " to rank " + std::to_string(link.peer()) +
+                 " cannot use " + dial->where_ + " (" + why + ") and shares another interface");
+  else link.break_off("cannot connect to " + dial->where_ + ": " + why);
+  end_dial(dial);
+  if (again) this->dial(link, false);
+}
+
+void TcpTransport::end_dial(Dial* dial) {
+  events_.remove(dial->socket_.fd());
+  dial->socket_.reset();
+  const auto found = std::find_if(dials_.begin(), dials_.end(), [&](const auto& entry) { return entry.get() == dial; });
+  std::unique_ptr<Dial> gone = std::move(*found);
+  dials_.erase(found);
+  events_.retire(std::move(gone));
+}
+
+void TcpTransport::attach(TcpLink& link, Socket socket) {
+  const int fd = socket.fd();
+  link.attach(std::move(socket));
+  waker_.watch(fd);
+  --unattached_;
+}
+
+// ---- members ----
+
+std::string TcpTransport::may_join(int rank) {
+  const auto found = peers_.find(rank);
+  if (found == peers_.end() || rank <= world_.rank)
+    return "it says that it is rank " + std::to_string(rank) + ", which has no business here";
+  if (found->second.side || !found->second.gone.empty())
+    return "it says that it is rank " + std::to_string(rank) + ", which has connected already";
+  return "";
+}
+
+const SideKeys* TcpTransport::keys_of(int rank) {
+  const auto found = peers_.find(rank);
+  return found == peers_.end() || !found->second.side ? nullptr : &found->second.side->keys();
+}
+
+void TcpTransport::on_side(int rank, Socket socket, SideKeys keys) {
+  Peer& peer = peer_of(rank);
+  peer.address = peer_address(socket.fd());
+  peer.side =
+      std::make_unique<TcpSide>(events_, traffic_, *this, peer.heard_ns, rank, std::move(socket), std::move(keys));
+}
+
+std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {
+  TcpLink& link = link_of(peer_of(rank), rank, channel);
+  if (link.attached()) return "a second data connection for one channel of rank " + std::to_string(rank);
+  traffic_.received += kHelloSize;
+  // A fresh connection always has room for a byte.
+  if (send_some(socket.fd(), &kWelcome, 1) != 1) return "it closed the connection";
+  ++traffic_.sent;
+  attach(link, std::move(socket));
+  return "";
+}
+
+void TcpTransport::on_notice(int rank, std::string text) {
+  notices_.push_back(Notice{rank, Notice::Kind::kMessage, std::move(text)});
+}
+
+void TcpTransport::on_gone(int rank, const std::string& why) {
+  Peer& peer = peer_of(rank);
+  peer.gone = why;
+  notices_.push_back(Notice{rank, Notice::Kind::kGone, why});
+  for (size_t i = dials_.size(); i-- > 0;)
+    if (dials_[i]->link_.peer() == rank) end_dial(dials_[i].get());
+  // Links that stand may still hold what it sent before it went; they notice its end themselves.
+  for (const auto& [key, link] : peer.links)
+    if (!link->attached()) link->break_off(why);
+  events_.retire(std::move(peer.side));
+}
+
+// ---- the driver's pass ----
+
+void TcpTransport::poll(bool woken) {
+  const int64_t now = now_ns();
+  traffic_.now_ns = now;
+  if (!woken && now < retry_at_ns_) return;
+  ++traffic_.round;
+  retry_at_ns_ = now + kRetryPause * std::max<int64_t>(1, traffic_.fruitless);
+  traffic_.fruitless = 0;
+  if (woken || now >= events_at_ns_) look_at_events();
+}
+
+void TcpTransport::look_at_events() {
+  events_.run(0);
+  const int64_t now = traffic_.now_ns;
+  events_at_ns_ = now + (unattached_ != 0 ? kBusyEventsPause : kEventsPause);
+  if (now < time_check_at_ns_) return;
+  time_check_at_ns_ = now + kTimeCheckPause;
+  acceptor_->check_time();
+  for (size_t i = dials_.size(); i-- > 0;)
+    if (i < dials_.size() && !dials_[i]->connected_ && now - dials_[i]->since_ns_ > kDialLimit)
+      dial_failed(dials_[i].get(), "no answer");
+}
+
+void TcpTransport::notify(int rank, const std::string& message) {
+  const auto found = peers_.find(rank);
+  if (found != peers_.end() && found->second.side) found->second.side->notify(message);
+}
+
+bool TcpTransport::next_notice(Notice* notice) {
+  if (notices_.empty()) return false;
+  *notice = std::move(notices_.front());
+  notices_.pop_front();
+  return true;
+}
+
+void TcpTransport::beat() {
+  for (auto& [rank, peer] : peers_)
+    if (peer.side) peer.side->beat();
+}
+
+}  // namespace perseus

@@ -1,0 +1,101 @@
+// All TCP connections of one rank. Used by the thread that holds the driver token.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/log.h"
+#include "transport/tcp_acceptor.h"
+#include "transport/tcp_connector.h"
+#include "transport/tcp_endpoint.h"
+#include "transport/tcp_events.h"
+#include "transport/tcp_link.h"
+#include "transport/tcp_side.h"
+#include "transport/transport.h"
+
+namespace perseus {
+
+class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSide::Listener {
+ public:
+  // Listens on the configured interfaces and publishes where. Throws Error(kInvalidArgument) for interfaces that are
+  // not there.
+  TcpTransport(const World& world, Store& store, Waker& waker, const Config& config, const std::vector<int>& peers);
+  ~TcpTransport() override;
+
+  // Blocks until every peer's side connection stands; see connect_tcp().
+  void join(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
+
+  const char* name() const override { return "tcp"; }
+  bool reaches(int peer) const override { return peers_.count(peer) != 0; }
+  Link& link(int peer, Channel channel) override;
+  void poll(bool woken) override;
+  void notify(int peer, const std::string& message) override;
+  bool next_notice(Notice* notice) override;
+  void beat() override;
+  int64_t last_heard_ns(int peer) override { return peer_of(peer).heard_ns; }
+  uint64_t bytes_sent() const override { return traffic_.sent; }
+  uint64_t bytes_received() const override { return traffic_.received; }
+  uint64_t staging_bytes() const override { return traffic_.staging; }
+
+ private:
+  class Dial;
+  friend class Dial;
+
+  struct Peer {
+    int64_t heard_ns = 0;
+    std::unique_ptr<TcpSide> side;
+    SocketAddress address;  // data connections go where the side connection found the peer …
+    std::vector<std::pair<SocketAddress, SocketAddress>> stripes;  // … or, several interfaces, to these in turn
+    std::string gone;                                              // why, "" = there
+    std::unordered_map<uint64_t, std::unique_ptr<TcpLink>> links;
+  };
+
+  Peer& peer_of(int rank);
+  void open_listeners(const std::string& names);
+  void look_up(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
+  void work(int timeout_ms);
+  bool complete() const;  // throws when one that was here has ended
+  std::string missing() const;
+  [[noreturn]] void report_missing();
+  TcpLink& link_of(Peer& peer, int rank, Channel channel);
+  void dial(TcpLink& link, bool striped, int tries = 1);
+  std::string hello_for(const TcpLink& link);
+  void dial_stands(Dial* dial);
+  void dial_failed(Dial* dial, const std::string& why);
+  void dial_refused(Dial* dial, const std::string& why);
+  void end_dial(Dial* dial);
+  void attach(TcpLink& link, Socket socket);
+  void look_at_events();
+  std::string store_key(int rank) const;
+
+  // TcpAcceptor::Members
+  std::string may_join(int rank) override;
+  const tcp_protocol::SideKeys* keys_of(int rank) override;
+  void on_side(int rank, Socket socket, tcp_protocol::SideKeys keys) override;
+  std::string on_data(int rank, Channel channel, Socket socket) override;
+  // TcpSide::Listener
+  void on_notice(int peer, std::string text) override;
+  void on_gone(int peer, const std::string& why) override;
+
+  const World world_;
+  Waker& waker_;
+  const Log log_;
+  TcpTraffic traffic_;
+  TcpEvents events_;
+  TcpEndpoint own_;
+  std::map<int, Peer> peers_;
+  std::unique_ptr<TcpAcceptor> acceptor_;
+  std::vector<std::unique_ptr<TcpConnector>> connectors_;  // while joining
+  std::vector<std::unique_ptr<Dial>> dials_;
+  std::deque<Notice> notices_;
+  size_t unattached_ = 0;  // links without connection
+  int64_t retry_at_ns_ = 0, events_at_ns_ = 0, time_check_at_ns_ = 0;
+};
+
+}  // namespace perseus

@@ -1,0 +1,127 @@
+// Moves byte ranges between two ranks and never blocks; no idea of tensors. All calls of one Context's transports are
+// made by the thread that holds its driver token, so implementations need no locks of their own (peers are another
+// matter: mem and shm share memory with them).
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/span.h"
+
+namespace perseus {
+
+class Config;
+class Store;
+class Waker;
+
+// Who we are, as far as transports care.
+struct World {
+  int rank = 0;
+  int size = 1;
+  uint32_t epoch = 0;         // counts the worlds built in this job; every handshake and store key carries it
+  std::string secret;         // proves membership; never logged
+  std::string job = "world";  // prefix of store keys
+};
+
+// One ordered stream of bytes between two ranks. Channels are independent: one never waits behind another.
+struct Channel {
+  uint32_t group = 0;
+  uint32_t stream = 0;
+  uint64_t key() const { return uint64_t{group} << 32 | stream; }
+};
+
+// Streams at or above this number carry negotiation, not data: small rings suffice.
+constexpr uint32_t kControlStream = 0x100;
+// No send_window/recv_window call asks for more at once.
+constexpr size_t kMaxMessage = 256 * 1024;
+constexpr size_t kMaxControlMessage = 4 * 1024;
+
+// Both directions of one channel to one peer. The two ends agree beforehand on the sequence of message sizes (it
+// follows from headers already exchanged): whatever way one end writes n bytes, the other reads them as n bytes, where
+// message boundaries are the same on both ends. A call that cannot proceed does nothing; a dead link throws Error(kIo)
+// naming the peer. References stay valid as long as the Transport.
+class Link {
+ public:
+  virtual ~Link() = default;
+
+  // Does the sender write straight into memory the receiver reads (mem, shm)? Then use send_window/send_commit, else
+  // try_send.
+  virtual bool has_windows() const = 0;
+
+  // Contiguous room for the next message of exactly n bytes (0 < n <= kMaxMessage), or empty. Stable until commit.
+  virtual Span send_window(size_t n) = 0;
+  virtual void send_commit(size_t n) = 0;
+
+  // Takes as many bytes as fit now from the pieces, in order; returns how many. Not for links with windows.
+  virtual size_t try_send(const iovec* pieces, int count) = 0;
+
+  // The next message of exactly n bytes (0 < n <= kMaxMessage) once all of it is here, contiguous, else empty. Valid
+  // until recv_release(n). The same n must be asked for until it is released.
+  virtual ConstSpan recv_window(size_t n) = 0;
+  virtual void recv_release(size_t n) = 0;
+
+  // Fills as much of the pieces as has arrived, in order; returns how many bytes. Not for links with windows.
+  virtual size_t try_recv(const iovec* pieces, int count) = 0;
+};
+
+// Out-of-band word from or about a peer.
+struct Notice {
+  enum class Kind { kMessage, kGone };
+  int peer = -1;
+  Kind kind = Kind::kMessage;
+  std::string text;  // kMessage: the bytes sent; kGone: "connection closed", "process ended", … without the rank
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual const char* name() const = 0;  // "mem", "shm", "tcp"
+  virtual bool reaches(int peer) const = 0;
+
+  // The link to `peer` on `channel`, made at first use; both ends must use it. Never blocks: until the other end is
+  // there, windows are empty or buffer.
+  virtual Link& link(int peer, Channel channel) = 0;
+
+  // Finish handshakes, accept, read notices. Called in every pass of the driver: costs next to nothing when nothing can
+  // have changed. `woken`: the waker reported an event since the last call.
+  virtual void poll(bool woken) = 0;
+
+  // Send a short message (<= 1024 bytes) that is not queued behind data. Best effort; never throws for a dead peer.
+  virtual void notify(int peer, const std::string& message) = 0;
+  // The next Notice, false when there is none. A peer is reported gone once.
+  virtual bool next_notice(Notice* notice) = 0;
+
+  // Tell every peer that we live; about once a second.
+  virtual void beat() = 0;
+  // When `peer` was last known to live, in now_ns() time.
+  virtual int64_t last_heard_ns(int peer) = 0;
+
+  // Bytes handed to and taken from this transport so far, headers included.
+  virtual uint64_t bytes_sent() const = 0;
+  virtual uint64_t bytes_received() const = 0;
+  // Memory this transport holds for rings and buffers on behalf of this rank.
+  virtual uint64_t staging_bytes() const = 0;
+};
+
+// Ranks as threads of one process. `fabric` is shared by them all: see make_mem_fabric().
+class MemFabric;
+std::shared_ptr<MemFabric> make_mem_fabric(int size);
+std::unique_ptr<Transport> connect_mem(const World& world, std::shared_ptr<MemFabric> fabric, Waker& waker);
+
+// Shared memory with those of `peers` whose memory this process can map; the rest is simply not reached. Blocks until
+// every candidate answered or throws Error(kTimeout) at `deadline_ns`, naming one. `interrupted`: as in Store::get.
+std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& waker, const Config& config,
+                                       int64_t deadline_ns, const std::function<bool()>& interrupted = {});
+
+// TCP with `peers`, authenticated, over the configured interfaces. Blocks until every peer is connected or throws
+// Error(kTimeout) at `deadline_ns`, naming the missing ranks. `interrupted`: as in Store::get.
+std::unique_ptr<Transport> connect_tcp(const World& world, Store& store, Waker& waker, const Config& config,
+                                       const std::vector<int>& peers, int64_t deadline_ns,
+                                       const std::function<bool()>& interrupted = {});
+
+}  // namespace perseus

@@ -1,0 +1,171 @@
+// Context creation with Ctrl-C, properties and statistics.
+#include "context.h"
+
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "errors.h"
+
+namespace py = pybind11;
+
+namespace perseus::python {
+namespace {
+
+struct Interruption {
+  bool seen = false;
+};
+
+// Called by perseus_context_create without the GIL.
+int check_signals(void* argument) {
+  auto* interruption = static_cast<Interruption*>(argument);
+  const PyGILState_STATE state = PyGILState_Ensure();
+  if (PyErr_CheckSignals() != 0) interruption->seen = true;
+  PyGILState_Release(state);
+  return interruption->seen ? 1 : 0;
+}
+
+}  // namespace
+
+ContextOwner::ContextOwner(const ContextArguments& arguments) {
+  std::vector<const char*> overrides;
+  for (const std::string& text : arguments.overrides) overrides.push_back(text.c_str());
+  overrides.push_back(nullptr);
+  Interruption interruption;
+  perseus_context_options options = {};
+  options.struct_size = sizeof(options);
+  options.rank = arguments.rank;
+  options.size = arguments.size;
+  options.local_rank = arguments.local_rank;
+  options.local_size = arguments.local_size;
+  options.cross_rank = arguments.cross_rank;
+  options.cross_size = arguments.cross_size;
+  options.store_host = arguments.store_host.empty() ? nullptr : arguments.store_host.c_str();
+  options.store_port = arguments.store_port;
+  options.secret = arguments.secret.data();
+  options.secret_size = arguments.secret.size();
+  options.job = arguments.job.c_str();
+  options.epoch = arguments.epoch;
+  options.overrides = overrides.data();
+  options.memory_world = arguments.memory_world.empty() ? nullptr : arguments.memory_world.c_str();
+  options.interrupted = check_signals;
+  options.interrupted_arg = &interruption;
+  perseus_code code;
+  {
+    py::gil_scoped_release release;
+    code = perseus_context_create(&options, &raw_);
+  }
+  if (interruption.seen) {
+    close();
+    if (!PyErr_Occurred()) PyErr_SetNone(PyExc_KeyboardInterrupt);
+    throw py::error_already_set();
+  }
+  if (code != PERSEUS_OK) {
+    raise(code);
+    throw py::error_already_set();
+  }
+}
+
+ContextOwner::~ContextOwner() { close(); }
+
+perseus_context* ContextOwner::get() const {
+  if (raw_ == nullptr) {
+    raise(PERSEUS_ABORTED, "Horovod has been shut down. Call hvd.init() to start again.");
+    throw py::error_already_set();
+  }
+  return raw_;
+}
+
+void ContextOwner::shutdown() {
+  if (raw_ == nullptr) return;
+  const ContextUse use(*this);
+  py::gil_scoped_release release;
+  perseus_context_shutdown(use.context());
+}
+
+void ContextOwner::close() {
+  perseus_context* context = std::exchange(raw_, nullptr);
+  if (context == nullptr) return;
+  {
+    py::gil_scoped_release release;
+    perseus_context_shutdown(context);  // ends the waits of the threads that use it
+  }
+  while (uses_ > 0) {
+    py::gil_scoped_release release;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  py::gil_scoped_release release;
+  perseus_context_destroy(context);
+}
+
+std::optional<std::string> ContextOwner::failure() const {
+  const char* reason = nullptr;
+  if (perseus_context_failed(get(), &reason) == 0) return std::nullopt;
+  return std::string(reason == nullptr ? "" : reason);
+}
+
+std::map<std::string, uint64_t> ContextOwner::stats() const {
+  perseus_stats stats = {};
+  stats.struct_size = sizeof(stats);
+  const perseus_code code = perseus_context_stats(get(), &stats);
+  if (code != PERSEUS_OK) {
+    raise(code);
+    throw py::error_already_set();
+  }
+  return {{"shm_bytes_sent", stats.shm_bytes_sent},
+          {"tcp_bytes_sent", stats.tcp_bytes_sent},
+          {"shm_bytes_received", stats.shm_bytes_received},
+          {"tcp_bytes_received", stats.tcp_bytes_received},
+          {"rounds", stats.rounds},
+          {"buckets", stats.buckets},
+          {"operations", stats.operations},
+          {"sleeps", stats.sleeps},
+          {"staging_bytes", stats.staging_bytes}};
+}
+
+std::optional<std::vector<int>> ContextOwner::group_ranks(int group) const {
+  std::vector<int> ranks(static_cast<size_t>(perseus_context_size(get())));
+  const int count = perseus_group_ranks(raw_, group, ranks.data(), static_cast<int>(ranks.size()));
+  if (count < 0) return std::nullopt;
+  ranks.resize(static_cast<size_t>(count));
+  return ranks;
+}
+
+void bind_context(py::module_& module) {
+  const auto number = [](auto function) {
+    return [function](const ContextOwner& self) { return function(self.get()); };
+  };
+  py::class_<ContextOwner, std::shared_ptr<ContextOwner>>(module, "Context", "One rank's membership in a world.")
+      .def(py::init([](int rank, int size, int local_rank, int local_size, int cross_rank, int cross_size,
+                       const std::string& store_host, int store_port, const py::bytes& secret, const std::string& job,
+                       uint32_t epoch, const std::vector<std::string>& overrides, const std::string& memory_world) {
+             return std::make_shared<ContextOwner>(
+                 ContextArguments{rank, size, local_rank, local_size, cross_rank, cross_size, store_host, store_port,
+                                  std::string(secret), job, epoch, overrides, memory_world});
+           }),
+           py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("local_rank") = 0, py::arg("local_size") = 0,
+           py::arg("cross_rank") = 0, py::arg("cross_size") = 0, py::arg("store_host") = "", py::arg("store_port") = 0,
+           py::arg("secret") = py::bytes(), py::arg("job") = "world", py::arg("epoch") = 0,
+           py::arg("overrides") = std::vector<std::string>(), py::arg("memory_world") = "")
+      .def_property_readonly("rank", number(perseus_context_rank))
+      .def_property_readonly("size", number(perseus_context_size))
+      .def_property_readonly("local_rank", number(perseus_context_local_rank))
+      .def_property_readonly("local_size", number(perseus_context_local_size))
+      .def_property_readonly("cross_rank", number(perseus_context_cross_rank))
+      .def_property_readonly("cross_size", number(perseus_context_cross_size))
+      .def_property_readonly("is_homogeneous",
+                             [](const ContextOwner& self) { return perseus_context_is_homogeneous(self.get()) != 0; })
+      .def_property_readonly("closed", [](const ContextOwner& self) { return self.raw() == nullptr; })
+      .def("failure", &ContextOwner::failure, "Why the world has ended, None while it has not.")
+      .def(
+          "transport", [](const ContextOwner& self, int peer) { return perseus_context_transport(self.get(), peer); },
+          py::arg("peer"), "How bytes reach a rank: 'none', 'mem', 'shm' or 'tcp'.")
+      .def("stats", &ContextOwner::stats)
+      .def("group_ranks", &ContextOwner::group_ranks, py::arg("group"), "Members in group order, None when unknown.")
+      .def("shutdown", &ContextOwner::shutdown, "Ends the world on every rank.")
+      .def("close", &ContextOwner::close, "Shuts down and frees everything.");
+}
+
+}  // namespace perseus::python

@@ -1,0 +1,73 @@
+// Owns one perseus_context for Python. Methods may be called from any thread that holds the GIL; those that block
+// release it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "perseus/perseus.h"
+
+namespace perseus::python {
+
+struct ContextArguments {
+  int rank = 0, size = 1;
+  int local_rank = 0, local_size = 0;
+  int cross_rank = 0, cross_size = 0;
+  std::string store_host;
+  int store_port = 0;
+  std::string secret;
+  std::string job = "world";
+  uint32_t epoch = 0;
+  std::vector<std::string> overrides;
+  std::string memory_world;
+};
+
+class ContextOwner {
+ public:
+  // Blocks until the world has formed; Ctrl-C ends it. Throws the exception of perseus.errors.
+  explicit ContextOwner(const ContextArguments& arguments);
+  ~ContextOwner();
+  ContextOwner(const ContextOwner&) = delete;
+  ContextOwner& operator=(const ContextOwner&) = delete;
+
+  // NULL once closed.
+  perseus_context* raw() const { return raw_; }
+  // Throws AbortedError once closed.
+  perseus_context* get() const;
+  void shutdown();
+  // Shuts down, waits for threads inside a ContextUse, frees; idempotent.
+  void close();
+
+  std::optional<std::string> failure() const;
+  std::map<std::string, uint64_t> stats() const;
+  std::optional<std::vector<int>> group_ranks(int group) const;
+
+ private:
+  friend class ContextUse;
+  perseus_context* raw_ = nullptr;
+  int uses_ = 0;  // under the GIL
+};
+
+// Keeps the context from being freed while its thread is without the GIL. Made and destroyed with the GIL.
+class ContextUse {
+ public:
+  explicit ContextUse(ContextOwner& owner) : owner_(owner), context_(owner.raw()) { ++owner_.uses_; }
+  ~ContextUse() { --owner_.uses_; }
+  ContextUse(const ContextUse&) = delete;
+  ContextUse& operator=(const ContextUse&) = delete;
+  perseus_context* context() const { return context_; }
+
+ private:
+  ContextOwner& owner_;
+  perseus_context* context_;
+};
+
+// Registers class Context.
+void bind_context(pybind11::module_& module);
+
+}  // namespace perseus::python

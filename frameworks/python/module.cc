@@ -1,0 +1,85 @@
+// The module perseus._core: what Python sees of the C ABI.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <utility>
+
+#include "context.h"
+#include "errors.h"
+#include "operations.h"
+#include "perseus/perseus.h"
+
+namespace py = pybind11;
+
+namespace perseus::python {
+namespace {
+
+void check(perseus_code code) {
+  if (code == PERSEUS_OK) return;
+  raise(code);
+  throw py::error_already_set();
+}
+
+// The rendezvous server of a job; lives until closed.
+class StoreServer {
+ public:
+  StoreServer(const std::string& host, int port, bool next_free, const py::bytes& secret) {
+    const std::string key = secret;
+    check(perseus_store_server_create(host.c_str(), port, next_free ? 1 : 0, key.data(), key.size(), &raw_));
+    port_ = perseus_store_server_port(raw_);
+  }
+  ~StoreServer() { close(); }
+  StoreServer(const StoreServer&) = delete;
+  StoreServer& operator=(const StoreServer&) = delete;
+
+  int port() const { return port_; }
+  void close() {
+    perseus_store_server* server = std::exchange(raw_, nullptr);
+    if (server == nullptr) return;
+    py::gil_scoped_release release;
+    perseus_store_server_destroy(server);
+  }
+
+ private:
+  perseus_store_server* raw_ = nullptr;
+  int port_ = 0;
+};
+
+py::list config_table() {
+  py::list rows;
+  for (int i = 0; i < perseus_config_count(); ++i) {
+    perseus_config_variable variable = {};
+    variable.struct_size = sizeof(variable);
+    check(perseus_config_describe(i, &variable));
+    py::dict row;
+    row["name"] = variable.name;
+    row["aliases"] = variable.aliases;
+    row["type"] = variable.type;
+    row["default"] = variable.default_value;
+    row["allowed"] = variable.allowed;
+    row["help"] = variable.help;
+    rows.append(row);
+  }
+  return rows;
+}
+
+}  // namespace
+}  // namespace perseus::python
+
+PYBIND11_MODULE(_core, module) {
+  using namespace perseus::python;
+  module.doc() = "Binding of the C ABI of Perseus (perseus/perseus.h).";
+  module.def("version", &perseus_version);
+  module.def("kernel_variant", &perseus_kernel_variant, "The instruction set the kernels use on this processor.");
+  module.def("config_table", &config_table, "Every configuration variable: dicts of texts.");
+  module.def(
+      "config_check", [] { check(perseus_config_check()); },
+      "Checks the environment; raises InvalidArgumentError naming variable and value.");
+  py::class_<StoreServer>(module, "StoreServer", "The key-value server through which ranks find each other.")
+      .def(py::init<const std::string&, int, bool, const py::bytes&>(), py::arg("host") = "", py::arg("port") = 0,
+           py::arg("next_free") = false, py::arg("secret") = py::bytes())
+      .def_property_readonly("port", &StoreServer::port)
+      .def("close", &StoreServer::close);
+  bind_context(module);
+  if (!bind_operations(module.ptr())) throw py::error_already_set();
+}

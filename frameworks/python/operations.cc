@@ -1,0 +1,300 @@
+// Class Operations: the handles of one context. A handle keeps its tensors alive until it is synchronised; when the
+// object goes away before that, the context is closed first, so that no thread still uses them.
+#include "operations.h"
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "context.h"
+#include "errors.h"
+#include "handle_table.h"
+#include "owned_buffer.h"
+#include "submission.h"
+#include "tensor_view.h"
+
+namespace py = pybind11;
+
+namespace perseus::python {
+namespace {
+
+constexpr int kSliceMs = 100;  // longest time without a look at Python's signals
+
+struct State {
+  State(std::shared_ptr<ContextOwner> context, PyObject* wrap_output, PyObject* describe)
+      : owner(std::move(context)), wrap(Py_NewRef(wrap_output)), described_by(Py_NewRef(describe)), reader(describe) {}
+  ~State() {
+    Py_DECREF(wrap);
+    Py_DECREF(described_by);
+    Py_XDECREF(buffer_type);
+  }
+
+  std::shared_ptr<ContextOwner> owner;
+  PyObject* wrap;
+  PyObject* described_by;
+  PyObject* buffer_type = nullptr;
+  TensorReader reader;
+  HandleTable handles;
+  int64_t last_number = 0;
+  int64_t last_unnamed = 0;
+};
+
+struct OperationsObject {
+  PyObject_HEAD State* state;
+};
+
+State& state_of(PyObject* self) { return *reinterpret_cast<OperationsObject*>(self)->state; }
+
+void drop(Pending* pending) {
+  Py_CLEAR(pending->input);
+  Py_CLEAR(pending->result);
+  Py_CLEAR(pending->error);
+}
+
+PyObject* unknown_handle(PyObject* handle) {
+  return PyErr_Format(PyExc_ValueError, "Handle %S was not created or has been cleared.", handle);
+}
+
+// ---- results that the core owns -----------------------------------------------------------------------------------
+
+PyObject* to_tuple(const int64_t* values, int count) {
+  PyObject* tuple = PyTuple_New(count);
+  for (int i = 0; tuple != nullptr && i < count; ++i) {
+    PyObject* value = PyLong_FromLongLong(values[i]);
+    if (value == nullptr) Py_CLEAR(tuple);
+    else PyTuple_SET_ITEM(tuple, i, value);
+  }
+  return tuple;
+}
+
+// wrap(buffer, shape, like, received splits or None): the adapter makes a tensor of it.
+PyObject* take_output(State& state, const Pending& pending, int index, PyObject* like) {
+  perseus_context* context = state.owner->raw();
+  perseus_output output = {};
+  output.struct_size = sizeof(output);
+  const perseus_code code = perseus_handle_output(context, pending.handle, index, &output);
+  if (code != PERSEUS_OK) return raise(code);
+  PyObject* shape = to_tuple(output.shape, output.ndim);
+  PyObject* splits =
+      pending.with_splits ? to_tuple(output.received_splits, output.received_split_count) : Py_NewRef(Py_None);
+  PyObject* buffer = nullptr;
+  if (shape != nullptr && splits != nullptr)
+    buffer = make_owned_buffer(reinterpret_cast<PyTypeObject*>(state.buffer_type),
+                               perseus_handle_take_output(context, pending.handle, index), output.size);
+  PyObject* wrapped = nullptr;
+  if (buffer != nullptr) wrapped = PyObject_CallFunctionObjArgs(state.wrap, buffer, shape, like, splits, nullptr);
+  Py_XDECREF(buffer);
+  Py_XDECREF(splits);
+  Py_XDECREF(shape);
+  return wrapped;
+}
+
+PyObject* take_result(State& state, const Pending& pending) {
+  if (pending.kind == PERSEUS_ADD_GROUP) {
+    perseus_output output = {};
+    output.struct_size = sizeof(output);
+    const perseus_code code = perseus_handle_output(state.owner->raw(), pending.handle, 0, &output);
+    return code == PERSEUS_OK ? PyLong_FromSize_t(output.size) : raise(code);
+  }
+  if (pending.input == nullptr) return Py_NewRef(Py_None);
+  if (!PyTuple_Check(pending.input)) return take_output(state, pending, 0, pending.input);
+  const Py_ssize_t count = PyTuple_GET_SIZE(pending.input);
+  PyObject* results = PyTuple_New(count);
+  for (Py_ssize_t i = 0; results != nullptr && i < count; ++i) {
+    PyObject* item = take_output(state, pending, static_cast<int>(i), PyTuple_GET_ITEM(pending.input, i));
+    if (item == nullptr) Py_CLEAR(results);
+    else PyTuple_SET_ITEM(results, i, item);
+  }
+  return results;
+}
+
+// Waits until the core is done with the handle, and takes it out of the table. False without an exception when there is
+// no such handle (any more), with KeyboardInterrupt (or what a signal's handler raised) when interrupted.
+bool wait_and_extract(State& state, int64_t number, Pending* extracted, perseus_code* code) {
+  Pending* pending = state.handles.find(number);
+  if (pending == nullptr) return false;
+  *code = PERSEUS_OK;
+  if (pending->handle != 0) {
+    *code = perseus_handle_wait(state.owner->raw(), pending->handle, 0);
+    while (*code == PERSEUS_IN_PROGRESS) {
+      const perseus_handle handle = pending->handle;
+      {
+        const ContextUse use(*state.owner);
+        PyThreadState* saved = PyEval_SaveThread();
+        *code = perseus_handle_wait(use.context(), handle, kSliceMs);
+        PyEval_RestoreThread(saved);
+      }
+      if (*code == PERSEUS_IN_PROGRESS && PyErr_CheckSignals() != 0) return false;
+      // Another thread may have been first, or may have closed the context.
+      pending = state.handles.find(number);
+      if (pending == nullptr) return false;
+      if (pending->handle == 0) break;
+      if (state.owner->raw() == nullptr) {
+        raise(PERSEUS_ABORTED, kShutDown);
+        return false;
+      }
+    }
+  }
+  *extracted = *pending;
+  state.handles.erase(number);
+  return true;
+}
+
+// Turns the outcome into a result or an error inside `pending`, which no table holds now, and releases the core's
+// handle.
+void settle(State& state, perseus_code code, Pending* pending) {
+  if (pending->handle == 0) return;
+  if (code != PERSEUS_OK) {
+    pending->error = make_exception(code, perseus_error_message());
+  } else if (pending->result == nullptr) {
+    pending->result = take_result(state, *pending);
+  }
+  if (pending->error == nullptr && pending->result == nullptr) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    pending->error = value;
+    Py_XDECREF(type);
+    Py_XDECREF(traceback);
+  }
+  perseus_handle_release(state.owner->raw(), pending->handle);
+  pending->handle = 0;
+}
+
+// ---- methods ------------------------------------------------------------------------------------------------------
+
+PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  State& state = state_of(self);
+  if (count != kSubmitArguments) return PyErr_Format(PyExc_TypeError, "submit takes %d arguments", kSubmitArguments);
+  const int64_t number = ++state.last_number;
+  // Ranks must agree about the numbers in names, so only what has no name counts, also when it is refused.
+  const int64_t unnamed = arguments[kName] == Py_None ? ++state.last_unnamed : 0;
+  perseus_context* context = state.owner->raw();
+  if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
+  Pending pending;
+  pending.number = number;
+  const bool submitted = PyTuple_Check(arguments[kInput])
+                             ? submit_group(context, &state.reader, arguments, unnamed, &pending)
+                             : submit_one(context, &state.reader, arguments, unnamed, &pending);
+  if (!submitted) return nullptr;
+  state.handles.insert(pending);
+  return PyLong_FromLongLong(number);
+}
+
+PyObject* poll(PyObject* self, PyObject* handle) {
+  State& state = state_of(self);
+  const int64_t number = PyLong_AsLongLong(handle);
+  if (number == -1 && PyErr_Occurred()) return nullptr;
+  const Pending* pending = state.handles.find(number);
+  if (pending == nullptr) return unknown_handle(handle);
+  if (pending->handle == 0) Py_RETURN_TRUE;
+  const ContextUse use(*state.owner);
+  const perseus_handle core_handle = pending->handle;
+  PyThreadState* saved = PyEval_SaveThread();
+  const int done = perseus_handle_poll(use.context(), core_handle);
+  PyEval_RestoreThread(saved);
+  return PyBool_FromLong(done != 0);
+}
+
+PyObject* synchronize(PyObject* self, PyObject* handle) {
+  State& state = state_of(self);
+  const int64_t number = PyLong_AsLongLong(handle);
+  if (number == -1 && PyErr_Occurred()) return nullptr;
+  Pending pending;
+  perseus_code code;
+  if (!wait_and_extract(state, number, &pending, &code)) {
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+  }
+  settle(state, code, &pending);
+  PyObject* result = std::exchange(pending.result, nullptr);
+  if (pending.error != nullptr) {
+    Py_CLEAR(result);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(pending.error)), pending.error);
+  }
+  drop(&pending);
+  return result;
+}
+
+// After the context was shut down: waits for every open handle and keeps its outcome; closes the context.
+PyObject* close(PyObject* self, PyObject*) {
+  State& state = state_of(self);
+  for (const int64_t number : state.handles.numbers()) {
+    Pending pending;
+    perseus_code code;
+    if (wait_and_extract(state, number, &pending, &code)) {
+      settle(state, code, &pending);
+      state.handles.insert(pending);
+    } else if (PyErr_Occurred()) {
+      return nullptr;
+    }
+  }
+  state.owner->close();
+  Py_RETURN_NONE;
+}
+
+PyObject* open_handles(PyObject* self, PyObject*) { return PyLong_FromSize_t(state_of(self).handles.size()); }
+
+PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  static const char* names[] = {"context", "wrap", "describe", nullptr};
+  PyObject *context, *wrap, *describe = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO|O", const_cast<char**>(names), &context, &wrap, &describe))
+    return nullptr;
+  try {
+    auto state = std::make_unique<State>(py::cast<std::shared_ptr<ContextOwner>>(py::handle(context)), wrap, describe);
+    state->buffer_type = make_owned_buffer_type();
+    if (state->buffer_type == nullptr) return nullptr;
+    PyObject* self = type->tp_alloc(type, 0);
+    if (self != nullptr) reinterpret_cast<OperationsObject*>(self)->state = state.release();
+    return self;
+  } catch (const py::cast_error&) {
+    return PyErr_Format(PyExc_TypeError, "expected a perseus._core.Context, got %s", Py_TYPE(context)->tp_name);
+  }
+}
+
+void dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  if (State* state = std::exchange(reinterpret_cast<OperationsObject*>(self)->state, nullptr)) {
+    if (state->handles.size() != 0) state->owner->close();
+    for (const int64_t number : state->handles.numbers()) {
+      Pending pending = *state->handles.find(number);
+      state->handles.erase(number);
+      drop(&pending);
+    }
+    delete state;
+  }
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef kMethods[] = {
+    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL,
+     "submit(kind, name, input, output, op, prescale, postscale, root, splits, group, /)\n--\n\n"
+     "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None."},
+    {"poll", poll, METH_O, "poll($self, handle, /)\n--\n\nWhether synchronize would return at once."},
+    {"synchronize", synchronize, METH_O,
+     "synchronize($self, handle, /)\n--\n\nWaits for the handle; returns its output, None for an unknown one."},
+    {"close", close, METH_NOARGS, "close($self, /)\n--\n\nKeeps every open handle's outcome and closes the context."},
+    {"open_handles", open_handles, METH_NOARGS, "open_handles($self, /)\n--\n\nHow many await synchronize."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+bool bind_operations(PyObject* module) {
+  static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+                                {Py_tp_methods, kMethods},
+                                {Py_tp_doc, const_cast<char*>("Operations(context, wrap, describe=None)\n--\n\n"
+                                                              "Submits tensors to a context and waits for them.")},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"perseus._core.Operations", sizeof(OperationsObject), 0, Py_TPFLAGS_DEFAULT, slots};
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) return false;
+  const bool added = PyModule_AddObjectRef(module, "Operations", type) == 0;
+  Py_DECREF(type);
+  return added;
+}
+
+}  // namespace perseus::python

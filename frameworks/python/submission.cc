@@ -1,0 +1,214 @@
+// Names are built on the stack and shapes point into the tensors: a plain submission allocates nothing.
+#include "submission.h"
+
+#include <array>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "errors.h"
+
+namespace perseus::python {
+namespace {
+
+// Prefix of the core's names by kind: the same tensor may be broadcast and reduced at once under one name.
+constexpr const char* kPlainPrefix[] = {"allreduce.",     "allgather.", "broadcast.", "alltoall.",
+                                        "reducescatter.", "",           "group.",     "group."};
+constexpr const char* kGroupedPrefix[] = {"grouped_allreduce.",
+                                          "grouped_allgather.",
+                                          "grouped_broadcast.",
+                                          "grouped_alltoall.",
+                                          "grouped_reducescatter.",
+                                          "",
+                                          "",
+                                          ""};
+constexpr int kKinds = 8;
+
+Layout layout_for(perseus_kind kind) {
+  return kind == PERSEUS_ALLREDUCE || kind == PERSEUS_BROADCAST ? Layout::kDense : Layout::kRowMajor;
+}
+
+class RequestName {
+ public:
+  // False with an exception set.
+  bool build(const char* prefix, PyObject* name, int64_t unnamed, perseus_request* request) {
+    const size_t prefix_size = std::strlen(prefix);
+    std::memcpy(buffer_.data(), prefix, prefix_size + 1);
+    request->name = buffer_.data();
+    if (name == Py_None) {
+      std::snprintf(buffer_.data() + prefix_size, buffer_.size() - prefix_size, "noname.%lld",
+                    static_cast<long long>(unnamed));
+      request->transient = 1;
+      return true;
+    }
+    Py_ssize_t size = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(name, &size);
+    if (text == nullptr) return false;
+    if (std::memchr(text, 0, static_cast<size_t>(size)) != nullptr) {
+      PyErr_SetString(PyExc_ValueError, "[python] a tensor's name must not contain a NUL character");
+      return false;
+    }
+    if (prefix_size + static_cast<size_t>(size) < buffer_.size()) {
+      std::memcpy(buffer_.data() + prefix_size, text, static_cast<size_t>(size) + 1);
+    } else {
+      long_name_ = prefix;
+      long_name_.append(text, static_cast<size_t>(size));
+      request->name = long_name_.c_str();
+    }
+    return true;
+  }
+
+ private:
+  std::array<char, 256> buffer_;
+  std::string long_name_;
+};
+
+// An integer argument; true when it was read.
+bool read_int(PyObject* value, int* number) {
+  const long read = PyLong_AsLong(value);
+  if (read == -1 && PyErr_Occurred()) return false;
+  if (read != static_cast<int>(read)) {
+    PyErr_SetString(PyExc_OverflowError, "[python] the number does not fit 32 bits");
+    return false;
+  }
+  *number = static_cast<int>(read);
+  return true;
+}
+
+// The id of a process set, which is None while that is not registered.
+bool read_group(PyObject* value, int* group) {
+  if (value != Py_None) return read_int(value, group);
+  PyErr_SetString(PyExc_ValueError, "Process set provided does not exist, or has not been registered.");
+  return false;
+}
+
+bool read_double(PyObject* value, double* number) {
+  if (PyFloat_CheckExact(value)) {
+    *number = PyFloat_AS_DOUBLE(value);
+    return true;
+  }
+  *number = PyFloat_AsDouble(value);
+  return !(*number == -1.0 && PyErr_Occurred());
+}
+
+template <typename Number>
+bool read_numbers(PyObject* sequence, std::vector<Number>* numbers) {
+  PyObject* items = PySequence_Fast(sequence, "[python] expected a sequence of integers");
+  if (items == nullptr) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items) && !PyErr_Occurred(); ++i)
+    numbers->push_back(static_cast<Number>(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(items, i))));
+  Py_DECREF(items);
+  return !PyErr_Occurred();
+}
+
+// What plain and grouped requests share; lives until the submission is over.
+struct Parsed {
+  perseus_request request = {};
+  RequestName name;
+  std::vector<int64_t> splits;
+  std::vector<int> ranks;
+
+  bool parse(PyObject* const* arguments, bool grouped, int64_t unnamed) {
+    request.struct_size = sizeof(request);
+    int kind = 0, op = 0;
+    if (!read_int(arguments[kKind], &kind) || !read_int(arguments[kOp], &op) ||
+        !read_double(arguments[kPrescale], &request.prescale) ||
+        !read_double(arguments[kPostscale], &request.postscale) || !read_int(arguments[kRoot], &request.root) ||
+        !read_group(arguments[kGroup], &request.group))
+      return false;
+    if (kind < 0 || kind >= kKinds) {
+      PyErr_SetString(PyExc_ValueError, "[python] unknown kind of operation");
+      return false;
+    }
+    request.kind = static_cast<perseus_kind>(kind);
+    request.op = static_cast<perseus_reduce_op>(op);
+    if (arguments[kSplits] != Py_None && !parse_splits(arguments[kSplits])) return false;
+    return name.build((grouped ? kGroupedPrefix : kPlainPrefix)[kind], arguments[kName], unnamed, &request);
+  }
+
+ private:
+  bool parse_splits(PyObject* values) {
+    if (request.kind == PERSEUS_ADD_GROUP || request.kind == PERSEUS_REMOVE_GROUP) {
+      if (!read_numbers(values, &ranks)) return false;
+      request.ranks = ranks.data();
+      request.rank_count = static_cast<int>(ranks.size());
+      return true;
+    }
+    if (!read_numbers(values, &splits)) return false;
+    splits.reserve(1);  // an empty list is not "no splits"
+    request.splits = splits.data();
+    request.split_count = static_cast<int>(splits.size());
+    return true;
+  }
+};
+
+// Reads one tensor and where its result goes.
+bool read_tensor(TensorReader* reader, PyObject* input, PyObject* output, Layout layout, TensorView* view,
+                 perseus_tensor* tensor) {
+  if (!reader->read(input, layout, view)) return false;
+  *tensor = {view->data, nullptr, view->shape, view->ndim, view->dtype};
+  if (output == input) {
+    tensor->output = view->data;
+  } else if (output != Py_None) {
+    TensorView target;
+    if (!reader->read(output, layout, &target)) return false;
+    tensor->output = target.data;
+  }
+  return true;
+}
+
+bool submit_request(perseus_context* context, PyObject* const* arguments, const perseus_request& request,
+                    Pending* pending) {
+  const perseus_code code = perseus_request_submit(context, &request, &pending->handle);
+  if (code != PERSEUS_OK) {
+    raise(code);
+    return false;
+  }
+  pending->kind = request.kind;
+  pending->with_splits = request.kind == PERSEUS_ALLTOALL && arguments[kSplits] != Py_None;
+  if (arguments[kInput] != Py_None) pending->input = Py_NewRef(arguments[kInput]);
+  if (arguments[kOutput] != Py_None) pending->result = Py_NewRef(arguments[kOutput]);
+  return true;
+}
+
+}  // namespace
+
+bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
+                Pending* pending) {
+  Parsed parsed;
+  if (!parsed.parse(arguments, false, unnamed)) return false;
+  TensorView view;
+  perseus_tensor tensor = {};
+  if (arguments[kInput] != Py_None) {
+    if (!read_tensor(reader, arguments[kInput], arguments[kOutput], layout_for(parsed.request.kind), &view, &tensor))
+      return false;
+    parsed.request.tensors = &tensor;
+    parsed.request.tensor_count = 1;
+  }
+  return submit_request(context, arguments, parsed.request, pending);
+}
+
+bool submit_group(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
+                  Pending* pending) {
+  Parsed parsed;
+  if (!parsed.parse(arguments, true, unnamed)) return false;
+  PyObject* inputs = arguments[kInput];
+  PyObject* outputs = arguments[kOutput];
+  const Py_ssize_t count = PyTuple_GET_SIZE(inputs);
+  if (outputs != Py_None && (!PyTuple_Check(outputs) || PyTuple_GET_SIZE(outputs) != count)) {
+    PyErr_SetString(PyExc_ValueError, "[python] a group needs as many outputs as inputs");
+    return false;
+  }
+  std::vector<TensorView> views(static_cast<size_t>(count));
+  std::vector<perseus_tensor> tensors(static_cast<size_t>(count));
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (!read_tensor(reader, PyTuple_GET_ITEM(inputs, i), outputs == Py_None ? Py_None : PyTuple_GET_ITEM(outputs, i),
+                     layout_for(parsed.request.kind), &views[i], &tensors[i]))
+      return false;
+  parsed.request.tensors = tensors.data();
+  parsed.request.tensor_count = static_cast<int>(count);
+  return submit_request(context, arguments, parsed.request, pending);
+}
+
+}  // namespace perseus::python

@@ -1,0 +1,58 @@
+// Where a framework's tensor lies in memory, read without knowing the framework: through the DLPack C exchange table of
+// its type (about 20 ns), else through a Python callable of the adapter. Every function needs the GIL.
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "perseus/perseus.h"
+
+namespace perseus::python {
+
+// What a kind of operation allows a tensor's strides to be.
+enum class Layout {
+  kRowMajor,  // rows are cut or joined: dimension 0 must be the slowest
+  kDense,     // elementwise: any order of dimensions without gaps (channels_last)
+};
+
+struct TensorView {
+  void* data = nullptr;
+  const int64_t* shape = nullptr;  // the tensor's own, or `storage`; in memory order when the layout is not row-major
+  int ndim = 0;
+  perseus_dtype dtype = PERSEUS_FLOAT32;
+  std::vector<int64_t> storage;  // stays empty in the usual case
+};
+
+class TensorReader {
+ public:
+  // describe(tensor) -> (data pointer, shape, strides in elements, perseus dtype); borrowed by the owner of this
+  // reader. It raises for what cannot be served.
+  explicit TensorReader(PyObject* describe = nullptr) : describe_(describe) {}
+  ~TensorReader();
+  TensorReader(const TensorReader&) = delete;
+  TensorReader& operator=(const TensorReader&) = delete;
+
+  // False with a Python exception set: ValueError for a dtype, layout or device that cannot be served. `view` is valid
+  // while the tensor is alive and keeps its storage.
+  bool read(PyObject* tensor, Layout layout, TensorView* view);
+
+ private:
+  using FromPyObject = int (*)(void* tensor, void* dl_tensor);
+  struct TypeEntry {
+    PyTypeObject* type = nullptr;  // strong reference
+    FromPyObject from_py_object = nullptr;
+  };
+
+  FromPyObject exchange_function(PyTypeObject* type);
+  bool read_exchanged(PyObject* tensor, TensorView* view, const int64_t** strides);
+  bool read_described(PyObject* tensor, TensorView* view, const int64_t** strides);
+
+  PyObject* describe_;
+  std::array<TypeEntry, 4> types_;  // Tensor, Parameter and seldom more
+  size_t next_type_ = 0;
+};
+
+}  // namespace perseus::python

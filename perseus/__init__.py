@@ -1,0 +1,36 @@
+"""Perseus: data-parallel training made faster on ordinary networks, with one import swapped.
+
+    import perseus.torch.horovod as hvd
+
+Importing this package does nothing but define names; no framework and no native code is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["__version__", "stats"]
+
+__version__: str
+
+
+def __getattr__(name: str) -> Any:
+    # The version is the core's own; asking for it is what loads the core.
+    if name == "__version__":
+        from perseus import _core
+
+        return _core.version()
+    raise AttributeError(f"module 'perseus' has no attribute {name!r}")
+
+
+def stats() -> dict[str, int]:
+    """Counters of this rank since init(): bytes per transport, rounds, buckets, waits.
+
+    Keys: shm_bytes_sent, shm_bytes_received, tcp_bytes_sent, tcp_bytes_received (bytes, headers
+    included), rounds (negotiation rounds), buckets (fused executions), operations, sleeps (times a
+    thread slept waiting for peers), staging_bytes (memory held beyond the tensors).
+    Raises ValueError before init().
+    """
+    from perseus import basics
+
+    return basics.stats()

@@ -1,0 +1,49 @@
+"""Which of this host's addresses others can reach. Stateless, so thread-safe."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface; ValueError naming those there are without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
+            raise ValueError(
+                f"[rendezvous] network interface '{name}': no such interface or no IPv4 address; "
+                f"this host has {known}"
+            ) from None
+
+
+def source_address(host: str) -> str | None:
+    """The address from which this host would talk to `host`; None without a name or route."""
+    try:
+        address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: only asks the routing table
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` is a name or number of this very host."""
+    try:
+        address = str(socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+            return True
+    except OSError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.") or host == "::1"

@@ -1,0 +1,255 @@
+"""This process's membership in its world: init, shutdown, who am I. Shared by all frameworks.
+
+Holds the one default context of the process. init and shutdown belong to one thread; the rest may
+be called from any.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from perseus.errors import NOT_INITIALIZED, HorovodInternalError, InitializationError, MismatchError
+
+if TYPE_CHECKING:
+    from perseus import _core
+    from perseus.rendezvous import Rendezvous
+
+
+# How long a rank that ends by another's fault stays, unless its launcher ends it.
+_FIRST_TO_FAIL_SECONDS = 1.0
+
+
+@dataclass
+class _World:
+    context: _core.Context | None = None
+    rendezvous: Rendezvous | None = None
+    epoch: int = 0
+    rank: int = 0
+    size: int = 1
+    users: list[_core.Operations] = field(default_factory=list)
+    init_hooks: list[Callable[[], None]] = field(default_factory=list)
+    exit_registered: bool = False
+
+
+_world = _World()
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the world that the launcher describes; without a launcher, a world of one rank.
+
+    comm: None, [] or the list of all ranks. Anything else needs an MPI build: ValueError.
+    process_sets: None; sets other than the global one do not exist yet (NotImplementedError).
+    A second call while running does nothing.
+
+    Raises InitializationError (both a ValueError and a HorovodInternalError) when ranks are
+    missing, a variable is wrong or the network cannot be used; the message says which.
+    """
+    if _world.context is not None:
+        return
+    if process_sets is not None and process_sets != []:
+        raise NotImplementedError("[init] process_sets: only the global process set exists so far")
+    from perseus import _core
+    from perseus.identity import identify
+    from perseus.rendezvous import meet
+
+    epoch = _world.epoch
+    _world.epoch += 1
+    try:
+        identity = identify()
+        _check_comm(comm, identity.size)
+        rendezvous = meet(identity, epoch)
+        context = _core.Context(
+            rank=identity.rank,
+            size=identity.size,
+            local_rank=identity.local_rank,
+            local_size=identity.local_size,
+            cross_rank=identity.cross_rank,
+            cross_size=identity.cross_size,
+            store_host=rendezvous.host if rendezvous.port else "",
+            store_port=rendezvous.port,
+            secret=rendezvous.secret,
+            epoch=epoch,
+        )
+    except (ValueError, RuntimeError, TimeoutError, OSError) as error:
+        # The cause says the same, and would double what a user has to read.
+        raise InitializationError(f"Horovod initialization failed: {error}") from None
+    _world.context, _world.rendezvous = context, rendezvous
+    _world.rank, _world.size = context.rank, context.size
+    if not _world.exit_registered:
+        atexit.register(_at_exit)
+        _world.exit_registered = True
+    for hook in _world.init_hooks:
+        hook()
+
+
+def _check_comm(comm: Any, size: int) -> None:
+    if comm is None or (isinstance(comm, Sequence) and list(comm) in ([], list(range(size)))):
+        return
+    raise ValueError(
+        f"[init] comm={comm!r}: subsets of ranks and mpi4py communicators need an MPI build; "
+        f"call init() without it"
+    )
+
+
+def shutdown() -> None:
+    """Leave the world, which ends it on every rank: pending and later operations there fail.
+
+    Handles that are still open keep their outcome for synchronize. Does nothing when not running.
+    """
+    context, _world.context = _world.context, None
+    if context is None:
+        return
+    try:
+        context.shutdown()
+        for operations in _world.users:
+            operations.close()
+    finally:
+        context.close()
+        _world.users.clear()
+        _world.rendezvous = None
+
+
+def _at_exit() -> None:
+    """Leave the world; where another rank's end is what ends this one, let that be seen first.
+
+    The rank that began ends its connections before its process, so that the others could be faster:
+    launchers would name one of them as the first to fail, and end the one that has more to say.
+    """
+    shutdown()
+    reason = getattr(sys, "last_value", None)
+    if isinstance(reason, HorovodInternalError) and not isinstance(reason, MismatchError):
+        time.sleep(_FIRST_TO_FAIL_SECONDS)
+
+
+def at_init(hook: Callable[[], None]) -> None:
+    """Have `hook` called at the end of every init; at once when init is already done."""
+    _world.init_hooks.append(hook)
+    if _world.context is not None:
+        hook()
+
+
+def operations(
+    wrap: Callable[..., Any], describe: Callable[[Any], tuple[Any, ...]] | None
+) -> _core.Operations | None:
+    """A table of handles on the running context for one framework; None when not initialised."""
+    if _world.context is None:
+        return None
+    from perseus import _core
+
+    made = _core.Operations(_world.context, wrap, describe)
+    _world.users.append(made)
+    return made
+
+
+def _context() -> _core.Context:
+    if _world.context is None:
+        raise ValueError(NOT_INITIALIZED)
+    return _world.context
+
+
+def is_initialized() -> bool:
+    """Whether init() was called and shutdown() was not."""
+    return _world.context is not None
+
+
+def rank() -> int:
+    """This process's number, 0 … size - 1. ValueError before init(), like all of these."""
+    _context()
+    return _world.rank
+
+
+def size() -> int:
+    """How many ranks the world has."""
+    _context()
+    return _world.size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host."""
+    return _context().local_rank
+
+
+def local_size() -> int:
+    """How many ranks its host has."""
+    return _context().local_size
+
+
+def cross_rank() -> int:
+    """The index of this host among the hosts that own the same local rank."""
+    return _context().cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts own the same local rank."""
+    return _context().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of ranks."""
+    return _context().is_homogeneous
+
+
+def group_ranks(group: int) -> list[int] | None:
+    """The global ranks of a group, in its order; None for an unknown one."""
+    return _context().group_ranks(group)
+
+
+def stats() -> dict[str, int]:
+    """Counters of this rank; perseus.stats() documents them."""
+    return _context().stats()
+
+
+def mpi_threads_supported() -> bool:
+    """Horovod's question about MPI; ValueError, since MPI is never enabled here."""
+    _context()
+    raise ValueError("Horovod MPI is not enabled")
+
+
+def mpi_built() -> bool:
+    """False: nothing is compiled against MPI."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """False: the built-in backend moves the data, whatever launched the ranks."""
+    return False
+
+
+def gloo_built() -> bool:
+    """True: what Horovod's scripts ask for under this name is the built-in backend."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Whether the built-in backend is running, i.e. after init()."""
+    return is_initialized()
+
+
+def nccl_built() -> int:
+    """0: nothing is compiled against NCCL (scripts compare this with its version code)."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """False: IBM's DDL does not exist any more."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: nothing is compiled against oneCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """False: nothing is compiled against CUDA."""
+    return False
+
+
+def rocm_built() -> bool:
+    """False: nothing is compiled against ROCm."""
+    return False

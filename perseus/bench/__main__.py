@@ -1,0 +1,188 @@
+"""perseus-bench: what the user wrote becomes jobs; their records become lines, files, tables."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from perseus.bench import plot, report
+from perseus.bench.bars import suite
+from perseus.bench.launch import HostsUnavailableError, Job, JobError, run
+from perseus.bench.models import MODELS
+from perseus.bench.plan import PEERS, Plan
+from perseus.bench.record import Record
+from perseus.bench.sizes import parse_sizes
+
+_CASES = {
+    "memory": "in-place allreduce of one large tensor, against memcpy",
+    "latency": "blocking allreduce of 4 bytes",
+    "tensors": "500 tensors of 1000 floats, against packing them",
+    "network": "in-place allreduce of one large tensor, against a raw TCP exchange",
+    "gradients": "all gradients of a model",
+    "collectives": "every operation over a range of sizes",
+}
+_USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; the exit status is 0, 1 when a job failed or a result was wrong, 2 for bad usage."""
+    try:
+        given = _parser().parse_args(arguments)
+        jobs = _jobs(given)
+        if given.plot and (reason := plot.unavailable()):
+            raise ValueError(reason)
+        if given.readme and not given.readme.is_file():
+            raise ValueError(f"--readme {given.readme}: no such file")
+    except ValueError as error:
+        print(f"perseus-bench: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    load_before = os.getloadavg()[0]
+    records: list[Record] = []
+    signal.signal(signal.SIGTERM, _ended)
+    try:
+        problems, complete = _run_all(jobs, records)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    if not given.cases:
+        print(f"\n{report.summary(records)}")
+    if given.json:
+        given.json.write_text("".join(f"{record.to_json()}\n" for record in records))
+    if given.plot and records:
+        plot.draw(records, given.plot)
+    if given.readme:
+        report.write_readme(given.readme, report.tables(records, problems, load_before))
+    return 0 if complete and all(record.verified for record in records) else 1
+
+
+def _ended(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # by way of what ends the ranks
+
+
+def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
+    """Run jobs one after the other: what went wrong, and whether what could run did.
+
+    Of several jobs, one that needs virtual hosts may be left out.
+    """
+
+    def show(record: Record) -> None:
+        records.append(record)
+        print(report.show_line(record), flush=True)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    problems, complete = [], True
+    print(report.heading(), flush=True)
+    for job in jobs:
+        try:
+            run(job, say, show)
+        except (JobError, HostsUnavailableError) as error:
+            say(f"perseus-bench: {error}")
+            problems.append(str(error))
+            optional = len(jobs) > 1 and isinstance(error, HostsUnavailableError)
+            complete = complete and optional
+    return problems, complete
+
+
+def _jobs(given: argparse.Namespace) -> list[Job]:
+    if not given.cases:
+        fixed = [
+            name
+            for name in ("num_proc", "sizes", "hosts", "rate", "placement")
+            if getattr(given, name)
+        ]
+        if fixed:
+            raise ValueError(
+                "the suite has its own ranks, sizes and hosts: name a case, such as memory"
+            )
+        return suite()
+    unknown = [case for case in given.cases if case not in _CASES]
+    if unknown:
+        raise ValueError(f"no case '{unknown[0]}': expected {', '.join(_CASES)}")
+    if given.hosts and given.placement:
+        raise ValueError("--hosts makes virtual hosts, -H names real ones: give one of them")
+    hosts = given.hosts or 1
+    ranks = given.num_proc or max(2, hosts)
+    if hosts > ranks:
+        raise ValueError(f"--hosts {hosts}: more hosts than ranks (-np {ranks})")
+    if hosts == 1 and (given.rate or given.links > 1):
+        raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
+    plan = Plan(
+        cases=given.cases,
+        peers=_names(given.peer, PEERS, "--peer"),
+        sizes=parse_sizes(given.sizes) if given.sizes else [],
+        models=_names(given.model, MODELS, "--model"),
+        seconds=given.seconds,
+        links=given.links,
+    )
+    return [Job(plan, ranks, hosts, given.rate, given.placement, timeout=given.timeout)]
+
+
+def _names(text: str, known: Collection[str], flag: str) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{flag} {name}: expected some of {', '.join(known)}")
+    return names
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; perseus-bench -h shows everything")
+
+
+def _parser() -> argparse.ArgumentParser:
+    cases = "\n".join(f"  {name:12} {text}" for name, text in _CASES.items())
+    parser = _Parser(
+        prog="perseus-bench",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Starts ranks and measures Perseus, peers and the machine's limits in turn in "
+        "the same processes.\nEvery result is verified. Variables such as PERSEUS_TRANSPORT=tcp "
+        "are handed on to the ranks.",
+        epilog=f"cases:\n{cases}\nWithout a case: what Perseus is held to, as in README.md.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("cases", nargs="*", metavar="case", help="see below; none = the suite of README.md")
+    add("-np", "--num-proc", type=_positive, metavar="N", help="ranks (default 2)")
+    add("--sizes", metavar="LIST", help="bytes, such as 4,64K or 4K-64M (steps of four)")
+    add("--peer", default="torch-gloo", metavar="LIST", help=f"of {', '.join(PEERS)}; '' = none")
+    add("--model", default="", metavar="LIST", help=f"of {', '.join(MODELS)}; default all")
+    add("--seconds", type=_seconds, default=3.0, help="per size, all contenders together (3)")
+    add("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="for a job (600)")
+    add("-H", dest="placement", metavar="host:slots,...", help="real hosts, as for perseusrun")
+    add("--hosts", type=_positive, metavar="N", help="spread the ranks over N virtual hosts (root)")
+    add("--rate", metavar="RATE", help="of each virtual link, such as 1gbit; default unlimited")
+    add("--links", type=_positive, default=1, metavar="K", help="links per virtual host (1)")
+    add("--json", type=Path, metavar="FILE", help="write one JSON record a line")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the records")
+    add("--readme", type=Path, metavar="FILE", help="write the suite's tables between its markers")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}': expected a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"'{text}': expected seconds above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

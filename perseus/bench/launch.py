@@ -1,0 +1,195 @@
+"""Starts a job's ranks by perseusrun or mpirun, here or on virtual hosts; reads their records.
+
+One thread, and a timer that ends a job which takes too long.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from perseus.bench.plan import MARK, NEED_MPIRUN, Plan
+from perseus.bench.record import Record
+from perseus.bench.virtual import HostsUnavailableError, load
+
+_LAST_GRACE = 20.0  # seconds for a job to end once it was told to
+
+
+class JobError(Exception):
+    """A job that did not measure all it should have; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A plan and where it runs: `ranks` on this host, or spread over `hosts` virtual ones.
+
+    placement: real hosts instead, as perseusrun's -H takes them.
+    rate: of each virtual link, such as "1gbit"; None = unlimited. environment: for the ranks.
+    timeout: seconds for the whole job.
+    """
+
+    plan: Plan
+    ranks: int = 2
+    hosts: int = 1
+    rate: str | None = None
+    placement: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    timeout: float = 600.0
+
+
+def run(job: Job, say: Callable[[str], None], show: Callable[[Record], None]) -> None:
+    """Run a job; show(record) as they come. JobError when it fails, HostsUnavailableError without
+    virtual hosts. No process is left behind."""
+    launcher, peers = _launcher(job, say)
+    plan = replace(job.plan, peers=peers)
+    worker = [sys.executable, "-m", "perseus.bench.worker"]
+    cores = len(os.sched_getaffinity(0))
+    usual = {"OMP_NUM_THREADS": str(max(1, cores // job.ranks)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment = {**usual, **os.environ, **job.environment}
+    with _place(job) as (start, plan_of_place):
+        command = [*launcher, *worker, plan_of_place(plan).to_json()]
+        process = start(command, environment)
+        try:
+            status = _listen(process, job.timeout, say, show)
+        finally:
+            _end(process)
+    if status != 0:
+        raise JobError(f"the job ended with status {status}")
+
+
+def _launcher(job: Job, say: Callable[[str], None]) -> tuple[list[str], list[str]]:
+    """The command in front of the worker's, and the peers that it can form."""
+    peers = [peer for peer in job.plan.peers if peer not in NEED_MPIRUN]
+    wanted = [peer for peer in job.plan.peers if peer in NEED_MPIRUN]
+    found = []
+    for peer in wanted:
+        if reason := _missing(job, peer):
+            say(f"perseus-bench: {peer} is skipped: {reason}")
+        else:
+            found.append(peer)
+    if found:
+        return [_mpirun(), "-np", str(job.ranks)], peers + found
+    launcher = [sys.executable, "-m", "perseus.run", "-np", str(job.ranks)]
+    if job.placement is not None:
+        launcher += ["-H", job.placement]
+    elif job.hosts > 1:
+        share = -(-job.ranks // job.hosts)
+        launcher += ["-H", ",".join(f"host{i}:{share}" for i in range(job.hosts))]
+        if job.plan.links > 1:
+            names = [f"eth{link}" for link in range(job.plan.links)]
+            launcher += ["--network-interface", ",".join(names)]
+    return [*launcher, "--"], peers
+
+
+def _missing(job: Job, peer: str) -> str:
+    """Why a peer cannot be formed; empty when it seems that it can."""
+    if job.hosts > 1 or job.placement is not None:
+        return "several hosts are driven by perseusrun, it needs mpirun"
+    if not _mpirun():
+        return "there is no mpirun"
+    modules = ("mpi4py.MPI", "horovod.torch") if peer == "horovod" else ("mpi4py.MPI",)
+    for module in modules:
+        # In a process of its own, which may pull in MPI and crash.
+        command = [sys.executable, "-c", f"import {module}"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_LAST_GRACE * 3)
+        if result.returncode != 0:
+            return f"import {module} fails: {(result.stderr.strip().splitlines() or ['?'])[-1]}"
+    return ""
+
+
+def _mpirun() -> str:
+    places = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    return shutil.which("mpirun", path=places) or ""
+
+
+@contextmanager
+def _place(
+    job: Job,
+) -> Iterator[tuple[Callable[..., subprocess.Popen[str]], Callable[[Plan], Plan]]]:
+    """How to start a command where the job runs, and what that makes of its plan."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    if job.hosts == 1:
+        # Open MPI refuses root and more ranks than cores unless told otherwise; MPICH looks away.
+        mpi = {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+        }
+        yield (lambda command, env: subprocess.Popen(command, env={**mpi, **env}, **options)), _same
+        return
+    tool = load()
+    with tool.VirtualHosts(job.hosts, job.rate, job.plan.links) as hosts:
+        rate = None if job.rate is None else tool.bits_per_second(job.rate) / 1e9
+        yield (
+            lambda command, env: hosts.popen(
+                0, command, env={**env, "PATH": hosts.environment()["PATH"]}, **options
+            ),
+            lambda plan: replace(plan, rate_gbit=rate),
+        )
+
+
+def _same(plan: Plan) -> Plan:
+    return plan
+
+
+def _listen(
+    process: subprocess.Popen[str],
+    timeout: float,
+    say: Callable[[str], None],
+    show: Callable[[Record], None],
+) -> int:
+    """Read until the job ends by itself; JobError when it does not in time."""
+    late = threading.Event()
+
+    def interrupt() -> None:
+        late.set()
+        process.send_signal(signal.SIGINT)
+        killer.start()
+
+    killer = threading.Timer(_LAST_GRACE, process.kill)
+    killer.daemon = True
+    timer = threading.Timer(timeout, interrupt)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            text, mark, content = line.partition(MARK)
+            if mark:
+                show(Record.from_json(content))
+            else:
+                say(text.rstrip())
+        status = process.wait(_LAST_GRACE)
+    finally:
+        timer.cancel()
+        killer.cancel()
+    if late.is_set():
+        raise JobError(f"the job was ended after {timeout:.0f} s (--timeout)")
+    return status
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Leave no process behind, whatever happened."""
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        if process.poll() is not None:
+            break
+        process.send_signal(number)
+        try:
+            process.wait(_LAST_GRACE / 2)
+        except subprocess.TimeoutExpired:
+            continue
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+__all__ = ["HostsUnavailableError", "Job", "JobError", "run"]

@@ -1,0 +1,93 @@
+"""The network's own speed: a raw exchange over TCP, both ways at once. One caller per rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import torch
+
+from perseus.addresses import source_address
+
+_DEADLINE_SECONDS = 120
+_PIECE = 4 << 20  # bytes per system call
+
+
+def own_address() -> str:
+    """The address under which other ranks reach this one."""
+    for name in ("PERSEUS_RENDEZVOUS_ADDR", "MASTER_ADDR"):
+        if (server := os.environ.get(name)) and (address := source_address(server)):
+            return address
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+class RawExchange:
+    """Sends bytes to the next rank and receives as many from the one before, at the same time.
+
+    Of two ranks, both use one connection. `share` gathers a value of every rank, by rank. Sockets
+    fail after 120 s without progress.
+    """
+
+    def __init__(self, rank: int, size: int, share: Callable[[object], list[object]]) -> None:
+        with socket.create_server((own_address(), 0)) as server:
+            server.settimeout(_DEADLINE_SECONDS)
+            places = share(server.getsockname()[:2])
+            self._to: socket.socket
+            self._from: socket.socket
+            host, port = _place(places[(rank + 1) % size])
+            if size > 2 or rank == 0:
+                self._to = socket.create_connection((host, port), _DEADLINE_SECONDS)
+            if size > 2 or rank == 1:
+                self._from, _ = server.accept()
+        if size == 2:
+            if rank == 0:
+                self._from = self._to
+            else:
+                self._to = self._from
+        limit = struct.pack("ll", _DEADLINE_SECONDS, 0)
+        for connection in (self._to, self._from):
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def run(self, outgoing: torch.Tensor, incoming: torch.Tensor, call: int = 0) -> None:
+        """Send all bytes of one tensor while receiving all of the other; OSError on failure."""
+        failures: list[OSError] = []
+        sender = threading.Thread(target=self._send, args=(outgoing, failures), daemon=True)
+        sender.start()
+        view = memoryview(incoming.numpy().data).cast("B")
+        received = 0
+        while received < len(view):
+            piece = view[received : received + _PIECE]
+            count = self._from.recv_into(piece, len(piece), socket.MSG_WAITALL)
+            if count == 0:
+                raise ConnectionError("[bench] the neighbour closed its connection")
+            received += count
+        sender.join()
+        if failures:
+            raise failures[0]
+
+    def _send(self, outgoing: torch.Tensor, failures: list[OSError]) -> None:
+        view = memoryview(outgoing.numpy().data).cast("B")
+        try:
+            for start in range(0, len(view), _PIECE):
+                self._to.sendall(view[start : start + _PIECE])
+        except OSError as error:
+            failures.append(error)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._to.close()
+        self._from.close()
+
+
+def _place(value: object) -> tuple[str, int]:
+    assert isinstance(value, tuple)
+    return str(value[0]), int(value[1])

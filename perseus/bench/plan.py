@@ -1,0 +1,37 @@
+"""What one job measures: written by perseus-bench, read by its ranks. Values only, thread-safe."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+PERSEUS = "perseus"
+PEERS = ("torch-gloo", "mpi", "horovod")
+NEED_MPIRUN = ("mpi", "horovod")  # formed by mpirun only
+MARK = "PERSEUS-BENCH "  # begins a record's line in a job's output
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cases in order, against whom, how large and for how long.
+
+    sizes: bytes; empty = what is usual for the case. seconds: for each table row, all contenders
+    together. rate_gbit and links describe the hosts' network, for the records.
+    """
+
+    cases: list[str]
+    peers: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    models: list[str] = field(default_factory=list)
+    seconds: float = 3.0
+    rate_gbit: float | None = None
+    links: int = 1
+
+    def to_json(self) -> str:
+        """The plan as one line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(line: str) -> Plan:
+        """The plan that to_json wrote."""
+        return Plan(**json.loads(line))

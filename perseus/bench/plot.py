@@ -1,0 +1,104 @@
+"""Measurements as a PNG: time over size where there are several sizes, bars where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perseus.bench.plan import PERSEUS
+from perseus.bench.record import Record
+from perseus.bench.sizes import show_bytes, show_seconds
+
+_COLOURS = ("#d1495b", "#33658a", "#86a873", "#8d6a9f", "#e0a030", "#5f6b6d")
+_PANEL_INCHES = (5.2, 3.8)
+_COLUMNS = 3
+
+
+def unavailable() -> str | None:
+    """Why nothing can be drawn; None when it can."""
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError:
+        return "--plot needs matplotlib: pip install perseus-training[plots]"
+    return None
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """One panel for each case and place; contenders as lines (log-log) or bars, units in labels."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, list[Record]] = {}
+    for record in records:
+        panels.setdefault(_title(record), []).append(record)
+    if not panels:
+        raise ValueError("--plot: nothing was measured")
+    columns = min(_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    width, height = _PANEL_INCHES
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False
+    )
+    colours = _colours(records)
+    for axes, (title, group) in zip(grid.flat, panels.items(), strict=False):
+        several = len({record.bytes for record in group}) > 1
+        (_lines if several else _bars)(axes, group, colours)
+        axes.set_title(title, fontsize=10)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _title(record: Record) -> str:
+    what = record.settings.get("model") or record.case
+    where = f"{record.ranks} ranks"
+    if record.hosts > 1:
+        where += f" on {record.hosts} hosts"
+        where += f", {record.rate_gbit:g} Gbit/s" if record.rate_gbit else ""
+    return f"{what}, {where}"
+
+
+def _colours(records: Sequence[Record]) -> dict[str, str]:
+    names = dict.fromkeys([PERSEUS, *(record.peer for record in records)])
+    return {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
+
+
+def _lines(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
+    """Median time over size, with the bus bandwidth of the largest size in the legend."""
+    from matplotlib.ticker import NullLocator
+
+    for name in dict.fromkeys(record.peer for record in group):
+        points = sorted((r.bytes, r.median_s, r.busbw_GBps) for r in group if r.peer == name)
+        label = f"{name} ({points[-1][2]:.2g} GB/s)" if points[-1][2] else name
+        axes.loglog(
+            [point[0] for point in points],
+            [point[1] * 1e3 for point in points],
+            marker="o",
+            markersize=3.5,
+            color=colours[name],
+            label=label,
+        )
+    sizes = sorted({record.bytes for record in group})
+    axes.set_xticks(sizes[::2], [show_bytes(size) for size in sizes[::2]], fontsize=8)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("size")
+    axes.set_ylabel("median time (ms)")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(title="bus bandwidth at the largest size", fontsize=8, title_fontsize=8)
+
+
+def _bars(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
+    """Median time of each contender, the value beside it."""
+    latest = {record.peer: record for record in group}
+    names = list(latest)[::-1]
+    times = [latest[name].median_s * 1e3 for name in names]
+    axes.barh(names, times, color=[colours[name] for name in names])
+    axes.set_xlim(0, max(times) * 1.25)
+    for name, time in zip(names, times, strict=True):
+        axes.text(time, name, f" {show_seconds(time / 1e3)}", va="center", fontsize=8)
+    axes.set_xlabel(f"median time (ms), {show_bytes(group[0].bytes)}")

@@ -1,0 +1,155 @@
+"""Measurements as text: lines for the terminal, tables for README.md. Pure but for the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from perseus.bench.bars import BARS, Verdict
+from perseus.bench.plan import PERSEUS
+from perseus.bench.record import Record
+from perseus.bench.sizes import show_bytes, show_seconds
+
+_BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
+_WIDTHS = (13, 17, 5, 5, 10, 10, 10, 4, 8, 8, 8, 8)
+_COLUMNS = (
+    "case", "contender", "ranks", "hosts", "size", "median", "min", "n", "algGB/s", "busGB/s",
+    "/perseus", "result",
+)  # fmt: skip
+
+
+def heading() -> str:
+    """The line above those of show_line()."""
+    return _aligned(_COLUMNS)
+
+
+def show_line(record: Record) -> str:
+    """One measurement as a line. /perseus: this contender's time divided by Perseus'."""
+    ratio = "" if record.vs_perseus is None else f"{record.vs_perseus:.3g}"
+    case = record.settings.get("model", record.case)
+    return _aligned(
+        (
+            case, record.peer, str(record.ranks), str(record.hosts), show_bytes(record.bytes),
+            show_seconds(record.median_s), show_seconds(record.min_s), str(record.n),
+            f"{record.algbw_GBps:.3g}", f"{record.busbw_GBps:.3g}" if record.busbw_GBps else "-",
+            ratio, "right" if record.verified else f"INVALID: {record.note}",
+        )
+    )  # fmt: skip
+
+
+def _aligned(cells: Sequence[str]) -> str:
+    left = 2
+    return " ".join(
+        cell.ljust(width) if i < left else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
+    )
+
+
+def verdicts(records: Sequence[Record]) -> list[Verdict]:
+    """Every bar, judged."""
+    return [bar.judge(records) for bar in BARS]
+
+
+def tables(records: Sequence[Record], reasons: Sequence[str], load_before: float) -> str:
+    """The text between README.md's markers; reasons: why something was not measured."""
+    lines = [f"Measured by `make bench` on {date.today():%Y-%m-%d}: {machine(load_before)}.", ""]
+    lines += [
+        "float32, sum, medians. The contenders of a row alternate in the same processes, ratios "
+        "are taken pairwise, every result is verified, and medians decide. Where the load shows "
+        "that the machine had other work, times say little, and what needs all ranks at the same "
+        "moment loses most.",
+        "",
+        "| case | Perseus | compared with | result | of the fastest repetitions | bar | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in verdicts(records):
+        mark = {True: "met", False: "**missed**", None: ""}[row.met]
+        lines.append(
+            f"| {row.what} | {row.ours} | {row.other} | {row.result} | {row.fastest} | {row.bar} | "
+            f"{mark} |"
+        )
+    lines += ["", *_model_table(records)]
+    lines += [f"Not measured: {reason}." for reason in dict.fromkeys(reasons)]
+    return "\n".join(lines).rstrip()
+
+
+def _model_table(records: Sequence[Record]) -> list[str]:
+    models = [record for record in records if record.case == "gradients"]
+    ours = [record for record in models if record.peer == PERSEUS]
+    if not ours:
+        return []
+    lines = [
+        "All gradients of a model, last layer first: all of them started, then all waited for.",
+        "",
+        "| model | tensors | bytes | where | Perseus | torch gloo | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for record in ours:
+        place = (record.settings["model"], record.ranks, record.hosts)
+        for other in models:
+            if other.peer == "torch-gloo" and place == (
+                other.settings["model"],
+                other.ranks,
+                other.hosts,
+            ):
+                where = f"{record.ranks} ranks, shared memory"
+                if record.hosts > 1:
+                    where = f"{record.hosts} hosts, {record.rate_gbit:g} Gbit/s"
+                lines.append(
+                    f"| {place[0]} | {record.tensors} | {show_bytes(record.bytes)} | {where} | "
+                    f"{show_seconds(record.median_s)} | {show_seconds(other.median_s)} | "
+                    f"{other.vs_perseus or 0:.2f} × as fast |"
+                )
+    return [*lines, ""]
+
+
+def summary(records: Sequence[Record]) -> str:
+    """Every bar's verdict, a line each, for the terminal."""
+    lines = []
+    for row in verdicts(records):
+        mark = {True: "met", False: "MISSED", None: ""}[row.met]
+        against = f"{row.other:36}" if row.other else " " * 36
+        lines.append(
+            f"{row.what:47} {row.ours:>8}  {against} {row.result:20} {row.bar:22} {mark:6} "
+            f"{row.fastest and f'(fastest: {row.fastest})'}"
+        )
+    return "\n".join(lines)
+
+
+def machine(load_before: float) -> str:
+    """This machine in words: processor, cores, memory, kernel, torch, and how busy it was."""
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        torch = "no torch"
+    return (
+        f"{_processor()}, {cores} cores, {show_bytes(memory)}, Linux {platform.release()}, Python "
+        f"{platform.python_version()}, {torch}, load before the run {load_before:.1f}"
+    )
+
+
+def _processor() -> str:
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.machine()
+
+
+def write_readme(path: Path, text: str) -> None:
+    """Replace what is between the markers; ValueError, nothing written, where they are missing."""
+    old = path.read_text(encoding="utf-8")
+    before, begin, rest = old.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not (begin and end):
+        raise ValueError(f"--readme {path}: expected the lines {_BEGIN} and {_END}")
+    path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")

@@ -1,0 +1,122 @@
+"""A job that measures, seen from one of its ranks: who takes part, and subjects made records."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+import perseus.torch.horovod as hvd
+from perseus import config, stats
+from perseus.bench.peers import Peer, form
+from perseus.bench.plan import PERSEUS, Plan
+from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ratio
+from perseus.bench.sampling import Contender, Samples, measure
+
+
+@dataclass
+class Subject:
+    """One thing that several contenders do. size: bytes; settings go into the records."""
+
+    case: str
+    size: int
+    contenders: list[Contender]
+    tensors: int = 1
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+class Session:
+    """The world of ranks that measures (sampling.World), its plan and its peers."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.hosts = sum(hvd.allgather_object(hvd.local_rank() == 0))
+        self.counts_wire = self.hosts > 1 and hvd.local_rank() == 0
+        self.peers: list[Peer] = form(plan.peers, self._skipped)
+        self._settings = _own_settings()
+
+    def barrier(self) -> None:
+        """Return once every rank is here."""
+        hvd.barrier()
+
+    def agree(self, value: float) -> float:
+        """Rank 0's value."""
+        return float(hvd.broadcast(torch.tensor([value], dtype=torch.float64), 0, "bench.agree"))
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """Every rank's values (equally many), by rank."""
+        row = torch.tensor([values], dtype=torch.float64)
+        rows: list[list[float]] = hvd.allgather(row, "bench.gather").tolist()
+        return rows
+
+    def share(self, value: object) -> list[object]:
+        """Every rank's value, by rank."""
+        values: list[object] = hvd.allgather_object(value)
+        return values
+
+    def sizes(self, usual: list[int]) -> list[int]:
+        """The sizes asked for, in bytes, or those usual for a case."""
+        return self.plan.sizes or usual
+
+    def payload(self, operation: str, size: int) -> int | None:
+        """Bytes that an operation must send from each host; None where the algorithm decides."""
+        if self.hosts < 2 or self.hosts != self.size:
+            return None
+        return round(bus_factor(operation, self.size) * size)
+
+    def records(self, subject: Subject) -> list[Record]:
+        """Measure a subject: a record for each contender, alike on every rank but for stats."""
+        samples = measure(self, subject.contenders, self.plan.seconds)
+        reference = samples[PERSEUS].seconds
+        return [
+            self._record(subject, contender, samples[contender.name], reference)
+            for contender in subject.contenders
+        ]
+
+    def _record(
+        self, subject: Subject, contender: Contender, samples: Samples, reference: list[float]
+    ) -> Record:
+        ours = contender.name == PERSEUS
+        note, verified = "", samples.verified
+        if not verified:
+            note = "wrong result"
+        elif not counters_match(samples.wire_bytes, contender.payload):
+            note, verified = "the interfaces' counters do not match the algorithm", False
+        return Record(
+            case=subject.case,
+            peer=contender.name,
+            operation=contender.operation,
+            ranks=self.size,
+            hosts=self.hosts,
+            bytes=subject.size,
+            median_s=statistics.median(samples.seconds),
+            min_s=min(samples.seconds),
+            n=len(samples.seconds),
+            verified=verified,
+            rate_gbit=self.plan.rate_gbit,
+            links=self.plan.links,
+            wire_bytes=samples.wire_bytes,
+            wire_bytes_expected=contender.payload,
+            settings={**(self._settings if ours else {}), **subject.settings},
+            tensors=subject.tensors,
+            vs_perseus=1.0 if ours else pairwise_ratio(samples.seconds, reference),
+            staging_bytes=stats()["staging_bytes"] if ours else None,
+            load1=round(os.getloadavg()[0], 2),
+            note=note,
+        )
+
+    def _skipped(self, name: str, reason: str) -> None:
+        if self.rank == 0:
+            print(f"perseus-bench: {name} is skipped: {reason}", flush=True)
+
+
+def _own_settings() -> dict[str, str]:
+    """Variables that were set for this job and that results may depend on."""
+    known = (name for entry in config.variables() for name in (entry.name, *entry.aliases))
+    found = {name: os.environ[name] for name in known if os.environ.get(name)}
+    found.pop("PERSEUS_SECRET_FILE", None)
+    return found

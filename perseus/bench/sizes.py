@@ -1,0 +1,56 @@
+"""Sizes in bytes as people write and read them. Pure functions, thread-safe."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+_STEP = 4  # from one size of a range to the next
+
+
+def parse_sizes(text: str) -> list[int]:
+    """'4,64K,64M' or '4K-64M' (steps of four) to bytes; KiB, MiB and GiB are meant.
+
+    ValueError for anything else and for sizes that are no multiple of 4, a float32.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        size = _parse(first, text)
+        end = _parse(last, text) if dash else size
+        if end < size:
+            raise ValueError(f"--sizes {text}: '{part}' is empty")
+        while size <= end:
+            sizes.append(size)
+            size *= _STEP
+    return sorted(set(sizes))
+
+
+def _parse(part: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+)([kmg]?)(?:i?b)?", part.strip().lower())
+    if match is None:
+        raise ValueError(
+            f"--sizes {text}: '{part}': expected numbers such as 4, 64K, 64M or 4K-64M"
+        )
+    size = int(match[1]) * _UNITS[match[2]]
+    if size <= 0 or size % 4:
+        raise ValueError(
+            f"--sizes {text}: {size} bytes are no whole number of float32, which have 4"
+        )
+    return size
+
+
+def show_bytes(size: int) -> str:
+    """67108864 -> '64 MiB'."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """0.0041 -> '4.10 ms'."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e9:.3g} ns"

@@ -1,0 +1,50 @@
+"""The core's table of configuration variables for Python: --help and docs/config.md derive from it.
+
+Parsing happens in the core, when a context is created. Pure functions, thread-safe.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One knob. All fields are texts as written in the environment."""
+
+    name: str
+    aliases: tuple[str, ...]
+    type: str  # "int", "float", "bool", "string", "choice"
+    default: str  # "" = unset
+    allowed: str  # "1..12", "a|b|c", "" = anything
+    help: str
+
+
+def variables() -> list[Variable]:
+    """Every variable the core knows, in the table's order."""
+    from perseus import _core
+
+    return [
+        Variable(
+            name=row["name"],
+            aliases=tuple(alias for alias in row["aliases"].split(",") if alias),
+            type=row["type"],
+            default=row["default"],
+            allowed=row["allowed"],
+            help=row["help"],
+        )
+        for row in _core.config_table()
+    ]
+
+
+def check() -> None:
+    """Raise InvalidArgumentError (a ValueError) naming the first variable with a bad value."""
+    from perseus import _core
+
+    _core.config_check()
+
+
+def elastic() -> bool:
+    """Whether the elastic driver started this process (HOROVOD_ELASTIC=1): the world may grow."""
+    return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")

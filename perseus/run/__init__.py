@@ -1,0 +1,1 @@
+"""perseusrun: starts the ranks of a job on this and other hosts."""

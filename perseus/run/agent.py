@@ -1,0 +1,275 @@
+"""Runs the ranks of one host for perseusrun: starts them, forwards output, reports and ends them.
+
+perseusrun starts it locally, or sends this very source through ssh to any Python 3.7 or later:
+standard library only, nothing of Perseus imported. The main thread does everything but two things:
+one thread listens to perseusrun, and one waits for each rank.
+
+Talk: standard input carries one JSON line with the job, then lines END (SIGTERM, and SIGKILL when
+the grace is over) or KILL; its end means END. Standard output carries MARK, then frames: FRAME
+(kind, rank, size) and content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MARK = b"\0perseusrun agent\0"  # what a login shell prints before it is no frame
+FRAME = struct.Struct(">cII")
+HELLO, OUT, ERR, EXIT, FAILED = b"h", b"o", b"e", b"x", b"f"
+GRACE_SECONDS = 5.0
+_CHUNK = 65536
+
+
+def cores() -> int:
+    """Processors this process may use, a container's share of them counted."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
+        if quota != "max":
+            count = min(count, max(1, round(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+def _die_with_parent(parent: int) -> None:
+    """Between fork and exec: a killed agent takes its ranks along."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+    except (ImportError, OSError, AttributeError):
+        return
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+class Rank:
+    """One rank: a process that leads a session of its own, and the pipes of its output."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self.rank = rank
+        self.process = process
+        self.exited = False
+
+    def has_leftovers(self) -> bool:
+        """Whether its process group has living members beside its (ended) leader."""
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != self.process.pid:
+                try:
+                    stat = Path("/proc", entry, "stat").read_bytes()
+                except OSError:
+                    continue
+                fields = stat.rpartition(b")")[2].split()
+                if int(fields[2]) == self.process.pid and fields[0] not in (b"Z", b"X"):
+                    return True
+        return False
+
+
+class Agent:
+    """Owns this host's ranks from start to end. run() belongs to the main thread."""
+
+    def __init__(self, orders: BinaryIO, reports: int) -> None:
+        self._orders = orders
+        self._reports = reports
+        self._muted = False
+        self._ranks: list[Rank] = []
+        self._lock = (
+            threading.Lock()
+        )  # guards signalling against reaping: a pid must not be reused between
+        self._ending = False
+        self._exits: queue.SimpleQueue[tuple[Rank, int]] = queue.SimpleQueue()
+        self._wake, self._waker = os.pipe()
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        hello = {
+            "hostname": socket.gethostname(),
+            "cores": cores(),
+            "ssh_connection": os.environ.get("SSH_CONNECTION", ""),
+        }
+        self._write(MARK)
+        self._report(HELLO, 0, json.dumps(hello).encode())
+        line = self._orders.readline()
+        if not line.startswith(b"{"):  # ended before it began
+            return 0
+        started = self._start(json.loads(line))
+        threading.Thread(target=self._listen, daemon=True).start()
+        if not started:
+            self._kill(signal.SIGKILL)
+        for rank in self._ranks:
+            threading.Thread(target=self._wait_for, args=(rank,), daemon=True).start()
+        self._forward()
+        with self._lock:
+            self._signal(signal.SIGKILL)
+            for rank in self._ranks:
+                rank.process.wait()
+            self._ranks = []
+        return 0
+
+    def _start(self, job: dict[str, Any]) -> bool:
+        base = dict(os.environ) if job["keep_environment"] else {}
+        base.update(job["environment"])
+        parent = os.getpid()
+        for entry in job["ranks"]:
+            try:
+                # The first thread has not started yet: forking with preexec_fn is safe.
+                process = subprocess.Popen(
+                    job["command"],
+                    cwd=job["directory"],
+                    env={**base, **entry["environment"]},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    preexec_fn=lambda: _die_with_parent(parent),  # noqa: PLW1509
+                )
+            except (OSError, ValueError) as error:
+                self._report(FAILED, entry["rank"], _explain(error, job).encode())
+                return False
+            self._ranks.append(Rank(entry["rank"], process))
+        return True
+
+    def _listen(self) -> None:
+        while True:
+            order = self._orders.readline()
+            if order == b"KILL\n":
+                self._kill(signal.SIGKILL)
+            elif order in (b"END\n", b""):
+                self._end()
+            if not order:
+                return
+
+    def _end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            self._kill(signal.SIGTERM)
+            timer = threading.Timer(GRACE_SECONDS, self._kill, (signal.SIGKILL,))
+            timer.daemon = True
+            timer.start()
+
+    def _kill(self, number: int) -> None:
+        with self._lock:
+            self._signal(number)
+
+    def _signal(self, number: int, only: Rank | None = None) -> None:
+        for rank in self._ranks:
+            if only in (None, rank):
+                try:
+                    os.killpg(rank.process.pid, number)
+                    # A stopped process takes no notice of SIGTERM before it goes on.
+                    os.killpg(rank.process.pid, signal.SIGCONT)
+                except OSError:
+                    pass
+
+    def _wait_for(self, rank: Rank) -> None:
+        # Not reaped here: while the leader is a zombie, nobody else can get its number.
+        result = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
+        status = 1
+        if result is not None:
+            ended = result.si_code == os.CLD_EXITED
+            status = result.si_status if ended else 128 + result.si_status
+        self._exits.put((rank, status))
+        os.write(self._waker, b"x")
+
+    def _forward(self) -> None:
+        """Until every rank has exited and the last of its processes let go of its pipes."""
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        for rank in self._ranks:
+            for kind, pipe in ((OUT, rank.process.stdout), (ERR, rank.process.stderr)):
+                assert pipe is not None
+                os.set_blocking(pipe.fileno(), False)
+                self._selector.register(pipe, selectors.EVENT_READ, (kind, rank))
+        give_up = 0.0
+        while True:
+            if all(rank.exited for rank in self._ranks):
+                now = time.monotonic()
+                give_up = give_up or now + GRACE_SECONDS
+                if not any(rank.has_leftovers() for rank in self._ranks):
+                    give_up = min(give_up, now)
+                if now >= give_up:
+                    self._kill(signal.SIGKILL)
+                    self._drain()
+                    return
+            for key, _ in self._selector.select(0.05 if give_up else None):
+                if key.data is not None:
+                    self._pass_on(key.fileobj, *key.data)
+                else:
+                    os.read(self._wake, 1)
+                    self._note_exit(*self._exits.get())
+
+    def _note_exit(self, rank: Rank, status: int) -> None:
+        self._drain(rank)
+        rank.exited = True
+        self._report(EXIT, rank.rank, str(status).encode())
+        with self._lock:
+            self._signal(signal.SIGTERM, only=rank)  # what it left running
+
+    def _drain(self, only: Rank | None = None) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data is not None and only in (None, key.data[1]):
+                while self._pass_on(key.fileobj, *key.data):
+                    pass
+
+    def _pass_on(self, pipe: Any, kind: bytes, rank: Rank) -> bool:
+        if pipe not in self._selector.get_map():  # its end came earlier in the same round
+            return False
+        try:
+            data = os.read(pipe.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        if data:
+            self._report(kind, rank.rank, data)
+        else:
+            self._selector.unregister(pipe)
+        return bool(data)
+
+    def _report(self, kind: bytes, rank: int, data: bytes) -> None:
+        self._write(FRAME.pack(kind, rank, len(data)) + data)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view and not self._muted:
+            try:
+                view = view[os.write(self._reports, view) :]
+            except OSError:  # perseusrun is gone; the end of its orders ends the ranks
+                self._muted = True
+
+
+def _explain(error: Exception, job: dict[str, Any]) -> str:
+    """'CODE text', the code as a shell would give it."""
+    command = str(job["command"][0])
+    if isinstance(error, OSError) and error.filename == job["directory"]:
+        return "1 cannot change to directory " + str(job["directory"]) + ": " + str(error.strerror)
+    if isinstance(error, FileNotFoundError):
+        return "127 " + command + ": command not found"
+    if isinstance(error, OSError):
+        return "126 " + command + ": " + str(error.strerror)
+    return "1 " + command + ": " + str(error)
+
+
+def main() -> int:
+    try:
+        return Agent(sys.stdin.buffer, 1).run()
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+if __name__ == "__main__":
+    # Not sys.exit: the interpreter's end would trip over the thread that still reads standard
+    # input.
+    os._exit(main())

@@ -1,0 +1,49 @@
+"""`perseusrun --check-build`: what this installation can do on this host. Read only."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+# name, the framework's module, Perseus' adapter for it
+_FRAMEWORKS = (
+    ("TensorFlow", "tensorflow", "perseus.tensorflow"),
+    ("PyTorch", "torch", "perseus.torch"),
+    ("MXNet", "mxnet", "perseus.mxnet"),
+)
+
+
+def report(version: str) -> str:
+    """The table that Horovod's users know, and below it what the core found."""
+    native, fact = _core()
+    frameworks = [(name, _found(module) and _found(ours)) for name, module, ours in _FRAMEWORKS]
+    sections = (
+        ("Available Frameworks", frameworks),
+        ("Available Controllers", [("MPI", _found("mpi4py")), ("Gloo", native)]),
+        (
+            "Available Tensor Operations",
+            [("NCCL", False), ("DDL", False), ("CCL", False), ("MPI", False), ("Gloo", native)],
+        ),
+        ("Available Transports", [("Shared memory", native), ("TCP", native)]),
+    )
+    lines = [f"Perseus v{version}:"]
+    for title, entries in sections:
+        lines += ["", f"{title}:"]
+        lines += [f"    [{'X' if there else ' '}] {name}" for name, there in entries]
+    return "\n".join([*lines, "", fact])
+
+
+def _core() -> tuple[bool, str]:
+    """Whether the native core loads, and the kernels it chose for this processor (or why not)."""
+    try:
+        core = import_module("perseus._core")
+    except ImportError as error:
+        return False, f"The native core does not load: {error}"
+    return True, f"Kernels for this processor: {core.kernel_variant()}"
+
+
+def _found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,178 @@
+"""perseusrun's command line: what the user wrote becomes a Job. One thread."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from perseus.rendezvous import start_timeout
+from perseus.run import settings
+from perseus.run.check_build import report
+from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
+from perseus.run.launch import Job, Launcher, LaunchError
+
+_USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a job and returns the exit status: 0, 1 when a rank failed, 2 for a wrong command "
+    "line."""
+    try:
+        given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+        if given.version:
+            print(_version())
+            return 0
+        if given.check_build:
+            print(report(_version()))
+            return 0
+        job = _job(given)
+    except ValueError as error:
+        return _complain(str(error), _USAGE_ERROR)
+    try:
+        return Launcher(job).run()
+    except LaunchError as error:
+        return _complain(str(error), error.code)
+
+
+def _job(given: argparse.Namespace) -> Job:
+    command = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if given.num_proc is None:
+        raise ValueError("-np is missing: how many ranks?")
+    if given.num_proc < 1:
+        raise ValueError(f"-np {given.num_proc}: expected 1 or more")
+    if not command:
+        raise ValueError("no command given: perseusrun -np 2 python train.py")
+    if given.hostfile is not None:
+        hosts = parse_hostfile(given.hostfile)
+    elif given.hosts is not None:
+        hosts = parse_hosts(given.hosts)
+    else:
+        hosts = [Host("localhost", given.num_proc)]
+    flags = settings.variables(given)
+    if given.start_timeout is not None:
+        flags["HOROVOD_START_TIMEOUT"] = str(given.start_timeout)
+    return Job(
+        command=command,
+        slots=place(hosts, given.num_proc),
+        start_timeout=given.start_timeout or start_timeout(),
+        ssh_port=given.ssh_port,
+        ssh_identity_file=given.ssh_identity_file,
+        interfaces=list(dict.fromkeys(name for names in given.nics or () for name in names)),
+        flags=flags,
+        output_directory=given.output_filename,
+        timestamps=given.prefix_output_with_timestamp,
+        verbose=given.verbose,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line; the table of variables is made only when somebody asks for it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; perseusrun -h shows everything")
+
+    def format_help(self) -> str:
+        return super().format_help() + "\n" + _variables()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="perseusrun",
+        usage="perseusrun -np N [-H host:slots,... | --hostfile FILE] [options] [--] command ...",
+        description="Starts N ranks of a command on this and other hosts and ends them together.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-v", "--version", action="store_true", help="show the version and exit")
+    add("-np", "--num-proc", type=int, metavar="N", help="number of ranks")
+    add(
+        "-cb",
+        "--check-build",
+        action="store_true",
+        help="show which frameworks, controllers and operations are there, and exit",
+    )
+    add(
+        "--start-timeout",
+        type=_positive,
+        metavar="SECONDS",
+        help="for hosts and ranks to appear; default HOROVOD_START_TIMEOUT, else 60",
+    )
+    add(
+        "--network-interface",
+        "--network-interfaces",
+        dest="nics",
+        action="append",
+        type=lambda text: [name for name in text.split(",") if name],
+        metavar="NAME[,NAME]",
+        help="network interfaces for rendezvous (the first) and data; default: by routing",
+    )
+    add(
+        "--output-filename",
+        metavar="DIR",
+        help="also write each rank's output to DIR/rank.<rank>/stdout and stderr",
+    )
+    add(
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        help="the time in front of every line that a rank prints",
+    )
+    add("--verbose", action="store_true", help="tell what perseusrun does")
+    controller = parser.add_argument_group("controller")
+    controller.add_argument(
+        "--gloo", action="store_true", help="the built-in backend, which needs no MPI (default)"
+    )
+    where = parser.add_argument_group("hosts").add_mutually_exclusive_group()
+    where.add_argument(
+        "-H", "--hosts", metavar="host:slots,...", help="default localhost:N; slots default to 1"
+    )
+    where.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="lines 'host slots=n', 'host:n' or 'host'"
+    )
+    ssh = parser.add_argument_group("ssh (host names are passed on exactly as written)")
+    ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="of every host")
+    ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key")
+    settings.add_to(parser)
+    add("command", nargs=argparse.REMAINDER, help="program and arguments, run by every rank")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}': expected a whole number, 1 or more")
+    return int(text)
+
+
+def _variables() -> str:
+    """The table of environment variables, as the core has it."""
+    try:
+        table: list[dict[str, Any]] = import_module("perseus._core").config_table()
+    except ImportError as error:
+        return f"The table of environment variables is in the native core, which failed: {error}\n"
+    lines = ["environment variables (given before perseusrun, they reach every rank):"]
+    for entry in table:
+        allowed = f" {entry['allowed']}" if entry["allowed"] else ""
+        default = f", default {entry['default']}" if entry["default"] else ", default unset"
+        lines.append(f"  {entry['name']}  ({entry['type']}{allowed}{default})")
+        lines += textwrap.wrap(
+            entry["help"], 100, initial_indent=" " * 8, subsequent_indent=" " * 8
+        )
+        if entry["aliases"]:
+            lines.append(" " * 8 + "also: " + str(entry["aliases"]).replace(",", ", "))
+    return "\n".join(lines) + "\n"
+
+
+def _version() -> str:
+    try:
+        return str(import_module("perseus").__version__)
+    except ImportError:
+        return "(without its native core)"
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"perseusrun: error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,379 @@
+"""Starts a job's ranks through an agent per host, passes on their output, ends them together.
+
+One thread and one selector; signals wake it through a pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from perseus.addresses import interface_address, is_own_address, source_address
+from perseus.run import agent, environment
+from perseus.run.hosts import Slot
+from perseus.run.link import HostLink, is_local, local_command, real_name, ssh_command
+from perseus.run.output import STDERR, STDOUT, Console, Stream
+
+_CHUNK = 1 << 16
+_LAST_GRACE = 5.0  # seconds an agent gets beyond the grace it gives its ranks
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class LaunchError(Exception):
+    """The job could not be started; one line that says why. `code` is the launcher's exit "
+    "status."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run where."""
+
+    command: list[str]
+    slots: list[Slot]
+    start_timeout: int = 60
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    interfaces: list[str] = field(default_factory=list)
+    flags: dict[str, str] = field(default_factory=dict)  # environment variables set by flags
+    output_directory: str | None = None
+    timestamps: bool = False
+    verbose: bool = False
+
+
+class Launcher:
+    """One job from its start to its exit status."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._size = len(job.slots)
+        self._hosts: list[HostLink] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._console = Console(lambda: self._signalled is not None, self._wake)
+        self._streams: dict[tuple[int, bytes], Stream] = {}
+        self._signalled: int | None = None
+        self._first_failure: tuple[int, int] | None = None  # rank, status
+        self._error: LaunchError | None = None
+        self._ending = False
+        self._last_moment: float | None = None  # when agents that do not end are killed
+        self._core: Any = None
+        self._server: Any = None
+
+    def run(self) -> int:
+        """The launcher's exit status: 0, 1 when a rank failed, 128 + n when signal n ended the job.
+
+        Raises LaunchError when the job could not be started.
+        """
+        old = self._catch_signals()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        try:
+            self._core = _checked_core(self._job.flags)
+            self._open_streams()
+            self._connect()
+            self._loop(lambda: all(host.hello is not None for host in self._hosts))
+            if not self._ending:
+                self._start_ranks()
+            self._loop(lambda: False)
+        finally:
+            for host in self._hosts:
+                host.kill()
+                host.process.wait()
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(-1)
+        for stream in self._streams.values():
+            stream.close()
+        self._console.close()
+        return self._verdict()
+
+    def _verdict(self) -> int:
+        if self._signalled is not None:
+            return 128 + self._signalled
+        if self._console.broken:
+            return 128 + signal.SIGPIPE
+        if self._error is not None:
+            raise self._error
+        if self._first_failure is None:
+            return 0
+        rank, status = self._first_failure
+        host = self._job.slots[rank].host
+        self._say(
+            f"rank {rank} on {host} was the first to fail, with exit code {status}"
+            + (f" ({signal.Signals(status - 128).name})" if _is_signal(status) else "")
+        )
+        return 1
+
+    # ---- starting
+    # ----------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> dict[signal.Signals, Any]:
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        old = {}
+        for number in _ENDING_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
+                old[number] = signal.signal(number, self._on_signal)
+        return old
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled is not None:
+            for host in self._hosts:
+                host.kill_ranks()
+            os._exit(128 + number)
+        self._signalled = number
+
+    def _open_streams(self) -> None:
+        width = len(str(self._size - 1))
+        for slot in self._job.slots:
+            for kind, fd, name in ((agent.OUT, STDOUT, "stdout"), (agent.ERR, STDERR, "stderr")):
+                file = None
+                if self._job.output_directory is not None:
+                    directory = Path(self._job.output_directory) / f"rank.{slot.rank:0{width}}"
+                    try:
+                        directory.mkdir(parents=True, exist_ok=True)
+                        file = (directory / name).open("wb")
+                    except OSError as error:
+                        raise LaunchError(
+                            f"--output-filename {directory}: {error.strerror}"
+                        ) from None
+                stream = Stream(self._console, slot.rank, fd, self._job.timestamps, file)
+                self._streams[slot.rank, kind] = stream
+
+    def _connect(self) -> None:
+        for name in dict.fromkeys(slot.host for slot in self._job.slots):
+            slots = [slot for slot in self._job.slots if slot.host == name]
+            local = is_local(name)
+            command = local_command() if local else self._ssh_command(name)
+            if self._job.verbose:
+                self._say(f"{name}: ranks {slots[0].rank}-{slots[-1].rank}: {shlex.join(command)}")
+            try:
+                host = HostLink(name, slots, local, command)
+            except OSError as error:
+                raise LaunchError(f"{command[0]}: {error.strerror}", 127) from None
+            self._hosts.append(host)
+            for pipe, act in (
+                (host.process.stdout, self._hear),
+                (host.process.stderr, self._hear_complaint),
+            ):
+                self._selector.register(_present(pipe), selectors.EVENT_READ, (act, host))
+        self._start_by = time.monotonic() + self._job.start_timeout
+
+    def _ssh_command(self, name: str) -> list[str]:
+        job = self._job
+        return ssh_command(name, job.start_timeout, job.ssh_port, job.ssh_identity_file)
+
+    def _start_ranks(self) -> None:
+        secret = secrets.token_hex(32)
+        address = self._own_address()
+        try:
+            self._server = self._core.StoreServer(address, 0, False, secret.encode())
+        except (RuntimeError, OSError) as error:
+            raise LaunchError(str(error)) from None
+        if self._job.verbose:
+            self._say(f"store at {address}:{self._server.port}")
+        common = environment.of_job(
+            address, self._server.port, secret, self._job.interfaces, self._job.flags
+        )
+        directory = _current_directory()
+        threads = {} if os.environ.get("OMP_NUM_THREADS") else self._share_cores()
+        for host in self._hosts:
+            if host.name in threads:
+                common["OMP_NUM_THREADS"] = str(threads[host.name])
+            base = environment.local_base if host.local else environment.remote_base
+            job = {
+                "command": self._job.command,
+                "directory": directory,
+                "keep_environment": not host.local,
+                "environment": base(os.environ) | common,
+                "ranks": [
+                    {"rank": slot.rank, "environment": environment.of_rank(slot, self._size)}
+                    for slot in host.slots
+                ],
+            }
+            host.send(json.dumps(job).encode() + b"\n")
+
+    def _share_cores(self) -> dict[str, int]:
+        """OMP_NUM_THREADS of each host, and one line about it."""
+        threads = {}
+        reasons = []
+        for host in self._hosts:
+            cores = _present(host.hello)["cores"]
+            threads[host.name] = max(1, cores // len(host.slots))
+            reasons.append(f"{threads[host.name]} on {host.name} ({cores} / {len(host.slots)})")
+        self._say("OMP_NUM_THREADS = cores / ranks as it was not set: " + ", ".join(reasons))
+        return threads
+
+    def _own_address(self) -> str:
+        """Where all hosts reach the store: loopback if there is one host only, else the way to "
+        "the first other."""
+        others = [host for host in self._hosts if not host.local]
+        if self._job.interfaces:
+            try:
+                return interface_address(self._job.interfaces[0])
+            except ValueError as error:
+                raise LaunchError(str(error)) from None
+        if not others:
+            return "127.0.0.1"
+        seen = str(_present(others[0].hello)["ssh_connection"]).split(" ")[0]
+        # What the other host saw as ssh's origin is this host, unless a jump host is in between.
+        if "." in seen and is_own_address(seen):
+            return seen
+        return source_address(real_name(others[0].name)) or seen
+
+    # ---- running
+    # -----------------------------------------------------------------------------------------
+
+    def _loop(self, done: Callable[[], bool]) -> None:
+        """Handle what comes until `done` or until every agent is gone."""
+        while not done() and not all(host.gone for host in self._hosts):
+            for key, _ in self._selector.select(self._patience()):
+                data = os.read(key.fd, _CHUNK)
+                if key.data is not None:
+                    act, host = key.data
+                    if not data:
+                        self._selector.unregister(key.fileobj)
+                    act(host, data)
+            self._attend()
+
+    def _patience(self) -> float:
+        moments = [moment for stream in self._streams.values() if (moment := stream.due())]
+        moments += [self._last_moment] if self._last_moment else []
+        moments += [self._start_by] if not self._started() else []
+        return max(0.0, min(moments) - time.monotonic()) if moments else 3600.0
+
+    def _started(self) -> bool:
+        return all(host.hello is not None for host in self._hosts)
+
+    def _attend(self) -> None:
+        """Whatever is due by the clock or by a signal."""
+        now = time.monotonic()
+        for stream in self._streams.values():
+            if (moment := stream.due()) and moment <= now:
+                stream.show_rest()
+        if self._signalled is not None or self._console.broken:
+            self._end()
+        if not self._started() and now >= self._start_by and not self._ending:
+            late = ", ".join(host.name for host in self._hosts if host.hello is None)
+            self._fail(
+                LaunchError(
+                    f"no answer from {late} within {self._job.start_timeout} s (--start-timeout)"
+                )
+            )
+        if self._last_moment and now >= self._last_moment:
+            for host in self._hosts:
+                host.kill()
+            self._last_moment = None
+
+    def _hear(self, host: HostLink, data: bytes) -> None:
+        for kind, rank, content in host.frames(data):
+            if kind == agent.HELLO:
+                host.hello = json.loads(content)
+            elif kind in (agent.OUT, agent.ERR):
+                self._streams[rank, kind].feed(content)
+            elif kind == agent.EXIT:
+                self._rank_exited(host, rank, int(content))
+            elif kind == agent.FAILED:
+                code, _, text = content.decode(errors="replace").partition(" ")
+                where = "" if host.local else f" (on {host.name})"
+                self._fail(LaunchError(text + where, int(code)))
+        if not data:
+            self._agent_ended(host)
+
+    def _hear_complaint(self, host: HostLink, data: bytes) -> None:
+        text = data.decode(errors="replace")
+        if text.strip():
+            host.last_words = text.strip().splitlines()[-1]
+            if self._job.verbose:
+                self._say(f"{host.name}: {text.rstrip()}")
+
+    def _rank_exited(self, host: HostLink, rank: int, status: int) -> None:
+        host.running.discard(rank)
+        for kind in (agent.OUT, agent.ERR):
+            self._streams[rank, kind].flush()
+        if status == 0 or self._ending:
+            return
+        self._first_failure = (rank, status)
+        self._say(f"Process {rank} exit with status code {status}.", "")
+        if any(other.running for other in self._hosts):
+            self._say(f"Terminating remaining workers after failure of Process {rank}.", "")
+        self._end()
+
+    def _agent_ended(self, host: HostLink) -> None:
+        host.gone = True
+        if not self._ending and (host.hello is None or host.running):
+            status = host.process.wait()
+            complaints = _present(host.process.stderr)
+            os.set_blocking(complaints.fileno(), False)
+            self._hear_complaint(host, complaints.read() or b"")
+            if host.hello is None:
+                fact = f"{host.name}: could not be reached by ssh"
+            else:
+                fact = f"{host.name}: the connection broke while ranks {sorted(host.running)} ran"
+            if host.local:
+                fact = f"{host.name}: the process that runs the ranks ended with status {status}"
+            self._fail(LaunchError(fact + (f": {host.last_words}" if host.last_words else "")))
+
+    def _fail(self, error: LaunchError) -> None:
+        if self._error is None and not self._ending:
+            self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        """Ask all agents to end their ranks; they kill what does not end in time."""
+        if not self._ending:
+            self._ending = True
+            self._last_moment = time.monotonic() + agent.GRACE_SECONDS + _LAST_GRACE
+            for host in self._hosts:
+                if host.hello is None:
+                    host.kill()
+                else:
+                    host.send(b"END\n")
+
+    def _say(self, text: str, prefix: str = "perseusrun: ") -> None:
+        self._console.show(STDERR, f"{prefix}{text}\n".encode())
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise LaunchError(f"the current directory is gone: {error.strerror}") from None
+
+
+def _checked_core(flags: dict[str, str]) -> Any:
+    """The native core, once it has found every variable of the job's environment sound."""
+    try:
+        core = import_module("perseus._core")
+    except ImportError as error:
+        raise LaunchError(
+            f"perseus is not installed whole: {error}; pip install it again"
+        ) from None
+    os.environ.update(flags)  # flags come before the environment, for the check as for the ranks
+    try:
+        core.config_check()
+    except ValueError as error:
+        raise LaunchError(str(error), 2) from None
+    return core
+
+
+def _is_signal(status: int) -> bool:
+    return status - 128 in set(signal.Signals)
+
+
+def _present(value: Any) -> Any:
+    assert value is not None
+    return value

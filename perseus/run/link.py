@@ -1,0 +1,134 @@
+"""The launcher's end of one host: the agent as a local child, or at the other end of ssh. One "
+"thread."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+from perseus.addresses import is_own_address
+from perseus.run import agent
+from perseus.run.hosts import Slot
+
+_KILL_SECONDS = 2.0
+
+
+class HostLink:
+    """The agent of one host: a local child, or one at the other end of ssh."""
+
+    def __init__(self, name: str, slots: list[Slot], local: bool, command: list[str]) -> None:
+        self.name = name
+        self.slots = slots
+        self.local = local
+        self.hello: dict[str, Any] | None = None
+        self.running = {slot.rank for slot in slots}
+        self.gone = False  # nothing more will be reported
+        self.last_words = ""  # of ssh or of the agent itself
+        self._received = b""
+        self._marked = False
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher alone to act on
+        )
+        if not local:
+            source = Path(agent.__file__).read_bytes()
+            self.send(b"%d\n" % len(source) + source)
+
+    def send(self, data: bytes) -> None:
+        pipe = _present(self.process.stdin)
+        try:
+            pipe.write(data)
+            pipe.flush()
+        except OSError:
+            pass  # its end is noticed where its reports are read
+
+    def frames(self, data: bytes) -> list[tuple[bytes, int, bytes]]:
+        """The whole frames that `data` completes: (kind, rank, content)."""
+        self._received += data
+        if not self._marked:
+            _, mark, rest = self._received.partition(agent.MARK)
+            if not mark:
+                return []
+            self._marked, self._received = True, rest
+        frames = []
+        start = 0
+        while len(self._received) - start >= agent.FRAME.size:
+            kind, rank, size = agent.FRAME.unpack_from(self._received, start)
+            end = start + agent.FRAME.size + size
+            if end > len(self._received):
+                break
+            frames.append((kind, rank, self._received[start + agent.FRAME.size : end]))
+            start = end
+        self._received = self._received[start:]
+        return frames
+
+    def kill_ranks(self) -> None:
+        """At once, whatever else is going on; also from within a signal handler."""
+        try:
+            os.write(_present(self.process.stdin).fileno(), b"\nKILL\n")
+            self.process.wait(_KILL_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            self.kill()
+
+    def kill(self) -> None:
+        """The agent's ranks die with it; those of another host end when ssh does."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def is_local(name: str) -> bool:
+    """Whether `name` is this very host, so that no ssh is needed. An alias in ssh's configuration "
+    "is not."""
+    here = socket.gethostname()
+    if name in ("localhost", "127.0.0.1", "::1", here, here.partition(".")[0]):
+        return True
+    return real_name(name) == name and is_own_address(name)
+
+
+def local_command() -> list[str]:
+    return [sys.executable, "-S", "-E", agent.__file__]
+
+
+def ssh_command(
+    name: str, timeout: int, port: int | None = None, identity_file: str | None = None
+) -> list[str]:
+    """ssh that runs the agent it reads from standard input: no command line has a secret."""
+    bootstrap = "import sys;r=sys.stdin.buffer;exec(r.read(int(r.readline())))"
+    shell = f'p={shlex.quote(sys.executable)}; [ -x "$p" ] || p=python3; '
+    shell += f'exec "$p" -S -E -c "{bootstrap}"'
+    command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"]
+    command += ["-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15"]
+    command += ["-o", f"ConnectTimeout={timeout}"]
+    if port is not None:
+        command += ["-p", str(port)]
+    if identity_file is not None:
+        command += ["-i", identity_file]
+    return [*command, name, "exec /bin/sh -c " + shlex.quote(shell)]
+
+
+def real_name(name: str) -> str:
+    """The host name that ssh's configuration gives for `name`, else `name`."""
+    try:
+        output = subprocess.run(
+            ["ssh", "-G", name], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return name
+    for line in output.splitlines():
+        if line.startswith("hostname "):
+            return line.partition(" ")[2]
+    return name
+
+
+def _present(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe

@@ -1,0 +1,157 @@
+"""Flags that only set a variable for the ranks: one table, names and ranges as in horovodrun. "
+"Immutable."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_BYTES_PER_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag with a value, and the variables that carry it: the config table's own name first."""
+
+    flag: str
+    group: str
+    kind: type[int] | type[float] | type[str]
+    variables: tuple[str, ...]
+    help: str
+    choices: tuple[str, ...] = ()
+    translate: Callable[[str], str] = str
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A flag without a value that sets a variable to a constant."""
+
+    flag: str
+    group: str
+    variable: str
+    value: str
+    help: str
+
+
+_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
+
+SETTINGS = (
+    Setting(
+        "--fusion-threshold-mb",
+        "tuning",
+        int,
+        ("HOROVOD_FUSION_THRESHOLD",),
+        "largest fused bucket in MiB; 0 turns fusion off",
+        translate=lambda text: str(int(text) * _BYTES_PER_MIB),
+    ),
+    Setting(
+        "--cycle-time-ms",
+        "tuning",
+        float,
+        ("HOROVOD_CYCLE_TIME",),
+        "pause between negotiation rounds in milliseconds",
+    ),
+    Setting(
+        "--num-nccl-streams",
+        "tuning",
+        int,
+        ("PERSEUS_ALLREDUCE_STREAMS", "HOROVOD_NUM_NCCL_STREAMS"),
+        "most buckets in flight at once",
+    ),
+    Setting(
+        "--gloo-timeout-seconds",
+        "tuning",
+        int,
+        ("GLOO_TIMEOUT_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
+        "seconds without a sign of life after which a rank counts as dead",
+    ),
+    Setting(
+        "--stall-check-warning-time-seconds",
+        "stall check",
+        int,
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS",),
+        "age at which a tensor that some ranks have not submitted is reported",
+    ),
+    Setting(
+        "--stall-check-shutdown-time-seconds",
+        "stall check",
+        int,
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",),
+        "age at which such a tensor ends the job; 0 = never",
+    ),
+    Setting(
+        "--log-level",
+        "logging",
+        str,
+        ("PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL"),
+        "least severe message that ranks write",
+        choices=_LEVELS,
+        translate=str.lower,
+    ),
+)
+
+SWITCHES = (
+    Switch(
+        "--no-stall-check", "stall check", "HOROVOD_STALL_CHECK_DISABLE", "1", "no stall warnings"
+    ),
+    Switch("--stall-check", "stall check", "HOROVOD_STALL_CHECK_DISABLE", "0", argparse.SUPPRESS),
+    Switch(
+        "--log-without-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "1", "no time in log lines"
+    ),
+    Switch("--log-with-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "0", argparse.SUPPRESS),
+)
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Every setting as an argument of its group. What is not given changes nothing."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for entry in (*SETTINGS, *SWITCHES):
+        if entry.group not in groups:
+            groups[entry.group] = parser.add_argument_group(entry.group)
+        if isinstance(entry, Switch):
+            groups[entry.group].add_argument(
+                entry.flag,
+                dest=entry.variable,
+                action="store_const",
+                const=entry.value,
+                help=entry.help,
+            )
+        else:
+            groups[entry.group].add_argument(
+                entry.flag,
+                dest=entry.flag,
+                type=_value_of(entry),
+                choices=entry.choices or None,
+                metavar=None if entry.choices else entry.kind.__name__.upper(),
+                help=entry.help,
+            )
+
+
+def variables(arguments: argparse.Namespace) -> dict[str, str]:
+    """NAME -> value of what was given on the command line."""
+    given = vars(arguments)
+    result = {}
+    for setting in SETTINGS:
+        if given[setting.flag] is not None:
+            value = setting.translate(given[setting.flag])
+            result.update(dict.fromkeys(setting.variables, value))
+    for switch in SWITCHES:
+        if given[switch.variable] is not None:
+            result[switch.variable] = given[switch.variable]
+    return result
+
+
+def _value_of(setting: Setting) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if setting.kind is str:
+            return text.upper()
+        try:
+            number = setting.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"'{text}' is no number") from None
+        if not float(number) >= 0:
+            raise argparse.ArgumentTypeError(f"'{text}': expected 0 or more")
+        return text
+
+    return check

@@ -1,0 +1,1 @@
+"""PyTorch on Perseus; `import perseus.torch.horovod as hvd` is the public face."""

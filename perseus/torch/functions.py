@@ -1,0 +1,178 @@
+"""Equal state on every rank: parameters, optimizer state, arbitrary objects.
+
+Source of behaviour: Horovod 0.28.1, horovod.torch.functions, except that no optimizer step is taken
+to create state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from perseus import basics, objects
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch.exchange import allgather, broadcast_, broadcast_async_
+from perseus.torch.session import synchronize
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite parameters with the root's, in place; usually `model.state_dict()`.
+
+    params: a dict name -> tensor, a list of (name, tensor), or a list of tensors; names, shapes and
+    dtypes equal on all ranks. root_rank: a global rank.
+    ValueError ("invalid params of type") for anything else, generators included.
+    """
+    if isinstance(params, Mapping):
+        named: Iterable[tuple[str | None, torch.Tensor]] = sorted(params.items())
+    elif isinstance(params, list):
+        named = [item if isinstance(item, tuple) else (None, item) for item in params]
+    else:
+        raise ValueError(
+            f"invalid params of type: {type(params)}, expected a dict or a list such as "
+            f"model.state_dict() or list(model.named_parameters())"
+        )
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's object: itself on the root, an unpickled copy elsewhere.
+
+    obj: anything cloudpickle can write; ignored on the others. name: without one, ranks must pass
+    objects of the same type, whose name is used. root_rank: a global rank.
+    """
+    name = objects.default_name(obj) if name is None else name
+    is_root = basics.rank() == root_rank
+    payload = objects.dumps(obj) if is_root else b""
+    size = torch.tensor([len(payload)], dtype=torch.int64)
+    broadcast_(size, root_rank, f"{name}.sz", process_set)
+    data = _bytes_to_tensor(payload) if is_root else torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, f"{name}.t", process_set)
+    return obj if is_root else objects.loads(data.numpy().data)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's object, in rank order, on every rank. name as for broadcast_object."""
+    name = objects.default_name(obj) if name is None else name
+    payload = _bytes_to_tensor(objects.dumps(obj))
+    sizes = allgather(torch.tensor([payload.numel()], dtype=torch.int64), f"{name}.sz", process_set)
+    data = allgather(payload, f"{name}.t", process_set)
+    return [objects.loads(part.numpy().data) for part in torch.split(data, sizes.tolist())]
+
+
+def _bytes_to_tensor(payload: bytes) -> torch.Tensor:
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():  # it is only read
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(payload, dtype=torch.uint8)
+
+
+class _TensorSlot:
+    """Stands for a tensor of the root's state, which travels on its own."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the root's optimizer state and options (lr, momentum, …).
+
+    The parameters must be the same, in the same order. State that only the root has yet, e.g. after
+    loading a checkpoint there, is created elsewhere. model: accepted for Horovod's sake.
+    ValueError for LBFGS, whose state is not per parameter.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    is_root = basics.rank() == root_rank
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    outline = broadcast_object(
+        _outline(optimizer, parameters) if is_root else None, root_rank, "optimizer_state"
+    )
+    options, entries = outline
+    if len(entries) != len(parameters) or len(options) != len(optimizer.param_groups):
+        raise ValueError(
+            f"[torch] the root's optimizer has {len(entries)} parameters in {len(options)} groups, "
+            f"this one {len(parameters)} in {len(optimizer.param_groups)}"
+        )
+    tensors: list[tuple[torch.Tensor, str]] = []
+    for index, (parameter, entry) in enumerate(zip(parameters, entries, strict=True)):
+        own = optimizer.state.get(parameter, {})
+        for key, value in entry.items():
+            if isinstance(value, _TensorSlot):
+                own[key] = tensor = _room_for(value, own.get(key), parameter, is_root)
+                tensors.append((tensor, f"{key}.{index}"))
+            elif not is_root:
+                own[key] = value
+        if not is_root:
+            for key in [key for key in own if key not in entry]:
+                del own[key]
+        if entry:
+            optimizer.state[parameter] = own
+        elif not is_root:
+            optimizer.state.pop(parameter, None)
+    _broadcast_all(tensors, root_rank)
+    if not is_root:
+        for group, values in zip(optimizer.param_groups, options, strict=True):
+            group.update(values)
+
+
+def _outline(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Options of each group, and the state of each parameter with tensors replaced by slots."""
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    entries = [
+        {
+            key: _TensorSlot(value) if isinstance(value, torch.Tensor) else value
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        for parameter in parameters
+    ]
+    return options, entries
+
+
+def _room_for(
+    slot: _TensorSlot, present: Any, parameter: torch.Tensor, is_root: bool
+) -> torch.Tensor:
+    if isinstance(present, torch.Tensor) and (
+        is_root or (tuple(present.shape) == slot.shape and present.dtype == slot.dtype)
+    ):
+        return present
+    # Moments follow their parameter's memory format.
+    if slot.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter, dtype=slot.dtype).detach()
+    return slot.empty()
+
+
+def _broadcast_all(tensors: list[tuple[torch.Tensor, str]], root_rank: int) -> None:
+    # Memory formats of state tensors may differ between ranks, so they travel row-major.
+    travelling = [tensor.contiguous() for tensor, _ in tensors]
+    handles = [
+        broadcast_async_(row_major, root_rank, name)
+        for row_major, (_, name) in zip(travelling, tensors, strict=True)
+    ]
+    for handle, row_major, (tensor, _) in zip(handles, travelling, tensors, strict=True):
+        synchronize(handle)
+        if row_major is not tensor:
+            tensor.copy_(row_major)

@@ -1,0 +1,204 @@
+"""Gradients on their way: hooks start reductions during backward, one wait ends all of them.
+
+Belongs to the thread that steps the optimizer; hooks may run in autograd's threads, one at a time
+for each parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from perseus.compression import Compressor, NoneCompressor
+from perseus.process_sets import ProcessSet
+from perseus.torch.functions import broadcast_object
+from perseus.torch.reductions import allreduce_async_, grouped_allreduce_async_
+from perseus.torch.session import synchronize
+
+_TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). "
+    "Increase backward_passes_per_step to accumulate gradients locally."
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How gradients are reduced; equal on all ranks."""
+
+    names: dict[torch.Tensor, str]
+    groups: int | list[list[torch.Tensor]] | None
+    compression: type[Compressor]
+    op: int
+    predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+
+class _Bundle:
+    """Gradients that are reduced by one operation: one parameter, or a group of them."""
+
+    __slots__ = ("contexts", "handle", "name", "parameters", "passes_left", "sent", "waiting")
+
+    def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
+        self.name = name
+        self.parameters = parameters
+        self.passes_left: list[int] = []  # of each parameter, until its gradient is complete
+        self.waiting = 0  # parameters whose gradient is not complete
+        self.handle = 0  # 0 = not started
+        self.sent: list[torch.Tensor] = []
+        self.contexts: list[Any] = []
+
+
+class GradientReducer:
+    """Reduces the gradients of some parameters, once per step.
+
+    parameters: those that take part; none at all makes every method a no-op.
+    passes: backward passes that complete a gradient.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], plan: Plan, passes: int) -> None:
+        self.plan = plan
+        self.passes = passes
+        self._bundles = _make_bundles(parameters, plan)
+        self._plain = plan.compression is NoneCompressor
+        self._prescale = 1.0 / plan.predivide_factor
+        self._postscale = plan.predivide_factor
+        self.reset()
+        for bundle in self._bundles:
+            for index, parameter in enumerate(bundle.parameters):
+                _attach(self, bundle, index, parameter)
+
+    def reset(self) -> None:
+        """Count backward passes from the start again."""
+        for bundle in self._bundles:
+            bundle.passes_left = [self.passes] * len(bundle.parameters)
+            bundle.waiting = len(bundle.parameters)
+
+    def busy(self) -> bool:
+        """Whether a reduction was started and not waited for."""
+        return any(bundle.handle for bundle in self._bundles)
+
+    def on_gradient(self, bundle: _Bundle, index: int) -> None:
+        """A backward pass has added to a gradient."""
+        left = bundle.passes_left[index] - 1
+        if left < 0:
+            raise AssertionError(_TOO_MANY)
+        bundle.passes_left[index] = left
+        if left == 0:
+            bundle.waiting -= 1
+            if bundle.waiting == 0:
+                self._start(bundle)
+
+    def synchronize(self) -> None:
+        """Start what is missing, wait for all, write the results into p.grad."""
+        for bundle in self._bundles:
+            if bundle.handle == 0:
+                self._start(bundle)
+        self.finish_started()
+
+    def finish_started(self) -> None:
+        """Wait for what was started; raise the first failure after all have ended."""
+        failure: Exception | None = None
+        for bundle in self._bundles:
+            if bundle.handle == 0:
+                continue
+            try:
+                synchronize(bundle.handle)
+                if not self._plain:
+                    self._write_back(bundle)
+            except Exception as error:
+                failure = failure or error
+            bundle.handle = 0
+            bundle.sent = bundle.contexts = []
+        self.reset()
+        if failure is not None:
+            raise failure
+
+    def _start(self, bundle: _Bundle) -> None:
+        gradients = [self._gradient(parameter) for parameter in bundle.parameters]
+        if not self._plain:
+            pairs = [self.plan.compression.compress(gradient) for gradient in gradients]
+            gradients = bundle.sent = [tensor for tensor, _ in pairs]
+            bundle.contexts = [context for _, context in pairs]
+        scales = (self._prescale, self._postscale, self.plan.process_set)
+        if len(gradients) == 1:
+            bundle.handle = allreduce_async_(gradients[0], None, bundle.name, self.plan.op, *scales)
+        else:
+            bundle.handle = grouped_allreduce_async_(
+                gradients, None, bundle.name, self.plan.op, *scales
+            )
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = parameter.grad = torch.zeros_like(parameter)
+        elif gradient.is_sparse:
+            if not self.plan.sparse_as_dense:
+                raise NotImplementedError(
+                    f"[torch] the gradient of {self.plan.names[parameter]} is sparse; pass "
+                    f"sparse_as_dense=True to DistributedOptimizer"
+                )
+            gradient = parameter.grad = gradient.to_dense()
+        return gradient
+
+    def _write_back(self, bundle: _Bundle) -> None:
+        for parameter, tensor, context in zip(
+            bundle.parameters, bundle.sent, bundle.contexts, strict=True
+        ):
+            result = self.plan.compression.decompress(tensor, context)
+            if parameter.grad is not None and result is not parameter.grad:
+                parameter.grad.copy_(result)
+
+
+def _attach(reducer: GradientReducer, bundle: _Bundle, index: int, parameter: torch.Tensor) -> None:
+    """Set a hook that does not keep the reducer alive: models outlive their optimizers."""
+    reference = weakref.ref(reducer)
+
+    def hook(_: torch.Tensor) -> None:
+        living = reference()
+        if living is not None:
+            living.on_gradient(bundle, index)
+
+    registration = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    weakref.finalize(reducer, registration.remove).atexit = False
+
+
+def _make_bundles(parameters: list[torch.Tensor], plan: Plan) -> list[_Bundle]:
+    if plan.groups is None or not parameters:
+        return [_Bundle(plan.names[p], [p]) for p in parameters]
+    ordered = _in_root_order(parameters, plan)
+    if isinstance(plan.groups, int):
+        lists = _split(ordered, plan.groups)
+    else:
+        position = {id(p): i for i, p in enumerate(ordered)}
+        lists = [sorted(group, key=lambda p: position[id(p)]) for group in plan.groups if group]
+        grouped = {id(p) for group in lists for p in group}
+        lists += [[p] for p in ordered if id(p) not in grouped]
+    return [_Bundle(plan.names[members[0]], members) for members in lists]
+
+
+def _in_root_order(parameters: list[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+    """The parameters in the order of the set's first rank: groups must be equal everywhere."""
+    by_name = {plan.names[p]: p for p in parameters}
+    ranks = plan.process_set.ranks
+    names = broadcast_object(
+        list(by_name), ranks[0] if ranks else 0, "parameter_names", plan.process_set
+    )
+    if set(names) != set(by_name):
+        different = sorted(set(names) ^ set(by_name))
+        raise ValueError(
+            f"[torch] groups need the same parameters on all ranks; not everywhere: "
+            f"{', '.join(different[:5])}"
+        )
+    return [by_name[name] for name in names]
+
+
+def _split(items: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """`count` contiguous lists of nearly equal length; fewer when there are fewer items."""
+    count = min(count, len(items))
+    bounds = [i * len(items) // count for i in range(count + 1)]
+    return [items[a:b] for a, b in pairwise(bounds)]

@@ -1,0 +1,242 @@
+"""DistributedOptimizer: averages gradients over all ranks while backward is still running.
+
+Source of behaviour: Horovod 0.28.1, horovod.torch.optimizer.
+"""
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from perseus import basics, config
+from perseus.compression import Compressor
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch.compression import Compression
+from perseus.torch.gradients import GradientReducer, Plan
+from perseus.torch.session import Adasum, Average
+
+_RACE = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+)
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """What DistributedOptimizer puts in front of the wrapped optimizer's class."""
+
+    _reducer: GradientReducer
+    _should_synchronize: bool
+    _synchronized: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes are summed before gradients are reduced."""
+        return self._reducer.passes
+
+    @property
+    def op(self) -> int:
+        """The reduction applied to gradients."""
+        return self._reducer.plan.op
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed; the rest follows afterwards."""
+        return self._reducer.plan.predivide_factor
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients are made dense."""
+        return self._reducer.plan.sparse_as_dense
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return self._reducer.plan.process_set
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes belong to a step; counting starts anew."""
+        self._reducer.passes = passes
+        self._reducer.reset()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As in the wrapped optimizer; what was started is finished, and counting starts anew."""
+        self._reducer.finish_started()
+        super().load_state_dict(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        """Wait until every p.grad is the reduction over all ranks.
+
+        Starts what backward did not reach: a parameter without gradient takes part with zeros.
+        Call it before clipping, then step inside skip_synchronize(). HorovodInternalError when a
+        reduction failed; all of them have ended then.
+        """
+        self._reducer.synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, step() uses p.grad as it is, after a synchronize() of one's own."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """synchronize(), then the wrapped optimizer's step; closure runs after the former."""
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown.",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in the wrapped optimizer; AssertionError while gradients are being reduced."""
+        if self._reducer.busy():
+            raise AssertionError(_RACE)
+        super().zero_grad(set_to_none)
+
+    @staticmethod
+    def find_duplicates(lst: Iterable[Any]) -> set[Any]:
+        """The elements that occur more than once."""
+        seen: set[Any] = set()
+        duplicates: set[Any] = set()
+        for item in lst:
+            (duplicates if item in seen else seen).add(item)
+        return duplicates
+
+
+def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class that reduces gradients over all ranks before each step.
+
+    optimizer: any torch optimizer; its param_groups are shared, state it has already is not taken.
+    named_parameters: `model.named_parameters()`, so that ranks pair gradients by name; it must name
+        every parameter. Without it, all ranks must have them in the same order.
+    compression: what a gradient looks like while it travels.
+    backward_passes_per_step: backward passes that add up locally before gradients are reduced.
+    op: Average, Sum, Min, Max or Product.
+    gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
+        only with Average.
+    groups: reduce several gradients as one operation: an int makes that many groups in order; lists
+        of tensors are taken as they are, the rest goes one by one. num_groups is its old name.
+    sparse_as_dense: make sparse gradients dense; without it they raise NotImplementedError.
+    process_set: the ranks that take part.
+
+    Returns an object with synchronize(), skip_synchronize(), set_backward_passes_per_step(). Raises
+    ValueError for arguments that do not fit.
+    """
+    if op == Adasum:
+        raise NotImplementedError("[torch] op=Adasum is not available yet")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups`.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        groups = num_groups if groups is None else groups
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = _names(optimizer, parameters, named_parameters)
+    plan = Plan(
+        names=names,
+        groups=_checked_groups(groups, parameters),
+        compression=compression,
+        op=op,
+        predivide_factor=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    active = bool(process_set.included()) and (basics.size() > 1 or config.elastic())
+    wrapped = type(optimizer)
+    made_class = type(
+        wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}
+    )
+    made = cast(_DistributedOptimizer, cast(Any, made_class).__new__(made_class))
+    made.__dict__.update(optimizer.__dict__)
+    # A learning rate scheduler made before this leaves a step bound to the wrapped optimizer.
+    made.__dict__.pop("step", None)
+    made.state = defaultdict(dict)
+    made._should_synchronize = True
+    made._synchronized = False
+    made._reducer = GradientReducer(
+        [p for p in parameters if p.requires_grad] if active else [], plan, backward_passes_per_step
+    )
+    return made
+
+
+def _names(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+) -> dict[torch.Tensor, str]:
+    if named_parameters is None:
+        return {
+            p: f"allreduce.noname.{i}.{j}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+    named = list(named_parameters)
+    if any(not isinstance(item, tuple) for item in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced "
+            "by model.named_parameters()."
+        )
+    duplicates = _DistributedOptimizer.find_duplicates(name for name, _ in named)
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: "
+            f"{', '.join(sorted(duplicates))}"
+        )
+    names = {parameter: name for name, parameter in named}
+    unnamed = sum(parameter not in names for parameter in parameters)
+    if unnamed:
+        raise ValueError(
+            f"named_parameters was specified, but {unnamed} of the optimizer's {len(parameters)} "
+            f"parameters were not named. Pass named_parameters of the whole model."
+        )
+    return names
+
+
+def _checked_groups(
+    groups: int | Sequence[Sequence[torch.Tensor]] | None, parameters: list[torch.Tensor]
+) -> int | list[list[torch.Tensor]] | None:
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        if groups <= 0:
+            raise ValueError("groups should be a positive integer or a list of lists of tensors")
+        return groups
+    if not (isinstance(groups, list) and all(isinstance(group, list) for group in groups)):
+        raise ValueError("groups should be a positive integer or a list of lists of tensors")
+    members = [p for group in groups for p in group]
+    if any(not isinstance(p, torch.Tensor) for p in members):
+        raise ValueError("groups must consist of tensors")
+    if len({id(p) for p in members}) != len(members):
+        raise ValueError("A parameter can only appear once in groups")
+    owned = {id(p) for p in parameters}
+    return [[p for p in group if id(p) in owned and p.requires_grad] for group in groups]

@@ -1,0 +1,300 @@
+"""Collectives that combine values: allreduce, plain and grouped.
+
+Asynchronous forms return a handle (an int) for poll and synchronize; those ending in `_` work in
+place. Common arguments:
+
+name: pairs the operation across ranks, in whatever order they submit it; the same name may not be
+    in flight twice. None: `noname.<n>`, for which all ranks must issue the same operations.
+op: Average, Sum, Min, Max or Product.
+prescale_factor, postscale_factor: multiplied in before and after; integers truncate towards zero.
+process_set: the ranks that take part.
+
+dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64; bool without Average.
+Errors: ValueError for a dtype or layout that cannot be served, a name in flight, a foreign process
+set; HorovodInternalError (MismatchError) on every rank where shapes, dtypes or arguments differ.
+Source of behaviour: Horovod 0.28.1, horovod.torch.mpi_ops.
+"""
+
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch.compression import Compression, Compressor
+from perseus.torch.session import (
+    ALLREDUCE,
+    Average,
+    Sum,
+    session,
+    synchronize,
+    wants_grad,
+)
+
+
+def _resolve_op(average: bool | None, op: int | None) -> int:
+    if average is not None:
+        if op is not None:
+            raise ValueError(
+                "The op parameter supersedes average. Please provide only one of them."
+            )
+        warnings.warn(
+            "Parameter `average` has been replaced with `op`: use op=hvd.Average or op=hvd.Sum.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    return Average if op is None else op
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing a tensor over all ranks in place; returns a handle.
+
+    tensor: any shape, equal on all ranks; dense in any memory format (channels_last). It must not
+    be touched until synchronize. average is Horovod's deprecated form of op. The rest: see module.
+    """
+    if op is None or average is not None:
+        op = _resolve_op(average, op)
+    return session.submit(
+        ALLREDUCE, name, tensor, tensor, op, prescale_factor, postscale_factor, 0, None,
+        process_set.process_set_id,
+    )  # fmt: skip
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing a tensor over all ranks into a new one; returns a handle.
+
+    tensor: as for allreduce_async_; it is only read. The result has its shape, dtype and layout.
+    """
+    if op is None or average is not None:
+        op = _resolve_op(average, op)
+    return session.submit(
+        ALLREDUCE, name, tensor, torch.empty_like(tensor), op, prescale_factor, postscale_factor, 0,
+        None, process_set.process_set_id,
+    )  # fmt: skip
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """The reduction of a tensor over all ranks, as a new tensor.
+
+    Differentiable: the gradient is an allreduce with the same arguments. compression applies to
+    what is sent. See allreduce_async and the module.
+    """
+    if op is None or average is not None:
+        op = _resolve_op(average, op)
+    tensor, context = compression.compress(tensor)
+    if wants_grad(tensor):
+        output = HorovodAllreduce.apply(  # type: ignore[no-untyped-call]
+            tensor, name, op, prescale_factor, postscale_factor, process_set
+        )
+    else:
+        output = session.synchronize(
+            allreduce_async(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
+        )
+    result: torch.Tensor = compression.decompress(output, context)
+    return result
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all ranks in place and return it. Not differentiable."""
+    handle = allreduce_async_(
+        tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+    result: torch.Tensor = session.synchronize(handle)
+    return result
+
+
+class HorovodAllreduce(torch.autograd.Function):
+    """allreduce as a node of the autograd graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        name: str | None,
+        op: int,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+    ) -> torch.Tensor:
+        """Reduce; remember how."""
+        ctx.arguments = (op, prescale_factor, postscale_factor, process_set)
+        result: torch.Tensor = synchronize(allreduce_async(tensor, None, name, *ctx.arguments))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Reduce the gradient in the same way."""
+        op, prescale, postscale, process_set = ctx.arguments
+        reduced = allreduce(
+            grads[0].contiguous(),
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=process_set,
+        )
+        return reduced, None, None, None, None, None
+
+
+# ---- grouped allreduce --------------------------------------------------------------------------
+
+
+def group_members(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    members = tuple(tensors)
+    if not members:
+        raise ValueError("[torch] a grouped operation needs at least one tensor, got none")
+    return members
+
+
+def grouped_allreduce_async_(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing several tensors in place as one operation; returns one handle.
+
+    They are executed together once all of them are ready on all ranks, under the names
+    `<name>_<i>of<n>`. dtypes may differ.
+    """
+    members = group_members(tensors)
+    if op is None or average is not None:
+        op = _resolve_op(average, op)
+    return session.submit(
+        ALLREDUCE, name, members, members, op, prescale_factor, postscale_factor, 0, None,
+        process_set.process_set_id,
+    )  # fmt: skip
+
+
+def grouped_allreduce_async(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start reducing several tensors into new ones as one operation; returns one handle."""
+    members = group_members(tensors)
+    if op is None or average is not None:
+        op = _resolve_op(average, op)
+    outputs = tuple(torch.empty_like(tensor) for tensor in members)
+    return session.submit(
+        ALLREDUCE, name, members, outputs, op, prescale_factor, postscale_factor, 0, None,
+        process_set.process_set_id,
+    )  # fmt: skip
+
+
+def grouped_allreduce(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """The reductions of several tensors as one operation, as new tensors. Differentiable."""
+    if op is None or average is not None:
+        op = _resolve_op(average, op)
+    pairs = [compression.compress(tensor) for tensor in group_members(tensors)]
+    members = [tensor for tensor, _ in pairs]
+    arguments = (name, op, prescale_factor, postscale_factor, process_set)
+    if wants_grad(*members):
+        outputs = HorovodGroupedAllreduce.apply(*arguments, *members)  # type: ignore[no-untyped-call]
+    else:
+        outputs = session.synchronize(grouped_allreduce_async(members, None, *arguments))
+    return [
+        compression.decompress(output, context)
+        for output, (_, context) in zip(outputs, pairs, strict=True)
+    ]
+
+
+def grouped_allreduce_(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors in place as one operation and return them. Not differentiable."""
+    handle = grouped_allreduce_async_(
+        tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    )
+    return list(session.synchronize(handle))
+
+
+class HorovodGroupedAllreduce(torch.autograd.Function):
+    """grouped_allreduce as a node of the autograd graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: int,
+        prescale_factor: float,
+        postscale_factor: float,
+        process_set: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Reduce; remember how."""
+        ctx.arguments = (op, prescale_factor, postscale_factor, process_set)
+        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, *ctx.arguments)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Reduce the gradients in the same way."""
+        op, prescale, postscale, process_set = ctx.arguments
+        reduced = grouped_allreduce(
+            [grad.contiguous() for grad in grads],
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            process_set=process_set,
+        )
+        return None, None, None, None, None, *reduced

@@ -1,0 +1,109 @@
+"""Builds libperseus.so and perseus._core with CMake; puts them and the examples into the wheel.
+
+Everything declarative is in pyproject.toml. PERSEUS_BUILD_DIR names a CMake build folder to use
+and keep (the Makefile's); without it setuptools' temporary folder is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    """The version of CMakeLists.txt, which the core reports too."""
+    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+    found = re.search(r"project\(perseus VERSION ([0-9.]+)", text)
+    if found is None:
+        raise SystemExit("CMakeLists.txt: no line project(perseus VERSION …")
+    return found.group(1)
+
+
+def tool(name: str) -> str:
+    """The full path of a build tool; an environment's own first, activated or not."""
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    found = shutil.which(name, path=os.pathsep.join(places))
+    if found is None:
+        raise SystemExit(f"{name} not found: pip install {name} (or no --no-build-isolation)")
+    return found
+
+
+def run(command: list[str]) -> None:
+    """Runs one build step; its own output says what went wrong."""
+    if subprocess.run(command, check=False).returncode != 0:
+        raise SystemExit(f"failed: {' '.join(command)}")
+
+
+class CleanBuild(build):
+    """Starts from an empty output folder, so that deleted modules cannot reach a wheel."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class BuildPackage(build_py):
+    """Python modules, and the top-level examples as perseus/examples."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            link = ROOT / "perseus" / "examples"
+            if (ROOT / "examples").is_dir() and not link.exists():
+                link.symlink_to(Path("..") / "examples")
+            return
+        for source in sorted((ROOT / "examples").rglob("*")):
+            relative = source.relative_to(ROOT / "examples")
+            if source.is_file() and "__pycache__" not in relative.parts:
+                target = Path(self.build_lib, "perseus", "examples", relative)
+                self.mkpath(str(target.parent))
+                self.copy_file(str(source), str(target))
+
+
+class BuildCore(build_ext):
+    """Runs CMake. An editable install gets both libraries in perseus/, with their debug lines."""
+
+    def run(self) -> None:
+        in_place = self.inplace or self.editable_mode
+        package = ROOT / "perseus" if in_place else Path(self.build_lib, "perseus").resolve()
+        kept = os.environ.get("PERSEUS_BUILD_DIR")
+        folder = Path(kept or Path(self.build_temp, "cmake")).resolve()
+        cmake = tool("cmake")
+        configure = [cmake, "-S", str(ROOT), "-B", str(folder), "-DPERSEUS_PYTHON=ON"]
+        configure.append(f"-DPython_EXECUTABLE={sys.executable}")
+        if not kept or not (folder / "CMakeCache.txt").exists():
+            configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"]
+        if not kept:
+            # An earlier pip run's cache names tools of an environment that is gone.
+            made = package if in_place else folder / "package"
+            configure += ["--fresh", f"-DPERSEUS_PACKAGE_DIR={made}"]
+        run(configure)
+        run([cmake, "--build", str(folder), "--target", "perseus", "_core"])
+        if not in_place:
+            install = [cmake, "--install", str(folder), "--component", "python", "--strip"]
+            run([*install, "--prefix", str(package.parent)])
+
+    def get_outputs(self) -> list[str]:
+        """Nothing for setuptools to copy: CMake has put everything where it belongs."""
+        return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        return {}
+
+
+setup(
+    version=version(),
+    ext_modules=[Extension("perseus._core", sources=[])],
+    cmdclass={"build": CleanBuild, "build_py": BuildPackage, "build_ext": BuildCore},
+)

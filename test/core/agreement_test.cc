@@ -1,0 +1,305 @@
+// The replicated table of names by itself, rounds made by hand: what is ready, in which order, is the same on all
+// ranks, whatever each of them submitted when.
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <map>
+#include <random>
+
+#include "base/error.h"
+#include "engine/negotiation.h"
+
+namespace {
+
+using namespace perseus;
+
+Description allreduce(int64_t count, int priority = 0, bool transient = false) {
+  Description d;
+  d.tensors.push_back({DType::kFloat32, {count}});
+  d.priority = priority;
+  d.transient = transient;
+  return d;
+}
+
+struct Outcome {
+  std::vector<std::string> ready;             // in order of execution
+  std::map<std::string, std::string> failed;  // with the reason
+};
+
+// All ranks of a group in one thread.
+class Ranks {
+ public:
+  explicit Ranks(int size) : size_(size) {
+    std::vector<int> ranks;
+    for (int r = 0; r < size; ++r) ranks.push_back(r);
+    for (int r = 0; r < size; ++r) tables_.emplace_back(size, ranks);
+  }
+
+  bool submit(int rank, const std::string& name, Description description) {
+    Entry& entry = entries_.emplace_back();
+    entry.description = std::move(description);
+    return tables_[static_cast<size_t>(rank)].submit(name.c_str(), &entry) == Negotiation::Submitted::kYes;
+  }
+  void submit_everywhere(const std::string& name, const Description& description) {
+    for (int r = 0; r < size_; ++r) ASSERT_TRUE(submit(r, name, description)) << name;
+  }
+
+  // One round that all take part in; checks that all come to the same result, which it returns.
+  Outcome round() {
+    RoundContent merged;
+    std::vector<RoundContent> parts(tables_.size());
+    merged.announced.resize(tables_.size());
+    for (int r = 0; r < size_; ++r) {
+      const size_t i = static_cast<size_t>(r);
+      parts[i].announced.resize(tables_.size());
+      tables_[i].collect();
+      tables_[i].snapshot(&parts[i], r);
+      if (r == 0) merged.bits = parts[i].bits;
+      EXPECT_EQ(parts[i].bits.size(), merged.bits.size()) << "ranks know different slots";
+      for (size_t word = 0; word < merged.bits.size(); ++word) merged.bits[word] &= parts[i].bits[word];
+      merged.announced[i] = parts[i].announced[i];
+    }
+    words_ = merged.bits.size();
+    std::vector<Outcome> outcomes;
+    for (Negotiation& table : tables_) {
+      std::vector<Entry*> ready;
+      std::vector<std::pair<Entry*, std::string>> failed;
+      table.apply(merged, &ready, &failed);
+      Outcome& outcome = outcomes.emplace_back();
+      for (Entry* entry : ready) outcome.ready.push_back(entry->name->text);
+      for (auto& [entry, reason] : failed) outcome.failed[entry->name->text] = reason;
+      for (Entry* entry : ready) table.retire(entry);
+      for (auto& [entry, reason] : failed) table.retire(entry);
+    }
+    for (const Outcome& outcome : outcomes) {
+      EXPECT_EQ(outcome.ready, outcomes[0].ready);
+      EXPECT_EQ(outcome.failed, outcomes[0].failed);
+    }
+    return outcomes[0];
+  }
+  size_t words() const { return words_; }  // of the last round's bits
+
+ private:
+  const int size_;
+  std::deque<Negotiation> tables_;
+  std::deque<Entry> entries_;
+  size_t words_ = 0;
+};
+
+using Names = std::vector<std::string>;
+
+TEST(Agreement, WhatIsReadyTogetherRunsByPriorityThenInTheOrderOfFirstAgreement) {
+  Ranks ranks(3);
+  for (const char* name : {"a", "b", "c", "d"}) ranks.submit_everywhere(name, allreduce(1, *name == 'c' ? 5 : 0));
+  EXPECT_EQ(ranks.round().ready, (Names{"c", "a", "b", "d"}));
+  // Known names, every rank in another order, "d" missing on one.
+  for (int r = 0; r < 3; ++r)
+    for (int i = 0; i < 4; ++i) {
+      const std::string name(1, static_cast<char>('a' + (i * 3 + r) % 4));
+      if (name != "d" || r != 1) ranks.submit(r, name, allreduce(1, name == "c" ? 5 : 0));
+    }
+  EXPECT_EQ(ranks.round().ready, (Names{"c", "a", "b"}));
+  EXPECT_EQ(ranks.round().ready, Names());
+  ranks.submit(1, "d", allreduce(1));
+  EXPECT_EQ(ranks.round().ready, Names{"d"});
+}
+
+TEST(Agreement, TheLowestRanksPriorityGoesForAll) {
+  Ranks ranks(2);
+  for (int r = 0; r < 2; ++r) {
+    ranks.submit(r, "early", allreduce(1, r == 0 ? 1 : 9));
+    ranks.submit(r, "late", allreduce(1, r == 0 ? 2 : 0));
+  }
+  EXPECT_EQ(ranks.round().ready, (Names{"late", "early"}));
+  // Agreed at first sight: another priority later changes nothing.
+  for (int r = 0; r < 2; ++r) {
+    ranks.submit(r, "early", allreduce(1, 100));
+    ranks.submit(r, "late", allreduce(1, -100));
+  }
+  EXPECT_EQ(ranks.round().ready, (Names{"late", "early"}));
+}
+
+TEST(Agreement, KnownNamesAreOneBit) {
+  Ranks ranks(2);
+  for (int i = 0; i < 130; ++i) ranks.submit_everywhere("t" + std::to_string(i), allreduce(i));
+  EXPECT_EQ(ranks.round().ready.size(), 130u);
+  for (int step = 0; step < 3; ++step) {
+    for (int i = 0; i < 130; ++i) ranks.submit_everywhere("t" + std::to_string(i), allreduce(i));
+    EXPECT_EQ(ranks.round().ready.size(), 130u);
+    EXPECT_EQ(ranks.words(), 3u);
+  }
+}
+
+TEST(Agreement, TransientNamesTakeNoSlot) {
+  Ranks ranks(2);
+  for (int i = 0; i < 200; ++i) {
+    ranks.submit_everywhere("once" + std::to_string(i), allreduce(3, 0, true));
+    EXPECT_EQ(ranks.round().ready.size(), 1u);
+  }
+  ranks.round();
+  EXPECT_EQ(ranks.words(), 0u);
+}
+
+TEST(Agreement, ANewShapeMakesAllStartOverAndSlotsAreUsedAgain) {
+  Ranks ranks(3);
+  for (int i = 0; i < 64; ++i) ranks.submit_everywhere("t" + std::to_string(i), allreduce(1));
+  EXPECT_EQ(ranks.round().ready.size(), 64u);
+  for (int64_t shape = 2; shape < 40; ++shape) {
+    const std::string name = "t" + std::to_string(shape % 7);
+    const int first = static_cast<int>(shape % 3);
+    ranks.submit(first, name, allreduce(shape));
+    EXPECT_EQ(ranks.round().ready, Names());
+    ranks.submit((first + 1) % 3, name, allreduce(shape));
+    ranks.submit((first + 2) % 3, name, allreduce(shape));
+    EXPECT_EQ(ranks.round().ready, Names{name});
+    ranks.submit_everywhere(name, allreduce(shape));
+    EXPECT_EQ(ranks.round().ready, Names{name});
+    EXPECT_EQ(ranks.words(), 1u);
+  }
+}
+
+TEST(Agreement, ADifferingDescriptionTurnsPendingBitsIntoAMismatch) {
+  Ranks ranks(3);
+  ranks.submit_everywhere("t", allreduce(5));
+  EXPECT_EQ(ranks.round().ready, Names{"t"});
+  ranks.submit(0, "t", allreduce(5));
+  ranks.submit(2, "t", allreduce(5));
+  EXPECT_EQ(ranks.round().ready, Names());
+  ranks.submit(1, "t", allreduce(6));
+  Outcome outcome = ranks.round();  // tells ranks 0 and 2, whose bits become descriptions
+  EXPECT_TRUE(outcome.ready.empty() && outcome.failed.empty());
+  outcome = ranks.round();
+  EXPECT_EQ(outcome.ready, Names());
+  EXPECT_NE(outcome.failed["t"].find("[5]"), std::string::npos) << outcome.failed["t"];
+  EXPECT_NE(outcome.failed["t"].find("ranks 0 and 1"), std::string::npos) << outcome.failed["t"];
+  ranks.submit_everywhere("t", allreduce(5));
+  EXPECT_EQ(ranks.round().ready, Names{"t"});
+}
+
+// Random histories: every rank goes through the same requests of every name, at times of its own; sometimes one of them
+// differs. Nothing may get lost, be mixed up, or end differently on different ranks.
+TEST(Agreement, RandomHistoriesAgree) {
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    std::mt19937_64 random(seed);
+    const int size = 2 + static_cast<int>(seed % 4);
+    constexpr int kNames = 9, kRequests = 30;
+    Ranks ranks(size);
+    // What rank r asks for as its k-th request of a name, and how far each has come.
+    const auto request = [&](int name, int k, int r) {
+      std::mt19937_64 of_request(seed * 7919 + static_cast<uint64_t>(name * 1000 + k));
+      const bool odd_one = of_request() % 8 == 0 && static_cast<int>(of_request() % static_cast<uint64_t>(size)) == r;
+      const int64_t shape = static_cast<int64_t>(of_request() % 10 == 0 ? 1 + of_request() % 3 : 7);
+      return allreduce(odd_one ? 99 : shape, static_cast<int>(of_request() % 3), name == 0);
+    };
+    std::vector<std::vector<int>> submitted(kNames, std::vector<int>(static_cast<size_t>(size), 0));
+    std::vector<int> done(kNames, 0);
+    int left = kNames * kRequests;
+    for (int round = 0; left > 0; ++round) {
+      ASSERT_LT(round, 20000) << "seed " << seed << ": " << left << " requests never ended";
+      for (int name = 0; name < kNames; ++name)
+        for (int r = 0; r < size; ++r) {
+          int& next = submitted[static_cast<size_t>(name)][static_cast<size_t>(r)];
+          if (next > done[static_cast<size_t>(name)] || next == kRequests || random() % 3 != 0) continue;
+          ASSERT_TRUE(ranks.submit(r, "n" + std::to_string(name), request(name, next, r)));
+          ++next;
+        }
+      const Outcome outcome = ranks.round();
+      Names ended = outcome.ready;
+      for (auto& [name, reason] : outcome.failed) ended.push_back(name);
+      for (const std::string& text : ended) {
+        const int name = text[1] - '0';
+        const int k = done[static_cast<size_t>(name)]++;
+        bool agree = true;
+        for (int r = 0; r < size; ++r) {
+          ASSERT_EQ(submitted[static_cast<size_t>(name)][static_cast<size_t>(r)], k + 1)
+              << "ended before all were there";
+          agree = agree && request(name, k, r).tensors[0].shape == request(name, k, 0).tensors[0].shape;
+        }
+        EXPECT_EQ(outcome.failed.count(text), agree ? 0u : 1u) << "seed " << seed << " " << text << " request " << k;
+        --left;
+      }
+    }
+  }
+}
+
+TEST(Agreement, ANameInFlightIsRefusedAndAClosedTableTakesNothing) {
+  Ranks ranks(1);
+  EXPECT_TRUE(ranks.submit(0, "t", allreduce(1)));
+  EXPECT_FALSE(ranks.submit(0, "t", allreduce(1)));
+  EXPECT_EQ(ranks.round().ready, Names{"t"});
+  EXPECT_TRUE(ranks.submit(0, "t", allreduce(1)));
+  Negotiation table(1, {0});
+  Entry entry, late;
+  EXPECT_EQ(table.submit("t", &entry), Negotiation::Submitted::kYes);
+  std::vector<Entry*> pending;
+  table.take_pending(true, &pending);
+  EXPECT_EQ(pending, std::vector<Entry*>{&entry});
+  EXPECT_EQ(table.submit("u", &late), Negotiation::Submitted::kClosed);
+}
+
+// ---- announcements on the wire ----
+
+TEST(Announcement, RoundTripsEveryField) {
+  Description d;
+  d.kind = Kind::kAlltoall;
+  d.op = ReduceOp::kProduct;
+  d.prescale = -0.125;
+  d.postscale = 1e300;
+  d.root = 77;
+  d.priority = -5;
+  d.transient = true;
+  d.tensors = {{DType::kBool, {}}, {DType::kFloat16, {0, int64_t{1} << 40, 3}}};
+  d.ranks = {0, 5, 1000};
+  std::string blob;
+  append_request("näme", d, &blob);
+  append_request("", Description(), &blob);
+  BlobReader reader(blob);
+  std::string name;
+  Description read;
+  reader.read_request(&name, &read);
+  EXPECT_EQ(name, "näme");
+  EXPECT_EQ(read.kind, d.kind);
+  EXPECT_EQ(read.op, d.op);
+  EXPECT_EQ(read.prescale, d.prescale);
+  EXPECT_EQ(read.postscale, d.postscale);
+  EXPECT_EQ(read.root, d.root);
+  EXPECT_EQ(read.priority, d.priority);
+  EXPECT_EQ(read.transient, d.transient);
+  EXPECT_TRUE(same_request(read, d));
+  EXPECT_EQ(read.tensors[1].shape, d.tensors[1].shape);
+  EXPECT_FALSE(reader.at_end());
+  reader.read_request(&name, &read);
+  EXPECT_EQ(name, "");
+  EXPECT_TRUE(reader.at_end());
+}
+
+TEST(Announcement, WhateverArrivesIsReadOrRefused) {
+  std::string blob;
+  Description d = allreduce(5);
+  d.ranks = {1, 2};
+  append_request("name", d, &blob);
+  int refused = 0;
+  const auto read = [&](const std::string& bytes) {
+    BlobReader reader(bytes);
+    std::string name;
+    Description description;
+    try {
+      while (!reader.at_end()) reader.read_request(&name, &description);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kIo);
+      ++refused;
+    }
+  };
+  for (size_t n = 1; n < blob.size(); ++n) read(blob.substr(0, n));
+  EXPECT_EQ(refused, static_cast<int>(blob.size()) - 1) << "every cut is noticed";
+  std::mt19937 random(5);
+  for (int i = 0; i < 20000; ++i) {
+    std::string bytes = blob;
+    for (unsigned flips = 1 + random() % 4; flips > 0; --flips)
+      bytes[random() % bytes.size()] = static_cast<char>(random());
+    read(bytes);
+  }
+  EXPECT_GT(refused, 1000);
+}
+
+}  // namespace

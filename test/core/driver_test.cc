@@ -1,0 +1,211 @@
+// Who drives: callers that wait, poll, leave or never look again, several threads of a rank at once, several contexts
+// of a thread at once. Everything ends, and soon.
+#include "operation.h"
+
+namespace {
+
+using namespace perseus_test;
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+class Drivers : public testing::TestWithParam<int> {
+ protected:
+  Medium medium() const { return all_media()[static_cast<size_t>(GetParam())]; }
+};
+
+uint64_t operations_done(perseus_context* context) {
+  perseus_stats stats{};
+  stats.struct_size = sizeof stats;
+  EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
+  return stats.operations;
+}
+
+// Without driving anything.
+bool comes_true(const std::function<bool()>& fact, int seconds = 30) {
+  for (const auto end = Clock::now() + std::chrono::seconds(seconds); Clock::now() < end;) {
+    if (fact()) return true;
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  return fact();
+}
+
+TEST_P(Drivers, SeveralThreadsOfARankSubmitAndWaitAtOnce) {
+  constexpr int kThreads = 4, kSteps = 12;
+  for (int size : {2, 3}) {
+    std::vector<std::vector<std::unique_ptr<Operation>>> operations(kThreads);
+    for (int t = 0; t < kThreads; ++t)
+      for (int step = 0; step < kSteps; ++step)
+        for (int i = 0; i < 5; ++i) {
+          operations[t].push_back(random_operation(static_cast<uint64_t>(t * 100 + i + 1),
+                                                   std::to_string(t) + "/" + std::to_string(i), ranks_up_to(size), 0,
+                                                   100000));
+          operations[t].back()->seed += static_cast<uint64_t>(step) * 1000;
+        }
+    run_world(medium(), size, [&](int rank, perseus_context* context) {
+      std::vector<std::thread> threads;
+      for (int t = 0; t < kThreads; ++t)
+        threads.emplace_back([&, t] {
+          std::mt19937 random(static_cast<unsigned>(rank * 10 + t));
+          for (size_t step = 0; step < kSteps; ++step) {
+            std::deque<Call> calls;
+            for (size_t i = 0; i < 5; ++i) {
+              calls.emplace_back(*operations[static_cast<size_t>(t)][step * 5 + i], rank);
+              const Outcome outcome = calls.back().submit(context);
+              ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            }
+            if (random() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 1000));
+            for (Call& call : calls) call.finish(context);
+          }
+        });
+      for (std::thread& thread : threads) thread.join();
+    });
+  }
+}
+
+TEST_P(Drivers, AnyNumberOfThreadsMayWaitForOneHandle) {
+  run_world(medium(), 2, [&](int rank, perseus_context* context) {
+    for (int step = 0; step < 20; ++step) {
+      Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(2), {{PERSEUS_FLOAT32, {30000}}});
+      Call call(operation, rank);
+      if (rank == 1) std::this_thread::sleep_for(std::chrono::microseconds(100 * step));
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      std::vector<std::thread> threads;
+      for (int t = 0; t < 3; ++t)
+        threads.emplace_back([&] { EXPECT_EQ(wait(context, call.handle()).code, PERSEUS_OK); });
+      for (std::thread& thread : threads) thread.join();
+      call.finish(context);
+    }
+  });
+}
+
+TEST_P(Drivers, AThreadThatWaitsForALateRankDoesNotHoldUpItsNeighbours) {
+  std::atomic<int> quick_done{0};
+  run_world(medium(), 2, [&](int rank, perseus_context* context) {
+    Operation slow(PERSEUS_ALLREDUCE, "slow", ranks_up_to(2), {{PERSEUS_FLOAT32, {1000}}});
+    Call late(slow, rank);
+    std::thread waiter([&] {
+      // Rank 1 is late until both ranks' quick threads have done their work.
+      if (rank == 1) {
+        EXPECT_TRUE(comes_true([&] { return quick_done == 2; })) << "held up";
+      }
+      EXPECT_EQ(late.submit(context).code, PERSEUS_OK);
+      late.finish(context);
+    });
+    for (int step = 0; step < 50; ++step) {
+      Operation quick(PERSEUS_ALLREDUCE, "quick", ranks_up_to(2), {{PERSEUS_INT32, {step}}});
+      Call(quick, rank).run(context);
+    }
+    ++quick_done;
+    waiter.join();
+  });
+}
+
+TEST_P(Drivers, WorkIsDoneThoughNobodyWaits) {
+  constexpr uint64_t kRequests = 40;
+  run_world(medium(), 3, [&](int rank, perseus_context* context) {
+    std::vector<std::unique_ptr<Operation>> operations;
+    std::deque<Call> calls;
+    for (uint64_t i = 0; i < kRequests; ++i) {
+      operations.push_back(random_operation(i + 1, "t" + std::to_string(i), ranks_up_to(3), 0, 1 << 20));
+      ASSERT_EQ(calls.emplace_back(*operations.back(), rank).submit(context).code, PERSEUS_OK);
+    }
+    EXPECT_TRUE(comes_true([&] { return operations_done(context) == kRequests; })) << operations_done(context);
+    for (Call& call : calls) EXPECT_EQ(perseus_handle_poll(context, call.handle()), 1);
+    for (Call& call : calls) call.finish(context);
+    // One by one, with pauses in which the engine thread goes back to sleep.
+    for (int step = 0; step < 10; ++step) {
+      Operation operation(PERSEUS_ALLREDUCE, "alone", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
+      Call call(operation, rank);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      const uint64_t done = kRequests + static_cast<uint64_t>(step) + 1;
+      EXPECT_TRUE(comes_true([&] { return operations_done(context) >= done; }));
+      call.finish(context);
+      std::this_thread::sleep_for(milliseconds(step));
+    }
+  });
+}
+
+TEST_P(Drivers, ARankThatNeverLooksAgainDoesNotHoldUpTheOthers) {
+  std::atomic<int> done{0};
+  run_world(medium(), 3, [&](int rank, perseus_context* context) {
+    std::deque<Operation> operations;
+    std::deque<Call> calls;
+    for (int i = 0; i < 20; ++i) {
+      operations.emplace_back(PERSEUS_ALLREDUCE, "t" + std::to_string(i), ranks_up_to(3),
+                              std::vector<Operation::Tensor>{{PERSEUS_FLOAT32, {i * i * 300}}});
+      ASSERT_EQ(calls.emplace_back(operations.back(), rank).submit(context).code, PERSEUS_OK);
+      if (rank == 0) std::this_thread::sleep_for(milliseconds(i % 3));
+    }
+    if (rank == 0) {
+      EXPECT_TRUE(comes_true([&] { return done == 2; })) << "the others wait for a rank that does not wait";
+    } else {
+      for (Call& call : calls) call.finish(context);
+      ++done;
+    }
+    perseus_context_shutdown(context);  // rank 0's handles were never looked at; its buffers go now
+  });
+}
+
+TEST_P(Drivers, PollingAloneFinishesTheWork) {
+  run_world(medium(), 2, [&](int rank, perseus_context* context) {
+    for (uint64_t i = 0; i < 60; ++i) {
+      const auto operation = random_operation(i + 1, "t" + std::to_string(i % 20), ranks_up_to(2), 0, 1 << 18);
+      Call call(*operation, rank);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK) << perseus_error_message();
+      const auto end = Clock::now() + std::chrono::seconds(30);
+      while (perseus_handle_poll(context, call.handle()) == 0) ASSERT_LT(Clock::now(), end);
+      call.finish(context);
+    }
+  });
+}
+
+TEST_P(Drivers, WaitsInSlicesEndWithTheirSlice) {
+  run_world(medium(), 2, [&](int rank, perseus_context* context) {
+    Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(2), {{PERSEUS_FLOAT32, {50000}}});
+    for (int step = 0; step < 10; ++step) {
+      Call call(operation, rank);
+      if (rank == 1) std::this_thread::sleep_for(milliseconds(12));
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      const auto start = Clock::now();
+      int slices = 0;
+      perseus_code code = PERSEUS_IN_PROGRESS;
+      for (; code == PERSEUS_IN_PROGRESS && slices < 100000; ++slices)
+        code = perseus_handle_wait(context, call.handle(), step % 3);
+      EXPECT_EQ(code, PERSEUS_OK);
+      EXPECT_LT(Clock::now() - start, std::chrono::seconds(20));
+      call.finish(context);
+    }
+  });
+}
+
+TEST_P(Drivers, TwoContextsOfAThreadAreUsedInTurnsAndInOppositeOrders) {
+  // The second world is made inside the first one's threads.
+  const std::string second_name = unique_name();
+  run_world(medium(), 3, [&](int rank, perseus_context* first) {
+    perseus_context* second = nullptr;
+    ASSERT_EQ(create_context(medium(), second_name, rank, 3, 0, {}, &second), PERSEUS_OK) << perseus_error_message();
+    for (int step = 0; step < 30; ++step) {
+      const auto a = random_operation(static_cast<uint64_t>(step) + 1, "same", ranks_up_to(3), 0, 100000);
+      const auto b = random_operation(static_cast<uint64_t>(step) + 501, "same", ranks_up_to(3), 0, 100000);
+      Call in_first(*a, rank), in_second(*b, rank);
+      ASSERT_EQ(in_first.submit(first).code, PERSEUS_OK) << perseus_error_message();
+      ASSERT_EQ(in_second.submit(second).code, PERSEUS_OK) << perseus_error_message();
+      // While one is waited for here, others wait for the other one.
+      if ((rank + step) % 2 == 0) {
+        in_first.finish(first);
+        in_second.finish(second);
+      } else {
+        in_second.finish(second);
+        in_first.finish(first);
+      }
+    }
+    perseus_context_destroy(second);
+    Operation last(PERSEUS_ALLREDUCE, "last", ranks_up_to(3), {{PERSEUS_FLOAT32, {10}}});
+    Call(last, rank).run(first);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Media, Drivers, testing::Range(0, 3),
+                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+
+}  // namespace

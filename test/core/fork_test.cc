@@ -1,0 +1,136 @@
+// A forked child, such as a DataLoader's worker, gets one clear error and disturbs nobody, alive or ending.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "operation.h"
+
+// Under ThreadSanitizer: the second rank starts its threads in a forked process, where it would rather give up.
+extern "C" const char* __tsan_default_options() { return "die_after_fork=0"; }
+
+namespace {
+
+using namespace perseus_test;
+
+// Runs body in a forked child and returns its exit status; -1 when it does not end in time.
+int in_child(const std::function<int()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(30);
+    _exit(body());
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+class Fork : public testing::TestWithParam<int> {
+ protected:
+  Medium medium() const { return all_media()[static_cast<size_t>(GetParam())]; }
+};
+
+bool says_forked(perseus_code code) {
+  return code == PERSEUS_ABORTED &&
+         std::string(perseus_error_message()).find("this process was forked after init()") != std::string::npos;
+}
+
+TEST_P(Fork, AChildGetsAClearErrorAndItsEndDisturbsNobody) {
+  run_world(medium(), 2, [&](int rank, perseus_context* context) {
+    Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(2), {{PERSEUS_FLOAT32, {50000}}});
+    Call before(operation, rank);
+    before.run(context);
+    Operation pending_operation(PERSEUS_ALLREDUCE, "pending", ranks_up_to(2), {{PERSEUS_FLOAT32, {50000}}});
+    Call pending(pending_operation, rank);
+    if (rank == 0) {
+      ASSERT_EQ(pending.submit(context).code, PERSEUS_OK);
+      const int status = in_child([&] {
+        perseus_handle handle = 0;
+        const perseus_request request = pending.request();
+        if (!says_forked(perseus_request_submit(context, &request, &handle))) return 1;
+        if (!says_forked(perseus_handle_wait(context, pending.handle(), 1000))) return 2;
+        if (perseus_handle_poll(context, pending.handle()) != -1) return 3;
+        if (perseus_context_rank(context) != 0 || perseus_context_size(context) != 2) return 4;
+        perseus_context_shutdown(context);
+        perseus_context_destroy(context);
+        return 77;
+      });
+      EXPECT_EQ(status, 77);
+      // One that lives on and still holds whatever fork copied.
+      const pid_t sleeper = fork();
+      if (sleeper == 0) {
+        alarm(30);
+        for (;;) pause();
+      }
+      EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "forked", nullptr, 0)).code, PERSEUS_OK);
+      kill(sleeper, SIGKILL);
+      waitpid(sleeper, nullptr, 0);
+    } else {
+      EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "forked", nullptr, 0)).code, PERSEUS_OK);
+      ASSERT_EQ(pending.submit(context).code, PERSEUS_OK);
+    }
+    pending.finish(context);
+    for (int step = 0; step < 5; ++step) {
+      Call after(operation, rank);
+      after.run(context);
+    }
+  });
+}
+
+TEST_P(Fork, AChildDoesNotKeepItsParentsConnectionsOpen) {
+  // A process of one rank ends without a word while a child of its lives on: the other rank must notice.
+  perseus_store_server* server = nullptr;
+  ASSERT_EQ(perseus_store_server_create("127.0.0.1", 0, 0, "key", 3, &server), PERSEUS_OK) << perseus_error_message();
+  if (std::string(medium().name) == "mem") {
+    perseus_store_server_destroy(server);
+    GTEST_SKIP() << "ranks of mem are threads";
+  }
+  const int port = perseus_store_server_port(server);
+  const std::string transport = std::string("PERSEUS_TRANSPORT=") + medium().transport;
+  const char* overrides[] = {transport.c_str(), nullptr};
+  perseus_context_options o{};
+  o.struct_size = sizeof o;
+  o.size = 2;
+  o.store_host = "127.0.0.1";
+  o.store_port = port;
+  o.secret = "key";
+  o.secret_size = 3;
+  o.overrides = overrides;
+  int pipe_of_worker[2];
+  ASSERT_EQ(pipe(pipe_of_worker), 0);
+  const pid_t rank_1 = fork();
+  if (rank_1 == 0) {
+    alarm(60);
+    o.rank = 1;
+    perseus_context* context = nullptr;
+    if (perseus_context_create(&o, &context) != PERSEUS_OK) _exit(1);
+    const pid_t worker = fork();
+    if (worker == 0) {
+      alarm(60);
+      for (;;) pause();
+    }
+    if (write(pipe_of_worker[1], &worker, sizeof worker) != sizeof worker) _exit(2);
+    run(context, request_of(PERSEUS_BARRIER, "both are here", nullptr, 0));
+    kill(getpid(), SIGKILL);
+  }
+  perseus_context* context = nullptr;
+  ASSERT_EQ(perseus_context_create(&o, &context), PERSEUS_OK) << perseus_error_message();
+  run(context, request_of(PERSEUS_BARRIER, "both are here", nullptr, 0));
+  const auto start = std::chrono::steady_clock::now();
+  const Outcome outcome = run(context, request_of(PERSEUS_BARRIER, "only one is here", nullptr, 0));
+  EXPECT_NE(outcome.code, PERSEUS_OK);
+  EXPECT_NE(outcome.message.find("lost rank 1"), std::string::npos) << outcome.message;
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  pid_t worker = 0;
+  ASSERT_EQ(read(pipe_of_worker[0], &worker, sizeof worker), static_cast<ssize_t>(sizeof worker));
+  EXPECT_EQ(kill(worker, 0), 0) << "it should have been there all the time";
+  kill(worker, SIGKILL);
+  waitpid(rank_1, nullptr, 0);
+  perseus_context_destroy(context);
+  perseus_store_server_destroy(server);
+  close(pipe_of_worker[0]);
+  close(pipe_of_worker[1]);
+}
+
+INSTANTIATE_TEST_SUITE_P(Media, Fork, testing::Range(0, 3),
+                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+
+}  // namespace

@@ -1,0 +1,102 @@
+// A rank that is late: waited for as long as it lives, named in a warning, and the job's end only where asked for.
+#include "operation.h"
+
+namespace {
+
+using namespace perseus_test;
+using std::chrono::milliseconds;
+
+// Rank 2 of 3 submits `late` after the others; `known`: a name that was used before.
+void run_late(const Medium& medium, milliseconds late, bool known, std::vector<std::string> overrides) {
+  WorldOptions options;
+  options.overrides = std::move(overrides);
+  run_world(
+      medium, 3,
+      [&](int rank, perseus_context* context) {
+        Operation operation(PERSEUS_ALLREDUCE, known ? "known" : "new", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
+        if (known) Call(operation, rank).run(context);
+        if (rank == 2) std::this_thread::sleep_for(late);
+        Call(operation, rank).run(context);
+      },
+      options);
+}
+
+// The same in worlds side by side, over every medium, with names new and known; returns what was written to standard
+// error.
+std::string run_late_everywhere(milliseconds late, const std::vector<std::string>& overrides) {
+  testing::internal::CaptureStderr();
+  std::vector<std::thread> threads;
+  for (const Medium& medium : all_media())
+    for (bool known : {false, true})
+      threads.emplace_back([&, medium, known] { run_late(medium, late, known, overrides); });
+  for (std::thread& thread : threads) thread.join();
+  return testing::internal::GetCapturedStderr();
+}
+
+size_t times(const std::string& text, const std::string& part) {
+  size_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+TEST(Stall, ALateRankIsWaitedForInSilence) { EXPECT_EQ(run_late_everywhere(milliseconds(300), {}), ""); }
+
+TEST(Stall, ARankThatIsLateForLongerThanTheLivenessLimitIsWaitedFor) {
+  EXPECT_EQ(run_late_everywhere(milliseconds(3500), {"GLOO_TIMEOUT_SECONDS=2"}), "");
+}
+
+TEST(Stall, TheWarningNamesTensorAndMissingRankAndComesFromOneRank) {
+  const std::string text = run_late_everywhere(milliseconds(3700), {"HOROVOD_STALL_CHECK_TIME_SECONDS=2"});
+  const size_t warnings =
+      times(text,
+            "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
+            "waiting for remainder of ranks for more than 2 seconds.");
+  EXPECT_EQ(warnings, 6u) << "one for each world: " << text;
+  EXPECT_EQ(times(text, "perseus rank 0 warning"), 6u) << text;
+  EXPECT_EQ(times(text, "\n2: [new]"), 3u) << text;
+  EXPECT_EQ(times(text, "\n2: [known]"), 3u) << text;
+  EXPECT_EQ(times(text, "\n0: ["), 0u) << text;
+  EXPECT_EQ(times(text, "\n1: ["), 0u) << text;
+}
+
+TEST(Stall, TheWarningCanBeSwitchedOff) {
+  EXPECT_EQ(
+      run_late_everywhere(milliseconds(2200), {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_CHECK_DISABLE=1"}),
+      "");
+}
+
+void run_until_stall_ends_the_job(const Medium& medium) {
+  WorldOptions options;
+  options.overrides = {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=2",
+                       "PERSEUS_LOG_LEVEL=fatal"};
+  run_world(
+      medium, 3,
+      [&](int rank, perseus_context* context) {
+        Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
+        Call call(operation, rank);
+        if (rank == 2) {
+          // The cause reaches the rank that never submitted, too.
+          const char* reason = "";
+          for (int i = 0; i < 4000 && perseus_context_failed(context, &reason) == 0; ++i)
+            std::this_thread::sleep_for(milliseconds(5));
+          EXPECT_NE(std::string(reason).find("2: [t!]"), std::string::npos) << reason;
+          const Outcome outcome = call.submit(context);
+          EXPECT_EQ(outcome.code, PERSEUS_ABORTED) << outcome.message;
+          return;
+        }
+        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+        const Outcome outcome = wait(context, call.handle(), 20000);
+        EXPECT_TRUE(outcome.code == PERSEUS_TIMEOUT || outcome.code == PERSEUS_ABORTED) << outcome.code;
+        EXPECT_NE(outcome.message.find("2: [t!]"), std::string::npos) << outcome.message;
+        EXPECT_NE(outcome.message.find("Will shutdown."), std::string::npos) << outcome.message;
+      },
+      options);
+}
+
+TEST(Stall, TheJobEndsWhereAskedFor) {
+  std::vector<std::thread> threads;
+  for (const Medium& medium : all_media()) threads.emplace_back([medium] { run_until_stall_ends_the_job(medium); });
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace

@@ -1,0 +1,142 @@
+// What a rank's TCP port endures from people who do not belong to the job.
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "rendezvous/socket.h"
+#include "tcp_ranks.h"
+#include "transport/tcp_endpoint.h"
+#include "transport/tcp_protocol.h"
+
+namespace perseus {
+namespace {
+
+// Says whatever the test wants to a rank's port.
+class Intruder {
+ public:
+  explicit Intruder(Store& store, int rank = 0) {
+    const TcpEndpoint endpoint =
+        TcpEndpoint::decode(store.get("job/7/tcp/" + std::to_string(rank), now_ns() + kLimit), 0);
+    socket_ = start_connect(endpoint.addresses[0].address);
+    pollfd entry{socket_.fd(), POLLOUT, 0};
+    ::poll(&entry, 1, 1000);
+  }
+  void say(const std::string& bytes) { send_some(socket_.fd(), bytes.data(), bytes.size()); }
+  // Up to n bytes; "" and closed() when the other side hangs up.
+  std::string hear(size_t n) {
+    std::string heard;
+    const int64_t deadline = now_ns() + kLimit;
+    while (heard.size() < n && now_ns() < deadline && !closed_) {
+      char buffer[256];
+      const ssize_t got = recv_some(socket_.fd(), buffer, std::min(sizeof buffer, n - heard.size()));
+      closed_ = got < 0;
+      if (got > 0) heard.append(buffer, static_cast<size_t>(got));
+      pollfd entry{socket_.fd(), POLLIN, 0};
+      if (got == 0) ::poll(&entry, 1, 50);
+    }
+    return heard;
+  }
+  bool closed() const { return closed_; }
+
+ private:
+  Socket socket_;
+  bool closed_ = false;
+};
+
+tcp_protocol::Hello side_hello(int rank, uint32_t epoch) {
+  tcp_protocol::Hello hello;
+  hello.epoch = epoch;
+  hello.rank = rank;
+  hello.tail = std::string(tcp_protocol::kNonceSize, 'n');
+  return hello;
+}
+
+// While rank 1 has not come yet, strangers try to be rank 1; afterwards they try to own its channels.
+TEST(Tcp, StrangersAreClosedAndDisturbNobody) {
+  const auto store = make_memory_store();
+  std::atomic<bool> tried{false}, finished{false};
+  std::thread zero([&] {
+    Rank self(world_of(0, 2), *store);
+    Conversation talk(0, *self.transport, 1, {0, 0}, 5'000'003);
+    self.drive([&] { return talk.step(), talk.done() && finished; });
+    EXPECT_TRUE(talk.exact());
+  });
+  {
+    Intruder garbage(*store), old_epoch(*store), wrong_secret(*store), wrong_rank(*store), early_data(*store);
+    Intruder wrong_version(*store);
+    garbage.say(std::string(5000, 'x'));
+    EXPECT_EQ(garbage.hear(1), "");
+    EXPECT_TRUE(garbage.closed());
+    old_epoch.say(side_hello(1, 6).encode());
+    EXPECT_EQ(old_epoch.hear(1), "");
+    EXPECT_TRUE(old_epoch.closed());
+    for (const int rank : {0, 2, 0x7fffffff}) {
+      Intruder impossible(*store);
+      impossible.say(side_hello(rank, 7).encode());
+      EXPECT_EQ(impossible.hear(1), "") << rank;
+      EXPECT_TRUE(impossible.closed());
+    }
+    std::string other_version = side_hello(1, 7).encode();
+    other_version[4] = 2;
+    wrong_version.say(other_version);
+    EXPECT_EQ(wrong_version.hear(1), "");
+    EXPECT_TRUE(wrong_version.closed());
+    // A perfect hello and the wrong secret.
+    wrong_secret.say(side_hello(1, 7).encode());
+    const std::string challenge = wrong_secret.hear(32);
+    ASSERT_EQ(challenge.size(), 32u);
+    World liar = world_of(1, 2);
+    liar.secret = "another";
+    wrong_secret.say(
+        proof_of(tcp_protocol::Claim::kConnector, liar, {1, 0, std::string(tcp_protocol::kNonceSize, 'n'), challenge}));
+    EXPECT_EQ(wrong_secret.hear(1), "");
+    EXPECT_TRUE(wrong_secret.closed());
+    tcp_protocol::Hello data = side_hello(1, 7);
+    data.purpose = tcp_protocol::Purpose::kData;
+    early_data.say(data.encode());
+    EXPECT_EQ(early_data.hear(1), "");
+    EXPECT_TRUE(early_data.closed());
+  }
+  // These stay, silent or slow, while the real rank 1 joins and works.
+  std::vector<Intruder> silent;
+  for (int i = 0; i < 20; ++i) silent.emplace_back(*store);
+  for (Intruder& loris : silent) loris.say("P");
+  std::thread one([&] {
+    Rank self(world_of(1, 2), *store);
+    Conversation talk(1, *self.transport, 0, {0, 0}, 5'000'003);
+    self.drive([&] {
+      talk.step();
+      return talk.done() && tried;
+    });
+    EXPECT_TRUE(talk.exact());
+    finished = true;
+    Notice notice;
+    self.drive([&] { return self.transport->next_notice(&notice); });
+    EXPECT_EQ(notice.kind, Notice::Kind::kGone);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  Intruder second(*store), thief(*store);
+  second.say(side_hello(1, 7).encode());
+  EXPECT_EQ(second.hear(1), "");
+  EXPECT_TRUE(second.closed());
+  tcp_protocol::Hello data = side_hello(1, 7);
+  data.purpose = tcp_protocol::Purpose::kData;
+  data.channel = Channel{3, 3};
+  thief.say(data.encode());
+  EXPECT_EQ(thief.hear(1), "");
+  EXPECT_TRUE(thief.closed());
+  for (Intruder& loris : silent) {
+    loris.hear(1);
+    EXPECT_TRUE(loris.closed()) << "slow stranger " << &loris - silent.data() << " was kept";
+  }
+  tried = true;
+  zero.join();
+  one.join();
+}
+
+}  // namespace
+}  // namespace perseus

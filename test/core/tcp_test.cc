@@ -1,0 +1,318 @@
+// The TCP transport with ranks as threads: bytes, wake-ups, deaths, and how starting can fail.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "tcp_ranks.h"
+#include "transport/interfaces.h"
+
+namespace perseus {
+namespace {
+
+TEST(Tcp, BytesArriveExactlyOnManyChannelsBothWays) {
+  constexpr int kSize = 3;
+  run_ranks(kSize, [](Rank& self) {
+    const Channel channels[] = {{0, 0}, {0, 3}, {5, 0}, {0, kControlStream}, {5, kControlStream + 1}};
+    std::vector<std::unique_ptr<Conversation>> talks;
+    for (const int peer : others(self.world.rank, kSize)) {
+      EXPECT_TRUE(self.transport->reaches(peer));
+      EXPECT_FALSE(self.transport->link(peer, {0, 0}).has_windows());
+      for (const Channel channel : channels)
+        talks.push_back(std::make_unique<Conversation>(self.world.rank, *self.transport, peer, channel,
+                                                       channel.stream >= kControlStream ? 50'001 : 3'000'017));
+    }
+    self.drive([&] {
+      bool all = true;
+      for (const auto& talk : talks) {
+        talk->step();
+        all = all && talk->done();
+      }
+      return all;
+    });
+    for (const auto& talk : talks) EXPECT_TRUE(talk->exact());
+    const uint64_t payload = 2 * (3 * 3'000'017 + 2 * 50'001);
+    EXPECT_GE(self.transport->bytes_sent(), payload);
+    EXPECT_LT(self.transport->bytes_sent(), payload + 2000);
+    EXPECT_GE(self.transport->bytes_received(), payload);
+    EXPECT_FALSE(self.transport->reaches(self.world.rank));
+    EXPECT_GT(self.transport->staging_bytes(), 0u);
+    EXPECT_LE(self.transport->staging_bytes(), 2 * (3 * kMaxMessage + 2 * 2 * kMaxControlMessage));
+    // Nobody leaves while another still reads.
+    Link* bell[kSize];
+    for (const int peer : others(self.world.rank, kSize)) bell[peer] = &self.transport->link(peer, {9, 9});
+    Byte byte = 1;
+    int heard = 0;
+    std::vector<bool> told(kSize), seen(kSize);
+    self.drive([&] {
+      const iovec piece{&byte, 1};
+      for (const int peer : others(self.world.rank, kSize)) {
+        if (!told[peer]) told[peer] = bell[peer]->try_send(&piece, 1) == 1;
+        if (!seen[peer] && bell[peer]->recv_window(1)) seen[peer] = true, ++heard;
+      }
+      return heard == kSize - 1 && std::count(told.begin(), told.end(), true) == kSize - 1;
+    });
+  });
+}
+
+// A rank that sleeps whenever it has to wait is woken by every byte it waits for: no wait may last until its time
+// limit.
+TEST(Tcp, SleeperIsWokenByDataSpaceAndNotices) {
+  run_ranks(2, [](Rank& self) {
+    const int peer = 1 - self.world.rank;
+    Link& link = self.transport->link(peer, {0, 1});
+    int64_t longest = 0;
+    const auto sleep_until = [&](const std::function<bool()>& ready) {
+      const int64_t deadline = now_ns() + kLimit;
+      while (now_ns() < deadline) {
+        self.waker.prepare_sleep();
+        self.transport->poll(self.waker.take_events());
+        if (ready()) return self.waker.cancel_sleep();
+        const int64_t begin = now_ns();
+        self.waker.wait(5 * kSecond);
+        longest = std::max(longest, now_ns() - begin);
+      }
+      FAIL() << "waited too long";
+    };
+    std::vector<Byte> bulk(8'000'000, static_cast<Byte>(self.world.rank + 1));
+    for (uint32_t round = 0; round < 200; ++round) {
+      uint32_t sent = round * 2 + static_cast<uint32_t>(self.world.rank), got = 0;
+      const iovec out{&sent, 4};
+      bool told = false;
+      sleep_until([&] {
+        if (!told) told = link.try_send(&out, 1) == 4;
+        const ConstSpan window = link.recv_window(4);
+        if (!told || !window) return false;
+        std::memcpy(&got, window.data, 4);
+        link.recv_release(4);
+        return true;
+      });
+      ASSERT_EQ(got, round * 2 + static_cast<uint32_t>(peer));
+    }
+    // More than the kernel buffers: the sender has to be woken by space.
+    size_t moved = 0;
+    std::vector<Byte> in(bulk.size());
+    sleep_until([&] {
+      const iovec piece{(self.world.rank == 0 ? bulk.data() : in.data()) + moved, bulk.size() - moved};
+      if (moved < bulk.size()) moved += self.world.rank == 0 ? link.try_send(&piece, 1) : link.try_recv(&piece, 1);
+      return moved == bulk.size();
+    });
+    const bool right = self.world.rank == 0 || in == std::vector<Byte>(bulk.size(), 1);
+    EXPECT_TRUE(right);
+    // Both wait for the other's notice, so neither leaves early.
+    if (self.world.rank == 1) self.transport->notify(0, "done");
+    Notice notice;
+    sleep_until([&] { return self.transport->next_notice(&notice); });
+    EXPECT_EQ(notice.text, "done");
+    if (self.world.rank == 0) self.transport->notify(1, "done");
+    EXPECT_LT(longest, 4 * kSecond);
+  });
+}
+
+TEST(Tcp, NoticesKeepTheirOrderAndBeatsAreHeard) {
+  run_ranks(2, [](Rank& self) {
+    const int peer = 1 - self.world.rank;
+    for (int i = 0; i < 20; ++i) self.transport->notify(peer, std::string(1 + i * 50, static_cast<char>('a' + i)));
+    for (int i = 0; i < 20; ++i) {
+      Notice notice;
+      self.drive([&] { return self.transport->next_notice(&notice); });
+      EXPECT_EQ(notice.peer, peer);
+      EXPECT_EQ(notice.kind, Notice::Kind::kMessage);
+      EXPECT_EQ(notice.text, std::string(1 + i * 50, static_cast<char>('a' + i)));
+    }
+    // Rank 1 beats until rank 0 says that it has heard one.
+    const int64_t before = self.transport->last_heard_ns(peer);
+    Notice notice;
+    if (self.world.rank == 1) {
+      self.drive([&] {
+        self.transport->beat();
+        return self.transport->next_notice(&notice);
+      });
+      EXPECT_EQ(notice.text, "heard");
+    } else {
+      self.drive([&] { return self.transport->last_heard_ns(peer) > before; });
+      EXPECT_FALSE(self.transport->next_notice(&notice)) << "a beat is no notice";
+      self.transport->notify(peer, "heard");
+    }
+  });
+}
+
+// Rank 0 leaves with words and bytes on their way: they arrive, then its end is noticed, once, and calls say so.
+TEST(Tcp, LastWordsArriveBeforeTheEnd) {
+  run_ranks(3, [](Rank& self) {
+    std::vector<Byte> bytes(100'000, 42);
+    if (self.world.rank == 0) {
+      for (const int peer : {1, 2}) {
+        Link& link = self.transport->link(peer, {0, 0});
+        size_t sent = 0;
+        self.drive([&] {
+          const iovec piece{bytes.data() + sent, bytes.size() - sent};
+          sent += link.try_send(&piece, 1);
+          return sent == bytes.size();
+        });
+        self.transport->notify(peer, "bye");
+      }
+      self.transport.reset();
+      return;
+    }
+    Link& link = self.transport->link(0, {0, 0});
+    Link& unused = self.transport->link(0, {0, 1});
+    std::vector<std::string> words;
+    bool gone = false;
+    self.drive([&] {
+      self.transport->beat();  // unread bytes at the one who leaves
+      Notice notice;
+      while (self.transport->next_notice(&notice)) {
+        if (notice.peer != 0) continue;
+        if (notice.kind == Notice::Kind::kGone) gone = true;
+        else words.push_back(notice.text);
+      }
+      return gone;
+    });
+    EXPECT_EQ(words, std::vector<std::string>{"bye"});
+    size_t received = 0;
+    std::vector<Byte> in(bytes.size());
+    self.drive([&] {
+      const iovec piece{in.data() + received, in.size() - received};
+      received += link.try_recv(&piece, 1);
+      return received == in.size();
+    });
+    EXPECT_EQ(in, bytes);
+    const Error error = error_of([&] { self.drive([&] { return static_cast<bool>(link.recv_window(1)); }); });
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);
+    EXPECT_TRUE(contains(error, "rank 0")) << error.what();
+    const iovec piece{bytes.data(), 1};
+    EXPECT_EQ(error_of([&] { self.drive([&] { return unused.try_send(&piece, 1) == 7; }); }).kind(), ErrorKind::kIo);
+    Link& late = self.transport->link(0, {0, 2});
+    EXPECT_EQ(error_of([&] { self.drive([&] { return static_cast<bool>(late.recv_window(1)); }); }).kind(),
+              ErrorKind::kIo);
+    self.transport->notify(0, "to a dead rank");
+    // The other survivor is untouched.
+    const int peer = 3 - self.world.rank;
+    Conversation talk(self.world.rank, *self.transport, peer, {1, 0}, 100'003);
+    Conversation bell(self.world.rank, *self.transport, peer, {1, 1}, 1);
+    self.drive([&] { return talk.step(), talk.done(); });
+    EXPECT_TRUE(talk.exact());
+    self.drive([&] { return bell.step(), bell.done(); });
+    Notice notice;
+    while (self.transport->next_notice(&notice))
+      EXPECT_FALSE(notice.peer == 0) << "reported gone twice, or a message after the end";
+  });
+}
+
+// A child made by fork (a DataLoader worker) that outlives its parent's transport must not keep its connections open.
+TEST(Tcp, ForkedChildDoesNotHideTheEnd) {
+  int hold[2];
+  ASSERT_EQ(::pipe(hold), 0);
+  std::atomic<pid_t> child{-1};
+  run_ranks(2, [&](Rank& self) {
+    Link& link = self.transport->link(1 - self.world.rank, {0, 0});
+    Byte byte = 5;
+    const iovec piece{&byte, 1};
+    self.drive([&] { return link.try_send(&piece, 1) == 1; });
+    self.drive([&] { return static_cast<bool>(link.recv_window(1)); });
+    if (self.world.rank == 0) {
+      child = ::fork();
+      if (child == 0) {
+        ::close(hold[1]);
+        _exit(::read(hold[0], &byte, 1) == 0 ? 0 : 1);  // lives until the test closes its end
+      }
+      self.transport.reset();
+      return;
+    }
+    const int64_t begin = now_ns();
+    Notice notice;
+    self.drive([&] { return self.transport->next_notice(&notice); });
+    EXPECT_EQ(notice.kind, Notice::Kind::kGone);
+    EXPECT_LT(now_ns() - begin, 10 * kSecond);
+  });
+  ::close(hold[0]);
+  ::close(hold[1]);
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+// Whoever gives up first tells the others for whom it waited.
+TEST(Tcp, MissingRankIsNamedByAll) {
+  const auto store = make_memory_store();
+  std::thread one([&] {
+    const Error error = error_of([&] { Rank(world_of(1, 3), *store); });
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);
+    EXPECT_TRUE(contains(error, "rank 0 ended")) << error.what();
+    EXPECT_TRUE(contains(error, "rank 2 had not")) << error.what();
+  });
+  const Error error = error_of([&] { Rank(world_of(0, 3), *store, kLoopback, kSecond); });
+  one.join();
+  EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
+  EXPECT_TRUE(contains(error, "rank 2 in time")) << error.what();
+  // A rank that did not even publish where it is.
+  const Error alone = error_of([&] { Rank(world_of(1, 2), *make_memory_store(), kLoopback, kSecond / 5); });
+  EXPECT_EQ(alone.kind(), ErrorKind::kTimeout);
+  EXPECT_TRUE(contains(alone, "rank 0 in time")) << alone.what();
+}
+
+TEST(Tcp, ConnectingCanBeInterrupted) {
+  const auto store = make_memory_store();
+  Waker waker;
+  const Config config({kLoopback});
+  for (const int rank : {0, 1}) {  // rank 1 finds an address where rank 0 no longer is
+    int asked = 0;
+    const auto stop = [&] { return ++asked == 2; };
+    const Error error =
+        error_of([&] { connect_tcp(world_of(rank, 2), *store, waker, config, {1 - rank}, now_ns() + kLimit, stop); });
+    EXPECT_EQ(error.kind(), ErrorKind::kAborted) << error.what();
+  }
+}
+
+TEST(Tcp, InterfacesAreCheckedByName) {
+  const auto store = make_memory_store();
+  const Error error =
+      error_of([&] { Rank(world_of(0, 1), *store, "PERSEUS_GLOO_NETWORK_INTERFACE=lo,no-such-if0", kSecond); });
+  EXPECT_EQ(error.kind(), ErrorKind::kInvalidArgument);
+  EXPECT_TRUE(contains(error, "no-such-if0")) << error.what();
+  EXPECT_TRUE(contains(error, "PERSEUS_GLOO_NETWORK_INTERFACE")) << error.what();
+  EXPECT_TRUE(contains(error, " lo")) << error.what();
+  for (const InterfaceAddress& address : usable_addresses(" lo ")) EXPECT_EQ(address.interface, "lo");
+}
+
+// A rank that is stopped between connecting and saying who it is counts as a stranger after a while; it is late, not
+// dead.
+TEST(Tcp, RankStoppedWhileConnectingIsNotLost) {
+  run_ranks(2, [](Rank& self) {
+    Link& link = self.transport->link(1 - self.world.rank, {0, 0});
+    if (self.world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(5500));
+    Byte byte = 5;
+    const iovec piece{&byte, 1};
+    bool told = false, heard = false;
+    self.drive([&] {
+      if (!told) told = link.try_send(&piece, 1) == 1;
+      if (!heard && link.recv_window(1)) heard = true;
+      return told && heard;
+    });
+  });
+}
+
+// The wrong secret on one rank: nobody gets a connection with it, and everybody learns which rank it is.
+TEST(Tcp, RankWithAnotherSecretIsNamed) {
+  const auto store = make_memory_store();
+  std::thread one([&] {
+    World world = world_of(1, 2);
+    world.secret = "another";
+    const Error error = error_of([&] { Rank(world, *store, kLoopback, kSecond); });
+    EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
+    EXPECT_TRUE(contains(error, "rank 0")) << error.what();
+    EXPECT_TRUE(contains(error, "secret")) << error.what();
+  });
+  const Error error = error_of([&] { Rank(world_of(0, 2), *store, kLoopback, kSecond); });
+  one.join();
+  EXPECT_TRUE(contains(error, "rank 1")) << error.what();
+}
+
+}  // namespace
+}  // namespace perseus

@@ -1,0 +1,124 @@
+"""What processes of a test hold, and whether any of it outlives them.
+
+A test's processes are known by a variable in their environment, what they hold by its inode: other
+jobs of this machine do not matter. Read only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+MARK = "FAULTS_TEST"
+Inode = tuple[int, int]  # device, number
+_MEMFD = re.compile(r"^\S+ \S+ \S+ (\w+):(\w+) (\d+) +/memfd:perseus", re.MULTILINE)
+_SOCKET_COLUMN = {"unix": 6, "tcp": 9, "tcp6": 9}
+
+
+def processes(mark: str) -> list[int]:
+    """Living processes that carry the mark."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for pid in _pids():
+        try:
+            if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def holdings(pids: Iterable[int]) -> set[Inode]:
+    """The sockets and shared segments that these processes have open or mapped."""
+    held: set[Inode] = set()
+    for pid in pids:
+        for link, inode in _descriptors(pid):
+            if link.startswith(("socket:", "/memfd:perseus")):
+                held.add(inode)
+        held |= _mapped(pid)
+    return held
+
+
+def still_there(held: set[Inode]) -> list[str]:
+    """Which of them some process of this machine, or the kernel's tables, still know."""
+    found = []
+    for pid in _pids():
+        for link, inode in _descriptors(pid):
+            if inode in held:
+                found.append(f"process {pid} has {link}")
+        found += [f"process {pid} maps a segment" for inode in _mapped(pid) if inode in held]
+    numbers = {str(number) for _, number in held}
+    for table, column in _SOCKET_COLUMN.items():
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            if line.split()[column] in numbers:
+                found.append(f"/proc/net/{table}: {line.strip()}")
+    return found
+
+
+def shared_memory_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def expect_nothing_left(mark: str, held: set[Inode], files: set[str], timeout: float = 5) -> None:
+    """Fail unless processes, sockets, segments and files go within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = [f"process {pid}: {_command(pid)}" for pid in processes(mark)]
+        left += still_there(held)
+        left += [f"/dev/shm/{name}" for name in shared_memory_files() - files]
+        if not left:
+            return
+        assert time.monotonic() < deadline, "left behind: " + "; ".join(left)
+        time.sleep(0.05)
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def _descriptors(pid: int) -> list[tuple[str, Inode]]:
+    found = []
+    try:
+        for entry in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{entry}"
+            try:
+                link, status = os.readlink(path), os.stat(path)
+            except OSError:
+                continue
+            if link.startswith(("socket:", "/memfd:")):
+                found.append((link, (status.st_dev, status.st_ino)))
+    except OSError:
+        pass
+    return found
+
+
+def _mapped(pid: int) -> set[Inode]:
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    return {
+        (os.makedev(int(major, 16), int(minor, 16)), int(number))
+        for major, minor, number in _MEMFD.findall(text)
+    }
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return "(gone)"

@@ -1,0 +1,85 @@
+"""Ranks that do not appear, or die while the world forms: the others say which, in time."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+
+import pytest
+from live_ranks import Ranks
+
+LIMIT = 3  # HOROVOD_START_TIMEOUT
+
+
+def expect_init_error(ranks: Ranks, rank: int, *fragments: str) -> None:
+    error = ranks.note(rank, "error", LIMIT + 10)
+    assert error["kind"] == "InitializationError"
+    assert len(error["text"].splitlines()) == 1
+    for fragment in fragments:
+        assert fragment in error["text"]
+    assert LIMIT - 0.5 < error["at"] - ranks.note(rank, "joining")["at"] < LIMIT + 2
+    assert ranks.finish(rank) == 0
+
+
+def test_ranks_that_never_come_are_named(tmp_path):
+    with Ranks(tmp_path, ["start"], 4, start=False, HOROVOD_START_TIMEOUT=str(LIMIT)) as ranks:
+        ranks.start(0)
+        ranks.start(2)
+        for rank in (0, 2):
+            expect_init_error(
+                ranks, rank, "rank 1, 3 of 4 did not appear within 3 s (HOROVOD_START_TIMEOUT)"
+            )
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_rank_that_dies_while_others_are_still_missing_is_named(tmp_path, transport):
+    with Ranks(
+        tmp_path,
+        ["start"],
+        3,
+        start=False,
+        HOROVOD_START_TIMEOUT=str(LIMIT),
+        PERSEUS_TRANSPORT=transport,
+    ) as ranks:
+        ranks.start(1)
+        ranks.note(1, "joining")
+        time.sleep(0.5)  # it has said that it is there, and waits for the others
+        ranks.signal(1, signal.SIGKILL)
+        ranks.start(0)
+        ranks.start(2)
+        for rank in (0, 2):
+            expect_init_error(ranks, rank, "rank 1")
+        ranks.finish(1)
+
+
+def test_late_rank_is_waited_for_until_the_limit(tmp_path):
+    with Ranks(tmp_path, ["start"], 3, start=False, HOROVOD_START_TIMEOUT="20") as ranks:
+        ranks.start(2)
+        ranks.start(0)
+        time.sleep(2)
+        ranks.start(1)
+        ranks.all_note("passed", 15)
+        assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_rank_killed_at_any_moment_of_the_start_is_named(tmp_path, transport):
+    scenario = ["wait", "barrier", "sleep", "synchronize"]
+    environment = {"HOROVOD_START_TIMEOUT": "2", "PERSEUS_TRANSPORT": transport}
+    with contextlib.ExitStack() as stack:
+        worlds = []
+        for attempt in range(5):
+            directory = tmp_path / str(attempt)
+            directory.mkdir()
+            ranks = stack.enter_context(Ranks(directory, scenario, 3, **environment))
+            ranks.note(1, "joining")
+            time.sleep(0.025 * attempt)
+            worlds.append((ranks, ranks.signal(1, signal.SIGKILL)))
+        for ranks, at in worlds:
+            for rank in (0, 2):
+                error = ranks.note(rank, "error", 10)
+                assert "rank 1" in error["text"], error["text"]
+                assert error["at"] - at < 6
+                assert ranks.finish(rank) == 0
+            ranks.finish(1)

@@ -1,0 +1,160 @@
+"""Holds the Linux namespaces that make one virtual host, and runs commands inside them.
+
+A script for virtual_hosts.py, single-threaded. What it makes lives exactly as long as its standard
+input stays open: when the owner ends, however that happens, the host's first process is killed, the
+kernel ends all others of its process namespace, and network and mounts vanish with the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from types import FrameType
+
+# <sched.h>, <sys/mount.h>, <sys/prctl.h>
+_NEW_MOUNTS, _NEW_HOSTNAME, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_PIDS, _NEW_NETWORK = 0x20000000, 0x40000000
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
+_SET_DEATH_SIGNAL = 1
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def hold(hostname: str, hosts_file: str, remove: str | None) -> int:
+    """Make the namespaces, print the number of the process that stands for them, and wait for the "
+    "end."""
+    _check(
+        _libc.unshare(_NEW_MOUNTS | _NEW_HOSTNAME | _NEW_IPC | _NEW_PIDS | _NEW_NETWORK), "unshare"
+    )
+    ready, tell = os.pipe()
+    first = os.fork()
+    if first == 0:
+        _be_first_process(hostname, hosts_file, tell)
+    os.close(tell)
+    signal.signal(signal.SIGCHLD, _leave)
+    try:
+        if os.read(ready, 1) != b"r":
+            return 1
+        print(first, flush=True)
+        while os.read(0, 4096):
+            pass
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        if remove is not None:
+            shutil.rmtree(remove, ignore_errors=True)
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(1)
+
+
+def _be_first_process(hostname: str, hosts_file: str, tell: int) -> None:
+    """Set the host up from inside, then reap whatever is orphaned in it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        _die_with_parent()
+        _mount("none", "/", None, _RECURSIVE | _PRIVATE)
+        _mount("proc", "/proc", "proc")
+        _mount("tmpfs", "/dev/shm", "tmpfs")
+        _mount(hosts_file, "/etc/hosts", None, _BIND)
+        if not os.path.isdir("/run/sshd"):  # sshd insists on it; the real /run stays as it is
+            _mount("tmpfs", "/run", "tmpfs")
+            os.mkdir("/run/sshd", 0o755)
+        name = hostname.encode()
+        _check(_libc.sethostname(name, len(name)), "sethostname")
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        os.write(tell, b"r")
+        os.close(tell)
+        while True:
+            signal.sigwait({signal.SIGCHLD})
+            while _reap():
+                pass
+    except BaseException as error:
+        print(f"{hostname}: {error}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _reap() -> bool:
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def enter(pid: int, command: list[str]) -> int:
+    """Run a command in the namespaces of `pid`; its exit status, 128 + n when signal n ended it."""
+    directory = os.getcwd()
+    spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
+    for space in spaces:
+        _check(_libc.setns(space, 0), "setns")
+        os.close(space)
+    child = os.fork()
+    if child == 0:
+        # A group of its own: a signal to the caller's group then arrives once, through _forward.
+        os.setpgid(0, 0)
+        _die_with_parent()
+        try:
+            os.chdir(directory)
+            os.execvp(command[0], command)
+        except OSError as error:
+            print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127)
+    for number in _FORWARDED:
+        signal.signal(number, lambda received, _: _forward(child, received))
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+_KINDS = ("net", "uts", "ipc", "pid", "mnt")  # mnt last: /proc is another one from then on
+
+
+def _forward(child: int, number: int) -> None:
+    try:
+        os.killpg(child, number)
+    except ProcessLookupError:
+        pass
+
+
+def _die_with_parent() -> None:
+    _check(_libc.prctl(_SET_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0), "prctl")
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int = 0) -> None:
+    type_name = None if kind is None else kind.encode()
+    _check(_libc.mount(source.encode(), target.encode(), type_name, flags, None), f"mount {target}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    modes = parser.add_subparsers(dest="mode", required=True)
+    keeper = modes.add_parser("hold")
+    keeper.add_argument("hostname")
+    keeper.add_argument("hosts_file")
+    keeper.add_argument("--remove")
+    inside = modes.add_parser("enter")
+    inside.add_argument("pid", type=int)
+    inside.add_argument("command", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
+    if given.mode == "hold":
+        return hold(given.hostname, given.hosts_file, given.remove)
+    return enter(given.pid, given.command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""perseusrun over ssh, and ranks started by hand, across virtual hosts."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from virtual_hosts import VirtualHosts, unavailable
+
+if reason := unavailable():
+    pytest.skip(reason, allow_module_level=True)
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+# Joins the world and says where this rank is in it.
+_WORLD = """
+import socket
+from perseus import basics
+basics.init()
+print(socket.gethostname(), basics.rank(), basics.size(), basics.local_rank(), basics.local_size(),
+      basics.cross_rank(), basics.cross_size(), flush=True)
+{use}
+basics.shutdown()
+"""
+_ALLREDUCE = """
+import torch
+import perseus.torch.horovod as hvd
+values = torch.arange(5.0) + 10.0 ** hvd.rank()
+total = hvd.allreduce(values, op=hvd.Sum)
+expected = [sum(i + 10.0 ** r for r in range(hvd.size())) for i in range(5)]
+assert total.tolist() == expected, total
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[VirtualHosts]:
+    with VirtualHosts(2) as made:
+        yield made
+
+
+def environment(hosts: VirtualHosts, **changes: str) -> dict[str, str]:
+    return {**hosts.environment(), "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", **changes}
+
+
+def perseusrun(
+    hosts: VirtualHosts, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "perseus.run", *arguments]
+    return hosts.run(0, command, env=env or environment(hosts), timeout=90)
+
+
+def test_ranks_are_placed_and_named_as_written(hosts: VirtualHosts) -> None:
+    names = "$PERSEUS_RANK $PERSEUS_LOCAL_RANK/$PERSEUS_LOCAL_SIZE $PERSEUS_CROSS_RANK"
+    result = perseusrun(
+        hosts, "-np", "3", "-H", "host1:2,host0:2",
+        "sh", "-c", f"echo $(hostname) {names}/$PERSEUS_CROSS_SIZE $HOROVOD_HOSTNAME",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == [
+        "[0]<stdout>:host1 0 0/2 0/2 host1",
+        "[1]<stdout>:host1 1 1/2 0/1 host1",
+        "[2]<stdout>:host0 2 0/1 1/2 host0",
+    ]
+
+
+def test_world_forms_across_hosts(hosts: VirtualHosts, tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("host0 slots=2\nhost1 slots=2\n")
+    before = hosts.counters(1)[0]
+    result = perseusrun(
+        hosts, "-np", "4", "--hostfile", str(hostfile), sys.executable, "-c", _WORLD.format(use="")
+    )
+    assert result.returncode == 0, result.stderr
+    lines = sorted(line.partition(":")[2] for line in result.stdout.splitlines())
+    assert lines == [
+        "host0 0 4 0 2 0 2",
+        "host0 1 4 1 2 0 2",
+        "host1 2 4 0 2 1 2",
+        "host1 3 4 1 2 1 2",
+    ]
+    assert (hosts.counters(1)[0] - before).received_bytes > 1000
+
+
+def test_environment_travels_but_not_what_belongs_to_a_host(hosts: VirtualHosts) -> None:
+    env = environment(hosts, CUDA_VISIBLE_DEVICES="3", OLDPWD="/old", TEXT="a 'b' \"$c\"\né")
+    show = (
+        "import os; print([os.environ.get(n) for n in ('CUDA_VISIBLE_DEVICES', 'OLDPWD', 'TEXT')])"
+    )
+    arguments = ["-np", "1", "-H", "host1", sys.executable, "-c", show]
+    assert perseusrun(hosts, *arguments, env=env).stdout == (
+        f"[0]<stdout>:{[None, None, env['TEXT']]}\n"
+    )
+
+
+def test_no_secret_is_on_any_command_line_of_any_host(hosts: VirtualHosts) -> None:
+    # Namespaces of processes differ, so each rank looks at its own host's.
+    look = (
+        "import os, pathlib, time; time.sleep(0.3); secret = os.environ['PERSEUS_SECRET'].encode();"
+        "lines = [p.read_bytes() for p in pathlib.Path('/proc').glob('[0-9]*/cmdline')];"
+        "print(len(lines) > 3, sum(secret in line for line in lines))"
+    )
+    result = perseusrun(hosts, "-np", "2", "-H", "host0,host1", sys.executable, "-c", look)
+    assert [line.partition(":")[2] for line in result.stdout.splitlines()] == ["True 0"] * 2
+
+
+def test_working_directory_is_the_launchers(hosts: VirtualHosts, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "perseus.run", "-np", "2", "-H", "host0,host1", "pwd"]
+    result = hosts.run(0, command, env=environment(hosts), cwd=tmp_path, timeout=60)
+    lines = sorted(result.stdout.splitlines())
+    assert lines == [f"[0]<stdout>:{tmp_path}", f"[1]<stdout>:{tmp_path}"]
+
+
+def test_failure_on_another_host_ends_the_job_and_leaves_nothing(hosts: VirtualHosts) -> None:
+    script = "[ $PERSEUS_RANK = 1 ] && exit 5; sleep 61 & sleep 61"
+    started = time.monotonic()
+    result = perseusrun(hosts, "-np", "3", "-H", "host0,host1:2", "sh", "-c", script)
+    assert time.monotonic() - started < 20
+    assert result.returncode == 1
+    assert "Process 1 exit with status code 5." in result.stderr
+    assert "rank 1 on host1 was the first to fail" in result.stderr
+    for host in range(2):
+        assert "sleep 61" not in hosts.command_lines(host)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_end_of_the_launcher_ends_ranks_of_other_hosts(hosts: VirtualHosts, number: int) -> None:
+    # SIGKILL cannot be handed on, so the launcher's number comes from its own host.
+    command = [sys.executable, "-m", "perseus.run", "-np", "2", "-H", "host0,host1"]
+    job = hosts.popen(
+        0,
+        ["sh", "-c", 'echo $$; exec "$@"', "sh", *command, "sh", "-c", "echo up; sleep 62"],
+        env=environment(hosts),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert job.stdout is not None
+    pid = job.stdout.readline().strip()
+    assert [job.stdout.readline()[3:] for _ in range(2)] == ["<stdout>:up\n"] * 2
+    hosts.run(0, ["sh", "-c", f"kill -{int(number)} {pid}"])
+    output, _ = job.communicate(timeout=20)
+    assert (job.returncode, output) == (128 + number, "")
+    deadline = time.monotonic() + 15
+    while any("sleep 62" in hosts.command_lines(host) for host in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_unreachable_host_is_named_in_one_line(hosts: VirtualHosts) -> None:
+    result = perseusrun(hosts, "-np", "2", "-H", "host0,host9", "true")
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "host9: could not be reached by ssh: " in result.stderr
+
+
+def test_silent_host_is_given_up_after_the_start_timeout(hosts: VirtualHosts) -> None:
+    hosts.set_link(1, up=False)
+    started = time.monotonic()
+    try:
+        result = perseusrun(hosts, "-np", "2", "-H", "host0,host1", "--start-timeout", "2", "true")
+    finally:
+        hosts.set_link(1, up=True)
+    assert time.monotonic() - started < 15
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "host1" in result.stderr
+
+
+def test_interface_decides_the_address(hosts: VirtualHosts) -> None:
+    show = "echo $PERSEUS_RENDEZVOUS_ADDR $PERSEUS_GLOO_NETWORK_INTERFACE $NCCL_SOCKET_IFNAME"
+    arguments = ["-np", "1", "-H", "host1", "--network-interface", "eth0", "sh", "-c", show]
+    assert perseusrun(hosts, *arguments).stdout == "[0]<stdout>:10.77.0.1 eth0 eth0\n"
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_ranks_by_hand_meet_across_hosts(hosts: VirtualHosts) -> None:
+    processes = [
+        hosts.popen(
+            rank,
+            [sys.executable, "-c", _WORLD.format(use=_ALLREDUCE)],
+            env=environment(
+                hosts, RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
+                MASTER_ADDR="host0", MASTER_PORT="29500",
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank, process in enumerate(processes):
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        assert re.fullmatch(rf"host{rank} {rank} 2 0 1 {rank} 2\n", output)

@@ -1,0 +1,333 @@
+"""DistributedOptimizer: equal to one rank on the global batch, in every mode it offers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from patterns import assert_job_usable, raised
+from pytorch_mnist import Net
+from torch import nn
+
+import perseus.torch.horovod as hvd
+
+BATCH = 6  # images per rank
+
+
+def _global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    count = BATCH * hvd.size()
+    images = torch.rand(count, 1, 8, 8, generator=generator)
+    return images, torch.randint(0, 10, (count,), generator=generator)
+
+
+def _share(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[hvd.rank() * BATCH : (hvd.rank() + 1) * BATCH]
+
+
+def _net(seed: int = 3) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def _sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+
+
+def _assert_close(model: nn.Module, reference: nn.Module) -> None:
+    for (name, mine), right in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(
+            mine, right, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def _assert_equal_on_all_ranks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        stacked = hvd.allgather(parameter.detach().contiguous().unsqueeze(0), name=f"equal.{name}")
+        assert all(torch.equal(row, stacked[0]) for row in stacked), name
+
+
+def _compare(
+    wrap: Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer],
+    make: Callable[[nn.Module], torch.optim.Optimizer] = _sgd,
+    steps: int = 4,
+    channels_last: bool = False,
+) -> None:
+    """Train on shares with wrap(optimizer), and a copy on the global batch without."""
+    model = _net()
+    reference = copy.deepcopy(model)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    optimizer = wrap(make(model), model)
+    plain = make(reference)
+    for step in range(steps):
+        images, labels = _global_batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(_share(images)), _share(labels)).backward()
+        optimizer.step()
+        plain.zero_grad()
+        F.cross_entropy(reference(images), labels).backward()
+        plain.step()
+    _assert_close(model, reference)
+    _assert_equal_on_all_ranks(model)
+
+
+def _named(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any):
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+
+
+def check_equals_one_rank_on_the_global_batch() -> None:
+    _compare(_named)
+
+
+def check_without_names() -> None:
+    _compare(lambda optimizer, _: hvd.DistributedOptimizer(optimizer))
+
+
+def check_adam() -> None:
+    _compare(_named, make=lambda model: torch.optim.Adam(model.parameters(), lr=1e-3), steps=3)
+
+
+def check_channels_last_model() -> None:
+    _compare(_named, channels_last=True)
+
+
+def check_sum_is_size_times_the_mean() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        distributed = not make.plain
+        make.plain = True
+        lr = 0.1 / hvd.size() if distributed else 0.1
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+    make.plain = False
+    _compare(lambda o, m: _named(o, m, op=hvd.Sum), make=make)
+
+
+def check_predivide_factor() -> None:
+    for groups in (None, 2):
+        _compare(lambda o, m, g=groups: _named(o, m, gradient_predivide_factor=2.0, groups=g))
+
+
+def check_number_of_groups() -> None:
+    for groups in (1, 3, 50):
+        _compare(lambda o, m, g=groups: _named(o, m, groups=g))
+
+
+def check_lists_of_groups() -> None:
+    def wrap(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+        groups = [[model.conv1.weight, model.fc2.bias], [model.fc1.weight]]
+        return _named(optimizer, model, groups=groups)
+
+    _compare(wrap)
+
+
+def check_old_name_of_groups() -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _compare(lambda o, m: _named(o, m, num_groups=2))
+    assert any(entry.category is DeprecationWarning for entry in seen)
+
+
+def check_fp16_compression_is_close() -> None:
+    model = _net()
+    optimizer = _named(_sgd(model), model, compression=hvd.Compression.fp16)
+    images, labels = _global_batch(0)
+    F.cross_entropy(model(_share(images)), _share(labels)).backward()
+    optimizer.synchronize()
+    reference = _net()
+    F.cross_entropy(reference(images), labels).backward()
+    for mine, right in zip(model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32
+        torch.testing.assert_close(mine.grad, right.grad, rtol=5e-3, atol=1e-4)
+
+
+def check_backward_passes_add_up_before_one_reduction() -> None:
+    passes = 3
+    model = _net()
+    reference = copy.deepcopy(model)
+    optimizer = _named(_sgd(model), model, backward_passes_per_step=passes)
+    plain = _sgd(reference)
+    for step in range(2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for part in range(passes):
+            images, labels = _global_batch(step * passes + part)
+            F.cross_entropy(model(_share(images)), _share(labels)).backward()
+            F.cross_entropy(reference(images), labels).backward()
+        optimizer.step()
+        plain.step()
+    _assert_close(model, reference)
+    images, labels = _global_batch(0)
+    optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 1
+    optimizer.zero_grad()
+    plain.zero_grad()
+    F.cross_entropy(model(_share(images)), _share(labels)).backward()
+    F.cross_entropy(reference(images), labels).backward()
+    optimizer.step()
+    plain.step()
+    _assert_close(model, reference)
+
+
+def check_one_backward_too_many_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = _named(_sgd(model), model)
+    model(torch.ones(1, 2)).sum().backward()
+    text = raised(AssertionError, lambda: model(torch.ones(1, 2)).sum().backward())
+    assert "Gradients were computed more than backward_passes_per_step times" in text
+    optimizer.synchronize()
+
+
+def check_zero_grad_while_reducing_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = _named(_sgd(model), model)
+    model(torch.ones(1, 2)).sum().backward()
+    text = raised(AssertionError, optimizer.zero_grad)
+    assert "prohibited as it can cause a race condition" in text
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def check_synchronize_clip_step() -> None:
+    model = _net()
+    reference = copy.deepcopy(model)
+    optimizer, plain = _named(_sgd(model), model), _sgd(reference)
+    for step in range(3):
+        images, labels = _global_batch(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(_share(images)), _share(labels)).backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        plain.zero_grad()
+        F.cross_entropy(reference(images), labels).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        plain.step()
+    _assert_close(model, reference)
+
+
+def check_step_after_synchronize_warns_and_reduces_again() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), op=hvd.Sum
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.synchronize()
+    assert model.weight.grad.tolist() == [[float(hvd.size())] * 3]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert "without optimizer.skip_synchronize()" in str(seen[0].message)
+    assert model.weight.grad.tolist() == [[float(hvd.size() ** 2)] * 3]
+
+
+def check_an_unused_layer_takes_part_with_zeros() -> None:
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+    optimizer = _named(_sgd(model), model)
+    # Each rank reaches one of the layers only.
+    model[hvd.rank() % 2](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    share = sum(rank % 2 == 0 for rank in range(hvd.size())) / hvd.size()
+    torch.testing.assert_close(model[0].weight.grad, torch.full((1, 2), share))
+    torch.testing.assert_close(model[1].weight.grad, torch.full((1, 2), 1.0 - share))
+
+
+def check_closure_runs_after_the_reduction() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = _named(_sgd(model), model)
+    (model(torch.ones(1, 2)).sum() * hvd.rank()).backward()
+    seen = []
+
+    def closure() -> float:
+        seen.append(model.weight.grad[0, 0].item())
+        return 1.5
+
+    assert optimizer.step(closure) == 1.5
+    assert abs(seen[0] - (hvd.size() - 1) / 2) < 1e-6
+
+
+def check_requires_grad_may_change_between_steps() -> None:
+    model = _net()
+    optimizer = _named(_sgd(model), model)
+    for frozen in (False, True, False):
+        model.conv1.weight.requires_grad_(not frozen)
+        images, labels = _global_batch(1)
+        optimizer.zero_grad()
+        F.cross_entropy(model(_share(images)), _share(labels)).backward()
+        optimizer.step()
+    _assert_equal_on_all_ranks(model)
+
+
+def check_two_optimizers_side_by_side() -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            _sgd(model), [(f"{i}.{n}", p) for n, p in model.named_parameters()]
+        )
+        for i, model in enumerate((first, second))
+    ]
+    (first(torch.ones(1, 3)) + second(torch.ones(1, 3)) * hvd.rank()).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    mean = (hvd.size() - 1) / 2
+    torch.testing.assert_close(first.bias.grad, torch.ones(2))
+    torch.testing.assert_close(second.bias.grad, torch.full((2,), mean))
+
+
+def check_a_new_optimizer_replaces_the_old_ones_hooks() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = _named(_sgd(model), model, op=hvd.Sum)
+    del optimizer
+    gc.collect()
+    optimizer = _named(_sgd(model), model, op=hvd.Sum)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert model.weight.grad.tolist() == [[float(hvd.size())] * 3]
+
+
+def check_a_scheduler_made_before_wrapping() -> None:
+    model = nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    optimizer = _named(plain, model)
+    (model(torch.ones(1, 2)).sum() * (1 + hvd.rank())).backward()
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert len(set(hvd.allgather(model.bias.grad).tolist())) == 1
+
+
+def check_sparse_gradients_as_dense() -> None:
+    torch.manual_seed(1)
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = _named(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, sparse_as_dense=True, op=hvd.Sum
+    )
+    model(torch.tensor([hvd.rank(), 4])).sum().backward()
+    optimizer.synchronize()
+    expected = torch.zeros(5, 2)
+    expected[: hvd.size()] += 1.0
+    expected[4] += hvd.size()
+    assert torch.equal(model.weight.grad, expected)
+    model = nn.Embedding(5, 2, sparse=True)
+    refusing = _named(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    text = raised(NotImplementedError, lambda: model(torch.tensor([1])).sum().backward())
+    assert "sparse_as_dense=True" in text
+    del refusing
+
+
+def check_a_mismatched_gradient_ends_the_step_with_an_error_on_all_ranks() -> None:
+    rows = 3 if hvd.rank() == 0 else 2
+    model = nn.ModuleDict({"good": nn.Linear(2, 2), "bad": nn.Linear(2, rows)})
+    optimizer = _named(_sgd(model), model)
+    (model["good"](torch.ones(1, 2)).sum() + model["bad"](torch.ones(1, 2)).sum()).backward()
+    text = raised(hvd.HorovodInternalError, optimizer.step)
+    assert "Mismatched ALLREDUCE tensor shapes" in text
+    optimizer.zero_grad()  # nothing is outstanding
+    assert_job_usable()

@@ -1,0 +1,59 @@
+"""Values that differ per rank and index and are exact in every dtype; asserts for collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import perseus.torch.horovod as hvd
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+ALL = [*FLOATS, *INTEGERS, torch.bool]
+SHAPES = [(0,), (1,), (17,), (5, 7), (3, 0, 2), (1031,), ()]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
+    """Small whole numbers; unsigned ones and bools do not get negative ones."""
+    count = 1
+    for extent in shape:
+        count *= extent
+    index = torch.arange(count, dtype=torch.int64)
+    numbers = (index * 7 + rank * 5 + salt * 3 + index // 11) % 9
+    if dtype == torch.bool:
+        return (numbers % 2 == 0).reshape(shape)
+    if dtype != torch.uint8:
+        numbers = numbers - 4
+    return numbers.to(dtype).reshape(shape)
+
+
+def everyone(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """The values of all ranks, stacked, in float64."""
+    return torch.stack(
+        [values(shape, dtype, rank, salt).to(torch.float64) for rank in range(hvd.size())]
+    )
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal in shape, dtype and every element (zeros of either sign are equal)."""
+    assert actual.dtype == expected.dtype, f"{actual.dtype} instead of {expected.dtype}"
+    assert actual.shape == expected.shape, f"{actual.shape} instead of {expected.shape}"
+    assert torch.equal(actual, expected), f"{actual} instead of {expected}"
+
+
+def raised(kind: type[BaseException], function: Callable[[], object]) -> str:
+    """The message of the exception that `function` must raise."""
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def assert_job_usable() -> None:
+    """The next collective works and gives the right numbers."""
+    assert_same(
+        hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum, name="still_usable"),
+        torch.tensor([float(sum(range(hvd.size())))]),
+    )

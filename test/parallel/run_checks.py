@@ -1,0 +1,54 @@
+"""Runs on every rank: the check_* functions of one module, in order; results go to DIR/RANK.json.
+
+    perseusrun -np 2 python run_checks.py collective_checks DIR
+
+A failed check ends the rank, since the others' collectives would wait for it: perseusrun then ends
+the rest, and the checks that follow count as not run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+HERE = Path(__file__).resolve().parent
+# The examples' models are trained by checks too.
+sys.path[:0] = [str(HERE / "checks"), str(HERE.parent.parent / "examples")]
+
+
+def checks_of(module: ModuleType) -> dict[str, Callable[[], None]]:
+    """The module's checks by name, in the order they are written."""
+    found = inspect.getmembers(module, inspect.isfunction)
+    own = [item for item in found if item[0].startswith("check_")]
+    return dict(sorted(own, key=lambda item: item[1].__code__.co_firstlineno))
+
+
+def main(module_name: str, directory: str) -> int:
+    import perseus.torch.horovod as hvd
+
+    module = importlib.import_module(module_name)
+    hvd.init()
+    path = Path(directory) / f"{hvd.rank()}.json"
+    results: dict[str, str] = {}
+    for name, check in checks_of(module).items():
+        try:
+            check()
+            results[name] = ""
+        except BaseException:
+            results[name] = traceback.format_exc()
+        path.write_text(json.dumps(results), encoding="utf-8")
+        if results[name]:
+            print(results[name], file=sys.stderr, flush=True)
+            return 1
+    hvd.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,32 @@
+"""The checks of test/parallel/checks on 2, 3 and 4 real ranks through perseusrun."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+pytest.importorskip("torch")
+
+from run_checks import checks_of
+
+MODULES = [
+    "collective_checks",
+    "mismatch_checks",
+    "autograd_checks",
+    "optimizer_checks",
+    "state_checks",
+]
+CASES = [
+    pytest.param(
+        module, check, id=f"{module.removesuffix('_checks')}-{check.removeprefix('check_')}"
+    )
+    for module in MODULES
+    for check in checks_of(importlib.import_module(module))
+]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("module", "check"), CASES)
+def test_on_ranks(launches, module, check, ranks):
+    launches(module, ranks).expect(check)

@@ -1,0 +1,208 @@
+"""Importing, identity and configuration of a process that no launcher started."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perseus import basics, config, errors
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def world():
+    basics.init()
+    yield
+    basics.shutdown()
+
+
+def _python(code: str, **environment: str) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_loads_no_framework_and_no_native_code():
+    code = (
+        "import perseus, sys; "
+        "print([m for m in ('torch', 'numpy', 'perseus._core') if m in sys.modules])"
+    )
+    assert _python(code) == "[]"
+
+
+def test_import_leaves_modules_hooks_and_environment_alone():
+    code = (
+        "import sys, os; state = lambda: (list(sys.meta_path), dict(os.environ)); "
+        "before = state(); import perseus; print(before == state())"
+    )
+    assert _python(code) == "True"
+
+
+def test_version_is_the_builds():
+    import perseus
+
+    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
+    assert perseus.__version__ == re.search(r"project\(perseus VERSION ([0-9.]+)", text)[1]
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        perseus.no_such_thing  # noqa: B018
+
+
+def test_before_init_everything_says_so():
+    assert not basics.is_initialized()
+    for question in (
+        basics.rank,
+        basics.size,
+        basics.local_rank,
+        basics.local_size,
+        basics.cross_rank,
+        basics.cross_size,
+        basics.is_homogeneous,
+        basics.stats,
+        basics.mpi_threads_supported,
+    ):
+        with pytest.raises(
+            ValueError, match=r"Horovod has not been initialized; use hvd\.init\(\)\."
+        ):
+            question()
+    assert not basics.gloo_enabled()
+    basics.shutdown()  # nothing to do
+
+
+def test_without_a_launcher_the_world_is_this_process(world):
+    assert (basics.rank(), basics.size()) == (0, 1)
+    assert (basics.local_rank(), basics.local_size()) == (0, 1)
+    assert (basics.cross_rank(), basics.cross_size()) == (0, 1)
+    assert basics.is_homogeneous()
+    assert basics.gloo_built() and basics.gloo_enabled()
+    assert basics.nccl_built() == 0 and type(basics.nccl_built()) is int
+    for built in ("mpi_built", "mpi_enabled", "ddl_built", "ccl_built", "cuda_built", "rocm_built"):
+        assert getattr(basics, built)() is False
+    with pytest.raises(ValueError, match="Horovod MPI is not enabled"):
+        basics.mpi_threads_supported()
+
+
+def test_init_twice_is_one_world(world):
+    basics.init()
+    assert basics.size() == 1
+
+
+def test_communicators_of_old_scripts():
+    basics.init(comm=[0])
+    basics.shutdown()
+    basics.init([])
+    basics.shutdown()
+    with pytest.raises(ValueError, match="MPI build"):
+        basics.init(comm=[0, 1])
+    assert not basics.is_initialized()
+
+
+def test_a_bad_variable_fails_init_with_its_name(monkeypatch):
+    monkeypatch.setenv("PERSEUS_ALLREDUCE_STREAMS", "many")
+    with pytest.raises(ValueError, match="Horovod initialization failed") as caught:
+        basics.init()
+    assert isinstance(caught.value, errors.HorovodInternalError)
+    assert "PERSEUS_ALLREDUCE_STREAMS='many'" in str(caught.value)
+    assert not basics.is_initialized()
+
+
+def test_half_an_identity_fails_init(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "3")
+    with pytest.raises(ValueError, match="HOROVOD_RANK"):
+        basics.init()
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    from perseus import _core
+
+    server = _core.StoreServer("127.0.0.1", 0, False, b"s" * 32)
+    for name, value in {
+        "PERSEUS_RANK": "0",
+        "PERSEUS_SIZE": "3",
+        "PERSEUS_RENDEZVOUS_ADDR": "127.0.0.1",
+        "PERSEUS_RENDEZVOUS_PORT": str(server.port),
+        "PERSEUS_SECRET": "s" * 32,
+        "HOROVOD_START_TIMEOUT": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(errors.InitializationError, match=r"(?s)rank.*1.*2"):
+        basics.init()
+    server.close()
+
+
+def test_ctrl_c_ends_init():
+    code = """
+import os, signal, threading, time
+from perseus import _core, basics
+server = _core.StoreServer("127.0.0.1", 0, False, b"s" * 32)
+os.environ.update(PERSEUS_RANK="0", PERSEUS_SIZE="2", PERSEUS_RENDEZVOUS_ADDR="127.0.0.1",
+                  PERSEUS_RENDEZVOUS_PORT=str(server.port), PERSEUS_SECRET="s" * 32)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+start = time.monotonic()
+try:
+    basics.init()
+except KeyboardInterrupt:
+    print(0.3 < time.monotonic() - start < 5)
+"""
+    assert _python(code) == "True"
+
+
+def test_statistics_count(world):
+    import perseus
+
+    assert set(perseus.stats()) == {
+        "shm_bytes_sent",
+        "tcp_bytes_sent",
+        "shm_bytes_received",
+        "tcp_bytes_received",
+        "rounds",
+        "buckets",
+        "operations",
+        "sleeps",
+        "staging_bytes",
+    }
+
+
+def test_the_configuration_table_is_the_cores():
+    table = {variable.name: variable for variable in config.variables()}
+    streams = table["PERSEUS_ALLREDUCE_STREAMS"]
+    assert (streams.type, streams.default, streams.allowed) == ("int", "4", "1..12")
+    assert "HOROVOD_NUM_NCCL_STREAMS" in streams.aliases
+    assert all(variable.help for variable in table.values())
+
+
+def test_configuration_check_names_variable_and_value(monkeypatch):
+    config.check()
+    monkeypatch.setenv("PERSEUS_TRANSPORT", "pigeon")
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"PERSEUS_TRANSPORT='pigeon'.*auto\|shm\|tcp"
+    ):
+        config.check()
+
+
+def test_errors_are_what_horovod_users_catch():
+    for kind in (
+        errors.MismatchError,
+        errors.TransportError,
+        errors.DeadlineError,
+        errors.AbortedError,
+        errors.InitializationError,
+    ):
+        assert issubclass(kind, errors.HorovodInternalError)
+    assert issubclass(errors.HorovodInternalError, RuntimeError)
+    assert issubclass(errors.InvalidArgumentError, ValueError)
+    assert errors.HostsUpdatedInterrupt(True).skip_sync is True
+    assert errors.HostsUpdatedInterrupt().skip_sync is False

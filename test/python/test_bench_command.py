@@ -1,0 +1,145 @@
+"""perseus-bench as users run it: it starts its ranks, verifies, and writes what was asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perseus.bench.launch import HostsUnavailableError
+from perseus.bench.plan import Plan
+from perseus.bench.virtual import load
+
+
+def bench(*arguments: str, timeout: float = 120, **variables: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-m", "perseus.bench", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_cases_are_measured_against_gloo_and_limits(tmp_path: Path) -> None:
+    arguments = ["latency", "memory", "tensors", "network", "--seconds", "0.05"]
+    found = bench(*arguments, "--sizes", "64K", "--json", str(tmp_path / "r.json"))
+    assert found.returncode == 0, found.stderr
+    measured = records(tmp_path / "r.json")
+    contenders = {}
+    for entry in measured:
+        contenders.setdefault(entry["case"], []).append(entry["peer"])
+    both = ["perseus", "torch-gloo"]
+    assert contenders == {
+        "latency": both,
+        "memory": [*both, "memcpy", "memcpy-unaligned"],
+        "tensors": [*both, "cat-and-copy"],
+        "network": [*both, "raw-tcp"],
+    }
+    for entry in measured:
+        assert entry["verified"], entry
+        assert (entry["ranks"], entry["hosts"]) == (2, 1)
+        assert entry["n"] >= 5
+        assert 0 < entry["min_s"] <= entry["median_s"] < 60
+        assert entry["vs_perseus"] > 0
+        assert entry["bytes"] == (500 * 4000 if entry["case"] == "tensors" else 65536)
+    assert found.stdout.count("right") == len(measured)
+
+
+def test_every_collective_is_verified_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["collectives", "-np", "3", "--sizes", "4,4K", "--seconds", "0.02"]
+    arguments += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    found = bench(*arguments, PERSEUS_TRANSPORT="tcp")
+    assert found.returncode == 0, found.stderr
+    measured = records(tmp_path / "r.json")
+    operations = ["allreduce", "allgather", "broadcast", "reducescatter", "alltoall"]
+    assert [entry["operation"] for entry in measured] == [op for op in operations for _ in range(4)]
+    assert all(entry["verified"] for entry in measured)
+    # Equal parts for three ranks: 12 and 4092 bytes.
+    assert {entry["bytes"] for entry in measured} == {12, 4092}
+    ours = [entry for entry in measured if entry["peer"] == "perseus"]
+    assert all(entry["settings"] == {"PERSEUS_TRANSPORT": "tcp"} for entry in ours)
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
+    # Without a path there is no mpirun, whatever this machine has.
+    arguments = ["latency", "--peer", "mpi,horovod", "--seconds", "0.02"]
+    found = bench(*arguments, "--json", str(tmp_path / "r.json"), PATH="/nonexistent")
+    assert found.returncode == 0, found.stderr
+    if "no mpirun" not in found.stderr:
+        pytest.skip("an mpirun lies beside this Python")
+    assert "mpi is skipped: there is no mpirun" in found.stderr
+    assert "horovod is skipped: there is no mpirun" in found.stderr
+    assert [entry["peer"] for entry in records(tmp_path / "r.json")] == ["perseus"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        (["nonsense"], "no case 'nonsense'"),
+        (["latency", "-np", "0"], "'0': expected a whole number"),
+        (["latency", "--sizes", "7"], "7 bytes are no whole number of float32"),
+        (["latency", "--peer", "nccl"], "--peer nccl: expected some of torch-gloo"),
+        (["gradients", "--model", "alexnet"], "--model alexnet: expected some of resnet50"),
+        (["latency", "--rate", "1gbit"], "add --hosts 2"),
+        (["latency", "--hosts", "3", "-np", "2"], "more hosts than ranks"),
+        (["latency", "--seconds", "-1"], "expected seconds above 0"),
+        (["-np", "4"], "name a case"),
+        (["--readme", "/nonexistent/README.md"], "no such file"),
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(arguments: list[str], fact: str) -> None:
+    found = bench(*arguments)
+    assert found.returncode == 2
+    assert fact in found.stderr
+    assert found.stderr.startswith("perseus-bench: error: ")
+    assert found.stderr.count("\n") == 1
+
+
+def test_a_job_that_fails_is_said_with_status_1() -> None:
+    found = bench("latency", PERSEUS_ALLREDUCE_STREAMS="40")
+    assert found.returncode == 1
+    assert "PERSEUS_ALLREDUCE_STREAMS='40': expected a whole number 1..12" in found.stderr
+    assert "perseus-bench: the job ended with status 2" in found.stderr
+
+
+def test_a_job_that_takes_too_long_is_ended() -> None:
+    found = bench("latency", "--seconds", "500", "--timeout", "6", timeout=60)
+    assert found.returncode == 1
+    assert "the job was ended after 6 s" in found.stderr
+
+
+def test_a_plan_survives_its_way_to_the_ranks() -> None:
+    plan = Plan(["latency"], ["mpi"], [4, 64], ["gpt2"], 0.5, 2.5, 2)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_virtual_hosts_count_what_goes_over_the_wire(tmp_path: Path) -> None:
+    try:
+        load()
+    except HostsUnavailableError as error:
+        pytest.skip(str(error))
+    arguments = ["network", "--hosts", "2", "--rate", "1gbit", "--sizes", "4M", "--seconds", "0.1"]
+    found = bench(*arguments, "--json", str(tmp_path / "r.json"))
+    assert found.returncode == 0, found.stderr
+    measured = records(tmp_path / "r.json")
+    assert [entry["peer"] for entry in measured] == ["perseus", "torch-gloo", "raw-tcp"]
+    for entry in measured:
+        assert entry["verified"], entry
+        assert (entry["ranks"], entry["hosts"], entry["rate_gbit"]) == (2, 2, 1.0)
+        assert entry["wire_bytes_expected"] == 4 << 20
+        assert 4 << 20 <= entry["wire_bytes"] < 1.06 * (4 << 20) + 65536
+        # The wire carries 125 MB/s; the token bucket lets 128 kB through at once.
+        assert entry["min_s"] > 0.9 * ((4 << 20) - 262144) / 125e6

@@ -1,0 +1,178 @@
+"""perseus-bench's arithmetic: sizes, bandwidths, models, verdicts, what goes into README.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from perseus.bench.bars import BARS, Bar, suite
+from perseus.bench.models import MODELS
+from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ratio
+from perseus.bench.report import tables, write_readme
+from perseus.bench.sizes import parse_sizes, show_bytes, show_seconds
+
+
+def record(peer: str = "perseus", median_s: float = 0.004, **changes: object) -> Record:
+    fields = Record(
+        case="memory",
+        peer=peer,
+        operation="allreduce",
+        ranks=2,
+        hosts=1,
+        bytes=64 << 20,
+        median_s=median_s,
+        min_s=median_s / 2,
+        n=9,
+        verified=True,
+    )
+    return replace(fields, **changes)  # type: ignore[arg-type]
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    assert bus_factor("allreduce", 4) == 1.5
+    assert bus_factor("allgather", 4) == bus_factor("reducescatter", 4) == 0.75
+    assert bus_factor("alltoall", 8) == 0.875
+    assert bus_factor("broadcast", 8) == 1
+    assert bus_factor("copy", 8) == 0
+    measured = record(ranks=4, median_s=0.1, bytes=2 * 10**9)
+    assert measured.algbw_GBps == pytest.approx(20)
+    assert measured.busbw_GBps == pytest.approx(30)
+
+
+def test_ratios_are_taken_within_a_repetition() -> None:
+    # The machine was ten times slower in the second and third: the ratio of medians would be 0.2.
+    assert pairwise_ratio([2.0, 20.0, 22.0, 2.4], [1.0, 10.0, 11.0, 1.2]) == pytest.approx(2)
+    with pytest.raises(ValueError):
+        pairwise_ratio([1.0], [1.0, 2.0])
+
+
+def test_a_record_survives_json() -> None:
+    written = record(settings={"PERSEUS_TRANSPORT": "tcp"}, wire_bytes=123, rate_gbit=1.0)
+    assert Record.from_json(written.to_json()) == written
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4", [4]),
+        ("64K,4", [4, 65536]),
+        ("4k-1M", [4096, 16384, 65536, 262144, 1048576]),
+        ("1G,1GiB,512MB", [512 << 20, 1 << 30]),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, sizes: list[int]) -> None:
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "x", "4,,8", "3", "0", "1M-4K", "-4", "4T"])
+def test_a_wrong_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="--sizes"):
+        parse_sizes(text)
+
+
+def test_sizes_and_times_are_shown_with_units() -> None:
+    assert [show_bytes(n) for n in (4, 4096, 64 << 20, 3 << 29)] == [
+        "4 B",
+        "4 KiB",
+        "64 MiB",
+        "1.5 GiB",
+    ]
+    assert [show_seconds(s) for s in (1.5, 0.0041, 12.3e-6, 2e-9)] == [
+        "1.5 s",
+        "4.1 ms",
+        "12.3 µs",
+        "2 ns",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "parameters"),
+    [
+        ("resnet50", 161, 25_557_032),
+        ("vgg16", 32, 138_357_544),
+        ("bert-base", 199, 109_482_240),
+        ("gpt2", 148, 124_439_808),
+    ],
+)
+def test_models_have_their_published_sizes(model: str, tensors: int, parameters: int) -> None:
+    sizes = MODELS[model]()
+    assert (len(sizes), sum(sizes)) == (tensors, parameters)
+
+
+def test_counters_that_do_not_match_are_noticed() -> None:
+    payload = 64 << 20
+    assert counters_match(payload + payload // 500, payload)
+    assert not counters_match(payload // 2, payload)  # half of it went another way
+    assert not counters_match(2 * payload, payload)
+    assert counters_match(None, payload)  # one host
+    assert counters_match(12345, None)  # an algorithm of its own
+
+
+SLOWER = Bar("copying", "memory", "slower", 1.6, ("memcpy", "memcpy-unaligned"))
+FASTER = Bar("gloo", "memory", "faster", 7, ("torch-gloo",))
+
+
+def test_the_faster_of_two_limits_counts() -> None:
+    ours = record(median_s=0.006)
+    slow = record("memcpy-unaligned", 0.006, vs_perseus=1.0)
+    fast = record("memcpy", 0.003, vs_perseus=0.5)
+    assert SLOWER.judge([ours, slow]).met is True
+    verdict = SLOWER.judge([ours, slow, fast])
+    assert verdict.met is False
+    assert verdict.result == "2.00 × its time"
+
+
+def test_a_bar_is_met_missed_or_not_measured() -> None:
+    gloo = record("torch-gloo", 0.032, vs_perseus=8.0)
+    assert FASTER.judge([record(), gloo]).met is True
+    assert FASTER.judge([record(), replace(gloo, vs_perseus=6.9)]).met is False
+    assert FASTER.judge([record()]).met is None
+    assert FASTER.judge([gloo]).met is None
+    assert FASTER.judge([record(ranks=4), replace(gloo, ranks=4)]).met is None
+
+
+def test_a_wrong_result_meets_no_bar() -> None:
+    gloo = record("torch-gloo", 0.032, vs_perseus=8.0)
+    verdict = FASTER.judge([record(verified=False, note="wrong result"), gloo])
+    assert verdict.met is False
+    assert verdict.result == "invalid: wrong result"
+
+
+def test_bars_without_a_contender_are_absolute() -> None:
+    latency = Bar("latency", "latency", "seconds", 30e-6)
+    staging = Bar("staging", "memory", "staging", 64 << 20)
+    assert latency.judge([record(case="latency", median_s=12e-6)]).met is True
+    assert latency.judge([record(case="latency", median_s=31e-6)]).met is False
+    assert staging.judge([record(staging_bytes=64 << 20)]).met is True
+    assert staging.judge([record(staging_bytes=65 << 20)]).met is False
+
+
+def test_the_suite_measures_every_bar() -> None:
+    measured = {(case, job.ranks, job.hosts) for job in suite() for case in job.plan.cases}
+    assert {(bar.case, bar.ranks, bar.hosts) for bar in BARS} <= measured
+
+
+def test_readme_gets_tables_between_its_markers(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# A\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\n## B\n")
+    measured = [record(), record("torch-gloo", 0.032, vs_perseus=8.0)]
+    text = tables(measured, ["virtual hosts need root"], load_before=0.5)
+    write_readme(readme, text)
+    written = readme.read_text()
+    assert written.startswith("# A\n<!-- bench:begin -->\nMeasured by `make bench`")
+    assert written.endswith("<!-- bench:end -->\n\n## B\n")
+    assert "old" not in written
+    assert "| the same | 4 ms | torch gloo 32 ms | 8.0 × as fast |" in written
+    assert "Not measured: virtual hosts need root." in written
+    write_readme(readme, text)
+    assert readme.read_text() == written
+
+
+def test_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# A\n<!-- bench:end -->\n")
+    with pytest.raises(ValueError, match="bench:begin"):
+        write_readme(readme, "text")
+    assert readme.read_text() == "# A\n<!-- bench:end -->\n"

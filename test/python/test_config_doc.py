@@ -1,0 +1,43 @@
+"""docs/config.md says what the core's table says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    script = ROOT / ".ci" / "make_config_doc.py"
+    spec = importlib.util.spec_from_file_location("make_config_doc", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_config_md_is_up_to_date(maker: ModuleType) -> None:
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert written == maker.document(maker.variables()), "docs/config.md is stale: make docs"
+
+
+def test_every_variable_of_the_table_is_documented_with_its_aliases(maker: ModuleType) -> None:
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    table = maker.variables()
+    assert {"GLOO_TIMEOUT_SECONDS", "PERSEUS_MASTER_PORT"} <= {entry.name for entry in table}
+    for entry in table:
+        section = written.split(f"## {entry.name}\n")[1].split("\n## ")[0]
+        assert entry.help in section
+        assert all(f"`{alias}`" in section for alias in entry.aliases.split(",") if alias)
+
+
+def test_a_change_of_the_table_changes_the_document(maker: ModuleType) -> None:
+    table = maker.variables()
+    changed = [table[0]._replace(default="3"), *table[1:]]
+    assert maker.document(changed) != maker.document(table)

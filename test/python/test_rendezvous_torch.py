@@ -1,0 +1,115 @@
+"""Ranks that have torch's variables meet through torch's own store, and leave it to the script."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rendezvous_ranks import environment, found, free_port, run_ranks, script
+
+pytest.importorskip("torch")
+
+# The script's own use of torch.distributed, on the same address and port.
+ALLREDUCE = """
+import torch, torch.distributed
+torch.distributed.init_process_group("gloo")
+values = torch.full((3,), 10.0 ** me.rank)
+torch.distributed.all_reduce(values)
+assert values.tolist() == [sum(10.0 ** r for r in range(me.size))] * 3, values
+"""
+# torch aborts now and then at the end of a process that leaves this out.
+DESTROY = "\ntorch.distributed.destroy_process_group()\n"
+IDENTIFY = "me = identify()\n"
+
+
+def by_hand(size: int, **more: str) -> list[dict[str, str]]:
+    port = str(free_port())
+    return [
+        environment(
+            RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **more
+        )
+        for rank in range(size)
+    ]
+
+
+def check_worlds(worlds: list[list[list[Any]]]) -> None:
+    """worlds[rank][epoch]: all ranks agree on store and secret, each has its own place."""
+    size = len(worlds)
+    for epoch in range(len(worlds[0])):
+        places = [worlds[rank][epoch] for rank in range(size)]
+        assert [place[0] for place in places] == list(range(size))
+        assert all(place[1] == size for place in places)
+        assert len({tuple(place[6:9]) for place in places}) == 1
+        assert len(places[0][8]) >= 16
+        assert all(place[9] == "torch" for place in places)
+    secrets = {world[8] for world in worlds[0]}
+    assert len(secrets) == len(worlds[0])
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_by_hand_share_torchs_store_with_the_script(when: str) -> None:
+    if when == "before":
+        program = script(worlds=2, before=IDENTIFY + ALLREDUCE, after=DESTROY)
+    else:
+        program = script(worlds=2, after=ALLREDUCE + DESTROY)
+    ends = run_ranks(by_hand(3), program)
+    check_worlds([found(end) for end in ends])
+
+
+def test_rank_0_may_come_last_and_leave_first() -> None:
+    late = "import time; time.sleep(1.0 if os.environ['RANK'] == '0' else 0)"
+    slow = "import time; time.sleep(0 if me.rank == 0 else 0.5)"
+    ends = run_ranks(by_hand(3), script(before=late, after=slow))
+    check_worlds([found(end) for end in ends])
+
+
+def test_port_that_is_taken_is_passed_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ends = run_ranks(by_hand(2, PERSEUS_MASTER_PORT=str(port)), script())
+        assert all(port < found(end)[0][7] <= port + 100 for end in ends)
+
+
+def test_missing_rank_0_is_named_in_time() -> None:
+    lonely = by_hand(2, HOROVOD_START_TIMEOUT="2")[1]
+    end = run_ranks([lonely], script(), timeout=20)[0]
+    assert end.returncode != 0
+    last = end.stderr.strip().splitlines()[-1]
+    assert last.startswith("TimeoutError: [rendezvous] nobody listens at MASTER_ADDR:MASTER_PORT")
+    assert "HOROVOD_START_TIMEOUT" in last
+
+
+def test_missing_master_address_is_named() -> None:
+    end = run_ranks([environment(RANK="0", WORLD_SIZE="2")], script())[0]
+    assert "MASTER_ADDR is not" in end.stderr.strip().splitlines()[-1]
+
+
+def torchrun(program: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    tool = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert tool is not None
+    return subprocess.run(
+        [tool, "--standalone", "--nproc-per-node", "2", *options, str(program)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_torchrun_starts_a_world_also_after_a_restart(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    fail_once = "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)"
+    program.write_text(script(worlds=2, after=fail_once + ALLREDUCE + DESTROY))
+    result = torchrun(program, "--max-restarts", "1")
+    assert result.returncode == 0, result.stderr
+    # The lines of two ranks may share one; each world of each attempt is one list.
+    worlds = result.stdout.count("127.0.0.1")
+    assert worlds == 8
+    for rank in range(2):
+        assert result.stdout.count(f"[{rank}, 2, {rank}, 2, 0, 1, ") == 4

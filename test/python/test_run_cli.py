@@ -1,0 +1,110 @@
+"""perseusrun's command line: what it prints by itself, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+import pytest
+from perseusrun_command import environment, perseusrun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["true"], 2, "-np is missing"),
+        (["-np", "2"], 2, "no command given"),
+        (["-np", "0", "true"], 2, "-np 0: expected 1 or more"),
+        (["-np", "x", "true"], 2, "argument -np/--num-proc: invalid int value: 'x'"),
+        (["-np", "4", "-H", "localhost:2", "true"], 2,
+         "Requested more processes (4) than slots available (2) on localhost:2"),
+        (["-np", "1", "-H", "a:b", "true"], 2, "Invalid host input in -H a:b"),
+        (["-np", "1", "--hostfile", "/nowhere", "true"], 2, "--hostfile /nowhere: No such file"),
+        (["-np", "1", "-H", "a", "--hostfile", "f", "true"], 2, "not allowed with argument"),
+        (["-np", "1", "--no-such-flag", "true"], 2, "--no-such-flag"),
+        (["-np", "1", "--cycle-time-ms", "soon", "true"], 2, "'soon' is no number"),
+        (["-np", "1", "--fusion-threshold-mb", "-1", "true"], 2, "expected 0 or more"),
+        (["-np", "2", "no-such-command", "x"], 127, "no-such-command: command not found"),
+        (["-np", "1", "/etc/passwd"], 126, "/etc/passwd: Permission denied"),
+        (["-np", "1", "--network-interface", "nope0", "true"], 1,
+         "network interface 'nope0': no such interface or no IPv4 address; this host has"),
+        (["-np", "1", "--output-filename", "/proc/x", "true"], 1, "--output-filename /proc/x"),
+    ],
+)  # fmt: skip
+def test_mistake_is_one_line(arguments: list[str], status: int, message: str) -> None:
+    result = perseusrun(*arguments)
+    assert (result.returncode, result.stdout) == (status, "")
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("perseusrun: error: ")
+    assert message in result.stderr
+
+
+def test_bad_variable_is_named_before_any_rank_starts() -> None:
+    env = environment(PERSEUS_ALLREDUCE_STREAMS="13")
+    result = perseusrun("-np", "2", "echo", "started", env=env)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert "PERSEUS_ALLREDUCE_STREAMS='13'" in result.stderr and "1..12" in result.stderr
+
+
+def test_vanished_directory_is_one_line(tmp_path: Path) -> None:
+    directory = tmp_path / "gone"
+    directory.mkdir()
+    fd = os.open(directory, os.O_RDONLY)
+    directory.rmdir()
+    try:
+        result = perseusrun("-np", "1", "true", cwd=Path(f"/proc/self/fd/{fd}"))
+    finally:
+        os.close(fd)
+    assert result.returncode == 1
+    assert "current directory" in result.stderr
+
+
+def test_help_shows_flags_and_every_variable() -> None:
+    result = perseusrun("-h")
+    assert (result.returncode, result.stderr) == (0, "")
+    for text in ("-np", "--hostfile", "--check-build", "--start-timeout", "--log-level"):
+        assert text in result.stdout
+    for text in ("PERSEUS_ALLREDUCE_STREAMS", "1..12", "HOROVOD_NUM_NCCL_STREAMS"):
+        assert text in result.stdout
+
+
+def test_version_is_a_number() -> None:
+    for flag in ("-v", "--version"):
+        result = perseusrun(flag)
+        assert result.returncode == 0
+        assert re.fullmatch(r"\d+\.\d+\.\d+\n", result.stdout)
+
+
+def test_check_build_has_the_sections_that_scripts_look_for() -> None:
+    result = perseusrun("--check-build")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert re.fullmatch(r"Perseus v\d+\.\d+\.\d+:", lines[0])
+    titles = [line for line in lines if re.fullmatch(r"Available .*:", line)]
+    assert titles[:3] == [
+        "Available Frameworks:",
+        "Available Controllers:",
+        "Available Tensor Operations:",
+    ]
+    entries = [line for line in lines if re.fullmatch(r"    \[[X ]\] \w[\w ]*", line)]
+    assert len(entries) == 12
+    assert "    [X] Gloo" in entries
+    assert "Kernels for this processor: " in lines[-1]
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_arguments_of_the_command_are_its_own(separator: list[str]) -> None:
+    command = ["printf", "%s|", "-np", "7", "--", "--verbose", "a b", "*", ""]
+    result = perseusrun("-np", "1", *separator, *command)
+    assert result.stdout == "[0]<stdout>:-np|7|--|--verbose|a b|*||\n"
+
+
+def test_script_without_execute_permission_is_126(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("#!/bin/sh\necho ran $PERSEUS_RANK\n")
+    assert perseusrun("-np", "1", str(script)).returncode == 126
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    assert perseusrun("-np", "1", "./train.sh", cwd=tmp_path).stdout == "[0]<stdout>:ran 0\n"

@@ -1,0 +1,258 @@
+"""perseusrun starts local ranks, passes their output on, and ends them all together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from perseusrun_command import COMMAND, Running, alive, environment, eventually, perseusrun
+
+SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
+
+
+def environments(*arguments: str, env: dict[str, str] | None = None) -> dict[int, dict[str, str]]:
+    """What each rank of a job finds in its environment."""
+    result = perseusrun(*arguments, sys.executable, "-c", SHOW, env=env)
+    assert result.returncode == 0, result.stderr
+    found = {}
+    for line in result.stdout.splitlines():
+        head, _, content = line.partition("<stdout>:")
+        found[int(head.strip("[]"))] = json.loads(content)
+    return found
+
+
+def pids(directory: Path, count: int) -> list[int]:
+    """Wait until `count` processes have put their numbers into `directory`."""
+    assert eventually(lambda: len(list(directory.glob("*.pid"))) == count)
+    return [int(file.stem) for file in directory.glob("*.pid")]
+
+
+def announce(directory: Path) -> str:
+    """Shell text with which a process says that it runs."""
+    return f"> {directory}/$$.pid"
+
+
+def test_every_rank_gets_its_identity_under_both_names() -> None:
+    found = environments("-np", "3")
+    assert sorted(found) == [0, 1, 2]
+    for rank, env in found.items():
+        for prefix in ("PERSEUS", "HOROVOD"):
+            names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+            values = [env[f"{prefix}_{name}"] for name in names]
+            assert values == [str(rank), "3", str(rank), "3", "0", "1"]
+        assert env["HOROVOD_HOSTNAME"] == "localhost"
+        assert env["HOROVOD_CONTROLLER"] == env["HOROVOD_CPU_OPERATIONS"] == "gloo"
+        assert env["PYTHONUNBUFFERED"] == "1"
+
+
+def test_ranks_share_a_store_on_loopback_and_a_fresh_secret() -> None:
+    first, second = (environments("-np", "2") for _ in range(2))
+    for job in (first, second):
+        assert job[0]["PERSEUS_RENDEZVOUS_ADDR"] == "127.0.0.1"
+        assert job[0]["HOROVOD_GLOO_RENDEZVOUS_PORT"] == job[1]["PERSEUS_RENDEZVOUS_PORT"]
+        assert job[0]["PERSEUS_SECRET"] == job[1]["PERSEUS_SECRET"]
+        assert len(job[0]["PERSEUS_SECRET"]) == 64
+    assert first[0]["PERSEUS_SECRET"] != second[0]["PERSEUS_SECRET"]
+
+
+def test_environment_of_an_outer_job_is_not_inherited() -> None:
+    outer = environment(
+        PERSEUS_RANK="7", HOROVOD_SIZE="9", PERSEUS_SECRET="outer" * 8, KEEP="é\udcff"
+    )
+    found = environments("-np", "1", env=outer)[0]
+    assert (found["PERSEUS_RANK"], found["HOROVOD_SIZE"], found["KEEP"]) == ("0", "1", "é\udcff")
+    assert found["PERSEUS_SECRET"] != outer["PERSEUS_SECRET"]
+
+
+def test_flags_reach_the_ranks_and_beat_the_environment() -> None:
+    flags = ["--fusion-threshold-mb", "32", "--gloo-timeout-seconds", "17", "--log-level", "ERROR"]
+    env = environment(GLOO_TIMEOUT_SECONDS="99", HOROVOD_CYCLE_TIME="3")
+    found = environments("-np", "1", *flags, "--no-stall-check", env=env)[0]
+    assert found["HOROVOD_FUSION_THRESHOLD"] == str(32 << 20)
+    assert found["GLOO_TIMEOUT_SECONDS"] == found["HOROVOD_GLOO_TIMEOUT_SECONDS"] == "17"
+    assert found["PERSEUS_LOG_LEVEL"] == "error"
+    assert found["HOROVOD_STALL_CHECK_DISABLE"] == "1"
+    assert found["HOROVOD_CYCLE_TIME"] == "3"
+
+
+def test_threads_are_shared_out_when_nobody_said_how_many() -> None:
+    env = environment()
+    del env["OMP_NUM_THREADS"]
+    result = perseusrun("-np", "3", "sh", "-c", "echo $OMP_NUM_THREADS", env=env)
+    cores = len(os.sched_getaffinity(0))
+    shown = {line.partition(":")[2] for line in result.stdout.splitlines()}
+    assert len(shown) == 1 and 1 <= int(shown.pop()) <= max(1, cores // 3)
+    notes = result.stderr.splitlines()
+    assert len(notes) == 1 and "OMP_NUM_THREADS" in notes[0]
+
+
+def test_no_secret_is_on_any_command_line(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib; secret = os.environ['PERSEUS_SECRET'].encode();"
+        "lines = [p.read_bytes() for p in pathlib.Path('/proc').glob('[0-9]*/cmdline')];"
+        "print(len(lines), sum(secret in line for line in lines))"
+    )
+    result = perseusrun("-np", "1", sys.executable, "-c", script)
+    seen, guilty = map(int, result.stdout.partition(":")[2].split())
+    assert seen > 2 and guilty == 0
+
+
+def test_first_failure_is_named_and_the_rest_ended(tmp_path: Path) -> None:
+    script = (
+        f"{announce(tmp_path)}; "
+        "if [ $PERSEUS_RANK = 1 ]; then sleep 0.2; exit 3; fi; sleep 60 & wait"
+    )
+    started = time.monotonic()
+    result = perseusrun("-np", "3", "sh", "-c", script)
+    assert time.monotonic() - started < 10
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert lines[0] == "Process 1 exit with status code 3."
+    assert lines[1] == "Terminating remaining workers after failure of Process 1."
+    assert "rank 1 on localhost was the first to fail, with exit code 3" in lines[2]
+    assert len(lines) == 3
+    assert not any(alive(pid) for pid in pids(tmp_path, 3))
+
+
+def test_death_by_signal_is_reported_as_128_plus_its_number() -> None:
+    result = perseusrun("-np", "2", "sh", "-c", "[ $PERSEUS_RANK = 0 ] && kill -SEGV $$; sleep 30")
+    assert result.returncode == 1
+    assert "Process 0 exit with status code 139." in result.stderr
+    assert "139 (SIGSEGV)" in result.stderr
+
+
+def test_last_words_come_before_the_verdict() -> None:
+    script = "import sys; sys.stderr.write('x' * 200_000 + '\\nlast words'); sys.exit(4)"
+    result = perseusrun("-np", "1", sys.executable, "-c", script)
+    lines = result.stderr.splitlines()
+    assert lines[0] == "[0]<stderr>:" + "x" * 200_000
+    assert lines[1] == "[0]<stderr>:last words"
+    assert lines[2].startswith("Process 0 exit")
+
+
+def test_success_of_all_is_success_whatever_the_order() -> None:
+    result = perseusrun("-np", "3", "sh", "-c", "sleep 0.$((3 - PERSEUS_RANK)); echo done")
+    assert (result.returncode, result.stderr) == (0, "")
+    expected = [f"[{rank}]<stdout>:done" for rank in range(3)]
+    assert sorted(result.stdout.splitlines()) == expected
+
+
+def test_output_comes_while_ranks_run() -> None:
+    with Running("-np", "1", "sh", "-c", "echo early; sleep 60") as job:
+        assert job.process.stdout is not None
+        assert job.process.stdout.readline() == "[0]<stdout>:early\n"
+        assert job.process.poll() is None
+
+
+def test_nothing_is_lost_of_much_output() -> None:
+    script = "import os\nfor i in range(50_000): print(os.environ['PERSEUS_RANK'], i, 'é' * 20)"
+    result = perseusrun("-np", "2", sys.executable, "-c", script, timeout=60)
+    assert result.returncode == 0
+    for rank in range(2):
+        head = f"[{rank}]<stdout>:"
+        mine = [line for line in result.stdout.splitlines() if line.startswith(head)]
+        assert mine == [f"{head}{rank} {i} {'é' * 20}" for i in range(50_000)]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_interrupt_ends_everything_quickly_and_quietly(
+    tmp_path: Path, number: int, status: int
+) -> None:
+    script = (
+        "import os, pathlib, time\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch()\ntime.sleep(60)"
+    )
+    with Running("-np", "2", sys.executable, "-c", script) as job:
+        ranks = pids(tmp_path, 2)
+        started = time.monotonic()
+        job.signal(number)
+        assert job.finish() == (status, "", "")
+        assert time.monotonic() - started < 3
+    assert not any(alive(pid) for pid in ranks)
+
+
+def test_second_interrupt_kills_what_the_first_did_not_end(tmp_path: Path) -> None:
+    # The rank and its child both ignore the first.
+    script = f"trap '' TERM; {announce(tmp_path)}; sh -c '{announce(tmp_path)}; sleep 60'; sleep 60"
+    with Running("-np", "2", "sh", "-c", script) as job:
+        processes = pids(tmp_path, 4)
+        job.signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert all(alive(pid) for pid in processes)
+        started = time.monotonic()
+        job.signal(signal.SIGINT)
+        assert job.finish()[0] == 130
+        assert time.monotonic() - started < 3
+    assert eventually(lambda: not any(alive(pid) for pid in processes))
+
+
+def test_ranks_that_ignore_the_end_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
+    wait_for_both = f"while [ $(ls {tmp_path} | wc -l) -lt 2 ]; do sleep 0.05; done"
+    script = (
+        f"trap '' TERM; {announce(tmp_path)}; "
+        f"if [ $PERSEUS_RANK = 0 ]; then {wait_for_both}; exit 1; fi; while :; do sleep 1; done"
+    )
+    started = time.monotonic()
+    result = perseusrun("-np", "2", "sh", "-c", script)
+    assert result.returncode == 1
+    assert 4 < time.monotonic() - started < 9
+    assert not any(alive(pid) for pid in pids(tmp_path, 2))
+
+
+def test_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
+    script = f"{announce(tmp_path)}; sh -c '{announce(tmp_path)}; sleep 60'"
+    with Running("-np", "2", "sh", "-c", script) as job:
+        processes = pids(tmp_path, 4)
+        job.signal(signal.SIGKILL)
+        assert eventually(lambda: not any(alive(pid) for pid in processes))
+
+
+def test_what_a_rank_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    script = (
+        f"sh -c '{announce(tmp_path)}; exec sleep 60' & while ! ls {tmp_path}/*.pid; do :; done"
+    )
+    started = time.monotonic()
+    result = perseusrun("-np", "1", "sh", "-c", script + " >/dev/null 2>&1")
+    assert result.returncode == 0
+    assert time.monotonic() - started < 8
+    assert not alive(pids(tmp_path, 1)[0])
+
+
+def test_reader_that_goes_away_ends_the_job() -> None:
+    job = " ".join([*COMMAND, "-np", "2", "yes"])
+    result = perseusrun("-np", "1", "bash", "-c", f"{job} | head -1; echo ${{PIPESTATUS[0]}}")
+    assert result.stdout.splitlines()[1] == "[0]<stdout>:141"
+
+
+def test_output_files_hold_what_the_console_shows(tmp_path: Path) -> None:
+    result = perseusrun(
+        "-np", "11", "--output-filename", str(tmp_path / "logs"),
+        "sh", "-c", "echo out $PERSEUS_RANK; echo err $PERSEUS_RANK >&2",
+    )  # fmt: skip
+    assert result.returncode == 0
+    for rank in range(11):
+        directory = tmp_path / "logs" / f"rank.{rank:02}"
+        assert (directory / "stdout").read_text() == f"[{rank}]<stdout>:out {rank}\n"
+        assert (directory / "stderr").read_text() == f"[{rank}]<stderr>:err {rank}\n"
+        assert f"[{rank}]<stdout>:out {rank}\n" in result.stdout
+
+
+def test_ranks_run_in_the_current_directory_without_input(tmp_path: Path) -> None:
+    result = perseusrun("-np", "1", "sh", "-c", "pwd; cat; echo end", cwd=tmp_path)
+    expected = f"[0]<stdout>:{tmp_path}\n[0]<stdout>:end\n"
+    assert (result.returncode, result.stdout) == (0, expected), result.stderr
+
+
+def test_launcher_starts_without_loading_a_framework() -> None:
+    script = (
+        "import sys, perseus.run.cli; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
+    result = perseusrun("-np", "1", sys.executable, "-c", script)
+    assert result.stdout == "[0]<stdout>:[]\n"

@@ -1,0 +1,167 @@
+"""PyTorch on one rank: collectives are copies, and arguments are checked all the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import perseus.torch.horovod as hvd
+from perseus import objects
+
+
+@pytest.fixture(autouse=True)
+def world():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def test_collectives_of_one_rank_copy():
+    x = torch.arange(6.0).reshape(2, 3)
+    for result in (
+        hvd.allreduce(x),
+        hvd.allgather(x),
+        hvd.broadcast(x, 0),
+        hvd.alltoall(x),
+        hvd.alltoall(x, [2])[0],
+        hvd.reducescatter(x),
+        hvd.grouped_allreduce([x])[0],
+        hvd.grouped_allgather([x])[0],
+        hvd.grouped_reducescatter([x])[0],
+    ):
+        assert torch.equal(result, x)
+        assert result.data_ptr() != x.data_ptr()
+    assert hvd.allreduce_(x) is x
+    hvd.barrier()
+
+
+def test_before_init_and_after_shutdown_collectives_fail():
+    hvd.shutdown()
+    for call in (
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.reducescatter(torch.ones(1)),
+        lambda: hvd.alltoall(torch.ones(1)),
+        hvd.barrier,
+    ):
+        with pytest.raises(hvd.HorovodInternalError, match=r"hvd\.init\(\)"):
+            call()
+
+
+def test_an_unregistered_process_set_is_refused():
+    stranger = hvd.ProcessSet([0])
+    for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
+        with pytest.raises(ValueError, match="does not exist, or has not been registered"):
+            call(torch.ones(2), process_set=stranger)
+    assert stranger.size() is None and stranger.rank() is None and stranger.included() is True
+    with pytest.raises(ValueError, match="list of ranks"):
+        hvd.ProcessSet(["0"])
+
+
+def test_the_distributed_optimizer_is_an_optimizer_of_the_same_class():
+    model = torch.nn.Linear(2, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert optimizer.param_groups[0] is plain.param_groups[0]
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not plain.state
+    assert len(optimizer.state) == 2
+    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_an_optimizer_whose_constructor_needs_more_arguments():
+    class Picky(torch.optim.Optimizer):
+        def __init__(self, params, lr, *, colour):
+            super().__init__(params, {"lr": lr, "colour": colour})
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.sub_(group["lr"] * p.grad)
+
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = hvd.DistributedOptimizer(Picky(model.parameters(), 0.25, colour="red"))
+    model(torch.ones(1, 1)).backward()
+    optimizer.step()
+    assert model.weight.item() == 0.75
+
+
+def test_schedulers_and_step_hooks_see_each_step_once():
+    model = torch.nn.Linear(1, 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert len(calls) == 2
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"named_parameters": ["weight"]}, "sequence of tuples"),
+        ({"named_parameters": "double"}, "Found duplicates"),
+        ({"named_parameters": []}, "were not named"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "gradient_predivide_factor"),
+        ({"groups": 0}, "positive integer"),
+        ({"groups": -1}, "positive integer"),
+        ({"groups": "abc"}, "positive integer"),
+        ({"groups": "twice"}, "only appear once"),
+    ],
+)
+def test_arguments_that_do_not_fit(options, message):
+    model = torch.nn.Linear(2, 1)
+    if options.get("named_parameters") == "double":
+        options = {"named_parameters": [("p", model.weight), ("p", model.bias)]}
+    if options.get("groups") == "twice":
+        options = {"groups": [[model.weight], [model.weight, model.bias]]}
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def test_a_users_compressor_is_used():
+    class Negated(hvd.compression.Compressor):
+        @staticmethod
+        def compress(tensor):
+            return -tensor, "minus"
+
+        @staticmethod
+        def decompress(tensor, ctx):
+            assert ctx == "minus"
+            return -tensor * 3
+
+    x = torch.tensor([1.0, -2.0])
+    assert hvd.allreduce(x, compression=Negated).tolist() == [3.0, -6.0]
+
+
+def test_fp16_compressor():
+    compressed, context = hvd.Compression.fp16.compress(torch.tensor([1.5], dtype=torch.float64))
+    assert compressed.dtype == torch.float16
+    assert hvd.Compression.fp16.decompress(compressed, context).dtype == torch.float64
+    whole = torch.tensor([7])
+    assert hvd.Compression.fp16.compress(whole) == (whole, None)
+
+
+def test_objects_survive_the_trip():
+    local = 5
+    restored = objects.loads(objects.dumps({"f": lambda x: x + local, "t": torch.ones(2)}))
+    assert restored["f"](1) == 6 and restored["t"].tolist() == [1.0, 1.0]
+    assert hvd.broadcast_object([1, 2]) == [1, 2]
+    assert hvd.allgather_object({"a": 1}) == [{"a": 1}]
