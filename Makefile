@@ -110,9 +110,7 @@ test-asan: packages-test $(VENV)/.build  ## the C++ tests with AddressSanitizer 
 test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 	@$(CMAKE) -B build/tsan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=thread >/dev/null
 	$(BIN)/cmake --build build/tsan -j $(JOBS) --target perseus_tests
-	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure -E stall_test
-	# It counts warnings by the clock, which a slow build under load can miss: three tries.
-	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure -R stall_test --repeat until-pass:3
+	$(NO_ASLR) $(BIN)/ctest --test-dir build/tsan --output-on-failure
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 $(TEST_DIRS) </dev/null

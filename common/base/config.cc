@@ -45,6 +45,9 @@ const Variable kTable[] = {
      "Port of the rendezvous server when rank 0 runs it; the next free one is taken when it is busy."},
     {Var::kSecretFile, "PERSEUS_SECRET_FILE", "", VarType::kString, "", "", false,
      "File with the job's secret, readable by its owner only. Unset = made by the launcher or by rank 0."},
+    {Var::kFlightRecorder, "PERSEUS_FLIGHT_RECORDER", "TMPDIR", VarType::kString, "/tmp", "", false,
+     "Directory into which every rank writes its last 256 operations when the job fails, for finding out why. "
+     "off = nowhere."},
     {Var::kLogLevel, "PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL", VarType::kChoice, "warning",
      "trace|debug|info|warning|error|fatal", false, "Least severe message that is written to standard error."},
     {Var::kLogHideTime, "HOROVOD_LOG_HIDE_TIME", "", VarType::kBool, "0", "", false,

@@ -23,6 +23,7 @@ enum class Var {
   kSimd,
   kMasterPort,
   kSecretFile,
+  kFlightRecorder,
   kLogLevel,
   kLogHideTime,
   kCount

@@ -45,6 +45,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
                std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, int spare_cores)
     : world_(world),
       log_(log),
+      flight_recorder_(world, config.text(Var::kFlightRecorder)),
       timeout_ns_(config.integer(Var::kTimeout) * kSecond),
       stall_ns_(config.flag(Var::kStallCheckDisable) ? 0 : config.integer(Var::kStallCheckTime) * kSecond),
       stall_shutdown_ns_(config.integer(Var::kStallShutdownTime) * kSecond),
@@ -57,6 +58,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
                                 [this] { return has_submissions(); }}) {
+  execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
     for (const auto& transport : transports_) tcp_ |= std::strcmp(transport->name(), "tcp") == 0;
     std::vector<int> all(static_cast<size_t>(world_.size));
@@ -142,6 +144,7 @@ bool Engine::pass(bool eager) {
 void Engine::finish(Entry* entry, const Status& status) {
   HandleTable::Slot* slot = handles_.at(entry->handle);
   slot->status = status;
+  flight_recorder_.record(*entry, entry->name->text, status.ok);
   // Its group may be the one that goes.
   const auto group = groups_.find(entry->group);
   if (group != groups_.end()) group->second->negotiation().retire(entry);

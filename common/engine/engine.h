@@ -13,6 +13,7 @@
 #include "base/config.h"
 #include "base/log.h"
 #include "engine/driver.h"
+#include "engine/flight_recorder.h"
 #include "engine/group.h"
 #include "engine/handle_table.h"
 #include "transport/transport.h"
@@ -107,6 +108,7 @@ class Engine {
 
   const World world_;
   const Log log_;
+  FlightRecorder flight_recorder_;  // token held
   const int64_t timeout_ns_, stall_ns_, stall_shutdown_ns_, cycle_ns_;
   ExecutionSettings execution_settings_;
 

@@ -70,7 +70,9 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
 // ---- from entries to buckets ----
 
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
+  const int64_t now = now_ns();
   for (Entry* entry : ready) {
+    entry->agreed_ns = now;
     entry->executions_left = 0;
     const Description& d = entry->description;
     switch (d.kind) {
@@ -219,6 +221,9 @@ void Execution::begin(Stream* stream, uint32_t index) {
   Bucket& bucket = *stream->queue.front();
   stream->exchange->start(bucket.plan, stream->sequence++, bucket.output != nullptr ? &bucket : nullptr);
   stream->moved_ns = 0;
+  const int64_t now = now_ns();
+  for (Entry* entry : bucket.entries)
+    if (entry->started_ns == 0) entry->started_ns = now;
 }
 
 bool Execution::step(std::vector<Entry*>* finished) {
@@ -250,8 +255,16 @@ bool Execution::step(std::vector<Entry*>* finished) {
 }
 
 void Execution::report_silence(const Stream& stream) const {
-  std::string who;
-  for (int member : stream.exchange->waiting_for()) who += (who.empty() ? "" : ", ") + std::to_string(ranks_[member]);
+  const std::vector<int> waiting_for = stream.exchange->waiting_for();
+  // A rank that is alive may itself only wait for the one that is not.
+  std::string who, dead;
+  for (int member : waiting_for) {
+    const int rank = ranks_[static_cast<size_t>(member)];
+    who += (who.empty() ? "" : ", ") + std::to_string(rank);
+    if (settings_.silent_ns(rank) > settings_.timeout_ns / 2)
+      dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  if (!dead.empty()) who = dead;
   const Entry& entry = *stream.queue.front()->entries.front();
   fail(ErrorKind::kTimeout, std::string("[collective] ") + kind_name(entry.description.kind) +
                                 ": no data to or from rank " + who + " for " +

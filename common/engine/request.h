@@ -94,6 +94,8 @@ struct Entry {
   uint32_t handle = 0;           // index in the handle table
   int group = 0;
   int64_t submitted_ns = 0;
+  int64_t agreed_ns = 0;   // all ranks have submitted it; 0 = not yet
+  int64_t started_ns = 0;  // its first bytes may move; 0 = not yet
   int executions_left = 0;
   size_t bytes = 0;
 };

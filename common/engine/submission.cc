@@ -135,6 +135,7 @@ int64_t Engine::submit(const Submission& s) {
   describe(s, &entry->description);
   entry->group = s.group;
   entry->submitted_ns = now_ns();
+  entry->agreed_ns = entry->started_ns = 0;
   entry->executions_left = 0;
   entry->bytes = 0;
   entry->buffers.clear();

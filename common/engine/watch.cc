@@ -128,6 +128,9 @@ void Engine::abort(const Error& cause, bool tell) {
     group->execution().abandon(&abandoned);
     for (Entry* entry : abandoned) finish(entry, status);
   }
+  if (!tell) return;
+  const std::string path = flight_recorder_.write(cause.what());
+  if (!path.empty()) log_.warning("the last operations of this rank are in " + path);
 }
 
 void Engine::fail_pending(Group* group, bool close, const Status& status) {

@@ -116,7 +116,7 @@ class Session:
 
 def _own_settings() -> dict[str, str]:
     """Variables that were set for this job and that results may depend on."""
-    known = (name for entry in config.variables() for name in (entry.name, *entry.aliases))
-    found = {name: os.environ[name] for name in known if os.environ.get(name)}
-    found.pop("PERSEUS_SECRET_FILE", None)
-    return found
+    paths = ("PERSEUS_SECRET_FILE", "PERSEUS_FLIGHT_RECORDER")
+    entries = (entry for entry in config.variables() if entry.name not in paths)
+    known = (name for entry in entries for name in (entry.name, *entry.aliases))
+    return {name: os.environ[name] for name in known if os.environ.get(name)}

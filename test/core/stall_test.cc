@@ -6,6 +6,10 @@ namespace {
 using namespace perseus_test;
 using std::chrono::milliseconds;
 
+std::string tensor_name(const Medium& medium, bool known) {
+  return std::string(known ? "known-" : "new-") + medium.name;
+}
+
 // Rank 2 of 3 submits `late` after the others; `known`: a name that was used before.
 void run_late(const Medium& medium, milliseconds late, bool known, std::vector<std::string> overrides) {
   WorldOptions options;
@@ -13,7 +17,7 @@ void run_late(const Medium& medium, milliseconds late, bool known, std::vector<s
   run_world(
       medium, 3,
       [&](int rank, perseus_context* context) {
-        Operation operation(PERSEUS_ALLREDUCE, known ? "known" : "new", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
+        Operation operation(PERSEUS_ALLREDUCE, tensor_name(medium, known), ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
         if (known) Call(operation, rank).run(context);
         if (rank == 2) std::this_thread::sleep_for(late);
         Call(operation, rank).run(context);
@@ -46,15 +50,19 @@ TEST(Stall, ARankThatIsLateForLongerThanTheLivenessLimitIsWaitedFor) {
 }
 
 TEST(Stall, TheWarningNamesTensorAndMissingRankAndComesFromOneRank) {
-  const std::string text = run_late_everywhere(milliseconds(3700), {"HOROVOD_STALL_CHECK_TIME_SECONDS=2"});
+  // So late that on however busy a machine every world has warned, and on an idle one not more than twice.
+  const std::string text = run_late_everywhere(milliseconds(5900), {"HOROVOD_STALL_CHECK_TIME_SECONDS=2"});
   const size_t warnings =
       times(text,
             "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
             "waiting for remainder of ranks for more than 2 seconds.");
-  EXPECT_EQ(warnings, 6u) << "one for each world: " << text;
-  EXPECT_EQ(times(text, "perseus rank 0 warning"), 6u) << text;
-  EXPECT_EQ(times(text, "\n2: [new]"), 3u) << text;
-  EXPECT_EQ(times(text, "\n2: [known]"), 3u) << text;
+  EXPECT_EQ(times(text, "perseus rank 0 warning"), warnings) << "one rank speaks for all: " << text;
+  for (const Medium& medium : all_media()) {
+    for (bool known : {false, true}) {
+      const size_t of_world = times(text, "\n2: [" + tensor_name(medium, known) + "]");
+      EXPECT_TRUE(of_world == 1 || of_world == 2) << of_world << " warnings from one world: " << text;
+    }
+  }
   EXPECT_EQ(times(text, "\n0: ["), 0u) << text;
   EXPECT_EQ(times(text, "\n1: ["), 0u) << text;
 }

@@ -1,0 +1,46 @@
+// What this rank did last, kept at hand and written out when the world fails: one JSON object per line, first the
+// failure, then every operation. Used by the driver.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/request.h"
+#include "transport/transport.h"
+
+namespace perseus {
+
+class FlightRecorder {
+ public:
+  static constexpr size_t kKept = 256;
+
+  // `directory`: where to write; "off" = nowhere.
+  FlightRecorder(const World& world, const std::string& directory);
+
+  // The entry's handle is about to be done.
+  void record(const Entry& entry, const std::string& name, bool ok);
+  // Writes what is kept; the file's path, or "" when there is nothing to write or it cannot be written.
+  std::string write(const std::string& cause) const;
+
+ private:
+  struct Record {
+    uint64_t number = 0;
+    std::string name;  // keeps its capacity
+    Kind kind = Kind::kAllreduce;
+    DType dtype = DType::kFloat32;
+    int group = 0;
+    size_t tensors = 0, bytes = 0;
+    int64_t submitted_ns = 0, agreed_ns = 0, started_ns = 0, ended_ns = 0;
+    bool ok = false;
+  };
+
+  const int rank_, size_;
+  const uint32_t epoch_;
+  const bool off_;
+  const std::string directory_;
+  std::vector<Record> records_{kKept};  // a ring: number n lies at n % kKept
+  uint64_t count_ = 0;
+};
+
+}  // namespace perseus
