@@ -261,8 +261,7 @@ void Execution::report_silence(const Stream& stream) const {
   for (int member : waiting_for) {
     const int rank = ranks_[static_cast<size_t>(member)];
     who += (who.empty() ? "" : ", ") + std::to_string(rank);
-    if (settings_.silent_ns(rank) > settings_.timeout_ns / 2)
-      dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
+    if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
   }
   if (!dead.empty()) who = dead;
   const Entry& entry = *stream.queue.front()->entries.front();

@@ -15,7 +15,7 @@ namespace perseus {
 struct ExecutionSettings {
   int streams = 4;
   size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;  // 0 = off
+  int64_t timeout_ns = 60 * kSecond;           // 0 = off
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
 

@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-
 #include "base/clock.h"
 #include "base/json.h"
 
@@ -19,11 +18,7 @@ std::string ago(int64_t at_ns, int64_t end_ns) {
 }  // namespace
 
 FlightRecorder::FlightRecorder(const World& world, const std::string& directory)
-    : rank_(world.rank),
-      size_(world.size),
-      epoch_(world.epoch),
-      off_(directory == "off"),
-      directory_(directory) {}
+    : rank_(world.rank), size_(world.size), epoch_(world.epoch), off_(directory == "off"), directory_(directory) {}
 
 void FlightRecorder::record(const Entry& entry, const std::string& name, bool ok) {
   Record& record = records_[count_ % kKept];

@@ -50,7 +50,7 @@ class FlightRecorder : public testing::Test {
     std::vector<std::string> lines;
     for (const auto& entry : fs::directory_iterator(directory_)) {
       if (entry.path().filename().string().find("rank" + std::to_string(rank) + "-") == std::string::npos) continue;
-      struct stat status {};
+      struct stat status{};
       EXPECT_EQ(stat(entry.path().c_str(), &status), 0);
       EXPECT_EQ(status.st_mode & 0777, 0600u) << "names of tensors are the owner's business";
       std::ifstream file(entry.path());
@@ -90,7 +90,8 @@ TEST_F(FlightRecorder, AFailedWorldLeavesTheLastOperationsOfEveryRank) {
     if (rank == 2) continue;
     const std::string& last = lines.back();
     EXPECT_TRUE(contains(last, "\"name\": \"a \\\"late\\\"\\u000aone\", \"kind\": \"BROADCAST\"")) << last;
-    EXPECT_TRUE(contains(last, "\"agreed\": null, \"started\": null, \"ended\": null, \"outcome\": \"failed\"}")) << last;
+    EXPECT_TRUE(contains(last, "\"agreed\": null, \"started\": null, \"ended\": null, \"outcome\": \"failed\"}"))
+        << last;
   }
   for (const auto& entry : fs::directory_iterator(directory_))
     EXPECT_TRUE(contains(said, "the last operations of this rank are in " + entry.path().string())) << said;
