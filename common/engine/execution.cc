@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "base/error.h"
+#include "base/huge_pages.h"
 
 namespace perseus {
 namespace {
@@ -44,8 +45,14 @@ Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint6
   // Frameworks expect tensors on cache lines.
   if (posix_memalign(&memory, 64, total == 0 ? 64 : total) != 0)
     fail(ErrorKind::kIo, "[engine] out of memory for a result of " + std::to_string(total) + " bytes");
+  advise_huge_pages(memory, total);
   output->data = static_cast<Byte*>(memory);
   return output->data;
+}
+
+void Bucket::add_piece(const Entry::Buffers& buffers, size_t size) {
+  if (buffers.in != buffers.out) advise_huge_pages(buffers.out, size);
+  plan.pieces.push_back(Piece{buffers.in, buffers.out, size});
 }
 
 void Bucket::clear() {
@@ -143,7 +150,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   if (bytes == 0) return;
   const kernels::FoldSpec fold = fold_of(entry->description, t.dtype, ranks_.size());
   Bucket& bucket = bucket_for(entry, bytes, Collective::kAllreduce, fold, 0);
-  bucket.plan.pieces.push_back(Piece{entry->buffers[tensor].in, entry->buffers[tensor].out, bytes});
+  bucket.add_piece(entry->buffers[tensor], bytes);
 }
 
 void Execution::add_broadcast(Entry* entry) {
@@ -156,7 +163,7 @@ void Execution::add_broadcast(Entry* entry) {
     const size_t bytes = d.tensors[i].bytes();
     if (bytes == 0) continue;
     Bucket& bucket = bucket_for(entry, bytes, Collective::kBroadcast, bytes_only, root);
-    bucket.plan.pieces.push_back(Piece{entry->buffers[i].in, entry->buffers[i].out, bytes});
+    bucket.add_piece(entry->buffers[i], bytes);
   }
 }
 
@@ -174,6 +181,7 @@ void Execution::add_reducescatter(Entry* entry) {
     for (int64_t r = 0; r < ranks; ++r)
       plan.parts.push_back(static_cast<size_t>((rows / ranks + (r < rows % ranks ? 1 : 0)) * row_bytes));
     plan.pieces.push_back(Piece{entry->buffers[i].in, nullptr, t.bytes()});
+    advise_huge_pages(entry->buffers[i].out, plan.parts[me_]);
     plan.result.push_back(Piece{nullptr, entry->buffers[i].out, plan.parts[me_]});
   }
 }

@@ -29,6 +29,8 @@ class Bucket final : public OutputSink {
   int64_t row_bytes = 0;
   std::vector<int64_t> tail_shape;
 
+  // A tensor that is read and, changed, written; where the two differ, written for the first time, most likely.
+  void add_piece(const Entry::Buffers& buffers, size_t size);
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
   void clear();
 };

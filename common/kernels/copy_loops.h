@@ -7,12 +7,10 @@
 namespace perseus::kernels {
 namespace {
 
-constexpr size_t kCopyGroup = 256;
-
 template <bool kStream>
 PERSEUS_INLINE void copy_group(unsigned char* dst, const unsigned char* src) {
   using Bytes = Vector<uint8_t>;
-  constexpr size_t kVectors = kCopyGroup / sizeof(Bytes);
+  constexpr size_t kVectors = kGroupBytes / sizeof(Bytes);
   Bytes group[kVectors];
   for (size_t v = 0; v < kVectors; ++v) group[v] = load_vector<Bytes>(src + v * sizeof(Bytes));
   for (size_t v = 0; v < kVectors; ++v) {
@@ -31,7 +29,7 @@ void copy_long(unsigned char* dst, const unsigned char* src, size_t n) {
   __builtin_memcpy(dst, src, head);
   unsigned char* to = dst + head;
   const unsigned char* from = src + head;
-  size_t done = walk_pages<kCopyGroup>(
+  size_t done = walk_pages<kGroupBytes>(
       n - head, [=](size_t at) __attribute__((always_inline)) { copy_group<kStream>(to + at, from + at); });
   if (kStream) stream_fence();
   __builtin_memcpy(to + done, from + done, n - head - done);

@@ -35,7 +35,8 @@ class Fold {
   using Stored = typename Type::Stored;
   static constexpr size_t kLanes = Type::kLanes;
   static constexpr size_t kAlignMin = 1024;  // bytes below which alignment and fences cost more than they bring
-  static constexpr size_t kGroup = 4;        // vectors whose accumulators stay in registers over all sources
+  // Vectors whose accumulators stay in registers over all sources.
+  static constexpr size_t kGroup = kGroupBytes / sizeof(Stored) < 8 ? kGroupBytes / sizeof(Stored) : 8;
 
   // Lines that were just read sit in the cache: storing around it would throw them out first.
   bool in_place() const {

@@ -13,6 +13,9 @@ namespace {
 
 constexpr size_t kPageBytes = 4096;
 constexpr size_t kPagesAtOnce = 4;
+// Visited at a time. Smaller bits of four pages, streamed in turn, are more lines under way than a core combines writes
+// for: half the speed of 256 bytes.
+constexpr size_t kGroupBytes = 256;
 
 // Calls visit(offset) once for every whole group of kGroup bytes in [0, bytes); gives the number of bytes visited.
 template <size_t kGroup, class Visit>
