@@ -43,16 +43,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Join the world that the launcher describes; without a launcher, a world of one rank.
 
     comm: None, [] or the list of all ranks. Anything else needs an MPI build: ValueError.
-    process_sets: None; sets other than the global one do not exist yet (NotImplementedError).
+    process_sets: ProcessSets to register, the same on all ranks, with ids 1, 2, … in their order;
+        "dynamic" allows add_process_set later, as HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
     A second call while running does nothing.
 
     Raises InitializationError (both a ValueError and a HorovodInternalError) when ranks are
-    missing, a variable is wrong or the network cannot be used; the message says which.
+    missing, a variable is wrong, the network cannot be used, or process sets are not the same
+    everywhere; the message says which.
     """
     if _world.context is not None:
         return
-    if process_sets is not None and process_sets != []:
-        raise NotImplementedError("[init] process_sets: only the global process set exists so far")
     from perseus import _core
     from perseus.identity import identify
     from perseus.rendezvous import meet
@@ -85,6 +85,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         _world.exit_registered = True
     for hook in _world.init_hooks:
         hook()
+    from perseus.process_sets import register_at_init
+
+    try:
+        register_at_init(process_sets)
+    except (ValueError, RuntimeError) as error:
+        shutdown()
+        raise InitializationError(f"Horovod initialization failed: {error}") from None
 
 
 def _check_comm(comm: Any, size: int) -> None:

@@ -45,6 +45,16 @@ def check() -> None:
     _core.config_check()
 
 
+def dynamic_process_sets() -> bool:
+    """Whether process sets may come and go after init() (HOROVOD_DYNAMIC_PROCESS_SETS=1)."""
+    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
+
+
+def allow_dynamic_process_sets() -> None:
+    """From now on, for this process and those it starts."""
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
+
 def elastic() -> bool:
     """Whether the elastic driver started this process (HOROVOD_ELASTIC=1): the world may grow."""
     return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")

@@ -1,15 +1,18 @@
 """Sets of ranks on which collectives can run; one class, shared by all frameworks.
 
-Only the global set exists so far. A set's id is the core's group number, and every collective
-passes it on. Not synchronised: sets change inside init() and shutdown() only.
+A set's id is the core's group number, and every collective passes it on. Sets work at the same time
+without waiting for each other; every set has names of its own. Adding and removing is collective
+over all ranks of the world, members or not, from one thread. Source of behaviour: Horovod 0.28.1,
+horovod.common.process_sets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from perseus import basics
+from perseus import basics, config, control
 
 
 class ProcessSet:
@@ -74,8 +77,113 @@ def _make_global() -> ProcessSet:
 global_process_set = _make_global()
 
 
-def _fill_global() -> None:
+_registered: dict[int, ProcessSet] = {}
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a set on every rank of the world; returns it, with its id.
+
+    process_set: a ProcessSet, or the global ranks of one. All ranks must call this with the same
+    ranks; it returns when all have. Ids of removed sets are used again, the oldest first.
+
+    Raises ValueError unless process sets are dynamic (HOROVOD_DYNAMIC_PROCESS_SETS=1 or
+    init(process_sets="dynamic")), for ranks that do not exist or come twice, and for a set that is
+    there already ("duplicate"); MismatchError on every rank where the ranks differ.
+    """
+    if not config.dynamic_process_sets():
+        raise ValueError(
+            "Dynamic process sets are disabled: Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call "
+            'init(process_sets="dynamic").'
+        )
+    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    register(made)
+    return made
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a set on every rank of the world; what is pending on it fails.
+
+    True when it was removed: it has no id any more, and may be added again. False for the global
+    set and for one that is not registered. ValueError unless process sets are dynamic.
+    """
+    if not config.dynamic_process_sets():
+        raise ValueError(
+            "Dynamic process sets are disabled: Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call "
+            'init(process_sets="dynamic").'
+        )
+    group = process_set.process_set_id
+    if group is None or group == 0:
+        return False
+    control.remove_group(group)
+    _registered.pop(group).process_set_id = None
+    return True
+
+
+def register(process_set: ProcessSet) -> None:
+    """Give a set its id, whether or not process sets are dynamic. Collective."""
+    ranks = process_set.ranks or []
+    if process_set.process_set_id is not None:
+        raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
+    _check_ranks(ranks)
+    group = control.add_group(ranks)
+    process_set.process_set_id = group
+    _registered[group] = process_set
+
+
+def register_at_init(process_sets: Sequence[ProcessSet] | str | None) -> None:
+    """What init(process_sets=…) says. Collective; ValueError on every rank unless all agree."""
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f'[init] process_sets={process_sets!r}: expected a list or "dynamic"')
+        config.allow_dynamic_process_sets()
+        process_sets = []
+    wanted = [_as_set(entry) for entry in process_sets or []]
+    if basics.size() > 1:
+        _compare([entry.ranks or [] for entry in wanted])
+    seen = [list(range(basics.size()))]
+    for entry in wanted:
+        if entry.ranks in seen:
+            raise ValueError(f"[init] process set {entry.ranks} is a duplicate")
+        seen.append(entry.ranks or [])
+    for entry in wanted:
+        register(entry)
+
+
+def ids_and_ranks() -> dict[int, list[int]]:
+    """Every registered set's global ranks by its id, the global set included."""
+    sets = {0: global_process_set, **_registered}
+    return {group: list(entry.ranks or []) for group, entry in sorted(sets.items())}
+
+
+def _as_set(entry: Any) -> ProcessSet:
+    if isinstance(entry, ProcessSet):
+        return entry
+    raise ValueError(f"[init] process_sets: expected ProcessSet objects, got {entry!r}")
+
+
+def _check_ranks(ranks: list[int]) -> None:
+    size = basics.size()
+    if not ranks or len(set(ranks)) < len(ranks) or not all(0 <= rank < size for rank in ranks):
+        raise ValueError(
+            f"[process_sets] {ranks}: expected one or more different ranks of 0 … {size - 1}"
+        )
+
+
+def _compare(sets: list[list[int]]) -> None:
+    everybody = control.gather_lines(json.dumps(sets), "process_sets")
+    for rank, line in enumerate(everybody):
+        if line != everybody[0]:
+            raise ValueError(
+                f"[init] process sets differ: rank 0 has {everybody[0]}, rank {rank} has {line}"
+            )
+
+
+def _begin() -> None:
+    # Sets end with their world; their objects can be registered in the next.
+    for process_set in _registered.values():
+        process_set.process_set_id = None
+    _registered.clear()
     global_process_set.ranks = list(range(basics.size()))
 
 
-basics.at_init(_fill_global)
+basics.at_init(_begin)

@@ -28,7 +28,7 @@ using perseus::HandleTable;
 
 static_assert(static_cast<int>(perseus::DType::kBool) == PERSEUS_BOOL, "same numbers");
 static_assert(static_cast<int>(perseus::ReduceOp::kProduct) == PERSEUS_PRODUCT, "same numbers");
-static_assert(static_cast<int>(perseus::Kind::kRemoveGroup) == PERSEUS_REMOVE_GROUP, "same numbers");
+static_assert(static_cast<int>(perseus::Kind::kJoin) == PERSEUS_JOIN, "same numbers");
 static_assert(static_cast<int>(ErrorKind::kInternal) == PERSEUS_INTERNAL, "same numbers");
 
 thread_local std::string last_error;
@@ -195,7 +195,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
   return guarded([&] {
     context->context->check_process();
     const perseus_request& r = *request;
-    if (r.kind < PERSEUS_ALLREDUCE || r.kind > PERSEUS_REMOVE_GROUP || r.op < PERSEUS_AVERAGE || r.op > PERSEUS_PRODUCT)
+    if (r.kind < PERSEUS_ALLREDUCE || r.kind > PERSEUS_JOIN || r.op < PERSEUS_AVERAGE || r.op > PERSEUS_PRODUCT)
       perseus::fail(ErrorKind::kInvalidArgument, "[api] unknown kind or reduction of a request");
     Engine::Submission::Tensor few[8];
     std::vector<Engine::Submission::Tensor> many;
@@ -289,6 +289,10 @@ perseus_code perseus_handle_release(perseus_context* context, perseus_handle han
                     "[api] handle " + std::to_string(handle) + " is unknown or still in progress");
     return PERSEUS_OK;
   });
+}
+
+int64_t perseus_group_next_number(perseus_context* context, int group) {
+  return context->context->engine().next_number(group);
 }
 
 int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity) {

@@ -80,6 +80,11 @@ void Engine::add_group(int id, std::vector<int> ranks) {
   groups_[id] = std::make_shared<Group>(
       channels, std::move(ranks), world_.rank, world_.epoch, execution_settings_, cycle_ns_,
       [this](int rank, Channel channel) -> Link& { return route_[rank]->link(rank, channel); },
+      [this, id] {
+        Entry* entry = take_entry();
+        entry->group = id;
+        return entry;
+      },
       [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; });
 }
 
@@ -142,6 +147,14 @@ bool Engine::pass(bool eager) {
 }
 
 void Engine::finish(Entry* entry, const Status& status) {
+  if (entry->stand_in) {
+    const auto group = groups_.find(entry->group);
+    if (group != groups_.end()) group->second->negotiation().retire(entry);
+    entry->stand_in = false;
+    entry->zeros.reset();
+    recycle(entry);
+    return;
+  }
   HandleTable::Slot* slot = handles_.at(entry->handle);
   slot->status = status;
   flight_recorder_.record(*entry, entry->name->text, status.ok);
@@ -151,6 +164,10 @@ void Engine::finish(Entry* entry, const Status& status) {
   if (status.ok && changes_groups(*entry)) {
     slot->outputs.resize(1);
     slot->status = change_groups(*entry, &slot->outputs[0]);
+  }
+  if (status.ok && entry->description.kind == Kind::kJoin) {
+    slot->outputs.resize(1);
+    slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
   }
   recycle(entry);
   ++operations_;
@@ -213,6 +230,12 @@ std::vector<int> Engine::group_ranks(int id) const {
   std::lock_guard<std::mutex> lock(groups_mutex_);
   const auto found = members_.find(id);
   return found == members_.end() ? std::vector<int>() : found->second;
+}
+
+int64_t Engine::next_number(int group) const {
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const auto found = groups_.find(group);
+  return found == groups_.end() ? -1 : found->second->next_number();
 }
 
 void Engine::count() {

@@ -72,6 +72,8 @@ class Engine {
   std::string failure() const;
 
   std::vector<int> group_ranks(int id) const;
+  // Of an unnamed request of the group; -1 where this rank is no member.
+  int64_t next_number(int group) const;
   const char* transport_name(int peer) const { return route_[peer] == nullptr ? "none" : route_[peer]->name(); }
   EngineStats stats() const;
 

@@ -100,6 +100,7 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
       case Kind::kBarrier:
       case Kind::kAddGroup:
       case Kind::kRemoveGroup:
+      case Kind::kJoin:
         break;  // that all are ready is all there is to it
     }
     if (entry->executions_left == 0) finished->push_back(entry);

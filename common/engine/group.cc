@@ -25,12 +25,12 @@ std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, in
 }  // namespace
 
 Group::Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
-             int64_t cycle_ns, LinkTo link_to, Execution::OutputsOf outputs_of)
+             int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of)
     : id_(id),
       ranks_(std::move(ranks)),
       me_(index_in(ranks_, my_rank)),
       cycle_ns_(cycle_ns),
-      negotiation_(static_cast<int>(ranks_.size()), ranks_),
+      negotiation_(me_, ranks_, std::move(make_entry)),
       round_(dissemination_links(ranks_, me_, +1, id, link_to), dissemination_links(ranks_, me_, -1, id, link_to),
              static_cast<int>(ranks_.size()), me_, epoch, id),
       execution_(
@@ -68,7 +68,7 @@ bool Group::step(bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
   bool moved = negotiation_.collect();
   if (round_.idle() && (may_begin(eager, enough_bytes) || joins())) {
     called_ns_ = 0;
-    negotiation_.snapshot(&round_.content(), me_);
+    negotiation_.snapshot(&round_.content());
     if (cycle_ns_ > 0) begun_ns_ = now_ns();
     round_.begin();
     moved = true;

@@ -2,6 +2,7 @@
 // so groups never wait for each other. Submitting is for any thread, the rest for the driver.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -16,9 +17,10 @@ class Group {
   // A peer's round is joined no later than this, whether or not we have anything to offer.
   static constexpr int64_t kJoinWithin = 5 * kMillisecond;
   using LinkTo = std::function<Link&(int rank, Channel channel)>;
+  using MakeEntry = std::function<Entry*()>;
 
   Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
-        int64_t cycle_ns, LinkTo link_to, Execution::OutputsOf outputs_of);
+        int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of);
 
   uint32_t id() const { return id_; }
   const std::vector<int>& ranks() const { return ranks_; }
@@ -37,6 +39,8 @@ class Group {
   bool called() const { return called_ns_ != 0; }
   bool moving() const { return execution_.busy() || !round_.idle(); }
   bool round_idle() const { return round_.idle(); }
+  // 1, 2, …; any thread.
+  int64_t next_number() { return numbers_.fetch_add(1, std::memory_order_relaxed) + 1; }
   uint64_t rounds() const { return round_.number(); }
   // No more rounds from now on but what peers have begun (shutting down).
   void close() { closed_ = true; }
@@ -56,6 +60,7 @@ class Group {
   int64_t begun_ns_ = 0;
   int64_t called_ns_ = 0;  // since when a peer's round waits for us; 0 = none does
   std::vector<Entry*> ready_;
+  std::atomic<int64_t> numbers_{0};
 };
 
 }  // namespace perseus

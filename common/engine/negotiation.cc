@@ -7,6 +7,13 @@
 
 namespace perseus {
 
+Negotiation::Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry)
+    : size_(static_cast<int>(ranks.size())),
+      me_(me),
+      ranks_(std::move(ranks)),
+      make_entry_(std::move(make_entry)),
+      joined_(ranks_.size(), false) {}
+
 Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return Submitted::kClosed;
@@ -28,10 +35,11 @@ Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
 void Negotiation::retire(Entry* entry) {
   std::lock_guard<std::mutex> lock(mutex_);
   Name* name = entry->name;
-  name->in_flight = false;
+  if (!entry->stand_in) name->in_flight = false;
   entry->name = nullptr;
   // Forget names that will not come again; others may still be announcing theirs (then somebody erred and it stays).
-  if (entry->description.transient && name->slot < 0 && name->announced_count == 0) names_.erase(name->text);
+  if (entry->description.transient && !name->in_flight && name->slot < 0 && name->announced_count == 0)
+    names_.erase(name->text);
 }
 
 bool Negotiation::collect() {
@@ -54,15 +62,18 @@ void Negotiation::admit(Entry* entry) {
   ++pending_;
   news_ = true;
   news_bytes_ += entry->bytes;
-  if (name->slot >= 0 && same_request(name->agreed, entry->description))
+  if (entry->description.kind == Kind::kJoin) join_entry_ = entry;
+  const bool bit_will_do = joined_count_ == 0 || joined_may_miss(entry->description.kind);
+  if (bit_will_do && name->slot >= 0 && same_request(name->agreed, entry->description))
     bits_[name->slot / 64] |= uint64_t{1} << name->slot % 64;
   else unannounced_.push_back(entry);
 }
 
-void Negotiation::snapshot(RoundContent* content, int me) {
+void Negotiation::snapshot(RoundContent* content) {
   content->bits = bits_;
+  if (joined_[me_] && !closing_) say_ready_for_others(&content->bits);
   for (std::string& blob : content->announced) blob.clear();
-  std::string& blob = content->announced[me];
+  std::string& blob = content->announced[me_];
   for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
   unannounced_.clear();
   news_ = false;
@@ -103,32 +114,39 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
     }
   }
   touched_.clear();
+  const bool closed = closing_;
   std::string text;
   for (int rank = 0; rank < size_; ++rank) {
     BlobReader reader(content.announced[rank]);
     while (!reader.at_end()) {
       Description description;
       reader.read_request(&text, &description);
-      hear(rank, text, std::move(description));
+      if (description.kind == Kind::kJoin) hear_join(rank);
+      else hear(rank, text, std::move(description));
     }
   }
+  if (joined_count_ > 0) touch_what_joins_complete();
   for (Name* name : touched_) decide(name, ready, failed);
+  if (closed) finish_join(ready);
   // What became ready together runs by priority, else in the order in which names were first agreed on.
   const auto higher = [](const Entry* a, const Entry* b) { return a->description.priority > b->description.priority; };
   if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
 }
 
-void Negotiation::decide(Name* name, std::vector<Entry*>* ready, std::vector<std::pair<Entry*, std::string>>* failed) {
-  const std::string mismatch = find_mismatch(name->text, name->announced, ranks_);
-  Entry* entry = take_entry(name);
-  // The lowest rank's priority goes for all, so that all run in one order.
-  entry->description.priority = name->announced[0].priority;
+void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
+  const std::string mismatch = name->announced_count == size_ ? find_mismatch(name->text, name->announced, ranks_)
+                                                              : find_mismatch_but_joined(*name);
   if (mismatch.empty()) {
-    name->agreed = std::move(name->announced[0]);
+    size_t first = 0;
+    while (!name->announced_by[first]) ++first;
+    name->agreed = std::move(name->announced[first]);
+    Entry* entry = take_entry(name);
+    // The lowest rank's priority goes for all, so that all run in one order.
+    entry->description.priority = name->agreed.priority;
     if (!name->agreed.transient) take_slot(name);
     ready->push_back(entry);
-  } else {
-    failed->emplace_back(entry, mismatch);
+  } else if (name->entry != nullptr) {
+    failed->emplace_back(take_entry(name), mismatch);
   }
   name->announced.clear();
   name->announced_by.clear();
@@ -137,6 +155,7 @@ void Negotiation::decide(Name* name, std::vector<Entry*>* ready, std::vector<std
 
 Entry* Negotiation::take_entry(Name* name) {
   Entry* entry = name->entry;
+  if (entry == nullptr && joined_[me_]) return stand_in(name);
   if (entry == nullptr) fail(ErrorKind::kInternal, "[negotiation] " + name->text + " became ready without us");
   name->entry = nullptr;
   if (name->slot >= 0) {
@@ -190,6 +209,7 @@ void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
     name->entry = nullptr;
   }
   pending_ = 0;
+  join_entry_ = nullptr;
   unannounced_.clear();
   std::fill(bits_.begin(), bits_.end(), 0);
   news_ = false;
@@ -203,6 +223,7 @@ bool Negotiation::find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, st
   for (auto& [text, name] : names_) {
     Entry* entry = name->entry;
     if (entry == nullptr || now - entry->submitted_ns < age_ns) continue;
+    if (entry->description.kind == Kind::kJoin) continue;  // joining is waiting
     if (name->slot >= 0) {
       // Bits say that somebody is missing, not who. A description instead makes all ranks start over with descriptions
       // once the round has told them (the slot itself may only change on all ranks together).
@@ -215,7 +236,7 @@ bool Negotiation::find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, st
       name->warned_ns = now;
       Stalled fact{text, now - entry->submitted_ns, {}};
       for (int rank = 0; rank < size_; ++rank)
-        if (!name->announced_by[rank]) fact.missing.push_back(ranks_[rank]);
+        if (!name->announced_by[rank] && !joined_[rank]) fact.missing.push_back(ranks_[rank]);
       stalled->push_back(std::move(fact));
     }
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -14,6 +15,9 @@
 #include "engine/round.h"
 
 namespace perseus {
+
+// Can a rank that has joined be done without?
+bool joined_may_miss(Kind kind);
 
 // A tensor's name within a group, remembered as long as the group lives (unless transient).
 struct Name {
@@ -31,7 +35,8 @@ struct Name {
 
 class Negotiation {
  public:
-  Negotiation(int size, std::vector<int> ranks) : size_(size), ranks_(std::move(ranks)) {}
+  // `me`: this rank's index in `ranks`. `make_entry` gives an empty entry, for what this rank stands in for.
+  Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry);
 
   // Registers the entry under `name`, unless that name is in flight already or the group takes no more.
   enum class Submitted { kYes, kDuplicate, kClosed };
@@ -49,7 +54,7 @@ class Negotiation {
   bool has_pending() const { return pending_ > 0; }
 
   // This rank's part of the next round.
-  void snapshot(RoundContent* content, int me);
+  void snapshot(RoundContent* content);
   // Applies a finished round: `ready` receives this rank's entries in the agreed order of execution, `failed` those
   // that ranks disagree about, with the reason.
   void apply(const RoundContent& content, std::vector<Entry*>* ready,
@@ -67,17 +72,32 @@ class Negotiation {
   bool find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, std::vector<Stalled>* stalled);
 
  private:
+  using Entries = std::vector<Entry*>;
+  using Failures = std::vector<std::pair<Entry*, std::string>>;
+
   Name& name_of(const std::string& text);
   void admit(Entry* entry);
   void announce(Entry* entry);
   void hear(int rank, const std::string& text, Description&& description);
-  void decide(Name* name, std::vector<Entry*>* ready, std::vector<std::pair<Entry*, std::string>>* failed);
+  void decide(Name* name, Entries* ready, Failures* failed);
   void take_slot(Name* name);
   void free_slot(Name* name);
   Entry* take_entry(Name* name);
 
+  // ---- ranks that have joined (joining.cc) ----
+  void hear_join(int rank);
+  void reannounce(bool all);
+  void say_ready_for_others(std::vector<uint64_t>* bits) const;
+  void touch_what_joins_complete();
+  bool all_announced_or_joined(const Name& name) const;
+  std::string find_mismatch_but_joined(const Name& name) const;
+  Entry* stand_in(Name* name);
+  void finish_join(Entries* ready);
+
   const int size_;
+  const int me_;
   const std::vector<int> ranks_;
+  const std::function<Entry*()> make_entry_;
 
   std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<Name>> names_;  // guarded by mutex_
@@ -96,6 +116,13 @@ class Negotiation {
   bool news_ = false;
   size_t news_bytes_ = 0;
   int pending_ = 0;
+
+  // The same on all ranks but for join_entry_:
+  std::vector<bool> joined_;
+  int joined_count_ = 0;
+  int last_joined_ = 0;   // group rank
+  bool closing_ = false;  // all have joined: what anybody still has pending is told in one more round
+  Entry* join_entry_ = nullptr;
 };
 
 }  // namespace perseus

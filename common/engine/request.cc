@@ -8,8 +8,8 @@
 namespace perseus {
 
 const char* kind_name(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"ALLREDUCE",     "ALLGATHER", "BROADCAST", "ALLTOALL",
-                                              "REDUCESCATTER", "BARRIER",   "ADD_GROUP", "REMOVE_GROUP"};
+  constexpr const char* kNames[kKindCount] = {"ALLREDUCE", "ALLGATHER", "BROADCAST",    "ALLTOALL", "REDUCESCATTER",
+                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN"};
   return kNames[static_cast<int>(kind)];
 }
 

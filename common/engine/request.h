@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -21,8 +23,9 @@ enum class Kind : uint8_t {
   kBarrier = 5,
   kAddGroup = 6,
   kRemoveGroup = 7,
+  kJoin = 8,
 };
-constexpr int kKindCount = 8;
+constexpr int kKindCount = 9;
 const char* kind_name(Kind kind);  // "ALLREDUCE", as Horovod's messages say it
 
 struct TensorDescription {
@@ -98,6 +101,12 @@ struct Entry {
   int64_t started_ns = 0;  // its first bytes may move; 0 = not yet
   int executions_left = 0;
   size_t bytes = 0;
+  // Not submitted here: zeros that a rank which has joined gives to an operation of the others. It has no handle.
+  bool stand_in = false;
+  struct Free {
+    void operator()(void* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> zeros;
 };
 
 }  // namespace perseus

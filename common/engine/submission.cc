@@ -10,8 +10,8 @@ namespace {
 [[noreturn]] void refuse(const std::string& text) { fail(ErrorKind::kInvalidArgument, text); }
 
 std::string capitalised(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"Allreduce",     "Allgather", "Broadcast", "Alltoall",
-                                              "Reducescatter", "Barrier",   "Add group", "Remove group"};
+  constexpr const char* kNames[kKindCount] = {"Allreduce", "Allgather", "Broadcast",    "Alltoall", "Reducescatter",
+                                              "Barrier",   "Add group", "Remove group", "Join"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -125,7 +125,8 @@ int64_t Engine::submit(const Submission& s) {
   if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
     refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");
   if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
-  if (s.kind >= Kind::kAddGroup && s.group != 0) refuse("[engine] the world adds and removes process sets: group 0");
+  const bool changes_groups = s.kind == Kind::kAddGroup || s.kind == Kind::kRemoveGroup;
+  if (changes_groups && s.group != 0) refuse("[engine] the world adds and removes process sets: group 0");
   if (s.kind == Kind::kAddGroup && s.rank_count == 0) refuse("[engine] a process set needs at least one member");
   for (int i = 0; s.kind == Kind::kAddGroup && i < s.rank_count; ++i)
     if (s.ranks[i] < 0 || s.ranks[i] >= world_.size || (i > 0 && s.ranks[i] <= s.ranks[i - 1]))

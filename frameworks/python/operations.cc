@@ -38,7 +38,6 @@ struct State {
   TensorReader reader;
   HandleTable handles;
   int64_t last_number = 0;
-  int64_t last_unnamed = 0;
 };
 
 struct OperationsObject {
@@ -92,7 +91,7 @@ PyObject* take_output(State& state, const Pending& pending, int index, PyObject*
 }
 
 PyObject* take_result(State& state, const Pending& pending) {
-  if (pending.kind == PERSEUS_ADD_GROUP) {
+  if (pending.kind == PERSEUS_ADD_GROUP || pending.kind == PERSEUS_JOIN) {  // a number
     perseus_output output = {};
     output.struct_size = sizeof(output);
     const perseus_code code = perseus_handle_output(state.owner->raw(), pending.handle, 0, &output);
@@ -169,10 +168,15 @@ PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   State& state = state_of(self);
   if (count != kSubmitArguments) return PyErr_Format(PyExc_TypeError, "submit takes %d arguments", kSubmitArguments);
   const int64_t number = ++state.last_number;
-  // Ranks must agree about the numbers in names, so only what has no name counts, also when it is refused.
-  const int64_t unnamed = arguments[kName] == Py_None ? ++state.last_unnamed : 0;
   perseus_context* context = state.owner->raw();
   if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
+  // Ranks must agree about the numbers in names, so only what has no name counts, also when it is refused.
+  int64_t unnamed = 0;
+  if (arguments[kName] == Py_None && arguments[kGroup] != Py_None) {
+    const long group = PyLong_AsLong(arguments[kGroup]);
+    if (group == -1 && PyErr_Occurred()) return nullptr;
+    unnamed = perseus_group_next_number(context, static_cast<int>(group));
+  }
   Pending pending;
   pending.number = number;
   const bool submitted = PyTuple_Check(arguments[kInput])

@@ -13,8 +13,8 @@ namespace perseus::python {
 namespace {
 
 // Prefix of the core's names by kind: the same tensor may be broadcast and reduced at once under one name.
-constexpr const char* kPlainPrefix[] = {"allreduce.",     "allgather.", "broadcast.", "alltoall.",
-                                        "reducescatter.", "",           "group.",     "group."};
+constexpr const char* kPlainPrefix[] = {"allreduce.", "allgather.", "broadcast.", "alltoall.", "reducescatter.",
+                                        "",           "group.",     "group.",     ""};
 constexpr const char* kGroupedPrefix[] = {"grouped_allreduce.",
                                           "grouped_allgather.",
                                           "grouped_broadcast.",
@@ -22,8 +22,9 @@ constexpr const char* kGroupedPrefix[] = {"grouped_allreduce.",
                                           "grouped_reducescatter.",
                                           "",
                                           "",
+                                          "",
                                           ""};
-constexpr int kKinds = 8;
+constexpr int kKinds = 9;
 
 Layout layout_for(perseus_kind kind) {
   return kind == PERSEUS_ALLREDUCE || kind == PERSEUS_BROADCAST ? Layout::kDense : Layout::kRowMajor;

@@ -1,4 +1,4 @@
-"""Collectives that move values: allgather, broadcast, alltoall, and the barrier.
+"""Collectives that move values: allgather, broadcast, alltoall; barrier and join.
 
 Conventions, errors and dtypes are those of perseus.torch.reductions, with bool everywhere. Results
 of allgather and alltoall are tensors on memory that the core allocated: nothing is copied.
@@ -20,6 +20,7 @@ from perseus.torch.session import (
     ALLTOALL,
     BARRIER,
     BROADCAST,
+    JOIN,
     Average,
     place,
     session,
@@ -325,7 +326,7 @@ class HorovodAlltoall(torch.autograd.Function):
         return returned, None, None, None
 
 
-# ---- barrier ------------------------------------------------------------------------------------
+# ---- barrier, join ------------------------------------------------------------------------------
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -335,3 +336,21 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
             BARRIER, "barrier.noname", None, None, 0, 1.0, 1.0, 0, None, process_set.process_set_id
         )
     )
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more data; returns once all ranks have said so.
+
+    Until then it gives zeros to every allreduce of the others, so that ranks may do different
+    numbers of steps (Average still divides by the number of all ranks). Other collectives of theirs
+    fail with MismatchError meanwhile, but for barrier. Asynchronous operations that this rank has
+    under way are finished.
+
+    device: of the zeros; any value, as they lie in host memory.
+    Returns the rank that joined last, the same on every rank: its model has seen most data.
+    """
+    del device
+    last: int = session.synchronize(
+        session.submit(JOIN, "join.noname", None, None, 0, 1.0, 1.0, 0, None, 0)
+    )
+    return last

@@ -23,7 +23,12 @@ from perseus.basics import (
     size,
 )
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from perseus.torch import compression, functions, optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
@@ -38,6 +43,7 @@ from perseus.torch.exchange import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
+    join,
 )
 from perseus.torch.functions import (
     allgather_object,
@@ -45,6 +51,7 @@ from perseus.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from perseus.torch.group_comm import GroupComm
 from perseus.torch.optimizer import DistributedOptimizer
 from perseus.torch.reductions import (
     allreduce,
@@ -68,6 +75,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "GroupComm",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "Max",
@@ -75,6 +83,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -113,6 +122,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -124,6 +134,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",

@@ -29,6 +29,7 @@ BROADCAST = 2
 ALLTOALL = 3
 REDUCESCATTER = 4
 BARRIER = 5
+JOIN = 8
 
 # enum perseus_dtype.
 DTYPES = {

@@ -16,6 +16,8 @@ MODULES = [
     "autograd_checks",
     "optimizer_checks",
     "state_checks",
+    "process_set_checks",
+    "join_checks",
 ]
 CASES = [
     pytest.param(

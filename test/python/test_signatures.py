@@ -23,12 +23,9 @@ NAMES = FACTS["names"]
 EXPECTED_MISSING = {
     "Adasum",
     "SyncBatchNorm",
-    "add_process_set",
     "check_extension",
     "elastic",
-    "join",
     "mpi_ops",
-    "remove_process_set",
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",

@@ -65,7 +65,10 @@ typedef enum perseus_kind {
   PERSEUS_REDUCESCATTER = 4,
   PERSEUS_BARRIER = 5,
   PERSEUS_ADD_GROUP = 6,
-  PERSEUS_REMOVE_GROUP = 7
+  PERSEUS_REMOVE_GROUP = 7,
+  /* "No more from me": until all ranks of the group have joined, this one gives zeros to every allreduce of the others.
+   * Other collectives of theirs fail. The output's `size` is the rank that joined last. */
+  PERSEUS_JOIN = 8
 } perseus_kind;
 
 PERSEUS_EXPORT const char* perseus_version(void);
@@ -195,7 +198,7 @@ PERSEUS_EXPORT int perseus_handle_poll(perseus_context* context, perseus_handle 
 /* Waits up to timeout_ms (-1 = for ever). PERSEUS_IN_PROGRESS when it passes, else the operation's outcome. */
 PERSEUS_EXPORT perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle, int timeout_ms);
 /* Allgather, alltoall: tensor `index` of the result, owned by the handle until it is released. shape: ndim values.
- * add_group: ndim 0 and `size` carries the new group's id. */
+ * add_group: ndim 0 and `size` carries the new group's id; join: the same with the rank that joined last. */
 typedef struct perseus_output {
   size_t struct_size;
   void* data;
@@ -218,6 +221,11 @@ PERSEUS_EXPORT perseus_code perseus_handle_release(perseus_context* context, per
 
 /* Members in group order; returns how many, -1 for an unknown group; fills at most `capacity`. */
 PERSEUS_EXPORT int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity);
+
+/* 1, 2, … : the next number for the name of a request that its caller gave none. Counted per group as long as that
+ * lives, so ranks agree about the numbers when they issue the same unnamed requests there. -1 for a group this rank is
+ * not in. */
+PERSEUS_EXPORT int64_t perseus_group_next_number(perseus_context* context, int group);
 
 /* ---- kernels, for benchmarks ---------------------------------------------------------------------------------------
  */
