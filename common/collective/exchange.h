@@ -62,6 +62,9 @@ struct ExchangePlan {
   }
 };
 
+// Equal parts of whole elements, aligned, one for each entry of `parts`; the last ones may be empty.
+void even_parts(size_t bytes, std::vector<size_t>* parts);
+
 // Makes room for an allgather's or alltoall's output once all sizes are known.
 class OutputSink {
  public:

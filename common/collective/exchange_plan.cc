@@ -21,7 +21,8 @@ constexpr uint64_t kWindowLag = 2;
 constexpr uint64_t kStreamLag = 8;
 static_assert((2 * kWindowLag + 3) * kChunkBytes <= 512 * 1024, "see the argument in exchange.h");
 
-// Equal parts of whole elements, aligned; the last ones may be empty.
+}  // namespace
+
 void even_parts(size_t bytes, std::vector<size_t>* parts) {
   const size_t ranks = parts->size();
   size_t part = (bytes + ranks - 1) / ranks;
@@ -32,8 +33,6 @@ void even_parts(size_t bytes, std::vector<size_t>* parts) {
     begin += size;
   }
 }
-
-}  // namespace
 
 Exchange::Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel)
     : peers_(links.size()), me_(me), epoch_(epoch), channel_(channel), even_(links.size()), sources_(links.size()) {

@@ -59,6 +59,7 @@ void Bucket::clear() {
   plan.clear();
   entries.clear();
   bytes = 0;
+  adasum.reset();
   output = nullptr;
   tail_shape.clear();
 }
@@ -152,6 +153,10 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const kernels::FoldSpec fold = fold_of(entry->description, t.dtype, ranks_.size());
   Bucket& bucket = bucket_for(entry, bytes, Collective::kAllreduce, fold, 0);
   bucket.add_piece(entry->buffers[tensor], bytes);
+  if (fold.op != ReduceOp::kAdasum) return;
+  if (!bucket.adasum)
+    bucket.adasum = std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
+  bucket.adasum->add_tensor(bucket.plan.pieces.back());
 }
 
 void Execution::add_broadcast(Entry* entry) {
@@ -228,11 +233,22 @@ void Execution::begin(Stream* stream, uint32_t index) {
     links_made_ += ranks_.size() - 1;
   }
   Bucket& bucket = *stream->queue.front();
-  stream->exchange->start(bucket.plan, stream->sequence++, bucket.output != nullptr ? &bucket : nullptr);
+  if (bucket.adasum) begin_next(stream);
+  else stream->exchange->start(bucket.plan, stream->sequence++, bucket.output != nullptr ? &bucket : nullptr);
   stream->moved_ns = 0;
   const int64_t now = now_ns();
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
+}
+
+// The next exchange of a bucket that takes several; false when there is none.
+bool Execution::begin_next(Stream* stream) {
+  Adasum* adasum = stream->queue.front()->adasum.get();
+  const ExchangePlan* plan = adasum == nullptr ? nullptr : adasum->next();
+  if (plan == nullptr) return false;
+  const bool sizes_differ = plan->collective != Collective::kAllreduce;
+  stream->exchange->start(*plan, stream->sequence++, sizes_differ ? adasum : nullptr);
+  return true;
 }
 
 bool Execution::step(std::vector<Entry*>* finished) {
@@ -250,7 +266,7 @@ bool Execution::step(std::vector<Entry*>* finished) {
       if (stream.moved_ns == 0) stream.moved_ns = now;
       if (now - stream.moved_ns > settings_.timeout_ns) report_silence(stream);
     }
-    if (!stream.exchange->done()) continue;
+    if (!stream.exchange->done() || begin_next(&stream)) continue;
     std::unique_ptr<Bucket> bucket = std::move(stream.queue.front());
     stream.queue.erase(stream.queue.begin());
     --in_flight_;

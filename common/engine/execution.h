@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "collective/adasum.h"
 #include "collective/exchange.h"
 #include "engine/request.h"
 
@@ -23,6 +24,7 @@ struct ExecutionSettings {
 class Bucket final : public OutputSink {
  public:
   ExchangePlan plan;
+  std::unique_ptr<Adasum> adasum;  // then several exchanges take the place of `plan`
   std::vector<Entry*> entries;
   size_t bytes = 0;
   Output* output = nullptr;  // allgather, alltoall
@@ -73,6 +75,7 @@ class Execution {
   Bucket& own_bucket(Entry* entry, size_t bytes);
   void close_all();
   void begin(Stream* stream, uint32_t index);
+  bool begin_next(Stream* stream);
   void report_silence(const Stream& stream) const;
 
   const ExecutionSettings settings_;

@@ -37,13 +37,16 @@ void check_tensors(const Engine::Submission& s) {
   if (needs_tensors && s.tensor_count <= 0) refuse(capitalised(s.kind) + " needs at least one tensor.");
   if (!needs_tensors && s.tensor_count != 0) refuse(capitalised(s.kind) + " takes no tensors.");
   const bool reduces = s.kind == Kind::kAllreduce || s.kind == Kind::kReduceScatter;
-  if (reduces && s.op == ReduceOp::kAdasum) refuse("[engine] Adasum is not available yet: use op=Average or op=Sum.");
+  const bool adasum = s.kind == Kind::kAllreduce && s.op == ReduceOp::kAdasum;
+  if (reduces && s.op == ReduceOp::kAdasum && !adasum) refuse("Reducescatter does not do Adasum: use op=Average or op=Sum.");
   for (int i = 0; i < s.tensor_count; ++i) {
     const Engine::Submission::Tensor& t = s.tensors[i];
     if (static_cast<int>(t.dtype) >= kDTypeCount)
       refuse("[engine] unknown dtype " + std::to_string(static_cast<int>(t.dtype)));
     if (reduces && t.dtype == DType::kBool && s.op == ReduceOp::kAverage)
       refuse("Average is not defined for bool tensors: use op=Max (or), op=Min (and) or op=Sum (or).");
+    if (adasum && !dtype_is_float(t.dtype))
+      refuse(std::string("Adasum needs floating point tensors, got ") + dtype_name(t.dtype) + ": use op=Sum.");
     check_tensor(s, t);
   }
 }
