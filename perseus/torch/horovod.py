@@ -24,7 +24,7 @@ from perseus.basics import (
 )
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch import compression, functions, optimizer
+from perseus.torch import compression, elastic, functions, optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
     allgather,
@@ -98,6 +98,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "functions",
     "global_process_set",
     "gloo_built",

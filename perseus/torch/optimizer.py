@@ -16,6 +16,7 @@ import torch
 
 from perseus import basics, config
 from perseus.compression import Compressor
+from perseus.errors import HorovodInternalError, MismatchError
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.compression import Compression
 from perseus.torch.gradients import GradientReducer, Plan
@@ -66,7 +67,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As in the wrapped optimizer; what was started is finished, and counting starts anew."""
-        self._reducer.finish_started()
+        try:
+            self._reducer.finish_started()
+        except MismatchError:
+            raise
+        except HorovodInternalError:
+            pass  # the world has ended, and what is loaded replaces what that step was to change
+        self._synchronized = False
         super().load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:

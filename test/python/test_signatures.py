@@ -25,7 +25,6 @@ EXPECTED_MISSING = {
     "SyncBatchNorm",
     "add_process_set",
     "check_extension",
-    "elastic",
     "join",
     "mpi_ops",
     "remove_process_set",
