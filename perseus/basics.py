@@ -17,6 +17,7 @@ from perseus.errors import NOT_INITIALIZED, HorovodInternalError, Initialization
 
 if TYPE_CHECKING:
     from perseus import _core
+    from perseus.identity import Identity
     from perseus.rendezvous import Rendezvous
 
 
@@ -27,7 +28,7 @@ _FIRST_TO_FAIL_SECONDS = 1.0
 @dataclass
 class _World:
     context: _core.Context | None = None
-    rendezvous: Rendezvous | None = None
+    met: tuple[Identity, Rendezvous] | None = None
     epoch: int = 0
     rank: int = 0
     size: int = 1
@@ -55,14 +56,14 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         return
     from perseus import _core
     from perseus.identity import identify
-    from perseus.rendezvous import meet
 
-    epoch = _world.epoch
-    _world.epoch += 1
     try:
         identity = identify()
         _check_comm(comm, identity.size)
-        rendezvous = meet(identity, epoch)
+        rendezvous = _rendezvous(identity)
+        # Only attempts that the others see count.
+        epoch = _world.epoch
+        _world.epoch += 1
         context = _core.Context(
             rank=identity.rank,
             size=identity.size,
@@ -78,7 +79,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
         # The cause says the same, and would double what a user has to read.
         raise InitializationError(f"Horovod initialization failed: {error}") from None
-    _world.context, _world.rendezvous = context, rendezvous
+    _world.context = context
     _world.rank, _world.size = context.rank, context.size
     if not _world.exit_registered:
         atexit.register(_at_exit)
@@ -92,6 +93,23 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     except (ValueError, RuntimeError) as error:
         shutdown()
         raise InitializationError(f"Horovod initialization failed: {error}") from None
+
+
+def _rendezvous(identity: Identity) -> Rendezvous:
+    """Where the ranks meet. Found once: rank 0's server outlives its worlds, for those who start
+    again before rank 0 does. perseusrun's is in the environment, which it may change.
+    """
+    from perseus.rendezvous import meet
+
+    if _world.met is None:
+        atexit.register(_forget_rendezvous)
+    if _world.met is None or _world.met[0] != identity or identity.launcher == "perseusrun":
+        _world.met = (identity, meet(identity))
+    return _world.met[1]
+
+
+def _forget_rendezvous() -> None:
+    _world.met = None  # servers have threads, which are to end before the interpreter does
 
 
 def _check_comm(comm: Any, size: int) -> None:
@@ -118,7 +136,15 @@ def shutdown() -> None:
     finally:
         context.close()
         _world.users.clear()
-        _world.rendezvous = None
+
+
+def end_world() -> None:
+    """End the world on every rank, as shutdown() does, but keep who-am-I until shutdown().
+
+    Everything in flight ends at once, here and elsewhere. Does nothing when not running.
+    """
+    if _world.context is not None:
+        _world.context.shutdown()
 
 
 def _at_exit() -> None:

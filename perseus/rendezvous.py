@@ -1,6 +1,7 @@
 """How the ranks of a job find their store: host, port and secret, through whatever launched them.
 
-`meet` may be called again for a later epoch. Not meant for several threads at once.
+A process meets the others once: the store serves every world that it is in. Not meant for several
+threads at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _MESSAGE_BYTES = 1024
 class Rendezvous:
     """Where this job's store listens, and what proves membership.
 
-    Hold it as long as contexts are made from it: `held` keeps alive the server that rank 0 may run.
+    Hold it as long as any rank may start again: `held` keeps alive the server that rank 0 may run,
+    where others may be before rank 0 itself has left the last world.
     A world of one rank that perseusrun did not start has port 0: it needs no store.
     """
 
@@ -48,10 +50,9 @@ class Rendezvous:
     held: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
 
-def meet(identity: Identity, epoch: int = 0) -> Rendezvous:
+def meet(identity: Identity) -> Rendezvous:
     """Agree with all ranks of the world on one store; rank 0 starts it unless the launcher did.
 
-    epoch: counts the worlds built in this job, equal on all ranks.
     Raises ValueError for a setting that is wrong or missing, TimeoutError when rank 0 stays away
     for HOROVOD_START_TIMEOUT, RuntimeError where a package is missing. One line each, with the
     remedy.
@@ -60,13 +61,13 @@ def meet(identity: Identity, epoch: int = 0) -> Rendezvous:
         return _from_perseusrun(identity)
     if identity.size == 1:
         return Rendezvous("", 0, b"")
-    meetings: dict[str, Callable[[Identity, int], Rendezvous]] = {
+    meetings: dict[str, Callable[[Identity], Rendezvous]] = {
         "torch": _through_torch,
         "openmpi": _through_mpi,
         "mpich": _through_mpi,
         "slurm": _through_slurm,
     }
-    return meetings[identity.launcher](identity, epoch)
+    return meetings[identity.launcher](identity)
 
 
 def setting(*names: str, default: str = "") -> str:
@@ -138,7 +139,7 @@ def _from_perseusrun(identity: Identity) -> Rendezvous:
     )
 
 
-def _through_torch(identity: Identity, epoch: int) -> Rendezvous:
+def _through_torch(identity: Identity) -> Rendezvous:
     host = setting("MASTER_ADDR")
     if not host:
         raise ValueError(
@@ -147,11 +148,11 @@ def _through_torch(identity: Identity, epoch: int) -> Rendezvous:
         )
     local = identity.local_size == identity.size
     if find_spec("torch") is None:
-        return _at_known_place(identity, _LOOPBACK if local else host, _master_port(), epoch)
+        return _at_known_place(identity, _LOOPBACK if local else host, _master_port())
     port = whole_number("MASTER_PORT", default=29500, least=1, most=65535)
     deadline = time.monotonic() + start_timeout()
     # Restarted workers find the agent's store as the failed ones left it.
-    key = f"perseus/{setting('TORCHELASTIC_RESTART_COUNT', default='0')}/{epoch}"
+    key = f"perseus/{setting('TORCHELASTIC_RESTART_COUNT', default='0')}"
     try:
         store = _torch_store(identity, host, port, deadline)
         if identity.rank == 0:
@@ -210,7 +211,7 @@ def _wait_until_listening(host: str, port: int, deadline: float) -> None:
             time.sleep(0.1)
 
 
-def _through_mpi(identity: Identity, epoch: int) -> Rendezvous:
+def _through_mpi(identity: Identity) -> Rendezvous:
     if find_spec("mpi4py") is None:
         raise RuntimeError(
             "[rendezvous] ranks started by mpirun meet through mpi4py, which is not installed: "
@@ -272,7 +273,7 @@ def _own_address(hosts: list[str]) -> str:
     return here
 
 
-def _through_slurm(identity: Identity, epoch: int) -> Rendezvous:
+def _through_slurm(identity: Identity) -> Rendezvous:
     nodes = setting("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if identity.local_size == identity.size:
         host = _LOOPBACK
@@ -293,8 +294,8 @@ def _through_slurm(identity: Identity, epoch: int) -> Rendezvous:
         # Nothing to publish a port through: every rank derives the same one.
         step = whole_number("SLURM_STEP_ID", default=0, least=0, most=2**32)
         job = whole_number("SLURM_JOB_ID", "SLURM_JOBID", default=0, least=0, most=2**32)
-        port += (job * 37 + step * 7 + epoch) % _SLURM_PORTS
-    return _at_known_place(identity, host, port, epoch)
+        port += (job * 37 + step * 7) % _SLURM_PORTS
+    return _at_known_place(identity, host, port)
 
 
 def first_host(nodelist: str) -> str:
@@ -308,7 +309,7 @@ def first_host(nodelist: str) -> str:
     return head + first + first_host(tail) if tail and not tail.startswith(",") else head + first
 
 
-def _at_known_place(identity: Identity, host: str, port: int, epoch: int) -> Rendezvous:
+def _at_known_place(identity: Identity, host: str, port: int) -> Rendezvous:
     """Where ranks cannot tell each other anything: port and secret are known beforehand."""
     secret = given_secret()
     if secret is None:

@@ -57,6 +57,8 @@ class MemoryWorldStore final : public Store {
 // For an answer of the store about what should be there already, and how many missing ranks are worth the time.
 constexpr int64_t kAnswerTime = 200 * kMillisecond;
 constexpr int kMostNamed = 16;
+// Stands before the reason where a rank's entry was.
+constexpr char kGaveUp[] = "gave up\n";
 
 // Cores this process may use: its affinity, and the container's quota.
 int usable_cores() {
@@ -116,27 +118,32 @@ Context::Context(const ContextOptions& options)
   } else {
     store_ = connect_store(options.store_host, options.store_port, world_.secret, deadline, options.interrupted);
   }
-  meet(*store_, options, deadline);
-  connect(*store_, options, deadline);
+  try {
+    meet(*store_, options, deadline);
+    connect(*store_, options, deadline);
+  } catch (const Error& error) {
+    // A wrong setting is the same for all, and they say so themselves.
+    if (error.kind() != ErrorKind::kInvalidArgument) give_up(*store_, error.what());
+    throw;
+  }
 }
 
 Context::~Context() = default;
 
 void Context::meet(Store& store, const ContextOptions& options, int64_t deadline) {
-  const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/rank/";
   const std::string settings = settings_text(config_);
-  store.set(prefix + std::to_string(world_.rank), host_identity() + "\n" + settings);
+  store.set(entry_key(world_.rank), host_identity() + "\n" + settings);
   std::vector<std::string> hosts;
   for (int rank = 0; rank < world_.size; ++rank) {
     std::string entry;
     try {
-      entry = store.get(prefix + std::to_string(rank), deadline, options.interrupted);
+      entry = store.get(entry_key(rank), deadline, options.interrupted);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTimeout) throw;
       std::string missing = std::to_string(rank);
       int count = 1;
       for (int other = rank + 1; other < world_.size && count < kMostNamed; ++other) try {
-          store.get(prefix + std::to_string(other), now_ns() + kAnswerTime, options.interrupted);
+          store.get(entry_key(other), now_ns() + kAnswerTime, options.interrupted);
         } catch (const Error&) {
           missing += ", " + std::to_string(other);
           ++count;
@@ -145,6 +152,9 @@ void Context::meet(Store& store, const ContextOptions& options, int64_t deadline
                                     " did not appear within " + std::to_string(config_.integer(Var::kStartTimeout)) +
                                     " s (HOROVOD_START_TIMEOUT)");
     }
+    if (entry.rfind(kGaveUp, 0) == 0)
+      fail(ErrorKind::kAborted, "[rendezvous] rank " + std::to_string(rank) + " has given up this start (world " +
+                                    std::to_string(world_.epoch) + "): " + entry.substr(sizeof kGaveUp - 1));
     const size_t line = entry.find('\n');
     hosts.push_back(entry.substr(0, line));
     const std::string theirs = line == std::string::npos ? "" : entry.substr(line + 1);
@@ -154,6 +164,19 @@ void Context::meet(Store& store, const ContextOptions& options, int64_t deadline
                                             " are configured differently: " + first_difference(settings, theirs));
   }
   place(options, hosts);
+}
+
+std::string Context::entry_key(int rank) const {
+  return world_.job + "/" + std::to_string(world_.epoch) + "/rank/" + std::to_string(rank);
+}
+
+// Whoever comes later must not wait for us here: we may be waiting in the next epoch already.
+void Context::give_up(Store& store, const std::string& reason) {
+  try {
+    store.set(entry_key(world_.rank), kGaveUp + reason);
+  } catch (const Error&) {
+    // The server is gone, and the others know.
+  }
 }
 
 void Context::place(const ContextOptions& options, const std::vector<std::string>& hosts) {

@@ -48,6 +48,8 @@ class Context {
 
  private:
   void meet(Store& store, const ContextOptions& options, int64_t deadline_ns);
+  std::string entry_key(int rank) const;
+  void give_up(Store& store, const std::string& reason);
   void place(const ContextOptions& options, const std::vector<std::string>& hosts);
   void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);

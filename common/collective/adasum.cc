@@ -232,8 +232,8 @@ Byte* Adasum::allocate(const std::vector<size_t>& bytes, const std::vector<uint6
   for (size_t rank = 0; rank < bytes.size(); ++rank) {
     const size_t expected = stage_ == Stage::kGather ? parts_[rank] : parts_[static_cast<size_t>(me_)];
     if (bytes[rank] != expected)
-      fail(ErrorKind::kIo, "[collective] Adasum: a peer announced " + std::to_string(bytes[rank]) + " bytes instead of " +
-                               std::to_string(expected));
+      fail(ErrorKind::kIo, "[collective] Adasum: a peer announced " + std::to_string(bytes[rank]) +
+                               " bytes instead of " + std::to_string(expected));
     total += expected;
   }
   received_.resize(total);

@@ -1,11 +1,11 @@
-// Adasum (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021) of one or more tensors, for
-// any number of ranks: vectors are combined two by two, in rank order, by
+// Adasum (Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021) of one or more tensors,
+// for any number of ranks: vectors are combined two by two, in rank order, by
 //   a' = (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b
 // until one is left; one without a partner goes on as it is. Parallel vectors are averaged, orthogonal ones added.
 //
-// As a sequence of exchanges: every rank first receives its part of everybody's tensors; each level of the tree needs an
-// allreduce of three numbers per pair and tensor; at the end the parts are gathered. So 2 (N - 1) / N of the bytes move,
-// and one copy of the tensors is staged. All ranks end with the same bits. Used by one driver.
+// As a sequence of exchanges: every rank first receives its part of everybody's tensors; each level of the tree needs
+// an allreduce of three numbers per pair and tensor; at the end the parts are gathered. So 2 (N - 1) / N of the bytes
+// move, and one copy of the tensors is staged. All ranks end with the same bits. Used by one driver.
 #pragma once
 
 #include <memory>

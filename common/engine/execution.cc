@@ -155,7 +155,8 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   bucket.add_piece(entry->buffers[tensor], bytes);
   if (fold.op != ReduceOp::kAdasum) return;
   if (!bucket.adasum)
-    bucket.adasum = std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
+    bucket.adasum =
+        std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
   bucket.adasum->add_tensor(bucket.plan.pieces.back());
 }
 

@@ -38,7 +38,8 @@ void check_tensors(const Engine::Submission& s) {
   if (!needs_tensors && s.tensor_count != 0) refuse(capitalised(s.kind) + " takes no tensors.");
   const bool reduces = s.kind == Kind::kAllreduce || s.kind == Kind::kReduceScatter;
   const bool adasum = s.kind == Kind::kAllreduce && s.op == ReduceOp::kAdasum;
-  if (reduces && s.op == ReduceOp::kAdasum && !adasum) refuse("Reducescatter does not do Adasum: use op=Average or op=Sum.");
+  if (reduces && s.op == ReduceOp::kAdasum && !adasum)
+    refuse("Reducescatter does not do Adasum: use op=Average or op=Sum.");
   for (int i = 0; i < s.tensor_count; ++i) {
     const Engine::Submission::Tensor& t = s.tensors[i];
     if (static_cast<int>(t.dtype) >= kDTypeCount)

@@ -116,6 +116,10 @@ bool wait_and_extract(State& state, int64_t number, Pending* extracted, perseus_
   if (pending == nullptr) return false;
   *code = PERSEUS_OK;
   if (pending->handle != 0) {
+    if (state.owner->raw() == nullptr) {
+      raise(PERSEUS_ABORTED, kShutDown);
+      return false;
+    }
     *code = perseus_handle_wait(state.owner->raw(), pending->handle, 0);
     while (*code == PERSEUS_IN_PROGRESS) {
       const perseus_handle handle = pending->handle;
@@ -222,7 +226,7 @@ PyObject* synchronize(PyObject* self, PyObject* handle) {
   return result;
 }
 
-// After the context was shut down: waits for every open handle and keeps its outcome; closes the context.
+// After the context was shut down and before it is closed: waits for every open handle and keeps its outcome.
 PyObject* close(PyObject* self, PyObject*) {
   State& state = state_of(self);
   for (const int64_t number : state.handles.numbers()) {
@@ -235,7 +239,6 @@ PyObject* close(PyObject* self, PyObject*) {
       return nullptr;
     }
   }
-  state.owner->close();
   Py_RETURN_NONE;
 }
 

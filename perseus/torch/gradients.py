@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from perseus import basics
 from perseus.compression import Compressor, NoneCompressor
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import broadcast_object
@@ -71,6 +72,7 @@ class GradientReducer:
         for bundle in self._bundles:
             for index, parameter in enumerate(bundle.parameters):
                 _attach(self, bundle, index, parameter)
+        _living.add(self)
 
     def reset(self) -> None:
         """Count backward passes from the start again."""
@@ -81,6 +83,13 @@ class GradientReducer:
     def busy(self) -> bool:
         """Whether a reduction was started and not waited for."""
         return any(bundle.handle for bundle in self._bundles)
+
+    def forget_started(self) -> None:
+        """Drop reductions without waiting: they belong to a world that is gone."""
+        for bundle in self._bundles:
+            bundle.handle = 0
+            bundle.sent = bundle.contexts = []
+        self.reset()
 
     def on_gradient(self, bundle: _Bundle, index: int) -> None:
         """A backward pass has added to a gradient."""
@@ -152,6 +161,18 @@ class GradientReducer:
             result = self.plan.compression.decompress(tensor, context)
             if parameter.grad is not None and result is not parameter.grad:
                 parameter.grad.copy_(result)
+
+
+_living: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+def _begin_world() -> None:
+    # Handles are numbered anew in every world.
+    for reducer in _living:
+        reducer.forget_started()
+
+
+basics.at_init(_begin_world)
 
 
 def _attach(reducer: GradientReducer, bundle: _Bundle, index: int, parameter: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from perseus.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from perseus.torch import compression, functions, optimizer
+from perseus.torch import compression, elastic, functions, optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
     allgather,
@@ -69,9 +69,10 @@ from perseus.torch.scatter import (
     reducescatter,
     reducescatter_async,
 )
-from perseus.torch.session import Average, Max, Min, Product, Sum, poll, synchronize
+from perseus.torch.session import Adasum, Average, Max, Min, Product, Sum, poll, synchronize
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
@@ -107,6 +108,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "functions",
     "global_process_set",
     "gloo_built",

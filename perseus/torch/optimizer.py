@@ -16,7 +16,9 @@ import torch
 
 from perseus import basics, config
 from perseus.compression import Compressor
+from perseus.errors import HorovodInternalError, MismatchError
 from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch.adasum import adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.gradients import GradientReducer, Plan
 from perseus.torch.session import Adasum, Average
@@ -66,7 +68,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As in the wrapped optimizer; what was started is finished, and counting starts anew."""
-        self._reducer.finish_started()
+        try:
+            self._reducer.finish_started()
+        except MismatchError:
+            raise
+        except HorovodInternalError:
+            pass  # the world has ended, and what is loaded replaces what that step was to change
+        self._synchronized = False
         super().load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:
@@ -136,7 +144,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         every parameter. Without it, all ranks must have them in the same order.
     compression: what a gradient looks like while it travels.
     backward_passes_per_step: backward passes that add up locally before gradients are reduced.
-    op: Average, Sum, Min, Max or Product.
+    op: Average, Sum, Min, Max or Product: of gradients. Adasum: of the steps that every rank's own
+        optimizer takes; synchronize() does nothing then, and there is nothing to skip.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
         only with Average.
     groups: reduce several gradients as one operation: an int makes that many groups in order; lists
@@ -147,8 +156,6 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     Returns an object with synchronize(), skip_synchronize(), set_backward_passes_per_step(). Raises
     ValueError for arguments that do not fit.
     """
-    if op == Adasum:
-        raise NotImplementedError("[torch] op=Adasum is not available yet")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if num_groups != 0:
@@ -172,6 +179,11 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         process_set=process_set,
     )
     active = bool(process_set.included()) and (basics.size() > 1 or config.elastic())
+    if op == Adasum and active:
+        trained = {p: names[p] for p in parameters if p.requires_grad}
+        return adasum_optimizer(
+            optimizer, trained, compression, backward_passes_per_step, process_set
+        )
     wrapped = type(optimizer)
     made_class = type(
         wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}

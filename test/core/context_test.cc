@@ -113,6 +113,45 @@ TEST(Context, RanksFindEachOtherThroughAServer) {
   perseus_store_server_destroy(server);
 }
 
+TEST(Context, WhoComesAfterARankHasGivenUpIsToldSoAtOnceAndMeetsItInTheNextEpoch) {
+  perseus_store_server* server = nullptr;
+  ASSERT_EQ(perseus_store_server_create("127.0.0.1", 0, 0, "key", 3, &server), PERSEUS_OK) << perseus_error_message();
+  const auto create = [&](int rank, uint32_t epoch, const char* timeout, perseus_context** context) {
+    const char* overrides[] = {timeout, nullptr};
+    perseus_context_options o{};
+    o.struct_size = sizeof o;
+    o.rank = rank;
+    o.size = 2;
+    o.epoch = epoch;
+    o.store_host = "127.0.0.1";
+    o.store_port = perseus_store_server_port(server);
+    o.secret = "key";
+    o.secret_size = 3;
+    o.overrides = overrides;
+    return perseus_context_create(&o, context);
+  };
+  perseus_context* contexts[2] = {nullptr, nullptr};
+  EXPECT_EQ(create(1, 5, "HOROVOD_START_TIMEOUT=1", &contexts[1]), PERSEUS_TIMEOUT);
+  const auto start = std::chrono::steady_clock::now();
+  EXPECT_EQ(create(0, 5, "HOROVOD_START_TIMEOUT=60", &contexts[0]), PERSEUS_ABORTED);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
+  const std::string message = perseus_error_message();
+  EXPECT_TRUE(starts_with(message,
+                          "[rendezvous] rank 1 has given up this start (world 5): [rendezvous] rank 0 of 2 did not "
+                          "appear within 1 s (HOROVOD_START_TIMEOUT)"))
+      << message;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      ASSERT_EQ(create(rank, 6, "HOROVOD_START_TIMEOUT=60", &contexts[rank]), PERSEUS_OK) << perseus_error_message();
+      Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(2), {{PERSEUS_FLOAT32, {1001}}});
+      Call(operation, rank).run(contexts[rank]);
+      perseus_context_destroy(contexts[rank]);
+    });
+  for (std::thread& thread : threads) thread.join();
+  perseus_store_server_destroy(server);
+}
+
 TEST_P(Contexts, AShutdownEndsWhatOthersHavePending) {
   for (int leaver = 0; leaver < 3; ++leaver)
     run_world(medium(), 3, [&](int rank, perseus_context* context) {

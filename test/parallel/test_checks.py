@@ -18,6 +18,7 @@ MODULES = [
     "state_checks",
     "process_set_checks",
     "join_checks",
+    "adasum_checks",
 ]
 CASES = [
     pytest.param(

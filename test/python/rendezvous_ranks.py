@@ -13,7 +13,7 @@ from typing import Any
 LAUNCHERS = ("PERSEUS_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_", "TORCHELASTIC_")
 TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-# Meets `worlds` times, builds each world, and prints what it found as one line of JSON.
+# Meets once, builds `worlds` worlds, and prints for each what it found as one line of JSON.
 MEET = """
 import json, os, sys
 from perseus import _core
@@ -21,8 +21,8 @@ from perseus.identity import identify
 from perseus.rendezvous import meet
 {before}
 me = identify()
+place = meet(me)
 for epoch in range({worlds}):
-    place = meet(me, epoch)
     context = _core.Context(
         rank=me.rank, size=me.size, local_rank=me.local_rank, local_size=me.local_size,
         cross_rank=me.cross_rank, cross_size=me.cross_size, store_host=place.host,

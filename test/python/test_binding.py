@@ -50,6 +50,7 @@ class Rank:
     def close(self) -> None:
         self.context.shutdown()
         self.operations.close()
+        self.context.close()
 
 
 def in_threads(size: int, body: Callable[[Rank], Any], **options: Any) -> list[Any]:

@@ -1,0 +1,83 @@
+"""The loop around elastic training: run, and when the world breaks, restore and run again.
+
+Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.common.elastic.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from perseus import basics
+from perseus.elastic.notification import notification_manager
+from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
+
+_log = logging.getLogger(__name__)
+
+# A rank that was late for one start, or saw another rank leave in the middle of it, catches up with
+# the others: starts that somebody gave up end at once for those who come later.
+_STARTS = 3
+
+
+def reset() -> None:
+    """Leave the world and join the next one: the same ranks, one epoch later.
+
+    The others may come when they like within three times HOROVOD_START_TIMEOUT.
+    InitializationError when some did not.
+    """
+    basics.shutdown()
+    for attempt in range(1, _STARTS + 1):
+        try:
+            basics.init()
+            return
+        except InitializationError as error:
+            if attempt == _STARTS:
+                raise
+            _log.warning("[elastic] start %d of %d failed: %s", attempt, _STARTS, error)
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+    """Wrap `func(state, *args, **kwargs)` so that it starts again when the world breaks.
+
+    The wrapper makes the state equal on all ranks, calls `func` and returns its result.
+    HorovodInternalError: the state goes back to its last commit, and the other ranks' operations
+    end with that error, too. HostsUpdatedInterrupt: the state stays as it is. After both,
+    `reset()` makes a new world, state.on_reset() is called and `func` starts anew. Everything else
+    that `func` raises, and whatever reset() raises, ends the wrapper.
+
+    func: its first argument is a perseus.elastic.State. reset: leaves the world, joins the next.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        new_world = skip_sync = False
+        notification_manager.register_listener(state)
+        try:
+            while True:
+                try:
+                    if new_world:
+                        state.on_reset()
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except HorovodInternalError as error:
+                    _log.warning("[elastic] going back to the last commit: %s", error)
+                    # Before restoring: reductions of this step would write into what is restored,
+                    # and others wait for operations that this rank will not start any more.
+                    basics.end_world()
+                    state.restore()
+                    skip_sync = False
+                except HostsUpdatedInterrupt as interrupt:
+                    _log.warning("[elastic] hosts have changed: starting anew")
+                    skip_sync = interrupt.skip_sync
+                    if not skip_sync:
+                        # What sync() passes on is what was saved; that is to be the present state.
+                        state.save()
+                reset()
+                new_world = True
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper

@@ -1,0 +1,59 @@
+"""News about hosts on their way to the states that want them. Thread-safe.
+
+Whoever learns that hosts came or went calls `notification_manager.handle_hosts_updated`; each
+registered state keeps the news until its next commit.
+"""
+
+from __future__ import annotations
+
+import threading
+from enum import IntFlag
+from typing import Protocol
+
+
+class HostUpdateResult(IntFlag):
+    """What became of the set of hosts; several updates are combined with |."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
+class Listener(Protocol):
+    """Who can be told: perseus.elastic.State is one."""
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Called in the thread of whoever brings the news."""
+
+
+class WorkerNotificationManager:
+    """The states of this process that want to hear of host changes."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+        self._lock = threading.Lock()
+
+    def register_listener(self, listener: Listener) -> None:
+        """Tell `listener` of every change from now on."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Undo one register_listener; ValueError for a stranger."""
+        with self._lock:
+            for index, known in enumerate(self._listeners):
+                if known is listener:
+                    del self._listeners[index]
+                    return
+        raise ValueError(f"[elastic] {listener!r} is not registered")
+
+    def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Pass a change on. timestamp: seconds; grows from one change to the next."""
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+
+notification_manager = WorkerNotificationManager()

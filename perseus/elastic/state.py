@@ -1,0 +1,112 @@
+"""What training must not lose: values that are saved, restored and made equal on all ranks.
+
+Belongs to the training thread, except on_hosts_updated, which any thread may call.
+Source of behaviour: Horovod 0.28.1, horovod.common.elastic.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from perseus.elastic.notification import HostUpdateResult
+from perseus.errors import HostsUpdatedInterrupt
+
+
+class State:
+    """The contract between training and `run`; subclasses implement save, restore and sync.
+
+    bcast_object: rank 0's object on every rank. get_rank: this process's rank.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.Queue[tuple[float, HostUpdateResult]] = queue.Queue()
+        self._last_updated_timestamp: float = 0
+        self._reset_callbacks: list[Callable[[], Any]] = []
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have each called, without arguments, when a new world has come up, e.g. to scale lr."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """A new world is up: forget news about the last one, reset(), call the callbacks."""
+        self._host_messages = queue.Queue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
+        """Hosts came or went at `timestamp`; the next check_host_updates acts on it."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """save(), then check_host_updates(): what is done up to here is not lost any more."""
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt on all ranks when rank 0 has heard of a change of hosts.
+
+        Collective: every rank must call it. Cheaper than commit(), so it may be called more often.
+        """
+        before = latest = self._last_updated_timestamp
+        changes = HostUpdateResult.no_update
+        while not self._host_messages.empty():
+            timestamp, change = self._host_messages.get()
+            if timestamp > latest:
+                latest = timestamp
+                changes |= change
+        before, latest, changes = self._bcast_object((before, latest, changes))
+        self._last_updated_timestamp = latest
+        if latest > before:
+            raise HostsUpdatedInterrupt(changes == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Remember the present values, in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the values last saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Take over rank 0's values. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to a new world, before the reset callbacks; nothing by default."""
+
+
+class ObjectState(State):
+    """Plain Python values as attributes: `state = ObjectState(..., epoch=0)`, `state.epoch += 1`.
+
+    kwargs: the attributes and their first values; picklable. Saving keeps references, no copies.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
+        self._saved_state = kwargs
+        super().__init__(bcast_object, get_rank)
+        self._show_saved()
+
+    def save(self) -> None:
+        """Remember the attributes' present values."""
+        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """Set the attributes to what was last saved."""
+        self._show_saved()
+
+    def sync(self) -> None:
+        """Take over the values that rank 0 has saved last."""
+        if self._saved_state:
+            self._saved_state = self._bcast_object(self._saved_state)
+            self._show_saved()
+
+    def _show_saved(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)

@@ -1,0 +1,110 @@
+"""perseus.torch.elastic and perseus.elastic against Horovod's: names, parameters, defaults."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import types
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from test_signatures import _assert_parameters
+
+import perseus.torch.horovod as hvd
+from perseus import elastic
+
+FACTS = json.loads(
+    (Path(__file__).parent.parent / "data" / "horovod_torch_elastic_api.json").read_text(
+        encoding="utf-8"
+    )
+)
+MODULES = {
+    "horovod.common.elastic": "perseus.elastic",
+    "horovod.torch.elastic": "perseus.torch.elastic",
+    "horovod.torch.elastic.sampler": "perseus.torch.elastic.sampler",
+    "horovod.torch.elastic.state": "perseus.torch.elastic.state",
+}
+CASES = [
+    pytest.param(module, name, id=f"{module.removeprefix('horovod.')}.{name}")
+    for module in MODULES
+    for name in FACTS[module]
+]
+# Subscribes to the elastic driver, which does not exist yet.
+EXPECTED_MISSING = {("WorkerNotificationManager", "init")}
+# Its argument may be left out here.
+MORE_LENIENT = {("HostsUpdatedInterrupt", "__init__")}
+
+
+def test_elastic_is_part_of_the_public_face():
+    assert hvd.elastic is importlib.import_module("perseus.torch.elastic")
+    for name in hvd.elastic.__all__:
+        assert hasattr(hvd.elastic, name)
+    for name in elastic.__all__:
+        assert hasattr(elastic, name)
+    assert hvd.elastic.HorovodInternalError is hvd.HorovodInternalError
+    assert hvd.elastic.HostsUpdatedInterrupt is hvd.HostsUpdatedInterrupt
+
+
+@pytest.mark.parametrize(("module", "name"), CASES)
+def test_name_is_there_with_horovods_parameters(module, name):
+    facts = FACTS[module][name]
+    found = getattr(importlib.import_module(MODULES[module]), name)
+    if facts["kind"] == "function":
+        _assert_parameters(name, found, facts["params"])
+    elif facts["kind"] == "module":
+        assert isinstance(found, types.ModuleType)
+    elif facts["kind"] == "constant":
+        assert type(found).__name__ == facts["value"].removesuffix("()")
+    else:
+        bases = [base.__name__ for base in found.__mro__]
+        assert {base.split(".")[-1] for base in facts["bases"]} <= set(bases)
+        for method, method_facts in facts["methods"].items():
+            if (name, method) not in EXPECTED_MISSING | MORE_LENIENT:
+                _assert_parameters(method, getattr(found, method), method_facts["params"])
+
+
+def test_what_is_missing_is_missing():
+    for name, method in EXPECTED_MISSING:
+        assert not hasattr(getattr(elastic, name), method)
+
+
+@pytest.mark.parametrize(("module", "name"), CASES)
+def test_name_says_what_it_is_for(module, name):
+    found = getattr(importlib.import_module(MODULES[module]), name)
+    assert (inspect.getdoc(found) or "").strip()
+
+
+def test_attributes_of_instances():
+    hvd.init()
+    model = torch.nn.Linear(2, 1)
+    sampler = hvd.elastic.ElasticSampler(range(5))
+    instances = {
+        "ElasticSampler": sampler,
+        "ModelStateHandler": hvd.elastic.state.ModelStateHandler(model),
+        "OptimizerStateHandler": hvd.elastic.state.OptimizerStateHandler(
+            torch.optim.SGD(model.parameters(), lr=0.1)
+        ),
+        "SamplerStateHandler": hvd.elastic.state.SamplerStateHandler(sampler),
+        "StateHandler": hvd.elastic.state.StateHandler(3),
+        "HostsUpdatedInterrupt": hvd.HostsUpdatedInterrupt(True),
+    }
+    listed = {
+        name: facts["instance_attributes"]
+        for module in MODULES
+        for name, facts in FACTS[module].items()
+        if facts.get("instance_attributes")
+    }
+    assert set(listed) == set(instances)
+    for name, attributes in listed.items():
+        for attribute in attributes:
+            assert hasattr(instances[name], attribute), f"{name}.{attribute}"
+    hvd.shutdown()
+
+
+def test_results_of_host_updates_are_horovods_numbers():
+    found = {result.name: int(result) for result in elastic.HostUpdateResult.__members__.values()}
+    assert found == {"no_update": 0, "removed": 1, "added": 2, "mixed": 3}

@@ -1,0 +1,401 @@
+"""The framework-neutral part of elastic training: states, news about hosts, the loop around it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from perseus import basics
+from perseus.elastic import (
+    HostUpdateResult,
+    ObjectState,
+    State,
+    WorkerNotificationManager,
+    notification_manager,
+    run_fn,
+)
+from perseus.elastic import loop as elastic_loop
+from perseus.errors import (
+    AbortedError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    InitializationError,
+    MismatchError,
+)
+
+REMOVED, ADDED = HostUpdateResult.removed, HostUpdateResult.added
+
+
+def _own(obj):
+    return obj
+
+
+def _state(**values) -> ObjectState:
+    return ObjectState(_own, lambda: 0, **values)
+
+
+class Recorder(State):
+    """Notes what is done to it."""
+
+    def __init__(self) -> None:
+        super().__init__(_own, lambda: 0)
+        self.done: list[str] = []
+
+    def save(self) -> None:
+        self.done.append("save")
+
+    def restore(self) -> None:
+        self.done.append("restore")
+
+    def sync(self) -> None:
+        self.done.append("sync")
+
+    def reset(self) -> None:
+        self.done.append("reset")
+
+
+# ---- values ----
+
+
+def test_restore_goes_back_to_the_last_save():
+    state = _state(batch=1, epoch=7)
+    state.batch, state.epoch = 2, 8
+    state.restore()
+    assert (state.batch, state.epoch) == (1, 7)
+    state.batch = 3
+    state.save()
+    state.batch, state.epoch = 4, 9
+    state.restore()
+    assert (state.batch, state.epoch) == (3, 7)
+
+
+def test_saving_keeps_references_and_no_copies():
+    state = _state(history=[1])
+    state.save()
+    state.history.append(2)
+    state.restore()
+    assert state.history == [1, 2]
+
+
+def test_attributes_that_were_not_given_are_not_saved():
+    state = _state(batch=1)
+    state.other = 5
+    state.save()
+    state.other = 6
+    state.restore()
+    assert state.other == 6
+
+
+def test_sync_takes_over_what_the_root_has_saved():
+    sent = []
+
+    def bcast(obj):
+        sent.append(obj)
+        return {"batch": 40, "epoch": 2}
+
+    state = ObjectState(bcast, lambda: 1, batch=1, epoch=0)
+    state.batch = 3  # not saved
+    state.sync()
+    assert sent == [{"batch": 1, "epoch": 0}]
+    assert (state.batch, state.epoch) == (40, 2)
+    state.batch = 41
+    state.restore()  # what came is saved, too
+    assert (state.batch, state.epoch) == (40, 2)
+
+
+def test_a_state_without_values_broadcasts_nothing():
+    ObjectState(lambda _: pytest.fail("broadcast"), lambda: 0).sync()
+
+
+def test_the_contract_is_not_implemented():
+    state = State(_own, lambda: 0)
+    for call in (state.save, state.restore, state.sync):
+        with pytest.raises(NotImplementedError):
+            call()
+    state.reset()
+
+
+# ---- news about hosts ----
+
+
+def _heard(state: State, *news: tuple[float, HostUpdateResult]) -> HostsUpdatedInterrupt:
+    for timestamp, change in news:
+        state.on_hosts_updated(timestamp, change)
+    with pytest.raises(HostsUpdatedInterrupt) as caught:
+        state.check_host_updates()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "skip_sync"),
+    [
+        ([REMOVED], True),
+        ([REMOVED, REMOVED], True),
+        ([ADDED], False),
+        ([REMOVED, ADDED], False),
+        ([ADDED, REMOVED], False),
+        ([HostUpdateResult.mixed], False),
+    ],
+)
+def test_sync_is_skipped_only_when_every_change_was_a_removal(changes, skip_sync):
+    news = [(10.0 + index, change) for index, change in enumerate(changes)]
+    assert _heard(_state(), *news).skip_sync is skip_sync
+
+
+def test_nothing_new_raises_nothing():
+    state = _state()
+    state.check_host_updates()
+    _heard(state, (5.0, ADDED))
+    state.check_host_updates()
+    for timestamp in (4.0, 5.0):  # old news
+        state.on_hosts_updated(timestamp, ADDED)
+        state.check_host_updates()
+    assert state._last_updated_timestamp == 5.0
+    _heard(state, (6.0, ADDED))
+
+
+def test_rank_0s_view_counts():
+    told = (0, 0, HostUpdateResult.no_update)
+    state = ObjectState(lambda _: told, lambda: 1)
+    state.on_hosts_updated(3.0, ADDED)
+    state.check_host_updates()  # rank 0 has not heard of it
+    told = (0, 3.0, REMOVED)
+    with pytest.raises(HostsUpdatedInterrupt) as caught:
+        state.check_host_updates()
+    assert caught.value.skip_sync is True
+
+
+def test_commit_saves_before_it_looks_for_news():
+    state = _state(batch=1)
+    state.batch = 2
+    state.on_hosts_updated(1.0, ADDED)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.commit()
+    state.batch = 3
+    state.restore()
+    assert state.batch == 2
+
+
+def test_on_reset_forgets_news_then_resets_then_calls_back():
+    state = Recorder()
+    state.register_reset_callbacks([lambda: state.done.append("first")])
+    state.register_reset_callbacks([lambda: state.done.append(f"{state._host_messages.empty()}")])
+    state.on_hosts_updated(1.0, ADDED)
+    state.on_reset()
+    assert state.done == ["reset", "first", "True"]
+    state.check_host_updates()
+
+
+def test_the_manager_tells_those_who_are_registered():
+    manager = WorkerNotificationManager()
+    first, second = _state(), _state()
+    manager.register_listener(first)
+    manager.register_listener(second)
+    manager.handle_hosts_updated(1.0, ADDED)
+    manager.remove_listener(first)
+    teller = threading.Thread(target=manager.handle_hosts_updated, args=(2.0, REMOVED))
+    teller.start()
+    teller.join()
+    assert list(first._host_messages.queue) == [(1.0, ADDED)]
+    assert list(second._host_messages.queue) == [(1.0, ADDED), (2.0, REMOVED)]
+    with pytest.raises(ValueError, match="not registered"):
+        manager.remove_listener(first)
+
+
+# ---- the loop ----
+
+
+def _run(state, outcomes, reset=lambda: None):
+    """Run a function that raises or returns one outcome after the other."""
+    outcomes = iter(outcomes)
+
+    def train(state):
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return run_fn(train, reset)(state)
+
+
+def test_without_trouble_it_is_a_plain_call():
+    def train(state, a, *, b):
+        """Trains."""
+        return state.batch + a + b
+
+    wrapped = run_fn(train, lambda: pytest.fail("reset"))
+    assert wrapped(_state(batch=1), 20, b=300) == 321
+    assert (wrapped.__name__, wrapped.__doc__) == ("train", "Trains.")
+
+
+@pytest.mark.parametrize(
+    "error", [HorovodInternalError("a"), AbortedError("b"), MismatchError("c")], ids=repr
+)
+def test_an_internal_error_restores_and_starts_anew(error):
+    state = Recorder()
+    result = _run(state, [error, error, 5], lambda: state.done.append("new world"))
+    again = ["restore", "new world", "reset", "sync"]
+    assert (state.done, result) == (["sync", *again, *again], 5)
+
+
+@pytest.mark.parametrize(
+    ("skip_sync", "then"),
+    [(False, ["save", "new world", "reset", "sync"]), (True, ["new world", "reset"])],
+)
+def test_changed_hosts_keep_the_state(skip_sync, then):
+    state = Recorder()
+    result = _run(
+        state, [HostsUpdatedInterrupt(skip_sync), 6], lambda: state.done.append("new world")
+    )
+    assert (state.done, result) == (["sync", *then], 6)
+
+
+def test_values_that_were_not_committed_survive_changed_hosts_and_not_an_error():
+    state = _state(batch=0)
+    seen = []
+
+    def train(state):
+        seen.append(state.batch)
+        state.batch += 1
+        if len(seen) == 1:
+            raise HostsUpdatedInterrupt(False)
+        if len(seen) == 2:
+            raise HorovodInternalError("injected")
+        return state.batch
+
+    assert run_fn(train, lambda: None)(state) == 2
+    assert seen == [0, 1, 1]
+
+
+def test_a_skipped_sync_is_made_up_for_after_an_error():
+    state = Recorder()
+    _run(state, [HostsUpdatedInterrupt(True), HorovodInternalError(""), 1])
+    assert state.done == ["sync", "reset", "restore", "reset", "sync"]
+
+
+def test_an_error_while_syncing_or_calling_back_counts_too():
+    state = Recorder()
+    troubles = iter([HorovodInternalError("in sync"), None, None])
+
+    def sync():
+        state.done.append("sync")
+        if trouble := next(troubles):
+            raise trouble
+
+    def callback():
+        if state.done.count("reset") == 1:
+            raise HorovodInternalError("in a callback")
+
+    state.sync = sync
+    state.register_reset_callbacks([callback])
+    assert _run(state, [7]) == 7
+    assert state.done == ["sync", "restore", "reset", "restore", "reset", "sync"]
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), ValueError("y"), RuntimeError("z")], ids=repr)
+def test_other_exceptions_propagate(error):
+    state = Recorder()
+    with pytest.raises(type(error)) as caught:
+        _run(state, [error], lambda: pytest.fail("reset"))
+    assert caught.value is error
+    assert state.done == ["sync"]
+
+
+def test_what_reset_raises_propagates():
+    def reset():
+        raise InitializationError("rank 3 is missing")
+
+    state = Recorder()
+    with pytest.raises(InitializationError, match="rank 3 is missing"):
+        _run(state, [HorovodInternalError("injected")], reset)
+    assert state.done == ["sync", "restore"]
+
+
+def test_the_state_hears_of_hosts_while_it_runs():
+    state = _state()
+    calls = []
+
+    def train(state):
+        calls.append(None)
+        if len(calls) == 1:
+            notification_manager.handle_hosts_updated(1.0, REMOVED)
+            state.check_host_updates()
+
+    run_fn(train, lambda: None)(state)
+    assert len(calls) == 2
+    notification_manager.handle_hosts_updated(2.0, REMOVED)
+    state.check_host_updates()  # not registered any more
+
+
+# ---- new worlds ----
+
+
+@pytest.fixture
+def starts(monkeypatch):
+    """Failures of init(), one for each try; afterwards it works. Returns how often it was tried."""
+    tries: list[None] = []
+
+    def arrange(*failures):
+        left = list(failures)
+
+        def init():
+            tries.append(None)
+            if left:
+                raise left.pop(0)
+
+        monkeypatch.setattr(basics, "init", init)
+        return tries
+
+    return arrange
+
+
+def test_a_start_that_fails_is_tried_again(starts, caplog):
+    tries = starts(InitializationError("rank 1 was late"), InitializationError("rank 1 went"))
+    elastic_loop.reset()
+    assert len(tries) == 3
+    assert "start 1 of 3 failed: rank 1 was late" in caplog.text
+
+
+def test_a_start_that_keeps_failing_is_given_up(starts):
+    failures = [InitializationError(f"try {number}") for number in range(1, 5)]
+    tries = starts(*failures)
+    with pytest.raises(InitializationError, match="try 3"):
+        elastic_loop.reset()
+    assert len(tries) == 3
+
+
+def test_without_a_launcher_the_next_world_is_this_process_again():
+    basics.init()
+    epoch = basics._world.epoch
+    state = _state(batch=0)
+
+    def train(state):
+        state.batch += 1
+        if basics._world.epoch == epoch:
+            raise HorovodInternalError("injected")
+        return state.batch
+
+    try:
+        assert run_fn(train, elastic_loop.reset)(state) == 1
+        assert basics._world.epoch == epoch + 1
+        assert (basics.rank(), basics.size()) == (0, 1)
+    finally:
+        basics.shutdown()
+
+
+def test_while_the_state_is_restored_the_rank_is_known_and_the_world_is_over():
+    basics.init()
+    found = []
+
+    class Asking(Recorder):
+        def restore(self):
+            found.append((basics.rank(), basics.size(), basics._world.context.failure()))
+
+    try:
+        _run(Asking(), [HorovodInternalError("injected"), None], elastic_loop.reset)
+    finally:
+        basics.shutdown()
+    rank, size, reason = found[0]
+    assert (rank, size) == (0, 1)
+    assert reason.startswith("Horovod has been shut down")

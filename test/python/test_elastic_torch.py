@@ -1,0 +1,299 @@
+"""TorchState and ElasticSampler in one process: what is saved, restored and dealt out."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import perseus.torch.horovod as hvd
+from perseus.torch.elastic import ElasticSampler, TorchState
+from perseus.torch.elastic import sampler as sampler_module
+from perseus.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+
+
+@pytest.fixture(autouse=True)
+def world():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def _model(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+
+
+def _adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    optimizer.zero_grad()
+    model(torch.rand(5, 3, generator=generator)).square().sum().backward()
+    optimizer.step()
+
+
+def _everything(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [
+        value
+        for _, entry in sorted(optimizer.state_dict()["state"].items())
+        for _, value in sorted(entry.items())
+    ]
+    return [tensor.clone() for tensor in [*model.state_dict().values(), *moments]]
+
+
+def _assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for left, right in zip(actual, expected, strict=True):
+        assert torch.equal(left, right)
+
+
+# ---- state ----
+
+
+def test_restore_gives_back_weights_buffers_moments_and_options_every_time():
+    model = _model()
+    optimizer = _adam(model)
+    state = TorchState(model, optimizer, batch=0)
+    _step(model, optimizer, 1)
+    state.batch = 1
+    state.save()
+    saved = _everything(model, optimizer)
+    assert len(saved) == 7 + 4 * 3
+    parameters = list(model.parameters())
+    for attempt in range(2):  # the first must not spoil what the second needs
+        _step(model, optimizer, 2 + attempt)
+        optimizer.param_groups[0]["lr"] = 5.0
+        state.batch = 2
+        state.restore()
+        _assert_same(_everything(model, optimizer), saved)
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        assert state.batch == 1
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+def test_going_on_after_restore_gives_the_bits_of_never_having_failed():
+    straight = _model()
+    optimizer = _adam(straight)
+    for step in range(4):
+        _step(straight, optimizer, step)
+    model = _model()
+    failing = _adam(model)
+    state = TorchState(model, failing)
+    for step in range(2):
+        _step(model, failing, step)
+    state.commit()
+    _step(model, failing, 77)
+    state.restore()
+    for step in range(2, 4):
+        _step(model, failing, step)
+    _assert_same(_everything(model, failing), _everything(straight, optimizer))
+
+
+def test_sync_does_not_refresh_the_saved_copies():
+    model = _model()
+    state = TorchState(model, batch=3)
+    first = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    state.sync()
+    assert torch.equal(model[0].weight, first["0.weight"] + 1)
+    state.restore()
+    assert torch.equal(model[0].weight, first["0.weight"])
+
+
+def test_assigning_another_model_saves_it():
+    state = TorchState(_model(1), epoch=0)
+    other = _model(2)
+    weight = other[0].weight.detach().clone()
+    state.model = other
+    with torch.no_grad():
+        other[0].weight.zero_()
+    state.restore()
+    assert state.model is other
+    assert torch.equal(other[0].weight, weight)
+    state.epoch = 4  # a plain value is only shown
+    state.restore()
+    assert state.epoch == 0
+
+
+def test_more_models_and_samplers_go_by_any_name():
+    generator, critic = _model(1), _model(2)
+    sampler = ElasticSampler(range(10))
+    state = TorchState(generator, critic=critic, sampler=sampler, note="x")
+    weight = critic[0].weight.detach().clone()
+    with torch.no_grad():
+        critic[0].weight.zero_()
+    sampler.record_batch(0, 4)
+    state.note = "y"
+    state.restore()
+    assert torch.equal(critic[0].weight, weight)
+    assert (sampler.processed_num, state.note) == (0, "x")
+    assert state.optimizer is None
+
+
+def test_registered_handlers_keep_other_kinds_of_values():
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+    class CounterHandler(StateHandler):
+        def __init__(self, value: Counter) -> None:
+            super().__init__(value)
+            self.save()
+
+        def save(self) -> None:
+            self.saved = self.value.count
+
+        def restore(self) -> None:
+            self.value.count = self.saved
+
+        def sync(self) -> None:
+            self.value.count = hvd.broadcast_object(self.value.count)
+
+    usual = get_handler_registry()
+    set_handler_registry([*usual, (Counter, CounterHandler)])
+    try:
+        state = TorchState(counter=Counter())
+    finally:
+        set_handler_registry(usual)
+    state.counter.count = 5
+    state.commit()
+    state.counter.count = 6
+    state.sync()
+    state.restore()
+    assert state.counter.count == 5
+
+
+def test_a_new_world_forgets_what_optimizers_had_begun_in_the_last(monkeypatch):
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")  # reduce gradients of one rank, too
+    model = _model()
+    optimizer = _adam(model)
+    model(torch.rand(5, 3)).sum().backward()
+    with pytest.raises(AssertionError, match="race condition"):
+        optimizer.zero_grad()
+    hvd.shutdown()
+    hvd.init()
+    optimizer.zero_grad()
+    _step(model, optimizer, 1)
+    _step(model, optimizer, 2)
+
+
+def test_restoring_an_optimizer_forgets_that_it_had_synchronized():
+    model = _model()
+    optimizer = _adam(model)
+    state = TorchState(optimizer=optimizer)
+    optimizer.synchronize()
+    state.restore()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _step(model, optimizer, 1)
+
+
+# ---- sampler ----
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """place(rank, size): what samplers take the world to be from then on."""
+
+    def put(rank: int, size: int) -> None:
+        monkeypatch.setattr(sampler_module, "rank", lambda: rank)
+        monkeypatch.setattr(sampler_module, "size", lambda: size)
+
+    return put
+
+
+def _order(count: int, seed: int) -> list[int]:
+    indices = list(range(count))
+    random.Random(seed).shuffle(indices)
+    return indices
+
+
+def _shares(place, size: int, **progress: int) -> list[list[int]]:
+    """What each of `size` ranks gets of 23 samples with seed 5."""
+    shares = []
+    for rank in range(size):
+        place(rank, size)
+        sampler = ElasticSampler(range(23), seed=5)
+        sampler.load_state_dict({"epoch": 0, "processed_num": 0, **progress})
+        shares.append(list(sampler))
+        assert len(sampler) == len(shares[-1])
+    return shares
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("processed", [0, 6, 20, 22])
+def test_ranks_share_what_is_left_in_turns(place, size, processed):
+    left = _order(23, 5 + 2)[processed:]
+    shares = _shares(place, size, epoch=2, processed_num=processed)
+    each = -(-len(left) // size)
+    assert {len(share) for share in shares} == {each}
+    dealt = [sample for turn in zip(*shares, strict=True) for sample in turn]
+    assert dealt[: len(left)] == left
+    repeated = dealt[len(left) :]
+    assert repeated == (left * size)[: len(repeated)]
+
+
+@pytest.mark.parametrize("processed", [23, 24])
+def test_an_epoch_that_is_over_has_nothing_left(place, processed):
+    assert _shares(place, 2, processed_num=processed) == [[], []]
+
+
+def test_without_shuffling_the_order_is_the_datasets(place):
+    place(1, 2)
+    sampler = ElasticSampler(range(6), shuffle=False)
+    assert list(sampler) == [1, 3, 5]
+    sampler.set_epoch(3)
+    assert list(sampler) == [1, 3, 5]
+
+
+def test_progress_takes_effect_when_the_sampler_is_reset(place):
+    place(0, 3)
+    sampler = ElasticSampler(range(20), shuffle=False)
+    sampler.record_batch(0, 2)
+    sampler.record_batch(1, 1)
+    assert sampler.processed_num == 9
+    assert list(sampler) == [0, 3, 6, 9, 12, 15, 18]
+    assert sampler.state_dict() == {"epoch": 0, "processed_num": 9}
+    assert sampler.processed_indices == set(range(9))
+    place(1, 2)
+    sampler.reset()
+    assert (sampler.num_replicas, sampler.rank) == (2, 1)
+    assert sampler.remaining_indices == list(range(9, 20))
+    assert list(sampler) == [10, 12, 14, 16, 18, 9]
+    assert (sampler.num_samples, sampler.total_size) == (6, 12)
+    sampler.set_epoch(1)
+    assert sampler.state_dict() == {"epoch": 1, "processed_num": 0}
+    assert len(sampler) == 10
+
+
+def test_a_new_world_without_sync_deals_out_anew(place):
+    place(0, 2)
+    sampler = ElasticSampler(range(8), shuffle=False)
+    state = TorchState(sampler=sampler)
+    sampler.record_batch(0, 1)
+    place(0, 1)
+    state.on_reset()
+    assert list(sampler) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_data_loader_takes_it(place):
+    place(1, 2)
+    data = torch.arange(10) * 3
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=2, sampler=ElasticSampler(data, shuffle=False)
+    )
+    assert [batch.tolist() for batch in loader] == [[3, 9], [15, 21], [27]]
+
+
+def test_before_init_it_says_so():
+    hvd.shutdown()
+    with pytest.raises(ValueError, match=r"use hvd\.init\(\)"):
+        ElasticSampler(range(3))
