@@ -23,8 +23,9 @@ from perseus.basics import (
     size,
 )
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
+from perseus.extensions import check_extension
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch import compression, functions, optimizer
+from perseus.torch import compression, functions, mpi_ops, optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
     allgather,
@@ -93,6 +94,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "compression",
     "cross_rank",
     "cross_size",
@@ -117,6 +119,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "optimizer",
