@@ -51,13 +51,18 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def main_namespace() -> dict[str, Any]:
-    """In a worker process: what the program's main module defines, loaded as `__mp_main__`."""
+    """In a worker process: what the program's main module defines, loaded as `__mp_main__`.
+
+    Without `__spec__`: the entry module's own has the worker's workers begin like itself.
+    """
     kind, _, name = os.environ.get(_MAIN_VARIABLE, "").partition(":")
+    names: dict[str, Any] = {}
     if kind == "script":
-        return runpy.run_path(name, run_name="__mp_main__")
-    if kind == "module" and not name.endswith(".__main__"):  # as multiprocessing has it
-        return runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
-    return {}
+        names = runpy.run_path(name, run_name="__mp_main__")
+    elif kind == "module" and not name.endswith(".__main__"):  # as multiprocessing has it
+        names = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
+    names.pop("__spec__", None)
+    return names
 
 
 def _run_script(path: str, arguments: list[str]) -> None:

@@ -11,8 +11,9 @@ import re
 
 _ENTRY = ("-m", "perseus.compat.horovod")
 _INTERPRETER = re.compile(r"(python|pypy)(\d+(\.\d+)?)?t?")
-_OPTIONS_WITH_VALUE = "WX"
-_LONG_OPTIONS_WITH_VALUE = ("--check-hash-based-pycs",)
+# Short options up to the one with a value: -c and -m name the program, -W and -X do not.
+_SHORT_OPTION = re.compile(r"-(?P<flags>[^-cmWX]*)(?P<kind>[cmWX])(?P<value>.*)", re.DOTALL)
+_LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
 
 
 def with_alias(command: list[str]) -> list[str]:
@@ -34,24 +35,20 @@ def with_alias(command: list[str]) -> list[str]:
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """(the interpreter's own options, the program and its arguments)."""
-    options: list[str] = []
-    rest = list(arguments)
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        argument = rest.pop(0)
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        before, after = arguments[:position], arguments[position + 1 :]
         if argument == "--":
+            return before, after
+        if argument == "-" or not argument.startswith("-"):
             break
-        options.append(argument)
-        if argument.startswith("--"):
-            takes_value = argument in _LONG_OPTIONS_WITH_VALUE
-        else:
-            letters = argument[1:]
-            at = next((i for i, letter in enumerate(letters) if letter in "cmWX"), len(letters))
-            kind, value = letters[at : at + 1], letters[at + 1 :]
-            if kind in ("c", "m"):
-                options[-1:] = [f"-{letters[:at]}"] if at else []
-                values = [value] if value else rest[:1]
-                return options, [f"-{kind}", *values, *(rest if value else rest[1:])]
-            takes_value = kind in _OPTIONS_WITH_VALUE and bool(kind) and not value
-        if takes_value and rest:
-            options.append(rest.pop(0))
-    return options, [] if rest[:1] == ["-"] else rest
+        option = _SHORT_OPTION.fullmatch(argument)
+        if option and option["kind"] in "cm":
+            flags = [f"-{option['flags']}"] if option["flags"] else []
+            value = [option["value"]] if option["value"] else []
+            return [*before, *flags], [f"-{option['kind']}", *value, *after]
+        value_follows = option and not option["value"]
+        position += 2 if value_follows or argument == _LONG_OPTION_WITH_VALUE else 1
+    program = arguments[position:]
+    return arguments[:position], [] if program[:1] == ["-"] else program

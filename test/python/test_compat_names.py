@@ -175,12 +175,29 @@ def test_average_is_understood_and_warned_of() -> None:
         resolve(1, True)
 
 
+def _horovods_functions() -> list[str]:
+    path = Path(__file__).parent.parent / "data" / "horovod_torch_api.json"
+    names = json.loads(path.read_text("utf-8"))["names"]
+    return [name for name, facts in names.items() if facts["kind"] in ("function", "constant")]
+
+
 def test_basics_as_an_object_are_the_functions() -> None:
-    facts = json.loads(
-        (Path(__file__).parent.parent / "data" / "horovod_torch_api.json").read_text("utf-8")
-    )
-    functions = [name for name, fact in facts["names"].items() if fact["kind"] == "function"]
-    shared = [name for name in functions if hasattr(basics, name)]
+    shared = [name for name in _horovods_functions() if hasattr(basics, name)]
     assert len(shared) > 15
     for name in shared:
         assert getattr(HorovodBasics(), name) is getattr(basics, name)
+    with pytest.raises(AttributeError, match="_world"):
+        HorovodBasics()._world  # noqa: B018
+
+
+def test_mpi_ops_has_every_operation_of_the_face() -> None:
+    pytest.importorskip("torch")
+    from perseus.torch import functions, horovod, mpi_ops, optimizer
+
+    elsewhere = {"check_extension", *vars(functions), *vars(optimizer)} - set(mpi_ops.__all__)
+    for name in _horovods_functions():
+        if hasattr(horovod, name) and name not in elsewhere:
+            assert getattr(mpi_ops, name) is getattr(horovod, name)
+            assert name in mpi_ops.__all__
+    assert all(hasattr(mpi_ops, name) for name in mpi_ops.__all__)
+    assert mpi_ops.handle_average_backwards_compatibility(None, None) == mpi_ops.Average

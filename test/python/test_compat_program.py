@@ -54,23 +54,27 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+_SCRIPT = ["src/show.py", "-m", "1"]
+_MODULE = ["-m", "src.package.show", "2"]
+_CODE = ["-c", _SHOW, "3"]
+_NEEDS_3_11 = pytest.mark.skipif(sys.version_info < (3, 11), reason="-P came with Python 3.11")
+
+
 @pytest.mark.parametrize(
-    "program",
+    ("options", "program"),
     [
-        ["src/show.py", "-m", "1"],
-        ["link.py"],
-        ["-m", "src.package.show", "2"],
-        ["-m", "src.package", "-c"],
-        ["-c", _SHOW, "3"],
+        pytest.param([], _SCRIPT, id="script"),
+        pytest.param(["-u"], ["link.py"], id="-u-link"),
+        pytest.param([], _MODULE, id="module"),
+        pytest.param([], ["-m", "src.package", "-c"], id="package"),
+        pytest.param([], _CODE, id="code"),
+        pytest.param(["-P"], _SCRIPT, id="-P-script", marks=_NEEDS_3_11),
+        pytest.param(["-P"], _CODE, id="-P-code", marks=_NEEDS_3_11),
     ],
-    ids=["script", "link", "module", "package", "code"],
 )
-@pytest.mark.parametrize("options", [[], ["-P"], ["-u"]], ids=["plain", "-P", "-u"])
 def test_program_sees_what_python_would_show_it(
-    folder: Path, program: list[str], options: list[str]
+    folder: Path, options: list[str], program: list[str]
 ) -> None:
-    if "-P" in options and (sys.version_info < (3, 11) or "-m" in program[:1]):
-        pytest.skip("needs Python 3.11, and a module that is found without the current directory")
     plain = python(*options, *program, cwd=folder)
     aliased = python(*options, *_ENTRY, *program, cwd=folder)
     assert json.loads(aliased.stdout) == json.loads(plain.stdout)
@@ -133,6 +137,29 @@ def test_worker_processes_find_the_alias_and_the_programs_names(tmp_path: Path, 
         "forkserver [(43, '__mp_main__')]",
         "fork [(43, '__main__')]",
     ]
+
+
+_CHAIN = """
+import multiprocessing
+from horovod.common import util
+
+def work(depth):
+    print(depth, len(util.EXTENSIONS), flush=True)
+    if depth:
+        child = multiprocessing.get_context("spawn").Process(target=work, args=(depth - 1,))
+        child.start()
+        child.join()
+        raise SystemExit(child.exitcode)
+
+if __name__ == "__main__":
+    work(2)
+"""
+
+
+def test_workers_of_workers_find_the_alias(tmp_path: Path) -> None:
+    (tmp_path / "chain.py").write_text(_CHAIN, encoding="utf-8")
+    result = python(*_ENTRY, "chain.py", cwd=tmp_path)
+    assert result.stdout.splitlines() == ["2 3", "1 3", "0 3"]
 
 
 def test_import_above_the_script_needs_no_launcher(tmp_path: Path) -> None:
