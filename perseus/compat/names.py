@@ -18,6 +18,7 @@ MODULES: dict[str, str | None] = {
     "horovod.runner.common": None,
     "horovod.runner.common.util": None,
     "horovod.runner.common.util.env": "perseus.compat.rank_variables",
+    "horovod.runner.common.util.hosts": "perseus.compat.hosts",
     "horovod.runner.util": None,
     "horovod.runner.util.threads": "perseus.compat.threads",
     "horovod.tensorflow": "perseus.tensorflow.horovod",

@@ -86,6 +86,13 @@ def test_import_statements_of_scripts_work() -> None:
         hvd.init()
         assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]}
         assert hvd.mpi_ops._basics.rank() == 0 and hvd.mpi_ops.is_homogeneous()
+        import torch
+        model = torch.nn.Linear(2, 1)
+        named = model.named_parameters()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), named)
+        assert {n: p for p, n in optimizer._parameter_names.items()} == {
+            "weight": model.weight, "bias": model.bias
+        }
     """)
 
 
