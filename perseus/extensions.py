@@ -71,7 +71,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
     The other arguments say where Horovod keeps its library and how to build it; unused here.
     """
     base_name = ext_name.rpartition(".")[2]
-    if find_spec(f"perseus.{base_name}") is None:
+    if base_name not in EXTENSIONS or find_spec(f"perseus.{base_name}") is None:
         raise ImportError(f"Extension {ext_name} has not been built: Perseus has no such adapter")
     try:
         import_module("perseus._core")

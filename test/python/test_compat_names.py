@@ -128,6 +128,7 @@ def test_modules_without_a_counterpart_say_so() -> None:
 
 def test_extension_that_perseus_cannot_serve() -> None:
     assert not extensions.extension_available("caffe2")
+    assert not extensions.extension_available("errors")  # a module, but no adapter
     with pytest.raises(ImportError, match=r"Extension horovod\.caffe2 has not been built"):
         extensions.check_extension("horovod.caffe2", "HOROVOD_WITH_CAFFE2", __file__, "lib")
 
