@@ -47,3 +47,20 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - the name is Horovod's
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__(skip_sync)
         self.skip_sync = skip_sync
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """What HorovodVersionMismatchError says."""
+    return (
+        f"Framework {name} installed with version {installed_version} but found version {version}."
+    )
+
+
+class HorovodVersionMismatchError(ImportError):
+    """For scripts that catch it; never raised, as nothing is compiled against a framework."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version

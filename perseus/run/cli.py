@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from perseus.rendezvous import start_timeout
 from perseus.run import settings
 from perseus.run.check_build import report
+from perseus.run.horovod import with_alias
 from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError
 
@@ -46,6 +47,8 @@ def _job(given: argparse.Namespace) -> Job:
         raise ValueError(f"-np {given.num_proc}: expected 1 or more")
     if not command:
         raise ValueError("no command given: perseusrun -np 2 python train.py")
+    if given.horovod:
+        command = with_alias(command)
     if given.hostfile is not None:
         hosts = parse_hostfile(given.hostfile)
     elif given.hosts is not None:
@@ -122,6 +125,11 @@ def _parser() -> argparse.ArgumentParser:
         help="the time in front of every line that a rank prints",
     )
     add("--verbose", action="store_true", help="tell what perseusrun does")
+    add(
+        "--horovod",
+        action="store_true",
+        help="'import horovod' finds Perseus: for scripts that stay as they are",
+    )
     controller = parser.add_argument_group("controller")
     controller.add_argument(
         "--gloo", action="store_true", help="the built-in backend, which needs no MPI (default)"

