@@ -19,6 +19,7 @@ MODULES = [
     "process_set_checks",
     "join_checks",
     "adasum_checks",
+    "sharded_checks",
 ]
 CASES = [
     pytest.param(

@@ -82,3 +82,18 @@ def test_the_demo_reads_mnist_files(tmp_path):
     arguments = ("--data-dir", tmp_path, "--epochs", "8", "--batch-size", "16")
     output = _run(2, EXAMPLES / "pytorch_mnist.py", *arguments)
     assert float(re.findall(r"test accuracy: (\d\.\d+)", output)[0]) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "ranks"),
+    [
+        ("pytorch_sharded_classifier.py", ["--epochs", "4"], 2),
+        ("pytorch_join.py", ["--epochs", "6"], 2),
+    ],
+)
+def test_examples_learn_digits(example, arguments, ranks):
+    pytest.importorskip("sklearn")
+    output = _run(ranks, EXAMPLES / example, *arguments)
+    found = re.findall(r"test accuracy: (\d\.\d+)", output)
+    assert len(found) == 1, output
+    assert float(found[0]) >= 0.9
