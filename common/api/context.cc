@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cstring>
 #include <fstream>
 #include <map>
 #include <mutex>
@@ -12,6 +13,7 @@
 #include "base/error.h"
 #include "base/fork_guard.h"
 #include "kernels/kernels.h"
+#include "rendezvous/auth.h"
 #include "rendezvous/store.h"
 #include "transport/host.h"
 
@@ -132,7 +134,11 @@ Context::~Context() = default;
 
 void Context::meet(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string settings = settings_text(config_);
-  store.set(entry_key(world_.rank), host_identity() + "\n" + settings);
+  // Host, a number that tells this process from others, settings.
+  uint64_t number;
+  std::memcpy(&number, random_bytes(sizeof number).data(), sizeof number);
+  const std::string ours = host_identity() + "\n" + std::to_string(number) + "\n" + settings;
+  store.set(entry_key(world_.rank), ours);
   std::vector<std::string> hosts;
   for (int rank = 0; rank < world_.size; ++rank) {
     std::string entry;
@@ -140,30 +146,40 @@ void Context::meet(Store& store, const ContextOptions& options, int64_t deadline
       entry = store.get(entry_key(rank), deadline, options.interrupted);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTimeout) throw;
-      std::string missing = std::to_string(rank);
-      int count = 1;
-      for (int other = rank + 1; other < world_.size && count < kMostNamed; ++other) try {
-          store.get(entry_key(other), now_ns() + kAnswerTime, options.interrupted);
-        } catch (const Error&) {
-          missing += ", " + std::to_string(other);
-          ++count;
-        }
-      fail(ErrorKind::kTimeout, "[rendezvous] rank " + missing + " of " + std::to_string(world_.size) +
-                                    " did not appear within " + std::to_string(config_.integer(Var::kStartTimeout)) +
-                                    " s (HOROVOD_START_TIMEOUT)");
+      report_missing(store, options, rank, ours);
     }
     if (entry.rfind(kGaveUp, 0) == 0)
       fail(ErrorKind::kAborted, "[rendezvous] rank " + std::to_string(rank) + " has given up this start (world " +
                                     std::to_string(world_.epoch) + "): " + entry.substr(sizeof kGaveUp - 1));
-    const size_t line = entry.find('\n');
+    const size_t line = entry.find('\n'), next = entry.find('\n', line + 1);
+    if (line == std::string::npos || next == std::string::npos)
+      fail(ErrorKind::kIo, "[rendezvous] rank " + std::to_string(rank) + " left an entry that cannot be read");
     hosts.push_back(entry.substr(0, line));
-    const std::string theirs = line == std::string::npos ? "" : entry.substr(line + 1);
+    const std::string theirs = entry.substr(next + 1);
     if (theirs != settings)
       fail(ErrorKind::kInvalidArgument, "[context] ranks " + std::to_string(world_.rank) + " and " +
                                             std::to_string(rank) +
                                             " are configured differently: " + first_difference(settings, theirs));
   }
   place(options, hosts);
+}
+
+// `first` has not appeared in time; others may be missing, too.
+void Context::report_missing(Store& store, const ContextOptions& options, int first, const std::string& ours) const {
+  std::string missing = std::to_string(first);
+  int count = 1;
+  for (int rank = first + 1; rank < world_.size && count < kMostNamed; ++rank) try {
+      store.get(entry_key(rank), now_ns() + kAnswerTime, options.interrupted);
+    } catch (const Error&) {
+      missing += ", " + std::to_string(rank);
+      ++count;
+    }
+  std::string text = "[rendezvous] rank " + missing + " of " + std::to_string(world_.size) + " did not appear within " +
+                     std::to_string(config_.integer(Var::kStartTimeout)) + " s (HOROVOD_START_TIMEOUT)";
+  if (store.get(entry_key(world_.rank), now_ns() + kAnswerTime, options.interrupted) != ours)
+    text += "; another process says that it is rank " + std::to_string(world_.rank) +
+            ", too: look at the variables that number the ranks";
+  fail(ErrorKind::kTimeout, text);
 }
 
 std::string Context::entry_key(int rank) const {

@@ -50,6 +50,8 @@ class Context {
   void meet(Store& store, const ContextOptions& options, int64_t deadline_ns);
   std::string entry_key(int rank) const;
   void give_up(Store& store, const std::string& reason);
+  [[noreturn]] void report_missing(Store& store, const ContextOptions& options, int first,
+                                   const std::string& ours) const;
   void place(const ContextOptions& options, const std::vector<std::string>& hosts);
   void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);

@@ -65,6 +65,22 @@ TEST_P(Contexts, MissingRanksAreNamed) {
   for (std::thread& thread : threads) thread.join();
 }
 
+TEST(Context, ARankThatIsThereTwiceIsSaid) {
+  const std::string name = unique_name();
+  std::atomic<int> told{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i)
+    threads.emplace_back([&] {
+      perseus_context* context = nullptr;
+      EXPECT_EQ(create_context(all_media()[0], name, 0, 2, 0, {"HOROVOD_START_TIMEOUT=2"}, &context), PERSEUS_TIMEOUT);
+      const std::string message = perseus_error_message();
+      EXPECT_NE(message.find("rank 1 of 2 did not appear within 2 s"), std::string::npos) << message;
+      if (message.find("; another process says that it is rank 0, too") != std::string::npos) ++told;
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_GE(told, 1) << "at least the one whose entry was overwritten";
+}
+
 TEST(Context, RanksOutsideTheWorldAreRefused) {
   for (const auto& [rank, size] : std::vector<std::pair<int, int>>{{2, 2}, {-1, 2}, {0, 0}, {0, -3}}) {
     perseus_context* context = nullptr;
