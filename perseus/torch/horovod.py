@@ -24,7 +24,7 @@ from perseus.basics import (
 )
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch import compression, functions, optimizer
+from perseus.torch import compression, functions, optimizer, sync_batch_norm
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
     allgather,
@@ -63,6 +63,8 @@ from perseus.torch.scatter import (
     reducescatter_async,
 )
 from perseus.torch.session import Average, Max, Min, Product, Sum, poll, synchronize
+from perseus.torch.sparse import sparse_allreduce_async
+from perseus.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Average",
@@ -75,6 +77,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -127,5 +130,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "sync_batch_norm",
     "synchronize",
 ]

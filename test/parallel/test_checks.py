@@ -15,7 +15,9 @@ MODULES = [
     "mismatch_checks",
     "autograd_checks",
     "optimizer_checks",
+    "sparse_checks",
     "state_checks",
+    "sync_batch_norm_checks",
 ]
 CASES = [
     pytest.param(

@@ -315,11 +315,6 @@ def check_sparse_gradients_as_dense() -> None:
     expected[: hvd.size()] += 1.0
     expected[4] += hvd.size()
     assert torch.equal(model.weight.grad, expected)
-    model = nn.Embedding(5, 2, sparse=True)
-    refusing = _named(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    text = raised(NotImplementedError, lambda: model(torch.tensor([1])).sum().backward())
-    assert "sparse_as_dense=True" in text
-    del refusing
 
 
 def check_a_mismatched_gradient_ends_the_step_with_an_error_on_all_ranks() -> None:
