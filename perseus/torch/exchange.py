@@ -14,9 +14,9 @@ import torch
 
 from perseus import basics
 from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch.reductions import allreduce
 from perseus.torch.session import (
     ALLGATHER,
-    ALLREDUCE,
     ALLTOALL,
     BARRIER,
     BROADCAST,
@@ -29,12 +29,8 @@ from perseus.torch.session import (
 
 
 def _average(tensor: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """The mean over all ranks, for gradients."""
-    tensor = tensor.contiguous()
-    arguments = (Average, 1.0, 1.0, 0, None, process_set.process_set_id)
-    output = torch.empty_like(tensor)
-    mean: torch.Tensor = synchronize(session.submit(ALLREDUCE, None, tensor, output, *arguments))
-    return mean
+    """The mean over all ranks, for gradients; differentiable once more."""
+    return allreduce(tensor.contiguous(), op=Average, process_set=process_set)
 
 
 # ---- allgather ----------------------------------------------------------------------------------
@@ -224,7 +220,8 @@ class HorovodBroadcast(torch.autograd.Function):
         """The averaged gradient on the root, zeros elsewhere: their input was not used."""
         mean = _average(grads[0], ctx.process_set)
         if basics.rank() != ctx.root_rank:
-            mean = torch.zeros_like(mean)
+            # Stays in the graph: where gradients are differentiated again, all ranks take part.
+            mean = mean.masked_fill(torch.ones((), dtype=torch.bool), 0.0)
         return mean, None, None, None
 
 

@@ -12,6 +12,7 @@ from run_checks import checks_of
 
 MODULES = [
     "collective_checks",
+    "form_checks",
     "mismatch_checks",
     "autograd_checks",
     "optimizer_checks",
