@@ -55,9 +55,10 @@ def allgather(
 
     IndexError for a tensor without dimensions. See allgather_async.
     """
+    differentiable = wants_grad(tensor)
     if tensor.dim() == 0:
         raise IndexError("[torch] allgather joins along dimension 0, which a scalar does not have")
-    if wants_grad(tensor):
+    if differentiable:
         gathered: torch.Tensor = HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
     else:
         gathered = session.synchronize(allgather_async(tensor, name, process_set))
@@ -238,13 +239,14 @@ def _checked_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
                 f"number of workers ({size}); pass splits"
             )
         return [rows // size] * size
-    if not isinstance(splits, torch.Tensor):
-        splits = torch.tensor(splits, dtype=torch.int32)
-    if splits.dim() != 1:
+    given = splits if isinstance(splits, torch.Tensor) else torch.as_tensor(splits)
+    if given.dim() != 1:
         raise ValueError("alltoall expects a 1D splits tensor")
-    if splits.dtype != torch.int32:
+    # A list or array has no say in how wide its numbers are.
+    whole = not (given.is_floating_point() or given.is_complex()) or given.numel() == 0
+    if given.dtype != torch.int32 and (given is splits or not whole):
         raise ValueError("alltoall expects splits to contain 32-bit integer elements")
-    values: list[int] = splits.tolist()
+    values: list[int] = given.tolist()
     if len(values) != size:
         raise ValueError(
             f"Number of entries in splits does not equal number of workers: {len(values)} against "

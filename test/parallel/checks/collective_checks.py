@@ -221,6 +221,32 @@ def check_channels_last_tensors_keep_their_layout() -> None:
     assert "Mismatched ALLREDUCE tensor shapes" in text
 
 
+def check_strides_of_single_elements_do_not_matter() -> None:
+    shape = (2, 3, 1, 5)
+    expected = everyone(shape, torch.float32).sum(0).to(torch.float32)
+    mine = values(shape, torch.float32, hvd.rank()).to(memory_format=torch.channels_last)
+    odd = mine.as_strided(shape, (15, 1, 1 if hvd.rank() else 15, 3))
+    assert_same(hvd.allreduce(odd, op=hvd.Sum, name="odd_stride"), expected)
+    assert_same(hvd.allreduce_(odd, op=hvd.Sum, name="odd_stride_"), expected)
+
+
+def check_transposed_and_other_dense_layouts() -> None:
+    for order in ((1, 0, 2), (2, 1, 0), (0, 2, 1), (2, 0, 1)):
+        shape = tuple((4, 3, 5)[i] for i in order)
+        mine = values((4, 3, 5), torch.int32, hvd.rank()).permute(order)
+        assert mine.shape == shape
+        expected = everyone((4, 3, 5), torch.int32).sum(0).to(torch.int32).permute(order)
+        result = hvd.allreduce(mine, op=hvd.Sum, name=f"permuted.{order}")
+        assert result.stride() == mine.stride()
+        assert_same(result, expected)
+        for member in hvd.grouped_allreduce([mine, mine.clone()], op=hvd.Sum):
+            assert_same(member, expected)
+        copied = hvd.broadcast(mine, hvd.size() - 1, name=f"permuted.{order}")
+        last = values((4, 3, 5), torch.int32, hvd.size() - 1).permute(order)
+        assert_same(copied, last)
+        assert_same(hvd.broadcast_(mine, hvd.size() - 1, name=f"permuted_.{order}"), last)
+
+
 def check_tensors_with_gaps_are_refused() -> None:
     gaps = torch.arange(10.0)[::2]
     for call in (
@@ -229,6 +255,10 @@ def check_tensors_with_gaps_are_refused() -> None:
         lambda: hvd.broadcast_(gaps, 0),
         lambda: hvd.alltoall(gaps, [5] + [0] * (hvd.size() - 1)),
         lambda: hvd.reducescatter(torch.ones(6, 4).t()),
+        lambda: hvd.grouped_allreduce([torch.ones(2), gaps]),
+        lambda: hvd.grouped_allreduce_([torch.ones(2), gaps]),
+        lambda: hvd.grouped_allgather([torch.ones(2), gaps]),
+        lambda: hvd.grouped_reducescatter([torch.ones(2), gaps]),
     ):
         assert "Tensor is required to be contiguous." in raised(ValueError, call)
     hvd.barrier()
@@ -312,6 +342,9 @@ def check_alltoall_with_splits() -> None:
         (torch.ones(n, 1, dtype=torch.int32), "alltoall expects a 1D splits tensor"),
         (torch.ones(n, dtype=torch.int64), "expects splits to contain 32-bit integer elements"),
         ([1] * (n + 1), "Number of entries in splits does not equal number of workers"),
+        ([0.5] * n, "expects splits to contain 32-bit integer elements"),
+        ([], "Number of entries in splits does not equal number of workers"),
+        ([-1] + [0] * (n - 1), "splits must not be negative"),
         ([9] * n, "Sum of splits entries is greater than the first dimension"),
     ):
         assert fragment in raised(ValueError, lambda bad=bad: hvd.alltoall(torch.ones(n), bad))

@@ -200,17 +200,36 @@ def check_backward_passes_add_up_sparse_gradients() -> None:
 
 
 def check_compressed_values_come_back_in_their_dtype() -> None:
+    for groups in (None, 1):
+        model = nn.ModuleList([nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, 1)])
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum, groups=groups,
+            compression=hvd.Compression.fp16,
+        )  # fmt: skip
+        words = model[0](torch.tensor([hvd.rank(), ROWS - 1])).sum() * 0.5
+        (words + model[1](torch.full((WIDTH,), 1.0 + hvd.rank()))).sum().backward()
+        optimizer.synchronize()
+        expected = torch.zeros(ROWS, WIDTH)
+        expected[: hvd.size()] = 0.5
+        expected[ROWS - 1] = 0.5 * hvd.size()
+        assert_same(model[0].weight.grad.to_dense(), expected)
+        total = float(sum(1 + r for r in range(hvd.size())))
+        assert_same(model[1].weight.grad, torch.full((1, WIDTH), total))
+        assert_same(model[1].bias.grad, torch.tensor([float(hvd.size())]))
+
+
+def check_a_layer_that_a_rank_does_not_reach() -> None:
     model = nn.Embedding(ROWS, WIDTH, sparse=True)
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum, compression=hvd.Compression.fp16
-    )
-    (model(torch.tensor([hvd.rank(), 10])) * 0.5).sum().backward()
-    optimizer.synchronize()
-    assert model.weight.grad.dtype == torch.float32
-    expected = torch.zeros(ROWS, WIDTH)
-    expected[: hvd.size()] = 0.5
-    expected[10] = 0.5 * hvd.size()
-    assert_same(model.weight.grad.to_dense(), expected)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum)
+    for step in range(3):
+        optimizer.zero_grad()
+        reached = step == 0 or hvd.rank() == 0  # in the first step by all
+        if reached:
+            model(torch.tensor([step])).sum().backward()
+        optimizer.step()
+        expected = torch.zeros(ROWS, WIDTH)
+        expected[step] = hvd.size() if step == 0 else 1
+        assert_same(model.weight.grad.to_dense(), expected)
 
 
 def check_the_gradient_stays_the_same_object() -> None:
