@@ -103,35 +103,36 @@ class _Normalise(torch.autograd.Function):
         if running_var is not None:
             running_var.lerp_((squares / (total - 1)).to(running_var.dtype), factor)
         kind = _working_dtype(input)
-        variance = squares / total
-        mean, scale = mean.to(kind), torch.rsqrt(variance + eps).to(kind)
-        ctx.save_for_backward(input, weight, mean, scale)
-        ctx.total = total
+        mean, variance = mean.to(kind), (squares / total).to(kind)
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.total, ctx.eps = total, eps
         ctx.bias_dtype = None if bias is None else bias.dtype
         return torch.nn.functional.batch_norm(
-            input, mean, variance.to(kind), _as(weight, kind), _as(bias, kind), eps=eps
+            input, mean, variance, _as(weight, kind), _as(bias, kind), eps=eps
         )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         """Joined sums go into the input's gradient; the parameters get this rank's sums."""
-        input, weight, mean, scale = ctx.saved_tensors
-        shape = (1, -1, *[1] * (input.dim() - 2))
-        others = _all_but_channels(input)
-        grad = grads[0].to(mean.dtype)
-        normal = (input.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
-        sums = torch.stack([grad.sum(others), (grad * normal).sum(others)])
+        input, weight, mean, variance = ctx.saved_tensors
+        kind = mean.dtype
+        grad, values = grads[0].to(kind), input.to(kind)
+        products, totals = _own_sums(grad, values, mean, variance, ctx.eps)
         grad_input = None
         if ctx.needs_input_grad[0]:
+            sums = torch.cat([products, totals]).to(torch.float64)
             name = f"sync_batch_norm.gradients.{mean.numel()}"
-            means = allreduce(sums.to(torch.float64), name=name, op=Sum) / ctx.total
-            of_grad, of_product = means.to(mean.dtype)
-            grad_input = grad - of_grad.view(shape) - normal * of_product.view(shape)
-            factor = scale if weight is None else scale * weight.to(scale.dtype)
-            grad_input = (grad_input * factor.view(shape)).to(input.dtype)
-        grad_weight = sums[1].to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = sums[0].to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+            of_product, of_grad = (allreduce(sums, name=name, op=Sum) / ctx.total).to(kind).chunk(2)
+            scale = torch.rsqrt(variance + ctx.eps)
+            factor = scale if weight is None else scale * weight.to(kind)
+            shape = (1, -1, *[1] * (input.dim() - 2))
+            grad_input = values - mean.view(shape)
+            grad_input.mul_((-factor * scale * of_product).view(shape))
+            grad_input.sub_((factor * of_grad).view(shape))
+            grad_input = grad_input.addcmul_(grad, factor.view(shape)).to(input.dtype)
+        grad_weight = products.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = totals.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
@@ -142,7 +143,7 @@ def _joined_statistics(input: torch.Tensor) -> tuple[int, torch.Tensor, torch.Te
     own = torch.zeros(2, channels, dtype=torch.float64)
     if count:
         values = input.to(_working_dtype(input))
-        own[1], own[0] = torch.var_mean(values, _all_but_channels(input), correction=0)
+        own[0], own[1] = torch.batch_norm_update_stats(values, None, None, 0.0)
     # The name says the size, so that layers of other sizes are other tensors to the core.
     row = torch.cat([own.flatten(), torch.tensor([count], dtype=torch.float64)])
     rows = allgather(row.unsqueeze(0), name=f"sync_batch_norm.statistics.{channels}")
@@ -154,13 +155,22 @@ def _joined_statistics(input: torch.Tensor) -> tuple[int, torch.Tensor, torch.Te
     return int(total), mean, squares
 
 
+def _own_sums(
+    grad: torch.Tensor, values: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's sums over each channel: gradient times normalised input, and gradient."""
+    if values.numel() == 0:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    # What plain batch normalisation with given statistics has as the parameters' gradients.
+    _, products, totals = torch.ops.aten.native_batch_norm_backward(
+        grad, values, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return products, totals
+
+
 def _working_dtype(input: torch.Tensor) -> torch.dtype:
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
 def _as(parameter: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return None if parameter is None else parameter.to(dtype)
-
-
-def _all_but_channels(input: torch.Tensor) -> list[int]:
-    return [0, *range(2, input.dim())]

@@ -221,32 +221,6 @@ def check_channels_last_tensors_keep_their_layout() -> None:
     assert "Mismatched ALLREDUCE tensor shapes" in text
 
 
-def check_strides_of_single_elements_do_not_matter() -> None:
-    shape = (2, 3, 1, 5)
-    expected = everyone(shape, torch.float32).sum(0).to(torch.float32)
-    mine = values(shape, torch.float32, hvd.rank()).to(memory_format=torch.channels_last)
-    odd = mine.as_strided(shape, (15, 1, 1 if hvd.rank() else 15, 3))
-    assert_same(hvd.allreduce(odd, op=hvd.Sum, name="odd_stride"), expected)
-    assert_same(hvd.allreduce_(odd, op=hvd.Sum, name="odd_stride_"), expected)
-
-
-def check_transposed_and_other_dense_layouts() -> None:
-    for order in ((1, 0, 2), (2, 1, 0), (0, 2, 1), (2, 0, 1)):
-        shape = tuple((4, 3, 5)[i] for i in order)
-        mine = values((4, 3, 5), torch.int32, hvd.rank()).permute(order)
-        assert mine.shape == shape
-        expected = everyone((4, 3, 5), torch.int32).sum(0).to(torch.int32).permute(order)
-        result = hvd.allreduce(mine, op=hvd.Sum, name=f"permuted.{order}")
-        assert result.stride() == mine.stride()
-        assert_same(result, expected)
-        for member in hvd.grouped_allreduce([mine, mine.clone()], op=hvd.Sum):
-            assert_same(member, expected)
-        copied = hvd.broadcast(mine, hvd.size() - 1, name=f"permuted.{order}")
-        last = values((4, 3, 5), torch.int32, hvd.size() - 1).permute(order)
-        assert_same(copied, last)
-        assert_same(hvd.broadcast_(mine, hvd.size() - 1, name=f"permuted_.{order}"), last)
-
-
 def check_tensors_with_gaps_are_refused() -> None:
     gaps = torch.arange(10.0)[::2]
     for call in (

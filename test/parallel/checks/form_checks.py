@@ -1,4 +1,4 @@
-"""Every collective in every form and dtype, from one table, against float64 and int64 references.
+"""Every collective in every form, dtype and dense layout, against float64 and int64 references.
 
 A form takes tensors and gives the results in their order: one by one or as a group, waited for at
 once or later, into new tensors or in place.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from patterns import ALL, FLOATS, assert_job_usable, assert_same, raised, values
+from patterns import ALL, FLOATS, assert_job_usable, assert_same, everyone, raised, values
 
 import perseus.torch.horovod as hvd
 
@@ -258,3 +258,29 @@ def check_a_group_of_every_dtype_at_once() -> None:
             total = torch.stack(parts).to(torch.float64).sum(0)
             total = total != 0 if dtype == torch.bool else total.to(dtype)
             assert_same(result, _own_rows(total) if form in REDUCESCATTER else total)
+
+
+def check_strides_of_single_elements_do_not_matter() -> None:
+    shape = (2, 3, 1, 5)
+    expected = everyone(shape, torch.float32).sum(0).to(torch.float32)
+    mine = values(shape, torch.float32, hvd.rank()).to(memory_format=torch.channels_last)
+    odd = mine.as_strided(shape, (15, 1, 1 if hvd.rank() else 15, 3))
+    assert_same(hvd.allreduce(odd, op=hvd.Sum, name="odd_stride"), expected)
+    assert_same(hvd.allreduce_(odd, op=hvd.Sum, name="odd_stride_"), expected)
+
+
+def check_transposed_and_other_dense_layouts() -> None:
+    for order in ((1, 0, 2), (2, 1, 0), (0, 2, 1), (2, 0, 1)):
+        shape = tuple((4, 3, 5)[i] for i in order)
+        mine = values((4, 3, 5), torch.int32, hvd.rank()).permute(order)
+        assert mine.shape == shape
+        expected = everyone((4, 3, 5), torch.int32).sum(0).to(torch.int32).permute(order)
+        result = hvd.allreduce(mine, op=hvd.Sum, name=f"permuted.{order}")
+        assert result.stride() == mine.stride()
+        assert_same(result, expected)
+        for member in hvd.grouped_allreduce([mine, mine.clone()], op=hvd.Sum):
+            assert_same(member, expected)
+        copied = hvd.broadcast(mine, hvd.size() - 1, name=f"permuted.{order}")
+        last = values((4, 3, 5), torch.int32, hvd.size() - 1).permute(order)
+        assert_same(copied, last)
+        assert_same(hvd.broadcast_(mine, hvd.size() - 1, name=f"permuted_.{order}"), last)

@@ -141,13 +141,33 @@ def check_channels_last_stays_channels_last() -> None:
     assert mine.grad.is_contiguous(memory_format=torch.channels_last)
 
 
-def check_inputs_with_gaps() -> None:
-    synced, plain = _layers(2, torch.float64)
-    rows = [2] * hvd.size()
-    whole = _whole(4 * hvd.size(), 2)
-    torch.testing.assert_close(
-        synced(whole[::2].split(rows)[hvd.rank()]), plain(whole[::2]).split(rows)[hvd.rank()]
-    )
+def check_inputs_and_gradients_with_gaps() -> None:
+    n, rank = hvd.size(), hvd.rank()
+    for ndim in (2, 4):
+        gaps = _whole(4 * n, ndim, salt=1)[1::2]
+        for gradient in (gaps, gaps.flatten(1)[:, :1].view(2 * n, *[1] * (ndim - 1))):
+            synced, plain = _layers(ndim, torch.float64)
+            whole = _whole(4 * n, ndim).requires_grad_()
+            mine = whole.detach().clone().requires_grad_()
+            actual, expected = synced(mine[::2].split(2)[rank]), plain(whole[::2])
+            torch.testing.assert_close(actual, expected.split(2)[rank])
+            expected.backward(gradient.expand_as(expected))
+            actual.backward(gradient.split(2)[rank].expand_as(actual))
+            rows = slice(4 * rank, 4 * rank + 4)
+            torch.testing.assert_close(mine.grad[rows], whole.grad[rows])
+
+
+def check_other_sizes_after_the_channels_on_each_rank() -> None:
+    widths = [3 + r for r in range(hvd.size())]
+    synced, plain = _layers(3, torch.float64)
+    whole = _whole(sum(widths), 2).requires_grad_()  # each row a position
+    mine = whole.detach().split(widths)[hvd.rank()].t().unsqueeze(0).contiguous().requires_grad_()
+    actual = synced(mine)
+    expected = plain(whole)
+    torch.testing.assert_close(actual[0].t(), expected.split(widths)[hvd.rank()])
+    (actual**3).sum().backward()
+    (expected**3).sum().backward()
+    torch.testing.assert_close(mine.grad[0].t(), whole.grad.split(widths)[hvd.rank()])
 
 
 def check_only_the_parameters_need_gradients() -> None:
