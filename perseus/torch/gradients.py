@@ -139,8 +139,10 @@ class GradientReducer:
     def _start(self, bundle: _Bundle) -> None:
         gradients = [self._gradient(parameter) for parameter in bundle.parameters]
         bundle.dense = bundle.parameters
-        if any(gradient.is_sparse for gradient in gradients):
-            gradients = self._start_sparse(bundle, gradients)
+        for gradient in gradients:  # any() over a generator costs 0.3 µs
+            if gradient.is_sparse:
+                gradients = self._start_sparse(bundle, gradients)
+                break
         if not self._plain:
             pairs = [self.plan.compression.compress(gradient) for gradient in gradients]
             gradients = bundle.sent = [tensor for tensor, _ in pairs]
