@@ -55,7 +55,7 @@ class _Bundle:
         self.waiting = 0  # parameters whose gradient is not complete
         self.handle = 0  # of the dense gradients; 0 = not started
         self.sparse: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []  # under way
-        self.dense = parameters  # those whose gradients are not sparse
+        self.dense: list[torch.Tensor] = []  # gradients that are reduced in place
         self.sent: list[torch.Tensor] = []
         self.contexts: list[Any] = []
 
@@ -130,19 +130,19 @@ class GradientReducer:
                 except Exception as error:
                     failure = failure or error
             bundle.handle = 0
-            bundle.sent = bundle.contexts = []
+            bundle.dense = bundle.sent = bundle.contexts = []
             bundle.sparse = []
         self.reset()
         if failure is not None:
             raise failure
 
     def _start(self, bundle: _Bundle) -> None:
-        gradients = [self._gradient(parameter) for parameter in bundle.parameters]
-        bundle.dense = bundle.parameters
+        gradients = [self._gradient(bundle, parameter) for parameter in bundle.parameters]
         for gradient in gradients:  # any() over a generator costs 0.3 µs
             if gradient.is_sparse:
                 gradients = self._start_sparse(bundle, gradients)
                 break
+        bundle.dense = gradients
         if not self._plain:
             pairs = [self.plan.compression.compress(gradient) for gradient in gradients]
             gradients = bundle.sent = [tensor for tensor, _ in pairs]
@@ -155,7 +155,7 @@ class GradientReducer:
                 gradients, None, bundle.name, self.plan.op, *scales
             )
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad
         if gradient is None:
             if parameter in self._sparse_dims:
@@ -163,31 +163,33 @@ class GradientReducer:
             else:
                 gradient = torch.zeros_like(parameter)
             parameter.grad = gradient
-        elif gradient.is_sparse and self.plan.sparse_as_dense:
-            gradient = parameter.grad = gradient.to_dense()
+        if gradient.is_sparse and self.plan.sparse_as_dense:
+            dims = self._sparse_dims[parameter] = gradient.sparse_dim()
+            dense = gradient.to_dense()
+            # Sparse again afterwards: some optimizers take nothing else.
+            bundle.sparse.append((parameter, lambda: dense.to_sparse(dims)))
+            gradient = dense
         return gradient
 
     def _start_sparse(self, bundle: _Bundle, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Start the sparse ones, each by itself; returns the others."""
         plan = self.plan
-        pairs = list(zip(bundle.parameters, gradients, strict=True))
-        for parameter, gradient in pairs:
+        for parameter, gradient in zip(bundle.parameters, gradients, strict=True):
             if gradient.is_sparse:
                 self._sparse_dims[parameter] = gradient.sparse_dim()
                 finish = start_sparse_allreduce(
                     gradient, plan.names[parameter], plan.op, plan.process_set, plan.compression
                 )
                 bundle.sparse.append((parameter, finish))
-        bundle.dense = [parameter for parameter, gradient in pairs if not gradient.is_sparse]
         return [gradient for gradient in gradients if not gradient.is_sparse]
 
     def _write_back(self, bundle: _Bundle) -> None:
-        for parameter, tensor, context in zip(
+        for gradient, tensor, context in zip(
             bundle.dense, bundle.sent, bundle.contexts, strict=True
         ):
             result = self.plan.compression.decompress(tensor, context)
-            if parameter.grad is not None and result is not parameter.grad:
-                parameter.grad.copy_(result)
+            if result is not gradient:
+                gradient.copy_(result)
 
 
 def _attach(reducer: GradientReducer, bundle: _Bundle, index: int, parameter: torch.Tensor) -> None:

@@ -141,7 +141,7 @@ def _train(wrap_options: dict[str, Any], make: Any, lr: float = 0.2) -> None:
         optimizer.zero_grad()
         (model(_words(step, hvd.rank())) ** 2).sum().backward()
         optimizer.step()
-        assert model.first.weight.grad.is_sparse != wrap_options.get("sparse_as_dense", False)
+        assert model.first.weight.grad.is_sparse and not model.last.weight.grad.is_sparse
         plain.zero_grad()
         loss = sum((reference(_words(step, r)) ** 2).sum() for r in range(hvd.size()))
         (loss / hvd.size() if mean else loss).backward()
@@ -166,22 +166,25 @@ def check_adagrad_keeps_sparse_gradients() -> None:
     _train({}, torch.optim.Adagrad)
 
 
-def check_sparse_adam() -> None:
-    model = nn.Embedding(ROWS, WIDTH, sparse=True).double()
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(ROWS * WIDTH).view(ROWS, WIDTH) / 7.0)
-    reference = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SparseAdam(list(model.parameters()), lr=0.1))
-    plain = torch.optim.SparseAdam(list(reference.parameters()), lr=0.1)
-    for step in range(3):
-        words = [torch.tensor([r, r + step, 9]) for r in range(hvd.size())]
-        optimizer.zero_grad()
-        (model(words[hvd.rank()]) ** 2).sum().backward()
-        optimizer.step()
-        plain.zero_grad()
-        ((reference(torch.cat(words)) ** 2).sum() / hvd.size()).backward()
-        plain.step()
-    torch.testing.assert_close(model.weight, reference.weight)
+def check_sparse_adam_which_takes_sparse_gradients_only() -> None:
+    for as_dense in (False, True):
+        model = nn.Embedding(ROWS, WIDTH, sparse=True).double()
+        with torch.no_grad():
+            model.weight.copy_(torch.arange(1, ROWS * WIDTH + 1).view(ROWS, WIDTH) / 7.0)
+        reference = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SparseAdam(list(model.parameters()), lr=0.1), sparse_as_dense=as_dense
+        )
+        plain = torch.optim.SparseAdam(list(reference.parameters()), lr=0.1)
+        for step in range(3):
+            words = [torch.tensor([r, r + step, 9]) for r in range(hvd.size())]
+            optimizer.zero_grad()
+            (model(words[hvd.rank()]) ** 2).sum().backward()
+            optimizer.step()
+            plain.zero_grad()
+            ((reference(torch.cat(words)) ** 2).sum() / hvd.size()).backward()
+            plain.step()
+        torch.testing.assert_close(model.weight, reference.weight)
 
 
 def check_backward_passes_add_up_sparse_gradients() -> None:
@@ -200,11 +203,11 @@ def check_backward_passes_add_up_sparse_gradients() -> None:
 
 
 def check_compressed_values_come_back_in_their_dtype() -> None:
-    for groups in (None, 1):
+    for groups, as_dense in ((None, False), (1, False), (None, True), (1, True)):
         model = nn.ModuleList([nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, 1)])
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum, groups=groups,
-            compression=hvd.Compression.fp16,
+            compression=hvd.Compression.fp16, sparse_as_dense=as_dense,
         )  # fmt: skip
         words = model[0](torch.tensor([hvd.rank(), ROWS - 1])).sum() * 0.5
         (words + model[1](torch.full((WIDTH,), 1.0 + hvd.rank()))).sum().backward()
@@ -219,17 +222,20 @@ def check_compressed_values_come_back_in_their_dtype() -> None:
 
 
 def check_a_layer_that_a_rank_does_not_reach() -> None:
-    model = nn.Embedding(ROWS, WIDTH, sparse=True)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum)
-    for step in range(3):
-        optimizer.zero_grad()
-        reached = step == 0 or hvd.rank() == 0  # in the first step by all
-        if reached:
-            model(torch.tensor([step])).sum().backward()
-        optimizer.step()
-        expected = torch.zeros(ROWS, WIDTH)
-        expected[step] = hvd.size() if step == 0 else 1
-        assert_same(model.weight.grad.to_dense(), expected)
+    for as_dense in (False, True):
+        model = nn.Embedding(ROWS, WIDTH, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), op=hvd.Sum, sparse_as_dense=as_dense
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            if step == 0 or hvd.rank() == 0:  # in the first step by all
+                model(torch.tensor([step])).sum().backward()
+            optimizer.step()
+            expected = torch.zeros(ROWS, WIDTH)
+            expected[step] = hvd.size() if step == 0 else 1
+            assert model.weight.grad.is_sparse
+            assert_same(model.weight.grad.to_dense(), expected)
 
 
 def check_the_gradient_stays_the_same_object() -> None:
