@@ -23,8 +23,11 @@ class ScaledIntFold {
         load(k, begin, count, next);
         combine(acc, next, count);
       }
-      divide(acc, count);
-      if (task_.spec.postscale != 1.0) scale(acc, count, task_.spec.postscale);
+      if (task_.spec.postscale == 1.0) {
+        divide(acc, count);
+      } else {
+        scale(acc, count, task_.spec.postscale, task_.spec.divisor);
+      }
       __builtin_memcpy(task_.dst + begin * sizeof(T), acc, count * sizeof(T));
       if (task_.dst2 != nullptr) __builtin_memcpy(task_.dst2 + begin * sizeof(T), acc, count * sizeof(T));
     }
@@ -48,13 +51,14 @@ class ScaledIntFold {
     return static_cast<T>(value);
   }
 
-  static void scale(T* values, size_t count, double factor) {
-    for (size_t i = 0; i < count; ++i) values[i] = truncate(static_cast<double>(values[i]) * factor);
+  // One truncation for both: a mean of 2.5 times 2 is 5.
+  static void scale(T* values, size_t count, double factor, double divisor) {
+    for (size_t i = 0; i < count; ++i) values[i] = truncate(static_cast<double>(values[i]) * factor / divisor);
   }
 
   void load(int k, size_t begin, size_t count, T* to) const {
     __builtin_memcpy(to, task_.sources[k] + begin * sizeof(T), count * sizeof(T));
-    if (task_.spec.prescale != 1.0) scale(to, count, task_.spec.prescale);
+    if (task_.spec.prescale != 1.0) scale(to, count, task_.spec.prescale, 1.0);
   }
 
   void combine(T* acc, const T* next, size_t count) const {

@@ -11,8 +11,8 @@ namespace perseus::kernels {
 // How n operands become one: result = post * reduce(pre * x0, pre * x1, …) evaluated strictly in the order given.
 // - f16/bf16 accumulate in f32 and round once, at the end; f32 and f64 accumulate in themselves.
 // - Integer sums and products wrap. Factors other than 1 act on integers in double and truncate toward zero, to the
-//   nearest limit where the type's range ends and to 0 for NaN (pre before, post after the reduction); `divisor` other
-//   than 1 divides integers exactly, truncating toward zero, before `post`.
+//   nearest limit where the type's range ends and to 0 for NaN (pre before, post after the reduction). `divisor`
+//   divides what `post` gives before that is truncated; without `post` the division is exact.
 // - For floats `divisor` is folded into `post` as one multiplication by post / divisor rounded to the accumulator type.
 // - A NaN result is the one quiet NaN without sign and payload. One operand without factors is copied bit for bit.
 // - Min/Max propagate NaN; of equal operands (0 and -0) the first stays.

@@ -63,11 +63,13 @@ bool row_major(const TensorView& view, const int64_t* strides) {
 }
 
 // Sorts the dimensions by stride; false when the elements are not densely packed. The shape in memory order goes into
-// the request, so that ranks whose layouts differ get a mismatch instead of shuffled numbers.
+// the request, so that ranks whose layouts differ get a mismatch instead of shuffled numbers. The stride of a dimension
+// of one element means nothing and may differ between ranks: such dimensions come last.
 bool to_memory_order(TensorView* view, const int64_t* strides) {
   std::vector<int> order(view->ndim);
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return strides[a] > strides[b]; });
+  const auto ones = std::stable_partition(order.begin(), order.end(), [&](int i) { return view->shape[i] != 1; });
+  std::stable_sort(order.begin(), ones, [&](int a, int b) { return strides[a] > strides[b]; });
   std::vector<int64_t> shape;
   for (int i : order) shape.push_back(view->shape[i]);
   int64_t expected = 1;

@@ -14,9 +14,9 @@ import torch
 
 from perseus import basics
 from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch.reductions import allreduce
 from perseus.torch.session import (
     ALLGATHER,
-    ALLREDUCE,
     ALLTOALL,
     BARRIER,
     BROADCAST,
@@ -30,12 +30,8 @@ from perseus.torch.session import (
 
 
 def _average(tensor: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
-    """The mean over all ranks, for gradients."""
-    tensor = tensor.contiguous()
-    arguments = (Average, 1.0, 1.0, 0, None, process_set.process_set_id)
-    output = torch.empty_like(tensor)
-    mean: torch.Tensor = synchronize(session.submit(ALLREDUCE, None, tensor, output, *arguments))
-    return mean
+    """The mean over all ranks, for gradients; differentiable once more."""
+    return allreduce(tensor.contiguous(), op=Average, process_set=process_set)
 
 
 # ---- allgather ----------------------------------------------------------------------------------
@@ -60,9 +56,10 @@ def allgather(
 
     IndexError for a tensor without dimensions. See allgather_async.
     """
+    differentiable = wants_grad(tensor)
     if tensor.dim() == 0:
         raise IndexError("[torch] allgather joins along dimension 0, which a scalar does not have")
-    if wants_grad(tensor):
+    if differentiable:
         gathered: torch.Tensor = HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
     else:
         gathered = session.synchronize(allgather_async(tensor, name, process_set))
@@ -225,7 +222,8 @@ class HorovodBroadcast(torch.autograd.Function):
         """The averaged gradient on the root, zeros elsewhere: their input was not used."""
         mean = _average(grads[0], ctx.process_set)
         if basics.rank() != ctx.root_rank:
-            mean = torch.zeros_like(mean)
+            # Stays in the graph: where gradients are differentiated again, all ranks take part.
+            mean = mean.masked_fill(torch.ones((), dtype=torch.bool), 0.0)
         return mean, None, None, None
 
 
@@ -242,13 +240,14 @@ def _checked_splits(tensor: torch.Tensor, splits: Any, size: int) -> list[int]:
                 f"number of workers ({size}); pass splits"
             )
         return [rows // size] * size
-    if not isinstance(splits, torch.Tensor):
-        splits = torch.tensor(splits, dtype=torch.int32)
-    if splits.dim() != 1:
+    given = splits if isinstance(splits, torch.Tensor) else torch.as_tensor(splits)
+    if given.dim() != 1:
         raise ValueError("alltoall expects a 1D splits tensor")
-    if splits.dtype != torch.int32:
+    # A list or array has no say in how wide its numbers are.
+    whole = not (given.is_floating_point() or given.is_complex()) or given.numel() == 0
+    if given.dtype != torch.int32 and (given is splits or not whole):
         raise ValueError("alltoall expects splits to contain 32-bit integer elements")
-    values: list[int] = splits.tolist()
+    values: list[int] = given.tolist()
     if len(values) != size:
         raise ValueError(
             f"Number of entries in splits does not equal number of workers: {len(values)} against "

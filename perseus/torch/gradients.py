@@ -7,6 +7,7 @@ for each parameter.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from perseus.process_sets import ProcessSet
 from perseus.torch.functions import broadcast_object
 from perseus.torch.reductions import allreduce_async_, grouped_allreduce_async_
 from perseus.torch.session import synchronize
+from perseus.torch.sparse import empty_like, start_sparse_allreduce
 
 _TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
@@ -42,16 +44,24 @@ class Plan:
 class _Bundle:
     """Gradients that are reduced by one operation: one parameter, or a group of them."""
 
-    __slots__ = ("contexts", "handle", "name", "parameters", "passes_left", "sent", "waiting")
+    __slots__ = (
+        "contexts", "dense", "handle", "name", "parameters", "passes_left", "sent", "sparse",
+        "waiting",
+    )  # fmt: skip
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
         self.name = name
         self.parameters = parameters
         self.passes_left: list[int] = []  # of each parameter, until its gradient is complete
         self.waiting = 0  # parameters whose gradient is not complete
-        self.handle = 0  # 0 = not started
+        self.handle = 0  # of the dense gradients; 0 = not started
+        self.sparse: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []  # under way
+        self.dense: list[torch.Tensor] = []  # gradients that are reduced in place
         self.sent: list[torch.Tensor] = []
         self.contexts: list[Any] = []
+
+    def started(self) -> bool:
+        return self.handle != 0 or bool(self.sparse)
 
 
 class GradientReducer:
@@ -68,6 +78,7 @@ class GradientReducer:
         self._plain = plan.compression is NoneCompressor
         self._prescale = 1.0 / plan.predivide_factor
         self._postscale = plan.predivide_factor
+        self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
         self.reset()
         for bundle in self._bundles:
             for index, parameter in enumerate(bundle.parameters):
@@ -82,7 +93,7 @@ class GradientReducer:
 
     def busy(self) -> bool:
         """Whether a reduction was started and not waited for."""
-        return any(bundle.handle for bundle in self._bundles)
+        return any(bundle.started() for bundle in self._bundles)
 
     def forget_started(self) -> None:
         """Drop reductions without waiting: they belong to a world that is gone."""
@@ -105,7 +116,7 @@ class GradientReducer:
     def synchronize(self) -> None:
         """Start what is missing, wait for all, write the results into p.grad."""
         for bundle in self._bundles:
-            if bundle.handle == 0:
+            if not bundle.started():
                 self._start(bundle)
         self.finish_started()
 
@@ -113,22 +124,34 @@ class GradientReducer:
         """Wait for what was started; raise the first failure after all have ended."""
         failure: Exception | None = None
         for bundle in self._bundles:
-            if bundle.handle == 0:
-                continue
             try:
-                synchronize(bundle.handle)
-                if not self._plain:
-                    self._write_back(bundle)
+                if bundle.handle != 0:
+                    synchronize(bundle.handle)
+                    if not self._plain:
+                        self._write_back(bundle)
             except Exception as error:
                 failure = failure or error
+            for parameter, finish in bundle.sparse:
+                try:
+                    result = finish()
+                    if parameter.grad is not None:
+                        parameter.grad.data = result
+                except Exception as error:
+                    failure = failure or error
             bundle.handle = 0
-            bundle.sent = bundle.contexts = []
+            bundle.dense = bundle.sent = bundle.contexts = []
+            bundle.sparse = []
         self.reset()
         if failure is not None:
             raise failure
 
     def _start(self, bundle: _Bundle) -> None:
-        gradients = [self._gradient(parameter) for parameter in bundle.parameters]
+        gradients = [self._gradient(bundle, parameter) for parameter in bundle.parameters]
+        for gradient in gradients:  # any() over a generator costs 0.3 µs
+            if gradient.is_sparse:
+                gradients = self._start_sparse(bundle, gradients)
+                break
+        bundle.dense = gradients
         if not self._plain:
             pairs = [self.plan.compression.compress(gradient) for gradient in gradients]
             gradients = bundle.sent = [tensor for tensor, _ in pairs]
@@ -136,31 +159,46 @@ class GradientReducer:
         scales = (self._prescale, self._postscale, self.plan.process_set)
         if len(gradients) == 1:
             bundle.handle = allreduce_async_(gradients[0], None, bundle.name, self.plan.op, *scales)
-        else:
+        elif gradients:
             bundle.handle = grouped_allreduce_async_(
                 gradients, None, bundle.name, self.plan.op, *scales
             )
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+    def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad
         if gradient is None:
-            gradient = parameter.grad = torch.zeros_like(parameter)
-        elif gradient.is_sparse:
-            if not self.plan.sparse_as_dense:
-                raise NotImplementedError(
-                    f"[torch] the gradient of {self.plan.names[parameter]} is sparse; pass "
-                    f"sparse_as_dense=True to DistributedOptimizer"
-                )
-            gradient = parameter.grad = gradient.to_dense()
+            if parameter in self._sparse_dims:
+                gradient = empty_like(parameter, self._sparse_dims[parameter])
+            else:
+                gradient = torch.zeros_like(parameter)
+            parameter.grad = gradient
+        if gradient.is_sparse and self.plan.sparse_as_dense:
+            dims = self._sparse_dims[parameter] = gradient.sparse_dim()
+            dense = gradient.to_dense()
+            # Sparse again afterwards: some optimizers take nothing else.
+            bundle.sparse.append((parameter, lambda: dense.to_sparse(dims)))
+            gradient = dense
         return gradient
 
+    def _start_sparse(self, bundle: _Bundle, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Start the sparse ones, each by itself; returns the others."""
+        plan = self.plan
+        for parameter, gradient in zip(bundle.parameters, gradients, strict=True):
+            if gradient.is_sparse:
+                self._sparse_dims[parameter] = gradient.sparse_dim()
+                finish = start_sparse_allreduce(
+                    gradient, plan.names[parameter], plan.op, plan.process_set, plan.compression
+                )
+                bundle.sparse.append((parameter, finish))
+        return [gradient for gradient in gradients if not gradient.is_sparse]
+
     def _write_back(self, bundle: _Bundle) -> None:
-        for parameter, tensor, context in zip(
-            bundle.parameters, bundle.sent, bundle.contexts, strict=True
+        for gradient, tensor, context in zip(
+            bundle.dense, bundle.sent, bundle.contexts, strict=True
         ):
             result = self.plan.compression.decompress(tensor, context)
-            if parameter.grad is not None and result is not parameter.grad:
-                parameter.grad.copy_(result)
+            if result is not gradient:
+                gradient.copy_(result)
 
 
 _living: weakref.WeakSet[GradientReducer] = weakref.WeakSet()

@@ -30,7 +30,7 @@ from perseus.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from perseus.torch import compression, elastic, functions, mpi_ops, optimizer
+from perseus.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
     allgather,
@@ -71,6 +71,8 @@ from perseus.torch.scatter import (
     reducescatter_async,
 )
 from perseus.torch.session import Adasum, Average, Max, Min, Product, Sum, poll, synchronize
+from perseus.torch.sparse import sparse_allreduce_async
+from perseus.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -85,6 +87,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -143,5 +146,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "sync_batch_norm",
     "synchronize",
 ]

@@ -79,6 +79,7 @@ from perseus.torch.scatter import (
     reducescatter_async,
 )
 from perseus.torch.session import Adasum, Average, Max, Min, Product, Sum, poll, synchronize
+from perseus.torch.sparse import sparse_allreduce_async
 
 __all__ = [
     "Adasum",
@@ -151,6 +152,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]
 

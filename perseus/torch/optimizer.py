@@ -155,7 +155,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         only with Average.
     groups: reduce several gradients as one operation: an int makes that many groups in order; lists
         of tensors are taken as they are, the rest goes one by one. num_groups is its old name.
-    sparse_as_dense: make sparse gradients dense; without it they raise NotImplementedError.
+    sparse_as_dense: send sparse gradients as dense ones; without it their indices and values are
+        gathered, with op Average or Sum only. They stay sparse for the wrapped optimizer. Gathering
+        needs a gradient on every rank in the first step; later a missing one counts as empty.
     process_set: the ranks that take part.
 
     Returns an object with synchronize(), skip_synchronize(), set_backward_passes_per_step(). Raises

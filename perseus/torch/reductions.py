@@ -9,7 +9,9 @@ op: Average, Sum, Min, Max or Product.
 prescale_factor, postscale_factor: multiplied in before and after; integers truncate towards zero.
 process_set: the ranks that take part.
 
-dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64; bool without Average.
+dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64; sums of integers wrap
+    around as PyTorch's do, before Average divides. bool without Average and factors: Sum and Max
+    are or, Min and Product are and.
 Errors: ValueError for a dtype or layout that cannot be served, a name in flight, a foreign process
 set; HorovodInternalError (MismatchError) on every rank where shapes, dtypes or arguments differ.
 Source of behaviour: Horovod 0.28.1, horovod.torch.mpi_ops.

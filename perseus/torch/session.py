@@ -65,7 +65,8 @@ def describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
         raise TypeError(f"[torch] expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
-        raise ValueError(f"Tensor type {kind} is not supported.")
+        remedy = " Use sparse_allreduce_async, or .to_dense()." if tensor.is_sparse else ""
+        raise ValueError(f"Tensor type {kind} is not supported.{remedy}")
     if tensor.device.type != "cpu":
         raise ValueError(
             f"[torch] the tensor is on {tensor.device}, expected host memory; move it with .cpu()"
@@ -135,8 +136,11 @@ def place(process_set: ProcessSet) -> tuple[int, int]:
 
 
 def wants_grad(*tensors: torch.Tensor) -> bool:
-    """Whether an operation on these must be recorded for backward."""
-    for tensor in tensors:  # any() over a generator costs 0.3 µs
-        if tensor.requires_grad:
-            return torch.is_grad_enabled()
+    """Whether an operation on these must be recorded for backward; TypeError for no tensors."""
+    try:
+        for tensor in tensors:  # any() over a generator costs 0.3 µs
+            if tensor.requires_grad:
+                return torch.is_grad_enabled()
+    except AttributeError:
+        raise TypeError(f"[torch] expected a tensor, got {type(tensor).__name__}") from None
     return False

@@ -71,9 +71,9 @@ A float_fold(const FoldSpec& spec, const std::vector<A>& operands) {
 }
 
 template <class T>
-T scaled(T value, double factor) {
-  if (factor == 1.0) return value;
-  double product = std::trunc(static_cast<double>(value) * factor);
+T scaled(T value, double factor, int divisor = 1) {
+  if (factor == 1.0) return static_cast<T>(static_cast<int64_t>(value) / divisor);
+  double product = std::trunc(static_cast<double>(value) * factor / divisor);
   if (std::isnan(product)) return 0;
   if (product >= static_cast<double>(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
   if (product <= static_cast<double>(std::numeric_limits<T>::min())) return std::numeric_limits<T>::min();
@@ -92,7 +92,7 @@ T int_fold(const FoldSpec& spec, const std::vector<T>& operands) {
     if (spec.op == ReduceOp::kMin) result = std::min(result, next);
     if (spec.op == ReduceOp::kMax) result = std::max(result, next);
   }
-  return scaled(static_cast<T>(static_cast<int64_t>(result) / spec.divisor), spec.postscale);
+  return scaled(result, spec.postscale, spec.divisor);
 }
 
 bool is_plain(const FoldSpec& spec) { return spec.prescale == 1.0 && spec.postscale == 1.0 && spec.divisor == 1; }
@@ -423,6 +423,18 @@ TEST(FoldTest, IntegerAverageTruncatesTowardZeroExactly) {
     EXPECT_EQ(wide_result[0], int64_t{1} << 53) << variant;
     EXPECT_EQ(wide_result[1], -(int64_t{1} << 62) / 49) << variant;
     EXPECT_EQ(wide_result[2], 0) << variant;
+  }
+  // A factor of its own does not act on a mean that was truncated before.
+  int32_t sums[] = {5, -5, 4, 49};
+  const void* sum_sources[] = {sums};
+  int32_t means[4], expected_means[] = {7, -7, 6, 73};
+  spec.dtype = DType::kInt32;
+  spec.divisor = 2;
+  spec.postscale = 3.0;
+  for (const std::string& variant : variants_here()) {
+    select_variant(variant.c_str());
+    fold(spec, means, nullptr, sum_sources, 1, 4, false);
+    for (int i = 0; i < 4; ++i) EXPECT_EQ(means[i], expected_means[i]) << variant << " " << i;
   }
   select_variant("auto");
 }

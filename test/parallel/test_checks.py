@@ -12,10 +12,13 @@ from run_checks import checks_of
 
 MODULES = [
     "collective_checks",
+    "form_checks",
     "mismatch_checks",
     "autograd_checks",
     "optimizer_checks",
+    "sparse_checks",
     "state_checks",
+    "sync_batch_norm_checks",
     "process_set_checks",
     "join_checks",
     "adasum_checks",

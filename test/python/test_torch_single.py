@@ -51,6 +51,26 @@ def test_before_init_and_after_shutdown_collectives_fail():
             call()
 
 
+@pytest.mark.parametrize(
+    "name", ["allreduce", "allreduce_", "allgather", "alltoall", "reducescatter", "broadcast_async"]
+)
+def test_what_is_not_a_tensor_is_named(name):
+    arguments = [0] if "broadcast" in name else []
+    for thing in ([1.0], "x", 3):
+        with pytest.raises(TypeError, match=type(thing).__name__):
+            getattr(hvd, name)(thing, *arguments)
+    with pytest.raises(TypeError, match="expected a tensor, got int"):
+        hvd.grouped_allreduce([torch.ones(1), 3])
+
+
+def test_sparse_tensors_are_sent_elsewhere():
+    sparse = torch.eye(2).to_sparse()
+    with pytest.raises(ValueError, match=r"is not supported\. Use sparse_allreduce_async"):
+        hvd.allreduce(sparse)
+    total = hvd.sparse_allreduce_async(sparse, "eye", hvd.Average)()
+    assert torch.equal(total.to_dense(), torch.eye(2))
+
+
 def test_an_unregistered_process_set_is_refused():
     stranger = hvd.ProcessSet([0])
     for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):

@@ -116,3 +116,135 @@ def check_without_grad_nothing_is_recorded() -> None:
     with torch.no_grad():
         assert not hvd.allreduce(x).requires_grad
     assert not hvd.allreduce(x.detach()).requires_grad
+
+
+def check_gradients_against_finite_differences() -> None:
+    """The slope of the sum of all ranks' losses; gradients are it times a known factor."""
+    n, rank = hvd.size(), hvd.rank()
+    splits = [(rank + d) % 3 for d in range(n)]
+    scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+    # What is called, rows on this rank, what the gradient is of the slope.
+    table = [
+        (lambda x: [hvd.allreduce(x, op=hvd.Sum, **scales)], 5, 1),
+        (lambda x: [hvd.allreduce(x, **scales)], 5, 1),
+        (lambda x: hvd.grouped_allreduce([x, x * 2], op=hvd.Sum, **scales), 4, 1),
+        (lambda x: [hvd.allgather(x)], rank, 1 / n),
+        (lambda x: hvd.grouped_allgather([x, x[1:]]), rank + 1, 1 / n),
+        (lambda x: [hvd.broadcast(x, n - 1)], 3, 1 / n),
+        (lambda x: [hvd.alltoall(x, splits)[0]], sum(splits) + 1, 1),
+        (lambda x: [hvd.alltoall(x)], 2 * n, 1),
+        (lambda x: [hvd.reducescatter(x, op=hvd.Sum, **scales)], 2 * n - 1, n),
+        (lambda x: [hvd.reducescatter(x, **scales)], 1, n),
+        (lambda x: hvd.grouped_reducescatter([x, x[:1]], op=hvd.Sum), n + 1, n),
+    ]
+    for index, (function, rows, factor) in enumerate(table):
+        x = values((rows, 2), torch.float64, rank, salt=index).requires_grad_()
+        direction = values((rows, 2), torch.float64, rank, salt=index + 1)
+
+        def loss(x: torch.Tensor, function=function, index=index) -> torch.Tensor:
+            return sum(
+                (torch.sin(y) * values(tuple(y.shape), torch.float64, hvd.rank(), salt=index + 2))
+                .sum() for y in function(x)
+            )  # fmt: skip
+
+        loss(x).backward()
+        step = 1e-5
+        with torch.no_grad():
+            slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
+        both = torch.stack([slope, (x.grad * direction).sum()])
+        total, along = hvd.allreduce(both, op=hvd.Sum, name=f"slope.{index}").tolist()
+        assert abs(along - total * factor) < 1e-6 * (1 + abs(total * factor)), (index, along, total)
+
+
+def check_other_reductions_apply_themselves_to_the_gradient() -> None:
+    for op, reduce in ((hvd.Min, torch.amin), (hvd.Max, torch.amax), (hvd.Product, torch.prod)):
+        x, group = _leaf((4, 2)), [_leaf((3,)), _leaf((2, 2))]
+        for leaf, y in zip(
+            [x, *group],
+            [hvd.allreduce(x, op=op, prescale_factor=2.0), *hvd.grouped_allreduce(group, op=op)],
+            strict=True,
+        ):
+            shape = tuple(leaf.shape)
+            (y * _weights(shape, hvd.rank())).sum().backward()
+            everyone = torch.stack([_weights(shape, r) for r in range(hvd.size())])
+            assert_same(leaf.grad, reduce(everyone * (2.0 if leaf is x else 1.0), dim=0))
+
+
+def check_gradients_can_be_differentiated_again() -> None:
+    """y = f(x) is linear with the gradient g: d(sum of g²)/dw, and no rank waits for another."""
+    n, rank = hvd.size(), hvd.rank()
+    for name, function in (
+        ("allreduce", lambda x: hvd.allreduce(x, op=hvd.Sum)),
+        ("grouped_allreduce", lambda x: hvd.grouped_allreduce([x], op=hvd.Sum)[0]),
+        ("allgather", hvd.allgather),
+        ("broadcast", lambda x: hvd.broadcast(x, 0)),
+        ("alltoall", hvd.alltoall),
+        ("reducescatter", lambda x: hvd.reducescatter(x, op=hvd.Sum)),
+    ):
+        x = _leaf((n, 2))
+        y = function(x)
+        w = _weights(tuple(y.shape), rank).requires_grad_()
+        (gradient,) = torch.autograd.grad((y * w).sum(), x, create_graph=True)
+        assert gradient.requires_grad, name
+        (gradient**2).sum().backward()
+        assert w.grad is not None and bool(torch.isfinite(w.grad).all()), name
+        if name == "allreduce":
+            everyone = torch.stack([_weights((n, 2), r) for r in range(n)]).sum(0)
+            torch.testing.assert_close(w.grad, 2 * n * everyone)
+        if name == "broadcast":  # only the root's gradient is not zero
+            mean = torch.stack([_weights((n, 2), r) for r in range(n)]).mean(0)
+            torch.testing.assert_close(w.grad, 2 * mean / n)
+
+
+def check_members_without_gradient_and_whole_numbers_in_a_group() -> None:
+    n = hvd.size()
+    for function in (
+        lambda tensors: hvd.grouped_allreduce(tensors, op=hvd.Sum),
+        hvd.grouped_allgather,
+        lambda tensors: hvd.grouped_reducescatter(tensors, op=hvd.Sum),
+    ):
+        x, constant = _leaf((n,)), values((n,), torch.float64, hvd.rank())
+        whole = values((n,), torch.int64, hvd.rank())
+        first, second, third = function([x, constant, whole])
+        assert not third.requires_grad
+        (first.sum() * 2 + second.sum()).backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+        # An output that the loss does not use counts with zeros.
+        x, unused = _leaf((n,)), _leaf((n,))
+        function([x, unused])[0].sum().backward()
+        assert_same(unused.grad, torch.zeros(n, dtype=torch.float64))
+
+
+def check_gradients_of_other_dtypes_layouts_and_compression() -> None:
+    n = hvd.size()
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for function in (
+            lambda x: hvd.allreduce(x, op=hvd.Sum),
+            lambda x: hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16),
+            lambda x: hvd.grouped_allreduce(
+                [x], op=hvd.Sum, compression=hvd.Compression.fp16
+            )[0],
+        ):  # fmt: skip
+            x = values((2, 3, 4, 4), dtype, hvd.rank()).to(memory_format=torch.channels_last)
+            x.requires_grad_()
+            y = function(x)
+            assert y.dtype == dtype and y.is_contiguous(memory_format=torch.channels_last)
+            y.sum().backward()  # the gradient is one number, expanded
+            assert_same(x.grad, torch.full((2, 3, 4, 4), float(n), dtype=dtype))
+    x = _leaf((n, 3))
+    hvd.reducescatter(x, op=hvd.Sum, compression=hvd.Compression.fp16).sum().backward()
+    assert_same(x.grad, torch.full((n, 3), float(n), dtype=torch.float64))
+
+
+def check_the_incoming_gradient_is_not_changed() -> None:
+    n = hvd.size()
+    for function in (
+        lambda x: hvd.reducescatter(x, op=hvd.Sum, prescale_factor=3.0),
+        lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, prescale_factor=3.0)[0],
+        lambda x: hvd.broadcast(x, 0),
+        lambda x: hvd.allreduce(x, op=hvd.Sum),
+    ):
+        y = function(_leaf((n, 2)))
+        incoming = _weights(tuple(y.shape), hvd.rank())
+        y.backward(incoming)
+        assert_same(incoming, _weights(tuple(y.shape), hvd.rank()))

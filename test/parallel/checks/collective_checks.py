@@ -229,6 +229,10 @@ def check_tensors_with_gaps_are_refused() -> None:
         lambda: hvd.broadcast_(gaps, 0),
         lambda: hvd.alltoall(gaps, [5] + [0] * (hvd.size() - 1)),
         lambda: hvd.reducescatter(torch.ones(6, 4).t()),
+        lambda: hvd.grouped_allreduce([torch.ones(2), gaps]),
+        lambda: hvd.grouped_allreduce_([torch.ones(2), gaps]),
+        lambda: hvd.grouped_allgather([torch.ones(2), gaps]),
+        lambda: hvd.grouped_reducescatter([torch.ones(2), gaps]),
     ):
         assert "Tensor is required to be contiguous." in raised(ValueError, call)
     hvd.barrier()
@@ -312,6 +316,9 @@ def check_alltoall_with_splits() -> None:
         (torch.ones(n, 1, dtype=torch.int32), "alltoall expects a 1D splits tensor"),
         (torch.ones(n, dtype=torch.int64), "expects splits to contain 32-bit integer elements"),
         ([1] * (n + 1), "Number of entries in splits does not equal number of workers"),
+        ([0.5] * n, "expects splits to contain 32-bit integer elements"),
+        ([], "Number of entries in splits does not equal number of workers"),
+        ([-1] + [0] * (n - 1), "splits must not be negative"),
         ([9] * n, "Sum of splits entries is greater than the first dimension"),
     ):
         assert fragment in raised(ValueError, lambda bad=bad: hvd.alltoall(torch.ones(n), bad))

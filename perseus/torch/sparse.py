@@ -1,0 +1,135 @@
+"""Sparse tensors: their sum or mean over all ranks by gathering indices and values. Stateless.
+
+Source of behaviour: Horovod 0.28.1, horovod.torch.mpi_ops.sparse_allreduce_async.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from perseus.compression import Compressor, NoneCompressor
+from perseus.errors import MismatchError
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch.exchange import allgather_async
+from perseus.torch.session import Average, Sum, place, synchronize
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Start reducing a sparse tensor over all ranks; returns a function that waits for the result.
+
+    tensor: COO layout, equal sizes and dtypes on all ranks; any number of entries, also none.
+    name: its indices travel as `<name>.indices`, its values as `<name>.values`. op: Average or Sum;
+        averages of integers truncate.
+    The function returns a new coalesced tensor, equal on all ranks; call it once.
+
+    Raises ValueError for another layout and for averages of bools, NotImplementedError for other
+    ops, before anything is started; the function raises MismatchError on every rank where sizes or
+    dtypes differ.
+    """
+    return start_sparse_allreduce(tensor, name, op, process_set, NoneCompressor)
+
+
+def empty_like(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
+    """A sparse tensor without entries, of a dense one's shape and dtype."""
+    return torch.sparse_coo_tensor(
+        torch.empty(sparse_dims, 0, dtype=torch.int64),
+        torch.empty(0, *parameter.shape[sparse_dims:], dtype=parameter.dtype),
+        parameter.shape,
+        check_invariants=False,
+    )
+
+
+def start_sparse_allreduce(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    compression: type[Compressor],
+) -> Callable[[], torch.Tensor]:
+    """sparse_allreduce_async whose values travel compressed, and are added in their own dtype."""
+    if tensor.layout != torch.sparse_coo:
+        raise ValueError(
+            f"[torch] expected a sparse tensor in COO layout, got {tensor.layout}; "
+            f"use allreduce for dense tensors"
+        )
+    if op not in (Average, Sum):
+        raise NotImplementedError(
+            "[torch] sparse tensors can be reduced with op=Average or op=Sum only; make it dense "
+            "with .to_dense() or sparse_as_dense=True"
+        )
+    if op == Average and tensor.dtype == torch.bool:
+        raise ValueError("Average is not defined for bool tensors: use op=Sum (or).")
+    own = tensor.detach().coalesce()
+    size = place(process_set)[1]
+    values, context = compression.compress(own.values())
+    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    handles = (
+        allgather_async(_header_and_indices(own), names[0], process_set),
+        allgather_async(values.contiguous(), names[1], process_set),
+    )
+
+    def finish() -> torch.Tensor:
+        described, gathered = _both(handles)
+        gathered = compression.decompress(gathered, context)
+        if own.dtype in _HALVES:  # entries of one index are added in float32 and rounded once
+            gathered = gathered.to(torch.float32)
+        indices = _joined_indices(described, own)
+        total = torch.sparse_coo_tensor(
+            indices, gathered, own.shape, check_invariants=False
+        ).coalesce()
+        if op == Average:
+            rounding = None if total.is_floating_point() else "trunc"
+            total = torch.div(total, size, rounding_mode=rounding)
+        return total.to(own.dtype)
+
+    return finish
+
+
+def _both(handles: tuple[int, int]) -> list[Any]:
+    """What two operations give; both have ended when the failure of one is raised."""
+    outcomes: list[Any] = []
+    failure: Exception | None = None
+    for handle in handles:
+        try:
+            outcomes.append(synchronize(handle))
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return outcomes
+
+
+def _header_and_indices(tensor: torch.Tensor) -> torch.Tensor:
+    """[entries, dimensions, sparse dimensions, sizes…, indices entry by entry…] as int64."""
+    header = [tensor._nnz(), tensor.dim(), tensor.sparse_dim(), *tensor.shape]
+    return torch.cat([torch.tensor(header), tensor.indices().t().reshape(-1)])
+
+
+def _joined_indices(described: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """The indices of all ranks side by side, (sparse dimensions, entries)."""
+    parts = []
+    start = 0
+    while start < described.numel():
+        entries, dimensions, sparse = described[start : start + 3].tolist()
+        start += 3
+        shape = described[start : start + dimensions].tolist()
+        start += dimensions
+        if shape != list(own.shape) or sparse != own.sparse_dim():
+            raise MismatchError(
+                f"Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape "
+                f"{list(own.shape)}, but another rank sent a tensor of shape {shape}. [torch] "
+                f"sparse dimensions: {own.sparse_dim()} against {sparse}"
+            )
+        parts.append(described[start : start + entries * sparse].view(entries, sparse))
+        start += entries * sparse
+    return torch.cat(parts).t()
