@@ -21,6 +21,8 @@ from perseus.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.extensions import check_extension
@@ -143,5 +145,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -23,8 +23,6 @@ NAMES = FACTS["names"]
 EXPECTED_MISSING = {
     "SyncBatchNorm",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "sync_batch_norm",
 }
 # Parameters beyond Horovod's; optional, and after its own.

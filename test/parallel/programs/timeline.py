@@ -1,0 +1,59 @@
+"""Rank 0's timeline is read while all ranks work, after it was stopped, and after a restart."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import perseus.torch.horovod as hvd
+
+FOLDER = Path(sys.argv[1])
+
+
+def read(path):
+    """The events, as the file was at one moment: neither its size nor its time changed."""
+    while True:
+        before = os.stat(path)
+        text = path.read_text()
+        after = os.stat(path)
+        if (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns):
+            return json.loads(text)
+
+
+def work(name):
+    total = hvd.allreduce(torch.tensor([1.0, 2.0, 3.0]) * (hvd.rank() + 1), name=name, op=hvd.Sum)
+    ranks = hvd.size() * (hvd.size() + 1) / 2
+    assert total.tolist() == [ranks, 2 * ranks, 3 * ranks]
+
+
+def mentioned(events):
+    found = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    return {name for name in found if name.startswith("allreduce.")}
+
+
+hvd.init()
+work("before")
+hvd.start_timeline(FOLDER / "a.json", mark_cycles=True)
+work("test_allreduce")
+if hvd.rank() == 0:
+    deadline = time.monotonic() + 60
+    while "allreduce.test_allreduce" not in mentioned(events := read(FOLDER / "a.json")):
+        assert time.monotonic() < deadline
+    kinds = {event["name"] for event in events}
+    assert {"NEGOTIATE_ALLREDUCE", "ALLREDUCE", "SHM_ALLREDUCE", "CYCLE_START"} <= kinds, kinds
+    assert "start_time_since_epoch_in_micros" in events[0]["args"]
+hvd.barrier()
+hvd.stop_timeline()
+work("after")
+hvd.start_timeline(str(FOLDER / "b.json"))
+work("again")
+hvd.stop_timeline()
+if hvd.rank() == 0:
+    assert mentioned(read(FOLDER / "a.json")) == {"allreduce.test_allreduce"}
+    assert mentioned(read(FOLDER / "b.json")) == {"allreduce.again"}
+    assert sorted(os.listdir(FOLDER)) == ["a.json", "b.json"]
+hvd.shutdown()
+print(f"rank {os.environ['PERSEUS_RANK']} finished", flush=True)
