@@ -13,7 +13,7 @@ _HIDDEN, _EXPOSED, _WAITING = "#86a873", "#d1495b", "#e9c46a"
 _RANKS = (
     "#33658a", "#d1495b", "#86a873", "#8d6a9f", "#e0a030", "#5f6b6d", "#2a9d8f", "#b56576",
 )  # fmt: skip
-_BINS = 240
+_BINS = 100
 _MOST_STEPS = 240  # bars; of longer jobs, means of several steps
 _MOST_LINES = len(_RANKS)
 _DPI = 110
@@ -46,6 +46,11 @@ def _png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
+def _legend_above(axes: Any, columns: int) -> None:
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    axes.legend(fontsize=8, frameon=False, ncols=columns, **place)
+
+
 def overlap(found: Sequence[Step], rank: int) -> bytes:
     """Stacked bars over the steps of one rank: hidden, exposed and waiting time."""
     figure, axes = _figure(10, 3.6)
@@ -63,12 +68,12 @@ def overlap(found: Sequence[Step], rank: int) -> bytes:
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     # A few steps that took very long must not flatten all others.
     usual = sorted(bottom)[int(0.98 * (len(bottom) - 1))]
-    axes.set_ylim(0, 1.35 * usual or 1)
+    axes.set_ylim(0, 1.15 * usual or 1)
     axes.set_xlim(0, len(found))
     unit = "" if together == 1 else f", means of {together}"
     axes.set_xlabel(f"step of rank {rank}{unit}")
     axes.set_ylabel("ms")
-    axes.legend(fontsize=8, ncols=3, loc="upper center", frameon=False)
+    _legend_above(axes, 3)
     return _png(figure)
 
 
@@ -82,17 +87,18 @@ def bandwidth_over_time(traces: Sequence[Trace]) -> bytes:
     scale, unit = (1e9, "GB/s") if max(map(max, lines)) >= 1e9 else (1e6, "MB/s")
     if len(traces) > _MOST_LINES:
         mean = [sum(values) / len(values) / scale for values in zip(*lines, strict=True)]
-        axes.plot(times, mean, color=_RANKS[0], linewidth=1.2, label=f"mean of {len(traces)} ranks")
+        label = f"mean of {len(traces)} ranks"
+        axes.step(times, mean, where="mid", color=_RANKS[0], linewidth=1.2, label=label)
     else:
         for trace, line, colour in zip(traces, lines, _RANKS, strict=False):
             values = [value / scale for value in line]
             label = f"rank {trace.rank}"
-            axes.plot(times, values, color=colour, linewidth=1.2, alpha=0.8, label=label)
+            axes.step(times, values, where="mid", color=colour, linewidth=1.2, label=label)
     axes.set_xlim(0, end - begin)
     axes.set_ylim(0)
     axes.set_xlabel("seconds since the first submission")
     axes.set_ylabel(f"bus bandwidth ({unit})")
-    axes.legend(fontsize=8, frameon=False, ncols=4)
+    _legend_above(axes, 8)
     return _png(figure)
 
 
@@ -112,7 +118,7 @@ def slowest_tensors(tensors: Sequence[Tensor]) -> bytes:
         left = [low + high for low, high in zip(left, widths, strict=True)]
     axes.set_yticks(places, names, fontsize=8)
     axes.set_xlabel("mean ms per operation, all ranks")
-    axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
+    _legend_above(axes, 3)
     return _png(figure)
 
 
@@ -131,7 +137,7 @@ def waiting_per_rank(found: Waiting) -> bytes:
         left = [low + high for low, high in zip(left, widths, strict=True)]
     left_axes.set_xlabel("seconds with a tensor waiting")
     if len(found.ranks) <= _MOST_LINES:
-        left_axes.legend(fontsize=8, frameon=False)
+        _legend_above(left_axes, 4)
     share = [100 * found.last[rank] / max(1, found.operations) for rank in found.ranks]
     right_axes.barh(places, share, 0.7, color=[colours[rank] for rank in found.ranks])
     right_axes.set_xlabel("% of all operations to which it came last")

@@ -124,9 +124,10 @@ def test_steps_split_what_is_hidden_from_what_is_not(pair: list[Path]) -> None:
 
 def test_what_happens_once_is_no_gradient(tmp_path: Path) -> None:
     writer = two_steps(0)
+    writer.operation("a", (5000.0, 5100.0, 5100.0, 5200.0))
     writer.operation("metric", (3950.0, 4000.0, 4000.0, 4010.0))
     found = analysis.steps(read(writer.write(tmp_path / "t.json")))
-    assert len(found) == 2
+    assert len(found) == 3
     assert found[1].end - found[1].begin == pytest.approx(900e-6, abs=1e-7)
     assert analysis.steps(Trace(Path(), 0, 1)) == []
 

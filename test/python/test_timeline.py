@@ -69,17 +69,17 @@ def test_dynamic_records_between_start_and_stop(started: Any, tmp_path: Path) ->
     basics.stop_timeline()
     run("between")
     basics.stop_timeline()
-    assert names(first) == {"barrier.one", "barrier.two"}
+    assert names(first) == {"one", "two"}
     assert "CYCLE_START" in first.read_text()
     basics.start_timeline(second)
     run("three")
     basics.start_timeline(tmp_path / "third.json")
-    assert names(second) == {"barrier.three"}
+    assert names(second) == {"three"}
     assert "CYCLE_START" not in second.read_text()
     run("four")
     basics.shutdown()
-    assert names(tmp_path / "third.json") == {"barrier.four"}
-    assert names(first) == {"barrier.one", "barrier.two"}
+    assert names(tmp_path / "third.json") == {"four"}
+    assert names(first) == {"one", "two"}
 
 
 def test_a_file_named_at_start_is_written_from_there(started: Any, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_file_named_at_start_is_written_from_there(started: Any, tmp_path: Pat
     assert names(tmp_path / "trace.json") == set()
     run("one")
     basics.start_timeline(tmp_path / "other.json")
-    assert names(tmp_path / "trace.json") == {"barrier.one"}
+    assert names(tmp_path / "trace.json") == {"one"}
 
 
 def test_a_file_that_cannot_be_written_is_named(
