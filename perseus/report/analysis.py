@@ -48,7 +48,7 @@ class Step:
 
     @property
     def waiting(self) -> float:
-        """Seconds after backward_end without bytes on the wire: other ranks were not there yet."""
+        """Seconds after backward_end without bytes on the wire: ranks were not there yet."""
         return max(0.0, self.end - self.backward_end - self.exposed)
 
 
@@ -140,7 +140,7 @@ def wire_bandwidth(trace: Trace) -> float:
 
 @dataclass
 class Tensor:
-    """The mean of one name's operations over all ranks."""
+    """One name's operations on all ranks; seconds of all of them together."""
 
     name: str
     kind: str
@@ -156,7 +156,7 @@ class Tensor:
 
 
 def slowest(traces: Sequence[Trace], most: int) -> list[Tensor]:
-    """The names whose operations took longest in all, with mean times, longest first."""
+    """The names whose operations took longest in all, longest first."""
     tensors: dict[tuple[int, str, str], Tensor] = {}
     for trace in traces:
         for o in trace.operations:
@@ -166,12 +166,7 @@ def slowest(traces: Sequence[Trace], most: int) -> list[Tensor]:
             tensor.negotiating += o.agreed - o.submitted
             tensor.queued += o.queued
             tensor.moving += o.moving
-    chosen = sorted(tensors.values(), key=lambda tensor: -tensor.total)[:most]
-    for tensor in chosen:
-        tensor.negotiating /= tensor.count
-        tensor.queued /= tensor.count
-        tensor.moving /= tensor.count
-    return chosen
+    return sorted(tensors.values(), key=lambda tensor: -tensor.total)[:most]
 
 
 # ---- who waited for whom ----

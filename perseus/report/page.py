@@ -139,12 +139,15 @@ def _bandwidth(traces: Sequence[Trace]) -> str:
 
 def _tensors(traces: Sequence[Trace]) -> str:
     found = slowest(traces, _MOST_TENSORS)
-    text = "The tensors whose operations took longest in all, and what a single one spent it on."
-    picture = _section("Slowest tensors", text, lambda: plots.slowest_tensors(found))
+    text = (
+        "The tensors whose operations took longest in all. Many tensors wait or are on the wire at "
+        "the same time, so times do not add up. Below, means of a single operation."
+    )
+    picture = _section("Slowest tensors", text, lambda: plots.slowest_tensors(found, len(traces)))
     rows = "\n".join(
         f"<tr><td>{html.escape(t.name)}</td><td>{t.kind}</td><td>{t.bytes}</td><td>{t.count}</td>"
-        f"<td>{1e3 * t.negotiating:.3f}</td><td>{1e3 * t.queued:.3f}</td>"
-        f"<td>{1e3 * t.moving:.3f}</td></tr>"
+        f"<td>{1e3 * t.negotiating / t.count:.3f}</td><td>{1e3 * t.queued / t.count:.3f}</td>"
+        f"<td>{1e3 * t.moving / t.count:.3f}</td></tr>"
         for t in found
     )
     names = ("tensor", "operation", "bytes", "times", "waiting ms", "queued ms", "wire ms")

@@ -61,7 +61,7 @@ def overlap(found: Sequence[Step], rank: int) -> bytes:
     for label, colour, values in (
         ("on the wire during backward", _HIDDEN, [[s.hidden for s in g] for g in groups]),
         ("on the wire after backward", _EXPOSED, [[s.exposed for s in g] for g in groups]),
-        ("after backward, waiting for ranks", _WAITING, [[s.waiting for s in g] for g in groups]),
+        ("after backward, waiting", _WAITING, [[s.waiting for s in g] for g in groups]),
     ):
         heights = [1e3 * sum(group) / len(group) for group in values]
         axes.bar(x, heights, together, bottom, label=label, color=colour, align="edge")
@@ -102,8 +102,8 @@ def bandwidth_over_time(traces: Sequence[Trace]) -> bytes:
     return _png(figure)
 
 
-def slowest_tensors(tensors: Sequence[Tensor]) -> bytes:
-    """Mean time of each tensor's operation, by what it was spent on."""
+def slowest_tensors(tensors: Sequence[Tensor], ranks: int) -> bytes:
+    """The time of each tensor's operations, by what it was spent on; mean of the ranks."""
     figure, axes = _figure(10, 1.2 + 0.32 * len(tensors))
     names = [_short(tensor.name) for tensor in tensors]
     places = range(len(tensors))[::-1]
@@ -113,11 +113,11 @@ def slowest_tensors(tensors: Sequence[Tensor]) -> bytes:
         ("queued behind other buckets", "#a8b5bd", [t.queued for t in tensors]),
         ("on the wire, with its bucket", "#33658a", [t.moving for t in tensors]),
     ):
-        widths = [1e3 * value for value in values]
+        widths = [value / ranks for value in values]
         axes.barh(places, widths, 0.7, left, color=colour, label=label)
         left = [low + high for low, high in zip(left, widths, strict=True)]
     axes.set_yticks(places, names, fontsize=8)
-    axes.set_xlabel("mean ms per operation, all ranks")
+    axes.set_xlabel("seconds in all operations, mean of the ranks")
     _legend_above(axes, 3)
     return _png(figure)
 
@@ -136,6 +136,7 @@ def waiting_per_rank(found: Waiting) -> bytes:
         left_axes.barh(places, widths, 0.7, left, color=colours[other], label=label)
         left = [low + high for low, high in zip(left, widths, strict=True)]
     left_axes.set_xlabel("seconds with a tensor waiting")
+    left_axes.locator_params(axis="x", nbins=5)
     if len(found.ranks) <= _MOST_LINES:
         _legend_above(left_axes, 4)
     share = [100 * found.last[rank] / max(1, found.operations) for rank in found.ranks]

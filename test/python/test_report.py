@@ -143,12 +143,13 @@ def test_bandwidth_spreads_bytes_over_time() -> None:
     assert analysis.bus_bytes(Bucket("ALLREDUCE", 10, 1, "local", 0, 1)) == 0
 
 
-def test_slowest_tensors_are_means_of_all_ranks(pair: list[Path]) -> None:
+def test_slowest_tensors_are_those_of_all_ranks(pair: list[Path]) -> None:
     first, second = analysis.slowest(read_all(pair), 5)
     assert (first.name, first.count, second.name) == ("a", 4, "b")
-    assert first.negotiating == pytest.approx(200e-6, abs=1e-7)
-    assert second.negotiating == pytest.approx(200e-6, abs=1e-7)
-    assert first.moving == pytest.approx(200e-6, abs=1e-7)
+    assert first.negotiating == pytest.approx(2 * 300e-6 + 2 * 100e-6, abs=1e-6)
+    assert second.negotiating == pytest.approx(2 * 300e-6 + 2 * 100e-6, abs=1e-6)
+    assert first.moving == pytest.approx(4 * 200e-6, abs=1e-6)
+    assert first.total - second.total == pytest.approx(4 * 10e-6, abs=1e-6)
     assert len(analysis.slowest(read_all(pair), 1)) == 1
 
 

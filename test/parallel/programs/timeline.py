@@ -1,4 +1,7 @@
-"""Rank 0's timeline is read while all ranks work, after it was stopped, and after a restart."""
+"""Rank 0's timeline is read while all ranks work, after it was stopped, and after a restart.
+
+The last recording is of a short training on all ranks (train.json, train.rank1.json, …).
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ import torch
 
 import perseus.torch.horovod as hvd
 
-FOLDER = Path(sys.argv[1])
+FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 
 
 def read(path):
@@ -54,6 +57,16 @@ hvd.stop_timeline()
 if hvd.rank() == 0:
     assert mentioned(read(FOLDER / "a.json")) == {"allreduce.test_allreduce"}
     assert mentioned(read(FOLDER / "b.json")) == {"allreduce.again"}
-    assert sorted(os.listdir(FOLDER)) == ["a.json", "b.json"]
+
+
+hvd.start_timeline(FOLDER / "train.json", mark_cycles=True)
+model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for _ in range(STEPS):
+    optimizer.zero_grad()
+    model(torch.full((4, 20), float(hvd.rank()))).square().mean().backward()
+    optimizer.step()
 hvd.shutdown()
 print(f"rank {os.environ['PERSEUS_RANK']} finished", flush=True)
