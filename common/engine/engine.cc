@@ -157,6 +157,7 @@ bool Engine::pass(bool eager) {
 }
 
 void Engine::finish(Entry* entry, const Status& status) {
+  if (timeline_.on()) timeline_.operation(*entry, status.ok);
   if (entry->stand_in) {
     const auto group = groups_.find(entry->group);
     if (group != groups_.end()) group->second->negotiation().retire(entry);
@@ -168,7 +169,6 @@ void Engine::finish(Entry* entry, const Status& status) {
   HandleTable::Slot* slot = handles_.at(entry->handle);
   slot->status = status;
   flight_recorder_.record(*entry, entry->name->text, status.ok);
-  if (timeline_.on()) timeline_.operation(*entry, status.ok);
   // Its group may be the one that goes.
   const auto group = groups_.find(entry->group);
   if (group != groups_.end()) group->second->negotiation().retire(entry);

@@ -141,14 +141,17 @@ void TraceFormat::operation(const TraceRecord& r, const std::string& name, std::
   const int64_t submitted = r.at[0], agreed = r.at[1], ended = r.at[2];
   const std::string kind = kind_name(r.kind);
   const std::string outcome = field("outcome", std::string(r.ok ? "done" : "failed"));
+  // A rank that has joined gives zeros to what it never submitted.
+  const bool joined = submitted == 0;
   std::string waiting;
   if (r.last_rank >= 0) waiting += field("last_rank", static_cast<uint64_t>(r.last_rank));
   if (agreed == 0) waiting += outcome;
-  span("NEGOTIATE_" + kind, row.pid, 0, submitted, agreed == 0 ? ended : agreed, waiting, events);
+  if (!joined) span("NEGOTIATE_" + kind, row.pid, 0, submitted, agreed == 0 ? ended : agreed, waiting, events);
   if (agreed == 0) return;
   span(kind, row.pid, 0, agreed, ended,
        field("dtype", std::string(dtype_name(r.dtype))) + field("bytes", r.bytes) + field("tensors", r.count) +
-           field("process_set", static_cast<uint64_t>(r.group)) + outcome,
+           field("process_set", static_cast<uint64_t>(r.group)) + (joined ? field("joined", uint64_t{1}) : "") +
+           outcome,
        events);
   if (row.inner.empty()) return;
   *events += ",\n" + row.inner;

@@ -10,7 +10,7 @@ namespace perseus {
 
 struct TraceRecord {
   enum class What : uint8_t {
-    kOperation,  // a request ended; at: submitted, agreed, ended
+    kOperation,  // a request ended; at: submitted (0 = not by this rank), agreed, ended
     kBucket,     // a fused execution ended; at: begun, first byte, last byte. `count` members follow
     kMember,     // a request that was part of it; at[0]: agreed
     kRound,      // a negotiation round began; at[0]: when

@@ -141,15 +141,17 @@ class _Reader:
             if operation.bucket < 0:
                 operation.bucket = facts["bucket"]
         else:
+            joined = "joined" in facts  # then others submitted it
             operation = Operation(
                 name=self._names[row],
                 kind=name,
                 process_set=facts["process_set"],
-                submitted=self._submitted[row],
+                submitted=begin if joined else self._submitted[row],
                 agreed=begin,
                 ended=end,
                 bytes=facts["bytes"],
                 ok=facts["outcome"] == "done",
             )
             self._latest[row] = operation
-            self._trace.operations.append(operation)
+            if not joined:
+                self._trace.operations.append(operation)

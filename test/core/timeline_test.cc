@@ -284,6 +284,35 @@ TEST_F(Timeline, FailedOperationsAreSaidToHaveFailed) {
   EXPECT_EQ(trace.find("ALLREDUCE", "bad").size(), 0u);
 }
 
+TEST_F(Timeline, WhatARankThatHasJoinedGivesToOthersIsSaidToBeThat) {
+  WorldOptions options;
+  options.overrides = {"HOROVOD_TIMELINE=" + file("trace.json"), "PERSEUS_TIMELINE_ALL_RANKS=1"};
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        allreduce(context, rank, 2, "both");
+        float data[3] = {1, 2, 3};
+        const int64_t shape[1] = {3};
+        const perseus_tensor tensor{data, data, shape, 1, PERSEUS_FLOAT32};
+        if (rank == 1) {
+          EXPECT_EQ(run(context, request_of(PERSEUS_ALLREDUCE, "one", &tensor, 1)).code, PERSEUS_OK);
+        }
+        EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+        EXPECT_EQ(data[2], 3);
+      },
+      options);
+  const Trace away(file("trace.json")), there(file("trace.rank1.json"));
+  EXPECT_EQ(away.find("NEGOTIATE_ALLREDUCE", "one").size(), 0u);
+  EXPECT_EQ(away.find("ALLREDUCE", "one").at(0)["args"]["joined"].number, 1);
+  EXPECT_EQ(away.find("MEM_ALLREDUCE", "one").size(), 1u);
+  EXPECT_EQ(there.find("NEGOTIATE_ALLREDUCE", "one").size(), 1u);
+  EXPECT_FALSE(there.find("ALLREDUCE", "one").at(0)["args"].has("joined"));
+  for (const Trace& trace : {away, there}) {
+    EXPECT_FALSE(trace.find("ALLREDUCE", "both").at(0)["args"].has("joined"));
+    EXPECT_EQ(trace.find("JOIN", "join").size(), 1u);
+  }
+}
+
 TEST_F(Timeline, NothingIsLostSilently) {
   const std::string path = file("trace.json");
   constexpr int kRecords = 40000;  // more than the ring holds
@@ -328,8 +357,8 @@ perseus::RoundContent round_of(std::vector<int> announcing) {
 
 TEST(LastRank, IsKnownWhereOneRankAloneCameWithTheLastRound) {
   const auto last_after = [](const std::vector<std::vector<int>>& rounds) {
-    perseus::Negotiation negotiation(3, {4, 6, 9});
     perseus::Entry entry;
+    perseus::Negotiation negotiation(1, {4, 6, 9}, [] { return nullptr; });
     negotiation.submit("t", &entry);
     negotiation.collect();
     std::vector<perseus::Entry*> ready;

@@ -143,6 +143,18 @@ def test_bandwidth_spreads_bytes_over_time() -> None:
     assert analysis.bus_bytes(Bucket("ALLREDUCE", 10, 1, "local", 0, 1)) == 0
 
 
+def test_what_a_rank_only_gave_zeros_to_is_not_its_operation(tmp_path: Path) -> None:
+    writer = two_steps(0)
+    for place, event in enumerate(writer.events):
+        if event["name"] == "NEGOTIATE_ALLREDUCE" and event["ts"] == 3400:
+            del writer.events[place]
+            writer.events[place]["args"]["joined"] = 1
+            break
+    trace = read(writer.write(tmp_path / "t.json"))
+    assert [operation.name for operation in trace.operations] == ["a", "b", "a"]
+    assert len(trace.buckets) == 4
+
+
 def test_slowest_tensors_are_those_of_all_ranks(pair: list[Path]) -> None:
     first, second = analysis.slowest(read_all(pair), 5)
     assert (first.name, first.count, second.name) == ("a", 4, "b")
