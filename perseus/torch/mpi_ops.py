@@ -24,6 +24,8 @@ from perseus.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from perseus.errors import HorovodInternalError
 from perseus.extensions import (
@@ -151,6 +153,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
