@@ -43,6 +43,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "keras": {"", "elastic", "tensorflow"},
     "mxnet": {"", "elastic"},
     "run": {"", "elastic"},
+    "report": {""},
     "bench": {"", "torch", "run"},
     "compat": {"", "elastic", "torch", "tensorflow", "keras", "mxnet", "run"},
 }

@@ -7,6 +7,7 @@ be called from any.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -235,6 +236,23 @@ def group_ranks(group: int) -> list[int] | None:
 def stats() -> dict[str, int]:
     """Counters of this rank; perseus.stats() documents them."""
     return _context().stats()
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record a Chrome trace of all operations into a file from here on; see docs/timeline.md.
+
+    file_path: of rank 0; other ranks write only with PERSEUS_TIMELINE_ALL_RANKS=1, with their
+    number before its suffix. A recording into another file ends, one into the same file goes on.
+    mark_cycles: mark where negotiation rounds begin.
+    Blocks until that is done. ValueError when HOROVOD_TIMELINE was not set at init() (DYNAMIC arms
+    this call and records nothing by itself), or when the file cannot be written.
+    """
+    _context().start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording: the file is complete on return. Does nothing where none is running."""
+    _context().stop_timeline()
 
 
 def mpi_threads_supported() -> bool:

@@ -307,6 +307,24 @@ int perseus_group_ranks(const perseus_context* context, int group, int* ranks, i
   return count;
 }
 
+// ---- timeline ----
+
+perseus_code perseus_timeline_start(perseus_context* context, const char* path, int mark_cycles) {
+  return guarded([&] {
+    context->context->check_process();
+    context->context->engine().start_timeline(path == nullptr ? "" : path, mark_cycles != 0);
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_timeline_stop(perseus_context* context) {
+  return guarded([&] {
+    context->context->check_process();
+    context->context->engine().stop_timeline();
+    return PERSEUS_OK;
+  });
+}
+
 const char* perseus_kernel_variant(void) { return perseus::kernels::variant(); }
 
 }  // extern "C"

@@ -48,6 +48,15 @@ const Variable kTable[] = {
     {Var::kFlightRecorder, "PERSEUS_FLIGHT_RECORDER", "TMPDIR", VarType::kString, "/tmp", "", false,
      "Directory into which every rank writes its last 256 operations when the job fails, for finding out why. "
      "off = nowhere."},
+    {Var::kTimeline, "HOROVOD_TIMELINE", "", VarType::kString, "", "", false,
+     "File into which rank 0 writes a Chrome trace of every operation from init() on; it opens in Perfetto at any "
+     "time. "
+     "DYNAMIC = only between start_timeline() and stop_timeline(), which need this variable."},
+    {Var::kTimelineMarkCycles, "HOROVOD_TIMELINE_MARK_CYCLES", "", VarType::kBool, "0", "", false,
+     "1 = marks in the timeline where negotiation rounds begin."},
+    {Var::kTimelineAllRanks, "PERSEUS_TIMELINE_ALL_RANKS", "", VarType::kBool, "0", "", false,
+     "1 = every rank writes a timeline, with its number before the file's suffix: trace.json of rank 0, "
+     "trace.rank1.json of rank 1, for perseus-report."},
     {Var::kLogLevel, "PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL", VarType::kChoice, "warning",
      "trace|debug|info|warning|error|fatal", false, "Least severe message that is written to standard error."},
     {Var::kLogHideTime, "HOROVOD_LOG_HIDE_TIME", "", VarType::kBool, "0", "", false,

@@ -24,6 +24,9 @@ enum class Var {
   kMasterPort,
   kSecretFile,
   kFlightRecorder,
+  kTimeline,
+  kTimelineMarkCycles,
+  kTimelineAllRanks,
   kLogLevel,
   kLogHideTime,
   kCount

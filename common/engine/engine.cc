@@ -35,6 +35,12 @@ Driver::Settings driving(const Config& config, int spare_cores) {
   return settings;
 }
 
+std::vector<const char*> names_of(const std::vector<Transport*>& route) {
+  std::vector<const char*> names;
+  for (const Transport* transport : route) names.push_back(transport == nullptr ? "none" : transport->name());
+  return names;
+}
+
 bool changes_groups(const Entry& entry) {
   return entry.description.kind == Kind::kAddGroup || entry.description.kind == Kind::kRemoveGroup;
 }
@@ -54,10 +60,12 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       waker_(std::move(waker)),
       transports_(std::move(transports)),
       route_(std::move(route)),
+      timeline_(world, config, names_of(route_), log),
       left_(static_cast<size_t>(world.size), false),
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
                                 [this] { return has_submissions(); }}) {
+  execution_settings_.timeline = &timeline_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
     for (const auto& transport : transports_) tcp_ |= std::strcmp(transport->name(), "tcp") == 0;
@@ -115,7 +123,9 @@ bool Engine::pass(bool eager) {
     read_notices();
     if (!failed_.load(std::memory_order_relaxed)) {
       for (auto& [id, group] : groups_) {
+        const uint64_t rounds = group->rounds();
         moved |= group->step(eager, kBucketsWorth, &finished_, &mismatched_);
+        if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
         if (group->called()) waker_->arm_timer(Group::kJoinWithin);
       }
       if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
@@ -147,6 +157,7 @@ bool Engine::pass(bool eager) {
 }
 
 void Engine::finish(Entry* entry, const Status& status) {
+  if (timeline_.on()) timeline_.operation(*entry, status.ok);
   if (entry->stand_in) {
     const auto group = groups_.find(entry->group);
     if (group != groups_.end()) group->second->negotiation().retire(entry);
@@ -224,6 +235,14 @@ HandleTable::Slot* Engine::poll(int64_t handle) {
   HandleTable::Slot* slot = handles_.find(handle);
   if (slot != nullptr && !HandleTable::is_done(*slot)) driver_.nudge();
   return slot;
+}
+
+void Engine::start_timeline(const std::string& path, bool mark_cycles) {
+  timeline_.start(path, mark_cycles, [this](const std::function<void()>& action) { driver_.exclusively(action); });
+}
+
+void Engine::stop_timeline() {
+  timeline_.stop([this](const std::function<void()>& action) { driver_.exclusively(action); });
 }
 
 std::vector<int> Engine::group_ranks(int id) const {

@@ -16,6 +16,7 @@
 #include "engine/flight_recorder.h"
 #include "engine/group.h"
 #include "engine/handle_table.h"
+#include "engine/timeline.h"
 #include "transport/transport.h"
 #include "transport/waker.h"
 
@@ -71,6 +72,10 @@ class Engine {
   // Empty while all is well.
   std::string failure() const;
 
+  // See perseus_timeline_start and perseus_timeline_stop.
+  void start_timeline(const std::string& path, bool mark_cycles);
+  void stop_timeline();
+
   std::vector<int> group_ranks(int id) const;
   // Of an unnamed request of the group; -1 where this rank is no member.
   int64_t next_number(int group) const;
@@ -117,6 +122,7 @@ class Engine {
   std::unique_ptr<Waker> waker_;
   std::vector<std::unique_ptr<Transport>> transports_;
   std::vector<Transport*> route_;
+  Timeline timeline_;
   HandleTable handles_;
 
   mutable std::mutex groups_mutex_;

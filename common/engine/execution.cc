@@ -219,6 +219,7 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
 void Execution::close_all() {
   // The counter is the same on all ranks, and so is the stream.
   for (auto& bucket : open_) {
+    bucket->number = buckets_started_;
     Stream& stream = streams_[buckets_started_++ % streams_.size()];
     stream.queue.push_back(std::move(bucket));
     ++in_flight_;
@@ -238,6 +239,8 @@ void Execution::begin(Stream* stream, uint32_t index) {
   else stream->exchange->start(bucket.plan, stream->sequence++, bucket.output != nullptr ? &bucket : nullptr);
   stream->moved_ns = 0;
   const int64_t now = now_ns();
+  stream->begun_ns = now;
+  stream->first_byte_ns = 0;
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
 }
@@ -259,8 +262,10 @@ bool Execution::step(std::vector<Entry*>* finished) {
     Stream& stream = streams_[i];
     if (stream.queue.empty()) continue;
     if (!stream.exchange || stream.exchange->done()) begin(&stream, static_cast<uint32_t>(i));
+    const int64_t before = traced() && stream.first_byte_ns == 0 ? now_ns() : 0;
     if (stream.exchange->step()) {
       moved = true;
+      if (before != 0) stream.first_byte_ns = before;
       stream.moved_ns = 0;
     } else if (settings_.timeout_ns > 0) {
       const int64_t now = now_ns();
@@ -268,6 +273,7 @@ bool Execution::step(std::vector<Entry*>* finished) {
       if (now - stream.moved_ns > settings_.timeout_ns) report_silence(stream);
     }
     if (!stream.exchange->done() || begin_next(&stream)) continue;
+    if (traced()) trace(stream, i);
     std::unique_ptr<Bucket> bucket = std::move(stream.queue.front());
     stream.queue.erase(stream.queue.begin());
     --in_flight_;
@@ -278,6 +284,13 @@ bool Execution::step(std::vector<Entry*>* finished) {
     free_.push_back(std::move(bucket));
   }
   return moved;
+}
+
+void Execution::trace(const Stream& stream, size_t index) const {
+  const Bucket& bucket = *stream.queue.front();
+  settings_.timeline->bucket(
+      Timeline::Bucket{bucket.number, static_cast<int>(index), bucket.bytes, stream.begun_ns, stream.first_byte_ns},
+      ranks_, bucket.entries);
 }
 
 void Execution::report_silence(const Stream& stream) const {

@@ -10,13 +10,15 @@
 #include "collective/adasum.h"
 #include "collective/exchange.h"
 #include "engine/request.h"
+#include "engine/timeline.h"
 
 namespace perseus {
 
 struct ExecutionSettings {
   int streams = 4;
   size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;           // 0 = off
+  int64_t timeout_ns = 60 * kSecond;  // 0 = off
+  Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
 
@@ -26,6 +28,7 @@ class Bucket final : public OutputSink {
   ExchangePlan plan;
   std::unique_ptr<Adasum> adasum;  // then several exchanges take the place of `plan`
   std::vector<Entry*> entries;
+  uint64_t number = 0;  // of the group's buckets, the same on all ranks
   size_t bytes = 0;
   Output* output = nullptr;  // allgather, alltoall
   int64_t row_bytes = 0;
@@ -62,6 +65,7 @@ class Execution {
     std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
     uint64_t sequence = 0;
     int64_t moved_ns = 0;
+    int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way; for the timeline
   };
 
   std::unique_ptr<Bucket> fresh_bucket();
@@ -76,6 +80,8 @@ class Execution {
   void close_all();
   void begin(Stream* stream, uint32_t index);
   bool begin_next(Stream* stream);
+  bool traced() const { return settings_.timeline != nullptr && settings_.timeline->on(); }
+  void trace(const Stream& stream, size_t index) const;
   void report_silence(const Stream& stream) const;
 
   const ExecutionSettings settings_;

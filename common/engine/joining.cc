@@ -105,6 +105,7 @@ Entry* Negotiation::stand_in(Name* name) {
   entry->description = name->agreed;
   entry->submitted_ns = entry->agreed_ns = entry->started_ns = 0;
   entry->executions_left = 0;
+  entry->last_rank = -1;
   entry->splits.clear();
   entry->buffers.clear();
   entry->bytes = 0;

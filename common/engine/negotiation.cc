@@ -98,7 +98,11 @@ void Negotiation::hear(int rank, const std::string& text, Description&& descript
     name.announced.resize(size_);
     name.announced_by.assign(size_, false);
   }
-  if (!name.announced_by[rank]) ++name.announced_count;
+  if (!name.announced_by[rank]) {
+    ++name.announced_count;
+    name.last = name.last_round == applied_ ? -1 : rank;
+    name.last_round = applied_;
+  }
   name.announced_by[rank] = true;
   name.announced[rank] = std::move(description);
   if (name.announced_count == size_) touched_.push_back(&name);
@@ -114,6 +118,7 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
     }
   }
   touched_.clear();
+  ++applied_;
   const bool closed = closing_;
   std::string text;
   for (int rank = 0; rank < size_; ++rank) {
@@ -141,6 +146,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     while (!name->announced_by[first]) ++first;
     name->agreed = std::move(name->announced[first]);
     Entry* entry = take_entry(name);
+    if (name->last >= 0 && name->announced_count == size_) entry->last_rank = ranks_[static_cast<size_t>(name->last)];
     // The lowest rank's priority goes for all, so that all run in one order.
     entry->description.priority = name->agreed.priority;
     if (!name->agreed.transient) take_slot(name);

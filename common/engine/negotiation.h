@@ -30,6 +30,8 @@ struct Name {
   std::vector<Description> announced;  // by group rank, while not agreed
   std::vector<bool> announced_by;
   int announced_count = 0;
+  int last = -1;            // group rank that announced last, where only one did in that round
+  uint64_t last_round = 0;  // counted by apply()
   int64_t warned_ns = 0;
 };
 
@@ -116,6 +118,7 @@ class Negotiation {
   bool news_ = false;
   size_t news_bytes_ = 0;
   int pending_ = 0;
+  uint64_t applied_ = 0;  // rounds
 
   // The same on all ranks but for join_entry_:
   std::vector<bool> joined_;

@@ -99,6 +99,7 @@ struct Entry {
   int64_t submitted_ns = 0;
   int64_t agreed_ns = 0;   // all ranks have submitted it; 0 = not yet
   int64_t started_ns = 0;  // its first bytes may move; 0 = not yet
+  int last_rank = -1;      // submitted it last; -1 = not known
   int executions_left = 0;
   size_t bytes = 0;
   // Not submitted here: zeros that a rank which has joined gives to an operation of the others. It has no handle.

@@ -141,6 +141,7 @@ int64_t Engine::submit(const Submission& s) {
   entry->group = s.group;
   entry->submitted_ns = now_ns();
   entry->agreed_ns = entry->started_ns = 0;
+  entry->last_rank = -1;
   entry->executions_left = 0;
   entry->bytes = 0;
   entry->buffers.clear();

@@ -133,6 +133,32 @@ std::optional<std::vector<int>> ContextOwner::group_ranks(int group) const {
   return ranks;
 }
 
+void ContextOwner::start_timeline(const std::string& path, bool mark_cycles) {
+  get();
+  perseus_code code;
+  {
+    const ContextUse use(*this);
+    py::gil_scoped_release release;
+    code = perseus_timeline_start(use.context(), path.c_str(), mark_cycles ? 1 : 0);
+  }
+  if (code == PERSEUS_OK) return;
+  raise(code);
+  throw py::error_already_set();
+}
+
+void ContextOwner::stop_timeline() {
+  get();
+  perseus_code code;
+  {
+    const ContextUse use(*this);
+    py::gil_scoped_release release;
+    code = perseus_timeline_stop(use.context());
+  }
+  if (code == PERSEUS_OK) return;
+  raise(code);
+  throw py::error_already_set();
+}
+
 void bind_context(py::module_& module) {
   const auto number = [](auto function) {
     return [function](const ContextOwner& self) { return function(self.get()); };
@@ -164,6 +190,9 @@ void bind_context(py::module_& module) {
           py::arg("peer"), "How bytes reach a rank: 'none', 'mem', 'shm' or 'tcp'.")
       .def("stats", &ContextOwner::stats)
       .def("group_ranks", &ContextOwner::group_ranks, py::arg("group"), "Members in group order, None when unknown.")
+      .def("start_timeline", &ContextOwner::start_timeline, py::arg("path"), py::arg("mark_cycles") = false,
+           "Records into a file from here on.")
+      .def("stop_timeline", &ContextOwner::stop_timeline, "Completes the file of the recording, if there is one.")
       .def("shutdown", &ContextOwner::shutdown, "Ends the world on every rank.")
       .def("close", &ContextOwner::close, "Shuts down and frees everything.");
 }

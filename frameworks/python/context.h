@@ -46,6 +46,8 @@ class ContextOwner {
   std::optional<std::string> failure() const;
   std::map<std::string, uint64_t> stats() const;
   std::optional<std::vector<int>> group_ranks(int group) const;
+  void start_timeline(const std::string& path, bool mark_cycles);
+  void stop_timeline();
 
  private:
   friend class ContextUse;

@@ -81,6 +81,13 @@ SETTINGS = (
         "age at which such a tensor ends the job; 0 = never",
     ),
     Setting(
+        "--timeline-filename",
+        "timeline",
+        str,
+        ("HOROVOD_TIMELINE",),
+        "file into which rank 0 writes a Chrome trace; DYNAMIC = only what start_timeline() names",
+    ),
+    Setting(
         "--log-level",
         "logging",
         str,
@@ -96,6 +103,20 @@ SWITCHES = (
         "--no-stall-check", "stall check", "HOROVOD_STALL_CHECK_DISABLE", "1", "no stall warnings"
     ),
     Switch("--stall-check", "stall check", "HOROVOD_STALL_CHECK_DISABLE", "0", argparse.SUPPRESS),
+    Switch(
+        "--timeline-mark-cycles",
+        "timeline",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        "1",
+        "mark negotiation rounds in it",
+    ),
+    Switch(
+        "--no-timeline-mark-cycles",
+        "timeline",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
+        "0",
+        argparse.SUPPRESS,
+    ),
     Switch(
         "--log-without-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "1", "no time in log lines"
     ),
@@ -145,7 +166,7 @@ def variables(arguments: argparse.Namespace) -> dict[str, str]:
 def _value_of(setting: Setting) -> Callable[[str], str]:
     def check(text: str) -> str:
         if setting.kind is str:
-            return text.upper()
+            return text.upper() if setting.choices else text
         try:
             number = setting.kind(text)
         except ValueError:

@@ -21,6 +21,8 @@ from perseus.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.extensions import check_extension
@@ -147,6 +149,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "sync_batch_norm",
     "synchronize",
 ]

@@ -24,6 +24,8 @@ from perseus.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from perseus.errors import HorovodInternalError
 from perseus.extensions import (
@@ -153,6 +155,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

@@ -227,6 +227,17 @@ PERSEUS_EXPORT int perseus_group_ranks(const perseus_context* context, int group
  * not in. */
 PERSEUS_EXPORT int64_t perseus_group_next_number(perseus_context* context, int group);
 
+/* ---- timeline: a Chrome trace of every operation, see docs/timeline.md
+ * ------------------------------------------------- */
+
+/* Records into the file `path` from here on; a recording into another file ends, one into the same file goes on. All of
+ * it has happened on return. Each rank decides for itself: rank 0 has the file as named, the others (trace.rank1.json)
+ * write only with PERSEUS_TIMELINE_ALL_RANKS=1 and else do nothing here. mark_cycles: where negotiation rounds begin.
+ * PERSEUS_INVALID_ARGUMENT when HOROVOD_TIMELINE is not set or the file cannot be written. */
+PERSEUS_EXPORT perseus_code perseus_timeline_start(perseus_context* context, const char* path, int mark_cycles);
+/* Ends the recording, if there is one: the file is complete on return, what happens later is not in it. */
+PERSEUS_EXPORT perseus_code perseus_timeline_stop(perseus_context* context);
+
 /* ---- kernels, for benchmarks ---------------------------------------------------------------------------------------
  */
 

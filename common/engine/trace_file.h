@@ -1,0 +1,30 @@
+// A JSON array on disk that is whole after every write: the closing bracket is written again each time. Used by one
+// thread.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace perseus {
+
+class TraceFile {
+ public:
+  // Makes the file, or empties it; throws Error(kInvalidArgument) when that cannot be done.
+  explicit TraceFile(const std::string& path);
+  ~TraceFile();
+  TraceFile(const TraceFile&) = delete;
+  TraceFile& operator=(const TraceFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  // Appends events, separated by ",\n". "" or what went wrong; then the file ends with the events before these.
+  std::string append(const std::string& events);
+
+ private:
+  std::string write_at(const std::string& text);
+
+  const std::string path_;
+  int fd_ = -1;
+  int64_t end_ = 0;  // of the last event
+};
+
+}  // namespace perseus

@@ -1,0 +1,1 @@
+"""perseus-report: the timelines of all ranks become one HTML page."""

@@ -1,0 +1,64 @@
+"""perseus-report: files in, one HTML page out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from perseus.report import plots
+from perseus.report.page import make_page, warnings
+from perseus.report.trace import read_all
+
+_USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page; the exit status is 0, or 2 after one line that says what is wrong."""
+    try:
+        given = _parser().parse_args(arguments)
+        if reason := plots.unavailable():
+            raise ValueError(reason)
+        traces = read_all(given.traces)
+        given.output.write_text(make_page(traces), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"perseus-report: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    for warning in warnings(traces):
+        print(f"perseus-report: {warning}", file=sys.stderr)
+    print(f"wrote {given.output}")
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; perseus-report -h shows everything")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="perseus-report",
+        description="Makes one HTML page from the timelines of a job's ranks (HOROVOD_TIMELINE, "
+        "PERSEUS_TIMELINE_ALL_RANKS=1): overlap of backward and communication, bandwidth, slowest "
+        "tensors, who waited for whom.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("traces", nargs="+", type=Path, metavar="trace.json", help="of as many ranks as there are")
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("perseus-report.html"),
+        metavar="FILE",
+        help="the page (perseus-report.html)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""The report's pictures as PNG bytes, drawn by matplotlib, which is imported only here."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from perseus.report.analysis import Step, Tensor, Waiting, bandwidth
+from perseus.report.trace import Trace
+
+_HIDDEN, _EXPOSED, _WAITING = "#86a873", "#d1495b", "#e9c46a"
+_RANKS = (
+    "#33658a", "#d1495b", "#86a873", "#8d6a9f", "#e0a030", "#5f6b6d", "#2a9d8f", "#b56576",
+)  # fmt: skip
+_BINS = 100
+_MOST_STEPS = 240  # bars; of longer jobs, means of several steps
+_MOST_LINES = len(_RANKS)
+_DPI = 110
+
+
+def unavailable() -> str | None:
+    """Why nothing can be drawn; None when it can."""
+    try:
+        import matplotlib  # noqa: F401 - only whether it is there
+    except ImportError:
+        return "the plots need matplotlib: pip install perseus-training[plots]"
+    return None
+
+
+def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes if columns > 1 else axes[0]
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=_DPI)
+    return buffer.getvalue()
+
+
+def _legend_above(axes: Any, columns: int) -> None:
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1)}
+    axes.legend(fontsize=8, frameon=False, ncols=columns, **place)
+
+
+def overlap(found: Sequence[Step], rank: int) -> bytes:
+    """Stacked bars over the steps of one rank: hidden, exposed and waiting time."""
+    figure, axes = _figure(10, 3.6)
+    together = -(-len(found) // _MOST_STEPS)
+    groups = [found[i : i + together] for i in range(0, len(found), together)]
+    bottom = [0.0] * len(groups)
+    x = [index * together for index in range(len(groups))]
+    for label, colour, values in (
+        ("on the wire during backward", _HIDDEN, [[s.hidden for s in g] for g in groups]),
+        ("on the wire after backward", _EXPOSED, [[s.exposed for s in g] for g in groups]),
+        ("after backward, waiting", _WAITING, [[s.waiting for s in g] for g in groups]),
+    ):
+        heights = [1e3 * sum(group) / len(group) for group in values]
+        axes.bar(x, heights, together, bottom, label=label, color=colour, align="edge")
+        bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
+    # A few steps that took very long must not flatten all others.
+    usual = sorted(bottom)[int(0.98 * (len(bottom) - 1))]
+    axes.set_ylim(0, 1.15 * usual or 1)
+    axes.set_xlim(0, len(found))
+    unit = "" if together == 1 else f", means of {together}"
+    axes.set_xlabel(f"step of rank {rank}{unit}")
+    axes.set_ylabel("ms")
+    _legend_above(axes, 3)
+    return _png(figure)
+
+
+def bandwidth_over_time(traces: Sequence[Trace]) -> bytes:
+    """Bus bandwidth of every rank over the time of the job; of many ranks, their mean."""
+    figure, axes = _figure(10, 3.2)
+    begin = min(trace.span[0] for trace in traces)
+    end = max(trace.span[1] for trace in traces)
+    times = [(end - begin) * (index + 0.5) / _BINS for index in range(_BINS)]
+    lines = [bandwidth(trace.buckets, begin, end, _BINS) for trace in traces]
+    scale, unit = (1e9, "GB/s") if max(map(max, lines)) >= 1e9 else (1e6, "MB/s")
+    if len(traces) > _MOST_LINES:
+        mean = [sum(values) / len(values) / scale for values in zip(*lines, strict=True)]
+        label = f"mean of {len(traces)} ranks"
+        axes.step(times, mean, where="mid", color=_RANKS[0], linewidth=1.2, label=label)
+    else:
+        for trace, line, colour in zip(traces, lines, _RANKS, strict=False):
+            values = [value / scale for value in line]
+            label = f"rank {trace.rank}"
+            axes.step(times, values, where="mid", color=colour, linewidth=1.2, label=label)
+    axes.set_xlim(0, end - begin)
+    axes.set_ylim(0)
+    axes.set_xlabel("seconds since the first submission")
+    axes.set_ylabel(f"bus bandwidth ({unit})")
+    _legend_above(axes, 8)
+    return _png(figure)
+
+
+def slowest_tensors(tensors: Sequence[Tensor], ranks: int) -> bytes:
+    """The time of each tensor's operations, by what it was spent on; mean of the ranks."""
+    figure, axes = _figure(10, 1.2 + 0.32 * len(tensors))
+    names = [_short(tensor.name) for tensor in tensors]
+    places = range(len(tensors))[::-1]
+    left = [0.0] * len(tensors)
+    for label, colour, values in (
+        ("waiting until all ranks had submitted it", _WAITING, [t.negotiating for t in tensors]),
+        ("queued behind other buckets", "#a8b5bd", [t.queued for t in tensors]),
+        ("on the wire, with its bucket", "#33658a", [t.moving for t in tensors]),
+    ):
+        widths = [value / ranks for value in values]
+        axes.barh(places, widths, 0.7, left, color=colour, label=label)
+        left = [low + high for low, high in zip(left, widths, strict=True)]
+    axes.set_yticks(places, names, fontsize=8)
+    axes.set_xlabel("seconds in all operations, mean of the ranks")
+    _legend_above(axes, 3)
+    return _png(figure)
+
+
+def waiting_per_rank(found: Waiting) -> bytes:
+    """For each rank: how long it waited for whom, and how often it came last itself."""
+    height = 1.5 + 0.3 * len(found.ranks)
+    figure, (left_axes, right_axes) = _figure(10, max(2.4, height), columns=2)
+    places = range(len(found.ranks))[::-1]
+    names = [f"rank {rank}" for rank in found.ranks]
+    left = [0.0] * len(found.ranks)
+    colours = {rank: _RANKS[i % len(_RANKS)] for i, rank in enumerate(found.ranks)}
+    for other in found.ranks:
+        widths = [found.waited[rank].get(other, 0.0) for rank in found.ranks]
+        label = f"for rank {other}" if len(found.ranks) <= _MOST_LINES else None
+        left_axes.barh(places, widths, 0.7, left, color=colours[other], label=label)
+        left = [low + high for low, high in zip(left, widths, strict=True)]
+    left_axes.set_xlabel("seconds with a tensor waiting")
+    left_axes.locator_params(axis="x", nbins=5)
+    if len(found.ranks) <= _MOST_LINES:
+        _legend_above(left_axes, 4)
+    share = [100 * found.last[rank] / max(1, found.operations) for rank in found.ranks]
+    right_axes.barh(places, share, 0.7, color=[colours[rank] for rank in found.ranks])
+    right_axes.set_xlabel("% of all operations to which it came last")
+    right_axes.set_xlim(0, 100)
+    for axes in (left_axes, right_axes):
+        axes.set_yticks(places, names, fontsize=8)
+    return _png(figure)
+
+
+def _short(name: str, most: int = 56) -> str:
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-most // 2 :]}"

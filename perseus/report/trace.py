@@ -1,0 +1,157 @@
+"""Timelines as the core writes them (common/engine/trace_format.cc), read back. Plain values.
+
+Times are seconds since the epoch by the clock of the rank that wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_STREAMS_PID = 1
+_SET_SUFFIX = " (process set "
+
+
+@dataclass
+class Operation:
+    """One request of one rank that all ranks agreed on."""
+
+    name: str
+    kind: str  # "ALLREDUCE"
+    process_set: int
+    submitted: float
+    agreed: float  # all ranks had submitted it
+    ended: float
+    bytes: int
+    ok: bool
+    queued: float = 0.0  # seconds from there until its bytes could move
+    moving: float = 0.0  # seconds in which they could
+    bucket: int = -1  # the first it was part of; the same number on all ranks
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One fused execution on one rank, from its first byte to its last."""
+
+    kind: str
+    bytes: int  # of this rank's tensors
+    ranks: int
+    transport: str  # "shm", "tcp", "shm+tcp", "mem", "local"
+    begin: float
+    end: float
+
+
+@dataclass
+class Trace:
+    """What one rank recorded."""
+
+    path: Path
+    rank: int
+    size: int
+    operations: list[Operation] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+    never_agreed: int = 0  # requests that failed before all ranks had submitted them
+    dropped: int = 0  # records that could not be written fast enough
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """Begin and end of what was recorded; (0, 0) when that is nothing."""
+        if not self.operations:
+            return 0.0, 0.0
+        return (
+            min(operation.submitted for operation in self.operations),
+            max(operation.ended for operation in self.operations),
+        )
+
+
+def read_all(paths: Sequence[Path]) -> list[Trace]:
+    """The traces of one job, by rank. ValueError names the file that is none or does not belong."""
+    traces: dict[int, Trace] = {}
+    for path in paths:
+        trace = read(path)
+        first = next(iter(traces.values()), trace)
+        if trace.rank in traces:
+            raise ValueError(f"{path} and {traces[trace.rank].path} are both of rank {trace.rank}")
+        if trace.size != first.size:
+            raise ValueError(
+                f"{path} is of a job with {trace.size} ranks, {first.path} of one with {first.size}"
+            )
+        traces[trace.rank] = trace
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def read(path: Path) -> Trace:
+    """One file. ValueError when it is no timeline of Perseus, OSError when it cannot be read."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        job = events[0]["args"]
+        trace = Trace(path, job["rank"], job["size"])
+        zero = job["start_time_since_epoch_in_micros"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise ValueError(f"{path} is no timeline of Perseus") from None
+    reader = _Reader(trace, zero)
+    for event in events:
+        reader.take(event)
+    return trace
+
+
+class _Reader:
+    """Puts the events of each row together again: NEGOTIATE_X, X, then what happened within X."""
+
+    def __init__(self, trace: Trace, zero_us: int) -> None:
+        self._trace = trace
+        self._zero_us = zero_us
+        self._names: dict[int, str] = {}
+        self._submitted: dict[int, float] = {}
+        self._latest: dict[int, Operation] = {}
+
+    def take(self, event: dict[str, Any]) -> None:
+        if event["name"] == "process_name":
+            self._names[event["pid"]] = event["args"]["name"].rsplit(_SET_SUFFIX, 1)[0]
+        elif event["name"] == "DROPPED_RECORDS":
+            self._trace.dropped += event["args"]["count"]
+        elif event["ph"] == "X":
+            begin = (self._zero_us + event["ts"]) / 1e6
+            self._take_span(event, begin, begin + event["dur"] / 1e6)
+
+    def _take_span(self, event: dict[str, Any], begin: float, end: float) -> None:
+        row, name, facts = event["pid"], event["name"], event["args"]
+        if row == _STREAMS_PID:
+            self._trace.buckets.append(
+                Bucket(
+                    kind=facts["kind"],
+                    bytes=facts["bytes"],
+                    ranks=facts["ranks"],
+                    transport=facts["transport"],
+                    begin=begin,
+                    end=end,
+                )
+            )
+        elif name.startswith("NEGOTIATE_"):
+            self._submitted[row] = begin
+            self._trace.never_agreed += facts.get("outcome") == "failed"
+        elif name == "QUEUE":
+            self._latest[row].queued += end - begin
+        elif "bucket" in facts:
+            operation = self._latest[row]
+            operation.moving += end - begin
+            if operation.bucket < 0:
+                operation.bucket = facts["bucket"]
+        else:
+            joined = "joined" in facts  # then others submitted it
+            operation = Operation(
+                name=self._names[row],
+                kind=name,
+                process_set=facts["process_set"],
+                submitted=begin if joined else self._submitted[row],
+                agreed=begin,
+                ended=end,
+                bytes=facts["bytes"],
+                ok=facts["outcome"] == "done",
+            )
+            self._latest[row] = operation
+            if not joined:
+                self._trace.operations.append(operation)
