@@ -19,8 +19,6 @@ FACTS = json.loads(
 )
 NAMES = FACTS["names"]
 
-# Not there yet: issue "Everything of Horovod's PyTorch API". What appears must leave this list.
-EXPECTED_MISSING = {}
 # Parameters beyond Horovod's; optional, and after its own.
 EXTRA_PARAMETERS = {"allgather_object": ["process_set"], "zero_grad": ["set_to_none"]}
 KINDS = {
@@ -76,8 +74,6 @@ def test_function_says_what_it_does(name):
 
 def test_constants_and_modules():
     for name, facts in NAMES.items():
-        if name in EXPECTED_MISSING:
-            continue
         if facts["kind"] == "constant":
             assert getattr(hvd, name) == int(facts["value"])
             assert type(getattr(hvd, name)) is int
