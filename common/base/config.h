@@ -24,6 +24,10 @@ enum class Var {
   kMasterPort,
   kSecretFile,
   kFlightRecorder,
+  kAccumulateSteps,
+  kNanCheck,
+  kNanAction,
+  kPerfCheckSteps,
   kLogLevel,
   kLogHideTime,
   kCount

@@ -106,6 +106,7 @@ Entry* Negotiation::stand_in(Name* name) {
   entry->submitted_ns = entry->agreed_ns = entry->started_ns = 0;
   entry->executions_left = 0;
   entry->splits.clear();
+  entry->nans.clear();
   entry->buffers.clear();
   entry->bytes = 0;
   size_t room = kTensorAlign;
