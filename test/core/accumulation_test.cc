@@ -243,6 +243,32 @@ TEST_P(Accumulation, IsForGradientsOnly) {
       steps(4));
 }
 
+TEST_P(Accumulation, ARankThatHasJoinedGivesZeros) {
+  run_world(
+      medium(), 2,
+      [&](int rank, perseus_context* context) {
+        const int64_t count = 2;
+        float data[2];
+        const perseus_tensor tensor{data, data, &count, 1, PERSEUS_FLOAT32};
+        // Rank 1 has data for one sum and a half; the half is lost.
+        for (int step = 0; step < (rank == 1 ? 3 : 4); ++step) {
+          data[0] = data[1] = static_cast<float>(1 + rank + 10 * step);
+          perseus_request request = gradient_of(1, "w", &tensor);
+          request.op = PERSEUS_SUM;
+          const Result result = run_gradient(context, request);
+          EXPECT_EQ(result.gradient, step % 2 == 0 ? PERSEUS_GRADIENT_HELD : PERSEUS_GRADIENT_REDUCED);
+          if (step == 1) {
+            EXPECT_EQ(data[1], 1 + 11 + 2 + 12);
+          }
+          if (step == 3) {
+            EXPECT_EQ(data[1], 21 + 31);
+          }
+        }
+        EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+      },
+      steps(2));
+}
+
 TEST_P(Accumulation, TakesGradientsFromSeveralThreads) {
   constexpr int kThreads = 3, kRounds = 20;
   run_world(

@@ -156,6 +156,31 @@ TEST_P(NanCheck, LooksAtTheSumOfSeveralSteps) {
       with("raise", {"PERSEUS_ACCUMULATE_N_STEPS=2"}));
 }
 
+TEST_P(NanCheck, RanksThatHaveJoinedHearOfItToo) {
+  testing::internal::CaptureStderr();
+  run_world(
+      medium(), 3,
+      [&](int rank, perseus_context* context) {
+        // In the first step all are there; then rank 2 has joined, and ranks 0 and 1 take steps with and without a NaN.
+        for (int step = 0; step < (rank == 2 ? 1 : 4); ++step) {
+          std::vector<std::vector<float>> data(2, std::vector<float>(100, static_cast<float>(rank + 1)));
+          if (step == 2 && rank == 1) data[0][50] = kNan;
+          const std::vector<Result> results = run_gradients(context, {"a", "b"}, &data);
+          EXPECT_EQ(results[0].gradient, step == 2 ? PERSEUS_GRADIENT_SKIPPED : PERSEUS_GRADIENT_REDUCED) << step;
+          EXPECT_EQ(results[1].gradient, PERSEUS_GRADIENT_REDUCED);
+          EXPECT_EQ(data[1][99], step == 0 ? 6 : 3);
+        }
+        EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+      },
+      with("skip"));
+  const std::string text = testing::internal::GetCapturedStderr();
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_EQ(
+        times(text, "perseus rank " + std::to_string(rank) + " warning: [nancheck] NaN in the gradient of a on rank 1"),
+        1u)
+        << text;
+}
+
 TEST_P(NanCheck, IsForGradientsAndWhereAskedFor) {
   const auto ordinary = [&](perseus_context* context, uint64_t owner) {
     const int64_t count = 1;
