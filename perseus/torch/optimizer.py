@@ -199,8 +199,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     if op == Adasum and included and not alone:
         if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
             raise ValueError(
-                "[torch] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum combines the steps "
-                "of every rank's own optimizer: use backward_passes_per_step"
+                "[torch] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum combines the "
+                "steps of every rank's own optimizer: use backward_passes_per_step"
             )
         trained = {p: names[p] for p in parameters if p.requires_grad}
         return adasum_optimizer(

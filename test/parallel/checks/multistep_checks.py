@@ -240,6 +240,13 @@ def check_other_operations_are_not_held() -> None:
         assert total[0].item() == sum(range(hvd.size()))
 
 
+def check_adasum_of_optimizers_is_refused() -> None:
+    with _world(**_accumulate(2)):
+        model = _model()
+        text = raised(ValueError, lambda: _named(_sgd(model), model, op=hvd.Adasum))
+        assert "PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum" in text
+
+
 class _Training:
     """Two layers; in one step the last rank's second one has a NaN."""
 
