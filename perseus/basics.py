@@ -233,6 +233,17 @@ def group_ranks(group: int) -> list[int] | None:
     return _context().group_ranks(group)
 
 
+def setting(name: str) -> int:
+    """A variable as the core has read it: the number, 0 or 1, or the place among its choices."""
+    return _context().setting(name)
+
+
+def forget_gradients(gradient_of: int) -> None:
+    """Drop what the core has summed up for one optimizer; nothing to do without a world."""
+    if _world.context is not None:
+        _world.context.forget_gradients(gradient_of)
+
+
 def stats() -> dict[str, int]:
     """Counters of this rank; perseus.stats() documents them."""
     return _context().stats()

@@ -1,8 +1,8 @@
 """What Perseus raises: one class per kind of failure, under the names Horovod users catch.
 
 Everything that ends or spoils a collective is a HorovodInternalError (a RuntimeError); a request
-that makes no sense and was never started is a ValueError. The binding looks these classes up by
-name. Plain values, thread-safe.
+that makes no sense and was never started is a ValueError, a NaN a FloatingPointError. The binding
+looks these classes up by name. Plain values, thread-safe.
 """
 
 from __future__ import annotations
@@ -28,6 +28,13 @@ class DeadlineError(HorovodInternalError):
 
 class AbortedError(HorovodInternalError):
     """The world has failed or was shut down; hvd.init() makes a new one."""
+
+
+class NanGradientError(FloatingPointError):
+    """A gradient has a NaN and PERSEUS_ALLREDUCE_NANCHECK_ACTION=raise. Raised on every rank.
+
+    No HorovodInternalError: elastic training would go back to the last commit and meet it again.
+    """
 
 
 class InvalidArgumentError(ValueError):

@@ -1,4 +1,5 @@
 // The C ABI: the only place where exceptions become codes.
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -30,6 +31,8 @@ static_assert(static_cast<int>(perseus::DType::kBool) == PERSEUS_BOOL, "same num
 static_assert(static_cast<int>(perseus::ReduceOp::kProduct) == PERSEUS_PRODUCT, "same numbers");
 static_assert(static_cast<int>(perseus::Kind::kJoin) == PERSEUS_JOIN, "same numbers");
 static_assert(static_cast<int>(ErrorKind::kInternal) == PERSEUS_INTERNAL, "same numbers");
+static_assert(static_cast<int>(ErrorKind::kNan) == PERSEUS_NAN, "same numbers");
+static_assert(static_cast<int>(perseus::GradientOutcome::kSkipped) == PERSEUS_GRADIENT_SKIPPED, "same numbers");
 
 thread_local std::string last_error;
 
@@ -168,6 +171,10 @@ int perseus_context_failed(const perseus_context* context, const char** reason) 
   return text.empty() ? 0 : 1;
 }
 
+int64_t perseus_context_setting(const perseus_context* context, const char* name) {
+  return context->context->setting(name);
+}
+
 const char* perseus_context_transport(const perseus_context* context, int peer) {
   if (peer < 0 || peer >= context->context->size()) return "none";
   return context->context->engine().transport_name(peer);
@@ -224,6 +231,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.split_count = r.splits == nullptr ? 0 : r.split_count;
     submission.ranks = r.ranks;
     submission.rank_count = r.ranks == nullptr ? 0 : r.rank_count;
+    if (r.struct_size > offsetof(perseus_request, gradient_of)) submission.gradient_of = r.gradient_of;
     *handle = context->context->engine().submit(submission);
     return PERSEUS_OK;
   });
@@ -250,6 +258,18 @@ perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle
                     "[api] handle " + std::to_string(handle) + " was not created or has been cleared");
     if (!HandleTable::is_done(*slot)) return PERSEUS_IN_PROGRESS;
     if (!slot->status.ok) return fail_with(slot->status.kind, slot->status.message.c_str());
+    return PERSEUS_OK;
+  });
+}
+
+int perseus_handle_gradient(perseus_context* context, perseus_handle handle) {
+  const HandleTable::Slot* slot = context->context->engine().handles().find(handle);
+  return slot == nullptr || !HandleTable::is_done(*slot) ? -1 : static_cast<int>(slot->gradient);
+}
+
+void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of) {
+  guarded([&] {
+    context->context->engine().forget_gradients(gradient_of);
     return PERSEUS_OK;
   });
 }

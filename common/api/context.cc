@@ -300,6 +300,15 @@ void Context::await_ready(Store& store, int rank, const ContextOptions& options,
   }
 }
 
+int64_t Context::setting(const std::string& name) const {
+  for (int i = 0; i < static_cast<int>(Var::kCount); ++i) {
+    const Variable& entry = variable(static_cast<Var>(i));
+    const bool numbered = entry.type == VarType::kInt || entry.type == VarType::kBool || entry.type == VarType::kChoice;
+    if (numbered && name == entry.name) return config_.integer(entry.id);
+  }
+  return -1;
+}
+
 bool Context::in_creating_process() const { return fork_generation() == fork_generation_; }
 
 void Context::check_process() const {

@@ -39,6 +39,8 @@ class Context {
   int cross_rank() const { return cross_rank_; }
   int cross_size() const { return cross_size_; }
   bool homogeneous() const { return homogeneous_; }
+  // See perseus_context_setting.
+  int64_t setting(const std::string& name) const;
   Engine& engine() { return *engine_; }
   const Engine& engine() const { return *engine_; }
 

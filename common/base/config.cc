@@ -57,6 +57,19 @@ const Variable kTable[] = {
     {Var::kTimelineAllRanks, "PERSEUS_TIMELINE_ALL_RANKS", "", VarType::kBool, "0", "", false,
      "1 = every rank writes a timeline, with its number before the file's suffix: trace.json of rank 0, "
      "trace.rank1.json of rank 1, for perseus-report."},
+    {Var::kAccumulateSteps, "PERSEUS_ACCUMULATE_N_STEPS", "", VarType::kInt, "1", "1..1000000", true,
+     "Steps whose gradients are added up on each rank before the sum is averaged over the ranks and the optimizer "
+     "takes "
+     "one step: 1/N of the traffic. The batch is N times as large, so adapt the learning rate."},
+    {Var::kNanCheck, "PERSEUS_ALLREDUCE_NANCHECK", "PERSEUS_ALLREDUCE_NANHECK", VarType::kBool, "0", "", true,
+     "1 = look for NaN in every gradient that is sent. All ranks learn tensor and rank before the optimizer's step."},
+    {Var::kNanAction, "PERSEUS_ALLREDUCE_NANCHECK_ACTION", "", VarType::kChoice, "report", "report|raise|skip", true,
+     "What follows a NaN that was found: report = a warning on every rank, raise = an error on every rank, skip = the "
+     "warning, and no rank takes the optimizer's step."},
+    {Var::kPerfCheckSteps, "PERSEUS_PERF_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
+     "Every so many steps the ranks compare the time they compute, without what they wait for each other, and slow "
+     "ones "
+     "are named on rank 0. 100 is a good value, 0 = off."},
     {Var::kLogLevel, "PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL", VarType::kChoice, "warning",
      "trace|debug|info|warning|error|fatal", false, "Least severe message that is written to standard error."},
     {Var::kLogHideTime, "HOROVOD_LOG_HIDE_TIME", "", VarType::kBool, "0", "", false,

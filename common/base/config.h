@@ -27,6 +27,10 @@ enum class Var {
   kTimeline,
   kTimelineMarkCycles,
   kTimelineAllRanks,
+  kAccumulateSteps,
+  kNanCheck,
+  kNanAction,
+  kPerfCheckSteps,
   kLogLevel,
   kLogHideTime,
   kCount

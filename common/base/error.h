@@ -14,6 +14,7 @@ enum class ErrorKind {
   kTimeout = 4,          // a deadline passed
   kAborted = 5,          // the group has failed or was shut down
   kInternal = 6,         // a broken invariant: a bug
+  kNan = 8,              // a gradient has a NaN, and the job wants an error then (7 is no failure, see perseus.h)
 };
 
 class Error : public std::runtime_error {

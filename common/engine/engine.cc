@@ -61,6 +61,9 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       transports_(std::move(transports)),
       route_(std::move(route)),
       timeline_(world, config, names_of(route_), log),
+      accumulation_(static_cast<int>(config.integer(Var::kAccumulateSteps))),
+      nan_check_(config.flag(Var::kNanCheck), static_cast<NanAction>(config.integer(Var::kNanAction))),
+      perf_check_(config.integer(Var::kPerfCheckSteps)),
       left_(static_cast<size_t>(world.size), false),
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
@@ -141,6 +144,7 @@ bool Engine::pass(bool eager) {
   }
   // Group changes touch the map that was walked above and end what a group still has under way, so they come last.
   if (!finished_.empty() || !mismatched_.empty()) {
+    nan_check_.report(finished_, log_);
     size_t changes = 0;
     for (Entry* entry : finished_) {
       if (changes_groups(*entry)) finished_[changes++] = entry;
@@ -168,6 +172,7 @@ void Engine::finish(Entry* entry, const Status& status) {
   }
   HandleTable::Slot* slot = handles_.at(entry->handle);
   slot->status = status;
+  if (status.ok) nan_check_.judge(*entry, slot);
   flight_recorder_.record(*entry, entry->name->text, status.ok);
   // Its group may be the one that goes.
   const auto group = groups_.find(entry->group);
@@ -227,6 +232,7 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
 
 HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   HandleTable::Slot* slot = handles_.find(handle);
+  const WaitTimer timer(perf_check_);
   if (slot != nullptr) driver_.wait([slot] { return HandleTable::is_done(*slot); }, deadline_ns);
   return slot;
 }
@@ -270,6 +276,7 @@ void Engine::count() {
     stats.buckets += group->execution().buckets();
   }
   stats.operations = operations_;
+  stats.staging_bytes += accumulation_.bytes();
   std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_ = stats;
 }

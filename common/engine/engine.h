@@ -12,10 +12,13 @@
 
 #include "base/config.h"
 #include "base/log.h"
+#include "engine/accumulation.h"
 #include "engine/driver.h"
 #include "engine/flight_recorder.h"
 #include "engine/group.h"
 #include "engine/handle_table.h"
+#include "engine/nan_check.h"
+#include "engine/perf_check.h"
 #include "engine/timeline.h"
 #include "transport/transport.h"
 #include "transport/waker.h"
@@ -52,6 +55,7 @@ class Engine {
     int split_count = 0;
     const int* ranks = nullptr;
     int rank_count = 0;
+    uint64_t gradient_of = 0;
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
@@ -66,6 +70,9 @@ class Engine {
   HandleTable::Slot* wait(int64_t handle, int64_t deadline_ns);
   HandleTable::Slot* poll(int64_t handle);
   HandleTable& handles() { return handles_; }
+
+  // See perseus_gradients_forget.
+  void forget_gradients(uint64_t owner);
 
   // See perseus_context_shutdown.
   void shutdown();
@@ -90,6 +97,12 @@ class Engine {
   std::shared_ptr<Group> find_group(const Submission& submission) const;
   Entry* take_entry();
   void recycle(Entry* entry);
+
+  // ---- gradients (gradients.cc); any thread ----
+  // What comes before a gradient's reduction: true when there is none yet, because it was added to a sum.
+  bool holds(const Submission& submission);
+  int64_t held_handle();
+  void check_speed(const Submission& submission);
 
   // ---- driving (engine.cc); token held ----
   bool pass(bool eager);
@@ -124,6 +137,9 @@ class Engine {
   std::vector<Transport*> route_;
   Timeline timeline_;
   HandleTable handles_;
+  Accumulation accumulation_;
+  const NanCheck nan_check_;
+  PerfCheck perf_check_;
 
   mutable std::mutex groups_mutex_;
   // Written under groups_mutex_ with the token; read under either. groups_ holds those this rank is a member of.

@@ -48,6 +48,7 @@ bool HandleTable::release(int64_t handle) {
   for (Output& output : slot->outputs) std::free(output.data);
   slot->outputs.clear();
   slot->status = Status();
+  slot->gradient = GradientOutcome::kReduced;
   std::lock_guard<std::mutex> lock(mutex_);
   // The next generation's first value: stale handles find nothing.
   slot->state.store(((slot->state.load(std::memory_order_relaxed) >> 1) + 1) << 1, std::memory_order_release);

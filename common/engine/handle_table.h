@@ -18,8 +18,9 @@ class HandleTable {
     // Generation of the handle it serves, shifted left by one; the lowest bit says done. Release by the driver pairs
     // with acquire in is_done(): whoever sees the bit sees status, outputs and the tensors' bytes.
     std::atomic<uint64_t> state{0};
-    Status status;                // valid once done
-    std::vector<Output> outputs;  // likewise
+    Status status;                                         // valid once done
+    GradientOutcome gradient = GradientOutcome::kReduced;  // likewise
+    std::vector<Output> outputs;                           // likewise
   };
 
   HandleTable() = default;

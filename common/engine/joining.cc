@@ -107,6 +107,7 @@ Entry* Negotiation::stand_in(Name* name) {
   entry->executions_left = 0;
   entry->last_rank = -1;
   entry->splits.clear();
+  entry->nans.clear();
   entry->buffers.clear();
   entry->bytes = 0;
   size_t room = kTensorAlign;

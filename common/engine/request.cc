@@ -139,6 +139,8 @@ void append_request(const std::string& name, const Description& d, std::string* 
   }
   put(blob, static_cast<uint32_t>(d.ranks.size()));
   for (int rank : d.ranks) put(blob, static_cast<int32_t>(rank));
+  put(blob, static_cast<uint32_t>(d.nans.size()));
+  for (uint32_t tensor : d.nans) put(blob, tensor);
 }
 
 template <typename T>
@@ -182,6 +184,10 @@ void BlobReader::read_request(std::string* name, Description* d) {
   }
   d->ranks.resize(take_count(4));
   for (int& rank : d->ranks) rank = take<int32_t>();
+  d->nans.resize(take_count(4));
+  for (uint32_t& tensor : d->nans)
+    if ((tensor = take<uint32_t>()) >= d->tensors.size())
+      fail(ErrorKind::kIo, "[negotiation] announcement of a NaN in no tensor");
 }
 
 }  // namespace perseus

@@ -47,7 +47,8 @@ struct Description {
   int priority = 0;
   bool transient = false;
   std::vector<TensorDescription> tensors;
-  std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
+  std::vector<int> ranks;      // kAddGroup: members, kRemoveGroup: group id
+  std::vector<uint32_t> nans;  // tensors in which this rank has found a NaN: told, but nothing to agree on
 };
 
 // Would a rank that announced `agreed` be served by one that now brings `now`?
@@ -82,6 +83,9 @@ struct Output {
   std::vector<int64_t> received_splits;
 };
 
+// What became of a gradient that was submitted; same numbers as enum perseus_gradient.
+enum class GradientOutcome : uint8_t { kReduced = 0, kHeld = 1, kSkipped = 2 };
+
 struct Name;  // negotiation.h
 
 // A submitted request until its handle is done. Recycled, so that a step allocates nothing.
@@ -94,7 +98,12 @@ struct Entry {
   };
   std::vector<Buffers> buffers;  // one for each tensor
   std::vector<int64_t> splits;   // alltoall: rows for each member
-  uint32_t handle = 0;           // index in the handle table
+  struct Nan {
+    int rank;  // global
+    uint32_t tensor;
+  };
+  std::vector<Nan> nans;  // found by any rank; once all ranks have submitted it
+  uint32_t handle = 0;    // index in the handle table
   int group = 0;
   int64_t submitted_ns = 0;
   int64_t agreed_ns = 0;   // all ranks have submitted it; 0 = not yet

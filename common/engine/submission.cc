@@ -89,6 +89,7 @@ void describe(const Engine::Submission& s, Description* d) {
     d->tensors[i].shape.assign(s.tensors[i].shape, s.tensors[i].shape + s.tensors[i].ndim);
   }
   d->ranks.assign(s.ranks, s.ranks + s.rank_count);
+  d->nans.clear();
 }
 
 }  // namespace
@@ -136,6 +137,8 @@ int64_t Engine::submit(const Submission& s) {
     if (s.ranks[i] < 0 || s.ranks[i] >= world_.size || (i > 0 && s.ranks[i] <= s.ranks[i - 1]))
       refuse("[engine] members of a process set are different ranks of the world, in ascending order");
 
+  if (s.gradient_of != 0 && holds(s)) return held_handle();
+
   Entry* entry = take_entry();
   describe(s, &entry->description);
   entry->group = s.group;
@@ -145,10 +148,14 @@ int64_t Engine::submit(const Submission& s) {
   entry->executions_left = 0;
   entry->bytes = 0;
   entry->buffers.clear();
+  entry->nans.clear();
+  const bool summed = s.gradient_of != 0 && accumulation_.on();  // then the sum is where the result goes
   for (int i = 0; i < s.tensor_count; ++i) {
-    entry->buffers.push_back({static_cast<const Byte*>(s.tensors[i].in), static_cast<Byte*>(s.tensors[i].out)});
+    const void* in = summed ? s.tensors[i].out : s.tensors[i].in;
+    entry->buffers.push_back({static_cast<const Byte*>(in), static_cast<Byte*>(s.tensors[i].out)});
     entry->bytes += entry->description.tensors[i].bytes();
   }
+  if (s.gradient_of != 0) nan_check_.scan(entry);
   entry->splits.assign(s.splits, s.splits + s.split_count);
   if (s.kind == Kind::kAlltoall && s.splits == nullptr && s.tensors[0].ndim > 0)
     entry->splits.assign(ranks.size(), s.tensors[0].shape[0] / static_cast<int64_t>(ranks.size()));

@@ -124,6 +124,47 @@ void copy(void* dst, const void* src, size_t n, bool stream) {
   if (n != 0) chosen()->copy(dst, src, n, stream);
 }
 
+bool has_nan(DType dtype, const void* data, size_t count) {
+  return count != 0 && chosen()->has_nan(dtype, static_cast<const unsigned char*>(data), count);
+}
+
+namespace {
+
+bool is_half(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
+
+void sum_halves(SumPart part, DType dtype, void* dst, void* sum, const void* x, size_t count) {
+  DefaultFloatMode mode;
+  chosen()->sum_halves(HalfSumTask{part, dtype, static_cast<float*>(sum), static_cast<const unsigned char*>(x),
+                                   static_cast<unsigned char*>(dst), count});
+}
+
+void add(DType dtype, void* dst, const void* sum, const void* x, size_t count) {
+  FoldSpec spec;
+  spec.dtype = dtype;
+  const void* sources[] = {sum, x};
+  fold(spec, dst, nullptr, sources, 2, count, false);
+}
+
+}  // namespace
+
+size_t sum_size(DType dtype) { return is_half(dtype) ? sizeof(float) : dtype_size(dtype); }
+
+void start_sum(DType dtype, void* sum, const void* x, size_t count) {
+  if (is_half(dtype)) sum_halves(SumPart::kStart, dtype, nullptr, sum, x, count);
+  else copy(sum, x, count * dtype_size(dtype), false);
+}
+
+void add_to_sum(DType dtype, void* sum, const void* x, size_t count) {
+  if (is_half(dtype)) sum_halves(SumPart::kAdd, dtype, nullptr, sum, x, count);
+  else add(dtype, sum, sum, x, count);
+}
+
+void finish_sum(DType dtype, void* dst, const void* sum, const void* x, size_t count) {
+  // What is finished is only read.
+  if (is_half(dtype)) sum_halves(SumPart::kFinish, dtype, dst, const_cast<void*>(sum), x, count);
+  else add(dtype, dst, sum, x, count);
+}
+
 const char* variant() { return chosen()->name; }
 
 void select_variant(const char* name) {

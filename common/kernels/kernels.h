@@ -1,5 +1,5 @@
-// Pure functions over arrays: fold (reduce in rank order), copies. SIMD variant chosen once at run time; every variant
-// gives the same bits. Thread-safe; pointers need only the alignment of a byte.
+// Pure functions over arrays: fold (reduce in rank order), copies, running sums, a search for NaN. SIMD variant chosen
+// once at run time; every variant gives the same bits. Thread-safe; pointers need only the alignment of a byte.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +37,17 @@ void fold(const FoldSpec& spec, void* dst, void* dst2, const void* const* source
 // fast as memcpy then, unless dst's lines are in the cache because they were just read: those are better overwritten
 // there. Streamed stores are complete for whoever sees a release store made after the return; so are those of fold.
 void copy(void* dst, const void* src, size_t n, bool stream);
+
+// Is any element a NaN? Reads at the speed of memory; false for types that are not floating.
+bool has_nan(DType dtype, const void* data, size_t count);
+
+// A running sum of arrays, in the order they come: sum = x, then sum += x, and at the end dst = sum + x. f16 and bf16
+// are summed in f32, so that all is rounded once, in finish_sum; other types in themselves. `sum` has count elements of
+// sum_size() bytes, aligned to them. dst may equal x; no other overlap.
+size_t sum_size(DType dtype);
+void start_sum(DType dtype, void* sum, const void* x, size_t count);
+void add_to_sum(DType dtype, void* sum, const void* x, size_t count);
+void finish_sum(DType dtype, void* dst, const void* sum, const void* x, size_t count);
 
 // "avx512", "avx2", "neon" or "portable": what this process uses (PERSEUS_SIMD forces one, for tests).
 const char* variant();

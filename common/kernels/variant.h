@@ -1,4 +1,4 @@
-// What one SIMD variant offers to kernels.cc: the same two functions, compiled for its instruction set. Thread-safe.
+// What one SIMD variant offers to kernels.cc: the same functions, compiled for its instruction set. Thread-safe.
 //
 // Whatever a variant's .cc defines has internal linkage and it calls no inline function from outside kernels/: the
 // linker keeps one copy of an inline function, and might keep the one with instructions this machine lacks.
@@ -21,10 +21,23 @@ struct FoldTask {
   bool stream_dst;
 };
 
+// One call of start_sum(), add_to_sum() or finish_sum() for f16 or bf16; dst only counts for the last.
+enum class SumPart { kStart, kAdd, kFinish };
+struct HalfSumTask {
+  SumPart part;
+  DType dtype;
+  float* sum;
+  const unsigned char* x;
+  unsigned char* dst;
+  size_t count;
+};
+
 struct Variant {
   const char* name;
   void (*fold)(const FoldTask& task);
   void (*copy)(void* dst, const void* src, size_t n, bool stream);
+  bool (*has_nan)(DType dtype, const unsigned char* data, size_t count);
+  void (*sum_halves)(const HalfSumTask& task);
 };
 
 extern const Variant kPortable;

@@ -39,7 +39,8 @@ PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
+#include "kernels/gradient_loops.h"
 
 namespace perseus::kernels {
-const Variant kAvx2{"avx2", fold_any, copy_any};
+const Variant kAvx2{"avx2", fold_any, copy_any, has_nan_any, sum_halves};
 }  // namespace perseus::kernels

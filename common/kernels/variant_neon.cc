@@ -30,7 +30,8 @@ PERSEUS_INLINE void stream_fence() {}
 
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
+#include "kernels/gradient_loops.h"
 
 namespace perseus::kernels {
-const Variant kNeon{"neon", fold_any, copy_any};
+const Variant kNeon{"neon", fold_any, copy_any, has_nan_any, sum_halves};
 }  // namespace perseus::kernels

@@ -188,6 +188,18 @@ void bind_context(py::module_& module) {
       .def(
           "transport", [](const ContextOwner& self, int peer) { return perseus_context_transport(self.get(), peer); },
           py::arg("peer"), "How bytes reach a rank: 'none', 'mem', 'shm' or 'tcp'.")
+      .def(
+          "setting",
+          [](const ContextOwner& self, const std::string& name) {
+            return perseus_context_setting(self.get(), name.c_str());
+          },
+          py::arg("name"), "A variable as the core has read it: the number, 0 or 1, or the place among its choices.")
+      .def(
+          "forget_gradients",
+          [](const ContextOwner& self, uint64_t gradient_of) {
+            if (self.raw() != nullptr) perseus_gradients_forget(self.raw(), gradient_of);
+          },
+          py::arg("gradient_of"), "Drops the sums of one optimizer.")
       .def("stats", &ContextOwner::stats)
       .def("group_ranks", &ContextOwner::group_ranks, py::arg("group"), "Members in group order, None when unknown.")
       .def("start_timeline", &ContextOwner::start_timeline, py::arg("path"), py::arg("mark_cycles") = false,

@@ -16,6 +16,8 @@ const char* class_name(perseus_code code) {
       return "DeadlineError";
     case PERSEUS_ABORTED:
       return "AbortedError";
+    case PERSEUS_NAN:
+      return "NanGradientError";
     default:
       return "HorovodInternalError";
   }

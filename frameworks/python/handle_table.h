@@ -18,6 +18,7 @@ struct Pending {
   PyObject* input = nullptr;   // a tensor, or a sequence of them, or NULL (barrier, groups)
   PyObject* result = nullptr;  // what synchronize returns; NULL where the core owns the output
   PyObject* error = nullptr;   // the outcome when that was a failure
+  uint64_t gradient_of = 0;    // see perseus_request
   bool with_splits = false;    // alltoall whose caller wants the received splits
   perseus_kind kind = PERSEUS_ALLREDUCE;
 };

@@ -162,6 +162,10 @@ void settle(State& state, perseus_code code, Pending* pending) {
     Py_XDECREF(type);
     Py_XDECREF(traceback);
   }
+  // What is no reduction is not handed out as one.
+  if (pending->gradient_of != 0 && pending->error == nullptr &&
+      perseus_handle_gradient(state.owner->raw(), pending->handle) != PERSEUS_GRADIENT_REDUCED)
+    Py_SETREF(pending->result, Py_NewRef(Py_None));
   perseus_handle_release(state.owner->raw(), pending->handle);
   pending->handle = 0;
 }
@@ -170,7 +174,8 @@ void settle(State& state, perseus_code code, Pending* pending) {
 
 PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   State& state = state_of(self);
-  if (count != kSubmitArguments) return PyErr_Format(PyExc_TypeError, "submit takes %d arguments", kSubmitArguments);
+  if (count != kSubmitArguments && count != kGradientOf + 1)
+    return PyErr_Format(PyExc_TypeError, "submit takes %d or %d arguments", kSubmitArguments, kGradientOf + 1);
   const int64_t number = ++state.last_number;
   perseus_context* context = state.owner->raw();
   if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
@@ -183,6 +188,10 @@ PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   }
   Pending pending;
   pending.number = number;
+  if (count > kGradientOf) {
+    pending.gradient_of = PyLong_AsUnsignedLongLong(arguments[kGradientOf]);
+    if (PyErr_Occurred()) return nullptr;
+  }
   const bool submitted = PyTuple_Check(arguments[kInput])
                              ? submit_group(context, &state.reader, arguments, unnamed, &pending)
                              : submit_one(context, &state.reader, arguments, unnamed, &pending);
@@ -278,11 +287,12 @@ void dealloc(PyObject* self) {
 
 PyMethodDef kMethods[] = {
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL,
-     "submit(kind, name, input, output, op, prescale, postscale, root, splits, group, /)\n--\n\n"
+     "submit(kind, name, input, output, op, prescale, postscale, root, splits, group, gradient_of=0, /)\n--\n\n"
      "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None."},
     {"poll", poll, METH_O, "poll($self, handle, /)\n--\n\nWhether synchronize would return at once."},
     {"synchronize", synchronize, METH_O,
-     "synchronize($self, handle, /)\n--\n\nWaits for the handle; returns its output, None for an unknown one."},
+     "synchronize($self, handle, /)\n--\n\nWaits for the handle; returns its output, None for an unknown one and\n"
+     "for a gradient that is not to be applied, because it was added to a sum or has a NaN."},
     {"close", close, METH_NOARGS, "close($self, /)\n--\n\nKeeps every open handle's outcome and closes the context."},
     {"open_handles", open_handles, METH_NOARGS, "open_handles($self, /)\n--\n\nHow many await synchronize."},
     {nullptr, nullptr, 0, nullptr}};

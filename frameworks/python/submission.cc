@@ -186,6 +186,7 @@ bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const*
       return false;
     parsed.request.tensors = &tensor;
     parsed.request.tensor_count = 1;
+    parsed.request.gradient_of = pending->gradient_of;
   }
   return submit_request(context, arguments, parsed.request, pending);
 }
@@ -209,6 +210,7 @@ bool submit_group(perseus_context* context, TensorReader* reader, PyObject* cons
       return false;
   parsed.request.tensors = tensors.data();
   parsed.request.tensor_count = static_cast<int>(count);
+  parsed.request.gradient_of = pending->gradient_of;
   return submit_request(context, arguments, parsed.request, pending);
 }
 

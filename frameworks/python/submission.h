@@ -22,13 +22,14 @@ enum SubmitArgument : int {
   kRoot,
   kSplits,  // sequence of int (alltoall), ranks (groups), or None
   kGroup,
-  kSubmitArguments
+  kSubmitArguments,
+  kGradientOf = kSubmitArguments  // may be left out: 0, no gradient
 };
 
 constexpr const char* kShutDown = "Horovod has been shut down. Call hvd.init() to start again.";
 
-// Both fill in everything of `pending` but its number; false with an exception set. unnamed: for the name of a request
-// that was given none.
+// Both fill in everything of `pending` but its number and gradient_of, which they read; false with an exception set.
+// unnamed: for the name of a request that was given none.
 bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
                 Pending* pending);
 bool submit_group(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -18,14 +18,17 @@ from perseus import basics
 from perseus.compression import Compressor, NoneCompressor
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import broadcast_object
-from perseus.torch.reductions import allreduce_async_, grouped_allreduce_async_
-from perseus.torch.session import synchronize
+from perseus.torch.session import ALLREDUCE, session, synchronize
 from perseus.torch.sparse import empty_like, start_sparse_allreduce
 
 _TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). "
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
+
+
+# Numbers of reducers, under which the core keeps their sums.
+_numbers = count(1)
 
 
 @dataclass(frozen=True)
@@ -79,17 +82,26 @@ class GradientReducer:
         self._prescale = 1.0 / plan.predivide_factor
         self._postscale = plan.predivide_factor
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
+        self._number = next(_numbers)
+        # Whether what was waited for last may be applied: it is neither part of a sum nor a NaN.
+        self.applies = True
         self.reset()
         for bundle in self._bundles:
             for index, parameter in enumerate(bundle.parameters):
                 _attach(self, bundle, index, parameter)
         _living.add(self)
+        if parameters:
+            weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
     def reset(self) -> None:
         """Count backward passes from the start again."""
         for bundle in self._bundles:
             bundle.passes_left = [self.passes] * len(bundle.parameters)
             bundle.waiting = len(bundle.parameters)
+
+    def forget(self) -> None:
+        """Drop what was summed over steps: the next one is the first of a new sum."""
+        basics.forget_gradients(self._number)
 
     def busy(self) -> bool:
         """Whether a reduction was started and not waited for."""
@@ -123,11 +135,13 @@ class GradientReducer:
     def finish_started(self) -> None:
         """Wait for what was started; raise the first failure after all have ended."""
         failure: Exception | None = None
+        self.applies = True
         for bundle in self._bundles:
             try:
                 if bundle.handle != 0:
-                    synchronize(bundle.handle)
-                    if not self._plain:
+                    if synchronize(bundle.handle) is None:
+                        self.applies = False
+                    elif not self._plain:
                         self._write_back(bundle)
             except Exception as error:
                 failure = failure or error
@@ -156,13 +170,13 @@ class GradientReducer:
             pairs = [self.plan.compression.compress(gradient) for gradient in gradients]
             gradients = bundle.sent = [tensor for tensor, _ in pairs]
             bundle.contexts = [context for _, context in pairs]
-        scales = (self._prescale, self._postscale, self.plan.process_set)
-        if len(gradients) == 1:
-            bundle.handle = allreduce_async_(gradients[0], None, bundle.name, self.plan.op, *scales)
-        elif gradients:
-            bundle.handle = grouped_allreduce_async_(
-                gradients, None, bundle.name, self.plan.op, *scales
-            )
+        if not gradients:
+            return
+        tensors = gradients[0] if len(gradients) == 1 else tuple(gradients)
+        bundle.handle = session.submit(
+            ALLREDUCE, bundle.name, tensors, tensors, self.plan.op, self._prescale, self._postscale,
+            0, None, self.plan.process_set.process_set_id, self._number,
+        )  # fmt: skip
 
     def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad
@@ -185,6 +199,11 @@ class GradientReducer:
         plan = self.plan
         for parameter, gradient in zip(bundle.parameters, gradients, strict=True):
             if gradient.is_sparse:
+                if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
+                    raise ValueError(
+                        f"[torch] the gradient of {plan.names[parameter]} is sparse; "
+                        "PERSEUS_ACCUMULATE_N_STEPS sums dense ones: pass sparse_as_dense=True"
+                    )
                 self._sparse_dims[parameter] = gradient.sparse_dim()
                 finish = start_sparse_allreduce(
                     gradient, plan.names[parameter], plan.op, plan.process_set, plan.compression

@@ -80,6 +80,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         except HorovodInternalError:
             pass  # the world has ended, and what is loaded replaces what that step was to change
         self._synchronized = False
+        self._reducer.forget()
         super().load_state_dict(*args, **kwargs)
 
     def synchronize(self) -> None:
@@ -102,7 +103,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """synchronize(), then the wrapped optimizer's step; closure runs after the former."""
+        """synchronize(), then the wrapped optimizer's step; closure runs after the former.
+
+        While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
+        alike, the wrapped optimizer is left alone: the closure still runs, if there is one.
+        """
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -112,7 +117,13 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 )
             self.synchronize()
         self._synchronized = False
-        return super().step(closure)
+        applies, self._reducer.applies = self._reducer.applies, True
+        if applies:
+            return super().step(closure)
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in the wrapped optimizer; AssertionError while gradients are being reduced."""
@@ -185,12 +196,19 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    active = bool(process_set.included()) and (basics.size() > 1 or config.elastic())
-    if op == Adasum and active:
+    alone = basics.size() == 1 and not config.elastic()
+    included = bool(process_set.included())
+    if op == Adasum and included and not alone:
+        if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
+            raise ValueError(
+                "[torch] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum combines the "
+                "steps of every rank's own optimizer: use backward_passes_per_step"
+            )
         trained = {p: names[p] for p in parameters if p.requires_grad}
         return adasum_optimizer(
             optimizer, trained, compression, backward_passes_per_step, process_set
         )
+    active = included and (not alone or _matters_alone())
     wrapped = type(optimizer)
     made_class = type(
         wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}
@@ -206,6 +224,14 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         [p for p in parameters if p.requires_grad] if active else [], plan, backward_passes_per_step
     )
     return made
+
+
+def _matters_alone() -> bool:
+    """Whether settings make the core do something with gradients even in a world of one rank."""
+    return (
+        basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1
+        or basics.setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
+    )
 
 
 def _names(

@@ -23,6 +23,7 @@ MODULES = [
     "join_checks",
     "adasum_checks",
     "sharded_checks",
+    "multistep_checks",
 ]
 CASES = [
     pytest.param(

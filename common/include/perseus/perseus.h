@@ -31,7 +31,8 @@ typedef enum perseus_code {
   PERSEUS_TIMEOUT = 4,          /* a deadline passed */
   PERSEUS_ABORTED = 5,          /* the group failed or was shut down; initialise again to go on */
   PERSEUS_INTERNAL = 6,         /* a bug */
-  PERSEUS_IN_PROGRESS = 7       /* perseus_handle_wait: not done within the given time; not a failure */
+  PERSEUS_IN_PROGRESS = 7,      /* perseus_handle_wait: not done within the given time; not a failure */
+  PERSEUS_NAN = 8               /* a rank's gradient has a NaN and the job asks for an error then; the job goes on */
 } perseus_code;
 
 typedef enum perseus_dtype {
@@ -143,6 +144,8 @@ PERSEUS_EXPORT int perseus_context_local_size(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_cross_rank(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_cross_size(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_is_homogeneous(const perseus_context* context);
+/* A variable as this context has read it: the number, 0 or 1, or the place among its choices; -1 for others. */
+PERSEUS_EXPORT int64_t perseus_context_setting(const perseus_context* context, const char* name);
 /* Non-zero once the world has failed or was shut down (by any rank); `reason` may be NULL, else receives the text. */
 PERSEUS_EXPORT int perseus_context_failed(const perseus_context* context, const char** reason);
 /* "none", "mem", "shm" or "tcp": how bytes reach `peer`. */
@@ -188,6 +191,9 @@ typedef struct perseus_request {
   int transient;    /* the name will not come again: do not remember it */
   const int* ranks; /* PERSEUS_ADD_GROUP: members; PERSEUS_REMOVE_GROUP: ranks[0] = group id */
   int rank_count;
+  /* 0 = an ordinary operation. Else this is a gradient, an allreduce of floating-point tensors, of the optimizer (tape,
+   * store, …) for which the caller chose this number. Settings for gradients apply, see perseus_handle_gradient. */
+  uint64_t gradient_of;
 } perseus_request;
 
 /* Hands the request over without copying tensors; returns at once. */
@@ -197,6 +203,18 @@ PERSEUS_EXPORT perseus_code perseus_request_submit(perseus_context* context, con
 PERSEUS_EXPORT int perseus_handle_poll(perseus_context* context, perseus_handle handle);
 /* Waits up to timeout_ms (-1 = for ever). PERSEUS_IN_PROGRESS when it passes, else the operation's outcome. */
 PERSEUS_EXPORT perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle, int timeout_ms);
+
+/* What became of a gradient whose handle is done without an error. Only when all gradients of a step are REDUCED may
+ * the step be applied; it is the same on every rank of the group. */
+typedef enum perseus_gradient {
+  PERSEUS_GRADIENT_REDUCED = 0, /* the output is the reduction: of the sums when PERSEUS_ACCUMULATE_N_STEPS > 1 */
+  PERSEUS_GRADIENT_HELD = 1,    /* added to a sum inside the context; nothing was sent, the output is untouched */
+  PERSEUS_GRADIENT_SKIPPED = 2  /* reduced, but some rank had a NaN and PERSEUS_ALLREDUCE_NANCHECK_ACTION is skip */
+} perseus_gradient;
+/* One of perseus_gradient; -1 for a handle that is unknown or in progress. */
+PERSEUS_EXPORT int perseus_handle_gradient(perseus_context* context, perseus_handle handle);
+/* Drops the sums of perseus_request.gradient_of and counts its steps from the start. */
+PERSEUS_EXPORT void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of);
 /* Allgather, alltoall: tensor `index` of the result, owned by the handle until it is released. shape: ndim values.
  * add_group: ndim 0 and `size` carries the new group's id; join: the same with the rank that joined last. */
 typedef struct perseus_output {

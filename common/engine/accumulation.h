@@ -1,0 +1,62 @@
+// Sums of local gradients (PERSEUS_ACCUMULATE_N_STEPS): the first N - 1 gradients of a name are added up here, the N-th
+// gets the sum and is sent. Frameworks' own gradients stay as they are, since scripts zero them every step.
+// Thread-safe.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/span.h"
+
+namespace perseus {
+
+class Accumulation {
+ public:
+  struct Tensor {
+    const void* in;
+    void* out;
+    DType dtype;
+    size_t count;
+  };
+
+  explicit Accumulation(int steps) : steps_(steps) {}
+
+  bool on() const { return steps_ > 1; }
+  // Takes one step's gradient of `name` (several tensors for a grouped one), which belongs to an optimizer and a group.
+  // True: it was added, and the caller is done with it. False: it was the last one, and `out` of every tensor has the
+  // sum of all, which is forgotten here. Throws Error(kInvalidArgument) when tensors differ from those of the steps
+  // before, or when two threads bring the same gradient at once.
+  bool hold(uint64_t owner, int group, const char* name, const std::vector<Tensor>& tensors);
+  // Drops what an optimizer has here.
+  void forget(uint64_t owner);
+  size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Sum {
+    ~Sum();
+    uint64_t owner = 0;
+    std::vector<std::pair<DType, size_t>> layout;  // dtype and elements of every tensor
+    std::unique_ptr<Byte[]> data;                  // of all tensors, each on a cache line
+    size_t size = 0;
+    int taken = 0;
+    bool busy = false;  // guarded by mutex_; whoever set it has the rest to itself
+    std::atomic<size_t>* bytes = nullptr;
+  };
+
+  std::shared_ptr<Sum> take(uint64_t owner, int group, const char* name);
+  void lay_out(Sum* sum, const char* name, const std::vector<Tensor>& tensors);
+
+  const int steps_;
+  std::atomic<size_t> bytes_{0};
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::shared_ptr<Sum>> sums_;  // guarded by mutex_, as is key_
+  std::string key_;                                             // keeps its capacity
+};
+
+}  // namespace perseus

@@ -1,0 +1,70 @@
+// What the engine does for gradients beyond reducing them: sums over steps, and the comparison of the ranks' speed.
+#include "base/clock.h"
+#include "engine/engine.h"
+
+namespace perseus {
+
+bool Engine::holds(const Submission& s) {
+  bool floating = s.kind == Kind::kAllreduce;
+  for (int i = 0; i < s.tensor_count; ++i) floating &= dtype_is_float(s.tensors[i].dtype);
+  if (!floating)
+    fail(ErrorKind::kInvalidArgument, "[engine] '" + std::string(s.name) +
+                                          "' is submitted as a gradient: expected an allreduce of float16, bfloat16, "
+                                          "float32 or float64");
+  if (perf_check_.on()) check_speed(s);
+  if (!accumulation_.on()) return false;
+  std::vector<Accumulation::Tensor> tensors;
+  for (int i = 0; i < s.tensor_count; ++i) {
+    const Submission::Tensor& t = s.tensors[i];
+    size_t count = 1;
+    for (int d = 0; d < t.ndim; ++d) count *= static_cast<size_t>(t.shape[d]);
+    tensors.push_back({t.in, t.out, t.dtype, count});
+  }
+  return accumulation_.hold(s.gradient_of, s.group, s.name, tensors);
+}
+
+int64_t Engine::held_handle() {
+  const int64_t handle = handles_.open();
+  HandleTable::Slot* slot = handles_.at(HandleTable::index_of(handle));
+  slot->gradient = GradientOutcome::kHeld;
+  HandleTable::complete(slot);
+  return handle;
+}
+
+void Engine::forget_gradients(uint64_t owner) {
+  accumulation_.forget(owner);
+  perf_check_.forget(owner);
+}
+
+// The comparison is an allreduce like any other, for which nobody waits: ranks that have joined give zeros, and what
+// is not done when it is wanted again is left out.
+void Engine::check_speed(const Submission& s) {
+  const double mine = perf_check_.submitted(s.gradient_of, s.group, s.name, now_ns());
+  std::lock_guard<std::mutex> lock(perf_check_.comparison_mutex);
+  if (mine < 0 && perf_check_.handle == 0) return;
+  const std::vector<int> ranks = group_ranks(s.group);
+  if (perf_check_.handle != 0) {
+    HandleTable::Slot* slot = handles_.find(perf_check_.handle);
+    if (!HandleTable::is_done(*slot)) return;
+    if (slot->status.ok && ranks[0] == world_.rank && ranks.size() == perf_check_.seconds.size()) {
+      const std::string slow = describe_slow(perf_check_.seconds, ranks, perf_check_.steps());
+      if (!slow.empty()) log_.warning(slow);
+    }
+    handles_.release(perf_check_.handle);
+    perf_check_.handle = 0;
+  }
+  if (mine < 0 || ranks.size() < 2) return;
+  perf_check_.seconds.assign(ranks.size(), 0.0);
+  for (size_t i = 0; i < ranks.size(); ++i)
+    if (ranks[i] == world_.rank) perf_check_.seconds[i] = mine;
+  const int64_t count = static_cast<int64_t>(ranks.size());
+  const Submission::Tensor tensor{perf_check_.seconds.data(), perf_check_.seconds.data(), &count, 1, DType::kFloat64};
+  Submission comparison;
+  comparison.group = s.group;
+  comparison.name = "perseus.perf_check";
+  comparison.tensors = &tensor;
+  comparison.tensor_count = 1;
+  perf_check_.handle = submit(comparison);
+}
+
+}  // namespace perseus

@@ -1,0 +1,65 @@
+// The search for slow ranks (PERSEUS_PERF_CHECK_N_STEPS): how long a rank computes for a step is what passes outside of
+// waits for Perseus; every N steps the ranks compare it. Thread-safe.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+
+namespace perseus {
+
+class PerfCheck {
+ public:
+  explicit PerfCheck(int64_t steps) : steps_(steps) {}
+
+  bool on() const { return steps_ > 0; }
+  int64_t steps() const { return steps_; }
+  // Time a caller has spent in a wait. Callers that wait at the same time count each, so several that always do hide
+  // computing.
+  void waited(int64_t ns) { waited_ns_.fetch_add(ns, std::memory_order_relaxed); }
+
+  // Of every gradient that is submitted. A step is over when the first one comes again. Negative, except after `steps`
+  // steps: then the seconds of computing in one of them.
+  double submitted(uint64_t owner, int group, const char* name, int64_t now);
+  // That optimizer's gradients come no more: another's count steps from now on.
+  void forget(uint64_t owner);
+
+  // The comparison, which is under way from one step to a later one: `handle` is 0 when it is not.
+  std::mutex comparison_mutex;
+  int64_t handle = 0;           // guarded by comparison_mutex, as is `seconds`
+  std::vector<double> seconds;  // of every member of the group; 0 = takes no part
+
+ private:
+  const int64_t steps_;
+  std::atomic<int64_t> waited_ns_{0};
+  std::mutex mutex_;
+  std::string first_;  // guarded by mutex_, as is all that follows
+  uint64_t owner_ = 0;
+  int group_ = 0;
+  int64_t count_ = 0;  // steps since began_ns_
+  int64_t began_ns_ = 0, began_waited_ns_ = 0;
+};
+
+// What is to be said about these seconds of computing in a step, by the ranks they belong to: "" when none is slow.
+std::string describe_slow(const std::vector<double>& seconds, const std::vector<int>& ranks, int64_t steps);
+
+// Counts the time it lives as waiting.
+class WaitTimer {
+ public:
+  explicit WaitTimer(PerfCheck& check) : check_(check), began_ns_(check.on() ? now_ns() : 0) {}
+  ~WaitTimer() {
+    if (check_.on()) check_.waited(now_ns() - began_ns_);
+  }
+  WaitTimer(const WaitTimer&) = delete;
+  WaitTimer& operator=(const WaitTimer&) = delete;
+
+ private:
+  PerfCheck& check_;
+  const int64_t began_ns_;
+};
+
+}  // namespace perseus

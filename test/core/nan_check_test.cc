@@ -1,0 +1,229 @@
+// A NaN in one rank's gradient: all ranks learn tensor and rank with the result, and do the same about it.
+#include <cmath>
+#include <limits>
+
+#include "operation.h"
+
+namespace {
+
+using namespace perseus_test;
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Result {
+  Outcome outcome;
+  int gradient = -1;
+};
+
+// Submits all, then waits for all: they share a bucket.
+std::vector<Result> run_gradients(perseus_context* context, const std::vector<std::string>& names,
+                                  std::vector<std::vector<float>>* data, bool grouped = false) {
+  std::vector<int64_t> counts;
+  std::vector<perseus_tensor> tensors;
+  for (std::vector<float>& values : *data) counts.push_back(static_cast<int64_t>(values.size()));
+  for (size_t i = 0; i < data->size(); ++i)
+    tensors.push_back({(*data)[i].data(), (*data)[i].data(), &counts[i], 1, PERSEUS_FLOAT32});
+  std::vector<perseus_handle> handles(names.size());
+  std::vector<Result> results(names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    perseus_request request =
+        request_of(PERSEUS_ALLREDUCE, names[i].c_str(), &tensors[i], grouped ? static_cast<int>(tensors.size()) : 1);
+    request.gradient_of = 1;
+    results[i].outcome = submit(context, request, &handles[i]);
+    EXPECT_EQ(results[i].outcome.code, PERSEUS_OK) << results[i].outcome.message;
+  }
+  for (size_t i = 0; i < names.size(); ++i) {
+    results[i].outcome = wait(context, handles[i]);
+    results[i].gradient = perseus_handle_gradient(context, handles[i]);
+    perseus_handle_release(context, handles[i]);
+  }
+  return results;
+}
+
+WorldOptions with(const std::string& action, std::vector<std::string> more = {}) {
+  WorldOptions options;
+  options.overrides = {"PERSEUS_ALLREDUCE_NANCHECK=1", "PERSEUS_ALLREDUCE_NANCHECK_ACTION=" + action,
+                       "HOROVOD_LOG_HIDE_TIME=1"};
+  options.overrides.insert(options.overrides.end(), more.begin(), more.end());
+  return options;
+}
+
+size_t times(const std::string& text, const std::string& part) {
+  size_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+class NanCheck : public testing::TestWithParam<int> {
+ protected:
+  Medium medium() const { return all_media()[static_cast<size_t>(GetParam())]; }
+
+  // Four steps of three gradients; in steps 1 and 3 the last rank's second one has a NaN. `expect` sees every result
+  // of a gradient with a NaN; returns standard error.
+  std::string run_steps(int size, const WorldOptions& options, const std::function<void(const Result&)>& expect) const {
+    testing::internal::CaptureStderr();
+    run_world(
+        medium(), size,
+        [&](int rank, perseus_context* context) {
+          for (int step = 0; step < 4; ++step) {
+            std::vector<std::vector<float>> data;
+            for (size_t i = 0; i < 3; ++i) data.emplace_back(20000 * i + 9, static_cast<float>(rank + step));
+            const bool bad = step % 2 == 1;
+            if (bad && rank == size - 1) data[1][20005] = kNan;
+            const std::vector<Result> results = run_gradients(context, {"a", "b", "c"}, &data);
+            for (size_t i = 0; i < 3; ++i) {
+              if (bad && i == 1) {
+                expect(results[i]);
+                continue;
+              }
+              ASSERT_EQ(results[i].outcome.code, PERSEUS_OK) << results[i].outcome.message;
+              EXPECT_EQ(results[i].gradient, PERSEUS_GRADIENT_REDUCED);
+              for (float value : data[i])
+                ASSERT_EQ(value, static_cast<float>(size * step + size * (size - 1) / 2)) << "step " << step;
+            }
+          }
+        },
+        options);
+    return testing::internal::GetCapturedStderr();
+  }
+};
+
+TEST_P(NanCheck, ReportsTensorAndRankOnEveryRank) {
+  for (int size : {1, 2, 3}) {
+    const std::string text = run_steps(size, with("report"), [](const Result& result) {
+      EXPECT_EQ(result.outcome.code, PERSEUS_OK) << result.outcome.message;
+      EXPECT_EQ(result.gradient, PERSEUS_GRADIENT_REDUCED);
+    });
+    for (int rank = 0; rank < size; ++rank)
+      EXPECT_EQ(
+          times(text, "perseus rank " + std::to_string(rank) +
+                          " warning: [nancheck] NaN in the gradient of b on rank " + std::to_string(size - 1) + "\n"),
+          2u)
+          << text;
+    EXPECT_EQ(times(text, "\n"), 2u * static_cast<size_t>(size)) << text;
+  }
+}
+
+TEST_P(NanCheck, RaisesOnEveryRank) {
+  for (int size : {1, 2, 3}) {
+    const std::string text = run_steps(size, with("raise"), [&](const Result& result) {
+      EXPECT_EQ(result.outcome.code, PERSEUS_NAN);
+      EXPECT_EQ(result.outcome.message, "[nancheck] NaN in the gradient of b on rank " + std::to_string(size - 1));
+    });
+    EXPECT_EQ(text, "");
+  }
+}
+
+TEST_P(NanCheck, SkipsOnEveryRank) {
+  for (int size : {1, 2, 3}) {
+    const std::string text = run_steps(size, with("skip"), [](const Result& result) {
+      EXPECT_EQ(result.outcome.code, PERSEUS_OK) << result.outcome.message;
+      EXPECT_EQ(result.gradient, PERSEUS_GRADIENT_SKIPPED);
+    });
+    EXPECT_EQ(times(text, "this step is skipped on every rank"), 2u * static_cast<size_t>(size)) << text;
+  }
+}
+
+TEST_P(NanCheck, NamesAllRanksAndTheTensorWithinAGroup) {
+  run_world(
+      medium(), 3,
+      [&](int rank, perseus_context* context) {
+        std::vector<std::vector<float>> data(3, std::vector<float>(5, 1.0f));
+        if (rank != 1) data[static_cast<size_t>(rank)][rank == 0 ? 0 : 4] = kNan;
+        const std::vector<Result> results = run_gradients(context, {"all"}, &data, true);
+        EXPECT_EQ(results[0].outcome.message,
+                  "[nancheck] NaN in the gradient of all (tensor 0 of 3 on rank 0, tensor 2 of 3 on rank 2)");
+      },
+      with("raise"));
+}
+
+TEST_P(NanCheck, LooksAtTheSumOfSeveralSteps) {
+  run_world(
+      medium(), 2,
+      [&](int rank, perseus_context* context) {
+        const auto step = [&](float value) {
+          std::vector<std::vector<float>> data(1, std::vector<float>(3, rank == 1 ? value : 1.0f));
+          return run_gradients(context, {"w"}, &data)[0];
+        };
+        EXPECT_EQ(step(kNan).gradient, PERSEUS_GRADIENT_HELD);
+        EXPECT_EQ(step(1).outcome.code, PERSEUS_NAN);
+        EXPECT_EQ(step(kInfinity).gradient, PERSEUS_GRADIENT_HELD);
+        EXPECT_EQ(step(-kInfinity).outcome.code, PERSEUS_NAN) << "made by summing up";
+        EXPECT_EQ(step(1).gradient, PERSEUS_GRADIENT_HELD);
+        EXPECT_EQ(step(kInfinity).gradient, PERSEUS_GRADIENT_REDUCED) << "infinity is no NaN";
+      },
+      with("raise", {"PERSEUS_ACCUMULATE_N_STEPS=2"}));
+}
+
+TEST_P(NanCheck, RanksThatHaveJoinedHearOfItToo) {
+  testing::internal::CaptureStderr();
+  run_world(
+      medium(), 3,
+      [&](int rank, perseus_context* context) {
+        // In the first step all are there; then rank 2 has joined, and ranks 0 and 1 take steps with and without a NaN.
+        for (int step = 0; step < (rank == 2 ? 1 : 4); ++step) {
+          std::vector<std::vector<float>> data(2, std::vector<float>(100, static_cast<float>(rank + 1)));
+          if (step == 2 && rank == 1) data[0][50] = kNan;
+          const std::vector<Result> results = run_gradients(context, {"a", "b"}, &data);
+          EXPECT_EQ(results[0].gradient, step == 2 ? PERSEUS_GRADIENT_SKIPPED : PERSEUS_GRADIENT_REDUCED) << step;
+          EXPECT_EQ(results[1].gradient, PERSEUS_GRADIENT_REDUCED);
+          EXPECT_EQ(data[1][99], step == 0 ? 6 : 3);
+        }
+        EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+      },
+      with("skip"));
+  const std::string text = testing::internal::GetCapturedStderr();
+  for (int rank = 0; rank < 3; ++rank)
+    EXPECT_EQ(
+        times(text, "perseus rank " + std::to_string(rank) + " warning: [nancheck] NaN in the gradient of a on rank 1"),
+        1u)
+        << text;
+}
+
+TEST_P(NanCheck, IsForGradientsAndWhereAskedFor) {
+  const auto ordinary = [&](perseus_context* context, uint64_t owner) {
+    const int64_t count = 1;
+    float value = kNan;
+    const perseus_tensor tensor{&value, &value, &count, 1, PERSEUS_FLOAT32};
+    perseus_request request = request_of(PERSEUS_ALLREDUCE, "x", &tensor, 1);
+    request.gradient_of = owner;
+    EXPECT_EQ(run(context, request).code, PERSEUS_OK);
+    EXPECT_TRUE(std::isnan(value));
+  };
+  testing::internal::CaptureStderr();
+  run_world(medium(), 2, [&](int, perseus_context* context) { ordinary(context, 0); }, with("raise"));
+  run_world(medium(), 2, [&](int, perseus_context* context) { ordinary(context, 1); });
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+}
+
+TEST(NanCheckSettings, AnswerToTheMisspeltNameAndMustAgree) {
+  std::atomic<int> refused{0};
+  WorldOptions options;
+  options.overrides = {"PERSEUS_ALLREDUCE_NANHECK=1"};
+  run_world(
+      all_media()[0], 1,
+      [](int, perseus_context* context) {
+        EXPECT_EQ(perseus_context_setting(context, "PERSEUS_ALLREDUCE_NANCHECK"), 1);
+      },
+      options);
+  const std::string name = unique_name();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      perseus_context* context = nullptr;
+      const std::string mine = rank == 0 ? "PERSEUS_ACCUMULATE_N_STEPS=2" : "PERSEUS_ACCUMULATE_N_STEPS=3";
+      if (create_context(all_media()[0], name, rank, 2, 0, {mine}, &context) == PERSEUS_INVALID_ARGUMENT) {
+        EXPECT_NE(std::string(perseus_error_message()).find("configured differently: PERSEUS_ACCUMULATE_N_STEPS="),
+                  std::string::npos);
+        ++refused;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(refused, 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(Media, NanCheck, testing::Range(0, 3),
+                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+
+}  // namespace

@@ -1,0 +1,94 @@
+// The comparison of the ranks' computing time: what counts as a step and as computing, and who is called slow.
+#include "engine/perf_check.h"
+
+#include "operation.h"
+
+namespace {
+
+using namespace perseus_test;
+using perseus::describe_slow;
+using perseus::PerfCheck;
+
+constexpr int64_t kMs = 1'000'000;
+
+TEST(PerfCheck, AStepIsFromOneFirstGradientToTheNextWithoutWaits) {
+  PerfCheck check(2);
+  EXPECT_LT(check.submitted(1, 0, "a", 1000 * kMs), 0) << "counting starts here";
+  EXPECT_LT(check.submitted(1, 0, "b", 1010 * kMs), 0);
+  check.waited(30 * kMs);
+  EXPECT_LT(check.submitted(1, 0, "a", 1100 * kMs), 0);
+  EXPECT_LT(check.submitted(2, 0, "a", 1110 * kMs), 0) << "of another optimizer";
+  EXPECT_LT(check.submitted(1, 3, "a", 1110 * kMs), 0) << "of another group";
+  check.waited(50 * kMs);
+  EXPECT_DOUBLE_EQ(check.submitted(1, 0, "a", 1200 * kMs), 0.060);  // (200 - 80) / 2
+  EXPECT_LT(check.submitted(1, 0, "a", 1250 * kMs), 0);
+  EXPECT_DOUBLE_EQ(check.submitted(1, 0, "a", 1300 * kMs), 0.050) << "nothing is left over from the last time";
+  check.waited(500 * kMs);
+  EXPECT_LT(check.submitted(1, 0, "a", 1310 * kMs), 0);
+  EXPECT_GT(check.submitted(1, 0, "a", 1320 * kMs), 0) << "two threads waited at once";
+}
+
+TEST(PerfCheck, AnotherOptimizerTakesOverFromOneThatIsGone) {
+  PerfCheck check(1);
+  EXPECT_LT(check.submitted(1, 0, "a", 0), 0);
+  check.forget(2);
+  EXPECT_DOUBLE_EQ(check.submitted(1, 0, "a", 10 * kMs), 0.010);
+  check.forget(1);
+  EXPECT_LT(check.submitted(2, 0, "x", 100 * kMs), 0);
+  EXPECT_DOUBLE_EQ(check.submitted(2, 0, "x", 120 * kMs), 0.020);
+}
+
+TEST(PerfCheck, SlowIsAQuarterMoreThanTheRankInTheMiddle) {
+  EXPECT_EQ(describe_slow({0.1, 0.12, 0.09}, {0, 1, 2}, 5), "");
+  EXPECT_EQ(
+      describe_slow({0.1, 0.2, 0.1, 0.09, 0.15}, {0, 1, 2, 3, 7}, 5),
+      "[perf check] slow in the last 5 steps, computing for each: rank 1 200.000 ms (2.00 times), rank 7 150.000 ms "
+      "(1.50 times); the median of 5 ranks is 100.000 ms, the fastest 90.000 ms");
+  EXPECT_EQ(
+      describe_slow({0.3, 0.1}, {4, 6}, 100),
+      "[perf check] slow in the last 100 steps, computing for each: rank 4 300.000 ms (3.00 times); the median of 2 "
+      "ranks is 100.000 ms, the fastest 100.000 ms");
+  EXPECT_EQ(describe_slow({0.3, 0, 0}, {0, 1, 2}, 1), "") << "the others have joined";
+}
+
+// Rank 1 computes for ten times as long as rank 0 did, however long that is on this machine.
+TEST(PerfCheck, RankZeroNamesTheRankTheOthersWaitFor) {
+  for (const Medium& medium : all_media()) {
+    constexpr int kSteps = 12;
+    std::atomic<int64_t> waited_for[kSteps] = {};  // how long rank 0 computed in each step
+    WorldOptions options;
+    options.overrides = {"PERSEUS_PERF_CHECK_N_STEPS=4", "HOROVOD_LOG_HIDE_TIME=1"};
+    testing::internal::CaptureStderr();
+    run_world(
+        medium, 2,
+        [&](int rank, perseus_context* context) {
+          const int64_t count = 10;
+          std::vector<float> data(10, 1.0f);
+          const perseus_tensor tensor{data.data(), data.data(), &count, 1, PERSEUS_FLOAT32};
+          for (int step = 0; step < kSteps; ++step) {
+            const int64_t began = perseus::now_ns();
+            if (rank == 0) {
+              while (perseus::now_ns() - began < kMs) continue;
+              waited_for[step] = perseus::now_ns() - began;
+            } else {
+              while (waited_for[step] == 0 || perseus::now_ns() - began < 10 * waited_for[step])
+                std::this_thread::yield();
+            }
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, "w", &tensor, 1);
+            request.gradient_of = 1;
+            EXPECT_EQ(run(context, request).code, PERSEUS_OK);
+          }
+          perseus_request barrier = request_of(PERSEUS_BARRIER, "end", nullptr, 0);
+          EXPECT_EQ(run(context, barrier).code, PERSEUS_OK);
+        },
+        options);
+    const std::string text = testing::internal::GetCapturedStderr();
+    EXPECT_NE(text.find("perseus rank 0 warning: [perf check] slow in the last 4 steps, computing for each: rank 1 "),
+              std::string::npos)
+        << medium.name << ": " << text;
+    EXPECT_EQ(text.find("perseus rank 1"), std::string::npos) << text;
+    EXPECT_EQ(text.find("for each: rank 0"), std::string::npos) << text;
+  }
+}
+
+}  // namespace
