@@ -32,7 +32,7 @@ class Ranks {
   explicit Ranks(int size) : size_(size) {
     std::vector<int> ranks;
     for (int r = 0; r < size; ++r) ranks.push_back(r);
-    for (int r = 0; r < size; ++r) tables_.emplace_back(size, ranks);
+    for (int r = 0; r < size; ++r) tables_.emplace_back(r, ranks, [this] { return &entries_.emplace_back(); });
   }
 
   bool submit(int rank, const std::string& name, Description description) {
@@ -53,7 +53,7 @@ class Ranks {
       const size_t i = static_cast<size_t>(r);
       parts[i].announced.resize(tables_.size());
       tables_[i].collect();
-      tables_[i].snapshot(&parts[i], r);
+      tables_[i].snapshot(&parts[i]);
       if (r == 0) merged.bits = parts[i].bits;
       EXPECT_EQ(parts[i].bits.size(), merged.bits.size()) << "ranks know different slots";
       for (size_t word = 0; word < merged.bits.size(); ++word) merged.bits[word] &= parts[i].bits[word];
@@ -228,7 +228,7 @@ TEST(Agreement, ANameInFlightIsRefusedAndAClosedTableTakesNothing) {
   EXPECT_FALSE(ranks.submit(0, "t", allreduce(1)));
   EXPECT_EQ(ranks.round().ready, Names{"t"});
   EXPECT_TRUE(ranks.submit(0, "t", allreduce(1)));
-  Negotiation table(1, {0});
+  Negotiation table(0, {0}, [] { return nullptr; });
   Entry entry, late;
   EXPECT_EQ(table.submit("t", &entry), Negotiation::Submitted::kYes);
   std::vector<Entry*> pending;
