@@ -176,7 +176,7 @@ TEST_P(Negotiated, ErrorsThatOneRankSeesAloneStartNothing) {
       {splits({kHuge, kHuge}), "Sum of splits entries is greater than the first dimension"},
       {with(sum, [](Bare& b) { b.op = PERSEUS_AVERAGE, b.dtypes = {PERSEUS_BOOL}; }),
        "Average is not defined for bool"},
-      {with(sum, [](Bare& b) { b.op = PERSEUS_ADASUM; }), "Adasum"},
+      {with(sum, [](Bare& b) { b.op = PERSEUS_ADASUM, b.dtypes = {PERSEUS_INT32}; }), "Adasum needs floating point"},
       {bare(PERSEUS_ALLREDUCE, {3, -1}), "negative dimension"},
       {bare(PERSEUS_ALLREDUCE, {kHuge, 8}), "too large"},
       {bare(PERSEUS_ALLGATHER, {0, kHuge, kHuge}), "too large"},

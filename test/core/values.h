@@ -159,12 +159,13 @@ typename Type::Stored reduced(Type, const Reduction& how, const typename Type::S
     for (int r = 1; r < ranks; ++r) acc = combine(how.op, acc, static_cast<Acc>(Type::load(values[r]) * pre));
     return Type::store(acc * post);
   } else {
-    const auto scaled = [](Acc x, double factor) {
-      return factor == 1.0 ? x : truncated<Acc>(static_cast<double>(x) * factor);
+    const auto scaled = [](Acc x, double factor, int by) {
+      if (factor == 1.0) return static_cast<Acc>(x / static_cast<Acc>(by));
+      return truncated<Acc>(static_cast<double>(x) * factor / by);
     };
-    Acc acc = scaled(values[0], how.prescale);
-    for (int r = 1; r < ranks; ++r) acc = combine(how.op, acc, scaled(values[r], how.prescale));
-    return scaled(static_cast<Acc>(acc / static_cast<Acc>(divisor)), how.postscale);
+    Acc acc = scaled(values[0], how.prescale, 1);
+    for (int r = 1; r < ranks; ++r) acc = combine(how.op, acc, scaled(values[r], how.prescale, 1));
+    return scaled(acc, how.postscale, divisor);
   }
 }
 
