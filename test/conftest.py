@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> None:
+    """Shells let background jobs ignore Ctrl-C, and their children with them; tests send it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
