@@ -18,13 +18,15 @@ std::string ago(int64_t at_ns, int64_t end_ns) {
 }  // namespace
 
 FlightRecorder::FlightRecorder(const World& world, const std::string& directory)
-    : rank_(world.rank), size_(world.size), epoch_(world.epoch), off_(directory == "off"), directory_(directory) {}
+    : rank_(world.rank), size_(world.size), epoch_(world.epoch), off_(directory == "off"), directory_(directory) {
+  for (Record& record : records_) record.name.reserve(kNameBytes);
+}
 
 void FlightRecorder::record(const Entry& entry, const std::string& name, bool ok) {
   Record& record = records_[count_ % kKept];
   const Description& d = entry.description;
   record.number = count_++;
-  record.name = name;
+  record.name.assign(name, 0, kNameBytes);
   record.kind = d.kind;
   record.dtype = d.tensors.empty() ? DType::kUInt8 : d.tensors[0].dtype;
   record.group = entry.group;

@@ -14,6 +14,7 @@ namespace perseus {
 class FlightRecorder {
  public:
   static constexpr size_t kKept = 256;
+  static constexpr size_t kNameBytes = 200;  // what is kept of a name
 
   // `directory`: where to write; "off" = nowhere.
   FlightRecorder(const World& world, const std::string& directory);
@@ -26,7 +27,7 @@ class FlightRecorder {
  private:
   struct Record {
     uint64_t number = 0;
-    std::string name;  // keeps its capacity
+    std::string name;  // has room for kNameBytes from the start: recording allocates nothing
     Kind kind = Kind::kAllreduce;
     DType dtype = DType::kFloat32;
     int group = 0;
