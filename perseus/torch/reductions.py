@@ -21,37 +21,23 @@ Source of behaviour: Horovod 0.28.1, horovod.torch.mpi_ops.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from perseus.extensions import get_average_backwards_compatibility_fun
 from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch import session as session_module
 from perseus.torch.compression import Compression, Compressor
 from perseus.torch.session import (
     ALLREDUCE,
-    Average,
-    Sum,
     session,
     synchronize,
     wants_grad,
 )
 
-
-def _resolve_op(average: bool | None, op: int | None) -> int:
-    if average is not None:
-        if op is not None:
-            raise ValueError(
-                "The op parameter supersedes average. Please provide only one of them."
-            )
-        warnings.warn(
-            "Parameter `average` has been replaced with `op`: use op=hvd.Average or op=hvd.Sum.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return Average if average else Sum
-    return Average if op is None else op
+_resolve_op = get_average_backwards_compatibility_fun(session_module)
 
 
 def allreduce_async_(
@@ -69,7 +55,7 @@ def allreduce_async_(
     be touched until synchronize. average is Horovod's deprecated form of op. The rest: see module.
     """
     if op is None or average is not None:
-        op = _resolve_op(average, op)
+        op = _resolve_op(op, average)
     return session.submit(
         ALLREDUCE, name, tensor, tensor, op, prescale_factor, postscale_factor, 0, None,
         process_set.process_set_id,
@@ -90,7 +76,7 @@ def allreduce_async(
     tensor: as for allreduce_async_; it is only read. The result has its shape, dtype and layout.
     """
     if op is None or average is not None:
-        op = _resolve_op(average, op)
+        op = _resolve_op(op, average)
     return session.submit(
         ALLREDUCE, name, tensor, torch.empty_like(tensor), op, prescale_factor, postscale_factor, 0,
         None, process_set.process_set_id,
@@ -113,7 +99,7 @@ def allreduce(
     what is sent. See allreduce_async and the module.
     """
     if op is None or average is not None:
-        op = _resolve_op(average, op)
+        op = _resolve_op(op, average)
     tensor, context = compression.compress(tensor)
     if wants_grad(tensor):
         output = HorovodAllreduce.apply(  # type: ignore[no-untyped-call]
@@ -202,7 +188,7 @@ def grouped_allreduce_async_(
     """
     members = group_members(tensors)
     if op is None or average is not None:
-        op = _resolve_op(average, op)
+        op = _resolve_op(op, average)
     return session.submit(
         ALLREDUCE, name, members, members, op, prescale_factor, postscale_factor, 0, None,
         process_set.process_set_id,
@@ -221,7 +207,7 @@ def grouped_allreduce_async(
     """Start reducing several tensors into new ones as one operation; returns one handle."""
     members = group_members(tensors)
     if op is None or average is not None:
-        op = _resolve_op(average, op)
+        op = _resolve_op(op, average)
     outputs = tuple(torch.empty_like(tensor) for tensor in members)
     return session.submit(
         ALLREDUCE, name, members, outputs, op, prescale_factor, postscale_factor, 0, None,
@@ -241,7 +227,7 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """The reductions of several tensors as one operation, as new tensors. Differentiable."""
     if op is None or average is not None:
-        op = _resolve_op(average, op)
+        op = _resolve_op(op, average)
     pairs = [compression.compress(tensor) for tensor in group_members(tensors)]
     members = [tensor for tensor, _ in pairs]
     arguments = (name, op, prescale_factor, postscale_factor, process_set)

@@ -11,24 +11,14 @@
 #include "base/error.h"
 #include "base/half.h"
 #include "kernels/kernels.h"
+#include "variants.h"
 
 namespace perseus::kernels {
 namespace {
 
-constexpr DType kFloats[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
+using perseus_test::variants_here;
 
-std::vector<std::string> variants_here() {
-  std::vector<std::string> names;
-  for (const char* name : {"portable", "neon", "avx2", "avx512"}) {
-    try {
-      select_variant(name);
-      names.push_back(name);
-    } catch (const Error&) {
-    }
-  }
-  select_variant("auto");
-  return names;
-}
+constexpr DType kFloats[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
 
 void put(DType dtype, unsigned char* at, uint64_t bits) { std::memcpy(at, &bits, dtype_size(dtype)); }
 

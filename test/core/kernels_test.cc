@@ -14,6 +14,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "variants.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -24,20 +26,9 @@
 namespace perseus::kernels {
 namespace {
 
-using Bytes = std::vector<unsigned char>;
+using perseus_test::variants_here;
 
-std::vector<std::string> variants_here() {
-  std::vector<std::string> names;
-  for (const char* name : {"portable", "neon", "avx2", "avx512"}) {
-    try {
-      select_variant(name);
-      names.push_back(name);
-    } catch (const Error&) {
-    }
-  }
-  select_variant("auto");
-  return names;
-}
+using Bytes = std::vector<unsigned char>;
 
 // ---- the reference ------------------------------------------------------------------------------------------------
 

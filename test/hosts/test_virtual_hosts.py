@@ -183,12 +183,16 @@ def test_sweep_removes_what_dead_owners_left_and_nothing_else(
     for directory in (*dead, living, tmp_path / "perseus-hosts-of-somebody"):
         directory.mkdir()
     leftover = subprocess.Popen(
-        [sys.executable, "-c", "input()", str(dead[0])], stdin=subprocess.PIPE
+        [sys.executable, "-c", "print(flush=True); input()", str(dead[0])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
+    assert leftover.stdin is not None and leftover.stdout is not None
+    leftover.stdout.readline()  # Popen returns before the kernel shows the new command line.
     assert sorted(sweep()) == sorted(str(directory) for directory in dead)
     assert leftover.wait(timeout=10) == -signal.SIGKILL
-    assert leftover.stdin is not None
     leftover.stdin.close()
+    leftover.stdout.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [living.name, "perseus-hosts-of-somebody"]
     )
