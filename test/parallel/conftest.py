@@ -59,16 +59,29 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 100.0) -> tuple[i
 
 
 class Launch:
-    """One run of a module's checks on some ranks."""
+    """One run of modules' checks on some ranks."""
 
-    def __init__(self, module: str, ranks: int, directory: Path) -> None:
-        command = [sys.executable, str(HERE / "run_checks.py"), module, str(directory)]
-        self.status, self.output = run_ranks(ranks, command)
-        self.results: list[dict[str, str]] = []
-        for rank in range(ranks):
-            path = directory / f"{rank}.json"
-            text = path.read_text(encoding="utf-8") if path.exists() else "{}"
-            self.results.append(json.loads(text))
+    def __init__(self, modules: list[str], ranks: int, directory: Path) -> None:
+        command = [sys.executable, str(HERE / "run_checks.py"), str(directory), *modules]
+        self.status, self.output = run_ranks(ranks, command, timeout=40.0 + 60.0 * len(modules))
+        self.outcomes: dict[str, Outcome] = {}
+        for module in modules:
+            results: list[dict[str, str]] = []
+            for rank in range(ranks):
+                path = directory / f"{module}-{rank}.json"
+                text = path.read_text(encoding="utf-8") if path.exists() else "{}"
+                results.append(json.loads(text))
+            # The modules after one that failed did not run.
+            if any(results) or not self.outcomes:
+                self.outcomes[module] = Outcome(self, results)
+
+
+class Outcome:
+    """What became of one module's checks."""
+
+    def __init__(self, launch: Launch, results: list[dict[str, str]]) -> None:
+        self.launch = launch
+        self.results = results
 
     def expect(self, check: str) -> None:
         """Fail unless the check passed on every rank."""
@@ -79,8 +92,8 @@ class Launch:
                 pytest.fail(f"not run, since {failed[0]} failed before", pytrace=False)
             if error is None:
                 pytest.fail(
-                    f"not run on rank {rank}; the launch ended with {self.status}:\n"
-                    f"{self.output[-4000:]}",
+                    f"not run on rank {rank}; the launch ended with {self.launch.status}:\n"
+                    f"{self.launch.output[-4000:]}",
                     pytrace=False,
                 )
             if error:
@@ -88,14 +101,24 @@ class Launch:
 
 
 @pytest.fixture(scope="session")
-def launches(tmp_path_factory):
-    """launches(module, ranks) -> Launch; each combination runs once."""
-    done: dict[tuple[str, int], Launch] = {}
+def outcome_of(request, tmp_path_factory):
+    """outcome_of(module, ranks) -> Outcome.
 
-    def launch(module: str, ranks: int) -> Launch:
-        key = (module, ranks)
-        if key not in done:
-            done[key] = Launch(module, ranks, tmp_path_factory.mktemp(f"{module}-{ranks}"))
-        return done[key]
+    What is asked for first starts all modules that this session tests on so many ranks, in one
+    launch: most of a launch is importing PyTorch. Where a check fails, another one runs the rest.
+    """
+    wanted: dict[int, dict[str, None]] = {}
+    for item in request.session.items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if {"module", "ranks"} <= parameters.keys():
+            wanted.setdefault(parameters["ranks"], {})[parameters["module"]] = None
+    done: dict[tuple[str, int], Outcome] = {}
 
-    return launch
+    def outcome(module: str, ranks: int) -> Outcome:
+        while (module, ranks) not in done:
+            rest = [name for name in wanted[ranks] if (name, ranks) not in done]
+            launch = Launch(rest, ranks, tmp_path_factory.mktemp(f"{rest[0]}-{ranks}"))
+            done.update({(name, ranks): found for name, found in launch.outcomes.items()})
+        return done[module, ranks]
+
+    return outcome

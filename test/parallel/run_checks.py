@@ -1,8 +1,9 @@
-"""Runs on every rank: the check_* functions of one module, in order; results go to DIR/RANK.json.
+"""Runs on every rank: the check_* functions of modules, in order; results go to DIR/MODULE-RANK.json.
 
-    perseusrun -np 2 python run_checks.py collective_checks DIR
+    perseusrun -np 2 python run_checks.py DIR collective_checks form_checks
 
-A failed check ends the rank, since the others' collectives would wait for it: perseusrun then ends
+Every module gets an init and a shutdown of its own, and the environment it changed is restored. A
+failed check ends the rank, since the others' collectives would wait for it: perseusrun then ends
 the rest, and the checks that follow count as not run.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,24 +31,28 @@ def checks_of(module: ModuleType) -> dict[str, Callable[[], None]]:
     return dict(sorted(own, key=lambda item: item[1].__code__.co_firstlineno))
 
 
-def main(module_name: str, directory: str) -> int:
+def main(directory: str, *modules: str) -> int:
     import perseus.torch.horovod as hvd
 
-    module = importlib.import_module(module_name)
-    hvd.init()
-    path = Path(directory) / f"{hvd.rank()}.json"
-    results: dict[str, str] = {}
-    for name, check in checks_of(module).items():
-        try:
-            check()
-            results[name] = ""
-        except BaseException:
-            results[name] = traceback.format_exc()
-        path.write_text(json.dumps(results), encoding="utf-8")
-        if results[name]:
-            print(results[name], file=sys.stderr, flush=True)
-            return 1
-    hvd.shutdown()
+    for module_name in modules:
+        environment = dict(os.environ)
+        module = importlib.import_module(module_name)
+        hvd.init()
+        path = Path(directory) / f"{module_name}-{hvd.rank()}.json"
+        results: dict[str, str] = {}
+        for name, check in checks_of(module).items():
+            try:
+                check()
+                results[name] = ""
+            except BaseException:
+                results[name] = traceback.format_exc()
+            path.write_text(json.dumps(results), encoding="utf-8")
+            if results[name]:
+                print(results[name], file=sys.stderr, flush=True)
+                return 1
+        hvd.shutdown()
+        os.environ.clear()
+        os.environ.update(environment)
     return 0
 
 

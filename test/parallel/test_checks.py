@@ -36,5 +36,5 @@ CASES = [
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("module", "check"), CASES)
-def test_on_ranks(launches, module, check, ranks):
-    launches(module, ranks).expect(check)
+def test_on_ranks(outcome_of, module, check, ranks):
+    outcome_of(module, ranks).expect(check)
