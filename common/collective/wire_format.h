@@ -1,0 +1,41 @@
+// What a chunk of a gradient looks like between two ranks: the contract that codecs implement and coded exchanges use.
+// Implementations have no state: safe for any thread.
+//
+// A tensor is cut into chunks from its first element on, whatever bucket it travels in, and every chunk is encoded by
+// itself: so results do not depend on what shares a bucket.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/span.h"
+
+namespace perseus {
+
+constexpr size_t kWireChunk = 16 * 1024;  // elements; 64 KiB of floats, so passes over one stay in the cache
+
+class WireFormat {
+ public:
+  virtual ~WireFormat() = default;
+
+  // Most bytes that encode() writes for a chunk of `count` elements, 0 < count <= kWireChunk.
+  virtual size_t most_bytes(size_t count) const = 0;
+
+  // Writes the chunk x[0 … count) to `to` and returns how many bytes that took. The first four say how many, so that
+  // chunks can follow each other; `to` is aligned to 4, and the size is a multiple of 4.
+  // `residual`, where not null, has `count` elements: x + residual is encoded, and what decode() will not give back of
+  // it is left there: decoded + residual equals x + residual before, bit for bit, as far as floats can say it. Elements
+  // that are not finite pass and leave a residual of zero. `step` counts the times this chunk was encoded, the same on
+  // all ranks.
+  virtual size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const = 0;
+
+  // The chunk's elements, or those added to x. `bytes` is what the chunk's first four bytes say, and lies in memory.
+  // Throws Error(kIo) for bytes that no encode() of `count` elements writes.
+  virtual void decode(const Byte* from, size_t bytes, size_t count, float* x) const = 0;
+  virtual void decode_add(const Byte* from, size_t bytes, size_t count, float* x) const = 0;
+
+  // Does what it loses matter enough to be kept and sent later (error feedback)?
+  virtual bool keeps_residual() const = 0;
+};
+
+}  // namespace perseus
