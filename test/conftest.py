@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
-    """Shells let background jobs ignore Ctrl-C, nohup hang-ups, their children too; tests send both."""
+    """Background jobs ignore Ctrl-C and nohup hang-ups, their children too: tests send both."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
