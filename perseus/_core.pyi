@@ -79,6 +79,8 @@ class Operations:
         splits: Sequence[int] | None,
         group: int,
         gradient_of: int = 0,
+        codec: int = 0,
+        codec_argument: float = 0.0,
         /,
     ) -> int: ...
     def poll(self, handle: int, /) -> bool: ...

@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 
+# Same numbers as enum perseus_codec.
+SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE = range(7)
+
+
 class Compressor:
     """Makes a tensor smaller before a collective and restores it afterwards.
 
     Subclass it with two static methods; classes, not instances, are passed as `compression=`.
+
+    in_core: the core encodes sums and averages of float32 tensors itself, between hosts, by `codec`
+        (perseus_codec) with `argument`; compress is for what else is sent.
+    stateful: the core keeps what it holds back under the tensor's name.
     """
+
+    in_core = False
+    stateful = False
+    codec = EXACT
+    argument = 0.0
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -23,7 +36,9 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """Leaves tensors as they are."""
+    """Leaves tensors as they are: full precision, whatever the settings say."""
+
+    in_core = True
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -34,3 +49,55 @@ class NoneCompressor(Compressor):
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Return tensor."""
         return tensor
+
+
+class SettingsCompressor(NoneCompressor):
+    """Gradients travel as PERSEUS_ALLREDUCE_DTYPE and its neighbours say; else as they are."""
+
+    codec = SETTINGS
+
+
+class Int8Compressor(NoneCompressor):
+    """One byte an element between hosts; what rounding loses is added to the next gradient."""
+
+    stateful = True
+    codec = INT8
+
+
+class TopKCompressor(NoneCompressor):
+    """The largest elements travel between hosts; the others are added to the next gradient."""
+
+    stateful = True
+    codec = TOP_K
+
+
+class RotatingCompressor(NoneCompressor):
+    """Every step another N-th of the elements travels between hosts; the others are held back."""
+
+    stateful = True
+    codec = ROTATE
+
+
+def applied_here(compression: type[Compressor]) -> type[Compressor]:
+    """What is left for an adapter to do to tensors that the core may encode."""
+    return NoneCompressor if compression.in_core else compression
+
+
+def top_k(ratio: float | None = None) -> type[Compressor]:
+    """A compressor that sends this fraction of the elements, in (0, 1]; None = LIGHT_TOPK_RATIO.
+
+    Raises ValueError for anything else.
+    """
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ValueError(f"[compression] topk({ratio}): expected a fraction above 0 and at most 1")
+    return type("TopKCompressor", (TopKCompressor,), {"argument": float(ratio or 0)})
+
+
+def rotate(n: int | None = None) -> type[Compressor]:
+    """A compressor that sends each element every n-th step, n of 1 to 1024.
+
+    None = PERSEUS_DOWNSAMPLE_N_ELEMENTS. Raises ValueError for anything else.
+    """
+    if n is not None and not (isinstance(n, int) and 1 <= n <= 1024):
+        raise ValueError(f"[compression] rotate({n}): expected a whole number from 1 to 1024")
+    return type("RotatingCompressor", (RotatingCompressor,), {"argument": float(n or 0)})

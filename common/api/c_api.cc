@@ -232,6 +232,8 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.ranks = r.ranks;
     submission.rank_count = r.ranks == nullptr ? 0 : r.rank_count;
     if (r.struct_size > offsetof(perseus_request, gradient_of)) submission.gradient_of = r.gradient_of;
+    if (r.struct_size > offsetof(perseus_request, codec_argument))
+      submission.codec = {static_cast<int>(r.codec), r.codec_argument};
     *handle = context->context->engine().submit(submission);
     return PERSEUS_OK;
   });

@@ -263,8 +263,10 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
 // Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.
 void Context::await_all(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/";
-  store.set(prefix + "ready/" + std::to_string(world_.rank), "");
-  for (int rank = 0; rank < world_.size; ++rank) await_ready(store, rank, options, deadline);
+  store.set(prefix + "ready/" + std::to_string(world_.rank), std::to_string(engine_->lowest_neighbour()));
+  std::vector<int> node_of;
+  for (int rank = 0; rank < world_.size; ++rank) node_of.push_back(await_ready(store, rank, options, deadline));
+  engine_->set_nodes(std::move(node_of));
   // Rank 0 goes last: its process may be the one that runs the server.
   if (world_.rank == 0) {
     for (int rank = 1; rank < world_.size; ++rank)
@@ -278,12 +280,13 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
   }
 }
 
-void Context::await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline) {
+// Returns the lowest rank that `rank` shares memory with.
+int Context::await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline) {
   const std::string key = world_.job + "/" + std::to_string(world_.epoch) + "/ready/" + std::to_string(rank);
   // Connected to all, the engine knows of a rank's death at once.
   const auto hopeless = [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); };
   try {
-    store.get(key, deadline, hopeless);
+    return std::atoi(store.get(key, deadline, hopeless).c_str());
   } catch (const Error& error) {
     const std::string cause = engine_->failure();
     if (error.kind() == ErrorKind::kTimeout)
@@ -293,7 +296,7 @@ void Context::await_ready(Store& store, int rank, const ContextOptions& options,
     if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
     try {
       // A rank that heard of all others may have gone on and ended already: then it is all here.
-      store.get(key, now_ns() + kAnswerTime, options.interrupted);
+      return std::atoi(store.get(key, now_ns() + kAnswerTime, options.interrupted).c_str());
     } catch (const Error&) {
       fail(ErrorKind::kIo, cause);
     }

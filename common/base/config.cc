@@ -18,6 +18,38 @@ const Variable kTable[] = {
     {Var::kFusionThreshold, "HOROVOD_FUSION_THRESHOLD", "TIACC_TRAINING_FUSION_THRESHOLD", VarType::kInt, "134217728",
      "0..1099511627776", true,
      "Bytes: tensors that become ready together are fused into buckets of at most this size. 0 = no fusion."},
+    {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
+     "What float32 gradients look like on their way: 0 = float16 between all ranks, 1 = as they are, 2 = as they are "
+     "inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
+    {Var::kGradientScale, "PERSEUS_ALLREDUCE_GRADIENT_SCALE", "", VarType::kFloat, "0", "0..1e30", true,
+     "Multiplied in before gradients become float16 and divided out after. 0 = a power of two for every 16384 elements, "
+     "so that none overflows. With a value of your own, first losses that are very large and NaN ask for a smaller "
+     "one."},
+    {Var::kTopK, "LIGHT_TOPK_ALLREDUCE", "", VarType::kBool, "0", "", true,
+     "1 = only the largest elements of a gradient travel between hosts, the rest is kept and added to the next one."},
+    {Var::kTopKRatio, "LIGHT_TOPK_RATIO", "", VarType::kFloat, "0.01", "0.000001..1", true,
+     "The fraction of elements that LIGHT_TOPK_ALLREDUCE sends."},
+    {Var::kTopKThreshold, "LIGHT_TOPK_THRESHOLD", "", VarType::kInt, "1048576", "0..1099511627776", true,
+     "Bytes: smaller gradients are sent whole (LIGHT_TOPK_ALLREDUCE)."},
+    {Var::kTopKHalf, "LIGHT_TOPK_FP16", "", VarType::kBool, "0", "", true,
+     "1 = the elements that LIGHT_TOPK_ALLREDUCE sends travel as float16."},
+    {Var::kDownsample, "PERSEUS_DOWNSAMPLE_N_ELEMENTS", "", VarType::kInt, "1", "1..1024", true,
+     "N: every step another N-th of each gradient's elements travels between hosts, the rest is kept and added to the "
+     "next one: 1/N of the traffic. 2, 4 and 8 are usual, 1 = off."},
+    {Var::kGradientMomentum, "PERSEUS_GRADIENT_MOMENTUM", "", VarType::kFloat, "1", "0..1", true,
+     "What is kept by PERSEUS_DOWNSAMPLE_N_ELEMENTS is multiplied by this every step: 1 loses nothing, less discounts "
+     "what is old."},
+    {Var::kAllreduceMode, "PERSEUS_ALLREDUCE_MODE", "HOROVOD_HIERARCHICAL_ALLREDUCE", VarType::kChoice, "auto",
+     "auto|0|1", true,
+     "How allreduce uses hosts of several ranks: 0 = all ranks alike, 1 = one rank of each host speaks for it, auto = "
+     "every rank carries a part of the data between the hosts (2D)."},
+    {Var::kTwoD, "LIGHT_2D_ALLREDUCE", "HOROVOD_TORUS_ALLREDUCE", VarType::kChoice, "auto", "auto|0|1", true,
+     "1 = reduce inside groups of LIGHT_INTRA_SIZE ranks of a host, then across the groups, 0 = all ranks alike, auto = "
+     "as PERSEUS_ALLREDUCE_MODE says."},
+    {Var::kIntraSize, "LIGHT_INTRA_SIZE", "", VarType::kInt, "8", "1..1000000", true,
+     "Ranks of an inner group when LIGHT_2D_ALLREDUCE is 1."},
+    {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824",
+     "0..1099511627776", true, "Bytes: larger tensors are reduced among all ranks alike."},
     {Var::kCycleTime, "HOROVOD_CYCLE_TIME", "", VarType::kFloat, "0", "0..10000", false,
      "Milliseconds to wait between negotiation rounds, so that more tensors share one. Perseus is event driven: "
      "0 (no pause) is right unless the processor is very busy."},

@@ -145,25 +145,28 @@ Adasum::Adasum(int ranks, int me, DType dtype, double prescale, double postscale
 
 Adasum::~Adasum() = default;
 
-const ExchangePlan* Adasum::next() {
+bool Adasum::next(Step* step) {
+  step->plan = &plan_;
+  step->sizes_vary = true;
   switch (stage_) {
     case Stage::kScatter:
       scatter();
       stage_ = Stage::kCombine;
-      return &plan_;
+      return true;
     case Stage::kCombine:
-      if (combine()) return &plan_;
+      step->sizes_vary = !combine();
+      if (!step->sizes_vary) return true;
       gather();
       stage_ = Stage::kGather;
-      return &plan_;
+      return true;
     case Stage::kGather:
       write_outputs();
       stage_ = Stage::kDone;
-      return nullptr;
+      return false;
     case Stage::kDone:
       break;
   }
-  return nullptr;
+  return false;
 }
 
 void Adasum::scatter() {

@@ -11,11 +11,11 @@
 #include <memory>
 #include <vector>
 
-#include "collective/exchange.h"
+#include "collective/staged.h"
 
 namespace perseus {
 
-class Adasum final : public OutputSink {
+class Adasum final : public Staged {
  public:
   // Of float16, bfloat16, float32 or float64 tensors. What is combined is prescale * x, what comes out postscale * x.
   Adasum(int ranks, int me, DType dtype, double prescale, double postscale);
@@ -23,9 +23,7 @@ class Adasum final : public OutputSink {
 
   // Before the first next(); may be in place.
   void add_tensor(const Piece& piece) { pieces_.push_back(piece); }
-  // Computes with what the last exchange brought; the next one to run, or null when all outputs are written.
-  const ExchangePlan* next();
-
+  bool next(Step* step) override;
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
 
  private:

@@ -24,7 +24,8 @@ namespace perseus {
 constexpr size_t kChunkBytes = 64 * 1024;
 static_assert(kChunkBytes <= kMaxMessage, "a chunk is one message");
 
-enum class Collective : uint8_t { kAllreduce, kReduceScatter, kAllgather, kBroadcast, kAlltoall };
+// kSpread: an allgather of parts whose sizes all know, into tensors; the own part lies there already.
+enum class Collective : uint8_t { kAllreduce, kReduceScatter, kAllgather, kBroadcast, kAlltoall, kSpread };
 
 // First on every link of every exchange: both ends check that they are doing the same thing.
 struct ExchangeHeader {
@@ -47,8 +48,8 @@ struct ExchangePlan {
   Collective collective = Collective::kAllreduce;
   kernels::FoldSpec fold;           // allreduce, reduce-scatter
   std::vector<Piece> pieces;        // allreduce, broadcast: in/out. Reduce-scatter: in (out unused). Else: in only
-  std::vector<size_t> parts;        // reduce-scatter: bytes of every rank's part of the pieces, in rank order
-  std::vector<Piece> result;        // reduce-scatter: out
+  std::vector<size_t> parts;        // reduce-scatter, spread: bytes of every rank's part of the whole, in rank order
+  std::vector<Piece> result;        // reduce-scatter: out of our part; spread: out of the whole
   int root = 0;                     // broadcast: index in the group
   std::vector<size_t> send_bytes;   // alltoall: for every rank, consecutive in the pieces
   std::vector<uint64_t> send_rows;  // alltoall: the same in rows; allgather: [0] = rows of this rank
@@ -110,6 +111,7 @@ class Exchange {
   void plan_reduction(bool gather);
   void plan_broadcast();
   void plan_gather();
+  void plan_spread();
   void set_flows();
   bool check_headers();
   void check_header(int i);

@@ -60,7 +60,7 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
     peer.rx = Flow();
     peer.contribution = ConstSpan();
   }
-  const size_t bytes = total_bytes(plan.pieces);
+  const size_t bytes = total_bytes(plan.collective == Collective::kSpread ? plan.result : plan.pieces);
   bool streamed = false;
   for (const Peer& peer : peers_) streamed |= peer.link != nullptr && !peer.windows;
   const bool in_place = !plan.pieces.empty() && plan.pieces[0].in == plan.pieces[0].out;
@@ -79,6 +79,9 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
     case Collective::kAllgather:
     case Collective::kAlltoall:
       plan_gather();
+      break;
+    case Collective::kSpread:
+      plan_spread();
       break;
   }
   const bool sizes_differ = plan.collective == Collective::kAllgather || plan.collective == Collective::kAlltoall;
@@ -192,6 +195,19 @@ void Exchange::plan_gather() {
     peer.tx.r_total = all_to_all ? plan_->send_bytes[i] : total_bytes(plan_->pieces);
     peer.r_src = Cursor(plan_->pieces, begin);
     if (all_to_all) begin += plan_->send_bytes[i];
+  }
+}
+
+void Exchange::plan_spread() {
+  results_from_input_ = true;
+  size_t begin = 0;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    peer.tx.r_total = plan_->parts[static_cast<size_t>(me_)];
+    peer.r_src = Cursor(plan_->pieces, 0);
+    peer.rx.r_total = plan_->parts[i];
+    peer.r_dst = Cursor(plan_->result, begin);
+    begin += plan_->parts[i];
   }
 }
 

@@ -19,6 +19,7 @@ ExecutionSettings settings_of(const Config& config) {
   settings.streams = static_cast<int>(config.integer(Var::kStreams));
   settings.fusion_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
+  settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }
 
@@ -62,6 +63,8 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       route_(std::move(route)),
       timeline_(world, config, names_of(route_), log),
       accumulation_(static_cast<int>(config.integer(Var::kAccumulateSteps))),
+      gradient_codecs_(config),
+      division_(config),
       nan_check_(config.flag(Var::kNanCheck), static_cast<NanAction>(config.integer(Var::kNanAction))),
       perf_check_(config.integer(Var::kPerfCheckSteps)),
       left_(static_cast<size_t>(world.size), false),
@@ -69,6 +72,9 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
                                 [this] { return has_submissions(); }}) {
   execution_settings_.timeline = &timeline_;
+  execution_settings_.residuals = &residuals_;
+  execution_settings_.small_codec = gradient_codecs_.precision();
+  execution_settings_.division = &division_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
     for (const auto& transport : transports_) tcp_ |= std::strcmp(transport->name(), "tcp") == 0;
@@ -81,6 +87,16 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
 Engine::~Engine() {
   shutdown();
   driver_.stop();
+}
+
+int Engine::lowest_neighbour() const {
+  int rank = 0;
+  while (rank != world_.rank && std::strcmp(route_[rank]->name(), "tcp") == 0) ++rank;
+  return rank;
+}
+
+void Engine::set_nodes(std::vector<int> node_of) {
+  driver_.exclusively([&] { division_.set_nodes(std::move(node_of)); });
 }
 
 void Engine::add_group(int id, std::vector<int> ranks) {
@@ -276,7 +292,7 @@ void Engine::count() {
     stats.buckets += group->execution().buckets();
   }
   stats.operations = operations_;
-  stats.staging_bytes += accumulation_.bytes();
+  stats.staging_bytes += accumulation_.bytes() + residuals_.bytes();
   std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_ = stats;
 }

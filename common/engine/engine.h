@@ -15,10 +15,12 @@
 #include "engine/accumulation.h"
 #include "engine/driver.h"
 #include "engine/flight_recorder.h"
+#include "engine/gradient_codecs.h"
 #include "engine/group.h"
 #include "engine/handle_table.h"
 #include "engine/nan_check.h"
 #include "engine/perf_check.h"
+#include "engine/residuals.h"
 #include "engine/timeline.h"
 #include "transport/transport.h"
 #include "transport/waker.h"
@@ -56,6 +58,7 @@ class Engine {
     const int* ranks = nullptr;
     int rank_count = 0;
     uint64_t gradient_of = 0;
+    CodecWish codec;
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
@@ -70,6 +73,11 @@ class Engine {
   HandleTable::Slot* wait(int64_t handle, int64_t deadline_ns);
   HandleTable::Slot* poll(int64_t handle);
   HandleTable& handles() { return handles_; }
+
+  // node_of[rank]: the lowest rank of the world that shares its memory. Before anything is submitted.
+  void set_nodes(std::vector<int> node_of);
+  // The lowest rank that this one shares memory with, itself included.
+  int lowest_neighbour() const;
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
@@ -138,6 +146,9 @@ class Engine {
   Timeline timeline_;
   HandleTable handles_;
   Accumulation accumulation_;
+  const GradientCodecs gradient_codecs_;
+  Residuals residuals_;
+  Division division_;  // changed once, before anything is submitted
   const NanCheck nan_check_;
   PerfCheck perf_check_;
 

@@ -1,10 +1,12 @@
 // Buckets and streams.
 #include "engine/execution.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "base/error.h"
 #include "base/huge_pages.h"
+#include "engine/negotiation.h"
 
 namespace perseus {
 namespace {
@@ -22,6 +24,19 @@ kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ra
 bool same_fold(const kernels::FoldSpec& a, const kernels::FoldSpec& b) {
   return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
          a.divisor == b.divisor;
+}
+
+// Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
+constexpr size_t kFlatBytes = 32 * 1024;
+// What is encoded goes in slices: while one is on the wire the next is encoded on another stream.
+constexpr size_t kCodedBytes = 4 * 1024 * 1024;
+static_assert(kCodedBytes % (kWireChunk * sizeof(float)) == 0, "a slice has whole chunks");
+
+// FNV-1a: spreads the owners of small tensors over the ranks, the same way everywhere.
+uint64_t salt_of(const std::string& name) {
+  uint64_t hash = 14695981039346656037U;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211U;
+  return hash >> 1;  // so that a number can be added
 }
 
 }  // namespace
@@ -60,6 +75,10 @@ void Bucket::clear() {
   entries.clear();
   bytes = 0;
   adasum.reset();
+  staged = nullptr;
+  stages = -1;
+  codec = CodecSpec();
+  residuals.clear();
   output = nullptr;
   tail_shape.clear();
 }
@@ -82,6 +101,7 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     entry->executions_left = 0;
+    entry->residuals.reset();
     const Description& d = entry->description;
     switch (d.kind) {
       case Kind::kAllreduce:
@@ -125,12 +145,12 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes) {
   return bucket;
 }
 
-Bucket& Execution::bucket_for(Entry* entry, size_t bytes, Collective collective, const kernels::FoldSpec& fold,
-                              int root) {
+Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
+  const size_t most = std::min(settings_.fusion_bytes, fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
-    if (plan.collective != collective || bucket->bytes + bytes > settings_.fusion_bytes || plan.root != root ||
-        !same_fold(plan.fold, fold))
+    if (plan.collective != fit.collective || bucket->bytes + bytes > most || plan.root != fit.root ||
+        bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) || !(bucket->codec == fit.codec))
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -140,24 +160,107 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, Collective collective,
     return *bucket;
   }
   Bucket& bucket = own_bucket(entry, bytes);
-  bucket.plan.collective = collective;
-  bucket.plan.fold = fold;
-  bucket.plan.root = root;
+  bucket.plan.collective = fit.collective;
+  bucket.plan.fold = fit.fold;
+  bucket.plan.root = fit.root;
+  bucket.stages = fit.stages;
+  bucket.codec = fit.codec;
   return bucket;
 }
 
 void Execution::add_reduction(Entry* entry, size_t tensor) {
-  const TensorDescription& t = entry->description.tensors[tensor];
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
   const size_t bytes = t.bytes();
   if (bytes == 0) return;
-  const kernels::FoldSpec fold = fold_of(entry->description, t.dtype, ranks_.size());
-  Bucket& bucket = bucket_for(entry, bytes, Collective::kAllreduce, fold, 0);
+  const kernels::FoldSpec fold = fold_of(d, t.dtype, ranks_.size());
+  const Levels& levels = this->levels(d.coded_inside);
+  const CodecSpec codec = codec_of(d, t);
+  if (codec.kind != CodecKind::kNone && levels.groups > 1) return add_coded(entry, tensor, levels, codec);
+  const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
+  if (levels.divided() && worth_stages && fold.op != ReduceOp::kAdasum) return add_leveled(entry, tensor, levels);
+  Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kAllreduce, fold));
   bucket.add_piece(entry->buffers[tensor], bytes);
   if (fold.op != ReduceOp::kAdasum) return;
   if (!bucket.adasum)
     bucket.adasum =
         std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
+  bucket.staged = bucket.adasum.get();
   bucket.adasum->add_tensor(bucket.plan.pieces.back());
+}
+
+void Execution::add_leveled(Entry* entry, size_t tensor, const Levels& levels) {
+  const TensorDescription& t = entry->description.tensors[tensor];
+  Fit fit(Collective::kAllreduce, fold_of(entry->description, t.dtype, ranks_.size()));
+  fit.stages = 1;
+  Bucket& bucket = bucket_for(entry, t.bytes(), fit);
+  bucket.add_piece(entry->buffers[tensor], t.bytes());
+  open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
+}
+
+void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  const WireFormat* format = format_of(codec);
+  Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
+  fit.stages = &levels == &levels_[1] ? 1 : 0;
+  fit.codec = codec;
+  fit.most_bytes = kCodedBytes;
+  if (entry->residuals == nullptr && format->keeps_residual() && settings_.residuals != nullptr && !entry->stand_in) {
+    sizes_.clear();
+    for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
+    entry->residuals = settings_.residuals->take(entry->gradient_of, static_cast<int>(group_), entry->name->text, sizes_);
+  }
+  LeveledAllreduce::Run run;
+  run.salt = salt_of(entry->name->text) + tensor;
+  const size_t bytes = t.bytes();
+  for (size_t begin = 0; begin < bytes; begin += kCodedBytes) {
+    const size_t size = std::min(kCodedBytes, bytes - begin);
+    Bucket& bucket = bucket_for(entry, size, fit);
+    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    run.piece = bucket.plan.pieces.back();
+    run.number = begin / sizeof(float) / kWireChunk;
+    if (entry->residuals != nullptr) {
+      run.residual = entry->residuals->sent(tensor) + begin / sizeof(float);
+      run.result_residual = entry->residuals->result(tensor) + begin / sizeof(float);
+      run.step = entry->residuals->steps;
+      if (bucket.residuals.empty() || bucket.residuals.back() != entry->residuals)
+        bucket.residuals.push_back(entry->residuals);
+    }
+    open_stages(&bucket, levels, format).add(run);
+  }
+}
+
+// By what all ranks know of the tensor, never by what it shares a bucket with.
+CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
+  if (t.dtype != DType::kFloat32) return CodecSpec();
+  return t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
+}
+
+const WireFormat* Execution::format_of(const CodecSpec& codec) {
+  for (auto& [spec, format] : formats_)
+    if (spec == codec) return format.get();
+  formats_.emplace_back(codec, make_codec(codec));
+  return formats_.back().second.get();
+}
+
+const Levels& Execution::levels(bool undivided) {
+  if (levels_.empty()) {
+    levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
+    levels_.push_back(settings_.division->of(ranks_, me_));
+  }
+  return levels_[undivided ? 0 : 1];
+}
+
+// The bucket's stages, begun where this is their first piece.
+LeveledAllreduce& Execution::open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format) {
+  std::unique_ptr<LeveledAllreduce>& stages = bucket->leveled[bucket->stages];
+  if (!stages) stages = std::make_unique<LeveledAllreduce>(levels);
+  if (bucket->staged == nullptr) {
+    bucket->staged = stages.get();
+    stages->start(bucket->plan.fold, format);
+  }
+  return *stages;
 }
 
 void Execution::add_broadcast(Entry* entry) {
@@ -169,7 +272,7 @@ void Execution::add_broadcast(Entry* entry) {
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     const size_t bytes = d.tensors[i].bytes();
     if (bytes == 0) continue;
-    Bucket& bucket = bucket_for(entry, bytes, Collective::kBroadcast, bytes_only, root);
+    Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kBroadcast, bytes_only, root));
     bucket.add_piece(entry->buffers[i], bytes);
   }
 }
@@ -229,29 +332,47 @@ void Execution::close_all() {
 
 // ---- from buckets to bytes ----
 
-void Execution::begin(Stream* stream, uint32_t index) {
-  if (!stream->exchange) {
-    stream->exchange = std::make_unique<Exchange>(make_links_(index), me_, epoch_, Channel{group_, index});
-    links_made_ += ranks_.size() - 1;
+Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
+  std::unique_ptr<Exchange>& exchange = stream->exchanges[static_cast<int>(level)];
+  if (!exchange) {
+    const std::vector<Link*> all = make_links_(index);
+    std::vector<Link*> links;
+    int me = me_;
+    if (level == Level::kAll) {
+      links = all;
+    } else {
+      const Levels& levels = this->levels(false);
+      me = level == Level::kInner ? levels.inner_me : levels.across_me;
+      for (int member : level == Level::kInner ? levels.inner : levels.across)
+        links.push_back(all[static_cast<size_t>(member)]);
+    }
+    exchange = std::make_unique<Exchange>(std::move(links), me, epoch_, Channel{group_, index});
   }
+  stream->level = static_cast<int>(level);
+  return *exchange;
+}
+
+void Execution::begin(Stream* stream, uint32_t index) {
   Bucket& bucket = *stream->queue.front();
-  if (bucket.adasum) begin_next(stream);
-  else stream->exchange->start(bucket.plan, stream->sequence++, bucket.output != nullptr ? &bucket : nullptr);
-  stream->moved_ns = 0;
   const int64_t now = now_ns();
   stream->begun_ns = now;
-  stream->first_byte_ns = 0;
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
+  if (bucket.staged != nullptr) begin_next(stream, index);
+  else
+    exchange_of(stream, index, Level::kAll)
+        .start(bucket.plan, stream->sequence[0]++, bucket.output != nullptr ? &bucket : nullptr);
+  stream->moved_ns = 0;
+  stream->first_byte_ns = 0;
 }
 
 // The next exchange of a bucket that takes several; false when there is none.
-bool Execution::begin_next(Stream* stream) {
-  Adasum* adasum = stream->queue.front()->adasum.get();
-  const ExchangePlan* plan = adasum == nullptr ? nullptr : adasum->next();
-  if (plan == nullptr) return false;
-  const bool sizes_differ = plan->collective != Collective::kAllreduce;
-  stream->exchange->start(*plan, stream->sequence++, sizes_differ ? adasum : nullptr);
+bool Execution::begin_next(Stream* stream, uint32_t index) {
+  Staged* staged = stream->queue.front()->staged;
+  Staged::Step step;
+  if (staged == nullptr || !staged->next(&step)) return false;
+  Exchange& exchange = exchange_of(stream, index, step.level);
+  exchange.start(*step.plan, stream->sequence[stream->level]++, step.sizes_vary ? staged : nullptr);
   return true;
 }
 
@@ -261,9 +382,9 @@ bool Execution::step(std::vector<Entry*>* finished) {
   for (size_t i = 0; i < streams_.size(); ++i) {
     Stream& stream = streams_[i];
     if (stream.queue.empty()) continue;
-    if (!stream.exchange || stream.exchange->done()) begin(&stream, static_cast<uint32_t>(i));
+    if (stream.exchange() == nullptr || stream.exchange()->done()) begin(&stream, static_cast<uint32_t>(i));
     const int64_t before = traced() && stream.first_byte_ns == 0 ? now_ns() : 0;
-    if (stream.exchange->step()) {
+    if (stream.exchange()->step()) {
       moved = true;
       if (before != 0) stream.first_byte_ns = before;
       stream.moved_ns = 0;
@@ -272,7 +393,7 @@ bool Execution::step(std::vector<Entry*>* finished) {
       if (stream.moved_ns == 0) stream.moved_ns = now;
       if (now - stream.moved_ns > settings_.timeout_ns) report_silence(stream);
     }
-    if (!stream.exchange->done() || begin_next(&stream)) continue;
+    if (!stream.exchange()->done() || begin_next(&stream, static_cast<uint32_t>(i))) continue;
     if (traced()) trace(stream, i);
     std::unique_ptr<Bucket> bucket = std::move(stream.queue.front());
     stream.queue.erase(stream.queue.begin());
@@ -293,12 +414,18 @@ void Execution::trace(const Stream& stream, size_t index) const {
       ranks_, bucket.entries);
 }
 
+int Execution::rank_at(Level level, int member) const {
+  if (level == Level::kInner) member = levels_[1].inner[static_cast<size_t>(member)];
+  if (level == Level::kAcross) member = levels_[1].across[static_cast<size_t>(member)];
+  return ranks_[static_cast<size_t>(member)];
+}
+
 void Execution::report_silence(const Stream& stream) const {
-  const std::vector<int> waiting_for = stream.exchange->waiting_for();
+  const std::vector<int> waiting_for = stream.exchange()->waiting_for();
   // A rank that is alive may itself only wait for the one that is not.
   std::string who, dead;
   for (int member : waiting_for) {
-    const int rank = ranks_[static_cast<size_t>(member)];
+    const int rank = rank_at(static_cast<Level>(stream.level), member);
     who += (who.empty() ? "" : ", ") + std::to_string(rank);
     if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
   }

@@ -2,14 +2,17 @@
 // agreed order, and reports entries whose last bucket is done. Used by the driver.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <vector>
 
 #include "base/clock.h"
 #include "collective/adasum.h"
-#include "collective/exchange.h"
+#include "collective/leveled_allreduce.h"
+#include "engine/division.h"
 #include "engine/request.h"
+#include "engine/residuals.h"
 #include "engine/timeline.h"
 
 namespace perseus {
@@ -18,6 +21,10 @@ struct ExecutionSettings {
   int streams = 4;
   size_t fusion_bytes = 128 * 1024 * 1024;
   int64_t timeout_ns = 60 * kSecond;  // 0 = off
+  size_t hierarchical_bytes = size_t{1} << 30;  // larger tensors are reduced among all ranks alike
+  const Division* division = nullptr;  // asked when the first allreduce comes
+  CodecSpec small_codec;           // of gradients too small for the codec they ask for
+  Residuals* residuals = nullptr;  // none = nothing is held back
   Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
@@ -26,7 +33,12 @@ struct ExecutionSettings {
 class Bucket final : public OutputSink {
  public:
   ExchangePlan plan;
-  std::unique_ptr<Adasum> adasum;  // then several exchanges take the place of `plan`
+  std::unique_ptr<Adasum> adasum;
+  std::unique_ptr<LeveledAllreduce> leveled[2];  // made when first needed: undivided, divided
+  Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
+  int stages = -1;  // which of `leveled`, -1 = none
+  CodecSpec codec;
+  std::vector<std::shared_ptr<Residuals::Record>> residuals;  // kept alive
   std::vector<Entry*> entries;
   uint64_t number = 0;  // of the group's buckets, the same on all ranks
   size_t bytes = 0;
@@ -57,13 +69,15 @@ class Execution {
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries);
   uint64_t buckets() const { return buckets_done_; }
-  size_t links_made() const { return links_made_; }
 
  private:
   struct Stream {
-    std::unique_ptr<Exchange> exchange;
+    std::unique_ptr<Exchange> exchanges[kLevels];  // of all members, of our inner group, of those across
+    uint64_t sequence[kLevels] = {};
+    int level = 0;  // of the exchange under way
     std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
-    uint64_t sequence = 0;
+
+    Exchange* exchange() const { return exchanges[level].get(); }
     int64_t moved_ns = 0;
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way; for the timeline
   };
@@ -71,15 +85,34 @@ class Execution {
   std::unique_ptr<Bucket> fresh_bucket();
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
+  void add_leveled(Entry* entry, size_t tensor, const Levels& levels);
+  void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
+  CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
+  const WireFormat* format_of(const CodecSpec& codec);
+  const Levels& levels(bool undivided);
+  LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
   void add_gather(Entry* entry, size_t tensor);
   // An open bucket of the same kind with room, else a new one; the entry waits for it.
-  Bucket& bucket_for(Entry* entry, size_t bytes, Collective collective, const kernels::FoldSpec& fold, int root);
+  // What a bucket must be like to take another tensor.
+  struct Fit {
+    Fit(Collective collective, const kernels::FoldSpec& fold, int root = 0)
+        : collective(collective), fold(fold), root(root) {}
+    Collective collective;
+    kernels::FoldSpec fold;
+    int root;
+    int stages = -1;  // index of Bucket::leveled, -1 = one exchange
+    CodecSpec codec;
+    size_t most_bytes = SIZE_MAX;
+  };
+  Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit);
   Bucket& own_bucket(Entry* entry, size_t bytes);
   void close_all();
   void begin(Stream* stream, uint32_t index);
-  bool begin_next(Stream* stream);
+  bool begin_next(Stream* stream, uint32_t index);
+  Exchange& exchange_of(Stream* stream, uint32_t index, Level level);
+  int rank_at(Level level, int member) const;
   bool traced() const { return settings_.timeline != nullptr && settings_.timeline->on(); }
   void trace(const Stream& stream, size_t index) const;
   void report_silence(const Stream& stream) const;
@@ -91,12 +124,15 @@ class Execution {
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
 
+  std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
+  std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
+  std::vector<size_t> sizes_;  // of one entry's tensors
+
   std::vector<Stream> streams_;
   std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry
   std::vector<std::unique_ptr<Bucket>> free_;
   uint64_t buckets_started_ = 0, buckets_done_ = 0;
   int in_flight_ = 0;
-  size_t links_made_ = 0;
 };
 
 }  // namespace perseus

@@ -33,6 +33,7 @@ int64_t Engine::held_handle() {
 
 void Engine::forget_gradients(uint64_t owner) {
   accumulation_.forget(owner);
+  residuals_.forget(owner);
   perf_check_.forget(owner);
 }
 

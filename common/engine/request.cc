@@ -76,6 +76,11 @@ std::string compare(const Description& a, const Description& b) {
   if (a.op != b.op)
     return "Mismatched reduction operation: One rank sent reduction op " + std::to_string(static_cast<int>(a.op)) +
            ", but another rank sent reduction op " + std::to_string(static_cast<int>(b.op)) + ".";
+  if (a.gradient != b.gradient)
+    return "Mismatched gradients: One rank submitted a gradient, but another rank an ordinary " + kind + ".";
+  if (!(a.codec == b.codec) || a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
+    return "Mismatched compression: One rank sends " + codec_name(a.codec) + ", but another rank sends " +
+           codec_name(b.codec) + ".";
   if (a.kind == Kind::kBroadcast && a.root != b.root)
     return "Mismatched " + kind + " root ranks: One rank specified root rank " + std::to_string(a.root) +
            ", but another rank specified root rank " + std::to_string(b.root) + ".";
@@ -101,7 +106,8 @@ void put(std::string* blob, T value) {
 
 bool same_request(const Description& a, const Description& b) {
   if (a.kind != b.kind || a.op != b.op || a.prescale != b.prescale || a.postscale != b.postscale || a.root != b.root ||
-      a.tensors.size() != b.tensors.size() || a.ranks != b.ranks)
+      a.tensors.size() != b.tensors.size() || a.ranks != b.ranks || a.gradient != b.gradient ||
+      !(a.codec == b.codec) || a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
     return false;
   for (size_t i = 0; i < a.tensors.size(); ++i)
     if (a.tensors[i].dtype != b.tensors[i].dtype || !same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape))
@@ -127,6 +133,15 @@ void append_request(const std::string& name, const Description& d, std::string* 
   put(blob, static_cast<uint8_t>(d.kind));
   put(blob, static_cast<uint8_t>(d.op));
   put(blob, static_cast<uint8_t>(d.transient));
+  put(blob, static_cast<uint8_t>(d.gradient));
+  put(blob, static_cast<uint8_t>(d.coded_inside));
+  put(blob, d.codec_from);
+  put(blob, static_cast<uint8_t>(d.codec.kind));
+  put(blob, d.codec.ratio);
+  put(blob, static_cast<uint8_t>(d.codec.half_values));
+  put(blob, static_cast<int32_t>(d.codec.every));
+  put(blob, d.codec.momentum);
+  put(blob, d.codec.scale);
   put(blob, d.prescale);
   put(blob, d.postscale);
   put(blob, static_cast<int32_t>(d.root));
@@ -170,6 +185,17 @@ void BlobReader::read_request(std::string* name, Description* d) {
   d->kind = static_cast<Kind>(kind);
   d->op = static_cast<ReduceOp>(op);
   d->transient = take<uint8_t>() != 0;
+  d->gradient = take<uint8_t>() != 0;
+  d->coded_inside = take<uint8_t>() != 0;
+  d->codec_from = take<uint64_t>();
+  const uint8_t codec = take<uint8_t>();
+  if (codec >= kCodecKinds) fail(ErrorKind::kIo, "[negotiation] announcement of an unknown codec");
+  d->codec.kind = static_cast<CodecKind>(codec);
+  d->codec.ratio = take<double>();
+  d->codec.half_values = take<uint8_t>() != 0;
+  d->codec.every = take<int32_t>();
+  d->codec.momentum = take<double>();
+  d->codec.scale = take<double>();
   d->prescale = take<double>();
   d->postscale = take<double>();
   d->root = take<int32_t>();

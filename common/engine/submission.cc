@@ -137,10 +137,17 @@ int64_t Engine::submit(const Submission& s) {
     if (s.ranks[i] < 0 || s.ranks[i] >= world_.size || (i > 0 && s.ranks[i] <= s.ranks[i - 1]))
       refuse("[engine] members of a process set are different ranks of the world, in ascending order");
 
+  Description codec;
+  gradient_codecs_.choose(s.kind, s.op, s.gradient_of != 0, s.codec, &codec);
   if (s.gradient_of != 0 && holds(s)) return held_handle();
 
   Entry* entry = take_entry();
   describe(s, &entry->description);
+  entry->description.gradient = s.gradient_of != 0;
+  entry->description.codec = codec.codec;
+  entry->description.coded_inside = codec.coded_inside;
+  entry->description.codec_from = codec.codec_from;
+  entry->gradient_of = s.gradient_of;
   entry->group = s.group;
   entry->submitted_ns = now_ns();
   entry->agreed_ns = entry->started_ns = 0;

@@ -174,8 +174,8 @@ void settle(State& state, perseus_code code, Pending* pending) {
 
 PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   State& state = state_of(self);
-  if (count != kSubmitArguments && count != kGradientOf + 1)
-    return PyErr_Format(PyExc_TypeError, "submit takes %d or %d arguments", kSubmitArguments, kGradientOf + 1);
+  if (count != kSubmitArguments && count != kMostArguments)
+    return PyErr_Format(PyExc_TypeError, "submit takes %d or %d arguments", kSubmitArguments, kMostArguments);
   const int64_t number = ++state.last_number;
   perseus_context* context = state.owner->raw();
   if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
@@ -188,13 +188,16 @@ PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   }
   Pending pending;
   pending.number = number;
-  if (count > kGradientOf) {
-    pending.gradient_of = PyLong_AsUnsignedLongLong(arguments[kGradientOf]);
+  GradientArguments gradient;
+  if (count == kMostArguments) {
+    gradient.gradient_of = PyLong_AsUnsignedLongLong(arguments[kGradientOf]);
+    gradient.codec = static_cast<int>(PyLong_AsLong(arguments[kCodec]));
+    gradient.codec_argument = PyFloat_AsDouble(arguments[kCodecArgument]);
     if (PyErr_Occurred()) return nullptr;
   }
   const bool submitted = PyTuple_Check(arguments[kInput])
-                             ? submit_group(context, &state.reader, arguments, unnamed, &pending)
-                             : submit_one(context, &state.reader, arguments, unnamed, &pending);
+                             ? submit_group(context, &state.reader, arguments, unnamed, gradient, &pending)
+                             : submit_one(context, &state.reader, arguments, unnamed, gradient, &pending);
   if (!submitted) return nullptr;
   state.handles.insert(pending);
   return PyLong_FromLongLong(number);
@@ -287,7 +290,8 @@ void dealloc(PyObject* self) {
 
 PyMethodDef kMethods[] = {
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL,
-     "submit(kind, name, input, output, op, prescale, postscale, root, splits, group, gradient_of=0, /)\n--\n\n"
+     "submit(kind, name, input, output, op, prescale, postscale, root, splits, group, gradient_of=0, codec=0,\n"
+     "       codec_argument=0.0, /)\n--\n\n"
      "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None."},
     {"poll", poll, METH_O, "poll($self, handle, /)\n--\n\nWhether synchronize would return at once."},
     {"synchronize", synchronize, METH_O,

@@ -173,10 +173,16 @@ bool submit_request(perseus_context* context, PyObject* const* arguments, const 
   return true;
 }
 
+void state(const GradientArguments& gradient, perseus_request* request, Pending* pending) {
+  pending->gradient_of = request->gradient_of = gradient.gradient_of;
+  request->codec = static_cast<perseus_codec>(gradient.codec);
+  request->codec_argument = gradient.codec_argument;
+}
+
 }  // namespace
 
 bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
-                Pending* pending) {
+                const GradientArguments& gradient, Pending* pending) {
   Parsed parsed;
   if (!parsed.parse(arguments, false, unnamed)) return false;
   TensorView view;
@@ -186,13 +192,13 @@ bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const*
       return false;
     parsed.request.tensors = &tensor;
     parsed.request.tensor_count = 1;
-    parsed.request.gradient_of = pending->gradient_of;
+    state(gradient, &parsed.request, pending);
   }
   return submit_request(context, arguments, parsed.request, pending);
 }
 
 bool submit_group(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
-                  Pending* pending) {
+                  const GradientArguments& gradient, Pending* pending) {
   Parsed parsed;
   if (!parsed.parse(arguments, true, unnamed)) return false;
   PyObject* inputs = arguments[kInput];
@@ -210,7 +216,7 @@ bool submit_group(perseus_context* context, TensorReader* reader, PyObject* cons
       return false;
   parsed.request.tensors = tensors.data();
   parsed.request.tensor_count = static_cast<int>(count);
-  parsed.request.gradient_of = pending->gradient_of;
+  state(gradient, &parsed.request, pending);
   return submit_request(context, arguments, parsed.request, pending);
 }
 

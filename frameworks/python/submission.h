@@ -23,16 +23,27 @@ enum SubmitArgument : int {
   kSplits,  // sequence of int (alltoall), ranks (groups), or None
   kGroup,
   kSubmitArguments,
-  kGradientOf = kSubmitArguments  // may be left out: 0, no gradient
+  // These may be left out together: no gradient, and sent as it is.
+  kGradientOf = kSubmitArguments,
+  kCodec,
+  kCodecArgument,
+  kMostArguments
 };
 
 constexpr const char* kShutDown = "Horovod has been shut down. Call hvd.init() to start again.";
 
-// Both fill in everything of `pending` but its number and gradient_of, which they read; false with an exception set.
+// What is sent about gradients and codecs; all zero where it was left out.
+struct GradientArguments {
+  uint64_t gradient_of = 0;
+  int codec = 0;
+  double codec_argument = 0;
+};
+
+// Both fill in everything of `pending` but its number; false with an exception set.
 // unnamed: for the name of a request that was given none.
 bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
-                Pending* pending);
+                const GradientArguments& gradient, Pending* pending);
 bool submit_group(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
-                  Pending* pending);
+                  const GradientArguments& gradient, Pending* pending);
 
 }  // namespace perseus::python

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from perseus.compression import Compressor, NoneCompressor
+from perseus.compression import (
+    BFLOAT16,
+    FLOAT16,
+    Compressor,
+    Int8Compressor,
+    NoneCompressor,
+    SettingsCompressor,
+    rotate,
+    top_k,
+)
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class FP16Compressor(Compressor):
-    """Sends floating tensors as float16 and returns them in their own dtype; others unchanged."""
+class _NarrowCompressor(Compressor):
+    in_core = True
+    dtype: ClassVar[torch.dtype]
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor as float16, and the dtype to go back to."""
+    @classmethod
+    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """The tensor in 16 bits, and the dtype to go back to."""
         if not tensor.dtype.is_floating_point:
             return tensor, None
-        return tensor.to(torch.float16), tensor.dtype
+        return tensor.to(cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
@@ -25,8 +37,27 @@ class FP16Compressor(Compressor):
         return tensor if ctx is None else tensor.to(ctx)
 
 
-class Compression:
-    """The compressors by name."""
+class FP16Compressor(_NarrowCompressor):
+    """Floating tensors travel as float16 and come back in their own dtype; others unchanged."""
 
+    codec = FLOAT16
+    dtype = torch.float16
+
+
+class BF16Compressor(_NarrowCompressor):
+    """Floating tensors travel as bfloat16 and come back in their own dtype; others unchanged."""
+
+    codec = BFLOAT16
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """The compressors by name. The lossy ones act between hosts only; see docs/algorithms.md."""
+
+    settings = SettingsCompressor
     none = NoneCompressor
     fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    int8 = Int8Compressor
+    topk = staticmethod(top_k)
+    rotate = staticmethod(rotate)

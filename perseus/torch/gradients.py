@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from perseus import basics
-from perseus.compression import Compressor, NoneCompressor
+from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import broadcast_object
 from perseus.torch.session import ALLREDUCE, session, synchronize
@@ -78,7 +78,7 @@ class GradientReducer:
         self.plan = plan
         self.passes = passes
         self._bundles = _make_bundles(parameters, plan)
-        self._plain = plan.compression is NoneCompressor
+        self._plain = plan.compression.in_core
         self._prescale = 1.0 / plan.predivide_factor
         self._postscale = plan.predivide_factor
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
@@ -176,6 +176,7 @@ class GradientReducer:
         bundle.handle = session.submit(
             ALLREDUCE, bundle.name, tensors, tensors, self.plan.op, self._prescale, self._postscale,
             0, None, self.plan.process_set.process_set_id, self._number,
+            self.plan.compression.codec, self.plan.compression.argument,
         )  # fmt: skip
 
     def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] = Compression.settings,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -158,7 +158,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     optimizer: any torch optimizer; its param_groups are shared, state it has already is not taken.
     named_parameters: `model.named_parameters()`, so that ranks pair gradients by name; it must name
         every parameter. Without it, all ranks must have them in the same order.
-    compression: what a gradient looks like while it travels.
+    compression: what a gradient looks like while it travels. Without it the settings decide, which
+        are float16 between hosts; Compression.none is full precision everywhere.
     backward_passes_per_step: backward passes that add up locally before gradients are reduced.
     op: Average, Sum, Min, Max or Product: of gradients. Adasum: of the steps that every rank's own
         optimizer takes; synchronize() does nothing then, and there is nothing to skip.

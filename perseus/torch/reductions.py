@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from perseus.compression import EXACT, applied_here
 from perseus.extensions import get_average_backwards_compatibility_fun
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch import session as session_module
@@ -100,17 +101,41 @@ def allreduce(
     """
     if op is None or average is not None:
         op = _resolve_op(op, average)
+    codec = _codec(compression, name)
+    compression = applied_here(compression)
     tensor, context = compression.compress(tensor)
+    arguments = (name, op, prescale_factor, postscale_factor, process_set, codec)
     if wants_grad(tensor):
-        output = HorovodAllreduce.apply(  # type: ignore[no-untyped-call]
-            tensor, name, op, prescale_factor, postscale_factor, process_set
-        )
+        output = HorovodAllreduce.apply(tensor, *arguments)  # type: ignore[no-untyped-call]
     else:
-        output = session.synchronize(
-            allreduce_async(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
-        )
+        output = session.synchronize(_start(tensor, torch.empty_like(tensor), *arguments))
     result: torch.Tensor = compression.decompress(output, context)
     return result
+
+
+def _start(
+    sent: torch.Tensor | tuple[torch.Tensor, ...],
+    output: torch.Tensor | tuple[torch.Tensor, ...],
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    codec: tuple[int, float],
+) -> int:
+    return session.submit(
+        ALLREDUCE, name, sent, output, op, prescale_factor, postscale_factor, 0, None,
+        process_set.process_set_id, 0, *codec,
+    )  # fmt: skip
+
+
+def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]:
+    if compression.stateful and name is None:
+        raise ValueError(
+            f"[torch] {compression.__name__} keeps what it holds back under the tensor's name: "
+            "pass name=, the same one every time"
+        )
+    return compression.codec, compression.argument
 
 
 def allreduce_(
@@ -142,10 +167,13 @@ class HorovodAllreduce(torch.autograd.Function):
         prescale_factor: float,
         postscale_factor: float,
         process_set: ProcessSet,
+        codec: tuple[int, float] = (EXACT, 0.0),
     ) -> torch.Tensor:
         """Reduce; remember how."""
         ctx.arguments = (op, prescale_factor, postscale_factor, process_set)
-        result: torch.Tensor = synchronize(allreduce_async(tensor, None, name, *ctx.arguments))
+        result: torch.Tensor = synchronize(
+            _start(tensor, torch.empty_like(tensor), name, *ctx.arguments, codec)
+        )
         return result
 
     @staticmethod
@@ -159,7 +187,7 @@ class HorovodAllreduce(torch.autograd.Function):
             postscale_factor=postscale,
             process_set=process_set,
         )
-        return reduced, None, None, None, None, None
+        return reduced, None, None, None, None, None, None
 
 
 # ---- grouped allreduce --------------------------------------------------------------------------
@@ -228,13 +256,16 @@ def grouped_allreduce(
     """The reductions of several tensors as one operation, as new tensors. Differentiable."""
     if op is None or average is not None:
         op = _resolve_op(op, average)
+    codec = _codec(compression, name)
+    compression = applied_here(compression)
     pairs = [compression.compress(tensor) for tensor in group_members(tensors)]
-    members = [tensor for tensor, _ in pairs]
-    arguments = (name, op, prescale_factor, postscale_factor, process_set)
+    members = tuple(tensor for tensor, _ in pairs)
+    arguments = (name, op, prescale_factor, postscale_factor, process_set, codec)
     if wants_grad(*members):
         outputs = HorovodGroupedAllreduce.apply(*arguments, *members)  # type: ignore[no-untyped-call]
     else:
-        outputs = session.synchronize(grouped_allreduce_async(members, None, *arguments))
+        results = tuple(torch.empty_like(tensor) for tensor in members)
+        outputs = session.synchronize(_start(members, results, *arguments))
     return [
         compression.decompress(output, context)
         for output, (_, context) in zip(outputs, pairs, strict=True)
@@ -268,11 +299,13 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         prescale_factor: float,
         postscale_factor: float,
         process_set: ProcessSet,
+        codec: tuple[int, float],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Reduce; remember how."""
         ctx.arguments = (op, prescale_factor, postscale_factor, process_set)
-        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, *ctx.arguments)))
+        outputs = tuple(torch.empty_like(tensor) for tensor in tensors)
+        return tuple(synchronize(_start(tensors, outputs, name, *ctx.arguments, codec)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -285,4 +318,4 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
             postscale_factor=postscale,
             process_set=process_set,
         )
-        return None, None, None, None, None, *reduced
+        return None, None, None, None, None, None, *reduced

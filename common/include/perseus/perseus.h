@@ -58,6 +58,18 @@ typedef enum perseus_reduce_op {
   PERSEUS_PRODUCT = 5
 } perseus_reduce_op;
 
+/* What elements look like between hosts, see docs/algorithms.md. Lossy ones keep what they hold back under the request's
+ * name (and gradient_of), so the name should come again. */
+typedef enum perseus_codec {
+  PERSEUS_CODEC_SETTINGS = 0, /* gradients: as the settings say; others: exact */
+  PERSEUS_CODEC_EXACT = 1,
+  PERSEUS_CODEC_FLOAT16 = 2,
+  PERSEUS_CODEC_BFLOAT16 = 3,
+  PERSEUS_CODEC_INT8 = 4,
+  PERSEUS_CODEC_TOP_K = 5,
+  PERSEUS_CODEC_ROTATE = 6
+} perseus_codec;
+
 typedef enum perseus_kind {
   PERSEUS_ALLREDUCE = 0,
   PERSEUS_ALLGATHER = 1,
@@ -194,6 +206,8 @@ typedef struct perseus_request {
   /* 0 = an ordinary operation. Else this is a gradient, an allreduce of floating-point tensors, of the optimizer (tape,
    * store, …) for which the caller chose this number. Settings for gradients apply, see perseus_handle_gradient. */
   uint64_t gradient_of;
+  perseus_codec codec;   /* sums and averages of float32 tensors only; others travel as they are */
+  double codec_argument; /* PERSEUS_CODEC_TOP_K: the fraction of elements, ROTATE: N; 0 = as the settings say */
 } perseus_request;
 
 /* Hands the request over without copying tensors; returns at once. */

@@ -1,0 +1,171 @@
+// Encode, add in rank order, encode again.
+#include "collective/coded_allreduce.h"
+
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/error.h"
+
+namespace perseus {
+
+// Walks through what a member sent.
+class CodedAllreduce::Reader {
+ public:
+  Reader(const Byte* at, size_t bytes) : at_(at), end_(at + bytes) {}
+
+  // The next chunk; its size is in its first four bytes.
+  const Byte* take(size_t* bytes) {
+    uint32_t size = 0;
+    if (end_ - at_ >= static_cast<ptrdiff_t>(sizeof size)) std::memcpy(&size, at_, sizeof size);
+    if (size < sizeof size || size > static_cast<size_t>(end_ - at_))
+      fail(ErrorKind::kIo, "[collective] encoded gradients from a peer end too early");
+    const Byte* chunk = at_;
+    at_ += size;
+    *bytes = size;
+    return chunk;
+  }
+
+ private:
+  const Byte* at_;
+  const Byte* end_;
+};
+
+CodedAllreduce::CodedAllreduce(int members, int me)
+    : members_(members), me_(me), chunks_(static_cast<size_t>(members)), scratch_(2 * kWireChunk) {
+  plan_.fold.dtype = DType::kUInt8;
+}
+
+void CodedAllreduce::start(const WireFormat& format, float prescale, float factor) {
+  format_ = &format;
+  prescale_ = prescale;
+  factor_ = factor;
+  stage_ = Stage::kEncode;
+  codec_ns_ = 0;
+  for (std::vector<CodedChunk>& chunks : chunks_) chunks.clear();
+}
+
+const ExchangePlan* CodedAllreduce::next() {
+  const int64_t begun = now_ns();
+  const Stage stage = stage_;
+  switch (stage) {
+    case Stage::kEncode:
+      encode();
+      stage_ = Stage::kReduce;
+      break;
+    case Stage::kReduce:
+      reduce();
+      stage_ = Stage::kFinish;
+      break;
+    case Stage::kFinish:
+      finish();
+      break;
+  }
+  codec_ns_ += now_ns() - begun;
+  return stage == Stage::kFinish ? nullptr : &plan_;
+}
+
+// Grows `buffer` so that the encodings of `chunks` have room from `begin` on.
+Byte* CodedAllreduce::room_for(const std::vector<CodedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const {
+  size_t most = 0;
+  for (const CodedChunk& chunk : chunks) most += format_->most_bytes(chunk.count);
+  if (buffer->size() < begin + most) buffer->resize(begin + most);
+  return buffer->data() + begin;
+}
+
+void CodedAllreduce::encode() {
+  plan_.clear();
+  plan_.collective = Collective::kAlltoall;
+  size_t begin = 0;
+  for (int owner = 0; owner < members_; ++owner) {
+    const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(owner)];
+    const bool own = owner == me_;
+    Byte* const first = room_for(chunks, own ? &own_ : &sent_, own ? 0 : begin);
+    Byte* at = first;
+    for (const CodedChunk& chunk : chunks) {
+      const float* x = chunk.in;
+      if (prescale_ != 1.0F) {
+        kernels::FoldSpec scale;
+        scale.prescale = prescale_;
+        const void* source = x;
+        kernels::fold(scale, scratch_.data(), nullptr, &source, 1, chunk.count, false);
+        x = scratch_.data();
+      }
+      at += format_->encode(x, chunk.residual, chunk.count, chunk.step, at);
+    }
+    const size_t bytes = own ? 0 : static_cast<size_t>(at - first);
+    plan_.send_bytes.push_back(bytes);
+    plan_.send_rows.push_back(bytes);
+    begin += bytes;
+  }
+  plan_.pieces.push_back(Piece{sent_.data(), nullptr, begin});
+}
+
+void CodedAllreduce::reduce() {
+  const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(me_)];
+  std::vector<Reader> readers;
+  const Byte* from = received_.data();
+  for (int member = 0; member < members_; ++member) {
+    const size_t bytes = received_bytes_[static_cast<size_t>(member)];
+    if (member == me_) readers.emplace_back(own_.data(), own_.size());
+    else readers.emplace_back(from, bytes);
+    from += bytes;
+  }
+  float* const sum = scratch_.data() + kWireChunk;
+  Byte* const first = room_for(chunks, &sent_, 0);
+  Byte* at = first;
+  kernels::FoldSpec scale;
+  scale.postscale = factor_;
+  for (const CodedChunk& chunk : chunks) {
+    for (int member = 0; member < members_; ++member) {
+      size_t bytes = 0;
+      const Byte* encoded = readers[static_cast<size_t>(member)].take(&bytes);
+      if (member == 0) format_->decode(encoded, bytes, chunk.count, sum);
+      else format_->decode_add(encoded, bytes, chunk.count, sum);
+    }
+    const void* source = sum;
+    if (factor_ != 1.0F) kernels::fold(scale, sum, nullptr, &source, 1, chunk.count, false);
+    const size_t bytes = format_->encode(sum, chunk.result_residual, chunk.count, chunk.step, at);
+    format_->decode(at, bytes, chunk.count, chunk.out);
+    at += bytes;
+  }
+  const size_t bytes = static_cast<size_t>(at - first);
+  plan_.clear();
+  plan_.collective = Collective::kAllgather;
+  plan_.pieces.push_back(Piece{first, nullptr, bytes});
+  plan_.send_rows.push_back(bytes);
+}
+
+void CodedAllreduce::finish() {
+  const Byte* from = received_.data();
+  for (int owner = 0; owner < members_; ++owner) {
+    const size_t bytes = received_bytes_[static_cast<size_t>(owner)];
+    Reader reader(from, bytes);
+    from += bytes;
+    if (owner == me_) continue;
+    for (const CodedChunk& chunk : chunks_[static_cast<size_t>(owner)]) {
+      size_t size = 0;
+      const Byte* encoded = reader.take(&size);
+      format_->decode(encoded, size, chunk.count, chunk.out);
+    }
+  }
+}
+
+Byte* CodedAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>&) {
+  size_t total = 0;
+  for (int member = 0; member < members_; ++member) {
+    // Of us an owner gets all our chunks; of an owner everybody gets all of its chunks.
+    const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(stage_ == Stage::kReduce ? me_ : member)];
+    size_t most = 0;
+    for (const CodedChunk& chunk : chunks) most += format_->most_bytes(chunk.count);
+    const size_t size = bytes[static_cast<size_t>(member)];
+    if (size > most)
+      fail(ErrorKind::kIo, "[collective] member " + std::to_string(member) + " announced " + std::to_string(size) +
+                               " bytes of encoded gradients, expected at most " + std::to_string(most));
+    total += size;
+  }
+  received_bytes_ = bytes;
+  if (received_.size() < total) received_.resize(total);
+  return received_.data();
+}
+
+}  // namespace perseus

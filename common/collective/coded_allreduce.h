@@ -1,0 +1,59 @@
+// The sum of gradients that travel encoded: every chunk has an owner, which gets everybody's encoding of it, adds what
+// those decode to in rank order, and sends the encoded result to all. So a lossy format rounds once in and once out,
+// whatever the number of ranks; the owner and every sender go on with what the others decode, so all end with the same
+// bits, and who owns what changes none of them. Two exchanges of variable size. Used by one driver.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collective/exchange.h"
+#include "collective/wire_format.h"
+
+namespace perseus {
+
+struct CodedChunk {
+  const float* in = nullptr;
+  float* out = nullptr;              // may be `in`
+  float* residual = nullptr;         // of what this rank sends; null = none is kept
+  float* result_residual = nullptr;  // of what the owner sends; null = none is kept
+  uint32_t count = 0;                // <= kWireChunk
+  uint64_t step = 0;                 // see WireFormat::encode
+};
+
+class CodedAllreduce final : public OutputSink {
+ public:
+  CodedAllreduce(int members, int me);
+
+  // Begins anew. Encoded is prescale * x; a result is the sum times `factor`. `format` must stay until the end.
+  void start(const WireFormat& format, float prescale, float factor);
+  void add(int owner, const CodedChunk& chunk) { chunks_[static_cast<size_t>(owner)].push_back(chunk); }
+  // The next exchange to run, whose sizes vary, or null when all outputs are written.
+  const ExchangePlan* next();
+  int64_t codec_ns() const { return codec_ns_; }
+
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+
+ private:
+  enum class Stage { kEncode, kReduce, kFinish };
+
+  // Encoded chunks on their way, one after the other.
+  class Reader;
+  void encode();
+  void reduce();
+  void finish();
+  Byte* room_for(const std::vector<CodedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const;
+
+  const int members_, me_;
+  const WireFormat* format_ = nullptr;
+  float prescale_ = 1, factor_ = 1;
+  Stage stage_ = Stage::kEncode;
+  std::vector<std::vector<CodedChunk>> chunks_;  // by owner
+  ExchangePlan plan_;
+  std::vector<Byte> sent_, own_, received_;
+  std::vector<size_t> received_bytes_;  // by member
+  std::vector<float> scratch_;
+  int64_t codec_ns_ = 0;
+};
+
+}  // namespace perseus

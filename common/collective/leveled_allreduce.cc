@@ -1,0 +1,152 @@
+// The stages and what each of them moves.
+#include "collective/leveled_allreduce.h"
+
+#include <algorithm>
+
+namespace perseus {
+
+LeveledAllreduce::LeveledAllreduce(const Levels& levels)
+    : levels_(levels),
+      across_(static_cast<int>(levels.across.size()) == levels.members ? Level::kAll : Level::kAcross),
+      parts_(levels.inner.size()),
+      shards_(static_cast<size_t>(levels.shards)) {}
+
+void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* format) {
+  fold_ = fold;
+  format_ = format;
+  stage_ = Stage::kInner;
+  pieces_.clear();
+  for (std::vector<Piece>& shard : shards_) shard.clear();
+  if (format == nullptr || !levels_.carries()) return;
+  if (!coded_) coded_ = std::make_unique<CodedAllreduce>(static_cast<int>(levels_.across.size()), levels_.across_me);
+  const float prescale = works_inside() ? 1.0F : static_cast<float>(fold.prescale);
+  coded_->start(*format, prescale, static_cast<float>(fold.postscale / fold.divisor));
+}
+
+void LeveledAllreduce::add(const Run& run) {
+  const size_t elements = run.piece.bytes / sizeof(float);
+  const uint64_t shards = static_cast<uint64_t>(levels_.shards);
+  for (size_t begin = 0; begin < elements; begin += kWireChunk) {
+    const uint64_t number = run.salt + run.number + begin / kWireChunk;
+    const size_t count = std::min(kWireChunk, elements - begin);
+    const Piece piece{run.piece.in + begin * sizeof(float), run.piece.out + begin * sizeof(float),
+                      count * sizeof(float)};
+    shards_[number % shards].push_back(piece);
+    if (!levels_.carries() || number % shards != static_cast<uint64_t>(levels_.inner_me)) continue;
+    CodedChunk chunk;
+    chunk.out = reinterpret_cast<float*>(piece.out);
+    chunk.in = works_inside() ? chunk.out : reinterpret_cast<const float*>(piece.in);
+    if (run.residual != nullptr) chunk.residual = run.residual + begin;
+    if (run.result_residual != nullptr) chunk.result_residual = run.result_residual + begin;
+    chunk.count = static_cast<uint32_t>(count);
+    chunk.step = run.step;
+    coded_->add(static_cast<int>(number / shards % levels_.across.size()), chunk);
+  }
+}
+
+bool LeveledAllreduce::next(Step* step) {
+  step->plan = &plan_;
+  step->sizes_vary = false;
+  if (stage_ == Stage::kInner) {
+    if (format_ == nullptr) cut_into_shards();
+    stage_ = Stage::kAcross;
+    if (works_inside()) {
+      plan_inner();
+      step->level = Level::kInner;
+      return true;
+    }
+  }
+  if (stage_ == Stage::kAcross) {
+    stage_ = levels_.carries() && format_ != nullptr ? Stage::kEncoded : Stage::kBack;
+    if (levels_.carries() && format_ == nullptr) {
+      plan_across();
+      step->level = across_;
+      return true;
+    }
+  }
+  if (stage_ == Stage::kEncoded) {
+    step->plan = coded_->next();
+    step->level = across_;
+    step->sizes_vary = true;
+    if (step->plan != nullptr) return true;
+    stage_ = Stage::kBack;
+  }
+  const bool back = stage_ == Stage::kBack && works_inside();
+  stage_ = Stage::kDone;
+  if (!back) return false;
+  plan_back();
+  step->plan = &plan_;
+  step->level = Level::kInner;
+  step->sizes_vary = false;
+  return true;
+}
+
+// Equal shards of all pieces in a row.
+void LeveledAllreduce::cut_into_shards() {
+  std::vector<size_t> sizes(shards_.size());
+  even_parts(total_bytes(pieces_), &sizes);
+  size_t at = 0, offset = 0;  // a piece, and how much of it is already in a shard
+  for (size_t s = 0; s < shards_.size(); ++s) {
+    for (size_t left = sizes[s]; left > 0;) {
+      const Piece& piece = pieces_[at];
+      const size_t bytes = std::min(left, piece.bytes - offset);
+      shards_[s].push_back(Piece{piece.in + offset, piece.out + offset, bytes});
+      left -= bytes;
+      offset += bytes;
+      if (offset < piece.bytes) continue;
+      ++at;
+      offset = 0;
+    }
+  }
+}
+
+void LeveledAllreduce::plan_inner() {
+  plan_.clear();
+  plan_.collective = Collective::kReduceScatter;
+  plan_.fold = fold_;
+  plan_.fold.postscale = 1.0;
+  plan_.fold.divisor = 1;
+  std::fill(parts_.begin(), parts_.end(), 0);
+  for (size_t s = 0; s < shards_.size(); ++s) {
+    parts_[s] = total_bytes(shards_[s]);
+    for (const Piece& piece : shards_[s]) plan_.pieces.push_back(Piece{piece.in, nullptr, piece.bytes});
+  }
+  plan_.parts = parts_;
+  if (levels_.carries()) plan_.result = shard();
+}
+
+void LeveledAllreduce::plan_across() {
+  plan_.clear();
+  plan_.collective = Collective::kAllreduce;
+  plan_.fold = fold_;
+  plan_.pieces = shard();
+  if (!works_inside() && fold_.prescale == 1.0) return;
+  // Those of other hosts come scaled.
+  plan_.fold.prescale = 1.0;
+  kernels::FoldSpec scale;
+  scale.dtype = fold_.dtype;
+  scale.prescale = fold_.prescale;
+  for (Piece& piece : plan_.pieces) {
+    const void* source = piece.in;
+    const size_t count = piece.bytes / dtype_size(fold_.dtype);
+    if (!works_inside()) kernels::fold(scale, piece.out, nullptr, &source, 1, count, false);
+    piece.in = piece.out;
+  }
+}
+
+void LeveledAllreduce::plan_back() {
+  plan_.clear();
+  plan_.collective = Collective::kSpread;
+  plan_.fold.dtype = fold_.dtype;
+  plan_.parts = parts_;
+  if (levels_.carries())
+    for (const Piece& piece : shard()) plan_.pieces.push_back(Piece{piece.out, nullptr, piece.bytes});
+  for (const std::vector<Piece>& shard : shards_)
+    for (const Piece& piece : shard) plan_.result.push_back(Piece{nullptr, piece.out, piece.bytes});
+}
+
+Byte* LeveledAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) {
+  return coded_->allocate(bytes, rows);
+}
+
+}  // namespace perseus

@@ -1,0 +1,62 @@
+// An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, allgather inside
+// ("2D"; with one shard "two-level"). The middle one may be encoded. Every stage folds in rank order, so bits depend on
+// the division alone. Used by one driver.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collective/coded_allreduce.h"
+#include "collective/staged.h"
+
+namespace perseus {
+
+class LeveledAllreduce final : public Staged {
+ public:
+  explicit LeveledAllreduce(const Levels& levels);
+
+  // Begins anew. With a `format` (which must stay until the end), what is added must be float32, to be summed.
+  void start(const kernels::FoldSpec& fold, const WireFormat* format);
+
+  // Exact: a piece of a tensor. Where `in` is not `out`, they do not overlap.
+  void add(const Piece& piece) { pieces_.push_back(piece); }
+
+  // Encoded: a run of whole chunks of a tensor (but for its end). `number` of the first one plus `salt` decides who owns
+  // them, which therefore depends on neither bucket nor stream.
+  struct Run {
+    Piece piece;
+    float* residual = nullptr;  // of the run's elements; null = none is kept
+    float* result_residual = nullptr;
+    uint64_t number = 0;
+    uint64_t salt = 0;
+    uint64_t step = 0;
+  };
+  void add(const Run& run);
+
+  bool next(Step* step) override;
+  int64_t codec_ns() const override { return coded_ ? coded_->codec_ns() : 0; }
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+
+ private:
+  enum class Stage { kInner, kAcross, kEncoded, kBack, kDone };
+
+  void cut_into_shards();
+  void plan_inner();
+  void plan_across();
+  void plan_back();
+  bool works_inside() const { return levels_.inner.size() > 1; }
+  const std::vector<Piece>& shard() const { return shards_[static_cast<size_t>(levels_.inner_me)]; }
+
+  const Levels levels_;
+  const Level across_;  // which exchange goes across
+  kernels::FoldSpec fold_;
+  const WireFormat* format_ = nullptr;
+  Stage stage_ = Stage::kInner;
+  std::vector<Piece> pieces_;
+  std::vector<size_t> parts_;               // bytes of every inner member's shard
+  std::vector<std::vector<Piece>> shards_;  // of every inner member that carries one
+  std::unique_ptr<CodedAllreduce> coded_;
+  ExchangePlan plan_;
+};
+
+}  // namespace perseus

@@ -1,0 +1,25 @@
+// An operation made of several exchanges, one after the other, among all members of a group or some of them. Used by
+// one driver.
+#pragma once
+
+#include "collective/exchange.h"
+#include "collective/levels.h"
+
+namespace perseus {
+
+class Staged : public OutputSink {
+ public:
+  struct Step {
+    const ExchangePlan* plan = nullptr;
+    Level level = Level::kAll;
+    bool sizes_vary = false;  // peers announce what they send: allocate() is told
+  };
+
+  // Before the first exchange and after each: computes with what has come, and says which is the next one to run. False
+  // when all outputs are written.
+  virtual bool next(Step* step) = 0;
+  // Time spent on encoding and decoding so far, of this operation.
+  virtual int64_t codec_ns() const { return 0; }
+};
+
+}  // namespace perseus

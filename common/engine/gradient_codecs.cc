@@ -1,0 +1,75 @@
+// From variables and wishes to codecs.
+#include "engine/gradient_codecs.h"
+
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+enum Precision : int64_t { kAuto, kHalfEverywhere, kFull, kMixed };  // choices of PERSEUS_ALLREDUCE_DTYPE
+
+}  // namespace
+
+GradientCodecs::GradientCodecs(const Config& config) {
+  defaults_.ratio = config.number(Var::kTopKRatio);
+  defaults_.half_values = config.flag(Var::kTopKHalf);
+  defaults_.every = static_cast<int>(config.integer(Var::kDownsample));
+  defaults_.momentum = config.number(Var::kGradientMomentum);
+  defaults_.scale = config.number(Var::kGradientScale);
+  const int64_t precision = config.integer(Var::kAllreduceDtype);
+  if (precision != kFull) precision_ = spec(CodecWish::kFloat16, 0);
+  inside_ = precision == kHalfEverywhere;
+  const bool top_k = config.flag(Var::kTopK), rotates = config.integer(Var::kDownsample) > 1;
+  if (top_k && rotates)
+    fail(ErrorKind::kInvalidArgument,
+         "[config] LIGHT_TOPK_ALLREDUCE and PERSEUS_DOWNSAMPLE_N_ELEMENTS are two ways to send less: set one of them");
+  gradient_ = top_k ? spec(CodecWish::kTopK, 0) : rotates ? spec(CodecWish::kRotate, 0) : precision_;
+  if (top_k) from_ = static_cast<uint64_t>(config.integer(Var::kTopKThreshold));
+}
+
+// Arguments that a codec does not look at are zero, so that equal codecs compare equal.
+CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
+  CodecSpec spec;
+  spec.kind = static_cast<CodecKind>(kind - CodecWish::kExact);
+  if (kind == CodecWish::kFloat16) spec.scale = defaults_.scale;
+  if (kind == CodecWish::kTopK) {
+    spec.ratio = argument == 0 ? defaults_.ratio : argument;
+    spec.half_values = defaults_.half_values;
+  }
+  if (kind == CodecWish::kRotate) {
+    spec.every = argument == 0 ? defaults_.every : static_cast<int>(argument);
+    spec.momentum = defaults_.momentum;
+  }
+  return spec;
+}
+
+void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* d) const {
+  d->codec = CodecSpec();
+  d->coded_inside = false;
+  d->codec_from = 0;
+  if (kind != Kind::kAllreduce || (op != ReduceOp::kSum && op != ReduceOp::kAverage)) {
+    if (wish.kind > CodecWish::kExact)
+      fail(ErrorKind::kInvalidArgument, "[engine] compression is for sums and averages: use op=Sum or op=Average");
+    return;
+  }
+  if (wish.kind < 0 || wish.kind >= CodecWish::kKinds)
+    fail(ErrorKind::kInvalidArgument, "[engine] unknown codec " + std::to_string(wish.kind));
+  if (wish.kind == CodecWish::kSettings) {
+    if (!gradient) return;
+    d->codec = gradient_;
+    d->coded_inside = inside_;
+    d->codec_from = from_;
+    return;
+  }
+  const bool fraction = wish.argument >= 0 && wish.argument <= 1;
+  if (wish.kind == CodecWish::kTopK && !fraction)
+    fail(ErrorKind::kInvalidArgument, "[engine] top-k sends a fraction of the elements: expected a ratio above 0, at "
+                                      "most 1, got " + std::to_string(wish.argument));
+  const bool whole = wish.argument >= 0 && wish.argument <= 1024 && wish.argument == static_cast<int>(wish.argument);
+  if (wish.kind == CodecWish::kRotate && !whole)
+    fail(ErrorKind::kInvalidArgument, "[engine] every N-th element is sent: expected a whole number N of 1 to 1024, "
+                                      "got " + std::to_string(wish.argument));
+  d->codec = spec(static_cast<CodecWish::Kind>(wish.kind), wish.argument);
+}
+
+}  // namespace perseus

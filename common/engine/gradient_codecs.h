@@ -1,0 +1,38 @@
+// Which codec a request gets: by the settings when it is a gradient, else as it asks itself. Immutable: thread-safe.
+#pragma once
+
+#include "base/config.h"
+#include "codec/codec.h"
+#include "engine/request.h"
+
+namespace perseus {
+
+// What a request says about it; same numbers as enum perseus_codec.
+struct CodecWish {
+  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate };
+  static constexpr int kKinds = 7;
+  int kind = kSettings;
+  double argument = 0;  // top-k: fraction of elements, rotate: N; 0 = as the settings say
+};
+
+class GradientCodecs {
+ public:
+  // Throws Error(kInvalidArgument) for settings that exclude each other.
+  explicit GradientCodecs(const Config& config);
+
+  // Fills in codec, coded_inside and codec_from. Throws Error(kInvalidArgument) for a wish that makes no sense.
+  void choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* description) const;
+  // What gradients get that are too small for another codec.
+  const CodecSpec& precision() const { return precision_; }
+
+ private:
+  CodecSpec spec(CodecWish::Kind kind, double argument) const;
+
+  CodecSpec defaults_;   // arguments of every codec
+  CodecSpec precision_;  // float16 or none
+  CodecSpec gradient_;
+  bool inside_ = false;
+  uint64_t from_ = 0;
+};
+
+}  // namespace perseus
