@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
+#include "kernels/codec_kernels.h"
 #include "kernels/kernels.h"
 
 namespace perseus::kernels {
@@ -32,13 +34,45 @@ struct HalfSumTask {
   size_t count;
 };
 
+// ---- one call each of the functions in codec_kernels.h, whose comments say what they mean ---------------------------
+
+struct HalfEncodeTask {
+  DType dtype;
+  const float* v;
+  float scale, unscale;
+  size_t count;
+  unsigned char* to;
+  float* residual;
+};
+
+struct HalfDecodeTask {
+  DType dtype;
+  const unsigned char* from;
+  float unscale;
+  size_t count;
+  float* x;
+  Arrival arrival;
+};
+
+struct CodecKernels {
+  uint32_t (*largest_magnitude)(const float* x, size_t count);
+  uint32_t (*largest_finite_magnitude)(const float* x, size_t count);
+  uint32_t (*add_to_residual)(const float* x, float momentum, float* residual, size_t count);
+  void (*encode_halves)(const HalfEncodeTask& task);
+  void (*decode_halves)(const HalfDecodeTask& task);
+};
+
 struct Variant {
   const char* name;
   void (*fold)(const FoldTask& task);
   void (*copy)(void* dst, const void* src, size_t n, bool stream);
   bool (*has_nan)(DType dtype, const unsigned char* data, size_t count);
   void (*sum_halves)(const HalfSumTask& task);
+  CodecKernels codec;
 };
+
+// The one that kernels.cc has chosen.
+const Variant& current_variant();
 
 extern const Variant kPortable;
 extern const Variant kAvx2;    // x86-64 only

@@ -36,10 +36,11 @@ PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 }  // namespace
 }  // namespace perseus::kernels
 
+#include "kernels/codec_loops.h"
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
 #include "kernels/gradient_loops.h"
 
 namespace perseus::kernels {
-const Variant kAvx512{"avx512", fold_any, copy_any, has_nan_any, sum_halves};
+const Variant kAvx512{"avx512", fold_any, copy_any, has_nan_any, sum_halves, kCodecKernels};
 }  // namespace perseus::kernels

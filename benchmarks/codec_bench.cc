@@ -1,0 +1,150 @@
+// Speed of every codec on one core: encode, then decode, chunk by chunk through a buffer that stays in the cache, as an
+// exchange does; against memcpy of the same 64 MiB, measured in turn with it.
+//
+//   codec_bench [repetitions = 15] [variant = auto]
+//
+// Input, residual and output are page-aligned with 4 KiB pages, as memcpy is at its fastest so. The time is the
+// thread's own processor time; a ratio is the median over the repetitions of memcpy's time to the codec's in the same
+// repetition.
+#include <sys/mman.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "codec/codec.h"
+#include "kernels/kernels.h"
+
+namespace perseus {
+namespace {
+
+constexpr size_t kElements = size_t{16} << 20;
+
+double processor_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
+
+// 4 KiB pages, never given back.
+float* floats(size_t count) {
+  const size_t size = count * sizeof(float);
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    std::perror("mmap");
+    std::exit(1);
+  }
+  madvise(memory, size, MADV_NOHUGEPAGE);
+  std::memset(memory, 0, size);
+  return static_cast<float*>(memory);
+}
+
+struct Case {
+  std::string name;
+  CodecSpec spec;
+  bool residual;
+  std::vector<double> encode_s, decode_s, total_s, ratio;
+  size_t wire_bytes = 0;
+};
+
+CodecSpec spec_of(CodecKind kind, double ratio = 1.0, bool half_values = false, int every = 1) {
+  CodecSpec spec;
+  spec.kind = kind;
+  spec.ratio = ratio;
+  spec.half_values = half_values;
+  spec.every = every;
+  return spec;
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  const auto add = [&](const CodecSpec& spec, bool residual) {
+    cases.push_back({codec_name(spec) + (residual ? ", residual" : ""), spec, residual, {}, {}, {}, {}});
+  };
+  add(spec_of(CodecKind::kFloat16), false);
+  add(spec_of(CodecKind::kBFloat16), false);
+  return cases;
+}
+
+// Sink of the encoder's and the decoder's part; 0 = both, as the ratio wants it.
+enum class Part { kBoth, kEncode, kDecode };
+
+double run_part(const Case& c, const WireFormat& codec, Part part, const float* x, float* residual, float* y,
+                Byte* wire, uint64_t step, size_t* wire_bytes) {
+  double start = processor_seconds();
+  size_t total = 0, bytes = 0;
+  for (size_t at = 0; at < kElements; at += kWireChunk) {
+    if (part != Part::kDecode || at == 0)
+      bytes = codec.encode(x + at, c.residual ? residual + at : nullptr, kWireChunk, step, wire);
+    total += bytes;
+    if (part != Part::kEncode) codec.decode_streamed(wire, bytes, kWireChunk, y + at);
+  }
+  *wire_bytes = total;
+  return processor_seconds() - start;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+int run(int argc, char** argv) {
+  const int repetitions = argc > 1 ? std::atoi(argv[1]) : 15;
+  if (repetitions < 1) {
+    std::fprintf(stderr, "codec_bench: repetitions is '%s', expected at least 1\n", argv[1]);
+    return 2;
+  }
+  kernels::select_variant(argc > 2 ? argv[2] : "auto");
+  float *x = floats(kElements), *y = floats(kElements), *residual = floats(kElements);
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal(0.0f, 1e-3f);
+  for (size_t i = 0; i < kElements; ++i) x[i] = normal(random);
+
+  std::vector<Case> cases = all_cases();
+  std::vector<double> copy_s;
+  for (int r = 0; r < repetitions; ++r) {
+    for (Case& c : cases) {
+      auto codec = make_codec(c.spec);
+      std::vector<uint32_t> memory(codec->most_bytes(kWireChunk) / 4);
+      Byte* wire = reinterpret_cast<Byte*>(memory.data());
+      double start = processor_seconds();
+      std::memcpy(y, x, kElements * sizeof(float));
+      copy_s.push_back(processor_seconds() - start);
+      const auto part = [&](Part which) {
+        return run_part(c, *codec, which, x, residual, y, wire, static_cast<uint64_t>(r), &c.wire_bytes);
+      };
+      c.decode_s.push_back(part(Part::kDecode));
+      c.encode_s.push_back(part(Part::kEncode));
+      c.total_s.push_back(part(Part::kBoth));
+      c.ratio.push_back(copy_s.back() / c.total_s.back());
+    }
+  }
+  const double gigabytes = kElements * sizeof(float) / 1e9;
+  std::printf("%s, %d repetitions, memcpy %.1f GB/s\n", kernels::variant(), repetitions, gigabytes / median(copy_s));
+  std::printf("%-36s %8s %8s %8s %10s %10s\n", "", "encode", "decode", "both", "to memcpy", "smaller");
+  for (const Case& c : cases) {
+    std::printf("%-36s %8.1f %8.1f %8.1f %10.2f %9.1fx\n", c.name.c_str(), gigabytes / median(c.encode_s),
+                gigabytes / median(c.decode_s), gigabytes / median(c.total_s), median(c.ratio),
+                static_cast<double>(kElements * sizeof(float)) / static_cast<double>(c.wire_bytes));
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace perseus
+
+int main(int argc, char** argv) {
+  try {
+    return perseus::run(argc, argv);
+  } catch (const perseus::Error& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 2;
+  }
+}

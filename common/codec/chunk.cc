@@ -1,0 +1,47 @@
+// Headers and dense chunks. Thread-safe.
+#include "codec/chunk.h"
+
+#include <string>
+
+#include "base/error.h"
+#include "kernels/codec_kernels.h"
+#include "kernels/kernels.h"
+
+namespace perseus {
+
+void bad_chunk(const char* codec, size_t bytes, size_t count) {
+  fail(ErrorKind::kIo, "[codec] " + std::to_string(bytes) + " bytes are no " + codec + " chunk of " +
+                           std::to_string(count) + " elements: the data was damaged on its way");
+}
+
+ChunkHeader read_header(const char* codec, const Byte* from, size_t bytes, size_t count) {
+  ChunkHeader header;
+  if (bytes < sizeof header || bytes % 4 != 0) bad_chunk(codec, bytes, count);
+  std::memcpy(&header, from, sizeof header);
+  if (header.bytes != bytes) bad_chunk(codec, bytes, count);
+  if (header.form == kDenseForm && bytes != dense_bytes(count)) bad_chunk(codec, bytes, count);
+  return header;
+}
+
+ChunkInput chunk_input(const float* x, float momentum, float* residual, size_t count) {
+  if (residual == nullptr) return {x, kernels::largest_magnitude(x, count)};
+  uint32_t largest = kernels::add_to_residual(x, momentum, residual, count);
+  return {residual, largest};
+}
+
+size_t encode_dense(const float* v, float* residual, size_t count, Byte* to) {
+  std::memcpy(to + sizeof(ChunkHeader), v, count * sizeof(float));
+  if (residual != nullptr) std::memset(residual, 0, count * sizeof(float));
+  return put_header(to, dense_bytes(count), kDenseForm);
+}
+
+void decode_dense(const Byte* from, size_t count, float* x, bool stream) {
+  kernels::copy(x, from, count * sizeof(float), stream);
+}
+
+void decode_add_dense(const Byte* from, size_t count, float* x) {
+  const void* sources[] = {x, from};
+  kernels::fold(kernels::FoldSpec{}, x, nullptr, sources, 2, count, false);
+}
+
+}  // namespace perseus

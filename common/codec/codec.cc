@@ -1,0 +1,71 @@
+// The table of codecs, and the rules for what may be asked of them. Thread-safe.
+#include "codec/codec.h"
+
+#include <sstream>
+#include <tuple>
+
+#include "base/error.h"
+#include "codec/half.h"
+
+namespace perseus {
+namespace {
+
+struct Entry {
+  const char* name;
+  std::unique_ptr<WireFormat> (*make)(const CodecSpec& spec);
+};
+
+// Ordered as CodecKind is.
+constexpr Entry kCodecs[] = {
+    {"none", [](const CodecSpec&) { return std::unique_ptr<WireFormat>(); }},
+    {"float16",
+     [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
+       return std::make_unique<HalfFormat>(DType::kFloat16, spec.scale);
+     }},
+    {"bfloat16",
+     [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<HalfFormat>(DType::kBFloat16); }},
+};
+
+const Entry& entry(CodecKind kind) { return kCodecs[static_cast<int>(kind)]; }
+
+// `holds` is false for NaN too.
+template <class T>
+void require(bool holds, const char* field, T value, const char* expected) {
+  if (holds) return;
+  std::ostringstream text;
+  text << "[codec] " << field << " is " << value << ", expected " << expected;
+  fail(ErrorKind::kInvalidArgument, text.str());
+}
+
+}  // namespace
+
+bool operator==(const CodecSpec& a, const CodecSpec& b) {
+  return std::tie(a.kind, a.ratio, a.half_values, a.every, a.momentum, a.scale) ==
+         std::tie(b.kind, b.ratio, b.half_values, b.every, b.momentum, b.scale);
+}
+
+std::string codec_name(const CodecSpec& spec) {
+  std::ostringstream text;
+  text << entry(spec.kind).name;
+  if (spec.kind == CodecKind::kFloat16 && spec.scale != 0.0) text << " scaled by " << spec.scale;
+  if (spec.kind == CodecKind::kTopK) text << " " << spec.ratio << (spec.half_values ? ", float16 values" : "");
+  if (spec.kind == CodecKind::kRotate) text << " 1/" << spec.every;
+  if (spec.kind == CodecKind::kRotate && spec.momentum != 1.0) text << ", momentum " << spec.momentum;
+  return text.str();
+}
+
+void check_codec(const CodecSpec& spec) {
+  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 5");
+  require(spec.ratio > 0.0 && spec.ratio <= 1.0, "ratio", spec.ratio, "above 0, at most 1");
+  require(spec.every >= 1, "every", spec.every, "at least 1");
+  require(spec.momentum >= 0.0 && spec.momentum <= 1.0, "momentum", spec.momentum, "0 to 1");
+  require(spec.scale == 0.0 || (spec.scale >= kSmallestHalfScale && spec.scale <= kLargestHalfScale), "scale",
+          spec.scale, "1.2e-38 to 8.5e37, or 0 for one of each chunk's own");
+}
+
+std::unique_ptr<WireFormat> make_codec(const CodecSpec& spec) {
+  check_codec(spec);
+  return entry(spec.kind).make(spec);
+}
+
+}  // namespace perseus

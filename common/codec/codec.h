@@ -1,0 +1,36 @@
+// Which codec gradients travel in, and the table that makes one. Thread-safe: values and stateless objects.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "collective/wire_format.h"
+
+namespace perseus {
+
+enum class CodecKind : uint8_t { kNone = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kTopK = 4, kRotate = 5 };
+constexpr int kCodecKinds = 6;
+
+// Fields that a kind has no use for keep their defaults: specs are compared as a whole.
+struct CodecSpec {
+  CodecKind kind = CodecKind::kNone;
+  double ratio = 1.0;        // top-k: the part of the elements that is sent, in (0, 1]
+  bool half_values = false;  // top-k: values travel as f16
+  int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1
+  double momentum = 1.0;     // rotating subset: what a held value is multiplied by in each step, in [0, 1]
+  double scale = 0.0;        // f16: the factor before rounding, > 0; 0 = chosen for each chunk from its largest element
+};
+bool operator==(const CodecSpec& a, const CodecSpec& b);
+inline bool operator!=(const CodecSpec& a, const CodecSpec& b) { return !(a == b); }
+
+// "top-k 0.01, f16 values": for messages.
+std::string codec_name(const CodecSpec& spec);
+
+// Throws Error(kInvalidArgument) that names the field, its value and what was expected.
+void check_codec(const CodecSpec& spec);
+
+// The codec that a valid spec asks for, null for kNone: elements travel as they are then. Throws as check_codec does.
+std::unique_ptr<WireFormat> make_codec(const CodecSpec& spec);
+
+}  // namespace perseus

@@ -1,0 +1,32 @@
+// Guards the chosen variant's codec loops: the floating-point mode is the default one. Thread-safe.
+#include "kernels/codec_kernels.h"
+
+#include "kernels/float_mode.h"
+#include "kernels/variant.h"
+
+namespace perseus::kernels {
+namespace {
+const CodecKernels& codec() { return current_variant().codec; }
+}  // namespace
+
+uint32_t largest_magnitude(const float* x, size_t count) { return codec().largest_magnitude(x, count); }
+
+uint32_t largest_finite_magnitude(const float* x, size_t count) { return codec().largest_finite_magnitude(x, count); }
+
+uint32_t add_to_residual(const float* x, float momentum, float* residual, size_t count) {
+  DefaultFloatMode mode;
+  return codec().add_to_residual(x, momentum, residual, count);
+}
+
+void encode_halves(DType dtype, const float* v, float scale, float unscale, size_t count, unsigned char* to,
+                   float* residual) {
+  DefaultFloatMode mode;
+  codec().encode_halves(HalfEncodeTask{dtype, v, scale, unscale, count, to, residual});
+}
+
+void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t count, float* x, Arrival arrival) {
+  DefaultFloatMode mode;
+  codec().decode_halves(HalfDecodeTask{dtype, from, unscale, count, x, arrival});
+}
+
+}  // namespace perseus::kernels

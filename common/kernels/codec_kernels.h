@@ -1,0 +1,38 @@
+// What codecs do to the elements of a chunk: largest magnitudes, residuals, casts with a scale, 8-bit blocks, the
+// search for the largest elements. Every SIMD variant gives the same bits, whatever the caller's floating-point mode.
+// Thread-safe; pointers need only the alignment of their elements.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.h"
+
+namespace perseus::kernels {
+
+// A magnitude is a float's bits without the sign: as integers they order as the numbers do, and from here on they are
+// Inf and NaN.
+constexpr uint32_t kNotFinite = 0x7f800000;
+
+// 0 for no elements.
+uint32_t largest_magnitude(const float* x, size_t count);
+uint32_t largest_finite_magnitude(const float* x, size_t count);
+
+// residual = x + momentum * residual; gives the largest magnitude of what is there then.
+uint32_t add_to_residual(const float* x, float momentum, float* residual, size_t count);
+
+// How decoded elements get to x.
+enum class Arrival : uint8_t {
+  kStore,
+  kStream,  // around the cache, where x is aligned for that; complete for whoever sees a release store made afterwards
+  kAdd,     // a NaN result is the one quiet NaN without sign and payload
+};
+
+// to[i] = v[i] * scale rounded to f16 or bf16. `residual`, where not null, becomes v less what decode_halves gives
+// back, and zero where that is not finite; it may equal v. `unscale` is 1 / scale.
+void encode_halves(DType dtype, const float* v, float scale, float unscale, size_t count, unsigned char* to,
+                   float* residual);
+// x = from * unscale.
+void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t count, float* x, Arrival arrival);
+
+}  // namespace perseus::kernels

@@ -1,0 +1,95 @@
+// Pins what each codec sends: error, size and choice of elements, against references in float64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "codec_cases.h"
+#include "kernels/kernels.h"
+#include "variants.h"
+
+namespace perseus {
+namespace {
+
+using namespace perseus_test;
+
+double largest(const std::vector<float>& x) {
+  double largest = 0;
+  for (float value : x) largest = std::max(largest, std::abs(static_cast<double>(value)));
+  return largest;
+}
+
+// ---- f16 and bf16 -------------------------------------------------------------------------------------------------
+
+TEST(HalfFormat, RoundsToElevenBitsWhateverTheRange) {
+  auto codec = make_codec(spec_of(CodecKind::kFloat16));
+  for (size_t count : kCodecSizes) {
+    for (Values values : kAllValues) {
+      std::vector<float> x = values_of(values, count, 1);
+      std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), count);
+      // Elements 2^28 below the largest have f16's fixed distance of denormals; the factor is at most 2^126.
+      const double unit = std::max(std::ldexp(largest(x), -14 - 25), std::ldexp(1.0, -126 - 25));
+      for (size_t i = 0; i < count; ++i) {
+        const double exact = static_cast<double>(x[i]);
+        ASSERT_LE(std::abs(static_cast<double>(y[i]) - exact), std::max(std::abs(exact) * 0x1p-11, unit)) << i;
+      }
+    }
+  }
+}
+
+TEST(HalfFormat, NoFiniteInputOverflowsUnlessItsRoundedValueIsBeyondTheLargestFloat) {
+  auto codec = make_codec(spec_of(CodecKind::kFloat16));
+  std::vector<float> x{0x1.ffcp127f, -3e38f, 0x1p-149f, 65520.0f};  // the first is the largest with eleven bits
+  std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), 4);
+  EXPECT_EQ(y[0], 0x1.ffcp127f);
+  EXPECT_NEAR(y[1] / -3e38, 1.0, 0x1p-11);
+  EXPECT_EQ(y[2], 0.0f);
+  x = {0x1p-149f, -0x1.8p-148f, 0x1p-140f};
+  y = decoded(*codec, encoded(*codec, x, nullptr, 0), 3);
+  EXPECT_TRUE(same_bits(x, y));
+}
+
+TEST(HalfFormat, AnElementBesideAnInfinityKeepsItsPrecision) {
+  auto codec = make_codec(spec_of(CodecKind::kFloat16));
+  std::vector<float> x{1e-9f, std::numeric_limits<float>::infinity(), 2.5e-9f};
+  std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), 3);
+  EXPECT_NEAR(y[0], 1e-9, 1e-12);
+  EXPECT_NEAR(y[2], 2.5e-9, 2e-12);
+}
+
+TEST(HalfFormat, AScaleOfTheSpecsOwnMayOverflow) {
+  auto codec = make_codec(scaled_half(1024));
+  std::vector<float> x{63.0f, 64.5f, -1e9f, 1e-6f};
+  std::vector<float> residual(4);
+  std::vector<float> y = decoded(*codec, encoded(*codec, x, &residual, 0), 4);
+  EXPECT_EQ(y[0], 63.0f);
+  EXPECT_EQ(y[1], std::numeric_limits<float>::infinity());
+  EXPECT_EQ(y[2], -std::numeric_limits<float>::infinity());
+  EXPECT_NEAR(y[3], 1e-6, 1e-9);
+  EXPECT_EQ(residual[1], 0.0f);
+  EXPECT_EQ(residual[2], 0.0f);
+}
+
+TEST(HalfFormat, BFloat16RoundsToEightBits) {
+  auto codec = make_codec(spec_of(CodecKind::kBFloat16));
+  for (Values values : {Values::kNormal, Values::kWide, Values::kSparse, Values::kHuge}) {
+    std::vector<float> x = values_of(values, 1000, 1);
+    std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), 1000);
+    for (size_t i = 0; i < x.size(); ++i) {
+      const double exact = static_cast<double>(x[i]);
+      ASSERT_LE(std::abs(static_cast<double>(y[i]) - exact), std::abs(exact) * 0x1p-8) << i;
+    }
+  }
+}
+
+TEST(HalfFormat, TakesTwoBytesAnElement) {
+  for (CodecKind kind : {CodecKind::kFloat16, CodecKind::kBFloat16}) {
+    auto codec = make_codec(spec_of(kind));
+    EXPECT_EQ(encoded(*codec, std::vector<float>(1000, 1.0f), nullptr, 0).size(), 8 + 2000u);
+    EXPECT_EQ(encoded(*codec, std::vector<float>(1, 1.0f), nullptr, 0).size(), 12u);
+    EXPECT_FALSE(codec->keeps_residual());
+  }
+}
+
+}  // namespace
+}  // namespace perseus
