@@ -1,0 +1,259 @@
+// Gradients that travel encoded between inner groups: what comes out, on whom it depends, what is refused.
+#include <cmath>
+#include <limits>
+
+#include "operation.h"
+
+namespace {
+
+using namespace perseus_test;
+
+struct Codec {
+  const char* name;
+  perseus_codec codec;
+  double argument;
+  double error;  // of one rounding, against the largest element of a chunk; 0 = elements may be missing
+};
+constexpr Codec kCodecs[] = {{"float16", PERSEUS_CODEC_FLOAT16, 0, 0x1p-11}, {"bfloat16", PERSEUS_CODEC_BFLOAT16, 0, 0x1p-8}};
+
+std::vector<std::string> groups_of(int ranks) {
+  return {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks)};
+}
+
+using Floats = std::vector<float>;
+
+// Between -1 and 1, as many small ones as large ones.
+float noise(uint64_t seed, int rank, size_t i) {
+  const uint64_t hash = mix(mix(seed * 31 + static_cast<uint64_t>(rank)) + i);
+  const float x = static_cast<float>(hash >> 40) * 0x1p-23F - 1.0F;
+  return x * x * x;
+}
+
+Floats gradient(uint64_t seed, int rank, size_t count) {
+  Floats x(count);
+  for (size_t i = 0; i < count; ++i) x[i] = noise(seed, rank, i);
+  return x;
+}
+
+perseus_request gradient_request(const char* name, const perseus_tensor* tensor, const Codec& codec) {
+  perseus_request request = request_of(PERSEUS_ALLREDUCE, name, tensor, 1);
+  request.op = PERSEUS_AVERAGE;
+  request.gradient_of = 1;
+  request.codec = codec.codec;
+  request.codec_argument = codec.argument;
+  return request;
+}
+
+constexpr size_t kSizes[] = {1, 13, 1000, 16384, 16385, 70001, 2500000};
+
+// The gradients of every size, submitted together; what each rank got.
+std::vector<std::vector<Floats>> reduce(const Medium& medium, int size, const Codec& codec,
+                                        std::vector<std::string> settings, bool backwards, int steps = 1) {
+  std::vector<std::vector<Floats>> results(static_cast<size_t>(size));
+  WorldOptions options;
+  options.overrides = std::move(settings);
+  run_world(
+      medium, size,
+      [&](int rank, perseus_context* context) {
+        for (int step = 0; step < steps; ++step) {
+          std::vector<Floats>& mine = results[static_cast<size_t>(rank)];
+          mine.clear();
+          std::vector<perseus_handle> handles;
+          std::deque<int64_t> counts;
+          for (size_t count : kSizes) mine.push_back(gradient(count + static_cast<size_t>(step), rank, count));
+          for (size_t n = 0; n < mine.size(); ++n) {
+            const size_t i = backwards ? mine.size() - 1 - n : n;
+            counts.push_back(static_cast<int64_t>(mine[i].size()));
+            const perseus_tensor tensor{mine[i].data(), mine[i].data(), &counts.back(), 1, PERSEUS_FLOAT32};
+            const std::string name = "g" + std::to_string(i);
+            handles.emplace_back();
+            const Outcome outcome =
+                submit(context, gradient_request(name.c_str(), &tensor, codec), &handles.back());
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          }
+          for (perseus_handle handle : handles) {
+            const Outcome outcome = wait(context, handle);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            perseus_handle_release(context, handle);
+          }
+        }
+      },
+      options);
+  return results;
+}
+
+bool same_bits(const Floats& a, const Floats& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+class GradientCodecs : public testing::TestWithParam<std::tuple<int, int>> {
+ protected:
+  // Ranks that share memory, in groups of two, and ranks that do not.
+  Medium medium() const { return all_media()[std::get<0>(GetParam()) == 0 ? 0 : 2]; }
+  std::vector<std::string> settings() const {
+    return std::get<0>(GetParam()) == 0 ? groups_of(2) : std::vector<std::string>();
+  }
+  const Codec& codec() const { return kCodecs[std::get<1>(GetParam())]; }
+};
+
+TEST_P(GradientCodecs, AllRanksGetTheSameBitsCloseToTheMean) {
+  for (int size : {2, 3, 4}) {
+    if (std::get<0>(GetParam()) == 0 && size == 2) continue;  // one group: exact
+    const auto results = reduce(medium(), size, codec(), settings(), false);
+    for (size_t i = 0; i < std::size(kSizes); ++i) {
+      const Floats& first = results[0][i];
+      for (const auto& of_rank : results) ASSERT_TRUE(same_bits(of_rank[i], first)) << "tensor " << i;
+      if (codec().error == 0) continue;
+      for (size_t e = 0; e < first.size(); ++e) {
+        double mean = 0;
+        for (int rank = 0; rank < size; ++rank) mean += static_cast<double>(noise(kSizes[i], rank, e)) / size;
+        // Every rank's is rounded once, and their mean once more; the largest element is about 1.
+        ASSERT_NEAR(first[e], mean, 2.1 * codec().error) << "tensor " << i << " element " << e;
+      }
+    }
+  }
+}
+
+TEST_P(GradientCodecs, BitsDependNeitherOnBucketsNorOnStreamsNorOnOrder) {
+  const int size = 3, steps = 3;
+  std::vector<std::string> narrow = settings();
+  narrow.insert(narrow.end(), {"PERSEUS_ALLREDUCE_STREAMS=1", "HOROVOD_FUSION_THRESHOLD=20000"});
+  const auto fused = reduce(medium(), size, codec(), settings(), false, steps);
+  const auto single = reduce(medium(), size, codec(), narrow, true, steps);
+  for (size_t i = 0; i < std::size(kSizes); ++i) EXPECT_TRUE(same_bits(fused[0][i], single[0][i])) << "tensor " << i;
+}
+
+TEST_P(GradientCodecs, WhatIsNotFinitePassesAndHarmsNobody) {
+  WorldOptions options;
+  options.overrides = settings();
+  constexpr int64_t kCount = 40000;
+  run_world(
+      medium(), 3,
+      [&](int rank, perseus_context* context) {
+        for (int step = 0; step < 2; ++step) {
+          Floats x = gradient(5, rank, kCount);
+          const bool strange = step == 0 && rank == 1;
+          if (strange) x[7] = std::numeric_limits<float>::quiet_NaN();
+          if (strange) x[20000] = std::numeric_limits<float>::infinity();
+          const int64_t count = kCount;
+          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+          const Outcome outcome = run(context, gradient_request("g", &tensor, codec()));
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          for (int64_t i = 0; i < kCount; ++i) {
+            if (step == 0 && i == 7) ASSERT_TRUE(std::isnan(x[i]));
+            else if (step == 0 && i == 20000) ASSERT_TRUE(std::isinf(x[i]) && x[i] > 0);
+            else ASSERT_TRUE(std::isfinite(x[i])) << "step " << step << " element " << i;
+          }
+        }
+      },
+      options);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GradientCodecs,
+                         testing::Combine(testing::Range(0, 2), testing::Range(0, static_cast<int>(std::size(kCodecs)))),
+                         [](const auto& info) {
+                           return std::string(std::get<0>(info.param) == 0 ? "groups_" : "hosts_") +
+                                  kCodecs[std::get<1>(info.param)].name;
+                         });
+
+// ---- which gradients are encoded ----
+
+struct Sent {
+  Floats result;
+  uint64_t bytes;  // by rank 0
+};
+
+Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseus_codec codec, perseus_dtype dtype) {
+  Sent sent{};
+  WorldOptions options;
+  options.overrides = settings;
+  constexpr int64_t kCount = 500000;
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        Floats x = gradient(3, rank, kCount);
+        const int64_t count = dtype == PERSEUS_FLOAT64 ? kCount / 2 : kCount;
+        const perseus_tensor tensor{x.data(), x.data(), &count, 1, dtype};
+        perseus_request request = gradient_request("g", &tensor, Codec{"", codec, 0, 0});
+        request.gradient_of = gradient_of;
+        const Outcome outcome = run(context, request);
+        ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+        perseus_stats stats{};
+        stats.struct_size = sizeof stats;
+        perseus_context_stats(context, &stats);
+        if (rank == 0) sent = {x, stats.shm_bytes_sent};
+      },
+      options);
+  return sent;
+}
+
+TEST(GradientSettings, GradientsTravelAsFloat16BetweenGroupsUnlessToldOtherwise) {
+  const auto alone = groups_of(1);
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.end(), alone.begin(), alone.end());
+    return more;
+  };
+  const uint64_t whole = send(alone, 0, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes;
+  EXPECT_GT(whole, 2000000U);
+  const auto is_half = [&](uint64_t bytes) { return bytes > whole * 0.49 && bytes < whole * 0.52; };
+  const auto is_whole = [&](uint64_t bytes) { return bytes > whole * 0.99 && bytes < whole * 1.01; };
+  EXPECT_TRUE(is_half(send(alone, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes));
+  EXPECT_TRUE(is_half(send(with({"PERSEUS_ALLREDUCE_DTYPE=2"}), 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes));
+  EXPECT_TRUE(is_whole(send(with({"PERSEUS_ALLREDUCE_DTYPE=1"}), 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes));
+  EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_EXACT, PERSEUS_FLOAT32).bytes)) << "asked for";
+  EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT64).bytes)) << "not float32";
+  EXPECT_TRUE(is_half(send(alone, 0, PERSEUS_CODEC_FLOAT16, PERSEUS_FLOAT32).bytes)) << "no gradient, but asked for";
+  EXPECT_TRUE(is_whole(send({}, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes)) << "one host";
+  EXPECT_TRUE(is_half(send({"PERSEUS_ALLREDUCE_DTYPE=0"}, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes));
+  EXPECT_TRUE(same_bits(send(alone, 0, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).result,
+                        send({}, 0, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).result));
+}
+
+TEST(GradientSettings, RanksThatAskForDifferentCodecsAreToldAndTheJobGoesOn) {
+  WorldOptions options;
+  options.overrides = groups_of(1);
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        Floats x = gradient(3, rank, 100);
+        const int64_t count = 100;
+        const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+        const Codec codec{"", rank == 0 ? PERSEUS_CODEC_FLOAT16 : PERSEUS_CODEC_EXACT, 0, 0};
+        const Outcome outcome = run(context, gradient_request("g", &tensor, codec));
+        EXPECT_EQ(outcome.code, PERSEUS_MISMATCH);
+        EXPECT_NE(outcome.message.find("Mismatched compression: One rank sends"), std::string::npos)
+            << outcome.message;
+        EXPECT_EQ(run(context, gradient_request("g", &tensor, kCodecs[0])).code, PERSEUS_OK);
+      },
+      options);
+}
+
+TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
+  run_world(all_media()[0], 1, [&](int, perseus_context* context) {
+    Floats x(100);
+    const int64_t count = 100;
+    const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+    const auto refusal = [&](perseus_codec codec, double argument, perseus_reduce_op op) {
+      perseus_request request = gradient_request("g", &tensor, Codec{"", codec, argument, 0});
+      request.op = op;
+      const Outcome outcome = run(context, request);
+      EXPECT_EQ(outcome.code, PERSEUS_INVALID_ARGUMENT);
+      return outcome.message;
+    };
+    EXPECT_NE(refusal(PERSEUS_CODEC_FLOAT16, 0, PERSEUS_MAX).find("use op=Sum or op=Average"), std::string::npos);
+    EXPECT_NE(refusal(PERSEUS_CODEC_TOP_K, 1.5, PERSEUS_SUM).find("1.5"), std::string::npos);
+    EXPECT_NE(refusal(PERSEUS_CODEC_TOP_K, -1, PERSEUS_SUM).find("-1"), std::string::npos);
+    EXPECT_NE(refusal(PERSEUS_CODEC_ROTATE, 2.5, PERSEUS_SUM).find("2.5"), std::string::npos);
+    EXPECT_NE(refusal(static_cast<perseus_codec>(99), 0, PERSEUS_SUM).find("unknown codec 99"), std::string::npos);
+  });
+  WorldOptions options;
+  options.overrides = {"LIGHT_TOPK_ALLREDUCE=1", "PERSEUS_DOWNSAMPLE_N_ELEMENTS=4"};
+  bool refused = false;
+  options.on_create_error = [&](int, perseus_code code, const std::string& message) {
+    refused = code == PERSEUS_INVALID_ARGUMENT && message.find("set one of them") != std::string::npos;
+  };
+  run_world(all_media()[0], 1, [](int, perseus_context*) {}, options);
+  EXPECT_TRUE(refused);
+}
+
+}  // namespace
