@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 # Same numbers as enum perseus_codec.
 SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE = range(7)
 

@@ -22,7 +22,8 @@ const Variable kTable[] = {
      "What float32 gradients look like on their way: 0 = float16 between all ranks, 1 = as they are, 2 = as they are "
      "inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
     {Var::kGradientScale, "PERSEUS_ALLREDUCE_GRADIENT_SCALE", "", VarType::kFloat, "0", "0..1e30", true,
-     "Multiplied in before gradients become float16 and divided out after. 0 = a power of two for every 16384 elements, "
+     "Multiplied in before gradients become float16 and divided out after. 0 = a power of two for every 16384 "
+     "elements, "
      "so that none overflows. With a value of your own, first losses that are very large and NaN ask for a smaller "
      "one."},
     {Var::kTopK, "LIGHT_TOPK_ALLREDUCE", "", VarType::kBool, "0", "", true,
@@ -44,12 +45,13 @@ const Variable kTable[] = {
      "How allreduce uses hosts of several ranks: 0 = all ranks alike, 1 = one rank of each host speaks for it, auto = "
      "every rank carries a part of the data between the hosts (2D)."},
     {Var::kTwoD, "LIGHT_2D_ALLREDUCE", "HOROVOD_TORUS_ALLREDUCE", VarType::kChoice, "auto", "auto|0|1", true,
-     "1 = reduce inside groups of LIGHT_INTRA_SIZE ranks of a host, then across the groups, 0 = all ranks alike, auto = "
+     "1 = reduce inside groups of LIGHT_INTRA_SIZE ranks of a host, then across the groups, 0 = all ranks alike, auto "
+     "= "
      "as PERSEUS_ALLREDUCE_MODE says."},
     {Var::kIntraSize, "LIGHT_INTRA_SIZE", "", VarType::kInt, "8", "1..1000000", true,
      "Ranks of an inner group when LIGHT_2D_ALLREDUCE is 1."},
-    {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824",
-     "0..1099511627776", true, "Bytes: larger tensors are reduced among all ranks alike."},
+    {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824", "0..1099511627776",
+     true, "Bytes: larger tensors are reduced among all ranks alike."},
     {Var::kCycleTime, "HOROVOD_CYCLE_TIME", "", VarType::kFloat, "0", "0..10000", false,
      "Milliseconds to wait between negotiation rounds, so that more tensors share one. Perseus is event driven: "
      "0 (no pause) is right unless the processor is very busy."},

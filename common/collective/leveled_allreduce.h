@@ -1,4 +1,5 @@
-// An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, allgather inside
+// An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, allgather
+// inside
 // ("2D"; with one shard "two-level"). The middle one may be encoded. Every stage folds in rank order, so bits depend on
 // the division alone. Used by one driver.
 #pragma once
@@ -21,8 +22,8 @@ class LeveledAllreduce final : public Staged {
   // Exact: a piece of a tensor. Where `in` is not `out`, they do not overlap.
   void add(const Piece& piece) { pieces_.push_back(piece); }
 
-  // Encoded: a run of whole chunks of a tensor (but for its end). `number` of the first one plus `salt` decides who owns
-  // them, which therefore depends on neither bucket nor stream.
+  // Encoded: a run of whole chunks of a tensor (but for its end). `number` of the first one plus `salt` decides who
+  // owns them, which therefore depends on neither bucket nor stream.
   struct Run {
     Piece piece;
     float* residual = nullptr;  // of the run's elements; null = none is kept

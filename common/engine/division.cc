@@ -4,8 +4,8 @@
 namespace perseus {
 namespace {
 
-enum Mode : int64_t { kAuto, kFlat, kTwoLevel };     // choices of PERSEUS_ALLREDUCE_MODE
-enum TwoD : int64_t { kAsMode, kOff, kOn };  // choices of LIGHT_2D_ALLREDUCE
+enum Mode : int64_t { kAuto, kFlat, kTwoLevel };  // choices of PERSEUS_ALLREDUCE_MODE
+enum TwoD : int64_t { kAsMode, kOff, kOn };       // choices of LIGHT_2D_ALLREDUCE
 
 }  // namespace
 

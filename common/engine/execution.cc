@@ -209,7 +209,8 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   if (entry->residuals == nullptr && format->keeps_residual() && settings_.residuals != nullptr && !entry->stand_in) {
     sizes_.clear();
     for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
-    entry->residuals = settings_.residuals->take(entry->gradient_of, static_cast<int>(group_), entry->name->text, sizes_);
+    entry->residuals =
+        settings_.residuals->take(entry->gradient_of, static_cast<int>(group_), entry->name->text, sizes_);
   }
   LeveledAllreduce::Run run;
   run.salt = salt_of(entry->name->text) + tensor;

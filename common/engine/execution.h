@@ -20,11 +20,11 @@ namespace perseus {
 struct ExecutionSettings {
   int streams = 4;
   size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;  // 0 = off
+  int64_t timeout_ns = 60 * kSecond;            // 0 = off
   size_t hierarchical_bytes = size_t{1} << 30;  // larger tensors are reduced among all ranks alike
-  const Division* division = nullptr;  // asked when the first allreduce comes
-  CodecSpec small_codec;           // of gradients too small for the codec they ask for
-  Residuals* residuals = nullptr;  // none = nothing is held back
+  const Division* division = nullptr;           // asked when the first allreduce comes
+  CodecSpec small_codec;                        // of gradients too small for the codec they ask for
+  Residuals* residuals = nullptr;               // none = nothing is held back
   Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
@@ -36,7 +36,7 @@ class Bucket final : public OutputSink {
   std::unique_ptr<Adasum> adasum;
   std::unique_ptr<LeveledAllreduce> leveled[2];  // made when first needed: undivided, divided
   Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
-  int stages = -1;  // which of `leveled`, -1 = none
+  int stages = -1;                               // which of `leveled`, -1 = none
   CodecSpec codec;
   std::vector<std::shared_ptr<Residuals::Record>> residuals;  // kept alive
   std::vector<Entry*> entries;
@@ -74,7 +74,7 @@ class Execution {
   struct Stream {
     std::unique_ptr<Exchange> exchanges[kLevels];  // of all members, of our inner group, of those across
     uint64_t sequence[kLevels] = {};
-    int level = 0;  // of the exchange under way
+    int level = 0;                               // of the exchange under way
     std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
 
     Exchange* exchange() const { return exchanges[level].get(); }

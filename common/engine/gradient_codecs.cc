@@ -63,12 +63,16 @@ void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWi
   }
   const bool fraction = wish.argument >= 0 && wish.argument <= 1;
   if (wish.kind == CodecWish::kTopK && !fraction)
-    fail(ErrorKind::kInvalidArgument, "[engine] top-k sends a fraction of the elements: expected a ratio above 0, at "
-                                      "most 1, got " + std::to_string(wish.argument));
+    fail(ErrorKind::kInvalidArgument,
+         "[engine] top-k sends a fraction of the elements: expected a ratio above 0, at "
+         "most 1, got " +
+             std::to_string(wish.argument));
   const bool whole = wish.argument >= 0 && wish.argument <= 1024 && wish.argument == static_cast<int>(wish.argument);
   if (wish.kind == CodecWish::kRotate && !whole)
-    fail(ErrorKind::kInvalidArgument, "[engine] every N-th element is sent: expected a whole number N of 1 to 1024, "
-                                      "got " + std::to_string(wish.argument));
+    fail(ErrorKind::kInvalidArgument,
+         "[engine] every N-th element is sent: expected a whole number N of 1 to 1024, "
+         "got " +
+             std::to_string(wish.argument));
   d->codec = spec(static_cast<CodecWish::Kind>(wish.kind), wish.argument);
 }
 

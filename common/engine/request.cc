@@ -106,8 +106,8 @@ void put(std::string* blob, T value) {
 
 bool same_request(const Description& a, const Description& b) {
   if (a.kind != b.kind || a.op != b.op || a.prescale != b.prescale || a.postscale != b.postscale || a.root != b.root ||
-      a.tensors.size() != b.tensors.size() || a.ranks != b.ranks || a.gradient != b.gradient ||
-      !(a.codec == b.codec) || a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
+      a.tensors.size() != b.tensors.size() || a.ranks != b.ranks || a.gradient != b.gradient || !(a.codec == b.codec) ||
+      a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
     return false;
   for (size_t i = 0; i < a.tensors.size(); ++i)
     if (a.tensors[i].dtype != b.tensors[i].dtype || !same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape))

@@ -49,9 +49,9 @@ struct Description {
   int priority = 0;
   bool transient = false;
   bool gradient = false;
-  CodecSpec codec;              // of float32 sums between inner groups
-  bool coded_inside = false;    // between all ranks, then
-  uint64_t codec_from = 0;      // bytes: smaller tensors go as the settings say
+  CodecSpec codec;            // of float32 sums between inner groups
+  bool coded_inside = false;  // between all ranks, then
+  uint64_t codec_from = 0;    // bytes: smaller tensors go as the settings say
   std::vector<TensorDescription> tensors;
   std::vector<int> ranks;      // kAddGroup: members, kRemoveGroup: group id
   std::vector<uint32_t> nans;  // tensors in which this rank has found a NaN: told, but nothing to agree on
@@ -117,7 +117,7 @@ struct Entry {
   int last_rank = -1;      // submitted it last; -1 = not known
   int executions_left = 0;
   size_t bytes = 0;
-  uint64_t gradient_of = 0;  // whose gradient, 0 = no gradient
+  uint64_t gradient_of = 0;                      // whose gradient, 0 = no gradient
   std::shared_ptr<Residuals::Record> residuals;  // of what is sent encoded, where the codec holds something back
   // Not submitted here: zeros that a rank which has joined gives to an operation of the others. It has no handle.
   bool stand_in = false;

@@ -26,8 +26,7 @@ std::shared_ptr<Residuals::Record> Residuals::take(uint64_t owner, int group, co
     for (size_t size : sizes) made->begins.push_back(made->begins.back() + size);
     const size_t elements = 2 * made->begins.back();
     made->memory.reset(static_cast<float*>(std::calloc(elements, sizeof(float))));
-    if (!made->memory)
-      fail(ErrorKind::kIo, "[codec] out of memory for what is held back of '" + name + "'");
+    if (!made->memory) fail(ErrorKind::kIo, "[codec] out of memory for what is held back of '" + name + "'");
     made->bytes = &bytes_;
     bytes_.fetch_add(elements * sizeof(float), std::memory_order_relaxed);
     record = std::move(made);

@@ -171,9 +171,9 @@ class HorovodAllreduce(torch.autograd.Function):
     ) -> torch.Tensor:
         """Reduce; remember how."""
         ctx.arguments = (op, prescale_factor, postscale_factor, process_set)
-        result: torch.Tensor = synchronize(
-            _start(tensor, torch.empty_like(tensor), name, *ctx.arguments, codec)
-        )
+        output = torch.empty_like(tensor)
+        how = (op, prescale_factor, postscale_factor, process_set, codec)
+        result: torch.Tensor = synchronize(_start(tensor, output, name, *how))
         return result
 
     @staticmethod
@@ -305,7 +305,10 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
         """Reduce; remember how."""
         ctx.arguments = (op, prescale_factor, postscale_factor, process_set)
         outputs = tuple(torch.empty_like(tensor) for tensor in tensors)
-        return tuple(synchronize(_start(tensors, outputs, name, *ctx.arguments, codec)))
+        handle = _start(
+            tensors, outputs, name, op, prescale_factor, postscale_factor, process_set, codec
+        )
+        return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

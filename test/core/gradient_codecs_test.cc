@@ -14,7 +14,8 @@ struct Codec {
   double argument;
   double error;  // of one rounding, against the largest element of a chunk; 0 = elements may be missing
 };
-constexpr Codec kCodecs[] = {{"float16", PERSEUS_CODEC_FLOAT16, 0, 0x1p-11}, {"bfloat16", PERSEUS_CODEC_BFLOAT16, 0, 0x1p-8}};
+constexpr Codec kCodecs[] = {{"float16", PERSEUS_CODEC_FLOAT16, 0, 0x1p-11},
+                             {"bfloat16", PERSEUS_CODEC_BFLOAT16, 0, 0x1p-8}};
 
 std::vector<std::string> groups_of(int ranks) {
   return {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks)};
@@ -67,8 +68,7 @@ std::vector<std::vector<Floats>> reduce(const Medium& medium, int size, const Co
             const perseus_tensor tensor{mine[i].data(), mine[i].data(), &counts.back(), 1, PERSEUS_FLOAT32};
             const std::string name = "g" + std::to_string(i);
             handles.emplace_back();
-            const Outcome outcome =
-                submit(context, gradient_request(name.c_str(), &tensor, codec), &handles.back());
+            const Outcome outcome = submit(context, gradient_request(name.c_str(), &tensor, codec), &handles.back());
             ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
           }
           for (perseus_handle handle : handles) {
@@ -150,7 +150,8 @@ TEST_P(GradientCodecs, WhatIsNotFinitePassesAndHarmsNobody) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GradientCodecs,
-                         testing::Combine(testing::Range(0, 2), testing::Range(0, static_cast<int>(std::size(kCodecs)))),
+                         testing::Combine(testing::Range(0, 2),
+                                          testing::Range(0, static_cast<int>(std::size(kCodecs)))),
                          [](const auto& info) {
                            return std::string(std::get<0>(info.param) == 0 ? "groups_" : "hosts_") +
                                   kCodecs[std::get<1>(info.param)].name;
@@ -221,8 +222,7 @@ TEST(GradientSettings, RanksThatAskForDifferentCodecsAreToldAndTheJobGoesOn) {
         const Codec codec{"", rank == 0 ? PERSEUS_CODEC_FLOAT16 : PERSEUS_CODEC_EXACT, 0, 0};
         const Outcome outcome = run(context, gradient_request("g", &tensor, codec));
         EXPECT_EQ(outcome.code, PERSEUS_MISMATCH);
-        EXPECT_NE(outcome.message.find("Mismatched compression: One rank sends"), std::string::npos)
-            << outcome.message;
+        EXPECT_NE(outcome.message.find("Mismatched compression: One rank sends"), std::string::npos) << outcome.message;
         EXPECT_EQ(run(context, gradient_request("g", &tensor, kCodecs[0])).code, PERSEUS_OK);
       },
       options);

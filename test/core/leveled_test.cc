@@ -178,7 +178,8 @@ TEST_P(Leveled, FusedAndGroupedTensorsAndProcessSetsWork) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Worlds, Leveled,
-                         testing::Combine(testing::Range(0, 2), testing::Range(0, static_cast<int>(std::size(kShapes)))),
+                         testing::Combine(testing::Range(0, 2),
+                                          testing::Range(0, static_cast<int>(std::size(kShapes)))),
                          [](const auto& info) {
                            const Shape2D shape = kShapes[std::get<1>(info.param)];
                            return std::string(all_media()[static_cast<size_t>(std::get<0>(info.param))].name) +

@@ -58,8 +58,8 @@ typedef enum perseus_reduce_op {
   PERSEUS_PRODUCT = 5
 } perseus_reduce_op;
 
-/* What elements look like between hosts, see docs/algorithms.md. Lossy ones keep what they hold back under the request's
- * name (and gradient_of), so the name should come again. */
+/* What elements look like between hosts, see docs/algorithms.md. Lossy ones keep what they hold back under the
+ * request's name (and gradient_of), so the name should come again. */
 typedef enum perseus_codec {
   PERSEUS_CODEC_SETTINGS = 0, /* gradients: as the settings say; others: exact */
   PERSEUS_CODEC_EXACT = 1,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -57,3 +59,18 @@ def assert_job_usable() -> None:
         hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum, name="still_usable"),
         torch.tensor([float(sum(range(hvd.size())))]),
     )
+
+
+@contextmanager
+def world_with(**settings: object) -> Iterator[None]:
+    """A world of the same ranks with other settings; the old ones come back afterwards."""
+    hvd.barrier()
+    hvd.shutdown()
+    os.environ.update({name: str(value) for name, value in settings.items()})
+    hvd.init()
+    yield
+    hvd.barrier()
+    hvd.shutdown()
+    for name in settings:
+        del os.environ[name]
+    hvd.init()

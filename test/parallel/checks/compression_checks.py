@@ -1,0 +1,120 @@
+"""`compression=` of the optimizer and of allreduce, with every rank a host of its own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from patterns import assert_job_usable, raised, world_with
+from torch import nn
+
+import perseus.torch.horovod as hvd
+
+COUNT = 50_000
+
+
+def _apart(**settings: object) -> AbstractContextManager[None]:
+    """Inner groups of one rank: what goes between hosts goes between all."""
+    return world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings)
+
+
+def _gradient(rank: int, step: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(COUNT, generator=generator)
+
+
+def _mean(step: int = 0) -> torch.Tensor:
+    return torch.stack([_gradient(rank, step).double() for rank in range(hvd.size())]).mean(dim=0)
+
+
+def _steps(compression: object, steps: int) -> list[torch.Tensor]:
+    """What one parameter's gradient is after each step of an optimizer."""
+    parameter = nn.Parameter(torch.zeros(COUNT))
+    options = {} if compression is None else {"compression": compression}
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([parameter], lr=0.0), named_parameters=[("p", parameter)], **options
+    )
+    seen = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        (parameter * _gradient(hvd.rank(), step)).sum().backward()
+        optimizer.synchronize()
+        seen.append(parameter.grad.clone())
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return seen
+
+
+def _same_everywhere(tensor: torch.Tensor) -> bool:
+    gathered = hvd.allgather(tensor.reshape(1, -1))
+    return all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+def check_gradients_are_float16_between_hosts_unless_told_otherwise() -> None:
+    with _apart():
+        (half,) = _steps(None, 1)
+        (asked,) = _steps(hvd.Compression.fp16, 1)
+        (exact,) = _steps(hvd.Compression.none, 1)
+        assert torch.equal(half, asked) and _same_everywhere(half)
+        assert not torch.equal(half, exact)
+        assert (half - _mean()).abs().max() < 5 * 2**-11 * 2
+        assert (exact - _mean()).abs().max() < 1e-6
+    with _apart(PERSEUS_ALLREDUCE_DTYPE=1):
+        assert torch.equal(_steps(None, 1)[0], exact)
+    assert (_steps(None, 1)[0] - _mean()).abs().max() < 1e-6, "one host: full precision"
+
+
+def check_bfloat16_keeps_eight_bits() -> None:
+    with _apart():
+        (got,) = _steps(hvd.Compression.bf16, 1)
+        error = (got - _mean()).abs().max()
+        assert 1e-4 < error < 5 * 2**-8 * 2 and _same_everywhere(got)
+
+
+def check_allreduce_is_exact_unless_it_asks() -> None:
+    with _apart():
+        x = _gradient(hvd.rank())
+        exact = hvd.allreduce(x)
+        assert (exact - _mean()).abs().max() < 1e-6
+        half = hvd.allreduce(x, compression=hvd.Compression.fp16)
+        assert (half - _mean()).abs().max() > 1e-6 and _same_everywhere(half)
+        grouped = hvd.grouped_allreduce([x, x[:100]], compression=hvd.Compression.fp16)
+        assert torch.equal(grouped[0], half) and grouped[1].shape == (100,)
+        whole = hvd.allreduce(torch.arange(5) + hvd.rank(), compression=hvd.Compression.fp16)
+        assert whole.dtype == torch.int64, "integers travel as they are"
+        x.requires_grad_()
+        hvd.allreduce(x, compression=hvd.Compression.fp16).sum().backward()
+        assert torch.equal(x.grad, torch.ones(COUNT))
+
+
+def check_own_compressors_still_work() -> None:
+    class Halves(hvd.compression.Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+            return tensor * 0.5, "mine"
+
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: str) -> torch.Tensor:
+            assert ctx == "mine"
+            return tensor * 2
+
+    with _apart():
+        assert (_steps(Halves, 1)[0] - _mean()).abs().max() < 1e-6
+        assert (
+            hvd.allreduce(_gradient(hvd.rank()), compression=Halves) - _mean()
+        ).abs().max() < 1e-6
+
+
+def check_what_makes_no_sense_is_refused() -> None:
+    for bad in (0, -0.1, 1.5):
+        assert "fraction above 0" in raised(ValueError, lambda bad=bad: hvd.Compression.topk(bad))
+    for bad in (0, 2.5, 5000):
+        assert "whole number" in raised(ValueError, lambda bad=bad: hvd.Compression.rotate(bad))
+    x = torch.ones(3)
+    text = raised(ValueError, lambda: hvd.allreduce(x, compression=hvd.Compression.int8))
+    assert "pass name=" in text
+    text = raised(
+        ValueError, lambda: hvd.allreduce(x, op=hvd.Max, compression=hvd.Compression.bf16)
+    )
+    assert "use op=Sum or op=Average" in text
+    assert_job_usable()
