@@ -70,6 +70,8 @@ std::vector<Case> all_cases() {
   };
   add(spec_of(CodecKind::kFloat16), false);
   add(spec_of(CodecKind::kBFloat16), false);
+  add(spec_of(CodecKind::kInt8), false);
+  add(spec_of(CodecKind::kInt8), true);
   return cases;
 }
 

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "codec/half.h"
+#include "codec/int8.h"
 
 namespace perseus {
 namespace {
@@ -24,6 +25,7 @@ constexpr Entry kCodecs[] = {
      }},
     {"bfloat16",
      [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<HalfFormat>(DType::kBFloat16); }},
+    {"int8", [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<Int8Format>(); }},
 };
 
 const Entry& entry(CodecKind kind) { return kCodecs[static_cast<int>(kind)]; }

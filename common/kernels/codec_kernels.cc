@@ -29,4 +29,14 @@ void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t
   codec().decode_halves(HalfDecodeTask{dtype, from, unscale, count, x, arrival});
 }
 
+bool encode_bytes(const float* v, size_t count, unsigned char* scales, unsigned char* to, float* residual) {
+  DefaultFloatMode mode;
+  return codec().encode_bytes(ByteEncodeTask{v, count, scales, to, residual});
+}
+
+void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t count, float* x, Arrival arrival) {
+  DefaultFloatMode mode;
+  codec().decode_bytes(ByteDecodeTask{scales, from, count, x, arrival});
+}
+
 }  // namespace perseus::kernels

@@ -166,8 +166,5 @@ void decode_halves_any(const HalfDecodeTask& task) {
   else decode_halves_from<BFloat16>(task);
 }
 
-constexpr CodecKernels kCodecKernels{largest_magnitude_any, largest_finite_magnitude_any, add_to_residual_any,
-                                     encode_halves_any, decode_halves_any};
-
 }  // namespace
 }  // namespace perseus::kernels

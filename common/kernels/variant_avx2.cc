@@ -37,7 +37,7 @@ PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 }  // namespace
 }  // namespace perseus::kernels
 
-#include "kernels/codec_loops.h"
+#include "kernels/codec_table.h"
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
 #include "kernels/gradient_loops.h"

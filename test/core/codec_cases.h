@@ -31,7 +31,7 @@ inline CodecSpec scaled_half(double scale) {
 }
 
 inline std::vector<CodecSpec> all_codecs() {
-  return {spec_of(CodecKind::kFloat16), scaled_half(64), spec_of(CodecKind::kBFloat16)};
+  return {spec_of(CodecKind::kFloat16), scaled_half(64), spec_of(CodecKind::kBFloat16), spec_of(CodecKind::kInt8)};
 }
 
 constexpr size_t kCodecSizes[] = {1, 2, 15, 16, 255, 256, 257, 1000, 16384};

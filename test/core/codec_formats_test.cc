@@ -91,5 +91,55 @@ TEST(HalfFormat, TakesTwoBytesAnElement) {
   }
 }
 
+// ---- int8 ---------------------------------------------------------------------------------------------------------
+
+TEST(Int8Format, RoundsToHalfAStepOfItsBlock) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  for (size_t count : kCodecSizes) {
+    for (Values values : kAllValues) {
+      std::vector<float> x = values_of(values, count, 1);
+      std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), count);
+      for (size_t begin = 0; begin < count; begin += 256) {
+        const size_t end = std::min(begin + 256, count);
+        const double most =
+            largest(std::vector<float>(x.begin() + static_cast<long>(begin), x.begin() + static_cast<long>(end)));
+        // Cutting the scale to 16 bits costs the largest elements up to 2^-15 of themselves.
+        const double bound = std::max(most / 127 / 2 * (1 + 1e-5), std::max(most * 0x1p-15, 0x1p-118));
+        for (size_t i = begin; i < end; ++i) ASSERT_NEAR(y[i], x[i], bound) << i << " of " << count;
+      }
+    }
+  }
+}
+
+TEST(Int8Format, GivesMultiplesOfTheScaleBackExactly) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  std::vector<float> x(255);
+  for (int i = 0; i < 255; ++i) x[static_cast<size_t>(i)] = static_cast<float>(i - 127) * 0.25f;
+  EXPECT_TRUE(same_bits(decoded(*codec, encoded(*codec, x, nullptr, 0), x.size()), x));
+}
+
+TEST(Int8Format, OneLargeBlockDoesNotTouchTheOthers) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  std::vector<float> x = values_of(Values::kNormal, 1000, 1);
+  x[300] = 1e20f;
+  std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (i / 256 == 1) continue;
+    ASSERT_NEAR(y[i], x[i], 5e-3 / 254) << i;
+  }
+}
+
+TEST(Int8Format, TakesAByteAnElementAndAScaleABlock) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  const auto size = [&](size_t count) { return encoded(*codec, std::vector<float>(count, 1.0f), nullptr, 0).size(); };
+  EXPECT_EQ(size(1), 8 + 4 + 4u);
+  EXPECT_EQ(size(256), 8 + 4 + 256u);
+  EXPECT_EQ(size(257), 8 + 8 + 256 + 4u);
+  EXPECT_EQ(size(16384), 8 + 256 + 16384u);
+  std::vector<float> x(1000, 1.0f);
+  x[7] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_EQ(encoded(*codec, x, nullptr, 0).size(), 8 + 4000u);
+}
+
 }  // namespace
 }  // namespace perseus
