@@ -39,4 +39,17 @@ void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t
   codec().decode_bytes(ByteDecodeTask{scales, from, count, x, arrival});
 }
 
+size_t count_at_least(const float* v, size_t count, uint32_t magnitude) {
+  return codec().count_at_least(v, count, magnitude);
+}
+
+size_t find_at_least(const float* v, size_t count, uint32_t magnitude, uint16_t* indices) {
+  return codec().find_at_least(v, count, magnitude, indices);
+}
+
+void add_at(float* x, const uint16_t* indices, const float* values, size_t n) {
+  DefaultFloatMode mode;
+  codec().add_at(x, indices, values, n);
+}
+
 }  // namespace perseus::kernels

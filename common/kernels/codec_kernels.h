@@ -45,4 +45,10 @@ constexpr size_t byte_block_bytes(size_t count) { return (count + 3) / 4 * 4; }
 bool encode_bytes(const float* v, size_t count, unsigned char* scales, unsigned char* to, float* residual);
 void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t count, float* x, Arrival arrival);
 
+// How many elements have at least that magnitude, which is at least 1, and their indices, rising; count <= 2^16.
+size_t count_at_least(const float* v, size_t count, uint32_t magnitude);
+size_t find_at_least(const float* v, size_t count, uint32_t magnitude, uint16_t* indices);
+// x[indices[i]] += values[i], NaN as for kAdd.
+void add_at(float* x, const uint16_t* indices, const float* values, size_t n);
+
 }  // namespace perseus::kernels

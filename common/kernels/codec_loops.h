@@ -11,8 +11,6 @@
 namespace perseus::kernels {
 namespace {
 
-using Ints = Vector<int32_t>;
-
 PERSEUS_INLINE Floats load_floats(const float* from) {
   return load_vector<Floats>(reinterpret_cast<const unsigned char*>(from));
 }

@@ -78,6 +78,9 @@ struct CodecKernels {
   void (*decode_halves)(const HalfDecodeTask& task);
   bool (*encode_bytes)(const ByteEncodeTask& task);
   void (*decode_bytes)(const ByteDecodeTask& task);
+  size_t (*count_at_least)(const float* v, size_t count, uint32_t magnitude);
+  size_t (*find_at_least)(const float* v, size_t count, uint32_t magnitude, uint16_t* indices);
+  void (*add_at)(float* x, const uint16_t* indices, const float* values, size_t n);
 };
 
 struct Variant {
