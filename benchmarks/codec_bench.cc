@@ -70,6 +70,11 @@ std::vector<Case> all_cases() {
   };
   add(spec_of(CodecKind::kFloat16), false);
   add(spec_of(CodecKind::kBFloat16), false);
+  add(spec_of(CodecKind::kInt8), false);
+  add(spec_of(CodecKind::kInt8), true);
+  add(spec_of(CodecKind::kTopK, 0.01), true);
+  add(spec_of(CodecKind::kTopK, 0.01, true), true);
+  add(spec_of(CodecKind::kTopK, 0.1), true);
   return cases;
 }
 

@@ -4,7 +4,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "kernels/codec_kernels.h"
 #include "kernels/kernels.h"
 
 namespace perseus {
@@ -23,23 +22,15 @@ ChunkHeader read_header(const char* codec, const Byte* from, size_t bytes, size_
   return header;
 }
 
-ChunkInput chunk_input(const float* x, float momentum, float* residual, size_t count) {
-  if (residual == nullptr) return {x, kernels::largest_magnitude(x, count)};
-  uint32_t largest = kernels::add_to_residual(x, momentum, residual, count);
-  return {residual, largest};
-}
-
 size_t encode_dense(const float* v, float* residual, size_t count, Byte* to) {
   std::memcpy(to + sizeof(ChunkHeader), v, count * sizeof(float));
   if (residual != nullptr) std::memset(residual, 0, count * sizeof(float));
   return put_header(to, dense_bytes(count), kDenseForm);
 }
 
-void decode_dense(const Byte* from, size_t count, float* x, bool stream) {
-  kernels::copy(x, from, count * sizeof(float), stream);
-}
-
-void decode_add_dense(const Byte* from, size_t count, float* x) {
+void decode_dense(const Byte* from, size_t count, float* x, kernels::Arrival arrival) {
+  if (arrival != kernels::Arrival::kAdd)
+    return kernels::copy(x, from, count * sizeof(float), arrival == kernels::Arrival::kStream);
   const void* sources[] = {x, from};
   kernels::fold(kernels::FoldSpec{}, x, nullptr, sources, 2, count, false);
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/span.h"
+#include "kernels/codec_kernels.h"
 
 namespace perseus {
 
@@ -31,17 +32,9 @@ inline size_t put_header(Byte* to, size_t bytes, uint32_t form) {
 // dense and the size is not.
 ChunkHeader read_header(const char* codec, const Byte* from, size_t bytes, size_t count);
 
-// What an encoder starts from.
-struct ChunkInput {
-  const float* v;              // x + momentum * residual: lies in the residual if there is one, else in x
-  uint32_t largest_magnitude;  // of v
-};
-ChunkInput chunk_input(const float* x, float momentum, float* residual, size_t count);
-
 // All elements of v as they are; nothing stays in `residual`, which may be null or equal v.
 size_t encode_dense(const float* v, float* residual, size_t count, Byte* to);
 // From behind the header.
-void decode_dense(const Byte* from, size_t count, float* x, bool stream);
-void decode_add_dense(const Byte* from, size_t count, float* x);
+void decode_dense(const Byte* from, size_t count, float* x, kernels::Arrival arrival);
 
 }  // namespace perseus

@@ -6,6 +6,8 @@
 
 #include "base/error.h"
 #include "codec/half.h"
+#include "codec/int8.h"
+#include "codec/top_k.h"
 
 namespace perseus {
 namespace {
@@ -24,6 +26,11 @@ constexpr Entry kCodecs[] = {
      }},
     {"bfloat16",
      [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<HalfFormat>(DType::kBFloat16); }},
+    {"int8", [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<Int8Format>(); }},
+    {"top-k",
+     [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
+       return std::make_unique<TopKFormat>(spec.ratio, spec.half_values);
+     }},
 };
 
 const Entry& entry(CodecKind kind) { return kCodecs[static_cast<int>(kind)]; }

@@ -29,4 +29,27 @@ void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t
   codec().decode_halves(HalfDecodeTask{dtype, from, unscale, count, x, arrival});
 }
 
+bool encode_bytes(const float* v, size_t count, unsigned char* scales, unsigned char* to, float* residual) {
+  DefaultFloatMode mode;
+  return codec().encode_bytes(ByteEncodeTask{v, count, scales, to, residual});
+}
+
+void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t count, float* x, Arrival arrival) {
+  DefaultFloatMode mode;
+  codec().decode_bytes(ByteDecodeTask{scales, from, count, x, arrival});
+}
+
+size_t count_at_least(const float* v, size_t count, uint32_t magnitude) {
+  return codec().count_at_least(v, count, magnitude);
+}
+
+size_t find_at_least(const float* v, size_t count, uint32_t magnitude, uint16_t* indices) {
+  return codec().find_at_least(v, count, magnitude, indices);
+}
+
+void add_at(float* x, const uint16_t* indices, const float* values, size_t n) {
+  DefaultFloatMode mode;
+  codec().add_at(x, indices, values, n);
+}
+
 }  // namespace perseus::kernels

@@ -35,4 +35,20 @@ void encode_halves(DType dtype, const float* v, float scale, float unscale, size
 // x = from * unscale.
 void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t count, float* x, Arrival arrival);
 
+// Blocks of so many elements, the last one of what is left, have a scale each: elements are its multiples by -127 to
+// 127, rounded to nearest even, in byte_block_bytes(count) bytes. A scale is the largest magnitude / 127 cut to 16
+// bits, 0 where that magnitude is below 2^-118. False where an element is not finite: what was written means nothing
+// then. `residual` as above, and exact; where it is given, v is finite.
+constexpr size_t kByteBlock = 256;
+constexpr size_t byte_blocks(size_t count) { return (count + kByteBlock - 1) / kByteBlock; }
+constexpr size_t byte_block_bytes(size_t count) { return (count + 3) / 4 * 4; }
+bool encode_bytes(const float* v, size_t count, unsigned char* scales, unsigned char* to, float* residual);
+void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t count, float* x, Arrival arrival);
+
+// How many elements have at least that magnitude, which is at least 1, and their indices, rising; count <= 2^16.
+size_t count_at_least(const float* v, size_t count, uint32_t magnitude);
+size_t find_at_least(const float* v, size_t count, uint32_t magnitude, uint16_t* indices);
+// x[indices[i]] += values[i], NaN as for kAdd.
+void add_at(float* x, const uint16_t* indices, const float* values, size_t n);
+
 }  // namespace perseus::kernels

@@ -11,8 +11,6 @@
 namespace perseus::kernels {
 namespace {
 
-using Ints = Vector<int32_t>;
-
 PERSEUS_INLINE Floats load_floats(const float* from) {
   return load_vector<Floats>(reinterpret_cast<const unsigned char*>(from));
 }
@@ -165,9 +163,6 @@ void decode_halves_any(const HalfDecodeTask& task) {
   if (task.dtype == DType::kFloat16) decode_halves_from<Float16>(task);
   else decode_halves_from<BFloat16>(task);
 }
-
-constexpr CodecKernels kCodecKernels{largest_magnitude_any, largest_finite_magnitude_any, add_to_residual_any,
-                                     encode_halves_any, decode_halves_any};
 
 }  // namespace
 }  // namespace perseus::kernels

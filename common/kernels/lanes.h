@@ -22,6 +22,7 @@ constexpr size_t kFloatLanes = kVectorBytes / sizeof(float);
 using Floats = Vector<float>;
 using Doubles = Vector<double>;
 using FloatBits = Vector<uint32_t>;
+using Ints = Vector<int32_t>;                       // as many as there are Floats
 using Halves = Vector<uint16_t, kVectorBytes / 2>;  // as many as there are Floats
 
 template <class V>
@@ -51,6 +52,8 @@ PERSEUS_INLINE Floats half_decode(Halves from);
 PERSEUS_INLINE Halves half_encode(Floats from);
 // Lanes below 2^16 each.
 PERSEUS_INLINE Halves narrow(FloatBits from);
+// Bit i is lane i's, lanes being all ones or all zeros.
+PERSEUS_INLINE uint32_t lane_bits(Ints mask);
 // Stores around the cache, `to` aligned to the vector. Such stores are ordered by nothing but the fence: it comes
 // before anything that tells others of them.
 template <class V>

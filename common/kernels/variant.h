@@ -54,12 +54,33 @@ struct HalfDecodeTask {
   Arrival arrival;
 };
 
+struct ByteEncodeTask {
+  const float* v;
+  size_t count;
+  unsigned char* scales;
+  unsigned char* to;
+  float* residual;
+};
+
+struct ByteDecodeTask {
+  const unsigned char* scales;
+  const unsigned char* from;
+  size_t count;
+  float* x;
+  Arrival arrival;
+};
+
 struct CodecKernels {
   uint32_t (*largest_magnitude)(const float* x, size_t count);
   uint32_t (*largest_finite_magnitude)(const float* x, size_t count);
   uint32_t (*add_to_residual)(const float* x, float momentum, float* residual, size_t count);
   void (*encode_halves)(const HalfEncodeTask& task);
   void (*decode_halves)(const HalfDecodeTask& task);
+  bool (*encode_bytes)(const ByteEncodeTask& task);
+  void (*decode_bytes)(const ByteDecodeTask& task);
+  size_t (*count_at_least)(const float* v, size_t count, uint32_t magnitude);
+  size_t (*find_at_least)(const float* v, size_t count, uint32_t magnitude, uint16_t* indices);
+  void (*add_at)(float* x, const uint16_t* indices, const float* values, size_t n);
 };
 
 struct Variant {

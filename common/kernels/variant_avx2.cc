@@ -23,6 +23,9 @@ PERSEUS_INLINE Halves narrow(FloatBits from) {
   __m256i packed = _mm256_packus_epi32(same_bits<__m256i>(from), _mm256_setzero_si256());
   return same_bits<Halves>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 }
+PERSEUS_INLINE uint32_t lane_bits(Ints mask) {
+  return static_cast<uint32_t>(_mm256_movemask_ps(same_bits<__m256>(mask)));
+}
 
 template <class V>
 PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
@@ -37,7 +40,7 @@ PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 }  // namespace
 }  // namespace perseus::kernels
 
-#include "kernels/codec_loops.h"
+#include "kernels/codec_table.h"
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
 #include "kernels/gradient_loops.h"

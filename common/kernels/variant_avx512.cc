@@ -22,6 +22,7 @@ PERSEUS_INLINE Halves half_encode(Floats from) {
 PERSEUS_INLINE Halves narrow(FloatBits from) {
   return same_bits<Halves>(_mm512_maskz_cvtepi32_epi16(0xffff, same_bits<__m512i>(from)));
 }
+PERSEUS_INLINE uint32_t lane_bits(Ints mask) { return _mm512_movepi32_mask(same_bits<__m512i>(mask)); }
 
 template <class V>
 PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
@@ -36,7 +37,7 @@ PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 }  // namespace
 }  // namespace perseus::kernels
 
-#include "kernels/codec_loops.h"
+#include "kernels/codec_table.h"
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
 #include "kernels/gradient_loops.h"

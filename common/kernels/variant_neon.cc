@@ -17,6 +17,10 @@ namespace {
 PERSEUS_INLINE Floats half_decode(Halves from) { return same_bits<Floats>(vcvt_f32_f16(same_bits<float16x4_t>(from))); }
 PERSEUS_INLINE Halves half_encode(Floats from) { return same_bits<Halves>(vcvt_f16_f32(same_bits<float32x4_t>(from))); }
 PERSEUS_INLINE Halves narrow(FloatBits from) { return __builtin_convertvector(from, Halves); }
+PERSEUS_INLINE uint32_t lane_bits(Ints mask) {
+  constexpr FloatBits kBitOfLane = {1, 2, 4, 8};
+  return vaddvq_u32(same_bits<uint32x4_t>(same_bits<FloatBits>(mask) & kBitOfLane));
+}
 
 // Normal stores: these machines recognise a stream by themselves.
 template <class V>
@@ -28,7 +32,7 @@ PERSEUS_INLINE void stream_fence() {}
 }  // namespace
 }  // namespace perseus::kernels
 
-#include "kernels/codec_loops.h"
+#include "kernels/codec_table.h"
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
 #include "kernels/gradient_loops.h"

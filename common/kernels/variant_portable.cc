@@ -20,6 +20,8 @@ namespace {
 PERSEUS_INLINE Halves narrow(FloatBits from) { return __builtin_convertvector(from, Halves); }
 
 #if defined(__x86_64__)
+PERSEUS_INLINE uint32_t lane_bits(Ints mask) { return static_cast<uint32_t>(_mm_movemask_ps(same_bits<__m128>(mask))); }
+
 template <class V>
 PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
   if constexpr (sizeof(V) == 16) {
@@ -30,6 +32,12 @@ PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
 }
 PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 #else
+PERSEUS_INLINE uint32_t lane_bits(Ints mask) {
+  uint32_t bits = 0;
+  for (size_t lane = 0; lane < kFloatLanes; ++lane) bits |= (static_cast<uint32_t>(mask[lane]) & 1) << lane;
+  return bits;
+}
+
 template <class V>
 PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
   store_vector(to, value);
@@ -40,7 +48,7 @@ PERSEUS_INLINE void stream_fence() {}
 }  // namespace
 }  // namespace perseus::kernels
 
-#include "kernels/codec_loops.h"
+#include "kernels/codec_table.h"
 #include "kernels/copy_loops.h"
 #include "kernels/fold_dispatch.h"
 #include "kernels/gradient_loops.h"

@@ -29,9 +29,23 @@ inline CodecSpec scaled_half(double scale) {
   spec.scale = scale;
   return spec;
 }
+inline CodecSpec top_k(double ratio, bool half_values) {
+  CodecSpec spec = spec_of(CodecKind::kTopK);
+  spec.ratio = ratio;
+  spec.half_values = half_values;
+  return spec;
+}
 
 inline std::vector<CodecSpec> all_codecs() {
-  return {spec_of(CodecKind::kFloat16), scaled_half(64), spec_of(CodecKind::kBFloat16)};
+  return {spec_of(CodecKind::kFloat16),
+          scaled_half(64),
+          spec_of(CodecKind::kBFloat16),
+          spec_of(CodecKind::kInt8),
+          top_k(0.01, false),
+          top_k(0.01, true),
+          top_k(0.1, false),
+          top_k(0.3, true),
+          top_k(1.0, false)};
 }
 
 constexpr size_t kCodecSizes[] = {1, 2, 15, 16, 255, 256, 257, 1000, 16384};

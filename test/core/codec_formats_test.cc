@@ -91,5 +91,160 @@ TEST(HalfFormat, TakesTwoBytesAnElement) {
   }
 }
 
+// ---- int8 ---------------------------------------------------------------------------------------------------------
+
+TEST(Int8Format, RoundsToHalfAStepOfItsBlock) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  for (size_t count : kCodecSizes) {
+    for (Values values : kAllValues) {
+      std::vector<float> x = values_of(values, count, 1);
+      std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), count);
+      for (size_t begin = 0; begin < count; begin += 256) {
+        const size_t end = std::min(begin + 256, count);
+        const double most =
+            largest(std::vector<float>(x.begin() + static_cast<long>(begin), x.begin() + static_cast<long>(end)));
+        // Cutting the scale to 16 bits costs the largest elements up to 2^-15 of themselves.
+        const double bound = std::max(most / 127 / 2 * (1 + 1e-5), std::max(most * 0x1p-15, 0x1p-118));
+        for (size_t i = begin; i < end; ++i) ASSERT_NEAR(y[i], x[i], bound) << i << " of " << count;
+      }
+    }
+  }
+}
+
+TEST(Int8Format, GivesMultiplesOfTheScaleBackExactly) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  std::vector<float> x(255);
+  for (int i = 0; i < 255; ++i) x[static_cast<size_t>(i)] = static_cast<float>(i - 127) * 0.25f;
+  EXPECT_TRUE(same_bits(decoded(*codec, encoded(*codec, x, nullptr, 0), x.size()), x));
+}
+
+TEST(Int8Format, OneLargeBlockDoesNotTouchTheOthers) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  std::vector<float> x = values_of(Values::kNormal, 1000, 1);
+  x[300] = 1e20f;
+  std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (i / 256 == 1) continue;
+    ASSERT_NEAR(y[i], x[i], 5e-3 / 254) << i;
+  }
+}
+
+TEST(Int8Format, TakesAByteAnElementAndAScaleABlock) {
+  auto codec = make_codec(spec_of(CodecKind::kInt8));
+  const auto size = [&](size_t count) { return encoded(*codec, std::vector<float>(count, 1.0f), nullptr, 0).size(); };
+  EXPECT_EQ(size(1), 8 + 4 + 4u);
+  EXPECT_EQ(size(256), 8 + 4 + 256u);
+  EXPECT_EQ(size(257), 8 + 8 + 256 + 4u);
+  EXPECT_EQ(size(16384), 8 + 256 + 16384u);
+  std::vector<float> x(1000, 1.0f);
+  x[7] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_EQ(encoded(*codec, x, nullptr, 0).size(), 8 + 4000u);
+}
+
+// ---- top-k --------------------------------------------------------------------------------------------------------
+
+uint32_t magnitude(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits & 0x7fffffff;
+}
+
+size_t non_zeros(const std::vector<float>& x) {
+  return static_cast<size_t>(std::count_if(x.begin(), x.end(), [](float value) { return value != 0.0f; }));
+}
+
+TEST(TopKFormat, SendsTheLargestAndAtMostAQuarterMoreThanK) {
+  for (double ratio : {0.001, 0.01, 0.1, 0.37}) {
+    auto codec = make_codec(top_k(ratio, false));
+    for (size_t count : kCodecSizes) {
+      for (Values values : kAllValues) {
+        for (uint64_t seed = 0; seed < 5; ++seed) {
+          std::vector<float> x = values_of(values, count, seed);
+          std::vector<Byte> bytes = encoded(*codec, x, nullptr, 0);
+          std::vector<float> y = decoded(*codec, bytes, count);
+          if (bytes.size() == 8 + 4 * count) {  // dense is shorter
+            ASSERT_TRUE(same_bits(x, y));
+            continue;
+          }
+          const auto k = std::max(size_t{1}, static_cast<size_t>(ratio * static_cast<double>(count) + 0.5));
+          const size_t sent = non_zeros(y);
+          ASSERT_LE(sent, k + k / 4) << count;
+          ASSERT_GE(sent, std::min(k, non_zeros(x))) << count;
+          uint32_t least_sent = 0xffffffff, most_held = 0;
+          for (size_t i = 0; i < count; ++i) {
+            if (y[i] != 0.0f) {
+              ASSERT_EQ(y[i], x[i]);
+              least_sent = std::min(least_sent, magnitude(x[i]));
+            } else {
+              most_held = std::max(most_held, magnitude(x[i]));
+            }
+          }
+          ASSERT_GE(least_sent, most_held) << count;
+        }
+      }
+    }
+  }
+}
+
+TEST(TopKFormat, OfEqualElementsTheFirstAreSent) {
+  auto codec = make_codec(top_k(0.01, false));
+  for (size_t count : {1000, 16384}) {
+    std::vector<float> x(count, 2.0f);
+    for (size_t i = 0; i < count; i += 7) x[i] = -2.0f;
+    x[count - 1] = 3.0f;
+    std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), count);
+    const size_t k = (count + 50) / 100;
+    for (size_t i = 0; i < count; ++i) ASSERT_EQ(y[i], i < k - 1 || i == count - 1 ? x[i] : 0.0f) << i;
+  }
+}
+
+TEST(TopKFormat, FindsAFewElementsThatASampleMisses) {
+  auto codec = make_codec(top_k(0.01, false));
+  std::vector<float> x(16384, 1e-6f);
+  for (size_t i = 1000; i < 1100; ++i) x[i] = static_cast<float>(i);
+  std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), x.size());
+  for (size_t i = 1000; i < 1100; ++i) ASSERT_EQ(y[i], x[i]);
+}
+
+TEST(TopKFormat, ZerosCostNothing) {
+  for (bool half_values : {false, true}) {
+    auto codec = make_codec(top_k(0.1, half_values));
+    EXPECT_EQ(encoded(*codec, values_of(Values::kZero, 16384, 0), nullptr, 0).size(), 8u);
+    std::vector<float> x(16384);
+    x[16000] = -4.0f;
+    x[3] = 0x1p-149f;  // the smallest float is no zero
+    std::vector<Byte> bytes = encoded(*codec, x, nullptr, 0);
+    EXPECT_EQ(bytes.size(), half_values ? 8 + 4 + 4 + 4u : 8 + 4 + 8u);
+    EXPECT_EQ(decoded(*codec, bytes, x.size())[16000], -4.0f);
+  }
+}
+
+TEST(TopKFormat, PositionsAreIndicesOrBitsWhicheverIsShorter) {
+  const auto bytes_of = [](double ratio, bool half_values) {
+    return encoded(*make_codec(top_k(ratio, half_values)), std::vector<float>(16000, 1.0f), nullptr, 0).size();
+  };
+  EXPECT_EQ(bytes_of(0.01, false), 8 + 160 * 2 + 160 * 4u);
+  EXPECT_EQ(bytes_of(0.01, true), 8 + 4 + 160 * 2 + 160 * 2u);
+  EXPECT_EQ(bytes_of(0.5, false), 8 + 2000 + 8000 * 4u);
+  EXPECT_EQ(bytes_of(1.0, false), 8 + 16000 * 4u);
+  EXPECT_EQ(bytes_of(1.0, true), 8 + 4 + 2000 + 16000 * 2u);
+}
+
+TEST(TopKFormat, SumsOfSparseChunksAreEncodedLikeAnyOther) {
+  auto codec = make_codec(top_k(0.01, true));
+  std::vector<float> sum(16384), residual(16384);
+  for (uint64_t rank = 0; rank < 4; ++rank) {
+    std::vector<Byte> bytes = encoded(*codec, values_of(Values::kNormal, sum.size(), rank), nullptr, 0);
+    codec->decode_add(bytes.data(), bytes.size(), sum.size(), sum.data());
+  }
+  ASSERT_GT(non_zeros(sum), 600u);
+  std::vector<float> y = decoded(*codec, encoded(*codec, sum, &residual, 0), sum.size());
+  EXPECT_LE(non_zeros(y), 205u);
+  for (size_t i = 0; i < sum.size(); ++i) ASSERT_EQ(y[i] + residual[i], sum[i]);
+  // What is left goes out by and by, and ends.
+  for (int step = 0; step < 8; ++step) encoded(*codec, std::vector<float>(sum.size()), &residual, 0);
+  EXPECT_LE(largest(residual), 1e-3 * 0x1p-9);
+}
+
 }  // namespace
 }  // namespace perseus
