@@ -1,4 +1,4 @@
-"""Runs on every rank: the check_* functions of modules, in order; results go to DIR/MODULE-RANK.json.
+"""Runs on every rank: check_* functions of modules, in order; results go to DIR/MODULE-RANK.json.
 
     perseusrun -np 2 python run_checks.py DIR collective_checks form_checks
 
