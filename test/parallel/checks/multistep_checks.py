@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from patterns import raised
+from patterns import nan_check, raised, stderr_lines, world_with
 from torch import nn
 
 import perseus.torch.horovod as hvd
 from perseus.errors import NanGradientError
 
 
-@contextmanager
-def _world(**settings: object) -> Iterator[None]:
-    """A world of the same ranks with other settings; the old ones come back afterwards."""
-    hvd.barrier()
-    hvd.shutdown()
-    os.environ.update({name: str(value) for name, value in settings.items()})
-    hvd.init()
-    yield
-    hvd.barrier()
-    hvd.shutdown()
-    for name in settings:
-        del os.environ[name]
-    hvd.init()
-
-
 def _accumulate(steps: int) -> dict[str, object]:
     return {"PERSEUS_ACCUMULATE_N_STEPS": steps}
-
-
-def _nan_check(action: str) -> dict[str, object]:
-    return {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": action}
 
 
 def _model() -> nn.Module:
@@ -107,24 +84,24 @@ def _train(steps: int, sum_of: int, passes: int = 1, clip: float = 0.0, **option
 
 
 def check_a_sum_of_steps_is_one_step_on_the_average_of_sums() -> None:
-    with _world(**_accumulate(3)):
+    with world_with(**_accumulate(3)):
         _train(steps=9, sum_of=3)
 
 
 def check_backward_passes_per_step_multiply() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         _train(steps=4, sum_of=2, passes=3)
 
 
 def check_groups_and_clipping() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         _train(steps=4, sum_of=2, groups=2)
         _train(steps=4, sum_of=2, clip=0.01)
         _train(steps=4, sum_of=2, gradient_predivide_factor=2.0)
 
 
 def check_compression_travels_and_the_sum_is_right() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         model = _model()
         optimizer = _named(_sgd(model), model, compression=hvd.Compression.fp16)
         reference = _reference(copy.deepcopy(model), 0, 2)
@@ -138,7 +115,7 @@ def check_compression_travels_and_the_sum_is_right() -> None:
 
 
 def check_a_scheduler_counts_the_scripts_steps() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = _named(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -153,7 +130,7 @@ def check_a_scheduler_counts_the_scripts_steps() -> None:
 
 
 def check_a_layer_without_gradient_in_some_step_keeps_its_part_of_the_sum() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
         optimizer = _named(_sgd(model), model, op=hvd.Sum)
         model[0](torch.ones(1, 2)).sum().backward()
@@ -167,7 +144,7 @@ def check_a_layer_without_gradient_in_some_step_keeps_its_part_of_the_sum() -> N
 
 
 def check_a_checkpoint_in_the_midst_of_a_sum() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         model = nn.Linear(1, 1, bias=False)
         optimizer = _named(_sgd(model, momentum=0.9), model, op=hvd.Sum)
 
@@ -192,7 +169,7 @@ def check_a_checkpoint_in_the_midst_of_a_sum() -> None:
 
 
 def check_a_closure_runs_in_every_step() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         model = nn.Linear(1, 1, bias=False)
         optimizer = _named(_sgd(model), model)
         before = model.weight.detach().clone()
@@ -205,7 +182,7 @@ def check_a_closure_runs_in_every_step() -> None:
 
 
 def check_two_optimizers_with_equal_names_take_turns() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         models = [nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)]
         optimizers = [_named(_sgd(model), model, op=hvd.Sum) for model in models]
         for _ in range(2):
@@ -218,7 +195,7 @@ def check_two_optimizers_with_equal_names_take_turns() -> None:
 
 
 def check_a_new_optimizer_knows_nothing_of_the_old_ones_sums() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         model = nn.Linear(2, 1, bias=False)
         for scale in (1.0, 5.0):
             optimizer = _named(_sgd(model), model, op=hvd.Sum)
@@ -234,14 +211,14 @@ def check_a_new_optimizer_knows_nothing_of_the_old_ones_sums() -> None:
 
 
 def check_other_operations_are_not_held() -> None:
-    with _world(**_accumulate(4), **_nan_check("raise")):
+    with world_with(**_accumulate(4), **nan_check("raise")):
         mine = torch.tensor([float(hvd.rank()), float("nan")])
         total = hvd.allreduce(mine, op=hvd.Sum, name="metric")
         assert total[0].item() == sum(range(hvd.size()))
 
 
 def check_adasum_of_optimizers_is_refused() -> None:
-    with _world(**_accumulate(2)):
+    with world_with(**_accumulate(2)):
         model = _model()
         text = raised(ValueError, lambda: _named(_sgd(model), model, op=hvd.Adasum))
         assert "PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum" in text
@@ -265,28 +242,11 @@ class _Training:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-@contextmanager
-def _stderr() -> Iterator[list[str]]:
-    """Lines that anything in this process writes to standard error, once it is over."""
-    lines: list[str] = []
-    sys.stderr.flush()
-    with tempfile.TemporaryFile("w+") as file:
-        old = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            os.dup2(old, 2)
-            os.close(old)
-            file.seek(0)
-            lines += file.read().splitlines()
-
-
 def check_nan_is_reported_with_tensor_and_rank_on_all_ranks() -> None:
-    with _world(**_nan_check("report")):
+    with world_with(**nan_check("report")):
         training = _Training()
         for bad in (False, True):
-            with _stderr() as lines:
+            with stderr_lines() as lines:
                 training.backward(bad)
                 training.optimizer.synchronize()
                 # Known before step().
@@ -301,7 +261,7 @@ def check_nan_is_reported_with_tensor_and_rank_on_all_ranks() -> None:
 
 
 def check_nan_raises_on_all_ranks() -> None:
-    with _world(**_nan_check("raise")):
+    with world_with(**nan_check("raise")):
         training = _Training()
         training.backward(bad=False)
         training.optimizer.step()
@@ -316,12 +276,12 @@ def check_nan_raises_on_all_ranks() -> None:
 
 
 def check_nan_skips_the_step_on_all_ranks() -> None:
-    with _world(**_nan_check("skip")):
+    with world_with(**nan_check("skip")):
         training = _Training(groups=2)
         for bad in (False, True, False):
-            training.backward(bad)
             before = training.weights()
-            with _stderr() as lines:
+            with stderr_lines() as lines:
+                training.backward(bad)
                 training.optimizer.step()
             same = [torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True)]
             assert all(same) if bad else not any(same), (bad, same)
@@ -333,7 +293,7 @@ def check_nan_skips_the_step_on_all_ranks() -> None:
 
 
 def check_nan_in_an_early_step_is_found_in_the_sum() -> None:
-    with _world(**_accumulate(2), **_nan_check("skip")):
+    with world_with(**_accumulate(2), **nan_check("skip")):
         training = _Training()
         before = training.weights()
         for bad in (True, False):
@@ -350,8 +310,8 @@ def check_a_slow_rank_is_named_on_rank_0() -> None:
     slow, steps = hvd.size() - 1, 6
     with (
         tempfile.TemporaryDirectory() as mine,
-        _world(PERSEUS_PERF_CHECK_N_STEPS=2),
-        _stderr() as lines,
+        world_with(PERSEUS_PERF_CHECK_N_STEPS=2),
+        stderr_lines() as lines,
     ):
         directory = Path(hvd.broadcast_object(mine, 0, "directory"))
         model = _model()

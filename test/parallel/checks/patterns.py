@@ -1,8 +1,12 @@
-"""Values that differ per rank and index and are exact in every dtype; asserts for collectives."""
+"""Values that differ per rank and index and are exact in every dtype; asserts; other settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -57,3 +61,40 @@ def assert_job_usable() -> None:
         hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum, name="still_usable"),
         torch.tensor([float(sum(range(hvd.size())))]),
     )
+
+
+@contextmanager
+def world_with(**settings: object) -> Iterator[None]:
+    """A world of the same ranks with other settings; the old ones come back afterwards."""
+    hvd.barrier()
+    hvd.shutdown()
+    os.environ.update({name: str(value) for name, value in settings.items()})
+    hvd.init()
+    yield
+    hvd.barrier()
+    hvd.shutdown()
+    for name in settings:
+        del os.environ[name]
+    hvd.init()
+
+
+def nan_check(action: str) -> dict[str, object]:
+    """What world_with() takes to search gradients for NaN."""
+    return {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": action}
+
+
+@contextmanager
+def stderr_lines() -> Iterator[list[str]]:
+    """Lines that anything in this process writes to standard error, once it is over."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+") as file:
+        old = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(old, 2)
+            os.close(old)
+            file.seek(0)
+            lines += file.read().splitlines()
