@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 import perseus.torch.horovod as hvd
+from perseus.process_sets import ids_and_ranks
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -98,3 +99,14 @@ def stderr_lines() -> Iterator[list[str]]:
             os.close(old)
             file.seek(0)
             lines += file.read().splitlines()
+
+
+@contextmanager
+def added(*members: list[int]) -> Iterator[list[hvd.ProcessSet]]:
+    """Process sets that are gone afterwards; they must be dynamic."""
+    sets = [hvd.add_process_set(ranks) for ranks in members]
+    yield sets
+    for process_set in sets:
+        assert hvd.remove_process_set(process_set)
+    assert list(ids_and_ranks()) == [0]
+    assert_job_usable()
