@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["__version__", "stats"]
+__all__ = ["__version__", "run", "stats"]
 
 __version__: str
 
@@ -20,6 +20,10 @@ def __getattr__(name: str) -> Any:
         from perseus import _core
 
         return _core.version()
+    if name == "run":  # a package that can be called: perseus.run(func, num_proc=2)
+        from importlib import import_module
+
+        return import_module("perseus.run")
     raise AttributeError(f"module 'perseus' has no attribute {name!r}")
 
 

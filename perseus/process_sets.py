@@ -78,6 +78,7 @@ global_process_set = _make_global()
 
 
 _registered: dict[int, ProcessSet] = {}
+_given_to_init: list[ProcessSet] = []
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -147,6 +148,16 @@ def register_at_init(process_sets: Sequence[ProcessSet] | str | None) -> None:
         seen.append(entry.ranks or [])
     for entry in wanted:
         register(entry)
+    _given_to_init[:] = wanted
+
+
+def static_sets() -> list[ProcessSet]:
+    """What the next world of elastic training begins with.
+
+    The sets that init() was given, since nothing else could add them: add_process_set refuses. None
+    where it does not; scripts written for Horovod, which drops all, then add them again.
+    """
+    return [] if config.dynamic_process_sets() else list(_given_to_init)
 
 
 def ids_and_ranks() -> dict[int, list[int]]:

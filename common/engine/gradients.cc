@@ -5,14 +5,19 @@
 namespace perseus {
 
 bool Engine::holds(const Submission& s) {
-  bool floating = s.kind == Kind::kAllreduce;
+  bool floating = s.kind == Kind::kAllreduce || s.kind == Kind::kAllgather;
   for (int i = 0; i < s.tensor_count; ++i) floating &= dtype_is_float(s.tensors[i].dtype);
   if (!floating)
-    fail(ErrorKind::kInvalidArgument, "[engine] '" + std::string(s.name) +
-                                          "' is submitted as a gradient: expected an allreduce of float16, bfloat16, "
-                                          "float32 or float64");
+    fail(ErrorKind::kInvalidArgument,
+         "[engine] '" + std::string(s.name) +
+             "' is submitted as a gradient: expected an allreduce or allgather of float16, "
+             "bfloat16, float32 or float64");
   if (perf_check_.on()) check_speed(s);
   if (!accumulation_.on()) return false;
+  if (s.kind == Kind::kAllgather)
+    fail(ErrorKind::kInvalidArgument, "[engine] '" + std::string(s.name) +
+                                          "' is a gradient that is gathered, but PERSEUS_ACCUMULATE_N_STEPS sums those "
+                                          "that are reduced: make it dense");
   std::vector<Accumulation::Tensor> tensors;
   for (int i = 0; i < s.tensor_count; ++i) {
     const Submission::Tensor& t = s.tensors[i];

@@ -14,7 +14,7 @@ MODULES: dict[str, str | None] = {
     "horovod.common.util": "perseus.extensions",
     "horovod.keras": "perseus.keras",
     "horovod.mxnet": "perseus.mxnet",
-    "horovod.runner": None,
+    "horovod.runner": "perseus.compat.runner",
     "horovod.runner.common": None,
     "horovod.runner.common.util": None,
     "horovod.runner.common.util.env": "perseus.compat.rank_variables",

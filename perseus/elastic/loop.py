@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from perseus import basics
+from perseus import basics, process_sets
 from perseus.elastic.notification import notification_manager
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
 
@@ -24,13 +24,16 @@ _STARTS = 3
 def reset() -> None:
     """Leave the world and join the next one: the same ranks, one epoch later.
 
+    Process sets that were given to init() come back with their ids, unless sets are dynamic: then
+    the script registers anew what it needs, in a reset callback, as with Horovod.
     The others may come when they like within three times HOROVOD_START_TIMEOUT.
     InitializationError when some did not.
     """
+    sets = process_sets.static_sets()
     basics.shutdown()
     for attempt in range(1, _STARTS + 1):
         try:
-            basics.init()
+            basics.init(process_sets=sets)
             return
         except InitializationError as error:
             if attempt == _STARTS:

@@ -7,10 +7,14 @@ one thread listens to perseusrun, and one waits for each rank.
 Talk: standard input carries one JSON line with the job, then lines END (SIGTERM, and SIGKILL when
 the grace is over) or KILL; its end means END. Standard output carries MARK, then frames: FRAME
 (kind, rank, size) and content.
+
+A job with a call (perseus.run() of Python) gives every rank that call on standard input, and takes
+what it answers on the descriptor that ANSWER_VARIABLE names.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import queue
@@ -20,6 +24,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -28,7 +33,8 @@ from typing import Any, BinaryIO
 
 MARK = b"\0perseusrun agent\0"  # what a login shell prints before it is no frame
 FRAME = struct.Struct(">cII")
-HELLO, OUT, ERR, EXIT, FAILED = b"h", b"o", b"e", b"x", b"f"
+HELLO, OUT, ERR, ANSWER, EXIT, FAILED = b"h", b"o", b"e", b"a", b"x", b"f"
+ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
 GRACE_SECONDS = 5.0
 _CHUNK = 65536
 
@@ -58,12 +64,17 @@ def _die_with_parent(parent: int) -> None:
 
 
 class Rank:
-    """One rank: a process that leads a session of its own, and the pipes of its output."""
+    """One rank: a process that leads a session of its own, and the pipes of what it says."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], answer: BinaryIO | None
+    ) -> None:
         self.rank = rank
         self.process = process
         self.exited = False
+        self.pipes: list[tuple[bytes, Any]] = [(OUT, process.stdout), (ERR, process.stderr)]
+        if answer is not None:
+            self.pipes.append((ANSWER, answer))
 
     def has_leftovers(self) -> bool:
         """Whether its process group has living members beside its (ended) leader."""
@@ -123,24 +134,12 @@ class Agent:
     def _start(self, job: dict[str, Any]) -> bool:
         base = dict(os.environ) if job["keep_environment"] else {}
         base.update(job["environment"])
-        parent = os.getpid()
         for entry in job["ranks"]:
             try:
-                # The first thread has not started yet: forking with preexec_fn is safe.
-                process = subprocess.Popen(
-                    job["command"],
-                    cwd=job["directory"],
-                    env={**base, **entry["environment"]},
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    start_new_session=True,
-                    preexec_fn=lambda: _die_with_parent(parent),  # noqa: PLW1509
-                )
+                self._ranks.append(_start_rank(job, entry, base))
             except (OSError, ValueError) as error:
                 self._report(FAILED, entry["rank"], _explain(error, job).encode())
                 return False
-            self._ranks.append(Rank(entry["rank"], process))
         return True
 
     def _listen(self) -> None:
@@ -189,8 +188,7 @@ class Agent:
         """Until every rank has exited and the last of its processes let go of its pipes."""
         self._selector.register(self._wake, selectors.EVENT_READ)
         for rank in self._ranks:
-            for kind, pipe in ((OUT, rank.process.stdout), (ERR, rank.process.stderr)):
-                assert pipe is not None
+            for kind, pipe in rank.pipes:
                 os.set_blocking(pipe.fileno(), False)
                 self._selector.register(pipe, selectors.EVENT_READ, (kind, rank))
         give_up = 0.0
@@ -247,6 +245,46 @@ class Agent:
                 view = view[os.write(self._reports, view) :]
             except OSError:  # perseusrun is gone; the end of its orders ends the ranks
                 self._muted = True
+
+
+def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]) -> Rank:
+    environment = {**base, **entry["environment"]}
+    call = None if job["call"] is None else _file_with(base64.b64decode(job["call"]))
+    theirs: list[int] = []
+    answer: BinaryIO | None = None
+    try:
+        if call is not None:
+            end, descriptor = os.pipe()
+            answer = os.fdopen(end, "rb", buffering=0)
+            theirs.append(descriptor)
+            environment[ANSWER_VARIABLE] = str(descriptor)
+        parent = os.getpid()
+        # The first thread has not started yet: forking with preexec_fn is safe.
+        process = subprocess.Popen(
+            job["command"],
+            cwd=job["directory"],
+            env=environment,
+            stdin=subprocess.DEVNULL if call is None else call,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            pass_fds=theirs,
+            preexec_fn=lambda: _die_with_parent(parent),  # noqa: PLW1509
+        )
+    finally:
+        if call is not None:
+            call.close()
+        for descriptor in theirs:
+            os.close(descriptor)
+    return Rank(entry["rank"], process, answer)
+
+
+def _file_with(data: bytes) -> Any:
+    """A nameless file: a pipe would have to be filled while its reader is still starting."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - Popen's, who takes it over
+    file.write(data)
+    file.seek(0)
+    return file
 
 
 def _explain(error: Exception, job: dict[str, Any]) -> str:

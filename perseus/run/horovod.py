@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 
 _ENTRY = ("-m", "perseus.compat.horovod")
 _INTERPRETER = re.compile(r"(python|pypy)(\d+(\.\d+)?)?t?")
 # Short options up to the one with a value: -c and -m name the program, -W and -X do not.
 _SHORT_OPTION = re.compile(r"-(?P<flags>[^-cmWX]*)(?P<kind>[cmWX])(?P<value>.*)", re.DOTALL)
 _LONG_OPTION_WITH_VALUE = "--check-hash-based-pycs"
+
+
+def is_aliased() -> bool:
+    """Whether `import horovod` finds Perseus in this process."""
+    return any(type(finder).__module__ == "perseus.compat.finder" for finder in sys.meta_path)
 
 
 def with_alias(command: list[str]) -> list[str]:

@@ -5,12 +5,14 @@ One thread and one selector; signals wake it through a pipe.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import secrets
 import selectors
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from perseus.addresses import interface_address, is_own_address, source_address
+from perseus.extensions import env
 from perseus.run import agent, environment
 from perseus.run.hosts import Slot
 from perseus.run.link import HostLink, is_local, local_command, real_name, ssh_command
@@ -53,13 +56,18 @@ class Job:
     output_directory: str | None = None
     timestamps: bool = False
     verbose: bool = False
+    call: bytes | None = None  # what every rank finds on standard input; None = nothing
 
 
 class Launcher:
-    """One job from its start to its exit status."""
+    """One job from its start to its exit status.
 
-    def __init__(self, job: Job) -> None:
+    hear: gets what ranks answer to the job's call, piece by piece: (rank, bytes).
+    """
+
+    def __init__(self, job: Job, hear: Callable[[int, bytes], None] | None = None) -> None:
         self._job = job
+        self._hear_answer = hear
         self._size = len(job.slots)
         self._hosts: list[HostLink] = []
         self._selector = selectors.DefaultSelector()
@@ -67,7 +75,7 @@ class Launcher:
         self._console = Console(lambda: self._signalled is not None, self._wake)
         self._streams: dict[tuple[int, bytes], Stream] = {}
         self._signalled: int | None = None
-        self._first_failure: tuple[int, int] | None = None  # rank, status
+        self.first_failure: tuple[int, int] | None = None  # rank, status
         self._error: LaunchError | None = None
         self._ending = False
         self._last_moment: float | None = None  # when agents that do not end are killed
@@ -79,8 +87,16 @@ class Launcher:
 
         Raises LaunchError when the job could not be started.
         """
-        old = self._catch_signals()
+        restore_signals = self._catch_signals()
         self._selector.register(self._wake, selectors.EVENT_READ)
+        try:
+            self._run()
+            return self._verdict()
+        finally:
+            restore_signals()
+            self._release()
+
+    def _run(self) -> None:
         try:
             self._core = _checked_core(self._job.flags)
             self._open_streams()
@@ -93,13 +109,19 @@ class Launcher:
             for host in self._hosts:
                 host.kill()
                 host.process.wait()
-            for number, handler in old.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(-1)
-        for stream in self._streams.values():
-            stream.close()
-        self._console.close()
-        return self._verdict()
+            for stream in self._streams.values():
+                stream.close()
+            self._console.close()
+
+    def _release(self) -> None:
+        """What would stay open in a process that goes on after this job."""
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._waker)
+        if self._server is not None:
+            self._server.close()
+        for host in self._hosts:
+            host.close()
 
     def _verdict(self) -> int:
         if self._signalled is not None:
@@ -108,9 +130,9 @@ class Launcher:
             return 128 + signal.SIGPIPE
         if self._error is not None:
             raise self._error
-        if self._first_failure is None:
+        if self.first_failure is None:
             return 0
-        rank, status = self._first_failure
+        rank, status = self.first_failure
         host = self._job.slots[rank].host
         self._say(
             f"rank {rank} on {host} was the first to fail, with exit code {status}"
@@ -121,19 +143,29 @@ class Launcher:
     # ---- starting
     # ----------------------------------------------------------------------------------------
 
-    def _catch_signals(self) -> dict[signal.Signals, Any]:
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+    def _catch_signals(self) -> Callable[[], None]:
+        """Returns what puts the handlers back that were there."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None  # signals are the main thread's
+        old_wakeup = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         old = {}
         for number in _ENDING_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
                 old[number] = signal.signal(number, self._on_signal)
-        return old
+
+        def restore() -> None:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old_wakeup)
+
+        return restore
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signalled is not None:
             for host in self._hosts:
                 host.kill_ranks()
-            os._exit(128 + number)
+            if self._job.call is None:  # else the process is the caller's, not ours to end
+                os._exit(128 + number)
         self._signalled = number
 
     def _open_streams(self) -> None:
@@ -189,6 +221,7 @@ class Launcher:
             address, self._server.port, secret, self._job.interfaces, self._job.flags
         )
         directory = _current_directory()
+        call = None if self._job.call is None else base64.b64encode(self._job.call).decode()
         threads = {} if os.environ.get("OMP_NUM_THREADS") else self._share_cores()
         for host in self._hosts:
             if host.name in threads:
@@ -197,6 +230,7 @@ class Launcher:
             job = {
                 "command": self._job.command,
                 "directory": directory,
+                "call": call,
                 "keep_environment": not host.local,
                 "environment": base(os.environ) | common,
                 "ranks": [
@@ -284,6 +318,8 @@ class Launcher:
                 host.hello = json.loads(content)
             elif kind in (agent.OUT, agent.ERR):
                 self._streams[rank, kind].feed(content)
+            elif kind == agent.ANSWER and self._hear_answer is not None:
+                self._hear_answer(rank, content)
             elif kind == agent.EXIT:
                 self._rank_exited(host, rank, int(content))
             elif kind == agent.FAILED:
@@ -306,7 +342,7 @@ class Launcher:
             self._streams[rank, kind].flush()
         if status == 0 or self._ending:
             return
-        self._first_failure = (rank, status)
+        self.first_failure = (rank, status)
         self._say(f"Process {rank} exit with status code {status}.", "")
         if any(other.running for other in self._hosts):
             self._say(f"Terminating remaining workers after failure of Process {rank}.", "")
@@ -362,9 +398,9 @@ def _checked_core(flags: dict[str, str]) -> Any:
         raise LaunchError(
             f"perseus is not installed whole: {error}; pip install it again"
         ) from None
-    os.environ.update(flags)  # flags come before the environment, for the check as for the ranks
     try:
-        core.config_check()
+        with env(**flags):  # they come before the environment, for the check as for the ranks
+            core.config_check()
     except ValueError as error:
         raise LaunchError(str(error), 2) from None
     return core

@@ -58,7 +58,8 @@ class _Bundle:
         self.passes_left: list[int] = []  # of each parameter, until its gradient is complete
         self.waiting = 0  # parameters whose gradient is not complete
         self.handle = 0  # of the dense gradients; 0 = not started
-        self.sparse: list[tuple[torch.Tensor, Callable[[], torch.Tensor]]] = []  # under way
+        # Under way; the function waits, and returns None for what is not to be applied.
+        self.sparse: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None]]] = []
         self.dense: list[torch.Tensor] = []  # gradients that are reduced in place
         self.sent: list[torch.Tensor] = []
         self.contexts: list[Any] = []
@@ -148,7 +149,9 @@ class GradientReducer:
             for parameter, finish in bundle.sparse:
                 try:
                     result = finish()
-                    if parameter.grad is not None:
+                    if result is None:
+                        self.applies = False
+                    elif parameter.grad is not None:
                         parameter.grad.data = result
                 except Exception as error:
                     failure = failure or error
@@ -207,8 +210,9 @@ class GradientReducer:
                     )
                 self._sparse_dims[parameter] = gradient.sparse_dim()
                 finish = start_sparse_allreduce(
-                    gradient, plan.names[parameter], plan.op, plan.process_set, plan.compression
-                )
+                    gradient, plan.names[parameter], plan.op, plan.process_set, plan.compression,
+                    gradient_of=self._number,
+                )  # fmt: skip
                 bundle.sparse.append((parameter, finish))
         return [gradient for gradient in gradients if not gradient.is_sparse]
 

@@ -6,7 +6,7 @@ Source of behaviour: Horovod 0.28.1, horovod.torch.mpi_ops.sparse_allreduce_asyn
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,7 +14,7 @@ from perseus.compression import Compressor, NoneCompressor
 from perseus.errors import MismatchError
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.exchange import allgather_async
-from perseus.torch.session import Average, Sum, place, synchronize
+from perseus.torch.session import ALLGATHER, Average, Sum, place, session, synchronize
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -36,7 +36,8 @@ def sparse_allreduce_async(
     ops, before anything is started; the function raises MismatchError on every rank where sizes or
     dtypes differ.
     """
-    return start_sparse_allreduce(tensor, name, op, process_set, NoneCompressor)
+    finish = start_sparse_allreduce(tensor, name, op, process_set, NoneCompressor)
+    return cast(Callable[[], torch.Tensor], finish)  # None is for gradients
 
 
 def empty_like(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
@@ -55,8 +56,14 @@ def start_sparse_allreduce(
     op: int,
     process_set: ProcessSet,
     compression: type[Compressor],
-) -> Callable[[], torch.Tensor]:
-    """sparse_allreduce_async whose values travel compressed, and are added in their own dtype."""
+    *,
+    gradient_of: int = 0,
+) -> Callable[[], torch.Tensor | None]:
+    """sparse_allreduce_async whose values travel compressed, and are added in their own dtype.
+
+    gradient_of: the number of the reducer whose gradient it is; 0 = no gradient. The function
+        returns None for one with a NaN that all ranks are to skip.
+    """
     if tensor.layout != torch.sparse_coo:
         raise ValueError(
             f"[torch] expected a sparse tensor in COO layout, got {tensor.layout}; "
@@ -73,13 +80,20 @@ def start_sparse_allreduce(
     size = place(process_set)[1]
     values, context = compression.compress(own.values())
     names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    if not values.is_floating_point():  # what a compression of one's own may make of them
+        gradient_of = 0
     handles = (
         allgather_async(_header_and_indices(own), names[0], process_set),
-        allgather_async(values.contiguous(), names[1], process_set),
-    )
+        session.submit(
+            ALLGATHER, names[1], values.contiguous(), None, 0, 1.0, 1.0, 0, None,
+            process_set.process_set_id, gradient_of,
+        ),
+    )  # fmt: skip
 
-    def finish() -> torch.Tensor:
+    def finish() -> torch.Tensor | None:
         described, gathered = _both(handles)
+        if gathered is None:
+            return None
         gathered = compression.decompress(gathered, context)
         if own.dtype in _HALVES:  # entries of one index are added in float32 and rounded once
             gathered = gathered.to(torch.float32)

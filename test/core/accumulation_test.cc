@@ -231,8 +231,13 @@ TEST_P(Accumulation, IsForGradientsOnly) {
         for (const perseus_request& request : {gradient_of(1, "i", &integer), broadcast}) {
           const Result refused = run_gradient(context, request);
           EXPECT_EQ(refused.outcome.code, PERSEUS_INVALID_ARGUMENT);
-          EXPECT_NE(refused.outcome.message.find("expected an allreduce of float16"), std::string::npos);
+          EXPECT_NE(refused.outcome.message.find("expected an allreduce or allgather of float16"), std::string::npos);
         }
+        perseus_request gathered = gradient_of(1, "g", &tensor);
+        gathered.kind = PERSEUS_ALLGATHER;
+        const Result refused = run_gradient(context, gathered);
+        EXPECT_EQ(refused.outcome.code, PERSEUS_INVALID_ARGUMENT);
+        EXPECT_NE(refused.outcome.message.find("'g' is a gradient that is gathered"), std::string::npos);
         EXPECT_EQ(perseus_handle_gradient(context, 12345), -1);
         EXPECT_EQ(perseus_context_setting(context, "PERSEUS_ACCUMULATE_N_STEPS"), 4);
         EXPECT_EQ(perseus_context_setting(context, "PERSEUS_ALLREDUCE_NANCHECK_ACTION"), 0);

@@ -125,6 +125,37 @@ TEST_P(NanCheck, SkipsOnEveryRank) {
   }
 }
 
+TEST_P(NanCheck, LooksAtGatheredGradientsToo) {
+  for (const std::string action : {"raise", "skip"}) {
+    run_world(
+        medium(), 3,
+        [&](int rank, perseus_context* context) {
+          for (int step = 0; step < 4; ++step) {  // other rows in every step, none at all on a rank
+            const bool bad = step % 2 == 1;
+            const int64_t rows = (rank + step) % 3;
+            std::vector<float> values(static_cast<size_t>(rows), static_cast<float>(10 * step + rank));
+            if (bad && rows == 2) values[1] = kNan;
+            const perseus_tensor tensor{values.data(), nullptr, &rows, 1, PERSEUS_FLOAT32};
+            perseus_request request = request_of(PERSEUS_ALLGATHER, "values", &tensor, 1);
+            request.gradient_of = 1;
+            perseus_handle handle = 0;
+            ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
+            const Outcome outcome = wait(context, handle);
+            if (bad && action == "raise") {
+              EXPECT_EQ(outcome.message,
+                        "[nancheck] NaN in the gradient of values on rank " + std::to_string((5 - step) % 3));
+            } else {
+              EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+              EXPECT_EQ(perseus_handle_gradient(context, handle),
+                        bad ? PERSEUS_GRADIENT_SKIPPED : PERSEUS_GRADIENT_REDUCED);
+            }
+            perseus_handle_release(context, handle);
+          }
+        },
+        with(action));
+  }
+}
+
 TEST_P(NanCheck, NamesAllRanksAndTheTensorWithinAGroup) {
   run_world(
       medium(), 3,

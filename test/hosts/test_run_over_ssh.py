@@ -153,6 +153,25 @@ def test_end_of_the_launcher_ends_ranks_of_other_hosts(hosts: VirtualHosts, numb
         time.sleep(0.1)
 
 
+def test_results_of_functions_come_from_other_hosts(hosts: VirtualHosts) -> None:
+    script = (
+        "import os, socket, perseus\n"
+        "def work(x):\n"
+        "    if x == 3 and os.environ['PERSEUS_RANK'] == '2': raise KeyError('wrong')\n"
+        "    return socket.gethostname(), x * int(os.environ['PERSEUS_RANK']), b'x' * 300_000\n"
+        "found = perseus.run(work, (2,), num_proc=3, hosts='host0,host1:2')\n"
+        "print([(host, number, len(data)) for host, number, data in found])\n"
+        "try: perseus.run(work, (3,), num_proc=3, hosts='host0,host1:2')\n"
+        "except RuntimeError as error: print(str(error).splitlines()[0], repr(error.__cause__))\n"
+    )
+    result = hosts.run(0, [sys.executable, "-c", script], env=environment(hosts), timeout=90)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "[('host0', 0, 300000), ('host1', 2, 300000), ('host1', 4, 300000)]",
+        "[run] rank 2 on host1 failed: KeyError('wrong')",
+    ]
+
+
 def test_unreachable_host_is_named_in_one_line(hosts: VirtualHosts) -> None:
     result = perseusrun(hosts, "-np", "2", "-H", "host0,host9", "true")
     assert result.returncode == 1

@@ -1,11 +1,10 @@
-"""Runs on every rank: the check_* functions of modules, in order, with results in DIR.
+"""Runs on every rank: check_* functions of modules, in order; results go to DIR/MODULE-RANK.json.
 
     perseusrun -np 2 python run_checks.py DIR collective_checks form_checks
 
-What became of them goes to DIR/MODULE-RANK.json. Every module gets an init and a shutdown of its
-own, and the environment it changed is restored. A failed check ends the rank, since the others'
-collectives would wait for it: perseusrun then ends the rest, and the checks that follow count as
-not run.
+Every module gets an init and a shutdown of its own, and the environment it changed is restored. A
+failed check ends the rank, since the others' collectives would wait for it: perseusrun then ends
+the rest, and the checks that follow count as not run.
 """
 
 from __future__ import annotations

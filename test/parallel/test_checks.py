@@ -20,6 +20,7 @@ MODULES = [
     "state_checks",
     "sync_batch_norm_checks",
     "process_set_checks",
+    "set_form_checks",
     "join_checks",
     "adasum_checks",
     "sharded_checks",

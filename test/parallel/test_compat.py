@@ -16,15 +16,16 @@ pytest.importorskip("torch")
 SCRIPT = HERE / "programs" / "horovod_script.py"
 
 
-def _all_finished(output: str) -> bool:
-    return all(f"rank {rank} of 2 finished, horovod 0.28.1" in output for rank in range(2))
+def _all_finished(output: str, ranks: int) -> bool:
+    return all(f"rank {r} of {ranks} finished, horovod 0.28.1" in output for r in range(ranks))
 
 
-def test_script_for_horovod_runs_unmodified_under_perseusrun():
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_script_for_horovod_runs_unmodified_under_perseusrun(ranks):
     command = [sys.executable, str(SCRIPT), "--rate", "0.1", "--workers", "1"]
-    status, output = run_ranks(2, ["--horovod", *command])
+    status, output = run_ranks(ranks, ["--horovod", *command])
     assert status == 0, output
-    assert _all_finished(output), output
+    assert _all_finished(output, ranks), output
 
 
 def test_script_for_horovod_runs_under_mpirun_with_the_sibling_products_variables():
@@ -55,4 +56,4 @@ def test_script_for_horovod_runs_under_mpirun_with_the_sibling_products_variable
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert _all_finished(result.stdout), result.stdout
+    assert _all_finished(result.stdout, 2), result.stdout

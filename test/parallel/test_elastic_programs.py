@@ -34,6 +34,11 @@ def test_changed_hosts_keep_the_state_and_other_exceptions_propagate(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_process_sets_given_to_init_come_back_and_dynamic_ones_do_not(ranks):
+    _expect_all_finished(ranks, HERE / "programs" / "elastic_process_sets.py")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_that_was_given_up_as_lost_comes_back(ranks):
     _expect_all_finished(ranks, HERE / "programs" / "elastic_stopped.py")
 

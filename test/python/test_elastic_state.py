@@ -339,7 +339,8 @@ def starts(monkeypatch):
     def arrange(*failures):
         left = list(failures)
 
-        def init():
+        def init(process_sets):
+            assert process_sets == []
             tries.append(None)
             if left:
                 raise left.pop(0)

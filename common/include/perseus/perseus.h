@@ -203,8 +203,9 @@ typedef struct perseus_request {
   int transient;    /* the name will not come again: do not remember it */
   const int* ranks; /* PERSEUS_ADD_GROUP: members; PERSEUS_REMOVE_GROUP: ranks[0] = group id */
   int rank_count;
-  /* 0 = an ordinary operation. Else this is a gradient, an allreduce of floating-point tensors, of the optimizer (tape,
-   * store, …) for which the caller chose this number. Settings for gradients apply, see perseus_handle_gradient. */
+  /* 0 = an ordinary operation. Else this is a gradient of the optimizer (tape, store, …) for which the caller chose
+   * this number: an allreduce of floating-point tensors, or an allgather of a sparse gradient's values, which
+   * PERSEUS_ACCUMULATE_N_STEPS > 1 refuses. Settings for gradients apply, see perseus_handle_gradient. */
   uint64_t gradient_of;
   perseus_codec codec;   /* sums and averages of float32 tensors only; others travel as they are */
   double codec_argument; /* PERSEUS_CODEC_TOP_K: the fraction of elements, ROTATE: N; 0 = as the settings say */

@@ -9,6 +9,14 @@ from patterns import assert_job_usable, assert_same, raised, values
 
 import perseus.torch.horovod as hvd
 
+# dtype, how far from float64
+DTYPES = (
+    (torch.float64, 1e-12),
+    (torch.float32, 1e-5),
+    (torch.float16, 5e-3),
+    (torch.bfloat16, 4e-2),
+)
+
 
 def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
@@ -17,7 +25,7 @@ def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return p * a + q * b
 
 
-def _adasum(vectors: list[torch.Tensor]) -> torch.Tensor:
+def adasum_of(vectors: list[torch.Tensor]) -> torch.Tensor:
     while len(vectors) > 1:
         pairs = [_combine(*vectors[i : i + 2]) for i in range(0, len(vectors) - 1, 2)]
         vectors = pairs + ([vectors[-1]] if len(vectors) % 2 else [])
@@ -27,9 +35,9 @@ def _adasum(vectors: list[torch.Tensor]) -> torch.Tensor:
 def check_the_operation_in_every_form() -> None:
     shape = (13, 5)
     parts = [values(shape, torch.float64, rank) for rank in range(hvd.size())]
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 5e-3)):
+    for dtype, tolerance in DTYPES:
         mine = parts[hvd.rank()].to(dtype)
-        expected = _adasum(list(parts))
+        expected = adasum_of(list(parts))
         in_place = mine.clone()
         results = [
             hvd.allreduce(mine, op=hvd.Adasum, name="a"),
@@ -85,7 +93,7 @@ def _train(compression: type, passes: int) -> tuple[torch.nn.Module, list[torch.
             o.step()
         for index, start in enumerate(before):
             ranks = [list(m.parameters())[index] for m in models]
-            delta = _adasum([(p.detach() - start).double() for p in ranks])
+            delta = adasum_of([(p.detach() - start).double() for p in ranks])
             for p in ranks:
                 p.data.copy_(start + delta.float())
     return model, [p.detach() for p in models[0].parameters()]

@@ -119,23 +119,29 @@ def check_without_grad_nothing_is_recorded() -> None:
 
 
 def check_gradients_against_finite_differences() -> None:
-    """The slope of the sum of all ranks' losses; gradients are it times a known factor."""
-    n, rank = hvd.size(), hvd.rank()
+    assert_gradients_are_slopes(hvd.global_process_set)
+
+
+def assert_gradients_are_slopes(process_set: hvd.ProcessSet) -> None:
+    """Of the sum of all members' losses; gradients are it times a known factor."""
+    n, rank = process_set.size(), process_set.rank()
     splits = [(rank + d) % 3 for d in range(n)]
-    scales = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+    inside = {"process_set": process_set}
+    scales = {"prescale_factor": 0.5, "postscale_factor": 3.0, **inside}
+    root = process_set.ranks[-1]
     # What is called, rows on this rank, what the gradient is of the slope.
     table = [
         (lambda x: [hvd.allreduce(x, op=hvd.Sum, **scales)], 5, 1),
         (lambda x: [hvd.allreduce(x, **scales)], 5, 1),
         (lambda x: hvd.grouped_allreduce([x, x * 2], op=hvd.Sum, **scales), 4, 1),
-        (lambda x: [hvd.allgather(x)], rank, 1 / n),
-        (lambda x: hvd.grouped_allgather([x, x[1:]]), rank + 1, 1 / n),
-        (lambda x: [hvd.broadcast(x, n - 1)], 3, 1 / n),
-        (lambda x: [hvd.alltoall(x, splits)[0]], sum(splits) + 1, 1),
-        (lambda x: [hvd.alltoall(x)], 2 * n, 1),
+        (lambda x: [hvd.allgather(x, **inside)], rank, 1 / n),
+        (lambda x: hvd.grouped_allgather([x, x[1:]], **inside), rank + 1, 1 / n),
+        (lambda x: [hvd.broadcast(x, root, **inside)], 3, 1 / n),
+        (lambda x: [hvd.alltoall(x, splits, **inside)[0]], sum(splits) + 1, 1),
+        (lambda x: [hvd.alltoall(x, **inside)], 2 * n, 1),
         (lambda x: [hvd.reducescatter(x, op=hvd.Sum, **scales)], 2 * n - 1, n),
         (lambda x: [hvd.reducescatter(x, **scales)], 1, n),
-        (lambda x: hvd.grouped_reducescatter([x, x[:1]], op=hvd.Sum), n + 1, n),
+        (lambda x: hvd.grouped_reducescatter([x, x[:1]], op=hvd.Sum, **inside), n + 1, n),
     ]
     for index, (function, rows, factor) in enumerate(table):
         x = values((rows, 2), torch.float64, rank, salt=index).requires_grad_()
@@ -143,7 +149,7 @@ def check_gradients_against_finite_differences() -> None:
 
         def loss(x: torch.Tensor, function=function, index=index) -> torch.Tensor:
             return sum(
-                (torch.sin(y) * values(tuple(y.shape), torch.float64, hvd.rank(), salt=index + 2))
+                (torch.sin(y) * values(tuple(y.shape), torch.float64, rank, salt=index + 2))
                 .sum() for y in function(x)
             )  # fmt: skip
 
@@ -152,7 +158,7 @@ def check_gradients_against_finite_differences() -> None:
         with torch.no_grad():
             slope = (loss(x + step * direction) - loss(x - step * direction)) / (2 * step)
         both = torch.stack([slope, (x.grad * direction).sum()])
-        total, along = hvd.allreduce(both, op=hvd.Sum, name=f"slope.{index}").tolist()
+        total, along = hvd.allreduce(both, op=hvd.Sum, name=f"slope.{index}", **inside).tolist()
         assert abs(along - total * factor) < 1e-6 * (1 + abs(total * factor)), (index, along, total)
 
 

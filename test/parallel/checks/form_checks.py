@@ -85,13 +85,13 @@ REDUCESCATTER = [
 ]
 
 
-def _cases(forms: list[Form]) -> Iterator[tuple[torch.dtype, Form, str]]:
+def cases(forms: list[Form]) -> Iterator[tuple[torch.dtype, Form, str]]:
     for dtype in ALL:
         for form in forms:
             yield dtype, form, f"{form.function.__name__}.{dtype}"
 
 
-def _of(rank: int, dtype: torch.dtype, rows: int = 0) -> Tensors:
+def tensors_of(rank: int, dtype: torch.dtype, rows: int = 0) -> Tensors:
     """A rank's tensors; with `rows`, that many in the first dimension of each."""
     shapes = [(rows, *shape[1:]) if rows else shape for shape in SHAPES]
     return [values(shape, dtype, rank, salt=i) for i, shape in enumerate(shapes)]
@@ -105,17 +105,24 @@ def _scaled(tensor: torch.Tensor, factor: float, dtype: torch.dtype) -> torch.Te
     return scaled if dtype.is_floating_point else scaled.trunc().to(torch.int64)
 
 
-def _reference(
-    index: int, dtype: torch.dtype, op: int, prescale: float = 1.0, postscale: float = 1.0
+def reference(
+    index: int,
+    dtype: torch.dtype,
+    op: int,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    *,
+    members: list[int] | None = None,
 ) -> torch.Tensor:
-    """The reduction of everyone's tensor number `index`, in float64 or int64."""
+    """The reduction of the members' tensors number `index` (None = all ranks'), exact."""
     exact = torch.float64 if dtype.is_floating_point else torch.int64
-    stack = torch.stack([_of(r, dtype)[index] for r in range(hvd.size())])
+    ranks = list(range(hvd.size())) if members is None else members
+    stack = torch.stack([tensors_of(r, dtype)[index] for r in ranks])
     if dtype == torch.bool:
         return stack.any(0) if op in (hvd.Sum, hvd.Max) else stack.all(0)
     stack = _scaled(stack.to(exact), prescale, dtype)
     if op == hvd.Average:
-        mean = stack.sum(0).to(torch.float64) * postscale / hvd.size()
+        mean = stack.sum(0).to(torch.float64) * postscale / len(ranks)
         return mean if dtype.is_floating_point else mean.trunc().to(torch.int64)
     functions = {hvd.Min: torch.amin, hvd.Max: torch.amax, hvd.Product: torch.prod}
     result = functions.get(op, torch.sum)(stack, dim=0)
@@ -124,7 +131,7 @@ def _reference(
     return _scaled(result, postscale, dtype)
 
 
-def _assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     assert actual.dtype == dtype and actual.shape == expected.shape
     if dtype in FLOATS:
         tolerance = ROUNDING[dtype]
@@ -136,17 +143,17 @@ def _assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
 
 
 def check_allreduce() -> None:
-    for dtype, form, name in _cases(ALLREDUCE):
+    for dtype, form, name in cases(ALLREDUCE):
         for op in OPS:
             if dtype == torch.bool and op == hvd.Average:
                 continue
-            results = form.run(_of(hvd.rank(), dtype), f"{name}.{op}", op=op)
+            results = form.run(tensors_of(hvd.rank(), dtype), f"{name}.{op}", op=op)
             for i, result in enumerate(results):
-                _assert_close(result, _reference(i, dtype, op), dtype)
+                assert_close(result, reference(i, dtype, op), dtype)
 
 
 def check_allreduce_with_factors() -> None:
-    for index, (dtype, form, name) in enumerate(_cases(ALLREDUCE)):
+    for index, (dtype, form, name) in enumerate(cases(ALLREDUCE)):
         if dtype == torch.bool:
             continue
         for turn, (pre, post) in enumerate(FACTORS[1:]):  # the operations take turns
@@ -154,11 +161,11 @@ def check_allreduce_with_factors() -> None:
             if op == hvd.Product and dtype in (torch.uint8, torch.int8):
                 op = hvd.Average  # products leave the range, where the nearest limit is taken
             results = form.run(
-                _of(hvd.rank(), dtype), f"{name}.{op}.{pre}", op=op, prescale_factor=pre,
+                tensors_of(hvd.rank(), dtype), f"{name}.{op}.{pre}", op=op, prescale_factor=pre,
                 postscale_factor=post,
             )  # fmt: skip
             for i, result in enumerate(results):
-                _assert_close(result, _reference(i, dtype, op, pre, post), dtype)
+                assert_close(result, reference(i, dtype, op, pre, post), dtype)
 
 
 def check_averages_of_bools_are_refused_in_every_form() -> None:
@@ -172,7 +179,7 @@ def check_averages_of_bools_are_refused_in_every_form() -> None:
 
 
 def check_allgather() -> None:
-    for dtype, form, name in _cases(ALLGATHER):
+    for dtype, form, name in cases(ALLGATHER):
         for rows in (lambda r: r + 1, lambda r: 2 * (r == 0)):
             everyone = [_rows_of(r, dtype, rows(r)) for r in range(hvd.size())]
             results = form.run(everyone[hvd.rank()], name)
@@ -181,21 +188,21 @@ def check_allgather() -> None:
 
 
 def _rows_of(rank: int, dtype: torch.dtype, rows: int) -> Tensors:
-    return [tensor[:rows].clone() for tensor in _of(rank, dtype, hvd.size() + 1)]
+    return [tensor[:rows].clone() for tensor in tensors_of(rank, dtype, hvd.size() + 1)]
 
 
 def check_broadcast() -> None:
-    for dtype, form, name in _cases(BROADCAST):
+    for dtype, form, name in cases(BROADCAST):
         root = hvd.size() - 1
-        results = form.run(_of(hvd.rank(), dtype), name, root)
-        for result, right in zip(results, _of(root, dtype), strict=True):
+        results = form.run(tensors_of(hvd.rank(), dtype), name, root)
+        for result, right in zip(results, tensors_of(root, dtype), strict=True):
             assert_same(result, right)
 
 
 def check_alltoall() -> None:
     n, rank = hvd.size(), hvd.rank()
-    for dtype, form, name in _cases(ALLTOALL):
-        everyone = [_of(r, dtype, rows=2 * n) for r in range(n)]
+    for dtype, form, name in cases(ALLTOALL):
+        everyone = [tensors_of(r, dtype, rows=2 * n) for r in range(n)]
         results = form.run(everyone[rank], name)
         for i, result in enumerate(results):
             parts = [tensors[i][2 * rank : 2 * rank + 2] for tensors in everyone]
@@ -205,8 +212,8 @@ def check_alltoall() -> None:
 def check_alltoall_with_splits() -> None:
     n, rank = hvd.size(), hvd.rank()
     splits = [[(r + 2 * d) % 3 for d in range(n)] for r in range(n)]
-    for dtype, form, name in _cases(ALLTOALL):
-        everyone = [_of(r, dtype, rows=2 * n + 1) for r in range(n)]
+    for dtype, form, name in cases(ALLTOALL):
+        everyone = [tensors_of(r, dtype, rows=2 * n + 1) for r in range(n)]
         results = form.run(everyone[rank], name, splits[rank])
         for i, (result, received) in enumerate(results):
             parts = []
@@ -220,23 +227,24 @@ def check_alltoall_with_splits() -> None:
 
 
 def check_reducescatter() -> None:
-    for dtype, form, name in _cases(REDUCESCATTER):
+    for dtype, form, name in cases(REDUCESCATTER):
         for op in (hvd.Average, hvd.Sum):
             for pre, post in FACTORS:
                 if dtype == torch.bool and (op == hvd.Average or pre != 1.0):
                     continue
                 results = form.run(
-                    _of(hvd.rank(), dtype), f"{name}.{op}.{pre}", op=op, prescale_factor=pre,
+                    tensors_of(hvd.rank(), dtype), f"{name}.{op}.{pre}", op=op, prescale_factor=pre,
                     postscale_factor=post,
                 )  # fmt: skip
                 for i, result in enumerate(results):
-                    _assert_close(result, _own_rows(_reference(i, dtype, op, pre, post)), dtype)
+                    assert_close(result, own_rows(reference(i, dtype, op, pre, post)), dtype)
 
 
-def _own_rows(whole: torch.Tensor) -> torch.Tensor:
-    n = hvd.size()
+def own_rows(whole: torch.Tensor, process_set: Any = hvd.global_process_set) -> torch.Tensor:
+    """What reducescatter leaves to this rank."""
+    n = process_set.size()
     return whole.split([whole.shape[0] // n + (r < whole.shape[0] % n) for r in range(n)])[
-        hvd.rank()
+        process_set.rank()
     ]
 
 
@@ -257,7 +265,7 @@ def check_a_group_of_every_dtype_at_once() -> None:
                 continue
             total = torch.stack(parts).to(torch.float64).sum(0)
             total = total != 0 if dtype == torch.bool else total.to(dtype)
-            assert_same(result, _own_rows(total) if form in REDUCESCATTER else total)
+            assert_same(result, own_rows(total) if form in REDUCESCATTER else total)
 
 
 def check_strides_of_single_elements_do_not_matter() -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from patterns import raised, world_with
+from patterns import nan_check, raised, stderr_lines, world_with
 from torch import nn
 
 import perseus.torch.horovod as hvd
@@ -21,10 +17,6 @@ from perseus.errors import NanGradientError
 
 def _accumulate(steps: int) -> dict[str, object]:
     return {"PERSEUS_ACCUMULATE_N_STEPS": steps}
-
-
-def _nan_check(action: str) -> dict[str, object]:
-    return {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": action}
 
 
 def _model() -> nn.Module:
@@ -219,7 +211,7 @@ def check_a_new_optimizer_knows_nothing_of_the_old_ones_sums() -> None:
 
 
 def check_other_operations_are_not_held() -> None:
-    with world_with(**_accumulate(4), **_nan_check("raise")):
+    with world_with(**_accumulate(4), **nan_check("raise")):
         mine = torch.tensor([float(hvd.rank()), float("nan")])
         total = hvd.allreduce(mine, op=hvd.Sum, name="metric")
         assert total[0].item() == sum(range(hvd.size()))
@@ -250,28 +242,11 @@ class _Training:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
-@contextmanager
-def _stderr() -> Iterator[list[str]]:
-    """Lines that anything in this process writes to standard error, once it is over."""
-    lines: list[str] = []
-    sys.stderr.flush()
-    with tempfile.TemporaryFile("w+") as file:
-        old = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            os.dup2(old, 2)
-            os.close(old)
-            file.seek(0)
-            lines += file.read().splitlines()
-
-
 def check_nan_is_reported_with_tensor_and_rank_on_all_ranks() -> None:
-    with world_with(**_nan_check("report")):
+    with world_with(**nan_check("report")):
         training = _Training()
         for bad in (False, True):
-            with _stderr() as lines:
+            with stderr_lines() as lines:
                 training.backward(bad)
                 training.optimizer.synchronize()
                 # Known before step().
@@ -286,7 +261,7 @@ def check_nan_is_reported_with_tensor_and_rank_on_all_ranks() -> None:
 
 
 def check_nan_raises_on_all_ranks() -> None:
-    with world_with(**_nan_check("raise")):
+    with world_with(**nan_check("raise")):
         training = _Training()
         training.backward(bad=False)
         training.optimizer.step()
@@ -301,12 +276,12 @@ def check_nan_raises_on_all_ranks() -> None:
 
 
 def check_nan_skips_the_step_on_all_ranks() -> None:
-    with world_with(**_nan_check("skip")):
+    with world_with(**nan_check("skip")):
         training = _Training(groups=2)
         for bad in (False, True, False):
-            training.backward(bad)
             before = training.weights()
-            with _stderr() as lines:
+            with stderr_lines() as lines:
+                training.backward(bad)
                 training.optimizer.step()
             same = [torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True)]
             assert all(same) if bad else not any(same), (bad, same)
@@ -318,7 +293,7 @@ def check_nan_skips_the_step_on_all_ranks() -> None:
 
 
 def check_nan_in_an_early_step_is_found_in_the_sum() -> None:
-    with world_with(**_accumulate(2), **_nan_check("skip")):
+    with world_with(**_accumulate(2), **nan_check("skip")):
         training = _Training()
         before = training.weights()
         for bad in (True, False):
@@ -336,7 +311,7 @@ def check_a_slow_rank_is_named_on_rank_0() -> None:
     with (
         tempfile.TemporaryDirectory() as mine,
         world_with(PERSEUS_PERF_CHECK_N_STEPS=2),
-        _stderr() as lines,
+        stderr_lines() as lines,
     ):
         directory = Path(hvd.broadcast_object(mine, 0, "directory"))
         model = _model()

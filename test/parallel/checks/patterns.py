@@ -1,14 +1,17 @@
-"""Values that differ per rank and index and are exact in every dtype; asserts for collectives."""
+"""Values that differ per rank and index and are exact in every dtype; asserts; other settings."""
 
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 import perseus.torch.horovod as hvd
+from perseus.process_sets import ids_and_ranks
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -74,3 +77,36 @@ def world_with(**settings: object) -> Iterator[None]:
     for name in settings:
         del os.environ[name]
     hvd.init()
+
+
+def nan_check(action: str) -> dict[str, object]:
+    """What world_with() takes to search gradients for NaN."""
+    return {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": action}
+
+
+@contextmanager
+def stderr_lines() -> Iterator[list[str]]:
+    """Lines that anything in this process writes to standard error, once it is over."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+") as file:
+        old = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(old, 2)
+            os.close(old)
+            file.seek(0)
+            lines += file.read().splitlines()
+
+
+@contextmanager
+def added(*members: list[int]) -> Iterator[list[hvd.ProcessSet]]:
+    """Process sets that are gone afterwards; they must be dynamic."""
+    sets = [hvd.add_process_set(ranks) for ranks in members]
+    yield sets
+    for process_set in sets:
+        assert hvd.remove_process_set(process_set)
+    assert list(ids_and_ranks()) == [0]
+    assert_job_usable()

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
-from patterns import assert_job_usable, assert_same, raised, values
+from patterns import added, assert_job_usable, assert_same, raised, values
 
 import perseus.torch.horovod as hvd
 from perseus.process_sets import ids_and_ranks
 
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-
-
-@contextmanager
-def added(*members: list[int]) -> Iterator[list[hvd.ProcessSet]]:
-    """Sets that are gone afterwards."""
-    sets = [hvd.add_process_set(ranks) for ranks in members]
-    yield sets
-    for process_set in sets:
-        assert hvd.remove_process_set(process_set)
-    assert list(ids_and_ranks()) == [0]
-    assert_job_usable()
 
 
 def _mine(salt: int = 0) -> torch.Tensor:

@@ -6,10 +6,19 @@ import copy
 from typing import Any
 
 import torch
-from patterns import assert_job_usable, assert_same, raised, values
+from patterns import (
+    assert_job_usable,
+    assert_same,
+    nan_check,
+    raised,
+    stderr_lines,
+    values,
+    world_with,
+)
 from torch import nn
 
 import perseus.torch.horovod as hvd
+from perseus.errors import NanGradientError
 
 ROWS, WIDTH = 12, 3  # rows divide by 2, 3 and 4
 
@@ -258,3 +267,57 @@ def check_other_ops_refuse_sparse_gradients() -> None:
     assert "sparse_as_dense=True" in text
     optimizer.zero_grad()
     assert_job_usable()
+
+
+# ---- NaN ----------------------------------------------------------------------------------------
+
+
+class _Search:
+    """Training in whose second step the last rank has a NaN in a sparse gradient."""
+
+    def __init__(self, action: str, **options: Any) -> None:
+        torch.manual_seed(5)
+        self.action = action
+        self.model = _Bag()
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.1), self.model.named_parameters(),
+            **options,
+        )  # fmt: skip
+
+    def step(self, number: int) -> None:
+        """Step 1 is the bad one; looks at what every rank learns and does."""
+        bad = number == 1
+        self.optimizer.zero_grad()
+        loss = self.model(torch.tensor([[number, 2], [2, hvd.rank()]])).sum()
+        if bad and hvd.rank() == hvd.size() - 1:
+            loss = loss + self.model.first(torch.tensor([4]))[0, 1] * float("nan")
+        before = [p.detach().clone() for p in self.model.parameters()]
+        with stderr_lines() as lines:
+            loss.backward()
+            if bad and self.action == "raise":
+                told = [raised(NanGradientError, self.optimizer.step)]
+            else:
+                self.optimizer.step()
+        if not (bad and self.action == "raise"):
+            told = [line for line in lines if "[nancheck]" in line]
+        where = f"first.weight.values on rank {hvd.size() - 1}"
+        assert any(where in line for line in told) if bad else not told, (number, told)
+        same = [torch.equal(a, b) for a, b in zip(before, self.model.parameters(), strict=True)]
+        assert not any(same) if not bad or self.action == "report" else all(same), (number, same)
+
+
+def check_nan_in_a_sparse_gradient_is_known_to_all_ranks_in_its_step() -> None:
+    for action in ("report", "raise", "skip"):
+        with world_with(**nan_check(action)):
+            for options in ({}, {"groups": 1}, {"compression": hvd.Compression.fp16}):
+                search = _Search(action, **options)
+                for number in range(2 if action == "report" else 3):
+                    search.step(number)
+                nans = [bool(p.isnan().any()) for p in search.model.parameters()]
+                assert nans == [action == "report", False, False, False]
+
+
+def check_nan_in_sparse_tensors_that_are_no_gradients_is_nobodys_business() -> None:
+    with world_with(**nan_check("raise")):
+        mine = _sparse(hvd.rank()) * float("nan" if hvd.rank() == 0 else "1")
+        assert hvd.sparse_allreduce_async(mine, "metric", hvd.Sum)().to_dense().isnan().any()

@@ -1,0 +1,209 @@
+"""perseus.run(): a Python function on many ranks, their results in a list. One thread at a time.
+
+The function goes to the ranks, and what they answer comes back, through the agents of their hosts:
+pipes here, ssh elsewhere. So nobody but the ranks that were started can send a pickle. Source of
+behaviour: Horovod 0.28.1, horovod.run.
+"""
+# ruff: noqa: PLR0917 - the signature is Horovod's
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+from perseus.objects import dumps, loads
+from perseus.rendezvous import start_timeout as usual_start_timeout
+from perseus.run.horovod import is_aliased, with_alias
+from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
+from perseus.run.launch import Job, Launcher, LaunchError
+
+# What a rank's answer begins with: before the result, and before (traceback, pickled exception or
+# None).
+RETURNED, FAILED = b"r", b"f"
+
+_ELASTIC = "is for elastic jobs, which Perseus does not start yet: give num_proc alone"
+_MPI = (
+    "Perseus starts the ranks by itself: leave it out, or start a script with mpirun "
+    "(docs/launching.md)"
+)
+
+
+def run(
+    func: Callable[..., Any],
+    args: Iterable[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Any = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | Iterable[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call func(*args, **kwargs) on num_proc ranks; returns their results in the order of ranks.
+
+    func: pickled with cloudpickle, so lambdas and functions of the main script will do. It calls
+        hvd.init() itself. It finds modules where this process does, unless `executable` is given.
+    hosts, hostfile: as perseusrun's -H and --hostfile; default this host. Results of other hosts
+        come through ssh.
+    start_timeout: seconds for hosts and ranks to appear; default HOROVOD_START_TIMEOUT, else 60.
+    ssh_port, ssh_identity_file, output_filename, verbose: as perseusrun's flags.
+    network_interfaces: names, in a list or separated by commas.
+    executable: the ranks' Python; default this one.
+    np, network_interface: old names of num_proc and network_interfaces; they warn.
+    disable_cache, use_gloo: without effect: nothing is cached, and gloo means the built-in backend.
+
+    The ranks' output is printed as by perseusrun. When one fails, the others are ended. Ctrl-C ends
+    all, as does the end of this process; called from another thread than the main one it is left to
+    that thread.
+
+    Raises RuntimeError where a rank failed, with the rank's traceback in the message and its
+    exception as the cause; or where ranks could not be started. ValueError for arguments that do
+    not fit. NotImplementedError for elastic jobs (min_num_proc, max_num_proc, slots, reset_limit,
+    cooldown_range, host_discovery_script) and for use_mpi and mpi_args.
+    """
+    elastic = {
+        "min_num_proc": min_num_proc,
+        "max_num_proc": max_num_proc,
+        "min_np": min_np,
+        "max_np": max_np,
+        "slots": slots,
+        "reset_limit": reset_limit,
+        "cooldown_range": cooldown_range,
+        "host_discovery_script": host_discovery_script,
+    }
+    for name, value in elastic.items():
+        if value is not None:
+            raise NotImplementedError(f"[run] {name} {_ELASTIC}")
+    if use_gloo and use_mpi:
+        raise ValueError("[run] use_gloo and use_mpi: expected one of them, or none")
+    for name, given in (("use_mpi", use_mpi), ("mpi_args", mpi_args)):
+        if given:
+            raise NotImplementedError(f"[run] {name}: {_MPI}")
+    if np is not None:
+        warnings.warn("np is deprecated: use num_proc", DeprecationWarning, stacklevel=2)
+        num_proc = np
+    if network_interface is not None:
+        warnings.warn(
+            "network_interface is deprecated: use network_interfaces",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        network_interfaces = network_interfaces or network_interface
+    command = [executable or sys.executable, "-m", "perseus.run.rank"]
+    call = dumps((func, tuple(args), dict(kwargs or {})))
+    job = Job(
+        command=with_alias(command) if is_aliased() else command,
+        slots=_placed(hosts, hostfile, num_proc),
+        start_timeout=start_timeout or usual_start_timeout(),
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        interfaces=_names(network_interfaces),
+        flags={"HOROVOD_START_TIMEOUT": str(start_timeout)} if start_timeout else {},
+        output_directory=output_filename,
+        verbose=bool(verbose),
+        call=dumps((None if executable else sys.path, call)),
+    )
+    return _results(job)
+
+
+def _placed(hosts: str | None, hostfile: str | None, ranks: int) -> list[Slot]:
+    if ranks < 1:
+        raise ValueError(f"[run] num_proc={ranks}: expected 1 or more")
+    if hosts is not None and hostfile is not None:
+        raise ValueError("[run] hosts and hostfile: expected one of them, or none")
+    if hostfile is not None:
+        return place(parse_hostfile(hostfile), ranks)
+    return place([Host("localhost", ranks)] if hosts is None else parse_hosts(hosts), ranks)
+
+
+def _names(interfaces: str | Iterable[str] | None) -> list[str]:
+    given = interfaces.split(",") if isinstance(interfaces, str) else interfaces or []
+    return [name for name in given if name]
+
+
+class _Answers:
+    """What the ranks have answered so far."""
+
+    def __init__(self) -> None:
+        self.of_rank: dict[int, bytearray] = {}
+        self.failures: list[int] = []  # ranks, in the order in which they said so
+
+    def hear(self, rank: int, data: bytes) -> None:
+        if rank not in self.of_rank:
+            self.of_rank[rank] = bytearray()
+            if data.startswith(FAILED):
+                self.failures.append(rank)
+        self.of_rank[rank] += data
+
+    def content(self, rank: int) -> memoryview:
+        return memoryview(self.of_rank[rank])[1:]
+
+
+def _results(job: Job) -> list[Any]:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()  # what ranks print comes after it
+    answers = _Answers()
+    launcher = Launcher(job, answers.hear)
+    try:
+        status = launcher.run()
+    except LaunchError as error:
+        kind = ValueError if error.code == 2 else RuntimeError
+        raise kind(f"[run] {error}") from None
+    if status == 128 + signal.SIGPIPE:
+        raise BrokenPipeError("[run] nobody reads what the ranks print")
+    if status > 128:
+        signal.raise_signal(status - 128)  # to whoever handles it in this process
+        raise RuntimeError(f"[run] ended by {signal.Signals(status - 128).name}")
+    if launcher.first_failure is not None:
+        _raise_failure(job, answers, *launcher.first_failure)
+    for slot in job.slots:
+        if slot.rank not in answers.of_rank:
+            raise RuntimeError(
+                f"[run] rank {slot.rank} on {slot.host} ended without a result: the function left "
+                f"by sys.exit()"
+            )
+    return [loads(answers.content(slot.rank)) for slot in job.slots]
+
+
+def _raise_failure(job: Job, answers: _Answers, rank: int, status: int) -> NoReturn:
+    """For the rank that failed by itself, where others failed because of it."""
+    if rank not in answers.of_rank:
+        raise RuntimeError(
+            f"[run] rank {rank} on {job.slots[rank].host} ended with exit code {status} and "
+            f"without a result; what it printed comes before"
+        )
+    if not answers.failures:
+        raise RuntimeError(
+            f"[run] rank {rank} on {job.slots[rank].host} had its result and then ended with exit "
+            f"code {status}; what it printed comes before"
+        )
+    # The first to say so: a rank that fails ends only when it has let go of everything.
+    rank = answers.failures[0]
+    trace, pickled = loads(answers.content(rank))
+    try:
+        cause = None if pickled is None else loads(pickled)
+    except Exception:  # an exception whose constructor wants other arguments
+        cause = None
+    raise RuntimeError(f"[run] rank {rank} on {job.slots[rank].host} failed:\n{trace}") from cause
