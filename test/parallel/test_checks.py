@@ -24,6 +24,7 @@ MODULES = [
     "adasum_checks",
     "sharded_checks",
     "multistep_checks",
+    "bench_checks",
 ]
 CASES = [
     pytest.param(
