@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from perseus.bench import collectives, gradients, memory, training
-from perseus.bench.network import RawExchange
+from perseus.bench.network import RawExchange, own_addresses
 from perseus.bench.pattern import total, values
 from perseus.bench.peers import Peer
 from perseus.bench.record import bus_factor
@@ -40,25 +40,31 @@ def network(session: Session) -> Iterator[Subject]:
     """In-place allreduce of one tensor, against a raw exchange of the bytes that it must move."""
     if session.size < 2:
         return
-    exchange = RawExchange(session.rank, session.size, session.share)
+    addresses = own_addresses()
+    exchanges = {"raw-tcp": RawExchange(session.rank, session.size, session.share, addresses)}
+    if len(addresses) > 1:
+        one = RawExchange(session.rank, session.size, session.share, addresses[:1])
+        exchanges["raw-tcp-one-link"] = one
     for size in session.sizes(_LARGE):
         contenders = [collectives.allreduce(session, peer, size // 4) for peer in session.peers]
         moved = int(bus_factor("allreduce", session.size) * size) // 4
         outgoing = values(session.rank, moved)
         expected = values((session.rank - 1) % session.size, moved)
         incoming = torch.empty_like(expected)
-        contenders.append(
+        contenders += [
             Contender(
-                "raw-tcp",
+                name,
                 "exchange",
                 partial(exchange.run, outgoing, incoming),
                 incoming.zero_,
                 partial(torch.equal, incoming, expected),
                 payload=session.payload("allreduce", size),
             )
-        )
+            for name, exchange in exchanges.items()
+        ]
         yield Subject("network", size, contenders)
-    exchange.close()
+    for exchange in exchanges.values():
+        exchange.close()
 
 
 def latency(session: Session) -> Iterator[Subject]:
