@@ -13,9 +13,10 @@ from typing import NoReturn
 
 from perseus.bench import plot, report
 from perseus.bench.bars import suite
+from perseus.bench.codecs import parse as parse_codecs
 from perseus.bench.launch import HostsUnavailableError, Job, JobError, run
-from perseus.bench.models import MODELS
-from perseus.bench.plan import PEERS, Plan
+from perseus.bench.models import MODELS, TRAINED
+from perseus.bench.plan import DDP, PEERS, Plan
 from perseus.bench.record import Record
 from perseus.bench.sizes import parse_sizes
 
@@ -24,9 +25,11 @@ _CASES = {
     "latency": "blocking allreduce of 4 bytes",
     "tensors": "500 tensors of 1000 floats, against packing them",
     "network": "in-place allreduce of one large tensor, against a raw TCP exchange",
-    "gradients": "all gradients of a model",
+    "gradients": "all gradients of a model, or of one tensor, through codecs",
+    "training": "a network's optimizer steps, against native DDP",
     "collectives": "every operation over a range of sizes",
 }
+_WITH_CODECS = ("gradients", "training")
 _USAGE_ERROR = 2
 
 
@@ -94,7 +97,7 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
     if not given.cases:
         fixed = [
             name
-            for name in ("num_proc", "sizes", "hosts", "rate", "placement")
+            for name in ("num_proc", "sizes", "hosts", "rate", "placement", "codec")
             if getattr(given, name)
         ]
         if fixed:
@@ -115,13 +118,34 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
     plan = Plan(
         cases=given.cases,
-        peers=_names(given.peer, PEERS, "--peer"),
+        peers=_peers(given),
         sizes=parse_sizes(given.sizes) if given.sizes else [],
-        models=_names(given.model, MODELS, "--model"),
+        models=_names(given.model, TRAINED if "training" in given.cases else MODELS, "--model"),
+        codecs=_codecs(given),
         seconds=given.seconds,
         links=given.links,
     )
-    return [Job(plan, ranks, hosts, given.rate, given.placement, timeout=given.timeout)]
+    timeout = given.timeout or (3600.0 if "training" in given.cases else 600.0)
+    return [Job(plan, ranks, hosts, given.rate, given.placement, timeout=timeout)]
+
+
+def _peers(given: argparse.Namespace) -> list[str]:
+    if given.peer != DDP:
+        return _names(given.peer, PEERS, "--peer")
+    if given.cases != ["training"]:
+        raise ValueError(f"--peer {DDP}: it is a peer of training; others have torch-gloo")
+    return ["torch-gloo"]
+
+
+def _codecs(given: argparse.Namespace) -> list[str]:
+    """Labels of codecs that this build has."""
+    found = parse_codecs(given.codec)
+    others = [case for case in given.cases if case not in _WITH_CODECS]
+    if found and others:
+        raise ValueError(f"--codec is of {' and '.join(_WITH_CODECS)}, not of {others[0]}")
+    for codec in found:
+        codec.arguments()
+    return [codec.label for codec in found]
 
 
 def _names(text: str, known: Collection[str], flag: str) -> list[str]:
@@ -156,8 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--sizes", metavar="LIST", help="bytes, such as 4,64K or 4K-64M (steps of four)")
     add("--peer", default="torch-gloo", metavar="LIST", help=f"of {', '.join(PEERS)}; '' = none")
     add("--model", default="", metavar="LIST", help=f"of {', '.join(MODELS)}; default all")
+    add("--codec", default="", metavar="LIST", help="such as fp16,int8,topk:0.01,rotate:8,auto")
     add("--seconds", type=_seconds, default=3.0, help="per size, all contenders together (3)")
-    add("--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="for a job (600)")
+    add("--timeout", type=_seconds, metavar="SECONDS", help="for a job (600; training 3600)")
     add("-H", dest="placement", metavar="host:slots,...", help="real hosts, as for perseusrun")
     add("--hosts", type=_positive, metavar="N", help="spread the ranks over N virtual hosts (root)")
     add("--rate", metavar="RATE", help="of each virtual link, such as 1gbit; default unlimited")

@@ -85,6 +85,7 @@ class Bar:
             record.peer: record
             for record in records
             if record.peer in peers
+            and record.codec == "none"
             and (record.case, record.ranks, record.hosts) == (self.case, self.ranks, self.hosts)
         }
         return min(found.values(), key=lambda record: record.median_s, default=None)

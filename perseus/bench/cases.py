@@ -1,7 +1,7 @@
 """What is measured: each case times Perseus, its peers and what limits them. One thread per rank.
 
 A case yields subjects; all contenders of a subject are timed in turn. Every repetition's result is
-compared with the exact one.
+compared with the exact one; through a codec, with its error bound.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from perseus.bench import collectives, memory, models
-from perseus.bench.network import RawExchange
+from perseus.bench import collectives, gradients, memory, training
+from perseus.bench.network import RawExchange, own_addresses
 from perseus.bench.pattern import total, values
 from perseus.bench.peers import Peer
 from perseus.bench.record import bus_factor
@@ -40,25 +40,31 @@ def network(session: Session) -> Iterator[Subject]:
     """In-place allreduce of one tensor, against a raw exchange of the bytes that it must move."""
     if session.size < 2:
         return
-    exchange = RawExchange(session.rank, session.size, session.share)
+    addresses = own_addresses()
+    exchanges = {"raw-tcp": RawExchange(session.rank, session.size, session.share, addresses)}
+    if len(addresses) > 1:
+        one = RawExchange(session.rank, session.size, session.share, addresses[:1])
+        exchanges["raw-tcp-one-link"] = one
     for size in session.sizes(_LARGE):
         contenders = [collectives.allreduce(session, peer, size // 4) for peer in session.peers]
         moved = int(bus_factor("allreduce", session.size) * size) // 4
         outgoing = values(session.rank, moved)
         expected = values((session.rank - 1) % session.size, moved)
         incoming = torch.empty_like(expected)
-        contenders.append(
+        contenders += [
             Contender(
-                "raw-tcp",
+                name,
                 "exchange",
                 partial(exchange.run, outgoing, incoming),
                 incoming.zero_,
                 partial(torch.equal, incoming, expected),
                 payload=session.payload("allreduce", size),
             )
-        )
+            for name, exchange in exchanges.items()
+        ]
         yield Subject("network", size, contenders)
-    exchange.close()
+    for exchange in exchanges.values():
+        exchange.close()
 
 
 def latency(session: Session) -> Iterator[Subject]:
@@ -91,74 +97,50 @@ def _small(session: Session, peer: Peer, size: int) -> Contender:
 
 def small_tensors(session: Session) -> Iterator[Subject]:
     """500 tensors of 1000 floats, all started, then all waited for, against packing them alone."""
-    subject = _many_tensors(
-        session,
-        "tensors",
-        [_SMALL_ELEMENTS] * _SMALL_TENSORS,
-        steps=_STEPS,
-        warm_ups=_STEP_WARM_UPS,
-    )
-    sources = [values(session.rank + i, _SMALL_ELEMENTS) for i in range(_SMALL_TENSORS)]
+    count, size = _SMALL_TENSORS, _SMALL_ELEMENTS
+    sources = [values(session.rank + i, size) for i in range(count)]
+    # The first sum is equal on all ranks, so every further one multiplies by their number.
+    repeated = session.size ** (_STEPS + _STEP_WARM_UPS - 1)
+    sums = [total(session.size, size, first=i) * repeated for i in range(count)]
     work = [torch.empty_like(source) for source in sources]
+    names = [f"tensors.{i}" for i in range(count)]
 
     def pack(_: int) -> None:
         flat = torch.cat(work)
-        for tensor, piece in zip(work, torch.split(flat, _SMALL_ELEMENTS), strict=True):
+        for tensor, piece in zip(work, torch.split(flat, size), strict=True):
             tensor.copy_(piece)
 
-    fill = partial(_copy_all, work, sources)
-    packing = Contender(
-        "cat-and-copy",
-        "copy",
-        pack,
-        fill,
-        lambda: all(map(torch.equal, work, sources)),
-        calls=_STEPS,
-        warm=_STEP_WARM_UPS,
-    )
-    subject.contenders.append(packing)
-    yield subject
-
-
-def gradients(session: Session) -> Iterator[Subject]:
-    """A model's gradients, last layer first, all started, then all waited for."""
-    for model in session.plan.models or models.MODELS:
-        subject = _many_tensors(session, "gradients", models.MODELS[model]()[::-1], model)
-        subject.settings["model"] = model
-        yield subject
-
-
-def _many_tensors(
-    session: Session,
-    case: str,
-    counts: list[int],
-    label: str = "",
-    *,
-    steps: int = 1,
-    warm_ups: int = 0,
-) -> Subject:
-    """Tensor i of rank r holds values(r + i)."""
-    sources = [values(session.rank + i, count) for i, count in enumerate(counts)]
-    # The first sum is equal on all ranks, so every further one multiplies by their number.
-    repeated = session.size ** (steps + warm_ups - 1)
-    expected = [total(session.size, count, first=i) * repeated for i, count in enumerate(counts)]
-    work = [torch.empty_like(source) for source in sources]
-    names = [f"{case}.{label}.{i}" for i in range(len(counts))]
-
-    def contender(peer: Peer) -> Contender:
+    def contender(
+        name: str,
+        operation: str,
+        run: Callable[[int], None],
+        expected: list[torch.Tensor],
+        payload: int | None,
+    ) -> Contender:
         return Contender(
-            peer.name,
-            "allreduce",
-            lambda _: peer.allreduce_many_(work, names),
+            name,
+            operation,
+            run,
             partial(_copy_all, work, sources),
             lambda: all(map(torch.equal, work, expected)),
-            calls=steps,
-            warm=warm_ups,
-            payload=session.payload("allreduce", 4 * sum(counts)),
+            calls=_STEPS,
+            warm=_STEP_WARM_UPS,
+            payload=payload,
         )
 
-    contenders = [contender(peer) for peer in session.peers]
-    return Subject(case, 4 * sum(counts), contenders, tensors=len(counts))
+    payload = session.payload("allreduce", 4 * count * size)
+    contenders = [
+        contender(
+            peer.name,
+            "allreduce",
+            lambda _, peer=peer: peer.allreduce_many_(work, names),  # type: ignore[misc]
+            sums,
+            payload,
+        )
+        for peer in session.peers
+    ]
+    contenders.append(contender("cat-and-copy", "copy", pack, sources, None))
+    yield Subject("tensors", 4 * count * size, contenders, tensors=count)
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -171,6 +153,7 @@ CASES: dict[str, Callable[[Session], Iterator[Subject]]] = {
     "latency": latency,
     "tensors": small_tensors,
     "network": network,
-    "gradients": gradients,
+    "gradients": gradients.sweep,
+    "training": training.sweep,
     "collectives": collectives.sweep,
 }

@@ -6,11 +6,12 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from perseus.addresses import source_address
+from perseus.addresses import interface_address, source_address
 
 _DEADLINE_SECONDS = 120
 _PIECE = 4 << 20  # bytes per system call
@@ -27,15 +28,68 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
+def own_addresses() -> list[str]:
+    """Of each interface that the job was given (perseusrun --network-interface), else one."""
+    names = os.environ.get("PERSEUS_GLOO_NETWORK_INTERFACE", "").split(",")
+    return [interface_address(name) for name in names if name] or [own_address()]
+
+
 class RawExchange:
     """Sends bytes to the next rank and receives as many from the one before, at the same time.
 
-    Of two ranks, both use one connection. `share` gathers a value of every rank, by rank. Sockets
-    fail after 120 s without progress.
+    addresses: this rank's, one on each link; each carries an equal part over a connection of its
+    own. Of two ranks, both use the same connections. `share` gathers a value of every rank, by
+    rank. Sockets fail after 120 s without progress.
     """
 
-    def __init__(self, rank: int, size: int, share: Callable[[object], list[object]]) -> None:
-        with socket.create_server((own_address(), 0)) as server:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        share: Callable[[object], list[object]],
+        addresses: Sequence[str],
+    ) -> None:
+        self._lanes = [_Lane(rank, size, share, address) for address in addresses]
+
+    def run(self, outgoing: torch.Tensor, incoming: torch.Tensor, call: int = 0) -> None:
+        """Send all bytes of one tensor while receiving all of the other; OSError on failure."""
+        failures: list[OSError] = []
+        work = []
+        count = len(self._lanes)
+        for lane, out, into in zip(
+            self._lanes, outgoing.tensor_split(count), incoming.tensor_split(count), strict=True
+        ):
+            work += [partial(lane.send, _bytes(out)), partial(lane.receive, _bytes(into))]
+        *others, own = work
+
+        def attempt(part: Callable[[], None]) -> None:
+            try:
+                part()
+            except OSError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=attempt, args=(part,), daemon=True) for part in others]
+        for thread in threads:
+            thread.start()
+        attempt(own)
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    def close(self) -> None:
+        """Give the connections back."""
+        for lane in self._lanes:
+            lane.close()
+
+
+class _Lane:
+    """One link's connections, to the next rank and from the one before."""
+
+    def __init__(
+        self, rank: int, size: int, share: Callable[[object], list[object]], address: str
+    ) -> None:
+        with socket.create_server((address, 0)) as server:
             server.settimeout(_DEADLINE_SECONDS)
             places = share(server.getsockname()[:2])
             self._to: socket.socket
@@ -57,12 +111,7 @@ class RawExchange:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def run(self, outgoing: torch.Tensor, incoming: torch.Tensor, call: int = 0) -> None:
-        """Send all bytes of one tensor while receiving all of the other; OSError on failure."""
-        failures: list[OSError] = []
-        sender = threading.Thread(target=self._send, args=(outgoing, failures), daemon=True)
-        sender.start()
-        view = memoryview(incoming.numpy().data).cast("B")
+    def receive(self, view: memoryview) -> None:
         received = 0
         while received < len(view):
             piece = view[received : received + _PIECE]
@@ -70,22 +119,18 @@ class RawExchange:
             if count == 0:
                 raise ConnectionError("[bench] the neighbour closed its connection")
             received += count
-        sender.join()
-        if failures:
-            raise failures[0]
 
-    def _send(self, outgoing: torch.Tensor, failures: list[OSError]) -> None:
-        view = memoryview(outgoing.numpy().data).cast("B")
-        try:
-            for start in range(0, len(view), _PIECE):
-                self._to.sendall(view[start : start + _PIECE])
-        except OSError as error:
-            failures.append(error)
+    def send(self, view: memoryview) -> None:
+        for start in range(0, len(view), _PIECE):
+            self._to.sendall(view[start : start + _PIECE])
 
     def close(self) -> None:
-        """Give the connections back."""
         self._to.close()
         self._from.close()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.numpy().data).cast("B")
 
 
 def _place(value: object) -> tuple[str, int]:

@@ -102,6 +102,8 @@ class GlooPeer:
         rank, size = perseus_hvd.rank(), perseus_hvd.size()
         if perseus_hvd.local_size() == size:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        elif interfaces := os.environ.get("PERSEUS_GLOO_NETWORK_INTERFACE"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces)
         master = rank == 0
         place = [own_address(), 0]
         if master:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 PERSEUS = "perseus"
 PEERS = ("torch-gloo", "mpi", "horovod")
+DDP = "torch-ddp-gloo"  # torch-gloo's name in training
 NEED_MPIRUN = ("mpi", "horovod")  # formed by mpirun only
 MARK = "PERSEUS-BENCH "  # begins a record's line in a job's output
 
@@ -16,13 +17,15 @@ class Plan:
     """Cases in order, against whom, how large and for how long.
 
     sizes: bytes; empty = what is usual for the case. seconds: for each table row, all contenders
-    together. rate_gbit and links describe the hosts' network, for the records.
+    together. codecs: by label, beside plain. rate_gbit and links describe the hosts' network, for
+    the records.
     """
 
     cases: list[str]
     peers: list[str] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
+    codecs: list[str] = field(default_factory=list)
     seconds: float = 3.0
     rate_gbit: float | None = None
     links: int = 1

@@ -64,7 +64,7 @@ def _title(record: Record) -> str:
 
 
 def _colours(records: Sequence[Record]) -> dict[str, str]:
-    names = dict.fromkeys([PERSEUS, *(record.peer for record in records)])
+    names = dict.fromkeys([PERSEUS, *(record.contender for record in records)])
     return {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
 
 
@@ -72,8 +72,8 @@ def _lines(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
     """Median time over size, with the bus bandwidth of the largest size in the legend."""
     from matplotlib.ticker import NullLocator
 
-    for name in dict.fromkeys(record.peer for record in group):
-        points = sorted((r.bytes, r.median_s, r.busbw_GBps) for r in group if r.peer == name)
+    for name in dict.fromkeys(record.contender for record in group):
+        points = sorted((r.bytes, r.median_s, r.busbw_GBps) for r in group if r.contender == name)
         label = f"{name} ({points[-1][2]:.2g} GB/s)" if points[-1][2] else name
         axes.loglog(
             [point[0] for point in points],
@@ -94,7 +94,7 @@ def _lines(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
 
 def _bars(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
     """Median time of each contender, the value beside it."""
-    latest = {record.peer: record for record in group}
+    latest = {record.contender: record for record in group}
     names = list(latest)[::-1]
     times = [latest[name].median_s * 1e3 for name in names]
     axes.barh(names, times, color=[colours[name] for name in names])

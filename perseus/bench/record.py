@@ -40,7 +40,9 @@ class Record:
     A repetition's time is that of the slowest rank. vs_perseus is the median over repetitions of
     this contender's time divided by Perseus' time in the same repetition: 2 = Perseus is twice as
     fast. wire_bytes: what one operation sent through the busiest host's interfaces, by their own
-    counters; None on a single host.
+    counters; None on a single host. wire_bytes_expected: what it must send at least; at most
+    wire_bytes_limit, where they differ. codec: how gradients travelled, as perseus-bench --codec
+    names it. images_per_s: of all ranks together, in training.
     """
 
     case: str
@@ -57,12 +59,14 @@ class Record:
     links: int = 1
     wire_bytes: int | None = None
     wire_bytes_expected: int | None = None
+    wire_bytes_limit: int | None = None
     codec: str = "none"
     settings: dict[str, str] = field(default_factory=dict)
     tensors: int = 1
     algbw_GBps: float = 0.0  # noqa: N815 - the unit's own spelling
     busbw_GBps: float = 0.0  # noqa: N815
     vs_perseus: float | None = None
+    images_per_s: float | None = None
     staging_bytes: int | None = None
     load1: float = 0.0
     note: str = ""
@@ -71,6 +75,11 @@ class Record:
         if self.median_s > 0:
             self.algbw_GBps = self.bytes / self.median_s / 1e9
             self.busbw_GBps = self.algbw_GBps * bus_factor(self.operation, self.ranks)
+
+    @property
+    def contender(self) -> str:
+        """Who was measured, with the codec where there is one."""
+        return self.peer if self.codec == "none" else f"{self.peer} {self.codec}"
 
     def to_json(self) -> str:
         """The record as one line."""
@@ -83,11 +92,17 @@ class Record:
         return Record(**fields)
 
 
-def counters_match(counted: int | None, payload: int | None) -> bool:
-    """Whether the bytes sent are those that had to be, headers on top; True where unknown."""
-    if counted is None or payload is None or payload < _COUNTERS_FROM_BYTES:
+def counters_match(counted: int | None, payload: int | None, most: int | None = None) -> bool:
+    """Whether the bytes sent are those that had to be, headers on top; True where unknown.
+
+    most: the payload's upper end, where it is not one number.
+    """
+    if counted is None or payload is None:
         return True
-    return payload <= counted <= _HEADERS * payload + _OTHER_TRAFFIC
+    limit = payload if most is None else most
+    if limit < _COUNTERS_FROM_BYTES:
+        return True
+    return payload <= counted <= _HEADERS * limit + _OTHER_TRAFFIC
 
 
 def pairwise_ratio(times: Sequence[float], reference: Sequence[float]) -> float:

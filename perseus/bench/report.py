@@ -16,7 +16,7 @@ from perseus.bench.record import Record
 from perseus.bench.sizes import show_bytes, show_seconds
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
-_WIDTHS = (13, 17, 5, 5, 10, 10, 10, 4, 8, 8, 8, 8)
+_WIDTHS = (13, 19, 5, 5, 10, 10, 10, 4, 8, 8, 8, 8)
 _COLUMNS = (
     "case", "contender", "ranks", "hosts", "size", "median", "min", "n", "algGB/s", "busGB/s",
     "/perseus", "result",
@@ -32,12 +32,15 @@ def show_line(record: Record) -> str:
     """One measurement as a line. /perseus: this contender's time divided by Perseus'."""
     ratio = "" if record.vs_perseus is None else f"{record.vs_perseus:.3g}"
     case = record.settings.get("model", record.case)
+    verdict = "right" if record.verified else f"INVALID: {record.note}"
+    if record.images_per_s is not None:
+        verdict += f", {record.images_per_s:.3g} img/s"
     return _aligned(
         (
-            case, record.peer, str(record.ranks), str(record.hosts), show_bytes(record.bytes),
+            case, record.contender, str(record.ranks), str(record.hosts), show_bytes(record.bytes),
             show_seconds(record.median_s), show_seconds(record.min_s), str(record.n),
             f"{record.algbw_GBps:.3g}", f"{record.busbw_GBps:.3g}" if record.busbw_GBps else "-",
-            ratio, "right" if record.verified else f"INVALID: {record.note}",
+            ratio, verdict,
         )
     )  # fmt: skip
 
@@ -79,8 +82,8 @@ def tables(records: Sequence[Record], reasons: Sequence[str], load_before: float
 
 
 def _model_table(records: Sequence[Record]) -> list[str]:
-    models = [record for record in records if record.case == "gradients"]
-    ours = [record for record in models if record.peer == PERSEUS]
+    models = [r for r in records if r.case == "gradients" and "model" in r.settings]
+    ours = [record for record in models if record.contender == PERSEUS]
     if not ours:
         return []
     lines = [

@@ -35,8 +35,9 @@ class Contender:
     """Something to time. `prepare` and `check` are outside the clock.
 
     run(i): the i-th of `calls` calls of a repetition, each timed by itself; `warm` more come first.
-    The repetition's time is the median of its calls.
-    payload: bytes that one call must send from each host, None where that is not known.
+    The repetition's time is the median of its calls. conclude() verifies once more, at the end.
+    payload: bytes that one call must send from each host, None where that is not known; where it
+    may be more, payload_most. codec: how gradients travel, see Record.
     """
 
     name: str
@@ -47,6 +48,15 @@ class Contender:
     calls: int = 1
     warm: int = 0
     payload: int | None = None
+    payload_most: int | None = None
+    codec: str = "none"
+    conclude: Callable[[], bool] = lambda: True
+    warm_ups: int = _WARM_UPS
+
+    @property
+    def key(self) -> str:
+        """What tells it from the others of its subject."""
+        return self.name if self.codec == "none" else f"{self.name} {self.codec}"
 
 
 @dataclass
@@ -61,12 +71,14 @@ class Samples:
 def measure(world: World, contenders: Sequence[Contender], budget: float) -> dict[str, Samples]:
     """Time all contenders, one repetition of each in turn, for about `budget` seconds in all.
 
+    Returns what came out by Contender.key.
+
     Every repetition starts behind a barrier and its result is verified. Who begins a round changes
     from round to round. At least 5 and at most 400 repetitions, the same number for everybody.
     """
     runs = [_Run(world, contender) for contender in contenders]
     for run in runs:
-        for _ in range(_WARM_UPS):
+        for _ in range(run.contender.warm_ups):
             run.repeat()
     started = time.perf_counter()
     for run in runs:
@@ -78,7 +90,7 @@ def measure(world: World, contenders: Sequence[Contender], budget: float) -> dic
         first = round_number % len(runs)
         for run in runs[first:] + runs[:first]:
             run.repeat()
-    return {run.contender.name: run.finish() for run in runs}
+    return {run.contender.key: run.finish() for run in runs}
 
 
 class _Run:
@@ -113,7 +125,8 @@ class _Run:
         self._verified = contender.check() and self._verified
 
     def finish(self) -> Samples:
-        """All ranks' repetitions made one."""
+        """All ranks' repetitions made one, verified a last time."""
+        self._verified = self.contender.conclude() and self._verified
         rows = self._world.gather([*self._seconds, float(self._verified), float(self._sent)])
         count = len(self._seconds)
         samples = Samples([max(row[i] for row in rows) for i in range(count)])

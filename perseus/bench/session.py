@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import statistics
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 import perseus.torch.horovod as hvd
 from perseus import config, stats
+from perseus.bench.codecs import Codec
 from perseus.bench.peers import Peer, form
 from perseus.bench.plan import PERSEUS, Plan
 from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ratio
@@ -26,6 +29,7 @@ class Subject:
     contenders: list[Contender]
     tensors: int = 1
     settings: dict[str, str] = field(default_factory=dict)
+    images: int = 0  # that a rank handles in a call
 
 
 class Session:
@@ -68,12 +72,27 @@ class Session:
             return None
         return round(bus_factor(operation, self.size) * size)
 
+    def payloads(self, codec: Codec, size: int) -> dict[str, Any]:
+        """The same of an allreduce through a codec, as arguments of a Contender."""
+        plain = self.payload("allreduce", size)
+        if plain is None:
+            return {}
+        least, most = codec.share(self.size)
+        return {"payload": int(least * plain), "payload_most": int(most * plain)}
+
+    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether all ranks hold the same bits; a collective."""
+        found = 0
+        for tensor in tensors:
+            found = zlib.crc32(tensor.detach().numpy().reshape(-1).view("u1").data, found)
+        return len({row[0] for row in self.gather([float(found)])}) == 1
+
     def records(self, subject: Subject) -> list[Record]:
         """Measure a subject: a record for each contender, alike on every rank but for stats."""
         samples = measure(self, subject.contenders, self.plan.seconds)
         reference = samples[PERSEUS].seconds
         return [
-            self._record(subject, contender, samples[contender.name], reference)
+            self._record(subject, contender, samples[contender.key], reference)
             for contender in subject.contenders
         ]
 
@@ -81,10 +100,11 @@ class Session:
         self, subject: Subject, contender: Contender, samples: Samples, reference: list[float]
     ) -> Record:
         ours = contender.name == PERSEUS
+        median = statistics.median(samples.seconds)
         note, verified = "", samples.verified
         if not verified:
             note = "wrong result"
-        elif not counters_match(samples.wire_bytes, contender.payload):
+        elif not counters_match(samples.wire_bytes, contender.payload, contender.payload_most):
             note, verified = "the interfaces' counters do not match the algorithm", False
         return Record(
             case=subject.case,
@@ -93,7 +113,7 @@ class Session:
             ranks=self.size,
             hosts=self.hosts,
             bytes=subject.size,
-            median_s=statistics.median(samples.seconds),
+            median_s=median,
             min_s=min(samples.seconds),
             n=len(samples.seconds),
             verified=verified,
@@ -101,9 +121,12 @@ class Session:
             links=self.plan.links,
             wire_bytes=samples.wire_bytes,
             wire_bytes_expected=contender.payload,
+            wire_bytes_limit=contender.payload_most,
+            codec=contender.codec,
             settings={**(self._settings if ours else {}), **subject.settings},
             tensors=subject.tensors,
-            vs_perseus=1.0 if ours else pairwise_ratio(samples.seconds, reference),
+            vs_perseus=pairwise_ratio(samples.seconds, reference),
+            images_per_s=self.size * subject.images / median if subject.images else None,
             staging_bytes=stats()["staging_bytes"] if ours else None,
             load1=round(os.getloadavg()[0], 2),
             note=note,

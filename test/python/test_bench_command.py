@@ -56,6 +56,24 @@ def test_cases_are_measured_against_gloo_and_limits(tmp_path: Path) -> None:
     assert found.stdout.count("right") == len(measured)
 
 
+def test_gradients_go_through_codecs_beside_plain(tmp_path: Path) -> None:
+    arguments = ["gradients", "--sizes", "64K", "--codec", "none,default,fp16"]
+    found = bench(*arguments, "--seconds", "0.05", "--json", str(tmp_path / "r.json"))
+    assert found.returncode == 0, found.stderr
+    measured = records(tmp_path / "r.json")
+    assert [(entry["peer"], entry["codec"]) for entry in measured] == [
+        ("perseus", "none"),
+        ("torch-gloo", "none"),
+        ("perseus", "default"),
+        ("perseus", "fp16"),
+    ]
+    for entry in measured:
+        assert entry["verified"], entry
+        assert (entry["case"], entry["bytes"], entry["tensors"]) == ("gradients", 65536, 1)
+        assert entry["vs_perseus"] > 0
+    assert "perseus fp16" in found.stdout
+
+
 def test_every_collective_is_verified_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["collectives", "-np", "3", "--sizes", "4,4K", "--seconds", "0.02"]
@@ -93,6 +111,12 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["latency", "--sizes", "7"], "7 bytes are no whole number of float32"),
         (["latency", "--peer", "nccl"], "--peer nccl: expected some of torch-gloo"),
         (["gradients", "--model", "alexnet"], "--model alexnet: expected some of resnet50"),
+        (["training", "--model", "gpt2"], "--model gpt2: expected some of resnet50, vgg16"),
+        (["latency", "--peer", "torch-ddp-gloo"], "it is a peer of training"),
+        (["gradients", "--codec", "zip"], "--codec zip: expected some of default, none"),
+        (["gradients", "--codec", "topk"], "--codec topk: expected topk:0.01"),
+        (["gradients", "--codec", "rotate:1.5"], "--codec rotate:1.5: expected rotate:8"),
+        (["latency", "--codec", "fp16"], "--codec is of gradients and training"),
         (["latency", "--rate", "1gbit"], "add --hosts 2"),
         (["latency", "--hosts", "3", "-np", "2"], "more hosts than ranks"),
         (["latency", "--seconds", "-1"], "expected seconds above 0"),
@@ -123,8 +147,23 @@ def test_a_job_that_takes_too_long_is_ended() -> None:
 
 
 def test_a_plan_survives_its_way_to_the_ranks() -> None:
-    plan = Plan(["latency"], ["mpi"], [4, 64], ["gpt2"], 0.5, 2.5, 2)
+    plan = Plan(["latency"], ["mpi"], [4, 64], ["gpt2"], ["fp16"], 0.5, 2.5, 2)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_codec_halves_what_goes_over_the_wire(tmp_path: Path) -> None:
+    try:
+        load()
+    except HostsUnavailableError as error:
+        pytest.skip(str(error))
+    arguments = ["gradients", "--codec", "fp16", "--hosts", "2", "--sizes", "8M", "--peer", ""]
+    found = bench(*arguments, "--seconds", "0.1", "--json", str(tmp_path / "r.json"))
+    assert found.returncode == 0, found.stdout + found.stderr
+    plain, half = records(tmp_path / "r.json")
+    assert plain["wire_bytes_expected"] == 2 * half["wire_bytes_expected"] == 8 << 20
+    for entry in (plain, half):
+        assert entry["verified"], entry
+        assert 1 <= entry["wire_bytes"] / entry["wire_bytes_expected"] < 1.06
 
 
 def test_virtual_hosts_count_what_goes_over_the_wire(tmp_path: Path) -> None:

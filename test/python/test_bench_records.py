@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,8 +98,9 @@ def test_sizes_and_times_are_shown_with_units() -> None:
     ],
 )
 def test_models_have_their_published_sizes(model: str, tensors: int, parameters: int) -> None:
-    sizes = MODELS[model]()
-    assert (len(sizes), sum(sizes)) == (tensors, parameters)
+    shapes = MODELS[model]()
+    assert len({name for name, _ in shapes}) == len(shapes) == tensors
+    assert sum(math.prod(shape) for _, shape in shapes) == parameters
 
 
 def test_counters_that_do_not_match_are_noticed() -> None:
@@ -108,6 +110,22 @@ def test_counters_that_do_not_match_are_noticed() -> None:
     assert not counters_match(2 * payload, payload)
     assert counters_match(None, payload)  # one host
     assert counters_match(12345, None)  # an algorithm of its own
+
+
+def test_counters_may_lie_between_two_ends_where_an_algorithm_decides() -> None:
+    least, most = 1 << 19, 1 << 21
+    assert counters_match(1 << 20, least, most)
+    assert counters_match(most + most // 50, least, most)
+    assert not counters_match(least - 1, least, most)
+    assert not counters_match(2 * most, least, most)
+
+
+def test_a_codec_is_a_contender_of_its_own_and_meets_no_bar_of_plain() -> None:
+    coded = record(median_s=0.001, codec="topk:0.01")
+    assert (record().contender, coded.contender) == ("perseus", "perseus topk:0.01")
+    bar = Bar("latency", "memory", "seconds", 0.002)
+    assert bar.judge([coded]).met is None
+    assert bar.judge([record(), coded]).met is False
 
 
 SLOWER = Bar("copying", "memory", "slower", 1.6, ("memcpy", "memcpy-unaligned"))

@@ -1,0 +1,142 @@
+"""Codecs by name: what a list on the command line means, what each may cost in bytes and in error.
+
+Errors are of an average of standard normal values over the ranks. Values only, thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+DEFAULT = "default"  # what an optimizer does without `compression=`
+PLAIN = "none"
+
+# Top-k may send 1.25 k elements; an index costs as much as a value. At least, both take 2 bytes.
+_MOST_ELEMENTS = 1.25
+_INT8_BLOCK = 32  # elements, at least, that share a scale of 4 bytes
+_SUM_ROUNDING = 2.0**-22  # of a float32 sum, for each rank
+
+
+def _exactly(share: float) -> Callable[[float, int], tuple[float, float]]:
+    return lambda argument, ranks: (share, share)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """share(argument, ranks): bytes, least and most, relative to a plain allreduce.
+
+    largest: error of one element, relative to the largest input; rms: of all elements, absolute;
+    None where what is held back makes an element's error unbounded. relative: of a tensor's norm,
+    for gradients of any distribution.
+    """
+
+    share: Callable[[float, int], tuple[float, float]]
+    largest: float | None
+    rms: float | None
+    relative: float
+    argument: type[float] | type[int] | None = None
+
+
+def _topk_share(ratio: float, ranks: int) -> tuple[float, float]:
+    """Reduce-scatter of k, then a gather of owners' unions, which may reach k as well."""
+    pairs = 2 * _MOST_ELEMENTS * ratio
+    return ratio / 2, min(1.0, pairs * (1 + ranks) / 2)
+
+
+# Rounding: to 11 and 8 bits on the way in, in the sum and on the way out. int8: half a step,
+# 1/127 of a block's largest value, on the way in and out, and half of one kept from before.
+_KINDS: dict[str, _Kind] = {
+    DEFAULT: _Kind(lambda _, __: (0.5, 1.0), 3 * 2.0**-11, 1.2 * 2.0**-11, 0.005),
+    PLAIN: _Kind(_exactly(1.0), 0.0, 0.0, 1e-4),
+    "fp16": _Kind(_exactly(0.5), 3 * 2.0**-11, 1.2 * 2.0**-11, 0.005),
+    "bf16": _Kind(_exactly(0.5), 3 * 2.0**-8, 1.2 * 2.0**-8, 0.02),
+    "int8": _Kind(lambda _, __: (0.25, 0.25 * (1 + 4 / _INT8_BLOCK)), 2 / 127, 0.025, 0.3),
+    "topk": _Kind(_topk_share, None, None, 1.0, float),
+    "rotate": _Kind(lambda n, _: (1 / n, 1 / n), None, None, 1.0, int),
+    "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A codec as it was asked for. argument: a ratio or a whole number, for those that take one."""
+
+    name: str
+    argument: float | None = None
+
+    @property
+    def label(self) -> str:
+        """As on the command line: 'topk:0.01'."""
+        return self.name if self.argument is None else f"{self.name}:{self.argument:g}"
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether part of a gradient comes out in a later step."""
+        return _KINDS[self.name].rms is None
+
+    @property
+    def relative_error(self) -> float:
+        """|result - exact| / |exact| stays below it in a first step, by the Euclidean norm."""
+        return _KINDS[self.name].relative
+
+    def share(self, ranks: int) -> tuple[float, float]:
+        """Bytes on the wire relative to a plain allreduce: at least and at most."""
+        return _KINDS[self.name].share(self.argument or 0.0, ranks)
+
+    def bounds(self, ranks: int) -> tuple[float, float]:
+        """Error of an average: of an element, relative to the largest input, and RMS.
+
+        Not for codecs that hold back.
+        """
+        kind = _KINDS[self.name]
+        assert kind.largest is not None
+        assert kind.rms is not None
+        rounding = ranks * _SUM_ROUNDING
+        return kind.largest + rounding, kind.rms + rounding
+
+    def arguments(self) -> dict[str, Any]:
+        """What to hand to hvd.DistributedOptimizer; ValueError where this build lacks the codec."""
+        if self.name == DEFAULT:
+            return {}
+        known: Any = import_module("perseus.torch.horovod").Compression
+        made = getattr(known, self.name, None)
+        if made is None:
+            here = [name for name in _KINDS if hasattr(known, name)]
+            raise ValueError(
+                f"--codec {self.label}: this build has no hvd.Compression.{self.name}; "
+                f"it has {', '.join(here)}"
+            )
+        if self.argument is None:
+            return {"compression": made}
+        try:
+            return {"compression": made(self.argument)}
+        except ValueError as error:
+            raise ValueError(f"--codec {self.label}: {error}") from None
+
+
+def parse(text: str) -> list[Codec]:
+    """'none,topk:0.01' to codecs, each once; ValueError for what is none."""
+    found = [_parse(part) for part in text.split(",") if part]
+    return list(dict.fromkeys(found))
+
+
+def _parse(text: str) -> Codec:
+    name, colon, argument = text.partition(":")
+    if name not in _KINDS:
+        raise ValueError(f"--codec {text}: expected some of {', '.join(map(_usage, _KINDS))}")
+    wanted = _KINDS[name].argument
+    if (wanted is None) == bool(colon):
+        raise ValueError(f"--codec {text}: expected {_usage(name)}")
+    if wanted is None:
+        return Codec(name)
+    try:
+        return Codec(name, wanted(argument))
+    except ValueError:
+        raise ValueError(f"--codec {text}: expected {_usage(name)}") from None
+
+
+def _usage(name: str) -> str:
+    wanted = _KINDS[name].argument
+    return name if wanted is None else f"{name}:{'0.01' if wanted is float else '8'}"

@@ -1,0 +1,157 @@
+"""Training of real networks on synthetic images: optimizer steps with gradients reduced in several
+ways, against native DistributedDataParallel. One thread per rank.
+
+All contenders take turns at training the same parameters: each has modules and gradients of its
+own on shared storage, so that memory allows it, and ranks agree bit for bit after every turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import perseus.torch.horovod as hvd
+from perseus.bench import codecs
+from perseus.bench.codecs import Codec
+from perseus.bench.nets import BATCH, CLASSES, NETS, Net
+from perseus.bench.plan import DDP, PERSEUS
+from perseus.bench.sampling import Contender
+from perseus.bench.session import Session, Subject
+
+_BATCHES = 8  # that are cycled through
+_LEARNING_RATE = 0.01
+_CALLS, _WARM = 2, 1  # steps of a turn
+_SEED = 50
+
+
+def sweep(session: Session) -> Iterator[Subject]:
+    """Each network: a step's time of Perseus plain and through codecs, of DDP, and alone."""
+    for name in session.plan.models or NETS:
+        yield subject_of(session, name, NETS[name])
+
+
+class Trainee:
+    """A module on parameters that others share, and what steps it."""
+
+    def __init__(self, shared: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """images: (batches, batch, 3, pixels, pixels); labels: (batches, batch)."""
+        self.module = copy.deepcopy(shared)
+        for own, original in zip(self.module.parameters(), shared.parameters(), strict=True):
+            own.data = original.data
+        self._images, self._labels = images, labels
+        self._steps = 0
+        self.loss = 0.0
+
+    def backward(self) -> None:
+        """The next batch's gradients; dropout is the same for all who are at this step."""
+        batch = self._steps % len(self._images)
+        torch.manual_seed(self._steps)
+        self.module.zero_grad()
+        loss = cross_entropy(self.module(self._images[batch]), self._labels[batch])
+        self._steps += 1
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.loss = loss.item()
+
+    def gradients(self) -> list[torch.Tensor]:
+        """One for each parameter."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
+
+
+def subject_of(session: Session, model: str, net: Net) -> Subject:
+    """All contenders at training one network. A collective; every one's first step is verified."""
+    torch.manual_seed(_SEED)
+    shared = net.make()
+    generator = torch.Generator().manual_seed(_SEED + 1 + session.rank)
+    images = torch.randn(_BATCHES, BATCH, 3, net.pixels, net.pixels, generator=generator)
+    labels = torch.randint(CLASSES, (_BATCHES, BATCH), generator=generator)
+    size = 4 * sum(p.numel() for p in shared.parameters())
+    make = partial(Trainee, shared, images, labels)
+    plain = Codec(codecs.PLAIN)
+
+    def ours(codec: Codec) -> Contender:
+        trainee = make()
+        named = [(f"{codec.label}.{n}", p) for n, p in trainee.module.named_parameters()]
+        inner = torch.optim.SGD(trainee.module.parameters(), lr=_LEARNING_RATE)
+        optimizer: Any = hvd.DistributedOptimizer(inner, named, **codec.arguments())
+        exact = _exact_gradients(make())
+        trainee.backward()
+        optimizer.synchronize()
+        proven = _near(exact, trainee.gradients(), codec.relative_error)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        turns = _turns(session, trainee, shared, optimizer, proven)
+        return replace(turns, codec=codec.label, **session.payloads(codec, size))
+
+    def native() -> Contender:
+        trainee = make()
+        trainee.module = DistributedDataParallel(trainee.module)
+        optimizer = torch.optim.SGD(trainee.module.parameters(), lr=_LEARNING_RATE)
+        exact = _exact_gradients(make())
+        trainee.backward()
+        proven = _near(exact, trainee.gradients(), plain.relative_error)
+        turns = _turns(session, trainee, shared, optimizer, proven)
+        return replace(turns, name=DDP, **session.payloads(plain, size))
+
+    def alone() -> Contender:
+        """No communication: what the others could reach. It must not move ranks apart."""
+        trainee = make()
+        optimizer = torch.optim.SGD(trainee.module.parameters(), lr=0.0)
+        turns = _turns(session, trainee, shared, optimizer, True)
+        return replace(turns, name="compute-only", operation="compute")
+
+    wanted = codecs.parse(",".join(session.plan.codecs)) or [Codec(codecs.DEFAULT)]
+    contenders = [ours(plain)]
+    contenders += [ours(codec) for codec in wanted if codec != plain]
+    if any(peer.name == "torch-gloo" for peer in session.peers):
+        contenders.append(native())
+    contenders.append(alone())
+    settings = {"model": model, "batch": str(BATCH), "pixels": str(net.pixels)}
+    tensors = len(list(shared.parameters()))
+    return Subject("training", size, contenders, tensors, settings, images=BATCH)
+
+
+def _turns(
+    session: Session,
+    trainee: Trainee,
+    shared: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    proven: bool,
+) -> Contender:
+    """Some steps of a trainee, and whether ranks still agree. proven: its gradients were right."""
+    parameters = list(shared.parameters())
+
+    def run(_: int) -> None:
+        trainee.backward()
+        optimizer.step()
+
+    def check() -> bool:
+        return session.same(parameters) and proven and math.isfinite(trainee.loss)
+
+    return Contender(PERSEUS, "training", run, check=check, calls=_CALLS, warm=_WARM, warm_ups=1)
+
+
+def _exact_gradients(trainee: Trainee) -> list[torch.Tensor]:
+    """The first batch's, averaged over ranks by explicit calls, which are exact."""
+    trainee.backward()
+    return [
+        hvd.allreduce(gradient, name=f"bench.exact.{i}")
+        for i, gradient in enumerate(trainee.gradients())
+    ]
+
+
+def _near(exact: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> bool:
+    """Whether |found - exact| < limit · |exact| over all tensors together, on this rank."""
+    error = norm = 0.0
+    for a, b in zip(exact, found, strict=True):
+        error += float((a - b).square().sum())
+        norm += float(a.square().sum())
+    return error < limit * limit * norm

@@ -1,0 +1,80 @@
+"""perseus-bench's training and gradients on a network small enough for a test."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import perseus.torch.horovod as hvd
+from perseus.bench import gradients, training
+from perseus.bench.codecs import Codec
+from perseus.bench.gradients import Entrant, NormalData
+from perseus.bench.nets import CLASSES, Net
+from perseus.bench.peers import disband
+from perseus.bench.plan import Plan
+from perseus.bench.session import Session
+
+
+class _Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(), nn.Flatten()
+        )
+        self.head = nn.Linear(4 * 4 * 4, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.layers(images))
+        return result
+
+
+def check_training_takes_turns_with_native_ddp() -> None:
+    plan = Plan(["training"], ["torch-gloo"], codecs=["default", "fp16"], seconds=1e-3)
+    session = Session(plan)
+    records = session.records(training.subject_of(session, "tiny", Net(_Tiny, 6)))
+    disband()
+    contenders = [record.contender for record in records]
+    assert contenders == [
+        "perseus", "perseus default", "perseus fp16", "torch-ddp-gloo", "compute-only",
+    ]  # fmt: skip
+    for record in records:
+        assert record.verified, record
+        assert record.images_per_s == session.size * 16 / record.median_s
+
+
+def check_training_notices_gradients_that_are_wrong() -> None:
+    session = Session(Plan(["training"], codecs=["fp16"], seconds=1e-3))
+    right = hvd.Compression.fp16.decompress
+
+    def wrong(tensor: torch.Tensor, context: torch.dtype) -> torch.Tensor:
+        result = right(tensor, context)
+        return result * 1.01 if result.ndim == 2 else result
+
+    hvd.Compression.fp16.decompress = wrong
+    try:
+        plain, coded, alone = session.records(training.subject_of(session, "tiny", Net(_Tiny, 6)))
+    finally:
+        hvd.Compression.fp16.decompress = right
+    assert plain.verified and alone.verified
+    assert (coded.verified, coded.note) == (False, "wrong result")
+
+
+def check_gradients_that_differ_between_ranks_are_noticed() -> None:
+    session = Session(Plan(["gradients"]))
+    work = [torch.zeros(300)]
+    data = NormalData(300, session.size)
+    entrant = Entrant(session, data, work, Codec("int8"), 1)
+    for last_is_off in (False, True):
+        entrant.fill()
+        hvd.allreduce_(work[0], name="entrant")
+        off = last_is_off and session.rank == session.size - 1
+        work[0] += 1e-4 if off else 0  # well within the bound
+        assert entrant.check() is not last_is_off
+
+
+def check_a_models_gradients_are_right_through_codecs() -> None:
+    session = Session(Plan(["gradients"], sizes=[4000], codecs=["fp16"], seconds=1e-3))
+    for subject in gradients.sweep(session):
+        records = session.records(subject)
+        assert [record.contender for record in records] == ["perseus", "perseus fp16"]
+        assert all(record.verified for record in records)
