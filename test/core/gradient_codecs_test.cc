@@ -13,9 +13,13 @@ struct Codec {
   perseus_codec codec;
   double argument;
   double error;  // of one rounding, against the largest element of a chunk; 0 = elements may be missing
+  bool holds_back;
 };
-constexpr Codec kCodecs[] = {{"float16", PERSEUS_CODEC_FLOAT16, 0, 0x1p-11},
-                             {"bfloat16", PERSEUS_CODEC_BFLOAT16, 0, 0x1p-8}};
+constexpr Codec kCodecs[] = {{"float16", PERSEUS_CODEC_FLOAT16, 0, 0x1p-11, false},
+                             {"bfloat16", PERSEUS_CODEC_BFLOAT16, 0, 0x1p-8, false},
+                             {"int8", PERSEUS_CODEC_INT8, 0, 1.01 / 254, true},
+                             {"topk", PERSEUS_CODEC_TOP_K, 0.1, 0, true},
+                             {"rotate", PERSEUS_CODEC_ROTATE, 4, 0, true}};
 
 std::vector<std::string> groups_of(int ranks) {
   return {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks)};
@@ -149,6 +153,36 @@ TEST_P(GradientCodecs, WhatIsNotFinitePassesAndHarmsNobody) {
       options);
 }
 
+TEST_P(GradientCodecs, WhatIsHeldBackComesLater) {
+  if (!codec().holds_back) GTEST_SKIP() << codec().name << " holds nothing back";
+  WorldOptions options;
+  options.overrides = settings();
+  constexpr int64_t kCount = 20000;
+  constexpr int kRanks = 3, kSteps = 60;
+  run_world(
+      medium(), kRanks,
+      [&](int rank, perseus_context* context) {
+        std::vector<double> sum(kCount, 0.0);
+        const int64_t count = kCount;
+        for (int step = 0; step < kSteps; ++step) {
+          Floats x = gradient(5, rank, kCount);
+          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+          ASSERT_EQ(run(context, gradient_request("g", &tensor, codec())).code, PERSEUS_OK);
+          for (int64_t i = 0; i < kCount; ++i) sum[i] += static_cast<double>(x[i]);
+        }
+        double missing = 0, whole = 0;
+        for (int64_t i = 0; i < kCount; ++i) {
+          double mean = 0;
+          for (int r = 0; r < kRanks; ++r) mean += static_cast<double>(noise(5, r, static_cast<size_t>(i))) / kRanks;
+          missing += std::fabs(mean * kSteps - sum[i]);
+          whole += std::fabs(mean * kSteps);
+        }
+        // Without what was held back top-k would miss most of it, and the subset three quarters.
+        EXPECT_LT(missing, 0.2 * whole);
+      },
+      options);
+}
+
 INSTANTIATE_TEST_SUITE_P(All, GradientCodecs,
                          testing::Combine(testing::Range(0, 2),
                                           testing::Range(0, static_cast<int>(std::size(kCodecs)))),
@@ -175,7 +209,7 @@ Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseu
         Floats x = gradient(3, rank, kCount);
         const int64_t count = dtype == PERSEUS_FLOAT64 ? kCount / 2 : kCount;
         const perseus_tensor tensor{x.data(), x.data(), &count, 1, dtype};
-        perseus_request request = gradient_request("g", &tensor, Codec{"", codec, 0, 0});
+        perseus_request request = gradient_request("g", &tensor, Codec{"", codec, 0, 0, false});
         request.gradient_of = gradient_of;
         const Outcome outcome = run(context, request);
         ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
@@ -219,7 +253,7 @@ TEST(GradientSettings, RanksThatAskForDifferentCodecsAreToldAndTheJobGoesOn) {
         Floats x = gradient(3, rank, 100);
         const int64_t count = 100;
         const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
-        const Codec codec{"", rank == 0 ? PERSEUS_CODEC_FLOAT16 : PERSEUS_CODEC_EXACT, 0, 0};
+        const Codec codec{"", rank == 0 ? PERSEUS_CODEC_FLOAT16 : PERSEUS_CODEC_EXACT, 0, 0, false};
         const Outcome outcome = run(context, gradient_request("g", &tensor, codec));
         EXPECT_EQ(outcome.code, PERSEUS_MISMATCH);
         EXPECT_NE(outcome.message.find("Mismatched compression: One rank sends"), std::string::npos) << outcome.message;
@@ -234,7 +268,7 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
     const int64_t count = 100;
     const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
     const auto refusal = [&](perseus_codec codec, double argument, perseus_reduce_op op) {
-      perseus_request request = gradient_request("g", &tensor, Codec{"", codec, argument, 0});
+      perseus_request request = gradient_request("g", &tensor, Codec{"", codec, argument, 0, false});
       request.op = op;
       const Outcome outcome = run(context, request);
       EXPECT_EQ(outcome.code, PERSEUS_INVALID_ARGUMENT);
