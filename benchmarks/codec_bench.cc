@@ -75,6 +75,7 @@ std::vector<Case> all_cases() {
   add(spec_of(CodecKind::kTopK, 0.01), true);
   add(spec_of(CodecKind::kTopK, 0.01, true), true);
   add(spec_of(CodecKind::kTopK, 0.1), true);
+  add(spec_of(CodecKind::kRotate, 1.0, false, 8), true);
   return cases;
 }
 

@@ -7,6 +7,7 @@
 #include "base/error.h"
 #include "codec/half.h"
 #include "codec/int8.h"
+#include "codec/rotating.h"
 #include "codec/top_k.h"
 
 namespace perseus {
@@ -30,6 +31,10 @@ constexpr Entry kCodecs[] = {
     {"top-k",
      [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
        return std::make_unique<TopKFormat>(spec.ratio, spec.half_values);
+     }},
+    {"rotate",
+     [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
+       return std::make_unique<RotatingFormat>(spec.every, spec.momentum);
      }},
 };
 

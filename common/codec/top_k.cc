@@ -81,7 +81,7 @@ size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_
   uint16_t indices[kWireChunk];
   const size_t n = select_largest(v, count, std::min(k, count), largest, indices);
   const size_t bytes = sparse_bytes(n, count);
-  if (bytes > dense_bytes(count)) return encode_dense(v, residual, count, to);
+  if (bytes >= dense_bytes(count)) return encode_dense(v, residual, count, to);
   if (n == 0) return put_header(to, bytes, 0);
 
   Byte* at = to + sizeof(ChunkHeader);

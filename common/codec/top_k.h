@@ -4,7 +4,7 @@
 //   positions = index:u16[n] pad                            kind 0: rising
 //             | bits:u32[ceil(count / 32)]                  kind 1: where that is shorter; n bits are set
 //   values    = f32[n]  or, with f16 values, u16[n] pad     unscale stands in front of these alone; see half.h
-//   or          bytes:u32 kDenseForm:u32 f32[count]         where that is shorter, or an element is Inf or NaN
+//   or          bytes:u32 kDenseForm:u32 f32[count]         where that is no longer, or an element is Inf or NaN
 //
 // Of the chunk's `count` elements the k = ratio * count (at least 1) largest by magnitude are sent, or up to k / 4
 // more, never a zero; of equal ones that are too many, those with the lowest indices. The threshold comes from a sample

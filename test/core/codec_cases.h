@@ -35,6 +35,12 @@ inline CodecSpec top_k(double ratio, bool half_values) {
   spec.half_values = half_values;
   return spec;
 }
+inline CodecSpec rotate(int every, double momentum) {
+  CodecSpec spec = spec_of(CodecKind::kRotate);
+  spec.every = every;
+  spec.momentum = momentum;
+  return spec;
+}
 
 inline std::vector<CodecSpec> all_codecs() {
   return {spec_of(CodecKind::kFloat16),
@@ -45,7 +51,11 @@ inline std::vector<CodecSpec> all_codecs() {
           top_k(0.01, true),
           top_k(0.1, false),
           top_k(0.3, true),
-          top_k(1.0, false)};
+          top_k(1.0, false),
+          rotate(1, 1.0),
+          rotate(3, 1.0),
+          rotate(8, 0.5),
+          rotate(100000, 1.0)};
 }
 
 constexpr size_t kCodecSizes[] = {1, 2, 15, 16, 255, 256, 257, 1000, 16384};

@@ -246,5 +246,63 @@ TEST(TopKFormat, SumsOfSparseChunksAreEncodedLikeAnyOther) {
   EXPECT_LE(largest(residual), 1e-3 * 0x1p-9);
 }
 
+// ---- rotating subset ----------------------------------------------------------------------------------------------
+
+TEST(RotatingFormat, SendsEveryElementOnceInNSteps) {
+  for (int every : {1, 2, 3, 8, 70}) {
+    auto codec = make_codec(rotate(every, 1.0));
+    for (size_t count : kCodecSizes) {
+      std::vector<float> x(count, 1.0f), zero(count), residual(count), arrived(count);
+      for (uint64_t step = 5; step < 5 + static_cast<uint64_t>(every); ++step) {
+        // The first step has the gradient, the others what is left of it.
+        std::vector<Byte> bytes = encoded(*codec, step == 5 ? x : zero, &residual, step);
+        std::vector<float> y = decoded(*codec, bytes, count);
+        size_t sent = 0;
+        for (size_t i = 0; i < count; ++i) {
+          const bool turn = (i / 16 + step) % static_cast<uint64_t>(every) == 0;
+          ASSERT_EQ(y[i], turn ? 1.0f : 0.0f) << i;
+          sent += turn;
+        }
+        ASSERT_EQ(bytes.size(), 8 + 4 * sent);
+        codec->decode_add(bytes.data(), bytes.size(), count, arrived.data());
+      }
+      ASSERT_EQ(arrived, x);
+      ASSERT_EQ(residual, zero);
+    }
+  }
+}
+
+TEST(RotatingFormat, WhatWaitsIsDiscountedByItsAge) {
+  auto codec = make_codec(rotate(4, 0.5));
+  std::vector<float> residual(64);
+  // Block 0 had its turn in step 0 and has it again in step 4: 8 + 4 / 2 … of what came since.
+  for (uint64_t step = 0; step < 5; ++step) {
+    std::vector<float> x(64, std::ldexp(1.0f, static_cast<int>(step)));
+    std::vector<float> y = decoded(*codec, encoded(*codec, x, &residual, step), x.size());
+    if (step == 0) {
+      EXPECT_EQ(y[0], 1.0f);
+    }
+    if (step == 3) {
+      EXPECT_EQ(residual[0], 2 * 0.25f + 4 * 0.5f + 8);
+    }
+    if (step == 4) {
+      EXPECT_EQ(y[0], 2 * 0.125f + 4 * 0.25f + 8 * 0.5f + 16);
+    }
+  }
+}
+
+TEST(RotatingFormat, SumsOverRanksAreDense) {
+  auto codec = make_codec(rotate(8, 1.0));
+  std::vector<float> sum(1000), expected(1000);
+  for (uint64_t rank = 0; rank < 3; ++rank) {
+    std::vector<float> x = values_of(Values::kNormal, sum.size(), rank);
+    std::vector<Byte> bytes = encoded(*codec, x, nullptr, 6);
+    codec->decode_add(bytes.data(), bytes.size(), sum.size(), sum.data());
+    for (size_t i = 0; i < sum.size(); ++i) expected[i] += (i / 16 + 6) % 8 == 0 ? x[i] : 0.0f;
+  }
+  EXPECT_EQ(sum, expected);
+  EXPECT_EQ(decoded(*codec, encoded(*codec, sum, nullptr, 6), sum.size()), expected);
+}
+
 }  // namespace
 }  // namespace perseus

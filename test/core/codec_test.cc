@@ -254,8 +254,8 @@ TEST_P(CodecTest, AChunkOfAnotherCountIsAnError) {
   for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(i);
   std::vector<Byte> bytes = encoded(*codec_, x, nullptr, 0);
   for (size_t count : {10, 500, 2000}) {
-    // The ten largest elements of 1000 may also be all that 2000 elements have.
-    if (count > x.size() && spec_.kind == CodecKind::kTopK) continue;
+    // The ten largest elements of 1000 may also be all that 2000 have; one block in 100000 is the same for all.
+    if ((count > x.size() && spec_.kind == CodecKind::kTopK) || spec_.every > 1000) continue;
     try {
       codec_->decode(bytes.data(), bytes.size(), count, y.data());
       FAIL() << count;
