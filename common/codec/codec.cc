@@ -56,6 +56,8 @@ bool operator==(const CodecSpec& a, const CodecSpec& b) {
          std::tie(b.kind, b.ratio, b.half_values, b.every, b.momentum, b.scale);
 }
 
+const char* codec_kind_name(CodecKind kind) { return entry(kind).name; }
+
 std::string codec_name(const CodecSpec& spec) {
   std::ostringstream text;
   text << entry(spec.kind).name;

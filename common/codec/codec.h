@@ -24,6 +24,7 @@ struct CodecSpec {
 bool operator==(const CodecSpec& a, const CodecSpec& b);
 inline bool operator!=(const CodecSpec& a, const CodecSpec& b) { return !(a == b); }
 
+const char* codec_kind_name(CodecKind kind);  // "float16", "top-k", …
 // "top-k 0.01, f16 values": for messages.
 std::string codec_name(const CodecSpec& spec);
 

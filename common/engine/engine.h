@@ -110,6 +110,8 @@ class Engine {
   // What comes before a gradient's reduction: true when there is none yet, because it was added to a sum.
   bool holds(const Submission& submission);
   int64_t held_handle();
+  // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
+  void say_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
 
   // ---- driving (engine.cc); token held ----
@@ -147,6 +149,7 @@ class Engine {
   HandleTable handles_;
   Accumulation accumulation_;
   const GradientCodecs gradient_codecs_;
+  std::atomic<bool> said_precision_{false};
   Residuals residuals_;
   Division division_;  // changed once, before anything is submitted
   const NanCheck nan_check_;

@@ -411,7 +411,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
 void Execution::trace(const Stream& stream, size_t index) const {
   const Bucket& bucket = *stream.queue.front();
   settings_.timeline->bucket(
-      Timeline::Bucket{bucket.number, static_cast<int>(index), bucket.bytes, stream.begun_ns, stream.first_byte_ns},
+      Timeline::Bucket{bucket.number, static_cast<int>(index), bucket.bytes, stream.begun_ns, stream.first_byte_ns,
+                       bucket.codec.kind, bucket.staged == nullptr ? 0 : bucket.staged->codec_ns()},
       ranks_, bucket.entries);
 }
 

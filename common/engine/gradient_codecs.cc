@@ -18,6 +18,7 @@ GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.scale = config.number(Var::kGradientScale);
   const int64_t precision = config.integer(Var::kAllreduceDtype);
   if (precision != kFull) precision_ = spec(CodecWish::kFloat16, 0);
+  chosen_ = precision != kAuto;
   inside_ = precision == kHalfEverywhere;
   const bool top_k = config.flag(Var::kTopK), rotates = config.integer(Var::kDownsample) > 1;
   if (top_k && rotates)
@@ -41,6 +42,12 @@ CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
     spec.momentum = defaults_.momentum;
   }
   return spec;
+}
+
+std::string GradientCodecs::news() const {
+  if (chosen_ || gradient_.kind != CodecKind::kFloat16) return "";
+  return "[codec] float32 gradients travel as float16 between hosts: PERSEUS_ALLREDUCE_DTYPE=1 keeps full precision, "
+         "PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
 }
 
 void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* d) const {

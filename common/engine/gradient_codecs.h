@@ -24,6 +24,8 @@ class GradientCodecs {
   void choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* description) const;
   // What gradients get that are too small for another codec.
   const CodecSpec& precision() const { return precision_; }
+  // What to tell a user who has chosen nothing; empty for one who has.
+  std::string news() const;
 
  private:
   CodecSpec spec(CodecWish::Kind kind, double argument) const;
@@ -31,6 +33,7 @@ class GradientCodecs {
   CodecSpec defaults_;   // arguments of every codec
   CodecSpec precision_;  // float16 or none
   CodecSpec gradient_;
+  bool chosen_ = false;  // PERSEUS_ALLREDUCE_DTYPE is set
   bool inside_ = false;
   uint64_t from_ = 0;
 };

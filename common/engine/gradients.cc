@@ -36,6 +36,12 @@ int64_t Engine::held_handle() {
   return handle;
 }
 
+void Engine::say_precision(const std::vector<int>& ranks) {
+  if (said_precision_.exchange(true) || world_.rank != 0) return;
+  const std::string news = gradient_codecs_.news();
+  if (!news.empty() && division_.of(ranks, 0).groups > 1) log_.warning(news);
+}
+
 void Engine::forget_gradients(uint64_t owner) {
   accumulation_.forget(owner);
   residuals_.forget(owner);

@@ -148,6 +148,7 @@ int64_t Engine::submit(const Submission& s) {
   entry->description.coded_inside = codec.coded_inside;
   entry->description.codec_from = codec.codec_from;
   entry->gradient_of = s.gradient_of;
+  if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !said_precision_) say_precision(group->ranks());
   entry->group = s.group;
   entry->submitted_ns = now_ns();
   entry->agreed_ns = entry->started_ns = 0;

@@ -100,6 +100,8 @@ void Timeline::bucket(const Bucket& bucket, const std::vector<int>& ranks, const
   record.count = static_cast<uint32_t>(entries.size());
   record.number = bucket.number;
   record.bytes = bucket.bytes;
+  record.codec = bucket.codec;
+  record.codec_ns = bucket.codec_ns;
   record.at[0] = bucket.begun_ns;
   record.at[1] = bucket.first_byte_ns != 0 ? bucket.first_byte_ns : bucket.begun_ns;
   record.at[2] = now_ns();
@@ -108,7 +110,7 @@ void Timeline::bucket(const Bucket& bucket, const std::vector<int>& ranks, const
     TraceRecord member;
     member.what = TraceRecord::What::kMember;
     member.kind = entry->description.kind;
-    member.several = entry->description.tensors.size() > 1;
+    member.several = entry->description.tensors.size() > 1 || entry->bytes > bucket.bytes;
     member.group = entry->group;
     member.bytes = entry->bytes;
     member.at[0] = entry->agreed_ns;

@@ -27,6 +27,8 @@ class Timeline {
     size_t bytes = 0;
     int64_t begun_ns = 0;       // its turn on the stream
     int64_t first_byte_ns = 0;  // 0 = not seen, since nothing was recorded then
+    CodecKind codec = CodecKind::kNone;
+    int64_t codec_ns = 0;  // spent on encoding and decoding
   };
 
   // `transports[rank]`: "mem", "shm", "tcp" or "none". Records from the start where HOROVOD_TIMELINE names a file;

@@ -173,11 +173,15 @@ void TraceFormat::member(const TraceRecord& r, const std::string& name, std::str
 
 void TraceFormat::bucket_done(std::string* events) {
   const TraceRecord& r = bucket_;
+  std::string codec;
+  if (r.codec != CodecKind::kNone)
+    codec = field("codec", std::string(codec_kind_name(r.codec))) +
+            field("codec_us", static_cast<uint64_t>(r.codec_ns / 1000));
   span("bucket " + std::to_string(r.number), kStreams, stream_row(r.group, r.stream, events), r.at[1], r.at[2],
        field("bucket", r.number) + field("kind", std::string(kind_name(r.kind))) + field("bytes", r.bytes) +
            field("ranks", static_cast<uint64_t>(r.ranks)) + field("stream", static_cast<uint64_t>(r.stream)) +
            field("transport", transport_text(r.transports)) + field("process_set", static_cast<uint64_t>(r.group)) +
-           "\"tensors\": " + bucket_tensors_ + "], ",
+           codec + "\"tensors\": " + bucket_tensors_ + "], ",
        events);
 }
 

@@ -23,16 +23,18 @@ struct TraceRecord {
   bool ok = true;
   bool several = false;  // member: its request may be in several buckets at once
   uint8_t transports = 0;
+  CodecKind codec = CodecKind::kNone;  // of a bucket
   int32_t group = 0;
   int32_t stream = 0;
   int32_t ranks = 0;       // in the group
   int32_t last_rank = -1;  // operation: who submitted last, where that is known
   uint32_t count = 0;      // operation: tensors; bucket: members
   uint32_t name_bytes = 0;
-  uint64_t number = 0;  // of the bucket or round, the same on all ranks
-  uint64_t bytes = 0;   // of this rank's tensors
-  int64_t at[3] = {};   // of the monotonic clock; 0 = never
-  char name[56] = {};   // its beginning; the rest lies in the slots that follow
+  uint64_t number = 0;   // of the bucket or round, the same on all ranks
+  uint64_t bytes = 0;    // of this rank's tensors
+  int64_t at[3] = {};    // of the monotonic clock; 0 = never
+  int64_t codec_ns = 0;  // bucket: spent on encoding and decoding
+  char name[48] = {};    // its beginning; the rest lies in the slots that follow
 };
 static_assert(sizeof(TraceRecord) == 128, "two cache lines");
 
