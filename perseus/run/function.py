@@ -12,6 +12,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from perseus.objects import dumps, loads
@@ -182,7 +183,7 @@ def _results(job: Job) -> list[Any]:
         if slot.rank not in answers.of_rank:
             raise RuntimeError(
                 f"[run] rank {slot.rank} on {slot.host} ended without a result: the function left "
-                f"by sys.exit()"
+                f"by sys.exit() or os._exit()"
             )
     return [loads(answers.content(slot.rank)) for slot in job.slots]
 
@@ -201,9 +202,17 @@ def _raise_failure(job: Job, answers: _Answers, rank: int, status: int) -> NoRet
         )
     # The first to say so: a rank that fails ends only when it has let go of everything.
     rank = answers.failures[0]
-    trace, pickled = loads(answers.content(rank))
-    try:
-        cause = None if pickled is None else loads(pickled)
-    except Exception:  # an exception whose constructor wants other arguments
-        cause = None
+    trace, cause = _told(answers.content(rank))
     raise RuntimeError(f"[run] rank {rank} on {job.slots[rank].host} failed:\n{trace}") from cause
+
+
+def _told(content: memoryview) -> tuple[str, BaseException | None]:
+    """A failed rank's traceback and, where it can be made here, its exception."""
+    try:
+        trace, pickled = loads(content)
+    except (EOFError, UnpicklingError):
+        return "(it was ended before it could say why; what it printed comes before)", None
+    try:
+        return trace, None if pickled is None else loads(pickled)
+    except Exception:  # an exception whose constructor wants other arguments
+        return trace, None

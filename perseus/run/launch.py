@@ -12,7 +12,6 @@ import secrets
 import selectors
 import shlex
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,14 +22,13 @@ from typing import Any
 
 from perseus.addresses import interface_address, is_own_address, source_address
 from perseus.extensions import env
-from perseus.run import agent, environment
+from perseus.run import agent, environment, signals
 from perseus.run.hosts import Slot
 from perseus.run.link import HostLink, is_local, local_command, real_name, ssh_command
 from perseus.run.output import STDERR, STDOUT, Console, Stream
 
 _CHUNK = 1 << 16
 _LAST_GRACE = 5.0  # seconds an agent gets beyond the grace it gives its ranks
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class LaunchError(Exception):
@@ -87,7 +85,7 @@ class Launcher:
 
         Raises LaunchError when the job could not be started.
         """
-        restore_signals = self._catch_signals()
+        restore_signals = signals.catch(self._on_signal, self._waker)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             self._run()
@@ -142,23 +140,6 @@ class Launcher:
 
     # ---- starting
     # ----------------------------------------------------------------------------------------
-
-    def _catch_signals(self) -> Callable[[], None]:
-        """Returns what puts the handlers back that were there."""
-        if threading.current_thread() is not threading.main_thread():
-            return lambda: None  # signals are the main thread's
-        old_wakeup = signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        old = {}
-        for number in _ENDING_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
-                old[number] = signal.signal(number, self._on_signal)
-
-        def restore() -> None:
-            for number, handler in old.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(old_wakeup)
-
-        return restore
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signalled is not None:

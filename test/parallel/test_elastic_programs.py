@@ -23,7 +23,7 @@ def _expect_all_finished(ranks: int, *command: object) -> None:
         assert f"rank {rank} finished" in output
 
 
-@pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1), (3, 1), (4, 2)])
 def test_a_failure_on_one_rank_costs_nothing_but_the_way_back_to_the_commit(ranks, failing):
     _expect_all_finished(ranks, HERE / "programs" / "elastic_training.py", failing)
 
@@ -33,7 +33,7 @@ def test_changed_hosts_keep_the_state_and_other_exceptions_propagate(ranks):
     _expect_all_finished(ranks, HERE / "programs" / "elastic_hosts.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_process_sets_given_to_init_come_back_and_dynamic_ones_do_not(ranks):
     _expect_all_finished(ranks, HERE / "programs" / "elastic_process_sets.py")
 

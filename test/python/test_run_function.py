@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import stat
 import subprocess
 import sys
 import textwrap
@@ -175,6 +176,27 @@ class _UnfriendlyError(Exception):
 def test_a_rank_without_a_result_is_an_error(work: Callable[[], Any], expected: str) -> None:
     with pytest.raises(RuntimeError, match=f"(?s){expected}"):
         run(work)
+
+
+def test_a_rank_that_is_ended_while_it_says_why() -> None:
+    def work() -> None:
+        from perseus.run.agent import ANSWER_VARIABLE
+        from perseus.run.function import FAILED
+
+        assert ANSWER_VARIABLE not in os.environ
+        pipes = [fd for fd in range(3, 100) if _is_pipe(fd)]
+        os.write(pipes[-1], FAILED + b"\x80\x04")
+        os._exit(1)
+
+    with pytest.raises(RuntimeError, match=r"rank 0 on localhost failed:\n.it was ended before"):
+        run(work)
+
+
+def _is_pipe(fd: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 def test_an_exception_that_cannot_travel_arrives_as_text() -> None:

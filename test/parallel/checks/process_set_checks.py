@@ -170,6 +170,32 @@ def check_a_grid_of_groups() -> None:
     assert_same(total, 2 * torch.arange(4.0) + sum(column.ranks))
 
 
+def check_a_group_of_any_ranks() -> None:
+    members = [0, hvd.size() - 1] if hvd.size() > 2 else [1]
+    group = hvd.GroupComm(members)  # every rank makes it
+    if group.included():
+        n, index = len(members), group.rank()
+        mine, whole = _mine(), _sum_of(members)
+        assert_same(group.allreduce(mine, op=hvd.Sum), whole)
+        torch.testing.assert_close(group.allreduce(mine), whole / n)
+        assert_same(group.allreduce_(mine.clone(), op=hvd.Sum), whole)
+        everyone = [values((17,), torch.float32, rank) for rank in members]
+        assert_same(group.allgather(mine[: 3 + index]),
+                    torch.cat([e[: 3 + i] for i, e in enumerate(everyone)]))  # fmt: skip
+        assert_same(group.broadcast(mine, members[-1]), everyone[-1])
+        rows = [17 // n + (i < 17 % n) for i in range(n)]
+        assert_same(group.reducescatter(mine, op=hvd.Sum), whole.split(rows)[index])
+        output, received = group.alltoall(mine, [index + 1] * n)
+        parts = [e[(i + 1) * index : (i + 1) * (index + 1)] for i, e in enumerate(everyone)]
+        assert_same(output, torch.cat(parts))
+        assert received.tolist() == [i + 1 for i in range(n)]
+        group.barrier()
+    else:
+        assert "is not a member" in raised(ValueError, lambda: group.allreduce(_mine()))
+    assert hvd.remove_process_set(group)
+    assert_job_usable()
+
+
 def check_static_sets_are_registered_by_init() -> None:
     last = hvd.size() - 1
     hvd.shutdown()

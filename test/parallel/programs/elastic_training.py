@@ -18,8 +18,8 @@ import perseus.torch.horovod as hvd
 from perseus import basics
 
 EPOCHS, BATCH, COMMIT_EVERY = 2, 3, 2
-SAMPLES = torch.arange(72.0).reshape(24, 3).sin()
-LABELS = torch.arange(24) % 4
+SAMPLES = torch.arange(108.0).reshape(36, 3).sin()
+LABELS = torch.arange(36) % 4
 failing_rank = int(sys.argv[1])
 
 
@@ -117,6 +117,6 @@ for epoch in range(EPOCHS):
     dealt = [
         i for own, _ in everyone for (e, _), indices in own.items() if e == epoch for i in indices
     ]
-    assert sorted(dealt) == list(range(24)), dealt
+    assert sorted(dealt) == list(range(36)), dealt
 print(f"rank {rank} finished", flush=True)
 hvd.shutdown()
