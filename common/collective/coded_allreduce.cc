@@ -8,30 +8,20 @@
 
 namespace perseus {
 
-// Walks through what a member sent.
-class CodedAllreduce::Reader {
- public:
-  Reader(const Byte* at, size_t bytes) : at_(at), end_(at + bytes) {}
-
-  // The next chunk; its size is in its first four bytes.
-  const Byte* take(size_t* bytes) {
-    uint32_t size = 0;
-    if (end_ - at_ >= static_cast<ptrdiff_t>(sizeof size)) std::memcpy(&size, at_, sizeof size);
-    if (size < sizeof size || size > static_cast<size_t>(end_ - at_))
-      fail(ErrorKind::kIo, "[collective] encoded gradients from a peer end too early");
-    const Byte* chunk = at_;
-    at_ += size;
-    *bytes = size;
-    return chunk;
-  }
-
- private:
-  const Byte* at_;
-  const Byte* end_;
-};
+// The next chunk; its size is in its first four bytes.
+const Byte* CodedAllreduce::Reader::take(size_t* bytes) {
+  uint32_t size = 0;
+  if (end - at >= static_cast<ptrdiff_t>(sizeof size)) std::memcpy(&size, at, sizeof size);
+  if (size < sizeof size || size > static_cast<size_t>(end - at))
+    fail(ErrorKind::kIo, "[collective] encoded gradients from a peer end too early");
+  const Byte* chunk = at;
+  at += size;
+  *bytes = size;
+  return chunk;
+}
 
 CodedAllreduce::CodedAllreduce(int members, int me)
-    : members_(members), me_(me), chunks_(static_cast<size_t>(members)), scratch_(2 * kWireChunk) {
+    : members_(members), me_(me), chunks_(static_cast<size_t>(members)) {
   plan_.fold.dtype = DType::kUInt8;
 }
 
@@ -42,6 +32,11 @@ void CodedAllreduce::start(const WireFormat& format, float prescale, float facto
   stage_ = Stage::kEncode;
   codec_ns_ = 0;
   for (std::vector<CodedChunk>& chunks : chunks_) chunks.clear();
+}
+
+void CodedAllreduce::use(CodedBuffers* buffers) {
+  buffers_ = buffers;
+  buffers_->scratch.resize(2 * kWireChunk);
 }
 
 const ExchangePlan* CodedAllreduce::next() {
@@ -79,7 +74,7 @@ void CodedAllreduce::encode() {
   for (int owner = 0; owner < members_; ++owner) {
     const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(owner)];
     const bool own = owner == me_;
-    Byte* const first = room_for(chunks, own ? &own_ : &sent_, own ? 0 : begin);
+    Byte* const first = room_for(chunks, own ? &buffers_->own : &buffers_->sent, own ? 0 : begin);
     Byte* at = first;
     for (const CodedChunk& chunk : chunks) {
       const float* x = chunk.in;
@@ -87,8 +82,8 @@ void CodedAllreduce::encode() {
         kernels::FoldSpec scale;
         scale.prescale = prescale_;
         const void* source = x;
-        kernels::fold(scale, scratch_.data(), nullptr, &source, 1, chunk.count, false);
-        x = scratch_.data();
+        kernels::fold(scale, buffers_->scratch.data(), nullptr, &source, 1, chunk.count, false);
+        x = buffers_->scratch.data();
       }
       at += format_->encode(x, chunk.residual, chunk.count, chunk.step, at);
     }
@@ -97,28 +92,29 @@ void CodedAllreduce::encode() {
     plan_.send_rows.push_back(bytes);
     begin += bytes;
   }
-  plan_.pieces.push_back(Piece{sent_.data(), nullptr, begin});
+  plan_.pieces.push_back(Piece{buffers_->sent.data(), nullptr, begin});
 }
 
 void CodedAllreduce::reduce() {
   const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(me_)];
-  std::vector<Reader> readers;
-  const Byte* from = received_.data();
+  readers_.clear();
+  const Byte* from = buffers_->received.data();
   for (int member = 0; member < members_; ++member) {
     const size_t bytes = received_bytes_[static_cast<size_t>(member)];
-    if (member == me_) readers.emplace_back(own_.data(), own_.size());
-    else readers.emplace_back(from, bytes);
+    const std::vector<Byte>& own = buffers_->own;
+    if (member == me_) readers_.push_back({own.data(), own.data() + own.size()});
+    else readers_.push_back({from, from + bytes});
     from += bytes;
   }
-  float* const sum = scratch_.data() + kWireChunk;
-  Byte* const first = room_for(chunks, &sent_, 0);
+  float* const sum = buffers_->scratch.data() + kWireChunk;
+  Byte* const first = room_for(chunks, &buffers_->sent, 0);
   Byte* at = first;
   kernels::FoldSpec scale;
   scale.postscale = factor_;
   for (const CodedChunk& chunk : chunks) {
     for (int member = 0; member < members_; ++member) {
       size_t bytes = 0;
-      const Byte* encoded = readers[static_cast<size_t>(member)].take(&bytes);
+      const Byte* encoded = readers_[static_cast<size_t>(member)].take(&bytes);
       if (member == 0) format_->decode(encoded, bytes, chunk.count, sum);
       else format_->decode_add(encoded, bytes, chunk.count, sum);
     }
@@ -136,10 +132,10 @@ void CodedAllreduce::reduce() {
 }
 
 void CodedAllreduce::finish() {
-  const Byte* from = received_.data();
+  const Byte* from = buffers_->received.data();
   for (int owner = 0; owner < members_; ++owner) {
     const size_t bytes = received_bytes_[static_cast<size_t>(owner)];
-    Reader reader(from, bytes);
+    Reader reader{from, from + bytes};
     from += bytes;
     if (owner == me_) continue;
     for (const CodedChunk& chunk : chunks_[static_cast<size_t>(owner)]) {
@@ -164,8 +160,9 @@ Byte* CodedAllreduce::allocate(const std::vector<size_t>& bytes, const std::vect
     total += size;
   }
   received_bytes_ = bytes;
-  if (received_.size() < total) received_.resize(total);
-  return received_.data();
+  std::vector<Byte>& received = buffers_->received;
+  if (received.size() < total) received.resize(total);
+  return received.data();
 }
 
 }  // namespace perseus

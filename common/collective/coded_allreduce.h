@@ -21,12 +21,24 @@ struct CodedChunk {
   uint64_t step = 0;                 // see WireFormat::encode
 };
 
+// What an operation needs beside its tensors while it is under way; they can take turns.
+struct CodedBuffers {
+  std::vector<Byte> sent, own, received;
+  std::vector<float> scratch;
+
+  size_t bytes() const {
+    return sent.capacity() + own.capacity() + received.capacity() + scratch.capacity() * sizeof(float);
+  }
+};
+
 class CodedAllreduce final : public OutputSink {
  public:
   CodedAllreduce(int members, int me);
 
   // Begins anew. Encoded is prescale * x; a result is the sum times `factor`. `format` must stay until the end.
   void start(const WireFormat& format, float prescale, float factor);
+  // Before the first next(): nobody else uses them until the end.
+  void use(CodedBuffers* buffers);
   void add(int owner, const CodedChunk& chunk) { chunks_[static_cast<size_t>(owner)].push_back(chunk); }
   // The next exchange to run, whose sizes vary, or null when all outputs are written.
   const ExchangePlan* next();
@@ -37,8 +49,12 @@ class CodedAllreduce final : public OutputSink {
  private:
   enum class Stage { kEncode, kReduce, kFinish };
 
-  // Encoded chunks on their way, one after the other.
-  class Reader;
+  // Encoded chunks as they came, one after the other.
+  struct Reader {
+    const Byte* at;
+    const Byte* end;
+    const Byte* take(size_t* bytes);
+  };
   void encode();
   void reduce();
   void finish();
@@ -50,9 +66,9 @@ class CodedAllreduce final : public OutputSink {
   Stage stage_ = Stage::kEncode;
   std::vector<std::vector<CodedChunk>> chunks_;  // by owner
   ExchangePlan plan_;
-  std::vector<Byte> sent_, own_, received_;
+  CodedBuffers* buffers_ = nullptr;
   std::vector<size_t> received_bytes_;  // by member
-  std::vector<float> scratch_;
+  std::vector<Reader> readers_;
   int64_t codec_ns_ = 0;
 };
 

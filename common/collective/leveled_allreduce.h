@@ -34,6 +34,10 @@ class LeveledAllreduce final : public Staged {
   };
   void add(const Run& run);
 
+  // Before the first next(), where there is a format: see CodedAllreduce.
+  void use(CodedBuffers* buffers) {
+    if (format_ != nullptr && coded_) coded_->use(buffers);
+  }
   bool next(Step* step) override;
   int64_t codec_ns() const override { return coded_ ? coded_->codec_ns() : 0; }
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;

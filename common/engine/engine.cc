@@ -291,6 +291,7 @@ void Engine::count() {
     stats.rounds += group->rounds();
     stats.messages += group->messages();
     stats.buckets += group->execution().buckets();
+    stats.staging_bytes += group->execution().staging_bytes();
   }
   stats.operations = operations_;
   stats.staging_bytes += accumulation_.bytes() + residuals_.bytes();

@@ -28,9 +28,12 @@ bool same_fold(const kernels::FoldSpec& a, const kernels::FoldSpec& b) {
 
 // Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
 constexpr size_t kFlatBytes = 32 * 1024;
-// What is encoded goes in slices: while one is on the wire the next is encoded on another stream.
-constexpr size_t kCodedBytes = 4 * 1024 * 1024;
-static_assert(kCodedBytes % (kWireChunk * sizeof(float)) == 0, "a slice has whole chunks");
+// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
+// stream holds what it sends and what it receives of one.
+size_t slice_bytes(int streams) {
+  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
+  return kUnderWay / static_cast<size_t>(streams) / kChunk * kChunk;
+}
 
 // FNV-1a: spreads the owners of small tensors over the ranks, the same way everywhere.
 uint64_t salt_of(const std::string& name) {
@@ -92,6 +95,7 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
       group_(group),
       make_links_(std::move(make_links)),
       outputs_of_(std::move(outputs_of)),
+      slice_bytes_(slice_bytes(settings.streams)),
       streams_(static_cast<size_t>(settings.streams)) {}
 
 // ---- from entries to buckets ----
@@ -101,7 +105,6 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     entry->executions_left = 0;
-    entry->residuals.reset();
     const Description& d = entry->description;
     switch (d.kind) {
       case Kind::kAllreduce:
@@ -205,7 +208,7 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
   fit.stages = &levels == &levels_[1] ? 1 : 0;
   fit.codec = codec;
-  fit.most_bytes = kCodedBytes;
+  fit.most_bytes = slice_bytes_;
   if (entry->residuals == nullptr && format->keeps_residual() && settings_.residuals != nullptr && !entry->stand_in) {
     sizes_.clear();
     for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
@@ -215,8 +218,8 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   LeveledAllreduce::Run run;
   run.salt = salt_of(entry->name->text) + tensor;
   const size_t bytes = t.bytes();
-  for (size_t begin = 0; begin < bytes; begin += kCodedBytes) {
-    const size_t size = std::min(kCodedBytes, bytes - begin);
+  for (size_t begin = 0; begin < bytes; begin += slice_bytes_) {
+    const size_t size = std::min(slice_bytes_, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
     bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
     run.piece = bucket.plan.pieces.back();
@@ -359,6 +362,7 @@ void Execution::begin(Stream* stream, uint32_t index) {
   stream->begun_ns = now;
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
+  if (bucket.stages >= 0) bucket.leveled[bucket.stages]->use(&stream->coded);
   if (bucket.staged != nullptr) begin_next(stream, index);
   else
     exchange_of(stream, index, Level::kAll)
@@ -406,6 +410,12 @@ bool Execution::step(std::vector<Entry*>* finished) {
     free_.push_back(std::move(bucket));
   }
   return moved;
+}
+
+size_t Execution::staging_bytes() const {
+  size_t bytes = 0;
+  for (const Stream& stream : streams_) bytes += stream.coded.bytes();
+  return bytes;
 }
 
 void Execution::trace(const Stream& stream, size_t index) const {

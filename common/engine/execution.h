@@ -69,6 +69,8 @@ class Execution {
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries);
   uint64_t buckets() const { return buckets_done_; }
+  // Memory beyond tensors, and what holds them.
+  size_t staging_bytes() const;
 
  private:
   struct Stream {
@@ -78,6 +80,7 @@ class Execution {
     std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
 
     Exchange* exchange() const { return exchanges[level].get(); }
+    CodedBuffers coded;
     int64_t moved_ns = 0;
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way; for the timeline
   };
@@ -123,6 +126,7 @@ class Execution {
   const uint32_t epoch_, group_;
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
+  const size_t slice_bytes_;  // of what is encoded
 
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;

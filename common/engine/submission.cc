@@ -116,6 +116,7 @@ Entry* Engine::take_entry() {
 }
 
 void Engine::recycle(Entry* entry) {
+  entry->residuals.reset();
   std::lock_guard<std::mutex> lock(entries_mutex_);
   free_entries_.push_back(entry);
 }

@@ -174,8 +174,8 @@ void settle(State& state, perseus_code code, Pending* pending) {
 
 PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   State& state = state_of(self);
-  if (count != kSubmitArguments && count != kMostArguments)
-    return PyErr_Format(PyExc_TypeError, "submit takes %d or %d arguments", kSubmitArguments, kMostArguments);
+  if (count < kSubmitArguments || count > kMostArguments)
+    return PyErr_Format(PyExc_TypeError, "submit takes %d to %d arguments", kSubmitArguments, kMostArguments);
   const int64_t number = ++state.last_number;
   perseus_context* context = state.owner->raw();
   if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
@@ -189,12 +189,10 @@ PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   Pending pending;
   pending.number = number;
   GradientArguments gradient;
-  if (count == kMostArguments) {
-    gradient.gradient_of = PyLong_AsUnsignedLongLong(arguments[kGradientOf]);
-    gradient.codec = static_cast<int>(PyLong_AsLong(arguments[kCodec]));
-    gradient.codec_argument = PyFloat_AsDouble(arguments[kCodecArgument]);
-    if (PyErr_Occurred()) return nullptr;
-  }
+  if (count > kGradientOf) gradient.gradient_of = PyLong_AsUnsignedLongLong(arguments[kGradientOf]);
+  if (count > kCodec) gradient.codec = static_cast<int>(PyLong_AsLong(arguments[kCodec]));
+  if (count > kCodecArgument) gradient.codec_argument = PyFloat_AsDouble(arguments[kCodecArgument]);
+  if (count > kGradientOf && PyErr_Occurred()) return nullptr;
   const bool submitted = PyTuple_Check(arguments[kInput])
                              ? submit_group(context, &state.reader, arguments, unnamed, gradient, &pending)
                              : submit_one(context, &state.reader, arguments, unnamed, gradient, &pending);

@@ -23,7 +23,7 @@ enum SubmitArgument : int {
   kSplits,  // sequence of int (alltoall), ranks (groups), or None
   kGroup,
   kSubmitArguments,
-  // These may be left out together: no gradient, and sent as it is.
+  // These may be left out: no gradient, sent as it is.
   kGradientOf = kSubmitArguments,
   kCodec,
   kCodecArgument,

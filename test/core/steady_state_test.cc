@@ -63,7 +63,7 @@ constexpr int64_t kCounts[kTensors] = {1, 5,  64,  1000, 1001,  30000, 70000, 20
 // A gradient step as an adapter does it: submits 16 named tensors and waits for them, in C only.
 class Step {
  public:
-  Step() {
+  explicit Step(perseus_codec codec) : codec_(codec) {
     for (size_t i = 0; i < kTensors; ++i) {
       data_[i].assign(static_cast<size_t>(kCounts[i]), 0.0f);
       tensors_[i] = {data_[i].data(), data_[i].data(), &kCounts[i], 1, PERSEUS_FLOAT32};
@@ -76,6 +76,8 @@ class Step {
       std::fill(data_[i].begin(), data_[i].end(), static_cast<float>(rank + 1));
       perseus_request request = request_of(PERSEUS_ALLREDUCE, names_[i].c_str(), &tensors_[i], 1);
       request.op = PERSEUS_AVERAGE;
+      request.gradient_of = 1;
+      request.codec = codec_;
       if (perseus_request_submit(context, &request, &handles[i]) != PERSEUS_OK) return false;
     }
     bool good = true;
@@ -88,6 +90,7 @@ class Step {
   }
 
  private:
+  const perseus_codec codec_;
   std::vector<float> data_[kTensors];
   perseus_tensor tensors_[kTensors];
   std::string names_[kTensors];
@@ -95,7 +98,15 @@ class Step {
 
 class SteadyState : public testing::TestWithParam<int> {
  protected:
-  Medium medium() const { return all_media()[static_cast<size_t>(GetParam())]; }
+  // The last one: over mem, encoded.
+  static bool encoded() { return GetParam() == 3; }
+  static Medium medium() { return all_media()[encoded() ? 0 : static_cast<size_t>(GetParam())]; }
+  static perseus_codec codec() { return encoded() ? PERSEUS_CODEC_FLOAT16 : PERSEUS_CODEC_EXACT; }
+  static WorldOptions options() {
+    WorldOptions options;
+    if (encoded()) options.overrides = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1"};
+    return options;
+  }
 };
 
 TEST_P(SteadyState, StepsAllocateNothing) {
@@ -109,28 +120,31 @@ TEST_P(SteadyState, StepsAllocateNothing) {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (arrived < 2 * phase && std::chrono::steady_clock::now() < end) std::this_thread::yield();
   };
-  run_world(medium(), 2, [&](int rank, perseus_context* context) {
-    Step step;
-    for (int i = 0; i < kWarmUp; ++i) ASSERT_TRUE(step.run(context, rank)) << perseus_error_message();
-    for (int window = 0; window < kWindows; ++window) {
-      meet(4 * window + 1);
-      if (rank == 0) {
-        allocations = 0;
-        recording = true;
-      }
-      meet(4 * window + 2);
-      bool good = true;
-      for (int i = 0; i < kSteps; ++i) good = step.run(context, rank) && good;
-      meet(4 * window + 3);
-      if (rank == 0) {
-        recording = false;
-        fewest = std::min(fewest, allocations.load());
-      }
-      meet(4 * window + 4);
-      ASSERT_TRUE(good) << perseus_error_message();
-      if (fewest == 0) break;
-    }
-  });
+  run_world(
+      medium(), 2,
+      [&](int rank, perseus_context* context) {
+        Step step(codec());
+        for (int i = 0; i < kWarmUp; ++i) ASSERT_TRUE(step.run(context, rank)) << perseus_error_message();
+        for (int window = 0; window < kWindows; ++window) {
+          meet(4 * window + 1);
+          if (rank == 0) {
+            allocations = 0;
+            recording = true;
+          }
+          meet(4 * window + 2);
+          bool good = true;
+          for (int i = 0; i < kSteps; ++i) good = step.run(context, rank) && good;
+          meet(4 * window + 3);
+          if (rank == 0) {
+            recording = false;
+            fewest = std::min(fewest, allocations.load());
+          }
+          meet(4 * window + 4);
+          ASSERT_TRUE(good) << perseus_error_message();
+          if (fewest == 0) break;
+        }
+      },
+      options());
   EXPECT_EQ(fewest, 0) << "allocations in " << kSteps << " steps";
   for (int i = 0; fewest > 0 && i < kMostStacks; ++i) backtrace_symbols_fd(stacks[i], depths[i], 2);
 }
@@ -164,10 +178,13 @@ TEST_P(SteadyState, NamesThatComeOnceLeaveNothingBehind) {
 
 TEST_P(SteadyState, AWorldThatHasEndedLeavesNothingBehind) {
   const auto live_and_end = [&] {
-    run_world(medium(), 2, [&](int rank, perseus_context* context) {
-      Step step;
-      EXPECT_TRUE(step.run(context, rank)) << perseus_error_message();
-    });
+    run_world(
+        medium(), 2,
+        [&](int rank, perseus_context* context) {
+          Step step(codec());
+          EXPECT_TRUE(step.run(context, rank)) << perseus_error_message();
+        },
+        options());
   };
   for (int i = 0; i < 3; ++i) live_and_end();
   const int64_t before = alive;
@@ -175,7 +192,8 @@ TEST_P(SteadyState, AWorldThatHasEndedLeavesNothingBehind) {
   EXPECT_LT(alive - before, 40) << "every world leaves something behind";
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, SteadyState, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, SteadyState, testing::Range(0, 4), [](const auto& info) {
+  return info.param == 3 ? "encoded" : all_media()[static_cast<size_t>(info.param)].name;
+});
 
 }  // namespace
