@@ -86,7 +86,7 @@ def start_sparse_allreduce(
         allgather_async(_header_and_indices(own), names[0], process_set),
         session.submit(
             ALLGATHER, names[1], values.contiguous(), None, 0, 1.0, 1.0, 0, None,
-            process_set.process_set_id, gradient_of,
+            process_set.process_set_id, gradient_of, 0, 0.0,
         ),
     )  # fmt: skip
 
