@@ -32,7 +32,8 @@ def stats() -> dict[str, int]:
 
     Keys: shm_bytes_sent, shm_bytes_received, tcp_bytes_sent, tcp_bytes_received (bytes, headers
     included), rounds (negotiation rounds), buckets (fused executions), operations, sleeps (times a
-    thread slept waiting for peers), staging_bytes (memory held beyond the tensors).
+    thread slept waiting for peers), staging_bytes (memory held beyond the tensors), messages (sent
+    to negotiate).
     Raises ValueError before init().
     """
     from perseus import basics

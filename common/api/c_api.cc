@@ -192,6 +192,7 @@ perseus_code perseus_context_stats(const perseus_context* context, perseus_stats
     out->operations = stats.operations;
     out->sleeps = stats.sleeps;
     out->staging_bytes = stats.staging_bytes;
+    out->messages = stats.messages;
     return PERSEUS_OK;
   });
 }

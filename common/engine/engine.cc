@@ -289,6 +289,7 @@ void Engine::count() {
   }
   for (auto& [id, group] : groups_) {
     stats.rounds += group->rounds();
+    stats.messages += group->messages();
     stats.buckets += group->execution().buckets();
   }
   stats.operations = operations_;

@@ -29,7 +29,7 @@ namespace perseus {
 
 struct EngineStats {
   uint64_t shm_sent = 0, shm_received = 0, tcp_sent = 0, tcp_received = 0;
-  uint64_t rounds = 0, buckets = 0, operations = 0, sleeps = 0, staging_bytes = 0;
+  uint64_t rounds = 0, buckets = 0, operations = 0, sleeps = 0, staging_bytes = 0, messages = 0;
 };
 
 class Engine {

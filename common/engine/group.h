@@ -42,6 +42,7 @@ class Group {
   // 1, 2, …; any thread.
   int64_t next_number() { return numbers_.fetch_add(1, std::memory_order_relaxed) + 1; }
   uint64_t rounds() const { return round_.number(); }
+  uint64_t messages() const { return round_.messages(); }
   // No more rounds from now on but what peers have begun (shutting down).
   void close() { closed_ = true; }
 

@@ -70,6 +70,7 @@ void Round::compose() {
   std::memcpy(&out_[0], &frame, sizeof frame);
   out_sent_ = out_message_ = 0;
   in_frame_here_ = in_done_ = false;
+  ++messages_;
 }
 
 bool Round::step() {

@@ -27,6 +27,8 @@ class Round {
   bool idle() const { return step_ < 0; }
   uint64_t number() const { return number_; }  // of the round in flight or, when idle, of the last one finished
 
+  uint64_t messages() const { return messages_; }  // sent so far, ceil(log2 N) a round
+
   // Begins the next round with this rank's bits and announcements in `content().bits` / announced[me].
   RoundContent& content() { return content_; }
   void begin();
@@ -52,7 +54,7 @@ class Round {
   int size_, me_;
   uint32_t epoch_, group_;
 
-  uint64_t number_ = 0;
+  uint64_t number_ = 0, messages_ = 0;
   int step_ = -1;  // -1 = idle
   RoundContent content_;
 

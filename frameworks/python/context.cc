@@ -122,7 +122,8 @@ std::map<std::string, uint64_t> ContextOwner::stats() const {
           {"buckets", stats.buckets},
           {"operations", stats.operations},
           {"sleeps", stats.sleeps},
-          {"staging_bytes", stats.staging_bytes}};
+          {"staging_bytes", stats.staging_bytes},
+          {"messages", stats.messages}};
 }
 
 std::optional<std::vector<int>> ContextOwner::group_ranks(int group) const {

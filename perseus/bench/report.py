@@ -16,10 +16,10 @@ from perseus.bench.record import Record
 from perseus.bench.sizes import show_bytes, show_seconds
 
 _BEGIN, _END = "<!-- bench:begin -->", "<!-- bench:end -->"
-_WIDTHS = (13, 19, 5, 5, 10, 10, 10, 4, 8, 8, 8, 8)
+_WIDTHS = (13, 19, 5, 5, 9, 8, 8, 3, 7, 7, 8, 8, 8)
 _COLUMNS = (
     "case", "contender", "ranks", "hosts", "size", "median", "min", "n", "algGB/s", "busGB/s",
-    "/perseus", "result",
+    "wire", "/perseus", "result",
 )  # fmt: skip
 
 
@@ -29,7 +29,10 @@ def heading() -> str:
 
 
 def show_line(record: Record) -> str:
-    """One measurement as a line. /perseus: this contender's time divided by Perseus'."""
+    """One measurement as a line.
+
+    wire: what the busiest host sent. /perseus: this contender's time divided by Perseus'.
+    """
     ratio = "" if record.vs_perseus is None else f"{record.vs_perseus:.3g}"
     case = record.settings.get("model", record.case)
     verdict = "right" if record.verified else f"INVALID: {record.note}"
@@ -40,7 +43,7 @@ def show_line(record: Record) -> str:
             case, record.contender, str(record.ranks), str(record.hosts), show_bytes(record.bytes),
             show_seconds(record.median_s), show_seconds(record.min_s), str(record.n),
             f"{record.algbw_GBps:.3g}", f"{record.busbw_GBps:.3g}" if record.busbw_GBps else "-",
-            ratio, verdict,
+            "-" if record.wire_bytes is None else show_bytes(record.wire_bytes), ratio, verdict,
         )
     )  # fmt: skip
 

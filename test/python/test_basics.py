@@ -173,6 +173,7 @@ def test_statistics_count(world):
         "operations",
         "sleeps",
         "staging_bytes",
+        "messages",
     }
 
 

@@ -172,6 +172,7 @@ typedef struct perseus_stats {
   uint64_t operations;    /* requests finished */
   uint64_t sleeps;        /* times a thread went to sleep waiting for peers */
   uint64_t staging_bytes; /* memory held beyond the caller's tensors */
+  uint64_t messages;      /* sent to negotiate */
 } perseus_stats;
 PERSEUS_EXPORT perseus_code perseus_context_stats(const perseus_context* context, perseus_stats* stats);
 
