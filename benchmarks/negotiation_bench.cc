@@ -1,7 +1,7 @@
 // What it costs ranks to agree on which tensors are ready: ranks as threads of this process submit 200 small tensors
 // over the time of a backward pass, in bursts, as layers do. One JSON line for each number of ranks and contender.
 //
-//   negotiation_bench [most ranks = 512] [steps = 7] [backward ms = 200]
+//   negotiation_bench [most ranks = 512] [steps = 7] [backward ms = 200] [fewest ranks = 2]
 //
 // "perseus": the C ABI in memory worlds, tensors without elements, so that agreeing is all there is to do. "perseus
 // with data": tensors of four, sums are verified; up to 64 ranks, as buffers between all of them take memory.
@@ -389,7 +389,8 @@ int run(int argc, char** argv) {
   Options options{};
   options.steps = number(argc, argv, 2, 7, 1, 1000);
   options.backward = std::chrono::milliseconds(number(argc, argv, 3, 200, 1, 100000));
-  for (int size = 2; size <= most; size *= 2) {
+  const int fewest = number(argc, argv, 4, 2, 2, most);
+  for (int size = fewest; size <= most; size *= 2) {
     show("schedule", size, options, run_schedule(size, options));
     show("perseus", size, options, run_perseus(size, options, 0));
     if (size <= kMostWithData) show("perseus with data", size, options, run_perseus(size, options, kElements));

@@ -49,7 +49,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def _over(record: dict[str, Any]) -> str:
-    return f"{(record['median_s'] - record['backward_s']) * 1e3:.2g} ms"
+    return f"{(record['median_s'] - record['backward_s']) * 1e3:.1f} ms"
 
 
 def draw(records: list[dict[str, Any]], picture: str) -> None:
@@ -67,11 +67,13 @@ def draw(records: list[dict[str, Any]], picture: str) -> None:
         times.loglog(ranks, [(r["median_s"] - r["backward_s"]) * 1e3 for _, r in points], **style)
         if name in ("perseus", "coordinator"):
             messages.loglog(ranks, [r["messages"] for _, r in points], **style)
-    times.set_ylabel("a step takes longer than its backward pass by (ms)")
-    messages.set_ylabel("messages that the busiest rank sends in a step")
+    times.set_ylabel("step beyond its backward pass (ms)")
+    messages.set_ylabel("messages of the busiest rank in a step")
+    sizes = sorted({record["ranks"] for record in records})
     for axes in (times, messages):
         axes.set_xlabel("ranks (threads of one process)")
-        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
         axes.grid(True, which="major", alpha=0.3)
         axes.legend(fontsize=8)
     figure.tight_layout()
