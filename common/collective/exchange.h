@@ -150,6 +150,8 @@ class Exchange {
   Cursor own_in_, own_out_;
   std::vector<Piece> gathered_;  // allgather, alltoall: where received bytes go
   std::vector<size_t> even_;     // parts of an allreduce or broadcast
+  std::vector<size_t> received_bytes_;
+  std::vector<uint64_t> received_rows_;
   std::vector<const void*> sources_;
   std::vector<Byte*> windows_;
 };

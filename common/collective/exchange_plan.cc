@@ -253,8 +253,10 @@ void Exchange::check_header(int i) {
 }
 
 void Exchange::place_outputs() {
-  std::vector<size_t> bytes(peers_.size());
-  std::vector<uint64_t> rows(peers_.size());
+  std::vector<size_t>& bytes = received_bytes_;
+  std::vector<uint64_t>& rows = received_rows_;
+  bytes.resize(peers_.size());
+  rows.resize(peers_.size());
   const bool all_to_all = plan_->collective == Collective::kAlltoall;
   for (size_t i = 0; i < peers_.size(); ++i) {
     const bool own = static_cast<int>(i) == me_;
