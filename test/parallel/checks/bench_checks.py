@@ -13,6 +13,7 @@ from perseus.bench.nets import CLASSES, Net
 from perseus.bench.peers import disband
 from perseus.bench.plan import Plan
 from perseus.bench.session import Session
+from perseus.compression import Compressor
 
 
 class _Tiny(nn.Module):
@@ -46,7 +47,11 @@ def check_training_notices_gradients_that_are_wrong() -> None:
     session = Session(Plan(["training"], codecs=["fp16"], seconds=1e-3))
     right = hvd.Compression.fp16
 
-    class Wrong(hvd.Compression.none):  # type: ignore[misc, name-defined]
+    class Wrong(Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
+            return tensor, None
+
         @staticmethod
         def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
             return tensor * 1.01 if tensor.ndim == 2 else tensor
