@@ -13,6 +13,7 @@ from perseus.bench.nets import CLASSES, Net
 from perseus.bench.peers import disband
 from perseus.bench.plan import Plan
 from perseus.bench.session import Session
+from perseus.compression import Compressor
 
 
 class _Tiny(nn.Module):
@@ -44,17 +45,22 @@ def check_training_takes_turns_with_native_ddp() -> None:
 
 def check_training_notices_gradients_that_are_wrong() -> None:
     session = Session(Plan(["training"], codecs=["fp16"], seconds=1e-3))
-    right = hvd.Compression.fp16.decompress
+    right = hvd.Compression.fp16
 
-    def wrong(tensor: torch.Tensor, context: torch.dtype) -> torch.Tensor:
-        result = right(tensor, context)
-        return result * 1.01 if result.ndim == 2 else result
+    class Wrong(Compressor):
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, object]:
+            return tensor, None
 
-    hvd.Compression.fp16.decompress = wrong
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: object) -> torch.Tensor:
+            return tensor * 1.01 if tensor.ndim == 2 else tensor
+
+    hvd.Compression.fp16 = Wrong
     try:
         plain, coded, alone = session.records(training.subject_of(session, "tiny", Net(_Tiny, 6)))
     finally:
-        hvd.Compression.fp16.decompress = right
+        hvd.Compression.fp16 = right
     assert plain.verified and alone.verified
     assert (coded.verified, coded.note) == (False, "wrong result")
 
