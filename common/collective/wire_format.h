@@ -25,8 +25,8 @@ class WireFormat {
   // chunks can follow each other; `to` is aligned to 4, and the size is a multiple of 4.
   // `residual`, where not null, has `count` elements: x + residual is encoded, and what decode() will not give back of
   // it is left there: decoded + residual equals x + residual before, bit for bit, as far as floats can say it. Elements
-  // that are not finite pass and leave a residual of zero. `step` counts the times this chunk was encoded, the same on
-  // all ranks.
+  // that are not finite pass and leave a residual of zero. (A codec that discounts what waits multiplies the residual
+  // before all that; see rotating.h.) `step` counts the times this chunk was encoded, the same on all ranks.
   virtual size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const = 0;
 
   // The chunk's elements, or those added to x. `bytes` is what the chunk's first four bytes say, and lies in memory.

@@ -41,6 +41,8 @@ PERSEUS_INLINE void encode_block(const float* v, BlockScale by, unsigned char* t
     FloatBits words{};
     for (size_t quarter = 0; quarter < 4; ++quarter) {
       const size_t i = quarter * kQuarter + w;
+      // The page's next block, which is visited after those of other pages.
+      if (!kResidual && i % kLineFloats == 0) __builtin_prefetch(v + i + kByteBlock);
       Floats value = load_floats(v + i);
       Floats rounded = value * by.inverse + kRounder;
       if (kResidual) store_floats(residual + i, value - (rounded - kRounder) * by.scale);
@@ -53,7 +55,6 @@ PERSEUS_INLINE void encode_block(const float* v, BlockScale by, unsigned char* t
 // Lines of x whole, one after the other: streams want that.
 template <Arrival kArrival>
 PERSEUS_INLINE void decode_block(const unsigned char* from, float scale, float* x) {
-  constexpr size_t kLineFloats = 64 / sizeof(float);
   for (size_t line = 0; line < kQuarter; line += kLineFloats) {
     for (size_t quarter = 0; quarter < 4; ++quarter) {
       for (size_t w = line; w < line + kLineFloats; w += kFloatLanes) {

@@ -105,7 +105,7 @@ TEST_P(CodecTest, DecodedPlusResidualIsWhatWasThereBitForBit) {
       if (overflows || spec_.momentum != 1.0) continue;
       SCOPED_TRACE(describe(spec_, count, static_cast<int>(values)));
       std::vector<float> residual(count), before;
-      for (uint64_t step = 0; step < 20; ++step) {
+      for (uint64_t step = 0; step < (count > 1000 ? 4 : 20); ++step) {
         std::vector<float> x = values_of(values, count, step);
         if (values == Values::kHuge && step > 0) x.assign(count, 0.0f);  // two of them are beyond the largest float
         before = residual;
@@ -182,10 +182,10 @@ TEST_P(CodecTest, InfAndNanPassAndLeaveNothingBehind) {
             if (keep) {
               ASSERT_EQ(residual[place], 0.0f);
             }
-            for (size_t i = 0; i < count; ++i) {
-              ASSERT_TRUE(std::isfinite(residual[i])) << i;
-              ASSERT_TRUE(i == place || std::isfinite(y[i])) << i;
-            }
+            y[place] = 0.0f;
+            const auto finite = [](float value) { return std::isfinite(value); };
+            ASSERT_TRUE(std::all_of(residual.begin(), residual.end(), finite));
+            ASSERT_TRUE(std::all_of(y.begin(), y.end(), finite));
           }
         }
       }
