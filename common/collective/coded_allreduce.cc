@@ -25,10 +25,11 @@ CodedAllreduce::CodedAllreduce(int members, int me)
   plan_.fold.dtype = DType::kUInt8;
 }
 
-void CodedAllreduce::start(const WireFormat& format, float prescale, float factor) {
+void CodedAllreduce::start(const WireFormat& format, float prescale, float factor, bool last) {
   format_ = &format;
   prescale_ = prescale;
   factor_ = factor;
+  last_ = last;
   stage_ = Stage::kEncode;
   codec_ns_ = 0;
   for (std::vector<CodedChunk>& chunks : chunks_) chunks.clear();
@@ -141,7 +142,8 @@ void CodedAllreduce::finish() {
     for (const CodedChunk& chunk : chunks_[static_cast<size_t>(owner)]) {
       size_t size = 0;
       const Byte* encoded = reader.take(&size);
-      format_->decode(encoded, size, chunk.count, chunk.out);
+      if (last_) format_->decode_streamed(encoded, size, chunk.count, chunk.out);
+      else format_->decode(encoded, size, chunk.count, chunk.out);
     }
   }
 }

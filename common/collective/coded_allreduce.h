@@ -35,8 +35,9 @@ class CodedAllreduce final : public OutputSink {
  public:
   CodedAllreduce(int members, int me);
 
-  // Begins anew. Encoded is prescale * x; a result is the sum times `factor`. `format` must stay until the end.
-  void start(const WireFormat& format, float prescale, float factor);
+  // Begins anew. Encoded is prescale * x; a result is the sum times `factor`. `format` must stay until the end. `last`:
+  // outputs are not read again soon.
+  void start(const WireFormat& format, float prescale, float factor, bool last);
   // Before the first next(): nobody else uses them until the end.
   void use(CodedBuffers* buffers);
   void add(int owner, const CodedChunk& chunk) { chunks_[static_cast<size_t>(owner)].push_back(chunk); }
@@ -63,6 +64,7 @@ class CodedAllreduce final : public OutputSink {
   const int members_, me_;
   const WireFormat* format_ = nullptr;
   float prescale_ = 1, factor_ = 1;
+  bool last_ = false;
   Stage stage_ = Stage::kEncode;
   std::vector<std::vector<CodedChunk>> chunks_;  // by owner
   ExchangePlan plan_;

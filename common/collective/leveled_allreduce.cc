@@ -20,7 +20,7 @@ void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* fo
   if (format == nullptr || !levels_.carries()) return;
   if (!coded_) coded_ = std::make_unique<CodedAllreduce>(static_cast<int>(levels_.across.size()), levels_.across_me);
   const float prescale = works_inside() ? 1.0F : static_cast<float>(fold.prescale);
-  coded_->start(*format, prescale, static_cast<float>(fold.postscale / fold.divisor));
+  coded_->start(*format, prescale, static_cast<float>(fold.postscale / fold.divisor), !works_inside());
 }
 
 void LeveledAllreduce::add(const Run& run) {

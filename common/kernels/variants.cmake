@@ -1,7 +1,12 @@
 # One .cc per SIMD variant, each compiled for its own instruction set; kernels.cc chooses among them at run time.
 # No variant may contract a * b + c or reorder: all give the same bits.
 # Unswitching would copy every loop for each flag in it: a third more code, no faster.
-set(KERNEL_OPTIONS -O3 -fno-unswitch-loops -ffp-contract=off -fno-math-errno -fno-trapping-math)
+# Under sanitizers the loops are for checking: optimising what they add to them takes minutes.
+set(KERNEL_OPTIMISATION -O3 -fno-unswitch-loops)
+if(PERSEUS_SANITIZE)
+  set(KERNEL_OPTIMISATION -O1)
+endif()
+set(KERNEL_OPTIONS ${KERNEL_OPTIMISATION} -ffp-contract=off -fno-math-errno -fno-trapping-math)
 set_source_files_properties(kernels/variant_portable.cc kernels/variant_neon.cc PROPERTIES
                             COMPILE_OPTIONS "${KERNEL_OPTIONS}")
 set_source_files_properties(kernels/variant_avx2.cc PROPERTIES
