@@ -21,7 +21,7 @@ const Variable kTable[] = {
     {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
      "What float32 gradients look like on their way: 0 = float16 between all ranks, 1 = as they are, 2 = as they are "
      "inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
-    {Var::kGradientScale, "PERSEUS_ALLREDUCE_GRADIENT_SCALE", "", VarType::kFloat, "0", "0..1e30", true,
+    {Var::kGradientScale, "PERSEUS_ALLREDUCE_GRADIENT_SCALE", "", VarType::kFloat, "0", "0..1000000000000", true,
      "Multiplied in before gradients become float16 and divided out after. 0 = a power of two for every 16384 "
      "elements, "
      "so that none overflows. With a value of your own, first losses that are very large and NaN ask for a smaller "

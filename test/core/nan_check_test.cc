@@ -43,8 +43,8 @@ std::vector<Result> run_gradients(perseus_context* context, const std::vector<st
 
 WorldOptions with(const std::string& action, std::vector<std::string> more = {}) {
   WorldOptions options;
-  options.overrides = {"PERSEUS_ALLREDUCE_NANCHECK=1", "PERSEUS_ALLREDUCE_NANCHECK_ACTION=" + action,
-                       "HOROVOD_LOG_HIDE_TIME=1"};
+  options.overrides = {"PERSEUS_ALLREDUCE_DTYPE=1", "PERSEUS_ALLREDUCE_NANCHECK=1",
+                       "PERSEUS_ALLREDUCE_NANCHECK_ACTION=" + action, "HOROVOD_LOG_HIDE_TIME=1"};
   options.overrides.insert(options.overrides.end(), more.begin(), more.end());
   return options;
 }
@@ -224,14 +224,16 @@ TEST_P(NanCheck, IsForGradientsAndWhereAskedFor) {
   };
   testing::internal::CaptureStderr();
   run_world(medium(), 2, [&](int, perseus_context* context) { ordinary(context, 0); }, with("raise"));
-  run_world(medium(), 2, [&](int, perseus_context* context) { ordinary(context, 1); });
+  WorldOptions exact;
+  exact.overrides = {"PERSEUS_ALLREDUCE_DTYPE=1"};
+  run_world(medium(), 2, [&](int, perseus_context* context) { ordinary(context, 1); }, exact);
   EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 TEST(NanCheckSettings, AnswerToTheMisspeltNameAndMustAgree) {
   std::atomic<int> refused{0};
   WorldOptions options;
-  options.overrides = {"PERSEUS_ALLREDUCE_NANHECK=1"};
+  options.overrides = {"PERSEUS_ALLREDUCE_DTYPE=1", "PERSEUS_ALLREDUCE_NANHECK=1"};
   run_world(
       all_media()[0], 1,
       [](int, perseus_context* context) {
