@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from perseus.compression import (
@@ -22,14 +20,6 @@ __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 class _NarrowCompressor(Compressor):
     in_core = True
-    dtype: ClassVar[torch.dtype]
-
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor in 16 bits, and the dtype to go back to."""
-        if not tensor.dtype.is_floating_point:
-            return tensor, None
-        return tensor.to(cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
@@ -37,18 +27,31 @@ class _NarrowCompressor(Compressor):
         return tensor if ctx is None else tensor.to(ctx)
 
 
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
+    """The tensor in 16 bits, and the dtype to go back to."""
+    return (tensor.to(dtype), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
+
+
 class FP16Compressor(_NarrowCompressor):
     """Floating tensors travel as float16 and come back in their own dtype; others unchanged."""
 
     codec = FLOAT16
-    dtype = torch.float16
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """The tensor as float16, and the dtype to go back to."""
+        return _narrow(tensor, torch.float16)
 
 
 class BF16Compressor(_NarrowCompressor):
     """Floating tensors travel as bfloat16 and come back in their own dtype; others unchanged."""
 
     codec = BFLOAT16
-    dtype = torch.bfloat16
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
+        """The tensor as bfloat16, and the dtype to go back to."""
+        return _narrow(tensor, torch.bfloat16)
 
 
 class Compression:

@@ -21,11 +21,11 @@ init = basics.init
 failures = []
 
 
-def impatient_init():
+def impatient_init(**arguments):
     """Wait for a second; after one failure, as long as it takes."""
     os.environ["HOROVOD_START_TIMEOUT"] = "60" if late or failures else "1"
     try:
-        init()
+        init(**arguments)
     except hvd.HorovodInternalError as error:
         failures.append(str(error))
         given_up.touch()
