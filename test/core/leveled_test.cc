@@ -128,6 +128,7 @@ TEST_P(Leveled, GivesTheBitsOfItsStagesForEveryDtypeAndReduction) {
         for (perseus_dtype dtype : kDTypes)
           for (perseus_reduce_op op : kReductions) {
             if (dtype == PERSEUS_BOOL && op == PERSEUS_AVERAGE) continue;
+            if (kThreadSanitizer && !full_grid() && dtype % 3 != 2) continue;  // float32, int8, int64
             const uint64_t seed = dtype * 10U + op;
             Reduction how{op, op == PERSEUS_SUM ? 0.5 : 1.0, op == PERSEUS_SUM ? 3.0 : 1.0};
             const bool in_place = (dtype + op) % 2 == 0;
