@@ -1,0 +1,315 @@
+// From entries to buckets: what is fused with what, and which exchanges a tensor takes.
+#include <algorithm>
+#include <cstdlib>
+
+#include "base/error.h"
+#include "base/huge_pages.h"
+#include "engine/execution.h"
+#include "engine/negotiation.h"
+
+namespace perseus {
+namespace {
+
+kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ranks) {
+  kernels::FoldSpec fold;
+  fold.dtype = dtype;
+  fold.op = description.op == ReduceOp::kAverage ? ReduceOp::kSum : description.op;
+  fold.prescale = description.prescale;
+  fold.postscale = description.postscale;
+  fold.divisor = description.op == ReduceOp::kAverage ? static_cast<int>(ranks) : 1;
+  return fold;
+}
+
+bool same_fold(const kernels::FoldSpec& a, const kernels::FoldSpec& b) {
+  return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
+         a.divisor == b.divisor;
+}
+
+// Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
+constexpr size_t kFlatBytes = 32 * 1024;
+// FNV-1a: spreads the owners of small tensors over the ranks, the same way everywhere.
+uint64_t salt_of(const std::string& name) {
+  uint64_t hash = 14695981039346656037U;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211U;
+  return hash >> 1;  // so that a number can be added
+}
+
+}  // namespace
+
+Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint64_t>& rows) {
+  size_t total = 0;
+  int64_t total_rows = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const uint64_t row = static_cast<uint64_t>(row_bytes);
+    if (rows[i] > (uint64_t{1} << 48) || sizes[i] != rows[i] * row)
+      fail(ErrorKind::kIo, "[collective] a peer announced " + std::to_string(sizes[i]) + " bytes for " +
+                               std::to_string(rows[i]) + " rows of " + std::to_string(row) + " bytes");
+    total += sizes[i];
+    total_rows += static_cast<int64_t>(rows[i]);
+    output->received_splits.push_back(static_cast<int64_t>(rows[i]));
+  }
+  output->shape.assign(1, total_rows);
+  output->shape.insert(output->shape.end(), tail_shape.begin(), tail_shape.end());
+  output->bytes = total;
+  void* memory = nullptr;
+  // Frameworks expect tensors on cache lines.
+  if (posix_memalign(&memory, 64, total == 0 ? 64 : total) != 0)
+    fail(ErrorKind::kIo, "[engine] out of memory for a result of " + std::to_string(total) + " bytes");
+  advise_huge_pages(memory, total);
+  output->data = static_cast<Byte*>(memory);
+  return output->data;
+}
+
+void Bucket::add_piece(const Entry::Buffers& buffers, size_t size) {
+  if (buffers.in != buffers.out) advise_huge_pages(buffers.out, size);
+  plan.pieces.push_back(Piece{buffers.in, buffers.out, size});
+}
+
+void Bucket::clear() {
+  plan.clear();
+  entries.clear();
+  bytes = 0;
+  adasum.reset();
+  staged = nullptr;
+  stages = -1;
+  codec = CodecSpec();
+  residuals.clear();
+  output = nullptr;
+  tail_shape.clear();
+}
+
+void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
+  const int64_t now = now_ns();
+  for (Entry* entry : ready) {
+    entry->agreed_ns = now;
+    entry->executions_left = 0;
+    const Description& d = entry->description;
+    switch (d.kind) {
+      case Kind::kAllreduce:
+        for (size_t i = 0; i < d.tensors.size(); ++i) add_reduction(entry, i);
+        break;
+      case Kind::kBroadcast:
+        add_broadcast(entry);
+        break;
+      case Kind::kReduceScatter:
+        add_reducescatter(entry);
+        break;
+      case Kind::kAllgather:
+      case Kind::kAlltoall:
+        outputs_of_(entry).resize(d.tensors.size());
+        for (size_t i = 0; i < d.tensors.size(); ++i) add_gather(entry, i);
+        break;
+      case Kind::kBarrier:
+      case Kind::kAddGroup:
+      case Kind::kRemoveGroup:
+      case Kind::kJoin:
+        break;  // that all are ready is all there is to it
+    }
+    if (entry->executions_left == 0) finished->push_back(entry);
+  }
+  close_all();
+}
+
+std::unique_ptr<Bucket> Execution::fresh_bucket() {
+  if (free_.empty()) return std::make_unique<Bucket>();
+  std::unique_ptr<Bucket> bucket = std::move(free_.back());
+  free_.pop_back();
+  return bucket;
+}
+
+Bucket& Execution::own_bucket(Entry* entry, size_t bytes) {
+  open_.push_back(fresh_bucket());
+  Bucket& bucket = *open_.back();
+  bucket.bytes = bytes;
+  bucket.entries.push_back(entry);
+  ++entry->executions_left;
+  return bucket;
+}
+
+Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
+  const size_t most = std::min(settings_.fusion_bytes, fit.most_bytes);
+  for (auto& bucket : open_) {
+    const ExchangePlan& plan = bucket->plan;
+    if (plan.collective != fit.collective || bucket->bytes + bytes > most || plan.root != fit.root ||
+        bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) || !(bucket->codec == fit.codec))
+      continue;
+    bucket->bytes += bytes;
+    if (bucket->entries.back() != entry) {
+      bucket->entries.push_back(entry);
+      ++entry->executions_left;
+    }
+    return *bucket;
+  }
+  Bucket& bucket = own_bucket(entry, bytes);
+  bucket.plan.collective = fit.collective;
+  bucket.plan.fold = fit.fold;
+  bucket.plan.root = fit.root;
+  bucket.stages = fit.stages;
+  bucket.codec = fit.codec;
+  return bucket;
+}
+
+void Execution::add_reduction(Entry* entry, size_t tensor) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  const size_t bytes = t.bytes();
+  if (bytes == 0) return;
+  const kernels::FoldSpec fold = fold_of(d, t.dtype, ranks_.size());
+  const Levels& levels = this->levels(d.coded_inside);
+  const CodecSpec codec = codec_of(d, t);
+  if (codec.kind != CodecKind::kNone && levels.groups > 1) return add_coded(entry, tensor, levels, codec);
+  const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
+  if (levels.divided() && worth_stages && fold.op != ReduceOp::kAdasum) return add_leveled(entry, tensor, levels);
+  Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kAllreduce, fold));
+  bucket.add_piece(entry->buffers[tensor], bytes);
+  if (fold.op != ReduceOp::kAdasum) return;
+  if (!bucket.adasum)
+    bucket.adasum =
+        std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
+  bucket.staged = bucket.adasum.get();
+  bucket.adasum->add_tensor(bucket.plan.pieces.back());
+}
+
+void Execution::add_leveled(Entry* entry, size_t tensor, const Levels& levels) {
+  const TensorDescription& t = entry->description.tensors[tensor];
+  Fit fit(Collective::kAllreduce, fold_of(entry->description, t.dtype, ranks_.size()));
+  fit.stages = 1;
+  Bucket& bucket = bucket_for(entry, t.bytes(), fit);
+  bucket.add_piece(entry->buffers[tensor], t.bytes());
+  open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
+}
+
+void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  const WireFormat* format = format_of(codec);
+  Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
+  fit.stages = d.coded_inside ? 0 : 1;
+  fit.codec = codec;
+  fit.most_bytes = slice_bytes_;
+  if (entry->residuals == nullptr && format->keeps_residual() && settings_.residuals != nullptr && !entry->stand_in) {
+    sizes_.clear();
+    for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
+    entry->residuals =
+        settings_.residuals->take(entry->gradient_of, static_cast<int>(group_), entry->name->text, sizes_);
+  }
+  LeveledAllreduce::Run run;
+  run.salt = salt_of(entry->name->text) + tensor;
+  const size_t bytes = t.bytes();
+  for (size_t begin = 0; begin < bytes; begin += slice_bytes_) {
+    const size_t size = std::min(slice_bytes_, bytes - begin);
+    Bucket& bucket = bucket_for(entry, size, fit);
+    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    run.piece = bucket.plan.pieces.back();
+    run.number = begin / sizeof(float) / kWireChunk;
+    if (entry->residuals != nullptr) {
+      run.residual = entry->residuals->sent(tensor) + begin / sizeof(float);
+      run.result_residual = entry->residuals->result(tensor) + begin / sizeof(float);
+      run.step = entry->residuals->steps;
+      if (bucket.residuals.empty() || bucket.residuals.back() != entry->residuals)
+        bucket.residuals.push_back(entry->residuals);
+    }
+    open_stages(&bucket, levels, format).add(run);
+  }
+}
+
+// By what all ranks know of the tensor, never by what it shares a bucket with.
+CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
+  if (t.dtype != DType::kFloat32) return CodecSpec();
+  return t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
+}
+
+const WireFormat* Execution::format_of(const CodecSpec& codec) {
+  for (auto& [spec, format] : formats_)
+    if (spec == codec) return format.get();
+  formats_.emplace_back(codec, make_codec(codec));
+  return formats_.back().second.get();
+}
+
+const Levels& Execution::levels(bool undivided) {
+  if (levels_.empty()) {
+    levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
+    levels_.push_back(settings_.division->of(ranks_, me_));
+  }
+  return levels_[undivided ? 0 : 1];
+}
+
+// The bucket's stages, begun where this is their first piece.
+LeveledAllreduce& Execution::open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format) {
+  std::unique_ptr<LeveledAllreduce>& stages = bucket->leveled[bucket->stages];
+  if (!stages) stages = std::make_unique<LeveledAllreduce>(levels);
+  if (bucket->staged == nullptr) {
+    bucket->staged = stages.get();
+    stages->start(bucket->plan.fold, format);
+  }
+  return *stages;
+}
+
+void Execution::add_broadcast(Entry* entry) {
+  const Description& d = entry->description;
+  int root = 0;
+  while (ranks_[root] != d.root) ++root;
+  kernels::FoldSpec bytes_only;
+  bytes_only.dtype = DType::kUInt8;
+  for (size_t i = 0; i < d.tensors.size(); ++i) {
+    const size_t bytes = d.tensors[i].bytes();
+    if (bytes == 0) continue;
+    Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kBroadcast, bytes_only, root));
+    bucket.add_piece(entry->buffers[i], bytes);
+  }
+}
+
+void Execution::add_reducescatter(Entry* entry) {
+  const Description& d = entry->description;
+  const int64_t ranks = static_cast<int64_t>(ranks_.size());
+  for (size_t i = 0; i < d.tensors.size(); ++i) {
+    const TensorDescription& t = d.tensors[i];
+    if (t.bytes() == 0) continue;
+    ExchangePlan& plan = own_bucket(entry, t.bytes()).plan;
+    plan.collective = Collective::kReduceScatter;
+    plan.fold = fold_of(d, t.dtype, ranks_.size());
+    const int64_t rows = t.shape[0], row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
+    // Horovod's layout: the first rows % ranks ranks get one more.
+    for (int64_t r = 0; r < ranks; ++r)
+      plan.parts.push_back(static_cast<size_t>((rows / ranks + (r < rows % ranks ? 1 : 0)) * row_bytes));
+    plan.pieces.push_back(Piece{entry->buffers[i].in, nullptr, t.bytes()});
+    advise_huge_pages(entry->buffers[i].out, plan.parts[me_]);
+    plan.result.push_back(Piece{nullptr, entry->buffers[i].out, plan.parts[me_]});
+  }
+}
+
+void Execution::add_gather(Entry* entry, size_t tensor) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  Bucket& bucket = own_bucket(entry, t.bytes());
+  bucket.output = &outputs_of_(entry)[tensor];
+  bucket.row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
+  bucket.tail_shape.assign(t.shape.begin() + 1, t.shape.end());
+  ExchangePlan& plan = bucket.plan;
+  plan.fold = kernels::FoldSpec();
+  plan.fold.dtype = t.dtype;
+  plan.pieces.push_back(Piece{entry->buffers[tensor].in, nullptr, t.bytes()});
+  if (d.kind == Kind::kAllgather) {
+    plan.collective = Collective::kAllgather;
+    plan.send_rows.push_back(static_cast<uint64_t>(t.shape[0]));
+  } else {
+    plan.collective = Collective::kAlltoall;
+    for (int64_t rows : entry->splits) {
+      plan.send_rows.push_back(static_cast<uint64_t>(rows));
+      plan.send_bytes.push_back(static_cast<size_t>(rows * bucket.row_bytes));
+    }
+  }
+}
+
+void Execution::close_all() {
+  // The counter is the same on all ranks, and so is the stream.
+  for (auto& bucket : open_) {
+    bucket->number = buckets_started_;
+    Stream& stream = streams_[buckets_started_++ % streams_.size()];
+    stream.queue.push_back(std::move(bucket));
+    ++in_flight_;
+  }
+  open_.clear();
+}
+
+}  // namespace perseus
