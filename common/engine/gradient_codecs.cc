@@ -25,6 +25,8 @@ GradientCodecs::GradientCodecs(const Config& config) {
     fail(ErrorKind::kInvalidArgument,
          "[config] LIGHT_TOPK_ALLREDUCE and PERSEUS_DOWNSAMPLE_N_ELEMENTS are two ways to send less: set one of them");
   gradient_ = top_k ? spec(CodecWish::kTopK, 0) : rotates ? spec(CodecWish::kRotate, 0) : precision_;
+  check_codec(precision_);
+  check_codec(gradient_);
   if (top_k) from_ = static_cast<uint64_t>(config.integer(Var::kTopKThreshold));
 }
 
@@ -68,12 +70,6 @@ void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWi
     d->codec_from = from_;
     return;
   }
-  const bool fraction = wish.argument >= 0 && wish.argument <= 1;
-  if (wish.kind == CodecWish::kTopK && !fraction)
-    fail(ErrorKind::kInvalidArgument,
-         "[engine] top-k sends a fraction of the elements: expected a ratio above 0, at "
-         "most 1, got " +
-             std::to_string(wish.argument));
   const bool whole = wish.argument >= 0 && wish.argument <= 1024 && wish.argument == static_cast<int>(wish.argument);
   if (wish.kind == CodecWish::kRotate && !whole)
     fail(ErrorKind::kInvalidArgument,
@@ -81,6 +77,7 @@ void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWi
          "got " +
              std::to_string(wish.argument));
   d->codec = spec(static_cast<CodecWish::Kind>(wish.kind), wish.argument);
+  check_codec(d->codec);
 }
 
 }  // namespace perseus

@@ -289,6 +289,13 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
   };
   run_world(all_media()[0], 1, [](int, perseus_context*) {}, options);
   EXPECT_TRUE(refused);
+  refused = false;
+  options.overrides = {"PERSEUS_ALLREDUCE_GRADIENT_SCALE=1e-300"};
+  options.on_create_error = [&](int, perseus_code code, const std::string& message) {
+    refused = code == PERSEUS_INVALID_ARGUMENT && message.find("scale is 1e-300") != std::string::npos;
+  };
+  run_world(all_media()[0], 1, [](int, perseus_context*) {}, options);
+  EXPECT_TRUE(refused);
 }
 
 }  // namespace
