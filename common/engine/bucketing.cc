@@ -159,10 +159,24 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const CodecSpec codec = codec_of(d, t);
   if (codec.kind != CodecKind::kNone && levels.groups > 1) return add_coded(entry, tensor, levels, codec);
   const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
-  if (levels.divided() && worth_stages && fold.op != ReduceOp::kAdasum) return add_leveled(entry, tensor, levels);
-  Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kAllreduce, fold));
-  bucket.add_piece(entry->buffers[tensor], bytes);
-  if (fold.op != ReduceOp::kAdasum) return;
+  if (fold.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, fold);
+  const bool staged = levels.divided() && worth_stages;
+  Fit fit(Collective::kAllreduce, fold);
+  fit.stages = staged ? 1 : -1;
+  fit.most_bytes = run_bytes();
+  // Every element is folded by itself: where a tensor is cut changes no bits.
+  for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
+    const size_t size = std::min(fit.most_bytes, bytes - begin);
+    Bucket& bucket = bucket_for(entry, size, fit);
+    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    if (staged) open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
+  }
+}
+
+void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold) {
+  const TensorDescription& t = entry->description.tensors[tensor];
+  Bucket& bucket = bucket_for(entry, t.bytes(), Fit(Collective::kAllreduce, fold));
+  bucket.add_piece(entry->buffers[tensor], t.bytes());
   if (!bucket.adasum)
     bucket.adasum =
         std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
@@ -170,13 +184,14 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   bucket.adasum->add_tensor(bucket.plan.pieces.back());
 }
 
-void Execution::add_leveled(Entry* entry, size_t tensor, const Levels& levels) {
-  const TensorDescription& t = entry->description.tensors[tensor];
-  Fit fit(Collective::kAllreduce, fold_of(entry->description, t.dtype, ranks_.size()));
-  fit.stages = 1;
-  Bucket& bucket = bucket_for(entry, t.bytes(), fit);
-  bucket.add_piece(entry->buffers[tensor], t.bytes());
-  open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
+// Between hosts a tensor goes in runs over all streams: over several interfaces at once, and past what one TCP
+// connection gets of a fast network. In shared memory one exchange has many chunks under way anyway.
+size_t Execution::run_bytes() {
+  if (run_bytes_ == 0) {
+    const bool cut = settings_.division->networked(ranks_) && streams_.size() > 1;
+    run_bytes_ = cut ? std::max(slice_bytes_, ranks_.size() * kChunkBytes) : SIZE_MAX;
+  }
+  return run_bytes_;
 }
 
 void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {

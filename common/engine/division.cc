@@ -23,4 +23,11 @@ Levels Division::of(const std::vector<int>& ranks, int me) const {
   return divide(nodes, me, settings_);
 }
 
+bool Division::networked(const std::vector<int>& ranks) const {
+  for (int rank : ranks)
+    if (!node_of_.empty() && node_of_[static_cast<size_t>(rank)] != node_of_[static_cast<size_t>(ranks[0])])
+      return true;
+  return false;
+}
+
 }  // namespace perseus

@@ -88,7 +88,8 @@ class Execution {
   std::unique_ptr<Bucket> fresh_bucket();
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
-  void add_leveled(Entry* entry, size_t tensor, const Levels& levels);
+  void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
+  size_t run_bytes();
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
@@ -127,6 +128,7 @@ class Execution {
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
   const size_t slice_bytes_;  // of what is encoded
+  size_t run_bytes_ = 0;      // of what is not; 0 = not known yet
 
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
