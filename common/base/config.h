@@ -12,6 +12,8 @@ enum class Var {
   kStreams,
   kFusionThreshold,
   kAllreduceDtype,
+  kAllreduceCodec,
+  kLinkGbit,
   kGradientScale,
   kTopK,
   kTopKRatio,

@@ -79,6 +79,10 @@ void Bucket::clear() {
 }
 
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
+  if (waits_for_speeds(ready)) {
+    waiting_.insert(waiting_.end(), ready.begin(), ready.end());
+    return;
+  }
   const int64_t now = now_ns();
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
@@ -216,6 +220,7 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
 // By what all ranks know of the tensor, never by what it shares a bucket with.
 CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
   if (t.dtype != DType::kFloat32) return CodecSpec();
+  if (d.codec_auto) return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds_, t.bytes()))];
   return t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
 }
 

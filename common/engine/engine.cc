@@ -19,6 +19,8 @@ ExecutionSettings settings_of(const Config& config) {
   settings.streams = static_cast<int>(config.integer(Var::kStreams));
   settings.fusion_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
+  const double gbit = config.number(Var::kLinkGbit);
+  if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
   settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }
@@ -74,6 +76,11 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.timeline = &timeline_;
   execution_settings_.residuals = &residuals_;
   execution_settings_.small_codec = gradient_codecs_.precision();
+  execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
+  execution_settings_.sparse_from = gradient_codecs_.sparse_from();
+  execution_settings_.say = [this](int rank, const std::string& text) {
+    if (rank == world_.rank) log_.write(LogLevel::kInfo, text);
+  };
   execution_settings_.division = &division_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
@@ -277,6 +284,15 @@ int64_t Engine::next_number(int group) const {
   std::lock_guard<std::mutex> lock(groups_mutex_);
   const auto found = groups_.find(group);
   return found == groups_.end() ? -1 : found->second->next_number();
+}
+
+Speeds Engine::speeds(int group) {
+  Speeds speeds;
+  driver_.exclusively([&] {
+    const auto found = groups_.find(group);
+    if (found != groups_.end()) speeds = found->second->execution().speeds();
+  });
+  return speeds;
 }
 
 void Engine::count() {

@@ -92,6 +92,8 @@ class Engine {
   void stop_timeline();
 
   std::vector<int> group_ranks(int id) const;
+  // What auto goes by in a group; its number is 0 where it was not needed yet.
+  Speeds speeds(int group);
   // Of an unnamed request of the group; -1 where this rank is no member.
   int64_t next_number(int group) const;
   const char* transport_name(int peer) const { return route_[peer] == nullptr ? "none" : route_[peer]->name(); }

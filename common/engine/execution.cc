@@ -75,6 +75,7 @@ bool Execution::begin_next(Stream* stream, uint32_t index) {
 }
 
 bool Execution::step(std::vector<Entry*>* finished) {
+  if (in_flight_ == 0 && !waiting_.empty()) begin_probe();
   if (in_flight_ == 0) return false;
   bool moved = false;
   for (size_t i = 0; i < streams_.size(); ++i) {
@@ -92,7 +93,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
       if (now - stream.moved_ns > settings_.timeout_ns) report_silence(stream);
     }
     if (!stream.exchange()->done() || begin_next(&stream, static_cast<uint32_t>(i))) continue;
-    if (traced()) trace(stream, i);
+    const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
+    if (traced() && !probed) trace(stream, i);
     std::unique_ptr<Bucket> bucket = std::move(stream.queue.front());
     stream.queue.erase(stream.queue.begin());
     --in_flight_;
@@ -101,6 +103,7 @@ bool Execution::step(std::vector<Entry*>* finished) {
       if (--entry->executions_left == 0) finished->push_back(entry);
     bucket->clear();
     free_.push_back(std::move(bucket));
+    if (probed) finish_probe(finished);
   }
   return moved;
 }
@@ -135,7 +138,8 @@ void Execution::report_silence(const Stream& stream) const {
     if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
   }
   if (!dead.empty()) who = dead;
-  const Entry& entry = *stream.queue.front()->entries.front();
+  const Bucket& bucket = *stream.queue.front();
+  const Entry& entry = *(bucket.entries.empty() ? waiting_ : bucket.entries).front();
   fail(ErrorKind::kTimeout, std::string("[collective] ") + kind_name(entry.description.kind) +
                                 ": no data to or from rank " + who + " for " +
                                 std::to_string(settings_.timeout_ns / kSecond) + " s (GLOO_TIMEOUT_SECONDS)");
@@ -148,6 +152,8 @@ void Execution::abandon(std::vector<Entry*>* entries) {
         if (--entry->executions_left == 0) entries->push_back(entry);
     stream.queue.clear();
   }
+  entries->insert(entries->end(), waiting_.begin(), waiting_.end());
+  waiting_.clear();
   in_flight_ = 0;
 }
 

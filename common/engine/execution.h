@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "collective/adasum.h"
 #include "collective/leveled_allreduce.h"
+#include "engine/codec_choice.h"
 #include "engine/division.h"
 #include "engine/request.h"
 #include "engine/residuals.h"
@@ -20,11 +21,15 @@ namespace perseus {
 struct ExecutionSettings {
   int streams = 4;
   size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;            // 0 = off
-  size_t hierarchical_bytes = size_t{1} << 30;  // larger tensors are reduced among all ranks alike
-  const Division* division = nullptr;           // asked when the first allreduce comes
-  CodecSpec small_codec;                        // of gradients too small for the codec they ask for
-  Residuals* residuals = nullptr;               // none = nothing is held back
+  int64_t timeout_ns = 60 * kSecond;                           // 0 = off
+  size_t hierarchical_bytes = size_t{1} << 30;                 // larger tensors are reduced among all ranks alike
+  const Division* division = nullptr;                          // asked when the first allreduce comes
+  CodecSpec small_codec;                                       // of gradients too small for the codec they ask for
+  std::array<CodecSpec, kAutoCodecs> auto_codecs;              // what auto chooses among, ordered as kAutoKinds
+  uint64_t sparse_from = 0;                                    // bytes: smaller tensors do not take the last one
+  double link_seconds_per_byte = 0;                            // 0 = measured
+  std::function<void(int rank, const std::string& text)> say;  // news that the group's first rank has for the log
+  Residuals* residuals = nullptr;                              // none = nothing is held back
   Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
@@ -65,10 +70,12 @@ class Execution {
   // Moves what can be moved; true when anything did. Throws Error(kTimeout) when an operation under way has not moved a
   // byte for the time limit.
   bool step(std::vector<Entry*>* finished);
-  bool busy() const { return in_flight_ > 0; }
+  bool busy() const { return in_flight_ > 0 || !waiting_.empty(); }
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries);
   uint64_t buckets() const { return buckets_done_; }
+  // What auto goes by; number 0 before it was needed.
+  const Speeds& speeds() const { return speeds_; }
   // Memory beyond tensors, and what holds them.
   size_t staging_bytes() const;
 
@@ -84,6 +91,11 @@ class Execution {
     int64_t moved_ns = 0;
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way; for the timeline
   };
+
+  // ---- measuring.cc ----
+  bool waits_for_speeds(const std::vector<Entry*>& ready);
+  void begin_probe();
+  void finish_probe(std::vector<Entry*>* finished);
 
   std::unique_ptr<Bucket> fresh_bucket();
   void fuse(Entry* entry);
@@ -131,6 +143,10 @@ class Execution {
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
   std::vector<size_t> sizes_;  // of one entry's tensors
+
+  Speeds speeds_;
+  std::unique_ptr<LinkProbe> probe_;  // under way
+  std::vector<Entry*> waiting_;       // for it, in their order
 
   std::vector<Stream> streams_;
   std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry

@@ -146,6 +146,7 @@ int64_t Engine::submit(const Submission& s) {
   describe(s, &entry->description);
   entry->description.gradient = s.gradient_of != 0;
   entry->description.codec = codec.codec;
+  entry->description.codec_auto = codec.codec_auto;
   entry->description.coded_inside = codec.coded_inside;
   entry->description.codec_from = codec.codec_from;
   entry->gradient_of = s.gradient_of;
