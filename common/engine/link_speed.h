@@ -33,10 +33,11 @@ class LinkProbe final : public Staged {
   const std::vector<double>& also() const { return also_values_; }
 
  private:
-  enum class Stage { kWarmUp, kLatency, kSize, kAgreeSize, kBytes, kAgree };
+  enum class Stage { kSize, kLatency, kBytes, kAgree };
 
   void plan_across(size_t bytes);
-  void plan_agreement(std::vector<double>* values);
+  void plan_agreement();
+  void choose_size(double seconds_of_first);
   bool across(Step* step, size_t bytes, int times);
   double sent_bytes() const;
 
@@ -45,13 +46,12 @@ class LinkProbe final : public Staged {
   const double known_;
   const std::function<std::vector<double>()> also_;
 
-  Stage stage_ = Stage::kWarmUp;
+  Stage stage_ = Stage::kSize;
   int done_ = 0;          // exchanges of this stage
   int64_t begun_ns_ = 0;  // of the exchange under way
-  double fastest_s_ = 0;  // of this stage
-  size_t bytes_ = 0;      // of an exchange
+  size_t large_ = 0;      // bytes of an exchange that tells the speed
   std::vector<Byte> memory_;
-  std::vector<double> values_;
+  std::vector<double> values_;  // to be agreed on: seconds of exchanges, and what else was measured
   ExchangePlan plan_;
   LinkSpeed speed_;
   std::vector<double> also_values_;
