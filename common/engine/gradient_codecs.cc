@@ -67,6 +67,14 @@ std::string GradientCodecs::news() const {
          "PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
 }
 
+// The group chooses; `codec` is the one that leaves out most of what it may choose.
+void GradientCodecs::choose_auto(Description* d) const {
+  const auto specs = auto_codecs();
+  for (const CodecSpec& spec : specs) check_codec(spec);
+  d->codec_auto = true;
+  d->codec = specs.back();
+}
+
 void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* d) const {
   d->codec = CodecSpec();
   d->codec_auto = false;
@@ -81,15 +89,13 @@ void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWi
     fail(ErrorKind::kInvalidArgument, "[engine] unknown codec " + std::to_string(wish.kind));
   if (wish.kind == CodecWish::kSettings) {
     if (!gradient) return;
-    d->codec_auto = auto_;
-    if (auto_) return;
+    if (auto_) return choose_auto(d);
     d->codec = gradient_;
     d->coded_inside = inside_;
     d->codec_from = from_;
     return;
   }
-  d->codec_auto = wish.kind == CodecWish::kAuto;
-  if (d->codec_auto) return;
+  if (wish.kind == CodecWish::kAuto) return choose_auto(d);
   const bool whole = wish.argument >= 0 && wish.argument <= 1024 && wish.argument == static_cast<int>(wish.argument);
   if (wish.kind == CodecWish::kRotate && !whole)
     fail(ErrorKind::kInvalidArgument,

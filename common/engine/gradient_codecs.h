@@ -33,6 +33,7 @@ class GradientCodecs {
   std::string news() const;
 
  private:
+  void choose_auto(Description* description) const;
   CodecSpec spec(CodecWish::Kind kind, double argument) const;
 
   CodecSpec defaults_;   // arguments of every codec

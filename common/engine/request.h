@@ -50,7 +50,7 @@ struct Description {
   bool transient = false;
   bool gradient = false;
   CodecSpec codec;            // of float32 sums between inner groups
-  bool codec_auto = false;    // chosen by the group instead, from what it has measured
+  bool codec_auto = false;    // or one that loses less, by what the group has measured
   bool coded_inside = false;  // between all ranks, then
   uint64_t codec_from = 0;    // bytes: smaller tensors go as the settings say
   std::vector<TensorDescription> tensors;
