@@ -40,6 +40,7 @@ enum class Var {
   kTimelineMarkCycles,
   kTimelineAllRanks,
   kAccumulateSteps,
+  kOfflineNegotiation,
   kNanCheck,
   kNanAction,
   kPerfCheckSteps,
