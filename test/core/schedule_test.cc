@@ -220,6 +220,53 @@ TEST_P(Scheduled, ARankThatLeavesEndsWhatOthersHaveBegun) {
 INSTANTIATE_TEST_SUITE_P(Media, Scheduled, testing::Values(0, 1, 2),
                          [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
 
+// Steps in the order of their names, until a schedule is frozen and kept for a while, then one in which every rank does
+// something else, in an order of its own: it brings some tensors only after it has waited for others, one is left out
+// by all, and one is larger than before.
+TEST(ScheduledAtRandom, WhateverDeviatesHasItsSums) {
+  constexpr int kSize = 4;
+  const int worlds = full_grid() ? 60 : 3;
+  for (int world = 0; world < worlds; ++world) {
+    WorldOptions options;
+    options.overrides = {"PERSEUS_OFFLINE_NEG=1", "PERSEUS_ALLREDUCE_STREAMS=" + std::to_string(1 + world % 4)};
+    Meeting meeting(kSize);
+    run_world(
+        all_media()[static_cast<size_t>(world % 3)], kSize,
+        [&](int number, perseus_context* context) {
+          Rank rank(context, number, kSize, &meeting);
+          std::mt19937 own(static_cast<unsigned>(world * 100 + number)), common(static_cast<unsigned>(world));
+          int step = 0;
+          for (int needed : {3, 6, 12}) {
+            for (int i = 0; i < needed + 3; ++i) rank.step(step++, world % 2 == 1);
+            const int none = static_cast<int>(common() % 20), larger = static_cast<int>(common() % 20);
+            std::vector<int> first, awaited, late;
+            for (int t = 0; t < kTensors; ++t) {
+              if (t == none) continue;
+              // Only what no rank brings late is waited for by one that is late itself, or they would wait for each
+              // other.
+              const bool may_be_late = common() % 2 == 0;
+              if (!may_be_late) awaited.push_back(t);
+              (may_be_late && own() % 2 == 0 ? late : first).push_back(t);
+            }
+            std::shuffle(first.begin(), first.end(), own);
+            std::shuffle(awaited.begin(), awaited.end(), own);
+            const auto submit = [&](int t) { rank.submit(t, step, t == larger ? 700 : 0); };
+            std::for_each(first.begin(), first.end(), submit);
+            awaited.resize(own() % (awaited.size() + 1));
+            for (int t : awaited) rank.finish(t);
+            std::for_each(late.begin(), late.end(), submit);
+            for (const std::vector<int>* some : {&first, &late})
+              for (int t : *some)
+                if (std::find(awaited.begin(), awaited.end(), t) == awaited.end()) rank.finish(t);
+            ++step;
+            if (testing::Test::HasFatalFailure()) return;
+          }
+          rank.steps(step, 2);
+        },
+        options);
+  }
+}
+
 // ---- gradients, through stages and codecs ----
 
 // What every rank gets in every step, in one world after the other.
