@@ -103,6 +103,9 @@ const Variable kTable[] = {
      "Steps whose gradients are added up on each rank before the sum is averaged over the ranks and the optimizer "
      "takes "
      "one step: 1/N of the traffic. The batch is N times as large, so adapt the learning rate."},
+    {Var::kOfflineNegotiation, "PERSEUS_OFFLINE_NEG", "", VarType::kBool, "0", "", true,
+     "1 = learn the order of named allreduces during the first steps, then run without negotiation: only data is sent "
+     "until a rank does something else."},
     {Var::kNanCheck, "PERSEUS_ALLREDUCE_NANCHECK", "PERSEUS_ALLREDUCE_NANHECK", VarType::kBool, "0", "", true,
      "1 = look for NaN in every gradient that is sent. All ranks learn tensor and rank before the optimizer's step."},
     {Var::kNanAction, "PERSEUS_ALLREDUCE_NANCHECK_ACTION", "", VarType::kChoice, "report", "report|raise|skip", true,

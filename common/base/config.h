@@ -42,6 +42,7 @@ enum class Var {
   kTimelineMarkCycles,
   kTimelineAllRanks,
   kAccumulateSteps,
+  kOfflineNegotiation,
   kNanCheck,
   kNanAction,
   kPerfCheckSteps,

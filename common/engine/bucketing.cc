@@ -76,9 +76,10 @@ void Bucket::clear() {
   residuals.clear();
   output = nullptr;
   tail_shape.clear();
+  begun_by.clear();
 }
 
-void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
+void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
   if (waits_for_speeds(ready)) {
     waiting_.insert(waiting_.end(), ready.begin(), ready.end());
     return;
@@ -107,11 +108,12 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
       case Kind::kAddGroup:
       case Kind::kRemoveGroup:
       case Kind::kJoin:
+      case Kind::kBreak:
         break;  // that all are ready is all there is to it
     }
     if (entry->executions_left == 0) finished->push_back(entry);
   }
-  close_all();
+  close_all(batch);
 }
 
 std::unique_ptr<Bucket> Execution::fresh_bucket() {
@@ -306,10 +308,11 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   }
 }
 
-void Execution::close_all() {
+void Execution::close_all(const Batch& batch) {
   // The counter is the same on all ranks, and so is the stream.
   for (auto& bucket : open_) {
     bucket->number = buckets_started_;
+    bucket->batch = batch;
     Stream& stream = streams_[buckets_started_++ % streams_.size()];
     stream.queue.push_back(std::move(bucket));
     ++in_flight_;

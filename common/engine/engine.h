@@ -134,6 +134,7 @@ class Engine {
   void check_stalls(int64_t now);
   void abort(const Error& cause, bool tell);
   void fail_pending(Group* group, bool close, const Status& status);
+  void give_up(Group* group, const Status& status);
   void wind_down();
   void say_goodbye();
   std::string shutdown_text() const;
@@ -142,6 +143,7 @@ class Engine {
   const Log log_;
   FlightRecorder flight_recorder_;  // token held
   const int64_t timeout_ns_, stall_ns_, stall_shutdown_ns_, cycle_ns_;
+  const bool schedules_;
   ExecutionSettings execution_settings_;
 
   std::unique_ptr<Waker> waker_;

@@ -9,7 +9,7 @@ namespace perseus {
 
 bool Execution::waits_for_speeds(const std::vector<Entry*>& ready) {
   if (!waiting_.empty()) return true;
-  if (speeds_.link.number > 0) return false;
+  if (speeds_.link.number > 0 || !settings_.measures) return false;
   for (const Entry* entry : ready)
     if (entry->description.codec_auto) return levels(false).groups > 1;
   return false;
@@ -20,6 +20,7 @@ void Execution::begin_probe() {
   probe_ = std::make_unique<LinkProbe>(levels(false), settings_.link_seconds_per_byte, measure);
   std::unique_ptr<Bucket> bucket = fresh_bucket();
   bucket->staged = probe_.get();
+  bucket->batch = Batch();
   streams_[0].queue.push_back(std::move(bucket));
   ++in_flight_;
 }

@@ -9,7 +9,7 @@ namespace perseus {
 
 const char* kind_name(Kind kind) {
   constexpr const char* kNames[kKindCount] = {"ALLREDUCE", "ALLGATHER", "BROADCAST",    "ALLTOALL", "REDUCESCATTER",
-                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN"};
+                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN",     "BREAK"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 std::string capitalised(Kind kind) {
   constexpr const char* kNames[kKindCount] = {"Allreduce", "Allgather", "Broadcast",    "Alltoall", "Reducescatter",
-                                              "Barrier",   "Add group", "Remove group", "Join"};
+                                              "Barrier",   "Add group", "Remove group", "Join",     "Break"};
   return kNames[static_cast<int>(kind)];
 }
 

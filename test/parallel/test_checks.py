@@ -26,6 +26,7 @@ MODULES = [
     "sharded_checks",
     "multistep_checks",
     "compression_checks",
+    "schedule_checks",
     "bench_checks",
 ]
 CASES = [
