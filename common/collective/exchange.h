@@ -8,6 +8,11 @@
 // straight into the peers' windows. Let m be the lowest fold not done on any rank: its c's only wait for ring space
 // that its owner has freed, and its r's for peers that have consumed all c below m, so at most 2L + 2 messages lie in a
 // ring, which has room for that many: the exchange cannot deadlock.
+//
+// An exchange of a schedule begins before this rank knows whether all others will take part. Until it has every peer's
+// header it sends its eager part only (header, c0 … cL, which fits in a ring and follows from sizes), and nothing is
+// written over: a fold needs a contribution, and so the word, of every rank, a result comes from a rank that has
+// folded. So it can be taken back on all ranks as long as one of them has not begun it.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +44,7 @@ struct ExchangeHeader {
   uint64_t bytes = 0;         // of the whole buffer (allreduce, reduce-scatter, broadcast), 0 where it differs per rank
   uint64_t result_bytes = 0;  // that the sender is going to send as results on this link
   uint64_t rows = 0;          // allgather, alltoall: of result_bytes
-  uint64_t reserved = 0;
+  uint64_t schedule = 0;      // fingerprint of the schedule that the exchange belongs to, 0 = negotiated online
 };
 static_assert(sizeof(ExchangeHeader) == 64, "one cache line");
 
@@ -79,8 +84,14 @@ class Exchange {
   // `links[i]` reaches group rank i; links[me] is null. Links outlive the exchange object.
   Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel);
 
-  // Begins; `plan` and `sink` (allgather, alltoall) must stay valid until done(). Only when done.
-  void start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink);
+  // Begins; `plan` and `sink` (allgather, alltoall) must stay valid until done(). Only when done. `schedule`: see
+  // ExchangeHeader.
+  void start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink, uint64_t schedule = 0);
+  // Some rank has not begun this exchange of a schedule, and none will finish it: from here on tensors are not touched,
+  // and it is done once the eager parts have gone from links. `began[i]`: has member i begun it? On all ranks alike.
+  void take_back(const std::vector<bool>& began);
+  // Have all members begun?
+  bool agreed() const { return headers_done_; }
   // Moves what can be moved; true when anything did. Throws Error on a broken link or a peer that does something else.
   bool step();
   bool done() const { return done_; }
@@ -122,6 +133,9 @@ class Exchange {
   uint64_t chunk_index(const Flow& flow, uint64_t lag) const { return flow.result ? flow.turn - lag : flow.turn; }
   void next(const Peer& peer, Flow* flow) const;
 
+  bool eager(const Peer& peer, const Flow& flow) const { return !flow.done && !flow.result && flow.turn <= peer.lag; }
+  bool discard(Peer& peer);
+  bool eager_parts_gone() const;
   bool send_some(Peer& peer);
   bool send_windowed(Peer& peer, size_t n);
   bool send_streamed(Peer& peer, size_t n);
@@ -139,6 +153,8 @@ class Exchange {
   const ExchangePlan* plan_ = nullptr;
   OutputSink* sink_ = nullptr;
   bool headers_done_ = false;
+  bool scheduled_ = false;
+  bool taken_back_ = false;
   bool folds_ = false;               // contributions are folded (by us)
   bool everyone_owns_all_ = false;   // small: every rank folds the whole buffer itself
   bool results_follow_ = false;      // a folded chunk is sent on
@@ -149,6 +165,7 @@ class Exchange {
   size_t own_bytes_ = 0;             // of our part
   Cursor own_in_, own_out_;
   std::vector<Piece> gathered_;  // allgather, alltoall: where received bytes go
+  std::vector<Piece> nothing_;   // taken back: what an eager part consists of
   std::vector<size_t> even_;     // parts of an allreduce or broadcast
   std::vector<size_t> received_bytes_;
   std::vector<uint64_t> received_rows_;

@@ -45,11 +45,12 @@ Exchange::Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel cha
   windows_.reserve(links.size());
 }
 
-void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink) {
+void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink, uint64_t schedule) {
   plan_ = &plan;
   sink_ = sink;
   done_ = false;
-  headers_done_ = false;
+  headers_done_ = taken_back_ = false;
+  scheduled_ = schedule != 0;
   folds_ = everyone_owns_all_ = results_follow_ = results_from_input_ = false;
   fold_source_ = -1;
   folded_ = 0;
@@ -95,6 +96,7 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
     header.group = channel_.group;
     header.stream = channel_.stream;
     header.sequence = sequence;
+    header.schedule = schedule;
     header.collective = static_cast<uint8_t>(plan.collective);
     header.dtype = static_cast<uint8_t>(plan.fold.dtype);
     header.op = static_cast<uint8_t>(plan.fold.op);
@@ -240,13 +242,13 @@ void Exchange::check_header(int i) {
   const ExchangeHeader& out = peers_[i].out;
   const bool same = in.magic == out.magic && in.epoch == out.epoch && in.group == out.group &&
                     in.stream == out.stream && in.sequence == out.sequence && in.collective == out.collective &&
-                    in.dtype == out.dtype && in.op == out.op && in.bytes == out.bytes;
+                    in.dtype == out.dtype && in.op == out.op && in.bytes == out.bytes && in.schedule == out.schedule;
   const bool expected = sink_ != nullptr || in.result_bytes == peers_[i].rx.r_total;
   if (same && expected) return;
   const auto describe = [](const ExchangeHeader& h) {
     return "group " + std::to_string(h.group) + " stream " + std::to_string(h.stream) + " operation " +
            std::to_string(h.sequence) + " collective " + std::to_string(h.collective) + " of " +
-           std::to_string(h.bytes) + " bytes";
+           std::to_string(h.bytes) + " bytes" + (h.schedule == 0 ? "" : " of schedule " + std::to_string(h.schedule));
   };
   fail(ErrorKind::kInternal, "[collective] member " + std::to_string(i) + " of the group sent the header of " +
                                  describe(in) + ", expected " + describe(out));

@@ -76,9 +76,14 @@ void Bucket::clear() {
   residuals.clear();
   output = nullptr;
   tail_shape.clear();
+  begun_by.clear();
 }
 
-void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
+void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
+  if (waits_for_speeds(ready)) {
+    waiting_.insert(waiting_.end(), ready.begin(), ready.end());
+    return;
+  }
   const int64_t now = now_ns();
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
@@ -103,11 +108,12 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
       case Kind::kAddGroup:
       case Kind::kRemoveGroup:
       case Kind::kJoin:
+      case Kind::kBreak:
         break;  // that all are ready is all there is to it
     }
     if (entry->executions_left == 0) finished->push_back(entry);
   }
-  close_all();
+  close_all(batch);
 }
 
 std::unique_ptr<Bucket> Execution::fresh_bucket() {
@@ -231,6 +237,7 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
 // By what all ranks know of the tensor, never by what it shares a bucket with.
 CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
   if (t.dtype != DType::kFloat32) return CodecSpec();
+  if (d.codec_auto) return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds_, t.bytes()))];
   return t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
 }
 
@@ -316,10 +323,11 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   }
 }
 
-void Execution::close_all() {
+void Execution::close_all(const Batch& batch) {
   // The counter is the same on all ranks, and so is the stream.
   for (auto& bucket : open_) {
     bucket->number = buckets_started_;
+    bucket->batch = batch;
     Stream& stream = streams_[buckets_started_++ % streams_.size()];
     stream.queue.push_back(std::move(bucket));
     ++in_flight_;

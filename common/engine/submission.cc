@@ -11,7 +11,7 @@ namespace {
 
 std::string capitalised(Kind kind) {
   constexpr const char* kNames[kKindCount] = {"Allreduce", "Allgather", "Broadcast",    "Alltoall", "Reducescatter",
-                                              "Barrier",   "Add group", "Remove group", "Join"};
+                                              "Barrier",   "Add group", "Remove group", "Join",     "Break"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -146,6 +146,7 @@ int64_t Engine::submit(const Submission& s) {
   describe(s, &entry->description);
   entry->description.gradient = s.gradient_of != 0;
   entry->description.codec = codec.codec;
+  entry->description.codec_auto = codec.codec_auto;
   entry->description.coded_inside = codec.coded_inside;
   entry->description.codec_from = codec.codec_from;
   entry->gradient_of = s.gradient_of;

@@ -45,6 +45,7 @@ class ContextOwner {
 
   std::optional<std::string> failure() const;
   std::map<std::string, uint64_t> stats() const;
+  perseus_speeds speeds(int group);
   std::optional<std::vector<int>> group_ranks(int group) const;
   void start_timeline(const std::string& path, bool mark_cycles);
   void stop_timeline();

@@ -90,6 +90,22 @@ def check_allreduce_is_exact_unless_it_asks() -> None:
         assert torch.equal(x.grad, torch.ones(COUNT))
 
 
+def check_auto_gives_everywhere_what_the_codec_that_it_chose_gives() -> None:
+    slow = {"PERSEUS_LINK_GBIT": 0.001}
+    with _apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT):
+        sparse = _steps(hvd.Compression.auto, 3)
+        named = _steps(hvd.Compression.topk(), 3)
+        assert all(map(torch.equal, sparse, named)) and all(map(_same_everywhere, sparse))
+    with _apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT + 1):
+        whole = _steps(hvd.Compression.auto, 2)
+        assert all(map(torch.equal, whole, _steps(hvd.Compression.int8, 2)))
+    with _apart(PERSEUS_LINK_GBIT=1000000):
+        (exact,) = _steps(hvd.Compression.auto, 1)
+        assert (exact - _mean()).abs().max() < 1e-6, "nothing pays on such links"
+    text = raised(ValueError, lambda: hvd.allreduce(exact, compression=hvd.Compression.auto))
+    assert "pass name=" in text
+
+
 def check_own_compressors_still_work() -> None:
     class Halves(hvd.compression.Compressor):
         @staticmethod
