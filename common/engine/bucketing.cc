@@ -73,6 +73,7 @@ void Bucket::clear() {
   staged = nullptr;
   stages = -1;
   codec = CodecSpec();
+  flushes = false;
   residuals.clear();
   output = nullptr;
   tail_shape.clear();
@@ -137,7 +138,8 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || bucket->bytes + bytes > most || plan.root != fit.root ||
-        bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) || !(bucket->codec == fit.codec))
+        bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) || bucket->codec != fit.codec ||
+        bucket->flushes != fit.flushes)
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -152,6 +154,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   bucket.plan.root = fit.root;
   bucket.stages = fit.stages;
   bucket.codec = fit.codec;
+  bucket.flushes = fit.flushes;
   return bucket;
 }
 
@@ -161,9 +164,10 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const size_t bytes = t.bytes();
   if (bytes == 0) return;
   const kernels::FoldSpec fold = fold_of(d, t.dtype, ranks_.size());
-  const Levels& levels = this->levels(d.coded_inside);
+  const Levels& levels = this->levels(d.coded_inside || d.flush == Flush::kAmongAll);
   const CodecSpec codec = codec_of(d, t);
-  if (codec.kind != CodecKind::kNone && levels.groups > 1) return add_coded(entry, tensor, levels, codec);
+  const bool flushes = d.flush != Flush::kNone && t.dtype == DType::kFloat32;
+  if (flushes || (codec.kind != CodecKind::kNone && levels.groups > 1)) return add_coded(entry, tensor, levels, codec);
   const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
   if (fold.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, fold);
   const bool staged = levels.divided() && worth_stages;
@@ -203,17 +207,13 @@ size_t Execution::run_bytes() {
 void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
   const Description& d = entry->description;
   const TensorDescription& t = d.tensors[tensor];
-  const WireFormat* format = format_of(codec);
   Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
-  fit.stages = d.coded_inside ? 0 : 1;
-  fit.codec = codec;
+  fit.stages = &levels == &this->levels(true) ? 0 : 1;
+  fit.flushes = d.flush != Flush::kNone;
+  if (!fit.flushes) fit.codec = codec;
   fit.most_bytes = slice_bytes_;
-  if (entry->residuals == nullptr && format->keeps_residual() && settings_.residuals != nullptr && !entry->stand_in) {
-    sizes_.clear();
-    for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
-    entry->residuals =
-        settings_.residuals->take(entry->gradient_of, static_cast<int>(group_), entry->name->text, sizes_);
-  }
+  const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
+  if (format->keeps_residual()) take_residuals(entry, levels);
   LeveledAllreduce::Run run;
   run.salt = salt_of(entry->name->text) + tensor;
   const size_t bytes = t.bytes();
@@ -232,6 +232,19 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
     }
     open_stages(&bucket, levels, format).add(run);
   }
+}
+
+// What was held back of the entry's tensors, and room for what will be.
+void Execution::take_residuals(Entry* entry, const Levels& levels) {
+  if (entry->residuals != nullptr || settings_.residuals == nullptr || entry->stand_in) return;
+  const Description& d = entry->description;
+  sizes_.clear();
+  for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
+  entry->residuals = settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
+                                               {d.codec, d.codec_from, d.coded_inside}, layout_of(levels), d.flush);
+  if (entry->residuals == nullptr || d.flush != Flush::kAmongAll) return;
+  const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
+  entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
 }
 
 // By what all ranks know of the tensor, never by what it shares a bucket with.

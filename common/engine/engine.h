@@ -81,6 +81,11 @@ class Engine {
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
+  // See perseus_residuals_flush, perseus_residual_read and perseus_residual_write.
+  void flush_residuals() { residuals_.flush(); }
+  size_t read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room, uint64_t* layout);
+  void write_residual(uint64_t owner, int group, const std::string& name, const float* data, size_t room,
+                      uint64_t layout);
 
   // See perseus_context_shutdown.
   void shutdown();
@@ -105,6 +110,8 @@ class Engine {
 
   // ---- submission (submission.cc); any thread ----
   std::shared_ptr<Group> find_group(const Submission& submission) const;
+  // Of a group's residuals; throws Error(kInvalidArgument) where this rank is no member.
+  uint32_t channel_of(int group) const;
   Entry* take_entry();
   void recycle(Entry* entry);
 
@@ -115,6 +122,8 @@ class Engine {
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
   void say_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
+  // Notes in the description whether what is held back has to go along.
+  void ask_for_flush(const Submission& submission, const Group& group, Description* description);
 
   // ---- driving (engine.cc); token held ----
   bool pass(bool eager);
@@ -155,6 +164,7 @@ class Engine {
   const GradientCodecs gradient_codecs_;
   std::atomic<bool> said_precision_{false};
   Residuals residuals_;
+  std::atomic<bool> said_dropped_{false};
   Division division_;  // changed once, before anything is submitted
   const NanCheck nan_check_;
   PerfCheck perf_check_;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "codec/whole.h"
 #include "collective/adasum.h"
 #include "collective/leveled_allreduce.h"
 #include "engine/codec_choice.h"
@@ -46,6 +47,7 @@ class Bucket final : public OutputSink {
   Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
   int stages = -1;                               // which of `leveled`, -1 = none
   CodecSpec codec;
+  bool flushes = false;                                       // all that was held back goes along: then no codec
   std::vector<std::shared_ptr<Residuals::Record>> residuals;  // kept alive
   std::vector<Entry*> entries;
   uint64_t number = 0;  // of the group's buckets, the same on all ranks
@@ -115,6 +117,7 @@ class Execution {
   void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
   size_t run_bytes();
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
+  void take_residuals(Entry* entry, const Levels& levels);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
   const Levels& levels(bool undivided);
@@ -132,6 +135,7 @@ class Execution {
     int root;
     int stages = -1;  // index of Bucket::leveled, -1 = one exchange
     CodecSpec codec;
+    bool flushes = false;
     size_t most_bytes = SIZE_MAX;
   };
   Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit);
@@ -156,6 +160,7 @@ class Execution {
 
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
+  const WholeFormat whole_;
   std::vector<size_t> sizes_;  // of one entry's tensors
   const ExchangePlan nothing_;
 

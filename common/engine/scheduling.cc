@@ -50,7 +50,7 @@ void Negotiation::hold(Entry* entry) {
   const Name& name = *entry->name;
   looked_ns_ = std::max(looked_ns_, entry->submitted_ns);
   const bool as_agreed =
-      name.batch >= 0 && entry->description.nans.empty() && same_request(name.agreed, entry->description);
+      name.batch >= 0 && !entry->description.tells() && same_request(name.agreed, entry->description);
   if (as_agreed) --missing_[static_cast<size_t>(name.batch)];
   else break_schedule();
 }
