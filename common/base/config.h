@@ -21,6 +21,7 @@ enum class Var {
   kGradientMomentum,
   kAllreduceMode,
   kTwoD,
+  kAllreduceAlgorithm,
   kIntraSize,
   kHierarchicalThreshold,
   kCycleTime,

@@ -130,8 +130,9 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   const size_t most = std::min(settings_.fusion_bytes, fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
-    if (plan.collective != fit.collective || bucket->bytes + bytes > most || plan.root != fit.root ||
-        bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) || !(bucket->codec == fit.codec))
+    if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
+        plan.root != fit.root || bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) ||
+        !(bucket->codec == fit.codec))
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -142,6 +143,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   }
   Bucket& bucket = own_bucket(entry, bytes);
   bucket.plan.collective = fit.collective;
+  bucket.plan.algorithm = fit.algorithm;
   bucket.plan.fold = fit.fold;
   bucket.plan.root = fit.root;
   bucket.stages = fit.stages;
@@ -160,7 +162,9 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   if (codec.kind != CodecKind::kNone && levels.groups > 1) return add_coded(entry, tensor, levels, codec);
   const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
   if (levels.divided() && worth_stages && fold.op != ReduceOp::kAdasum) return add_leveled(entry, tensor, levels);
-  Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kAllreduce, fold));
+  Fit fit(Collective::kAllreduce, fold);
+  if (fold.op != ReduceOp::kAdasum) fit.algorithm = algorithm_of(-1, bytes);
+  Bucket& bucket = bucket_for(entry, bytes, fit);
   bucket.add_piece(entry->buffers[tensor], bytes);
   if (fold.op != ReduceOp::kAdasum) return;
   if (!bucket.adasum)
@@ -174,6 +178,7 @@ void Execution::add_leveled(Entry* entry, size_t tensor, const Levels& levels) {
   const TensorDescription& t = entry->description.tensors[tensor];
   Fit fit(Collective::kAllreduce, fold_of(entry->description, t.dtype, ranks_.size()));
   fit.stages = 1;
+  fit.algorithm = algorithm_of(fit.stages, t.bytes());
   Bucket& bucket = bucket_for(entry, t.bytes(), fit);
   bucket.add_piece(entry->buffers[tensor], t.bytes());
   open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
@@ -230,6 +235,7 @@ const Levels& Execution::levels(bool undivided) {
   if (levels_.empty()) {
     levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
     levels_.push_back(settings_.division->of(ranks_, me_));
+    link_cost_ = settings_.division->spans_nodes(ranks_) ? kTcpCost : kSharedMemoryCost;
   }
   return levels_[undivided ? 0 : 1];
 }
@@ -301,9 +307,31 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   }
 }
 
+// Of a tensor: by its size alone, never by what it shares a bucket with.
+Algorithm Execution::algorithm_of(int stages, size_t bytes) {
+  if (stages < 0) return settings_.algorithm.of_tensor(static_cast<int>(ranks_.size()), bytes, link_cost_);
+  const Levels& levels = this->levels(false);
+  return settings_.algorithm.of_tensor(levels.groups, bytes / static_cast<size_t>(levels.shards), link_cost_);
+}
+
+// Of a bucket that is full: one that gives the same bits.
+void Execution::settle_algorithm(Bucket* bucket) {
+  Algorithm& algorithm = bucket->plan.algorithm;
+  if (algorithm == Algorithm::kPairwise) return;
+  const Levels& levels = this->levels(false);
+  if (bucket->stages < 0) {
+    algorithm = settings_.algorithm.of_bucket(algorithm, static_cast<int>(ranks_.size()), bucket->bytes, link_cost_);
+  } else {
+    const size_t bytes = bucket->bytes / static_cast<size_t>(levels.shards);
+    algorithm = settings_.algorithm.of_bucket(algorithm, levels.groups, bytes, link_cost_);
+    bucket->leveled[bucket->stages]->use(algorithm);
+  }
+}
+
 void Execution::close_all() {
   // The counter is the same on all ranks, and so is the stream.
   for (auto& bucket : open_) {
+    settle_algorithm(bucket.get());
     bucket->number = buckets_started_;
     Stream& stream = streams_[buckets_started_++ % streams_.size()];
     stream.queue.push_back(std::move(bucket));

@@ -19,6 +19,8 @@ ExecutionSettings settings_of(const Config& config) {
   settings.streams = static_cast<int>(config.integer(Var::kStreams));
   settings.fusion_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
+  const int64_t algorithm = config.integer(Var::kAllreduceAlgorithm);
+  if (algorithm > 0) settings.algorithm = AlgorithmChoice(static_cast<Algorithm>(algorithm - 1));
   settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }

@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "collective/adasum.h"
+#include "collective/allreduce_cost.h"
 #include "collective/leveled_allreduce.h"
 #include "engine/division.h"
 #include "engine/request.h"
@@ -22,6 +23,7 @@ struct ExecutionSettings {
   size_t fusion_bytes = 128 * 1024 * 1024;
   int64_t timeout_ns = 60 * kSecond;            // 0 = off
   size_t hierarchical_bytes = size_t{1} << 30;  // larger tensors are reduced among all ranks alike
+  AlgorithmChoice algorithm;                    // of exact allreduces, between inner groups where there are any
   const Division* division = nullptr;           // asked when the first allreduce comes
   CodecSpec small_codec;                        // of gradients too small for the codec they ask for
   Residuals* residuals = nullptr;               // none = nothing is held back
@@ -92,6 +94,8 @@ class Execution {
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
+  Algorithm algorithm_of(int stages, size_t bytes);
+  void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
@@ -106,6 +110,7 @@ class Execution {
     kernels::FoldSpec fold;
     int root;
     int stages = -1;  // index of Bucket::leveled, -1 = one exchange
+    Algorithm algorithm = Algorithm::kPairwise;
     CodecSpec codec;
     size_t most_bytes = SIZE_MAX;
   };
@@ -129,6 +134,7 @@ class Execution {
   const size_t slice_bytes_;  // of what is encoded
 
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
+  LinkCost link_cost_;          // between members of the group that are far apart; set with them
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
   std::vector<size_t> sizes_;  // of one entry's tensors
 
