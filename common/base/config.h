@@ -23,6 +23,7 @@ enum class Var {
   kGradientMomentum,
   kAllreduceMode,
   kTwoD,
+  kAllreduceAlgorithm,
   kIntraSize,
   kHierarchicalThreshold,
   kCycleTime,

@@ -137,9 +137,9 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   const size_t most = std::min(settings_.fusion_bytes, fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
-    if (plan.collective != fit.collective || bucket->bytes + bytes > most || plan.root != fit.root ||
-        bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) || bucket->codec != fit.codec ||
-        bucket->flushes != fit.flushes)
+    if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
+        plan.root != fit.root || bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) ||
+        bucket->codec != fit.codec || bucket->flushes != fit.flushes)
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -150,6 +150,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   }
   Bucket& bucket = own_bucket(entry, bytes);
   bucket.plan.collective = fit.collective;
+  bucket.plan.algorithm = fit.algorithm;
   bucket.plan.fold = fit.fold;
   bucket.plan.root = fit.root;
   bucket.stages = fit.stages;
@@ -173,6 +174,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const bool staged = levels.divided() && worth_stages;
   Fit fit(Collective::kAllreduce, fold);
   fit.stages = staged ? 1 : -1;
+  fit.algorithm = algorithm_of(fit.stages, bytes);
   fit.most_bytes = run_bytes();
   // Every element is folded by itself: where a tensor is cut changes no bits.
   for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
@@ -198,7 +200,7 @@ void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec&
 // connection gets of a fast network. In shared memory one exchange has many chunks under way anyway.
 size_t Execution::run_bytes() {
   if (run_bytes_ == 0) {
-    const bool cut = settings_.division->networked(ranks_) && streams_.size() > 1;
+    const bool cut = settings_.division->spans_nodes(ranks_) && streams_.size() > 1;
     run_bytes_ = cut ? std::max(slice_bytes_, ranks_.size() * kChunkBytes) : SIZE_MAX;
   }
   return run_bytes_;
@@ -265,6 +267,7 @@ const Levels& Execution::levels(bool undivided) {
   if (levels_.empty()) {
     levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
     levels_.push_back(settings_.division->of(ranks_, me_));
+    link_cost_ = settings_.division->spans_nodes(ranks_) ? kTcpCost : kSharedMemoryCost;
   }
   return levels_[undivided ? 0 : 1];
 }
@@ -336,9 +339,31 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   }
 }
 
+// Of a tensor: by its size alone, never by what it shares a bucket with.
+Algorithm Execution::algorithm_of(int stages, size_t bytes) {
+  if (stages < 0) return settings_.algorithm.of_tensor(static_cast<int>(ranks_.size()), bytes, link_cost_);
+  const Levels& levels = this->levels(false);
+  return settings_.algorithm.of_tensor(levels.groups, bytes / static_cast<size_t>(levels.shards), link_cost_);
+}
+
+// Of a bucket that is full: one that gives the same bits.
+void Execution::settle_algorithm(Bucket* bucket) {
+  Algorithm& algorithm = bucket->plan.algorithm;
+  if (algorithm == Algorithm::kPairwise) return;
+  const Levels& levels = this->levels(false);
+  if (bucket->stages < 0) {
+    algorithm = settings_.algorithm.of_bucket(algorithm, static_cast<int>(ranks_.size()), bucket->bytes, link_cost_);
+  } else {
+    const size_t bytes = bucket->bytes / static_cast<size_t>(levels.shards);
+    algorithm = settings_.algorithm.of_bucket(algorithm, levels.groups, bytes, link_cost_);
+    bucket->leveled[bucket->stages]->use(algorithm);
+  }
+}
+
 void Execution::close_all(const Batch& batch) {
   // The counter is the same on all ranks, and so is the stream.
   for (auto& bucket : open_) {
+    settle_algorithm(bucket.get());
     bucket->number = buckets_started_;
     bucket->batch = batch;
     Stream& stream = streams_[buckets_started_++ % streams_.size()];

@@ -1,6 +1,8 @@
 // PERSEUS_ALLREDUCE_MODE and LIGHT_2D_ALLREDUCE.
 #include "engine/division.h"
 
+#include <algorithm>
+
 namespace perseus {
 namespace {
 
@@ -23,11 +25,10 @@ Levels Division::of(const std::vector<int>& ranks, int me) const {
   return divide(nodes, me, settings_);
 }
 
-bool Division::networked(const std::vector<int>& ranks) const {
-  for (int rank : ranks)
-    if (!node_of_.empty() && node_of_[static_cast<size_t>(rank)] != node_of_[static_cast<size_t>(ranks[0])])
-      return true;
-  return false;
+bool Division::spans_nodes(const std::vector<int>& ranks) const {
+  if (node_of_.empty()) return true;
+  const auto node = [&](int rank) { return node_of_[static_cast<size_t>(rank)]; };
+  return std::any_of(ranks.begin(), ranks.end(), [&](int rank) { return node(rank) != node(ranks[0]); });
 }
 
 }  // namespace perseus

@@ -21,6 +21,8 @@ ExecutionSettings settings_of(const Config& config) {
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
   const double gbit = config.number(Var::kLinkGbit);
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
+  const int64_t algorithm = config.integer(Var::kAllreduceAlgorithm);
+  if (algorithm > 0) settings.algorithm = AlgorithmChoice(static_cast<Algorithm>(algorithm - 1));
   settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }
@@ -297,7 +299,7 @@ Speeds Engine::speeds(int group) {
   Speeds speeds;
   driver_.exclusively([&] {
     const auto found = groups_.find(group);
-    if (found != groups_.end()) speeds = found->second->execution().speeds();
+    if (found != groups_.end()) speeds = found->second->speeds();
   });
   return speeds;
 }

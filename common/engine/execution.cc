@@ -61,9 +61,10 @@ void Execution::begin(Stream* stream, uint32_t index) {
   if (bucket.staged != nullptr && !scheduled) {
     begin_next(stream, index);
   } else {
-    // Stages write to tensors before they have heard of all ranks: first headers alone are exchanged, then.
+    // Stages and steps write to tensors before they have heard of all ranks: first headers alone are exchanged, then.
+    stream->plan_follows = scheduled && bucket.staged == nullptr && bucket.plan.algorithm != Algorithm::kPairwise;
     exchange_of(stream, index, Level::kAll)
-        .start(bucket.staged != nullptr ? nothing_ : bucket.plan, stream->sequence[0]++,
+        .start(bucket.staged != nullptr || stream->plan_follows ? nothing_ : bucket.plan, stream->sequence[0]++,
                bucket.output != nullptr ? &bucket : nullptr, bucket.batch.schedule);
   }
   if (!bucket.begun_by.empty()) stream->exchange()->take_back(bucket.begun_by);
@@ -75,6 +76,12 @@ void Execution::begin(Stream* stream, uint32_t index) {
 // The next exchange of a bucket that takes several; false when there is none.
 bool Execution::begin_next(Stream* stream, uint32_t index) {
   const Bucket& bucket = *stream->queue.front();
+  const bool plan_follows = stream->plan_follows;
+  stream->plan_follows = false;
+  if (plan_follows && bucket.begun_by.empty()) {
+    exchange_of(stream, index, Level::kAll).start(bucket.plan, stream->sequence[0]++, nullptr);
+    return true;
+  }
   Staged* staged = bucket.begun_by.empty() ? bucket.staged : nullptr;
   Staged::Step step;
   if (staged == nullptr || !staged->next(&step)) return false;

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "codec/whole.h"
 #include "collective/adasum.h"
+#include "collective/allreduce_cost.h"
 #include "collective/leveled_allreduce.h"
 #include "engine/codec_choice.h"
 #include "engine/division.h"
@@ -24,14 +25,15 @@ struct ExecutionSettings {
   int streams = 4;
   uint32_t first_stream = 0;  // number of the first one's channel
   size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;                           // 0 = off
-  size_t hierarchical_bytes = size_t{1} << 30;                 // larger tensors are reduced among all ranks alike
-  const Division* division = nullptr;                          // asked when the first allreduce comes
-  CodecSpec small_codec;                                       // of gradients too small for the codec they ask for
-  std::array<CodecSpec, kAutoCodecs> auto_codecs;              // what auto chooses among, ordered as kAutoKinds
-  uint64_t sparse_from = 0;                                    // bytes: smaller tensors do not take the last one
-  bool measures = true;                           // else speeds are as told, and without them auto is exact
-  double link_seconds_per_byte = 0;                            // 0 = measured
+  int64_t timeout_ns = 60 * kSecond;               // 0 = off
+  size_t hierarchical_bytes = size_t{1} << 30;     // larger tensors are reduced among all ranks alike
+  AlgorithmChoice algorithm;                       // of exact allreduces, between inner groups where there are any
+  const Division* division = nullptr;              // asked when the first allreduce comes
+  CodecSpec small_codec;                           // of gradients too small for the codec they ask for
+  std::array<CodecSpec, kAutoCodecs> auto_codecs;  // what auto chooses among, ordered as kAutoKinds
+  uint64_t sparse_from = 0;                        // bytes: smaller tensors do not take the last one
+  bool measures = true;                            // else speeds are as told, and without them auto is exact
+  double link_seconds_per_byte = 0;                // 0 = measured
   std::function<void(int rank, const std::string& text)> say;  // news that the group's first rank has for the log
   Residuals* residuals = nullptr;                              // none = nothing is held back
   Timeline* timeline = nullptr;
@@ -103,6 +105,7 @@ class Execution {
     CodedBuffers coded;
     int64_t moved_ns = 0;
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way
+    bool plan_follows = false;                // after headers that were exchanged alone
     bool open = false;                        // it is of a schedule, and not all ranks have begun it, as far as we know
   };
 
@@ -120,6 +123,8 @@ class Execution {
   void take_residuals(Entry* entry, const Levels& levels);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
+  Algorithm algorithm_of(int stages, size_t bytes);
+  void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
@@ -134,6 +139,7 @@ class Execution {
     kernels::FoldSpec fold;
     int root;
     int stages = -1;  // index of Bucket::leveled, -1 = one exchange
+    Algorithm algorithm = Algorithm::kPairwise;
     CodecSpec codec;
     bool flushes = false;
     size_t most_bytes = SIZE_MAX;
@@ -159,6 +165,7 @@ class Execution {
   size_t run_bytes_ = 0;      // of what is not; 0 = not known yet
 
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
+  LinkCost link_cost_;          // between members of the group that are far apart; set with them
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
   const WholeFormat whole_;
   std::vector<size_t> sizes_;  // of one entry's tensors
