@@ -80,6 +80,7 @@ void Bucket::clear() {
 
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
   const int64_t now = now_ns();
+  tuner_.agreed(ready, levels(false).groups > 1, now);
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     entry->executions_left = 0;
@@ -127,7 +128,7 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes) {
 }
 
 Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
-  const size_t most = std::min(settings_.fusion_bytes, fit.most_bytes);
+  const size_t most = std::min(tuner_.now().bucket_bytes, fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || bucket->bytes + bytes > most || plan.root != fit.root ||
@@ -186,7 +187,8 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
   fit.stages = d.coded_inside ? 0 : 1;
   fit.codec = codec;
-  fit.most_bytes = slice_bytes_;
+  const size_t slice = slice_bytes();
+  fit.most_bytes = slice;
   if (entry->residuals == nullptr && format->keeps_residual() && settings_.residuals != nullptr && !entry->stand_in) {
     sizes_.clear();
     for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
@@ -196,8 +198,8 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   LeveledAllreduce::Run run;
   run.salt = salt_of(entry->name->text) + tensor;
   const size_t bytes = t.bytes();
-  for (size_t begin = 0; begin < bytes; begin += slice_bytes_) {
-    const size_t size = std::min(slice_bytes_, bytes - begin);
+  for (size_t begin = 0; begin < bytes; begin += slice) {
+    const size_t size = std::min(slice, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
     bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
     run.piece = bucket.plan.pieces.back();
@@ -305,7 +307,7 @@ void Execution::close_all() {
   // The counter is the same on all ranks, and so is the stream.
   for (auto& bucket : open_) {
     bucket->number = buckets_started_;
-    Stream& stream = streams_[buckets_started_++ % streams_.size()];
+    Stream& stream = streams_[buckets_started_++ % static_cast<size_t>(tuner_.now().streams)];
     stream.queue.push_back(std::move(bucket));
     ++in_flight_;
   }

@@ -14,12 +14,12 @@
 #include "engine/request.h"
 #include "engine/residuals.h"
 #include "engine/timeline.h"
+#include "engine/tuner.h"
 
 namespace perseus {
 
 struct ExecutionSettings {
-  int streams = 4;
-  size_t fusion_bytes = 128 * 1024 * 1024;
+  TunerSettings tuner;
   int64_t timeout_ns = 60 * kSecond;            // 0 = off
   size_t hierarchical_bytes = size_t{1} << 30;  // larger tensors are reduced among all ranks alike
   const Division* division = nullptr;           // asked when the first allreduce comes
@@ -69,6 +69,7 @@ class Execution {
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries);
   uint64_t buckets() const { return buckets_done_; }
+  Tuner& tuner() { return tuner_; }
   // Memory beyond tensors, and what holds them.
   size_t staging_bytes() const;
 
@@ -93,6 +94,7 @@ class Execution {
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
   const Levels& levels(bool undivided);
+  size_t slice_bytes() const;  // of what is encoded
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
@@ -126,8 +128,8 @@ class Execution {
   const uint32_t epoch_, group_;
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
-  const size_t slice_bytes_;  // of what is encoded
 
+  Tuner tuner_;
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
   std::vector<size_t> sizes_;  // of one entry's tensors

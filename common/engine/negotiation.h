@@ -54,6 +54,7 @@ class Negotiation {
   bool has_news() const { return news_; }
   size_t news_bytes() const { return news_bytes_; }
   bool has_pending() const { return pending_ > 0; }
+  bool joined() const { return joined_[static_cast<size_t>(me_)]; }  // this rank has, as all ranks know
 
   // This rank's part of the next round.
   void snapshot(RoundContent* content);

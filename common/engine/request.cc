@@ -156,6 +156,8 @@ void append_request(const std::string& name, const Description& d, std::string* 
   for (int rank : d.ranks) put(blob, static_cast<int32_t>(rank));
   put(blob, static_cast<uint32_t>(d.nans.size()));
   for (uint32_t tensor : d.nans) put(blob, tensor);
+  put(blob, static_cast<uint32_t>(d.times.size()));
+  for (uint32_t time : d.times) put(blob, time);
 }
 
 template <typename T>
@@ -214,6 +216,8 @@ void BlobReader::read_request(std::string* name, Description* d) {
   for (uint32_t& tensor : d->nans)
     if ((tensor = take<uint32_t>()) >= d->tensors.size())
       fail(ErrorKind::kIo, "[negotiation] announcement of a NaN in no tensor");
+  d->times.resize(take_count(4));
+  for (uint32_t& time : d->times) time = take<uint32_t>();
 }
 
 }  // namespace perseus

@@ -53,8 +53,9 @@ struct Description {
   bool coded_inside = false;  // between all ranks, then
   uint64_t codec_from = 0;    // bytes: smaller tensors go as the settings say
   std::vector<TensorDescription> tensors;
-  std::vector<int> ranks;      // kAddGroup: members, kRemoveGroup: group id
-  std::vector<uint32_t> nans;  // tensors in which this rank has found a NaN: told, but nothing to agree on
+  std::vector<int> ranks;       // kAddGroup: members, kRemoveGroup: group id
+  std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN: told, but nothing to agree on
+  std::vector<uint32_t> times;  // of the tuner's trials, likewise; once agreed, the longest of all ranks
 };
 
 // Would a rank that announced `agreed` be served by one that now brings `now`?
