@@ -16,9 +16,12 @@ constexpr int64_t kLookForEvents = 50 * kMicrosecond;
 
 ExecutionSettings settings_of(const Config& config) {
   ExecutionSettings settings;
-  settings.streams = static_cast<int>(config.integer(Var::kStreams));
-  settings.fusion_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
+  settings.tuner = tuner_settings(config);
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
+  const double gbit = config.number(Var::kLinkGbit);
+  if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
+  const int64_t algorithm = config.integer(Var::kAllreduceAlgorithm);
+  if (algorithm > 0) settings.algorithm = AlgorithmChoice(static_cast<Algorithm>(algorithm - 1));
   settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }
@@ -57,6 +60,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       stall_ns_(config.flag(Var::kStallCheckDisable) ? 0 : config.integer(Var::kStallCheckTime) * kSecond),
       stall_shutdown_ns_(config.integer(Var::kStallShutdownTime) * kSecond),
       cycle_ns_(static_cast<int64_t>(config.number(Var::kCycleTime) * kMillisecond)),
+      schedules_(config.flag(Var::kOfflineNegotiation)),
       execution_settings_(settings_of(config)),
       waker_(std::move(waker)),
       transports_(std::move(transports)),
@@ -68,12 +72,23 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       nan_check_(config.flag(Var::kNanCheck), static_cast<NanAction>(config.integer(Var::kNanAction))),
       perf_check_(config.integer(Var::kPerfCheckSteps)),
       left_(static_cast<size_t>(world.size), false),
+      tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
                                 [this] { return has_submissions(); }}) {
+  if (world.rank == 0 && config.flag(Var::kNcclEnable) && config.text(Var::kInterfaces).find(',') == std::string::npos)
+    log_.warning(
+        "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "
+        "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
+  begin_tuner_log();
   execution_settings_.timeline = &timeline_;
   execution_settings_.residuals = &residuals_;
   execution_settings_.small_codec = gradient_codecs_.precision();
+  execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
+  execution_settings_.sparse_from = gradient_codecs_.sparse_from();
+  execution_settings_.say = [this](int rank, const std::string& text) {
+    if (rank == world_.rank) log_.write(LogLevel::kInfo, text);
+  };
   execution_settings_.division = &division_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
@@ -104,15 +119,20 @@ void Engine::add_group(int id, std::vector<int> ranks) {
   members_[id] = ranks;
   const uint32_t channels = groups_made_++;
   if (std::find(ranks.begin(), ranks.end(), world_.rank) == ranks.end()) return;
+  ExecutionSettings settings = execution_settings_;
+  if (id != 0) settings.tuner.buckets = settings.tuner.streams = false;  // its members may be busy elsewhere
   groups_[id] = std::make_shared<Group>(
-      channels, std::move(ranks), world_.rank, world_.epoch, execution_settings_, cycle_ns_,
+      channels, std::move(ranks), world_.rank, world_.epoch, settings, cycle_ns_,
       [this](int rank, Channel channel) -> Link& { return route_[rank]->link(rank, channel); },
       [this, id] {
         Entry* entry = take_entry();
         entry->group = id;
         return entry;
       },
-      [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; });
+      [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; },
+      schedules_
+          ? [this](const Entry& entry) { return handles_.at(entry.handle)->awaited.load(std::memory_order_acquire); }
+          : Negotiation::Awaited());
 }
 
 bool Engine::busy() {
@@ -146,6 +166,8 @@ bool Engine::pass(bool eager) {
         moved |= group->step(eager, kBucketsWorth, &finished_, &mismatched_);
         if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
         if (group->called()) waker_->arm_timer(Group::kJoinWithin);
+        if (eager && group->holds()) waker_->arm_timer(Negotiation::kPatience);
+        if (id == 0) keep_tuning(group.get());
       }
       if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
     }
@@ -235,9 +257,7 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
     const Status removed{false, ErrorKind::kAborted, "The process set was removed."};
     fail_pending(group->second.get(), true, removed);
     // Its channels are never used again, so what peers still send or miss there harms nobody.
-    std::vector<Entry*> under_way;
-    group->second->execution().abandon(&under_way);
-    for (Entry* left : under_way) finish(left, removed);
+    give_up(group->second.get(), removed);
   }
   std::lock_guard<std::mutex> lock(groups_mutex_);
   groups_.erase(id);
@@ -249,13 +269,17 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
 HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   HandleTable::Slot* slot = handles_.find(handle);
   const WaitTimer timer(perf_check_);
+  if (slot != nullptr) slot->awaited.store(true, std::memory_order_release);
   if (slot != nullptr) driver_.wait([slot] { return HandleTable::is_done(*slot); }, deadline_ns);
   return slot;
 }
 
 HandleTable::Slot* Engine::poll(int64_t handle) {
   HandleTable::Slot* slot = handles_.find(handle);
-  if (slot != nullptr && !HandleTable::is_done(*slot)) driver_.nudge();
+  if (slot != nullptr && !HandleTable::is_done(*slot)) {
+    slot->awaited.store(true, std::memory_order_release);
+    driver_.nudge();
+  }
   return slot;
 }
 
@@ -279,6 +303,15 @@ int64_t Engine::next_number(int group) const {
   return found == groups_.end() ? -1 : found->second->next_number();
 }
 
+Speeds Engine::speeds(int group) {
+  Speeds speeds;
+  driver_.exclusively([&] {
+    const auto found = groups_.find(group);
+    if (found != groups_.end()) speeds = found->second->speeds();
+  });
+  return speeds;
+}
+
 void Engine::count() {
   EngineStats stats;
   for (const auto& transport : transports_) {
@@ -290,8 +323,8 @@ void Engine::count() {
   for (auto& [id, group] : groups_) {
     stats.rounds += group->rounds();
     stats.messages += group->messages();
-    stats.buckets += group->execution().buckets();
-    stats.staging_bytes += group->execution().staging_bytes();
+    stats.buckets += group->buckets();
+    stats.staging_bytes += group->staging_bytes();
   }
   stats.operations = operations_;
   stats.staging_bytes += accumulation_.bytes() + residuals_.bytes();

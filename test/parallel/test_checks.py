@@ -28,6 +28,7 @@ MODULES = [
     "compression_checks",
     "timeline_checks",
     "elastic_checks",
+    "schedule_checks",
     "bench_checks",
 ]
 CASES = [
