@@ -82,6 +82,11 @@ class Engine {
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
+  // See perseus_residuals_flush, perseus_residual_read and perseus_residual_write.
+  void flush_residuals() { residuals_.flush(); }
+  size_t read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room, uint64_t* layout);
+  void write_residual(uint64_t owner, int group, const std::string& name, const float* data, size_t room,
+                      uint64_t layout);
 
   // See perseus_context_shutdown.
   void shutdown();
@@ -93,6 +98,8 @@ class Engine {
   void stop_timeline();
 
   std::vector<int> group_ranks(int id) const;
+  // What auto goes by in a group; its number is 0 where it was not needed yet.
+  Speeds speeds(int group);
   // Of an unnamed request of the group; -1 where this rank is no member.
   int64_t next_number(int group) const;
   const char* transport_name(int peer) const { return route_[peer] == nullptr ? "none" : route_[peer]->name(); }
@@ -104,6 +111,8 @@ class Engine {
 
   // ---- submission (submission.cc); any thread ----
   std::shared_ptr<Group> find_group(const Submission& submission) const;
+  // Of a group's residuals; throws Error(kInvalidArgument) where this rank is no member.
+  uint32_t channel_of(int group) const;
   Entry* take_entry();
   void recycle(Entry* entry);
 
@@ -114,6 +123,8 @@ class Engine {
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
   void say_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
+  // Notes in the description whether what is held back has to go along.
+  void ask_for_flush(const Submission& submission, const Group& group, Description* description);
 
   // ---- driving (engine.cc); token held ----
   bool pass(bool eager);
@@ -137,6 +148,7 @@ class Engine {
   void check_stalls(int64_t now);
   void abort(const Error& cause, bool tell);
   void fail_pending(Group* group, bool close, const Status& status);
+  void give_up(Group* group, const Status& status);
   void wind_down();
   void say_goodbye();
   std::string shutdown_text() const;
@@ -145,6 +157,7 @@ class Engine {
   const Log log_;
   FlightRecorder flight_recorder_;  // token held
   const int64_t timeout_ns_, stall_ns_, stall_shutdown_ns_, cycle_ns_;
+  const bool schedules_;
   ExecutionSettings execution_settings_;
 
   std::unique_ptr<Waker> waker_;
@@ -156,6 +169,7 @@ class Engine {
   const GradientCodecs gradient_codecs_;
   std::atomic<bool> said_precision_{false};
   Residuals residuals_;
+  std::atomic<bool> said_dropped_{false};
   Division division_;  // changed once, before anything is submitted
   const NanCheck nan_check_;
   PerfCheck perf_check_;

@@ -9,7 +9,7 @@ namespace perseus {
 
 const char* kind_name(Kind kind) {
   constexpr const char* kNames[kKindCount] = {"ALLREDUCE", "ALLGATHER", "BROADCAST",    "ALLTOALL", "REDUCESCATTER",
-                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN"};
+                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN",     "BREAK"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -40,6 +40,8 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   for (size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
   return text + "]";
 }
+
+std::string wish_name(const Description& d) { return d.codec_auto ? "auto" : codec_name(d.codec); }
 
 // The sentence for one pair of ranks; the order of the checks is Horovod's.
 std::string compare(const Description& a, const Description& b) {
@@ -78,9 +80,9 @@ std::string compare(const Description& a, const Description& b) {
            ", but another rank sent reduction op " + std::to_string(static_cast<int>(b.op)) + ".";
   if (a.gradient != b.gradient)
     return "Mismatched gradients: One rank submitted a gradient, but another rank an ordinary " + kind + ".";
-  if (!(a.codec == b.codec) || a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
-    return "Mismatched compression: One rank sends " + codec_name(a.codec) + ", but another rank sends " +
-           codec_name(b.codec) + ".";
+  if (!(a.codec == b.codec) || a.codec_auto != b.codec_auto || a.coded_inside != b.coded_inside ||
+      a.codec_from != b.codec_from)
+    return "Mismatched compression: One rank sends " + wish_name(a) + ", but another rank sends " + wish_name(b) + ".";
   if (a.kind == Kind::kBroadcast && a.root != b.root)
     return "Mismatched " + kind + " root ranks: One rank specified root rank " + std::to_string(a.root) +
            ", but another rank specified root rank " + std::to_string(b.root) + ".";
@@ -107,7 +109,7 @@ void put(std::string* blob, T value) {
 bool same_request(const Description& a, const Description& b) {
   if (a.kind != b.kind || a.op != b.op || a.prescale != b.prescale || a.postscale != b.postscale || a.root != b.root ||
       a.tensors.size() != b.tensors.size() || a.ranks != b.ranks || a.gradient != b.gradient || !(a.codec == b.codec) ||
-      a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
+      a.codec_auto != b.codec_auto || a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
     return false;
   for (size_t i = 0; i < a.tensors.size(); ++i)
     if (a.tensors[i].dtype != b.tensors[i].dtype || !same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape))
@@ -134,6 +136,7 @@ void append_request(const std::string& name, const Description& d, std::string* 
   put(blob, static_cast<uint8_t>(d.op));
   put(blob, static_cast<uint8_t>(d.transient));
   put(blob, static_cast<uint8_t>(d.gradient));
+  put(blob, static_cast<uint8_t>(d.codec_auto));
   put(blob, static_cast<uint8_t>(d.coded_inside));
   put(blob, d.codec_from);
   put(blob, static_cast<uint8_t>(d.codec.kind));
@@ -156,6 +159,7 @@ void append_request(const std::string& name, const Description& d, std::string* 
   for (int rank : d.ranks) put(blob, static_cast<int32_t>(rank));
   put(blob, static_cast<uint32_t>(d.nans.size()));
   for (uint32_t tensor : d.nans) put(blob, tensor);
+  put(blob, static_cast<uint8_t>(d.flush));
   put(blob, static_cast<uint32_t>(d.times.size()));
   for (uint32_t time : d.times) put(blob, time);
 }
@@ -188,6 +192,7 @@ void BlobReader::read_request(std::string* name, Description* d) {
   d->op = static_cast<ReduceOp>(op);
   d->transient = take<uint8_t>() != 0;
   d->gradient = take<uint8_t>() != 0;
+  d->codec_auto = take<uint8_t>() != 0;
   d->coded_inside = take<uint8_t>() != 0;
   d->codec_from = take<uint64_t>();
   const uint8_t codec = take<uint8_t>();
@@ -216,6 +221,9 @@ void BlobReader::read_request(std::string* name, Description* d) {
   for (uint32_t& tensor : d->nans)
     if ((tensor = take<uint32_t>()) >= d->tensors.size())
       fail(ErrorKind::kIo, "[negotiation] announcement of a NaN in no tensor");
+  const uint8_t flush = take<uint8_t>();
+  if (flush >= kFlushes) fail(ErrorKind::kIo, "[negotiation] announcement of an unknown flush");
+  d->flush = static_cast<Flush>(flush);
   d->times.resize(take_count(4));
   for (uint32_t& time : d->times) time = take<uint32_t>();
 }

@@ -15,7 +15,7 @@
 
 namespace perseus {
 
-// Same numbers as enum perseus_kind.
+// Same numbers as enum perseus_kind, which has no kBreak.
 enum class Kind : uint8_t {
   kAllreduce = 0,
   kAllgather = 1,
@@ -26,8 +26,9 @@ enum class Kind : uint8_t {
   kAddGroup = 6,
   kRemoveGroup = 7,
   kJoin = 8,
+  kBreak = 9,  // only announced: a rank leaves the schedule (scheduling.cc)
 };
-constexpr int kKindCount = 9;
+constexpr int kKindCount = 10;
 const char* kind_name(Kind kind);  // "ALLREDUCE", as Horovod's messages say it
 
 struct TensorDescription {
@@ -50,12 +51,17 @@ struct Description {
   bool transient = false;
   bool gradient = false;
   CodecSpec codec;            // of float32 sums between inner groups
+  bool codec_auto = false;    // or one that loses less, by what the group has measured
   bool coded_inside = false;  // between all ranks, then
   uint64_t codec_from = 0;    // bytes: smaller tensors go as the settings say
   std::vector<TensorDescription> tensors;
-  std::vector<int> ranks;       // kAddGroup: members, kRemoveGroup: group id
-  std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN: told, but nothing to agree on
-  std::vector<uint32_t> times;  // of the tuner's trials, likewise; once agreed, the longest of all ranks
+  std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
+  // Told, but nothing to agree on:
+  std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN
+  std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
+  Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
+
+  bool tells() const { return !nans.empty() || flush != Flush::kNone; }
 };
 
 // Would a rank that announced `agreed` be served by one that now brings `now`?

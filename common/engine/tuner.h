@@ -55,6 +55,8 @@ class Tuner {
   // What a round has made ready, before it is put into buckets. `worth_it`: this group is one for which settings
   // matter.
   void agreed(const std::vector<Entry*>& ready, bool worth_it, int64_t now_ns);
+  // Between its first step and its decision? The same on all ranks after the same round.
+  bool trying() const { return !first_.empty() && state_ != State::kSettled; }
   // Some of a step's gradients are done.
   bool measuring() const { return state_ == State::kTrying; }
   void done(int64_t now_ns) { done_ns_ = now_ns; }

@@ -175,7 +175,7 @@ bool submit_request(perseus_context* context, PyObject* const* arguments, const 
 
 void state(const GradientArguments& gradient, perseus_request* request, Pending* pending) {
   pending->gradient_of = request->gradient_of = gradient.gradient_of;
-  request->codec = static_cast<perseus_codec>(gradient.codec);
+  request->codec = gradient.codec;
   request->codec_argument = gradient.codec_argument;
 }
 
@@ -218,6 +218,10 @@ bool submit_group(perseus_context* context, TensorReader* reader, PyObject* cons
   parsed.request.tensor_count = static_cast<int>(count);
   state(gradient, &parsed.request, pending);
   return submit_request(context, arguments, parsed.request, pending);
+}
+
+std::string allreduce_name(const std::string& name, bool grouped) {
+  return (grouped ? kGroupedPrefix : kPlainPrefix)[PERSEUS_ALLREDUCE] + name;
 }
 
 }  // namespace perseus::python

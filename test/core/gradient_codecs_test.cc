@@ -268,8 +268,9 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
     Floats x(100);
     const int64_t count = 100;
     const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
-    const auto refusal = [&](perseus_codec codec, double argument, perseus_reduce_op op) {
-      perseus_request request = gradient_request("g", &tensor, Codec{"", codec, argument, 0, false});
+    const auto refusal = [&](int codec, double argument, perseus_reduce_op op) {
+      perseus_request request = gradient_request("g", &tensor, Codec{"", PERSEUS_CODEC_EXACT, argument, 0, false});
+      request.codec = codec;
       request.op = op;
       const Outcome outcome = run(context, request);
       EXPECT_EQ(outcome.code, PERSEUS_INVALID_ARGUMENT);
@@ -279,7 +280,7 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
     EXPECT_NE(refusal(PERSEUS_CODEC_TOP_K, 1.5, PERSEUS_SUM).find("1.5"), std::string::npos);
     EXPECT_NE(refusal(PERSEUS_CODEC_TOP_K, -1, PERSEUS_SUM).find("-1"), std::string::npos);
     EXPECT_NE(refusal(PERSEUS_CODEC_ROTATE, 2.5, PERSEUS_SUM).find("2.5"), std::string::npos);
-    EXPECT_NE(refusal(static_cast<perseus_codec>(7), 0, PERSEUS_SUM).find("unknown codec 7"), std::string::npos);
+    EXPECT_NE(refusal(8, 0, PERSEUS_SUM).find("unknown codec 8"), std::string::npos);
   });
   WorldOptions options;
   options.overrides = {"LIGHT_TOPK_ALLREDUCE=1", "PERSEUS_DOWNSAMPLE_N_ELEMENTS=4"};
