@@ -14,7 +14,9 @@ namespace {
 const Variable kTable[] = {
     {Var::kStreams, "PERSEUS_ALLREDUCE_STREAMS", "TIACC_TRAINING_NUM_NCCL_STREAMS,HOROVOD_NUM_NCCL_STREAMS",
      VarType::kInt, "4", "1..12", true,
-     "Most buckets in flight at once, each on connections of its own. Up to 8 pays on links of 32 Gbit/s and more."},
+     "Most buckets in flight at once, each on connections of its own. Up to 8 pays on links of 32 Gbit/s and more. "
+     "When it "
+     "is not given, the tuner also tries half and twice as many (HOROVOD_AUTOTUNE)."},
     {Var::kFusionThreshold, "HOROVOD_FUSION_THRESHOLD", "TIACC_TRAINING_FUSION_THRESHOLD", VarType::kInt, "134217728",
      "0..1099511627776", true,
      "Bytes: tensors that become ready together are fused into buckets of at most this size. 0 = no fusion."},

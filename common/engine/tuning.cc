@@ -25,8 +25,12 @@ void Engine::keep_tuning(Group* world) {
     told.name = Tuner::kName;
     told.transient = true;
     told.times = tuner.take_times();
-    // Who has joined hears of it all the same, and nobody waits for who leaves.
-    if (!world->negotiation().joined() && !closing_.load(std::memory_order_relaxed)) tuner_handle_ = submit(told);
+    // Who has joined hears of it all the same.
+    if (!world->negotiation().joined()) try {
+        tuner_handle_ = submit(told);
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::kAborted) throw;  // the world is being shut down: nobody waits for this
+      }
   }
   if (!tuner.has_decision()) return;
   const Tuner::Decision decision = tuner.take_decision();
