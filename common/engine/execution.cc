@@ -6,17 +6,6 @@
 #include "base/error.h"
 
 namespace perseus {
-namespace {
-
-// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
-// stream holds what it sends and what it receives of one.
-size_t slice_bytes(int streams) {
-  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
-  return kUnderWay / static_cast<size_t>(streams) / kChunk * kChunk;
-}
-
-}  // namespace
-
 Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
                      MakeLinks make_links, OutputsOf outputs_of)
     : settings_(settings),
@@ -26,8 +15,15 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
       group_(group),
       make_links_(std::move(make_links)),
       outputs_of_(std::move(outputs_of)),
-      slice_bytes_(slice_bytes(settings.streams)),
-      streams_(static_cast<size_t>(settings.streams)) {}
+      tuner_(settings.tuner),
+      streams_(static_cast<size_t>(tuner_.most_streams())) {}
+
+// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
+// stream holds what it sends and what it receives of one.
+size_t Execution::slice_bytes() const {
+  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
+  return kUnderWay / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
+}
 
 Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
   std::unique_ptr<Exchange>& exchange = stream->exchanges[static_cast<int>(level)];
@@ -116,6 +112,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
     stream.queue.erase(stream.queue.begin());
     --in_flight_;
     ++buckets_done_;
+    if (tuner_.measuring() && !bucket->entries.empty() && bucket->entries.front()->description.gradient)
+      tuner_.done(now_ns());
     for (Entry* entry : bucket->entries)
       if (--entry->executions_left == 0) finished->push_back(entry);
     bucket->clear();

@@ -18,13 +18,13 @@
 #include "engine/residuals.h"
 #include "engine/schedule.h"
 #include "engine/timeline.h"
+#include "engine/tuner.h"
 
 namespace perseus {
 
 struct ExecutionSettings {
-  int streams = 4;
-  uint32_t first_stream = 0;  // number of the first one's channel
-  size_t fusion_bytes = 128 * 1024 * 1024;
+  TunerSettings tuner;
+  uint32_t first_stream = 0;                       // number of the first one's channel
   int64_t timeout_ns = 60 * kSecond;               // 0 = off
   size_t hierarchical_bytes = size_t{1} << 30;     // larger tensors are reduced among all ranks alike
   AlgorithmChoice algorithm;                       // of exact allreduces, between inner groups where there are any
@@ -91,6 +91,8 @@ class Execution {
   // What auto goes by; number 0 before it was needed.
   const Speeds& speeds() const { return speeds_; }
   void go_by(const Speeds& speeds) { speeds_ = speeds; }
+  Tuner& tuner() { return tuner_; }
+  const Tuner& tuner() const { return tuner_; }
   // Memory beyond tensors, and what holds them.
   size_t staging_bytes() const;
 
@@ -118,7 +120,7 @@ class Execution {
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
   void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
-  size_t run_bytes();
+  size_t run_bytes() const;
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   void take_residuals(Entry* entry, const Levels& levels);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
@@ -126,6 +128,7 @@ class Execution {
   Algorithm algorithm_of(int stages, size_t bytes);
   void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
+  size_t slice_bytes() const;  // of what is encoded
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
@@ -161,9 +164,8 @@ class Execution {
   const uint32_t epoch_, group_;
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
-  const size_t slice_bytes_;  // of what is encoded
-  size_t run_bytes_ = 0;      // of what is not; 0 = not known yet
 
+  Tuner tuner_;
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
   LinkCost link_cost_;          // between members of the group that are far apart; set with them
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
