@@ -297,7 +297,7 @@ Speeds Engine::speeds(int group) {
   Speeds speeds;
   driver_.exclusively([&] {
     const auto found = groups_.find(group);
-    if (found != groups_.end()) speeds = found->second->execution().speeds();
+    if (found != groups_.end()) speeds = found->second->speeds();
   });
   return speeds;
 }
