@@ -23,16 +23,16 @@ struct ExecutionSettings {
   int streams = 4;
   uint32_t first_stream = 0;  // number of the first one's channel
   size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;               // 0 = off
-  size_t hierarchical_bytes = size_t{1} << 30;     // larger tensors are reduced among all ranks alike
-  const Division* division = nullptr;              // asked when the first allreduce comes
-  CodecSpec small_codec;                           // of gradients too small for the codec they ask for
-  std::array<CodecSpec, kAutoCodecs> auto_codecs;  // what auto chooses among, ordered as kAutoKinds
-  uint64_t sparse_from = 0;                        // bytes: smaller tensors do not take the last one
-  bool measures = true;                            // else speeds are as told, and without them auto is exact
-  double link_seconds_per_byte = 0;                // 0 = measured
-  std::function<void(int rank, const std::string& text)> say;  // news that the group's first rank has for the log
-  Residuals* residuals = nullptr;                              // none = nothing is held back
+  int64_t timeout_ns = 60 * kSecond;                 // 0 = off
+  size_t hierarchical_bytes = size_t{1} << 30;       // larger tensors are reduced among all ranks alike
+  const Division* division = nullptr;                // asked when the first allreduce comes
+  CodecSpec small_codec;                             // of gradients too small for the codec they ask for
+  std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
+  uint64_t sparse_from = 0;                          // bytes: smaller tensors do not take the last one
+  bool measures = true;                              // else speeds are as told, and without them auto is exact
+  double link_seconds_per_byte = 0;                  // 0 = measured
+  std::function<void(const std::string& text)> say;  // news for the log
+  Residuals* residuals = nullptr;                    // none = nothing is held back
   Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
