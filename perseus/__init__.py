@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["__version__", "run", "stats"]
+__all__ = ["__version__", "flush_residuals", "run", "stats"]
 
 __version__: str
 
@@ -24,6 +24,10 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         return import_module("perseus.run")
+    if name == "flush_residuals":
+        from perseus.basics import flush_residuals
+
+        return flush_residuals
     raise AttributeError(f"module 'perseus' has no attribute {name!r}")
 
 

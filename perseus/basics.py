@@ -35,6 +35,8 @@ class _World:
     size: int = 1
     users: list[_core.Operations] = field(default_factory=list)
     init_hooks: list[Callable[[], None]] = field(default_factory=list)
+    reset_hooks: list[Callable[[], None]] = field(default_factory=list)
+    flush_hooks: list[Callable[[], None]] = field(default_factory=list)
     exit_registered: bool = False
 
 
@@ -167,6 +169,19 @@ def at_init(hook: Callable[[], None]) -> None:
         hook()
 
 
+def at_reset(hook: Callable[[], None]) -> None:
+    """Have `hook` called whenever this world is about to be left for the next one."""
+    _world.reset_hooks.append(hook)
+
+
+def shutdown_for_next() -> None:
+    """shutdown() by a process that will init() again and go on with what it has."""
+    if _world.context is not None:
+        for hook in _world.reset_hooks:
+            hook()
+    shutdown()
+
+
 def operations(
     wrap: Callable[..., Any], describe: Callable[[Any], tuple[Any, ...]] | None
 ) -> _core.Operations | None:
@@ -242,6 +257,38 @@ def forget_gradients(gradient_of: int) -> None:
     """Drop what the core has summed up for one optimizer; nothing to do without a world."""
     if _world.context is not None:
         _world.context.forget_gradients(gradient_of)
+
+
+def read_residual(
+    gradient_of: int, group: int, name: str, grouped: bool
+) -> tuple[int, bytearray] | None:
+    """What codecs hold back of an allreduce here: (layout, 2 n float32 numbers); None = nothing."""
+    return _context().read_residual(gradient_of, group, name, grouped)
+
+
+def write_residual(
+    gradient_of: int, group: int, name: str, grouped: bool, held: tuple[int, Any]
+) -> None:
+    """Have this take the place of what is held back: layout and numbers as they were read."""
+    _context().write_residual(gradient_of, group, name, grouped, *held)
+
+
+def flush_residuals() -> None:
+    """Have the next reduction of every tensor send all that lossy codecs hold back of it.
+
+    That reduction is sent as float32, on all ranks, as soon as one of them has called this; what
+    was held on any rank is in its result, and nothing is held afterwards. Tensors that no codec has
+    held anything of are not affected. Nothing is sent by the call itself. ValueError before init().
+    """
+    context = _context()
+    for hook in _world.flush_hooks:
+        hook()
+    context.flush_residuals()
+
+
+def at_flush(hook: Callable[[], None]) -> None:
+    """Have `hook` called by flush_residuals(), to give the core what it has not been given yet."""
+    _world.flush_hooks.append(hook)
 
 
 def stats() -> dict[str, int]:

@@ -293,6 +293,29 @@ void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of) {
   });
 }
 
+perseus_code perseus_residual_read(perseus_context* context, perseus_residual* r) {
+  return guarded([&] {
+    const size_t held =
+        context->context->engine().read_residual(r->gradient_of, r->group, r->name, r->data, r->count, &r->layout);
+    r->count = 2 * held;
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_residual_write(perseus_context* context, const perseus_residual* r) {
+  return guarded([&] {
+    context->context->engine().write_residual(r->gradient_of, r->group, r->name, r->data, r->count, r->layout);
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_residuals_flush(perseus_context* context) {
+  return guarded([&] {
+    context->context->engine().flush_residuals();
+    return PERSEUS_OK;
+  });
+}
+
 perseus_code perseus_handle_output(perseus_context* context, perseus_handle handle, int index, perseus_output* out) {
   return guarded([&] {
     HandleTable::Slot* slot = context->context->engine().handles().find(handle);

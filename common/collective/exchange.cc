@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "collective/stepped_exchange.h"
 
 namespace perseus {
 namespace {
@@ -55,6 +56,11 @@ void Exchange::next(const Peer& peer, Flow* flow) const {
 // ---- one pass ----
 
 bool Exchange::step() {
+  if (in_steps_) {
+    const bool stepped = stepped_->step();
+    done_ = stepped_->done();
+    return stepped;
+  }
   bool moved = false;
   if (!headers_done_) moved |= check_headers();
   bool all_done = headers_done_;
@@ -289,6 +295,7 @@ void Exchange::fold_chunk(size_t n) {
 }
 
 std::vector<int> Exchange::waiting_for() const {
+  if (in_steps_) return stepped_->waiting_for();
   std::vector<int> silent, unable;
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];

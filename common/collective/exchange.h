@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "collective/pieces.h"
+#include "collective/steps.h"
 #include "kernels/kernels.h"
 #include "transport/transport.h"
 
@@ -39,7 +40,7 @@ struct ExchangeHeader {
   uint32_t group = 0;
   uint32_t stream = 0;
   uint64_t sequence = 0;
-  uint8_t collective = 0, dtype = 0, op = 0, unused = 0;
+  uint8_t collective = 0, dtype = 0, op = 0, algorithm = 0;
   uint32_t unused2 = 0;
   uint64_t bytes = 0;         // of the whole buffer (allreduce, reduce-scatter, broadcast), 0 where it differs per rank
   uint64_t result_bytes = 0;  // that the sender is going to send as results on this link
@@ -47,11 +48,14 @@ struct ExchangeHeader {
   uint64_t schedule = 0;      // fingerprint of the schedule that the exchange belongs to, 0 = negotiated online
 };
 static_assert(sizeof(ExchangeHeader) == 64, "one cache line");
+// Throws Error(kInternal) where member `from` of the group does something else than we, sizes of results aside.
+void check_header(const ExchangeHeader& in, const ExchangeHeader& out, int from);
 
 // What one execution does. Everything but the per-rank vectors must agree on all ranks.
 struct ExchangePlan {
   Collective collective = Collective::kAllreduce;
-  kernels::FoldSpec fold;           // allreduce, reduce-scatter
+  Algorithm algorithm = Algorithm::kPairwise;  // allreduce; the others are pairwise
+  kernels::FoldSpec fold;                      // allreduce, reduce-scatter
   std::vector<Piece> pieces;        // allreduce, broadcast: in/out. Reduce-scatter: in (out unused). Else: in only
   std::vector<size_t> parts;        // reduce-scatter, spread: bytes of every rank's part of the whole, in rank order
   std::vector<Piece> result;        // reduce-scatter: out of our part; spread: out of the whole
@@ -60,6 +64,7 @@ struct ExchangePlan {
   std::vector<uint64_t> send_rows;  // alltoall: the same in rows; allgather: [0] = rows of this rank
 
   void clear() {
+    algorithm = Algorithm::kPairwise;
     pieces.clear();
     parts.clear();
     result.clear();
@@ -67,9 +72,6 @@ struct ExchangePlan {
     send_rows.clear();
   }
 };
-
-// Equal parts of whole elements, aligned, one for each entry of `parts`; the last ones may be empty.
-void even_parts(size_t bytes, std::vector<size_t>* parts);
 
 // Makes room for an allgather's or alltoall's output once all sizes are known.
 class OutputSink {
@@ -79,10 +81,13 @@ class OutputSink {
   virtual Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) = 0;
 };
 
+class SteppedExchange;
+
 class Exchange {
  public:
   // `links[i]` reaches group rank i; links[me] is null. Links outlive the exchange object.
   Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel);
+  ~Exchange();
 
   // Begins; `plan` and `sink` (allgather, alltoall) must stay valid until done(). Only when done. `schedule`: see
   // ExchangeHeader.
@@ -119,13 +124,13 @@ class Exchange {
     ConstSpan contribution;  // rx stands at a contribution that is wholly here
   };
 
+  ExchangeHeader header_of(uint64_t sequence, size_t bytes) const;
   void plan_reduction(bool gather);
   void plan_broadcast();
   void plan_gather();
   void plan_spread();
   void set_flows();
   bool check_headers();
-  void check_header(int i);
   void place_outputs();
 
   void settle(const Peer& peer, Flow* flow) const;
@@ -149,6 +154,9 @@ class Exchange {
   uint32_t epoch_;
   Channel channel_;
   bool done_ = true;
+
+  std::unique_ptr<SteppedExchange> stepped_;  // for other algorithms than pairwise; made when first needed
+  bool in_steps_ = false;                     // it is what is under way
 
   const ExchangePlan* plan_ = nullptr;
   OutputSink* sink_ = nullptr;

@@ -48,4 +48,12 @@ Levels undivided(int members, int me) {
   return divide(nodes, me, LevelSettings());
 }
 
+uint64_t layout_of(const Levels& levels) {
+  uint64_t layout = 0;
+  for (const size_t part : {static_cast<size_t>(levels.shards), static_cast<size_t>(levels.inner_me),
+                            levels.across.size(), static_cast<size_t>(levels.across_me)})
+    layout = layout << 16 | part;
+  return layout;
+}
+
 }  // namespace perseus

@@ -59,6 +59,7 @@ class Engine {
     int rank_count = 0;
     uint64_t gradient_of = 0;
     CodecWish codec;
+    std::vector<uint32_t> times;  // of the tuner's request
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
@@ -81,6 +82,11 @@ class Engine {
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
+  // See perseus_residuals_flush, perseus_residual_read and perseus_residual_write.
+  void flush_residuals() { residuals_.flush(); }
+  size_t read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room, uint64_t* layout);
+  void write_residual(uint64_t owner, int group, const std::string& name, const float* data, size_t room,
+                      uint64_t layout);
 
   // See perseus_context_shutdown.
   void shutdown();
@@ -105,6 +111,8 @@ class Engine {
 
   // ---- submission (submission.cc); any thread ----
   std::shared_ptr<Group> find_group(const Submission& submission) const;
+  // Of a group's residuals; throws Error(kInvalidArgument) where this rank is no member.
+  uint32_t channel_of(int group) const;
   Entry* take_entry();
   void recycle(Entry* entry);
 
@@ -115,6 +123,8 @@ class Engine {
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
   void say_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
+  // Notes in the description whether what is held back has to go along.
+  void ask_for_flush(const Submission& submission, const Group& group, Description* description);
 
   // ---- driving (engine.cc); token held ----
   bool pass(bool eager);
@@ -124,6 +134,10 @@ class Engine {
   Status change_groups(const Entry& entry, Output* output);
   void add_group(int id, std::vector<int> ranks);
   void count();
+
+  // ---- tuning (tuning.cc); token held ----
+  void begin_tuner_log() const;
+  void keep_tuning(Group* world);
 
   // ---- watching (watch.cc); token held ----
   void read_notices();
@@ -155,6 +169,7 @@ class Engine {
   const GradientCodecs gradient_codecs_;
   std::atomic<bool> said_precision_{false};
   Residuals residuals_;
+  std::atomic<bool> said_dropped_{false};
   Division division_;  // changed once, before anything is submitted
   const NanCheck nan_check_;
   PerfCheck perf_check_;
@@ -189,6 +204,8 @@ class Engine {
   std::vector<Entry*> finished_;
   std::vector<std::pair<Entry*, std::string>> mismatched_;
   uint64_t operations_ = 0;
+  int64_t tuner_handle_ = 0;  // of what tells the others this rank's times; 0 = not submitted
+  const std::string tuner_log_;
 
   mutable std::mutex stats_mutex_;
   EngineStats stats_;  // guarded by stats_mutex_

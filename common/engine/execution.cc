@@ -6,17 +6,6 @@
 #include "base/error.h"
 
 namespace perseus {
-namespace {
-
-// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
-// stream holds what it sends and what it receives of one.
-size_t slice_bytes(int streams) {
-  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
-  return kUnderWay / static_cast<size_t>(streams) / kChunk * kChunk;
-}
-
-}  // namespace
-
 Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
                      MakeLinks make_links, OutputsOf outputs_of)
     : settings_(settings),
@@ -26,8 +15,15 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
       group_(group),
       make_links_(std::move(make_links)),
       outputs_of_(std::move(outputs_of)),
-      slice_bytes_(slice_bytes(settings.streams)),
-      streams_(static_cast<size_t>(settings.streams)) {}
+      tuner_(settings.tuner),
+      streams_(static_cast<size_t>(tuner_.most_streams())) {}
+
+// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
+// stream holds what it sends and what it receives of one.
+size_t Execution::slice_bytes() const {
+  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
+  return kUnderWay / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
+}
 
 Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
   std::unique_ptr<Exchange>& exchange = stream->exchanges[static_cast<int>(level)];
@@ -61,9 +57,10 @@ void Execution::begin(Stream* stream, uint32_t index) {
   if (bucket.staged != nullptr && !scheduled) {
     begin_next(stream, index);
   } else {
-    // Stages write to tensors before they have heard of all ranks: first headers alone are exchanged, then.
+    // Stages and steps write to tensors before they have heard of all ranks: first headers alone are exchanged, then.
+    stream->plan_follows = scheduled && bucket.staged == nullptr && bucket.plan.algorithm != Algorithm::kPairwise;
     exchange_of(stream, index, Level::kAll)
-        .start(bucket.staged != nullptr ? nothing_ : bucket.plan, stream->sequence[0]++,
+        .start(bucket.staged != nullptr || stream->plan_follows ? nothing_ : bucket.plan, stream->sequence[0]++,
                bucket.output != nullptr ? &bucket : nullptr, bucket.batch.schedule);
   }
   if (!bucket.begun_by.empty()) stream->exchange()->take_back(bucket.begun_by);
@@ -75,6 +72,12 @@ void Execution::begin(Stream* stream, uint32_t index) {
 // The next exchange of a bucket that takes several; false when there is none.
 bool Execution::begin_next(Stream* stream, uint32_t index) {
   const Bucket& bucket = *stream->queue.front();
+  const bool plan_follows = stream->plan_follows;
+  stream->plan_follows = false;
+  if (plan_follows && bucket.begun_by.empty()) {
+    exchange_of(stream, index, Level::kAll).start(bucket.plan, stream->sequence[0]++, nullptr);
+    return true;
+  }
   Staged* staged = bucket.begun_by.empty() ? bucket.staged : nullptr;
   Staged::Step step;
   if (staged == nullptr || !staged->next(&step)) return false;
@@ -109,6 +112,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
     stream.queue.erase(stream.queue.begin());
     --in_flight_;
     ++buckets_done_;
+    if (tuner_.measuring() && !bucket->entries.empty() && bucket->entries.front()->description.gradient)
+      tuner_.done(now_ns());
     for (Entry* entry : bucket->entries)
       if (--entry->executions_left == 0) finished->push_back(entry);
     bucket->clear();
@@ -184,7 +189,7 @@ void Execution::abandon(std::vector<Entry*>* entries) {
         if (--entry->executions_left == 0) entries->push_back(entry);
     stream.queue.clear();
   }
-  entries->insert(entries->end(), waiting_.begin(), waiting_.end());
+  for (const std::vector<Entry*>& ready : waiting_) entries->insert(entries->end(), ready.begin(), ready.end());
   waiting_.clear();
   in_flight_ = 0;
 }

@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "codec/whole.h"
 #include "collective/adasum.h"
+#include "collective/allreduce_cost.h"
 #include "collective/leveled_allreduce.h"
 #include "engine/codec_choice.h"
 #include "engine/division.h"
@@ -16,15 +18,16 @@
 #include "engine/residuals.h"
 #include "engine/schedule.h"
 #include "engine/timeline.h"
+#include "engine/tuner.h"
 
 namespace perseus {
 
 struct ExecutionSettings {
-  int streams = 4;
-  uint32_t first_stream = 0;  // number of the first one's channel
-  size_t fusion_bytes = 128 * 1024 * 1024;
+  TunerSettings tuner;
+  uint32_t first_stream = 0;                         // number of the first one's channel
   int64_t timeout_ns = 60 * kSecond;                 // 0 = off
   size_t hierarchical_bytes = size_t{1} << 30;       // larger tensors are reduced among all ranks alike
+  AlgorithmChoice algorithm;                         // of exact allreduces, between inner groups where there are any
   const Division* division = nullptr;                // asked when the first allreduce comes
   CodecSpec small_codec;                             // of gradients too small for the codec they ask for
   std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
@@ -46,6 +49,7 @@ class Bucket final : public OutputSink {
   Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
   int stages = -1;                               // which of `leveled`, -1 = none
   CodecSpec codec;
+  bool flushes = false;                                       // all that was held back goes along: then no codec
   std::vector<std::shared_ptr<Residuals::Record>> residuals;  // kept alive
   std::vector<Entry*> entries;
   uint64_t number = 0;  // of the group's buckets, the same on all ranks
@@ -87,6 +91,8 @@ class Execution {
   // What auto goes by; number 0 before it was needed.
   const Speeds& speeds() const { return speeds_; }
   void go_by(const Speeds& speeds) { speeds_ = speeds; }
+  Tuner& tuner() { return tuner_; }
+  const Tuner& tuner() const { return tuner_; }
   // Memory beyond tensors, and what holds them.
   size_t staging_bytes() const;
 
@@ -101,6 +107,7 @@ class Execution {
     CodedBuffers coded;
     int64_t moved_ns = 0;
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way
+    bool plan_follows = false;                // after headers that were exchanged alone
     bool open = false;                        // it is of a schedule, and not all ranks have begun it, as far as we know
   };
 
@@ -112,11 +119,16 @@ class Execution {
   std::unique_ptr<Bucket> fresh_bucket();
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
-  void add_leveled(Entry* entry, size_t tensor, const Levels& levels);
+  void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
+  size_t run_bytes() const;
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
+  void take_residuals(Entry* entry, const Levels& levels);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
+  Algorithm algorithm_of(int stages, size_t bytes);
+  void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
+  size_t slice_bytes() const;  // of what is encoded
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
@@ -130,7 +142,9 @@ class Execution {
     kernels::FoldSpec fold;
     int root;
     int stages = -1;  // index of Bucket::leveled, -1 = one exchange
+    Algorithm algorithm = Algorithm::kPairwise;
     CodecSpec codec;
+    bool flushes = false;
     size_t most_bytes = SIZE_MAX;
   };
   Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit);
@@ -150,16 +164,18 @@ class Execution {
   const uint32_t epoch_, group_;
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
-  const size_t slice_bytes_;  // of what is encoded
 
+  Tuner tuner_;
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
+  LinkCost link_cost_;          // between members of the group that are far apart; set with them
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
+  const WholeFormat whole_;
   std::vector<size_t> sizes_;  // of one entry's tensors
   const ExchangePlan nothing_;
 
   Speeds speeds_;
-  std::unique_ptr<LinkProbe> probe_;  // under way
-  std::vector<Entry*> waiting_;       // for it, in their order
+  std::unique_ptr<LinkProbe> probe_;          // under way
+  std::vector<std::vector<Entry*>> waiting_;  // for it: what each round made ready, which is never fused with the next
 
   std::vector<Stream> streams_;
   std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry

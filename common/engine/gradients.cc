@@ -1,4 +1,5 @@
-// What the engine does for gradients beyond reducing them: sums over steps, and the comparison of the ranks' speed.
+// What the engine does for gradients beyond reducing them: sums over steps, what codecs
+// hold back, and the comparison of the ranks' speed.
 #include "base/clock.h"
 #include "engine/engine.h"
 
@@ -40,6 +41,42 @@ void Engine::say_precision(const std::vector<int>& ranks) {
   if (said_precision_.exchange(true) || world_.rank != 0) return;
   const std::string news = gradient_codecs_.news();
   if (!news.empty() && division_.of(ranks, 0).groups > 1) log_.warning(news);
+}
+
+void Engine::ask_for_flush(const Submission& s, const Group& group, Description* d) {
+  if (d->kind != Kind::kAllreduce || (d->op != ReduceOp::kSum && d->op != ReduceOp::kAverage)) return;
+  std::vector<size_t> sizes;
+  for (const TensorDescription& tensor : d->tensors) sizes.push_back(static_cast<size_t>(tensor.count()));
+  const auto layout = [&] {
+    const int size = static_cast<int>(group.ranks().size());
+    return layout_of(d->coded_inside ? undivided(size, group.index()) : division_.of(group.ranks(), group.index()));
+  };
+  bool dropped = false;
+  const std::string name = s.name;
+  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes,
+                            {d->codec, d->codec_auto, d->codec_from, d->coded_inside}, layout, &dropped);
+  if (dropped && !said_dropped_.exchange(true))
+    log_.warning("[codec] '" + name +
+                 "' has other sizes than before: what was held back of it is given up. (Of others "
+                 "that change, too; this is said once.)");
+}
+
+uint32_t Engine::channel_of(int group) const {
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const auto found = groups_.find(group);
+  if (found == groups_.end())
+    fail(ErrorKind::kInvalidArgument, "[codec] this rank is not in process set " + std::to_string(group));
+  return found->second->id();
+}
+
+size_t Engine::read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room,
+                             uint64_t* layout) {
+  return residuals_.read({owner, channel_of(group), name}, data, room, layout);
+}
+
+void Engine::write_residual(uint64_t owner, int group, const std::string& name, const float* data, size_t room,
+                            uint64_t layout) {
+  residuals_.write({owner, channel_of(group), name}, data, room, layout);
 }
 
 void Engine::forget_gradients(uint64_t owner) {

@@ -34,9 +34,9 @@ void Execution::finish_probe(std::vector<Entry*>* finished) {
   speeds_.sparse_from = settings_.sparse_from;
   probe_.reset();
   if (me_ == 0) settings_.say("[codec] " + describe_choice(speeds_, settings_.auto_codecs));
-  std::vector<Entry*> ready;
-  ready.swap(waiting_);
-  add(ready, finished);
+  std::vector<std::vector<Entry*>> rounds;
+  rounds.swap(waiting_);
+  for (const std::vector<Entry*>& ready : rounds) add(ready, finished);
 }
 
 }  // namespace perseus

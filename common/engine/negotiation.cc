@@ -6,6 +6,14 @@
 #include "base/error.h"
 
 namespace perseus {
+namespace {
+
+void keep_longest(const std::vector<uint32_t>& times, std::vector<uint32_t>* longest) {
+  for (size_t i = 0; i < std::min(times.size(), longest->size()); ++i)
+    (*longest)[i] = std::max((*longest)[i], times[i]);
+}
+
+}  // namespace
 
 Negotiation::Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry, Awaited awaited)
     : size_(static_cast<int>(ranks.size())),
@@ -66,9 +74,10 @@ void Negotiation::admit(Entry* entry) {
   if (scheduled() && (name->batch >= 0 || entry->description.kind == Kind::kJoin)) return hold(entry);
   news_ = true;
   news_bytes_ += entry->bytes;
-  // A NaN is told by a description; the others' bits become descriptions too, so it delays nobody's answer.
+  // A NaN, or a flush, is told by a description; the others' bits become descriptions too, so it delays nobody's
+  // answer.
   const bool bit_will_do =
-      (joined_count_ == 0 || joined_may_miss(entry->description.kind)) && entry->description.nans.empty();
+      (joined_count_ == 0 || joined_may_miss(entry->description.kind)) && !entry->description.tells();
   if (bit_will_do && name->slot >= 0 && same_request(name->agreed, entry->description))
     bits_[name->slot / 64] |= uint64_t{1} << name->slot % 64;
   else unannounced_.push_back(entry);
@@ -153,16 +162,23 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
   const std::string mismatch = name->announced_count == size_ ? find_mismatch(name->text, name->announced, ranks_)
                                                               : find_mismatch_but_joined(*name);
   std::vector<Entry::Nan> nans;
-  for (int rank = 0; rank < size_; ++rank)
+  Flush flush = Flush::kNone;
+  for (int rank = 0; rank < size_; ++rank) {
     for (uint32_t tensor : name->announced[rank].nans) nans.push_back({ranks_[rank], tensor});
+    flush = std::max(flush, name->announced[rank].flush);
+  }
   if (mismatch.empty()) {
     size_t first = 0;
     while (!name->announced_by[first]) ++first;
     name->agreed = std::move(name->announced[first]);
     name->agreed.nans.clear();
+    name->agreed.flush = Flush::kNone;
+    for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
     Entry* entry = take_entry(name);
+    entry->description.times = name->agreed.times;
     if (name->last >= 0 && name->announced_count == size_) entry->last_rank = ranks_[static_cast<size_t>(name->last)];
     entry->nans = std::move(nans);
+    entry->description.flush = flush;
     // The lowest rank's priority goes for all, so that all run in one order.
     entry->description.priority = name->agreed.priority;
     if (!name->agreed.transient) take_slot(name);

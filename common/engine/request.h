@@ -55,8 +55,13 @@ struct Description {
   bool coded_inside = false;  // between all ranks, then
   uint64_t codec_from = 0;    // bytes: smaller tensors go as the settings say
   std::vector<TensorDescription> tensors;
-  std::vector<int> ranks;      // kAddGroup: members, kRemoveGroup: group id
-  std::vector<uint32_t> nans;  // tensors in which this rank has found a NaN: told, but nothing to agree on
+  std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
+  // Told, but nothing to agree on:
+  std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN
+  std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
+  Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
+
+  bool tells() const { return !nans.empty() || flush != Flush::kNone; }
 };
 
 // Would a rank that announced `agreed` be served by one that now brings `now`?

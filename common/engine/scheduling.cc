@@ -17,7 +17,7 @@ namespace perseus {
 
 void Negotiation::learn(const Entries& ready) {
   // While some have joined, what becomes ready is not what every rank submits.
-  if (joined_count_ > 0) schedule_.forget();
+  if (joined_count_ > 0 || !learns_) schedule_.forget();
   else schedule_.learn(ready);
   if (scheduled()) begin_schedule();
 }
@@ -50,7 +50,7 @@ void Negotiation::hold(Entry* entry) {
   const Name& name = *entry->name;
   looked_ns_ = std::max(looked_ns_, entry->submitted_ns);
   const bool as_agreed =
-      name.batch >= 0 && entry->description.nans.empty() && same_request(name.agreed, entry->description);
+      name.batch >= 0 && !entry->description.tells() && same_request(name.agreed, entry->description);
   if (as_agreed) --missing_[static_cast<size_t>(name.batch)];
   else break_schedule();
 }

@@ -90,6 +90,8 @@ void describe(const Engine::Submission& s, Description* d) {
   }
   d->ranks.assign(s.ranks, s.ranks + s.rank_count);
   d->nans.clear();
+  d->flush = Flush::kNone;
+  d->times = s.times;
 }
 
 }  // namespace
@@ -166,6 +168,7 @@ int64_t Engine::submit(const Submission& s) {
     entry->bytes += entry->description.tensors[i].bytes();
   }
   if (s.gradient_of != 0) nan_check_.scan(entry);
+  if (residuals_.bytes() > 0) ask_for_flush(s, *group, &entry->description);
   entry->splits.assign(s.splits, s.splits + s.split_count);
   if (s.kind == Kind::kAlltoall && s.splits == nullptr && s.tensors[0].ndim > 0)
     entry->splits.assign(ranks.size(), s.tensors[0].shape[0] / static_cast<int64_t>(ranks.size()));

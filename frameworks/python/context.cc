@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "errors.h"
+#include "submission.h"
 
 namespace py = pybind11;
 
@@ -25,6 +26,12 @@ int check_signals(void* argument) {
   if (PyErr_CheckSignals() != 0) interruption->seen = true;
   PyGILState_Release(state);
   return interruption->seen ? 1 : 0;
+}
+
+void check(perseus_code code) {
+  if (code == PERSEUS_OK) return;
+  raise(code);
+  throw py::error_already_set();
 }
 
 }  // namespace
@@ -149,6 +156,38 @@ std::optional<std::vector<int>> ContextOwner::group_ranks(int group) const {
   return ranks;
 }
 
+py::object ContextOwner::read_residual(uint64_t gradient_of, int group, const std::string& name) const {
+  perseus_residual residual = {};
+  residual.struct_size = sizeof(residual);
+  residual.gradient_of = gradient_of;
+  residual.group = group;
+  residual.name = name.c_str();
+  check(perseus_residual_read(get(), &residual));
+  if (residual.count == 0) return py::none();
+  auto data = py::reinterpret_steal<py::object>(
+      PyByteArray_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(residual.count * sizeof(float))));
+  if (!data) throw py::error_already_set();
+  residual.data = reinterpret_cast<float*>(PyByteArray_AS_STRING(data.ptr()));
+  check(perseus_residual_read(get(), &residual));
+  return py::make_tuple(residual.layout, data);
+}
+
+void ContextOwner::write_residual(uint64_t gradient_of, int group, const std::string& name, uint64_t layout,
+                                  const py::buffer& data) const {
+  const py::buffer_info floats = data.request();
+  perseus_residual residual = {};
+  residual.struct_size = sizeof(residual);
+  residual.gradient_of = gradient_of;
+  residual.group = group;
+  residual.name = name.c_str();
+  residual.data = static_cast<float*>(floats.ptr);
+  residual.count = static_cast<size_t>(floats.size * floats.itemsize) / sizeof(float);
+  residual.layout = layout;
+  check(perseus_residual_write(get(), &residual));
+}
+
+void ContextOwner::flush_residuals() const { check(perseus_residuals_flush(get())); }
+
 void ContextOwner::start_timeline(const std::string& path, bool mark_cycles) {
   get();
   perseus_code code;
@@ -216,6 +255,23 @@ void bind_context(py::module_& module) {
             if (self.raw() != nullptr) perseus_gradients_forget(self.raw(), gradient_of);
           },
           py::arg("gradient_of"), "Drops the sums of one optimizer.")
+      .def(
+          "read_residual",
+          [](const ContextOwner& self, uint64_t gradient_of, int group, const std::string& name, bool grouped) {
+            return self.read_residual(gradient_of, group, allreduce_name(name, grouped));
+          },
+          py::arg("gradient_of"), py::arg("group"), py::arg("name"), py::arg("grouped"),
+          "(layout, float32 numbers) that codecs hold back of an allreduce, None where they hold nothing.")
+      .def(
+          "write_residual",
+          [](const ContextOwner& self, uint64_t gradient_of, int group, const std::string& name, bool grouped,
+             uint64_t layout, const py::buffer& data) {
+            self.write_residual(gradient_of, group, allreduce_name(name, grouped), layout, data);
+          },
+          py::arg("gradient_of"), py::arg("group"), py::arg("name"), py::arg("grouped"), py::arg("layout"),
+          py::arg("data"), "Takes the place of what is held back.")
+      .def("flush_residuals", &ContextOwner::flush_residuals,
+           "The next allreduce of every name sends all that is held back.")
       .def("stats", &ContextOwner::stats)
       .def("speeds", &ContextOwner::speeds, py::arg("group") = 0, "What auto goes by; measurement 0 = nothing yet.")
       .def("group_ranks", &ContextOwner::group_ranks, py::arg("group"), "Members in group order, None when unknown.")

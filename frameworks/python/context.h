@@ -47,6 +47,11 @@ class ContextOwner {
   std::map<std::string, uint64_t> stats() const;
   perseus_speeds speeds(int group);
   std::optional<std::vector<int>> group_ranks(int group) const;
+  // (layout, bytearray of float32) of what is held back, or None.
+  pybind11::object read_residual(uint64_t gradient_of, int group, const std::string& name) const;
+  void write_residual(uint64_t gradient_of, int group, const std::string& name, uint64_t layout,
+                      const pybind11::buffer& data) const;
+  void flush_residuals() const;
   void start_timeline(const std::string& path, bool mark_cycles);
   void stop_timeline();
 

@@ -220,4 +220,8 @@ bool submit_group(perseus_context* context, TensorReader* reader, PyObject* cons
   return submit_request(context, arguments, parsed.request, pending);
 }
 
+std::string allreduce_name(const std::string& name, bool grouped) {
+  return (grouped ? kGroupedPrefix : kPlainPrefix)[PERSEUS_ALLREDUCE] + name;
+}
+
 }  // namespace perseus::python

@@ -4,6 +4,8 @@
 
 #include <Python.h>
 
+#include <string>
+
 #include "handle_table.h"
 #include "perseus/perseus.h"
 #include "tensor_view.h"
@@ -45,5 +47,8 @@ bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const*
                 const GradientArguments& gradient, Pending* pending);
 bool submit_group(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
                   const GradientArguments& gradient, Pending* pending);
+
+// What an allreduce that Python calls `name` is called in the core.
+std::string allreduce_name(const std::string& name, bool grouped);
 
 }  // namespace perseus::python

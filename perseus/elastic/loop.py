@@ -30,7 +30,7 @@ def reset() -> None:
     InitializationError when some did not.
     """
     sets = process_sets.static_sets()
-    basics.shutdown()
+    basics.shutdown_for_next()
     for attempt in range(1, _STARTS + 1):
         try:
             basics.init(process_sets=sets)

@@ -6,8 +6,9 @@ for each parameter.
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
@@ -18,6 +19,7 @@ from perseus import basics
 from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import broadcast_object
+from perseus.torch.residuals import Residual, Residuals
 from perseus.torch.session import ALLREDUCE, session, synchronize
 from perseus.torch.sparse import empty_like, start_sparse_allreduce
 
@@ -26,6 +28,8 @@ _TOO_MANY = (
     "Increase backward_passes_per_step to accumulate gradients locally."
 )
 
+
+_POLL_SECONDS = 0.001
 
 # Numbers of reducers, under which the core keeps their sums.
 _numbers = count(1)
@@ -48,13 +52,14 @@ class _Bundle:
     """Gradients that are reduced by one operation: one parameter, or a group of them."""
 
     __slots__ = (
-        "contexts", "dense", "handle", "name", "parameters", "passes_left", "sent", "sparse",
-        "waiting",
+        "contexts", "dense", "grouped", "handle", "name", "parameters", "passes_left", "sent",
+        "sparse", "waiting",
     )  # fmt: skip
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
         self.name = name
         self.parameters = parameters
+        self.grouped = len(parameters) > 1
         self.passes_left: list[int] = []  # of each parameter, until its gradient is complete
         self.waiting = 0  # parameters whose gradient is not complete
         self.handle = 0  # of the dense gradients; 0 = not started
@@ -84,6 +89,11 @@ class GradientReducer:
         self._postscale = plan.predivide_factor
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
         self._number = next(_numbers)
+        self._residuals = Residuals(
+            self._number,
+            [(bundle.name, bundle.grouped) for bundle in self._bundles],
+            plan.process_set.process_set_id,
+        )
         # Whether what was waited for last may be applied: it is neither part of a sum nor a NaN.
         self.applies = True
         self.reset()
@@ -101,8 +111,29 @@ class GradientReducer:
             bundle.waiting = len(bundle.parameters)
 
     def forget(self) -> None:
-        """Drop what was summed over steps: the next one is the first of a new sum."""
+        """Drop what was summed over steps and held back: the next one is the first of a new sum."""
         basics.forget_gradients(self._number)
+        self._residuals.replace({})
+
+    def residuals(self) -> dict[str, Residual]:
+        """What lossy codecs hold back here; waits for what was started."""
+        for bundle in self._bundles:
+            while bundle.handle != 0 and not session.poll(bundle.handle):
+                time.sleep(_POLL_SECONDS)
+        return self._residuals.read()
+
+    def go_on_with(self, residuals: Mapping[str, Residual]) -> None:
+        """Have these, as residuals() gave them, added to the next gradients; after a forget()."""
+        self._residuals.replace(residuals)
+
+    def hand_over(self) -> None:
+        """Give the core all that waits for the next reductions."""
+        for bundle in self._bundles:
+            self._residuals.hand_over(bundle.name, bundle.grouped)
+
+    def leave_world(self) -> None:
+        """Keep for the next world what is to go on there."""
+        self._residuals.take_along()
 
     def busy(self) -> bool:
         """Whether a reduction was started and not waited for."""
@@ -176,6 +207,8 @@ class GradientReducer:
         if not gradients:
             return
         tensors = gradients[0] if len(gradients) == 1 else tuple(gradients)
+        if self._residuals.waiting:
+            self._residuals.hand_over(bundle.name, bundle.grouped)
         bundle.handle = session.submit(
             ALLREDUCE, bundle.name, tensors, tensors, self.plan.op, self._prescale, self._postscale,
             0, None, self.plan.process_set.process_set_id, self._number,
@@ -235,6 +268,20 @@ def _begin_world() -> None:
 
 
 basics.at_init(_begin_world)
+
+
+def _leave_world() -> None:
+    for reducer in _living:
+        reducer.leave_world()
+
+
+def _hand_over() -> None:
+    for reducer in _living:
+        reducer.hand_over()
+
+
+basics.at_reset(_leave_world)
+basics.at_flush(_hand_over)
 
 
 def _attach(reducer: GradientReducer, bundle: _Bundle, index: int, parameter: torch.Tensor) -> None:

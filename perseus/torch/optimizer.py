@@ -23,6 +23,8 @@ from perseus.torch.compression import Compression
 from perseus.torch.gradients import GradientReducer, Plan
 from perseus.torch.session import Adasum, Average
 
+_RESIDUALS = "perseus_residuals"  # the key in state_dict()
+
 _RACE = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -71,8 +73,21 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.passes = passes
         self._reducer.reset()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in the wrapped optimizer, and "perseus_residuals" where codecs hold something back.
+
+        These are this rank's own, {name: (layout, float32 of shape (2, elements))}, to be loaded by
+        the same rank; nothing is sent. Without a lossy codec in use there is no such key.
+        """
+        state = super().state_dict()
+        residuals = self._reducer.residuals()
+        return {**state, _RESIDUALS: residuals} if residuals else state
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As in the wrapped optimizer; what was started is finished, and counting starts anew."""
+        """As in the wrapped optimizer; what was started is finished, and counting starts anew.
+
+        What codecs held back is replaced by the state's "perseus_residuals", or by nothing.
+        """
         try:
             self._reducer.finish_started()
         except MismatchError:
@@ -82,6 +97,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         self._reducer.forget()
         super().load_state_dict(*args, **kwargs)
+        state = args[0] if args else kwargs["state_dict"]
+        self._reducer.go_on_with(state.get(_RESIDUALS, {}))
 
     def synchronize(self) -> None:
         """Wait until every p.grad is the reduction over all ranks.

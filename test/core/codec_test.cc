@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "codec/whole.h"
 #include "codec_cases.h"
 #include "kernels/kernels.h"
 #include "variants.h"
@@ -304,6 +305,25 @@ TEST(CodecSpecTest, ABadValueIsAnErrorThatNamesItsField) {
   spec = CodecSpec{};
   spec.kind = static_cast<CodecKind>(kCodecKinds);
   refuse(spec, "kind");
+}
+
+TEST(WholeFormat, SendsAllThatIsHeldAndLeavesNothing) {
+  const WholeFormat whole;
+  for (size_t count : kCodecSizes) {
+    std::vector<float> x = values_of(kAllValues[0], count, 3), residual = values_of(kAllValues[0], count, 4);
+    x[0] = kInf;
+    std::vector<float> expected(count), decoded(count), added = x;
+    for (size_t i = 0; i < count; ++i) expected[i] = x[i] + residual[i];
+    std::vector<Byte> bytes(whole.most_bytes(count));
+    ASSERT_EQ(whole.encode(x.data(), residual.data(), count, 0, bytes.data()), bytes.size());
+    EXPECT_EQ(residual, std::vector<float>(count));
+    whole.decode(bytes.data(), bytes.size(), count, decoded.data());
+    EXPECT_EQ(decoded, expected);
+    whole.decode_add(bytes.data(), bytes.size(), count, added.data());
+    for (size_t i = 0; i < count; ++i) ASSERT_EQ(added[i], x[i] + expected[i]);
+    bytes[4] = 0;  // the form of no dense chunk
+    EXPECT_THROW(whole.decode(bytes.data(), bytes.size(), count, decoded.data()), Error);
+  }
 }
 
 }  // namespace

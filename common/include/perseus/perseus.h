@@ -233,6 +233,29 @@ typedef enum perseus_gradient {
 PERSEUS_EXPORT int perseus_handle_gradient(perseus_context* context, perseus_handle handle);
 /* Drops the sums of perseus_request.gradient_of and counts its steps from the start. */
 PERSEUS_EXPORT void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of);
+
+/* What lossy codecs hold back, on this rank, of the requests of one name: for every element of its tensors, end to end,
+ * what is added to this rank's next gradient; then as many that are added to the next results of which this rank is the
+ * owner. */
+typedef struct perseus_residual {
+  size_t struct_size;
+  uint64_t gradient_of; /* as in the request, like the next two */
+  int group;
+  const char* name;
+  float* data;     /* `count` numbers, the caller's; NULL = only say how many there are */
+  size_t count;    /* two for each element; 0 = nothing is held back */
+  uint64_t layout; /* names the places of ranks among which chunks were dealt out */
+} perseus_residual;
+/* Fills data, count and layout. PERSEUS_INVALID_ARGUMENT where `count` is not the number there is, and while a request
+ * of that name is in progress. */
+PERSEUS_EXPORT perseus_code perseus_residual_read(perseus_context* context, perseus_residual* residual);
+/* Takes the place of what is held back. With the next request of the name it goes on as if it had never been away, or,
+ * where the layout is another one now, or the request's codec keeps nothing, it is sent as it is, once. */
+PERSEUS_EXPORT perseus_code perseus_residual_write(perseus_context* context, const perseus_residual* residual);
+/* The next request of every name that a lossy codec has held something back of is sent with all that is held, as
+ * float32, on all ranks, whichever of them call this. Nothing is held back of it afterwards. */
+PERSEUS_EXPORT perseus_code perseus_residuals_flush(perseus_context* context);
+
 /* Allgather, alltoall: tensor `index` of the result, owned by the handle until it is released. shape: ndim values.
  * add_group: ndim 0 and `size` carries the new group's id; join: the same with the rank that joined last. */
 typedef struct perseus_output {

@@ -1,0 +1,294 @@
+// What lossy codecs hold back when something changes: it is sent once, bit for bit, or carried to another world.
+#include "engine/residuals.h"
+
+#include <cmath>
+#include <limits>
+#include <map>
+
+#include "base/error.h"
+#include "operation.h"
+
+namespace {
+
+using namespace perseus_test;
+using Floats = std::vector<float>;
+
+struct Codec {
+  perseus_codec codec;
+  double argument;
+};
+constexpr Codec kExact{PERSEUS_CODEC_EXACT, 0}, kHalf{PERSEUS_CODEC_FLOAT16, 0}, kInt8{PERSEUS_CODEC_INT8, 0},
+    kTopK{PERSEUS_CODEC_TOP_K, 0.01}, kRotate{PERSEUS_CODEC_ROTATE, 4};
+
+constexpr int kRanks = 4;
+constexpr size_t kCount = 40001;  // three chunks, so ranks own different numbers of them
+
+// Whole numbers, so that sums of them, and means of four, have no rounding: what is missing has been lost.
+Floats gradient(int step, int rank) {
+  Floats x(kCount);
+  for (size_t i = 0; i < kCount; ++i)
+    x[i] = static_cast<float>(mix(mix(static_cast<uint64_t>(step * 31 + rank)) + i) % 2001) - 1000.0F;
+  return x;
+}
+
+WorldOptions in_groups_of(int ranks) {
+  WorldOptions options;
+  if (ranks > 0) options.overrides = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks)};
+  return options;
+}
+
+// Two tensors in one request.
+Floats reduce(perseus_context* context, Floats x, const Codec& codec) {
+  const int64_t counts[] = {1000, static_cast<int64_t>(x.size()) - 1000};
+  const perseus_tensor tensors[] = {{x.data(), x.data(), &counts[0], 1, PERSEUS_FLOAT32},
+                                    {x.data() + 1000, x.data() + 1000, &counts[1], 1, PERSEUS_FLOAT32}};
+  perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", tensors, 2);
+  request.op = PERSEUS_AVERAGE;
+  request.gradient_of = 1;
+  request.codec = codec.codec;
+  request.codec_argument = codec.argument;
+  const Outcome outcome = run(context, request);
+  EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+  return x;
+}
+
+struct Held {
+  Floats data;  // what is sent next, then what is owned
+  uint64_t layout = 0;
+  float sent(size_t i) const { return data.empty() ? 0.0F : data[i]; }
+  float owned(size_t i) const { return data.empty() ? 0.0F : data[kCount + i]; }
+};
+
+perseus_residual residual_of(Held* held) {
+  perseus_residual residual{};
+  residual.struct_size = sizeof residual;
+  residual.gradient_of = 1;
+  residual.name = "g";
+  residual.data = held->data.empty() ? nullptr : held->data.data();
+  residual.count = held->data.size();
+  residual.layout = held->layout;
+  return residual;
+}
+
+Held held_by(perseus_context* context) {
+  Held held;
+  for (int pass = 0; pass < 2; ++pass) {
+    perseus_residual residual = residual_of(&held);
+    EXPECT_EQ(perseus_residual_read(context, &residual), PERSEUS_OK) << perseus_error_message();
+    held.layout = residual.layout;
+    held.data.resize(residual.count);
+  }
+  return held;
+}
+
+void give(perseus_context* context, Held held) {
+  const perseus_residual residual = residual_of(&held);
+  EXPECT_EQ(perseus_residual_write(context, &residual), PERSEUS_OK) << perseus_error_message();
+}
+
+// A run of `steps` on every rank, as far as the ranks have got.
+struct Training {
+  std::vector<Held> held = std::vector<Held>(kRanks);
+  std::vector<Floats> results;  // of each step, on rank 0
+};
+
+void take_steps(Training* training, int rank, perseus_context* context, int from, int to, const Codec& codec) {
+  for (int step = from; step < to; ++step) {
+    const Floats result = reduce(context, gradient(step, rank), codec);
+    if (rank == 0) training->results.push_back(result);
+  }
+  training->held[rank] = held_by(context);
+}
+
+// The means of all that the ranks have produced in steps 0 … steps, against what has arrived.
+void expect_nothing_missing(const Training& training, int steps) {
+  ASSERT_EQ(training.results.size(), static_cast<size_t>(steps));
+  Floats missing(kCount);
+  for (int step = 0; step < steps; ++step) {
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const Floats x = gradient(step, rank);
+      for (size_t i = 0; i < kCount; ++i) missing[i] += x[i] / kRanks;
+    }
+    for (size_t i = 0; i < kCount; ++i) missing[i] -= training.results[static_cast<size_t>(step)][i];
+  }
+  for (size_t i = 0; i < kCount; ++i) ASSERT_EQ(missing[i], 0.0F) << "element " << i;
+}
+
+// What the step after `before` gives when all that is held goes along: in the order in which the ranks add.
+Floats whole_step(const Training& before, int step, int inner) {
+  std::vector<Floats> gradients;
+  for (int rank = 0; rank < kRanks; ++rank) gradients.push_back(gradient(step, rank));
+  Floats expected(kCount);
+  for (size_t i = 0; i < kCount; ++i) {
+    float sum = 0, owned = 0;
+    for (int first = 0; first < kRanks; first += inner) {
+      float group = 0, held = 0;  // one of a group sends the element
+      for (int rank = first; rank < first + inner; ++rank) {
+        group += gradients[static_cast<size_t>(rank)][i];
+        held += before.held[static_cast<size_t>(rank)].sent(i);
+        owned += before.held[static_cast<size_t>(rank)].owned(i);
+      }
+      sum += group + held;
+    }
+    expected[i] = sum * (1.0F / kRanks) + owned;
+  }
+  return expected;
+}
+
+class Change : public testing::TestWithParam<int> {};
+
+TEST_P(Change, OfTheCodecSendsAllThatIsHeld) {
+  const int inner = GetParam();
+  const std::pair<Codec, Codec> changes[] = {{kTopK, kExact},  {kTopK, kHalf},  {kInt8, kTopK},
+                                             {kRotate, kInt8}, {kInt8, kExact}, {kTopK, {PERSEUS_CODEC_TOP_K, 0.02}}};
+  for (const auto& [from, to] : changes) {
+    SCOPED_TRACE(std::to_string(from.codec) + " to " + std::to_string(to.codec));
+    Training before, after;
+    run_world(
+        all_media()[0], kRanks,
+        [&](int rank, perseus_context* context) {
+          take_steps(&before, rank, context, 0, 2, from);
+          EXPECT_FALSE(before.held[rank].data.empty());
+          take_steps(&after, rank, context, 2, 3, to);
+          EXPECT_TRUE(after.held[rank].data.empty());
+        },
+        in_groups_of(inner));
+    const Floats expected = whole_step(before, 2, inner);
+    for (size_t i = 0; i < kCount; ++i) ASSERT_EQ(after.results[0][i], expected[i]) << "element " << i;
+    before.results.push_back(after.results[0]);
+    if (from.codec != PERSEUS_CODEC_INT8) expect_nothing_missing(before, 3);
+  }
+}
+
+TEST_P(Change, AFlushOfOneRankFlushesAll) {
+  for (const Codec& codec : {kTopK, kRotate, kInt8}) {
+    Training before, flushed, after;
+    run_world(
+        all_media()[0], kRanks,
+        [&](int rank, perseus_context* context) {
+          take_steps(&before, rank, context, 0, 3, codec);
+          if (rank == 1) {
+            EXPECT_EQ(perseus_residuals_flush(context), PERSEUS_OK);
+          }
+          take_steps(&flushed, rank, context, 3, 4, codec);
+          EXPECT_TRUE(flushed.held[rank].data.empty());
+          take_steps(&after, rank, context, 4, 5, codec);
+          EXPECT_FALSE(after.held[rank].data.empty()) << "once";
+        },
+        in_groups_of(GetParam()));
+    const Floats expected = whole_step(before, 3, GetParam());
+    for (size_t i = 0; i < kCount; ++i) ASSERT_EQ(flushed.results[0][i], expected[i]) << "element " << i;
+  }
+}
+
+TEST_P(Change, OfTheWorldCarriesWhatIsHeld) {
+  // Together and in pairs, in hosts of one, and on one host, where nothing would be encoded.
+  for (const int inner : {1, 2, 0}) {
+    Training before, after, straight;
+    const auto options = in_groups_of(GetParam());
+    run_world(
+        all_media()[0], kRanks,
+        [&](int rank, perseus_context* context) { take_steps(&before, rank, context, 0, 2, kTopK); }, options);
+    run_world(
+        all_media()[0], kRanks,
+        [&](int rank, perseus_context* context) {
+          give(context, before.held[rank]);
+          take_steps(&after, rank, context, 2, 3, kTopK);
+        },
+        in_groups_of(inner));
+    if (inner == GetParam()) {
+      run_world(
+          all_media()[0], kRanks,
+          [&](int rank, perseus_context* context) { take_steps(&straight, rank, context, 0, 3, kTopK); }, options);
+      EXPECT_EQ(after.results[0], straight.results[2]) << "as if it had never been away";
+      for (int rank = 0; rank < kRanks; ++rank) EXPECT_EQ(after.held[rank].data, straight.held[rank].data);
+    } else {
+      for (const Held& held : after.held) EXPECT_TRUE(held.data.empty());
+      before.results.push_back(after.results[0]);
+      expect_nothing_missing(before, 3);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(InGroupsOf, Change, testing::Values(1, 2));
+
+TEST(Residual, IsSentByARankAlone) {
+  run_world(all_media()[0], 1, [](int, perseus_context* context) {
+    Held held;
+    held.data.assign(2 * kCount, 0.0F);
+    held.data[3] = 5;           // held of a gradient
+    held.data[kCount + 4] = 7;  // and of a result
+    give(context, held);
+    Floats expected = gradient(0, 0);
+    expected[3] += 5;
+    expected[4] += 7;
+    EXPECT_EQ(reduce(context, gradient(0, 0), kTopK), expected);
+    EXPECT_TRUE(held_by(context).data.empty());
+  });
+}
+
+TEST(Residual, OfOtherSizesIsGivenUp) {
+  run_world(
+      all_media()[0], 2,
+      [](int rank, perseus_context* context) {
+        reduce(context, gradient(0, rank), kTopK);
+        Floats shorter = gradient(1, rank);
+        shorter.resize(5000);
+        Floats mean(5000);
+        const Floats x = gradient(1, 0), y = gradient(1, 1);
+        for (size_t i = 0; i < mean.size(); ++i) mean[i] = (x[i] + y[i]) / 2;
+        EXPECT_EQ(reduce(context, shorter, kExact), mean);
+        EXPECT_TRUE(held_by(context).data.empty());
+      },
+      in_groups_of(1));
+}
+
+TEST(Residual, OfARankThatHasJoinedWaits) {
+  Training before, after;
+  run_world(
+      all_media()[0], kRanks,
+      [&](int rank, perseus_context* context) {
+        take_steps(&before, rank, context, 0, 1, kTopK);
+        if (rank < 2) {
+          EXPECT_EQ(perseus_residuals_flush(context), PERSEUS_OK);
+        }
+        if (rank != 1) take_steps(&after, rank, context, 1, 2, kTopK);
+        EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+        after.held[rank] = held_by(context);
+      },
+      in_groups_of(1));
+  EXPECT_EQ(after.held[1].data, before.held[1].data);
+  for (int rank : {0, 2, 3}) EXPECT_TRUE(after.held[rank].data.empty());
+}
+
+TEST(Residual, CannotBeReadWhileItIsInUse) {
+  perseus::Residuals residuals;
+  const std::string name = "g";
+  const perseus::Residuals::Key key{1, 0, name};
+  perseus::Residuals::Terms terms;
+  terms.codec.kind = perseus::CodecKind::kInt8;
+  uint64_t layout = 0;
+  EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 0U);
+  auto record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone);
+  const auto refusal = [&](const auto& action) -> std::string {
+    try {
+      action();
+    } catch (const perseus::Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  Floats data(14, 1.0F);
+  EXPECT_NE(refusal([&] { residuals.read(key, nullptr, 0, &layout); }).find("under way"), std::string::npos);
+  EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 14, 17); }).find("under way"), std::string::npos);
+  record.reset();
+  EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 7U);
+  EXPECT_EQ(layout, 17U);
+  EXPECT_NE(refusal([&] { residuals.read(key, data.data(), 13, &layout); }).find("14"), std::string::npos);
+  EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 13, 17); }).find("two for each"), std::string::npos);
+  EXPECT_GT(residuals.bytes(), 0U);
+  residuals.forget(1);
+  EXPECT_EQ(residuals.bytes(), 0U);
+}
+
+}  // namespace
