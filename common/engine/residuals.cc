@@ -78,9 +78,10 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Ter
   if (record->loaded ? record->layout != layout() : record->terms.coded_inside != terms.coded_inside)
     return record->holds ? Flush::kAmongAll : Flush::kNone;
   if (record->flushes) return Flush::kAsDivided;
-  const bool goes_on = record->loaded
-                           ? keeps_residual(terms.codec)
-                           : record->terms.codec == terms.codec && record->terms.codec_from == terms.codec_from;
+  const Terms& before = record->terms;
+  const bool goes_on = record->loaded ? keeps_residual(terms.codec)
+                                      : before.codec == terms.codec && before.codec_from == terms.codec_from &&
+                                            before.codes_doubles == terms.codes_doubles;
   return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
 }
 

@@ -33,6 +33,7 @@ class Residuals {
     CodecSpec codec;
     uint64_t codec_from = 0;
     bool coded_inside = false;
+    bool codes_doubles = false;
   };
 
   struct Record {
