@@ -4,7 +4,8 @@
 //   negotiation_bench [most ranks = 512] [steps = 7] [backward ms = 200] [fewest ranks = 2]
 //
 // "perseus": the C ABI in memory worlds, tensors without elements, so that agreeing is all there is to do. "perseus
-// with data": tensors of four, sums are verified; up to 64 ranks, as buffers between all of them take memory.
+// with data": tensors of four, sums are verified; up to 64 ranks, as buffers between all of them take memory. "perseus
+// offline": the same with PERSEUS_OFFLINE_NEG=1.
 // "coordinator": every rank tells rank 0 what is ready and hears what is ready everywhere, over the same transport, in
 // its cheapest form: no timer, no message without news, and nothing is reduced. "schedule": the same threads submit to
 // nobody, the machine's share of the times.
@@ -34,7 +35,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kTensors = 200, kBursts = 20, kElements = 4;
 constexpr int kMostWithData = 64;
-constexpr int kWarmUps = 3;            // names are new in the first, and buffers are made
+constexpr int kWarmUps = 6;            // names are new in the first, buffers are made, and a schedule is learnt
 constexpr size_t kMessageBytes = 248;  // of a round's frame
 
 struct Options {
@@ -140,10 +141,10 @@ Counts counts_of(const perseus_context* context) {
   return {stats.rounds, stats.messages, stats.buckets};
 }
 
-perseus_context* join_world(const std::string& name, int rank, int size) {
+perseus_context* join_world(const std::string& name, int rank, int size, bool offline) {
   // A thread of hundreds on few cores may well be silent for a minute.
   const char* overrides[] = {"PERSEUS_TRANSPORT=auto", "GLOO_TIMEOUT_SECONDS=0", "PERSEUS_FLIGHT_RECORDER=off",
-                             nullptr};
+                             offline ? "PERSEUS_OFFLINE_NEG=1" : "PERSEUS_OFFLINE_NEG=0", nullptr};
   perseus_context_options options{};
   options.struct_size = sizeof options;
   options.rank = rank;
@@ -157,12 +158,13 @@ perseus_context* join_world(const std::string& name, int rank, int size) {
   return context;
 }
 
-Result run_perseus(int size, const Options& options, int elements) {
+Result run_perseus(int size, const Options& options, int elements, bool offline = false) {
   Meeting meeting(size);
   Collector collector(size, options.steps);
-  const std::string name = "negotiation-" + std::to_string(size) + "-" + std::to_string(elements);
+  const std::string name =
+      "negotiation-" + std::to_string(size) + "-" + std::to_string(elements) + (offline ? "-offline" : "");
   on_threads(size, [&](int rank) {
-    perseus_context* context = join_world(name, rank, size);
+    perseus_context* context = join_world(name, rank, size, offline);
     std::vector<std::string> names;
     for (int i = 0; i < kTensors; ++i) names.push_back("gradient." + std::to_string(i));
     std::vector<float> values(size_t{kTensors} * kElements);
@@ -393,7 +395,10 @@ int run(int argc, char** argv) {
   for (int size = fewest; size <= most; size *= 2) {
     show("schedule", size, options, run_schedule(size, options));
     show("perseus", size, options, run_perseus(size, options, 0));
-    if (size <= kMostWithData) show("perseus with data", size, options, run_perseus(size, options, kElements));
+    if (size <= kMostWithData) {
+      show("perseus with data", size, options, run_perseus(size, options, kElements));
+      show("perseus offline", size, options, run_perseus(size, options, kElements, true));
+    }
     show("coordinator", size, options, run_coordinator(size, options));
   }
   return 0;

@@ -296,6 +296,11 @@ def stats() -> dict[str, int]:
     return _context().stats()
 
 
+def speeds(group: int = 0) -> _core.Speeds:
+    """What `compression=auto` goes by in a group; measurement 0 where nothing asked for it yet."""
+    return _context().speeds(group)
+
+
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record a Chrome trace of all operations into a file from here on; see docs/timeline.md.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # Same numbers as enum perseus_codec.
-SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE = range(7)
+SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE, AUTO = range(8)
 
 
 class Compressor:
@@ -77,6 +77,16 @@ class RotatingCompressor(NoneCompressor):
 
     stateful = True
     codec = ROTATE
+
+
+class AutoCompressor(NoneCompressor):
+    """As they are, float16, int8 or top-k, whichever is fastest on the links that were measured.
+
+    What int8 and top-k leave out is added to the next gradient.
+    """
+
+    stateful = True
+    codec = AUTO
 
 
 def applied_here(compression: type[Compressor]) -> type[Compressor]:

@@ -32,6 +32,8 @@ static_assert(static_cast<int>(perseus::ReduceOp::kProduct) == PERSEUS_PRODUCT, 
 static_assert(static_cast<int>(perseus::Kind::kJoin) == PERSEUS_JOIN, "same numbers");
 static_assert(static_cast<int>(ErrorKind::kInternal) == PERSEUS_INTERNAL, "same numbers");
 static_assert(static_cast<int>(ErrorKind::kNan) == PERSEUS_NAN, "same numbers");
+static_assert(static_cast<int>(perseus::CodecWish::kAuto) == PERSEUS_CODEC_AUTO, "same numbers");
+static_assert(perseus::kAutoCodecs == PERSEUS_SPEEDS_CODECS, "same size");
 static_assert(static_cast<int>(perseus::GradientOutcome::kSkipped) == PERSEUS_GRADIENT_SKIPPED, "same numbers");
 
 thread_local std::string last_error;
@@ -56,6 +58,21 @@ perseus_code guarded(Body body) {
   } catch (const std::exception& error) {
     return fail_with(ErrorKind::kInternal, error.what());
   }
+}
+
+int public_codec(int auto_codec) {
+  return static_cast<int>(perseus::kAutoKinds[static_cast<size_t>(auto_codec)]) + PERSEUS_CODEC_EXACT;
+}
+
+perseus::Speeds speeds_of(const perseus_speeds& from) {
+  perseus::Speeds speeds;
+  speeds.link = {from.measurement, from.latency_s, from.seconds_per_byte};
+  speeds.groups = from.groups;
+  speeds.shards = from.shards;
+  speeds.sparse_from = from.sparse_from;
+  for (size_t i = 0; i < speeds.codecs.size(); ++i)
+    speeds.codecs[i] = {from.encode_s[i], from.decode_s[i], from.wire[i]};
+  return speeds;
 }
 
 std::string text_of(const void* data, size_t size) {
@@ -233,8 +250,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.ranks = r.ranks;
     submission.rank_count = r.ranks == nullptr ? 0 : r.rank_count;
     if (r.struct_size > offsetof(perseus_request, gradient_of)) submission.gradient_of = r.gradient_of;
-    if (r.struct_size > offsetof(perseus_request, codec_argument))
-      submission.codec = {static_cast<int>(r.codec), r.codec_argument};
+    if (r.struct_size > offsetof(perseus_request, codec_argument)) submission.codec = {r.codec, r.codec_argument};
     *handle = context->context->engine().submit(submission);
     return PERSEUS_OK;
   });
@@ -351,6 +367,37 @@ int perseus_group_ranks(const perseus_context* context, int group, int* ranks, i
     return PERSEUS_OK;
   });
   return count;
+}
+
+// ---- speeds ----
+
+perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_speeds* out) {
+  return guarded([&] {
+    context->context->check_process();
+    const perseus::Speeds speeds = context->context->engine().speeds(group);
+    out->measurement = speeds.link.number;
+    out->groups = speeds.groups;
+    out->shards = speeds.shards;
+    out->latency_s = speeds.link.latency_s;
+    out->seconds_per_byte = speeds.link.seconds_per_byte;
+    out->sparse_from = speeds.sparse_from;
+    for (size_t i = 0; i < speeds.codecs.size(); ++i) {
+      out->encode_s[i] = speeds.codecs[i].encode_s;
+      out->decode_s[i] = speeds.codecs[i].decode_s;
+      out->wire[i] = speeds.codecs[i].wire;
+    }
+    return PERSEUS_OK;
+  });
+}
+
+double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes) {
+  for (int i = 0; i < perseus::kAutoCodecs; ++i)
+    if (public_codec(i) == codec) return perseus::estimated_seconds(speeds_of(*speeds), i, bytes);
+  return -1;
+}
+
+int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes) {
+  return public_codec(perseus::choose_codec(speeds_of(*speeds), bytes));
 }
 
 // ---- timeline ----

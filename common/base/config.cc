@@ -21,6 +21,14 @@ const Variable kTable[] = {
     {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
      "What float32 gradients look like on their way: 0 = float16 between all ranks, 1 = as they are, 2 = as they are "
      "inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
+    {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype", "dtype|int8|auto", true,
+     "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8 = one byte an element, "
+     "auto = as they are, as float16, int8 or top-k (LIGHT_TOPK_*), whichever the measured links make fastest; what "
+     "int8 and top-k leave out is added to the next gradient."},
+    {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
+     "Speed of the links between hosts in Gbit/s that auto reckons with, for choices that are the same in every run. "
+     "0 = "
+     "measured when the first gradient is sent."},
     {Var::kGradientScale, "PERSEUS_ALLREDUCE_GRADIENT_SCALE", "", VarType::kFloat, "0", "0..1000000000000", true,
      "Multiplied in before gradients become float16 and divided out after. 0 = a power of two for every 16384 "
      "elements, "
@@ -48,6 +56,11 @@ const Variable kTable[] = {
      "1 = reduce inside groups of LIGHT_INTRA_SIZE ranks of a host, then across the groups, 0 = all ranks alike, auto "
      "= "
      "as PERSEUS_ALLREDUCE_MODE says."},
+    {Var::kAllreduceAlgorithm, "PERSEUS_ALLREDUCE_ALGORITHM", "", VarType::kChoice, "auto",
+     "auto|pairwise|halving_doubling|ring|recursive_doubling", true,
+     "How exact allreduces go between hosts, or between all ranks where PERSEUS_ALLREDUCE_MODE says that they are "
+     "alike. auto = by cost: "
+     "pairwise, or halving_doubling (recursive_doubling for small ones) where there are many hosts for few bytes."},
     {Var::kIntraSize, "LIGHT_INTRA_SIZE", "", VarType::kInt, "8", "1..1000000", true,
      "Ranks of an inner group when LIGHT_2D_ALLREDUCE is 1."},
     {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824", "0..1099511627776",
@@ -95,6 +108,9 @@ const Variable kTable[] = {
      "Steps whose gradients are added up on each rank before the sum is averaged over the ranks and the optimizer "
      "takes "
      "one step: 1/N of the traffic. The batch is N times as large, so adapt the learning rate."},
+    {Var::kOfflineNegotiation, "PERSEUS_OFFLINE_NEG", "", VarType::kBool, "0", "", true,
+     "1 = learn the order of named allreduces during the first steps, then run without negotiation: only data is sent "
+     "until a rank does something else."},
     {Var::kNanCheck, "PERSEUS_ALLREDUCE_NANCHECK", "PERSEUS_ALLREDUCE_NANHECK", VarType::kBool, "0", "", true,
      "1 = look for NaN in every gradient that is sent. All ranks learn tensor and rank before the optimizer's step."},
     {Var::kNanAction, "PERSEUS_ALLREDUCE_NANCHECK_ACTION", "", VarType::kChoice, "report", "report|raise|skip", true,

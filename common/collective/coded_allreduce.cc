@@ -122,7 +122,7 @@ void CodedAllreduce::reduce() {
     const void* source = sum;
     if (factor_ != 1.0F) kernels::fold(scale, sum, nullptr, &source, 1, chunk.count, false);
     const size_t bytes = format_->encode(sum, chunk.result_residual, chunk.count, chunk.step, at);
-    format_->decode(at, bytes, chunk.count, chunk.out);
+    give_out(at, bytes, chunk);
     at += bytes;
   }
   const size_t bytes = static_cast<size_t>(at - first);
@@ -130,6 +130,11 @@ void CodedAllreduce::reduce() {
   plan_.collective = Collective::kAllgather;
   plan_.pieces.push_back(Piece{first, nullptr, bytes});
   plan_.send_rows.push_back(bytes);
+}
+
+void CodedAllreduce::give_out(const Byte* encoded, size_t bytes, const CodedChunk& chunk) const {
+  if (last_) format_->decode_streamed(encoded, bytes, chunk.count, chunk.out);
+  else format_->decode(encoded, bytes, chunk.count, chunk.out);
 }
 
 void CodedAllreduce::finish() {
@@ -142,8 +147,7 @@ void CodedAllreduce::finish() {
     for (const CodedChunk& chunk : chunks_[static_cast<size_t>(owner)]) {
       size_t size = 0;
       const Byte* encoded = reader.take(&size);
-      if (last_) format_->decode_streamed(encoded, size, chunk.count, chunk.out);
-      else format_->decode(encoded, size, chunk.count, chunk.out);
+      give_out(encoded, size, chunk);
     }
   }
 }

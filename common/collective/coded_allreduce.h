@@ -61,6 +61,7 @@ class CodedAllreduce final : public OutputSink {
   void encode();
   void reduce();
   void finish();
+  void give_out(const Byte* encoded, size_t bytes, const CodedChunk& chunk) const;
   Byte* room_for(const std::vector<CodedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const;
 
   const int members_, me_;

@@ -4,12 +4,16 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "collective/stepped_exchange.h"
 
 namespace perseus {
 namespace {
 
 constexpr int kMostPieces = 32;  // of one gathered send or receive
 constexpr int kBurst = 4;        // chunks moved on one link before the others get their turn
+
+// In the place of chunks that nobody will look at: the tensors they would come from may be gone.
+constexpr Byte kNothing[kChunkBytes] = {};
 
 }  // namespace
 
@@ -52,6 +56,11 @@ void Exchange::next(const Peer& peer, Flow* flow) const {
 // ---- one pass ----
 
 bool Exchange::step() {
+  if (in_steps_) {
+    const bool stepped = stepped_->step();
+    done_ = stepped_->done();
+    return stepped;
+  }
   bool moved = false;
   if (!headers_done_) moved |= check_headers();
   bool all_done = headers_done_;
@@ -67,10 +76,11 @@ bool Exchange::step() {
     moved |= fold_some();
     all_done = all_done && folded_ * kChunkBytes >= own_bytes_;
   }
+  if (taken_back_) all_done = eager_parts_gone();
   if (all_done && !done_) {
     // A fold may just have completed the last sends; they were counted above only if done before it.
     for (const Peer& peer : peers_)
-      if (peer.link != nullptr && !(peer.tx.done && peer.rx.done)) return true;
+      if (peer.link != nullptr && !taken_back_ && !(peer.tx.done && peer.rx.done)) return true;
     done_ = true;
     moved = true;
   }
@@ -88,7 +98,8 @@ bool Exchange::send_some(Peer& peer) {
     tx.header_left = 0;
     return true;
   }
-  const bool ready = !tx.done && (!tx.result || !results_follow_ || chunk_index(tx, peer.lag) < folded_);
+  const bool may_send = taken_back_ || (scheduled_ && !headers_done_) ? eager(peer, tx) : !tx.done;
+  const bool ready = may_send && (!tx.result || !results_follow_ || chunk_index(tx, peer.lag) < folded_);
   const size_t n = ready ? chunk_at(tx, peer.lag) : 0;
   if (n == 0 && tx.header_left == 0) return false;
   return peer.windows ? send_windowed(peer, n) : send_streamed(peer, n);
@@ -143,6 +154,7 @@ bool Exchange::send_streamed(Peer& peer, size_t n) {
 bool Exchange::receive_some(Peer& peer) {
   Flow& rx = peer.rx;
   if (rx.done || peer.contribution) return false;
+  if (taken_back_) return discard(peer);
   const size_t n = chunk_at(rx, peer.lag);
   if (!rx.result) {
     peer.contribution = peer.link->recv_window(n);  // released by the fold
@@ -168,6 +180,51 @@ bool Exchange::receive_some(Peer& peer) {
   }
   peer.link->recv_release(n);
   next(peer, &rx);
+  return true;
+}
+
+// ---- taking back ----
+
+void Exchange::take_back(const std::vector<bool>& began) {
+  taken_back_ = true;
+  folds_ = false;
+  uint64_t lag = 0;
+  for (const Peer& peer : peers_) lag = std::max(lag, peer.lag);
+  nothing_.assign(lag + 1, Piece{kNothing, nullptr, kChunkBytes});
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (peer.link == nullptr) continue;
+    peer.c_src = Cursor(nothing_, 0);
+    if (!began[static_cast<size_t>(me_)]) {
+      peer.tx.header_left = 0;
+      peer.tx.done = true;
+    }
+    if (!began[i]) {
+      peer.header_seen = true;
+      peer.rx.done = true;
+    } else if (peer.contribution) {
+      peer.link->recv_release(peer.contribution.size);
+      peer.contribution = ConstSpan();
+      next(peer, &peer.rx);
+    }
+  }
+}
+
+bool Exchange::discard(Peer& peer) {
+  if (!eager(peer, peer.rx)) return false;
+  const size_t n = chunk_at(peer.rx, peer.lag);
+  if (!peer.link->recv_window(n)) return false;
+  peer.link->recv_release(n);
+  next(peer, &peer.rx);
+  return true;
+}
+
+bool Exchange::eager_parts_gone() const {
+  for (const Peer& peer : peers_) {
+    if (peer.link == nullptr) continue;
+    if (peer.tx.header_left > 0 || eager(peer, peer.tx)) return false;
+    if (!peer.header_seen || eager(peer, peer.rx)) return false;
+  }
   return true;
 }
 
@@ -238,6 +295,7 @@ void Exchange::fold_chunk(size_t n) {
 }
 
 std::vector<int> Exchange::waiting_for() const {
+  if (in_steps_) return stepped_->waiting_for();
   std::vector<int> silent, unable;
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];

@@ -8,6 +8,11 @@
 // straight into the peers' windows. Let m be the lowest fold not done on any rank: its c's only wait for ring space
 // that its owner has freed, and its r's for peers that have consumed all c below m, so at most 2L + 2 messages lie in a
 // ring, which has room for that many: the exchange cannot deadlock.
+//
+// An exchange of a schedule begins before this rank knows whether all others will take part. Until it has every peer's
+// header it sends its eager part only (header, c0 … cL, which fits in a ring and follows from sizes), and nothing is
+// written over: a fold needs a contribution, and so the word, of every rank, a result comes from a rank that has
+// folded. So it can be taken back on all ranks as long as one of them has not begun it.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +21,7 @@
 #include <vector>
 
 #include "collective/pieces.h"
+#include "collective/steps.h"
 #include "kernels/kernels.h"
 #include "transport/transport.h"
 
@@ -34,19 +40,22 @@ struct ExchangeHeader {
   uint32_t group = 0;
   uint32_t stream = 0;
   uint64_t sequence = 0;
-  uint8_t collective = 0, dtype = 0, op = 0, unused = 0;
+  uint8_t collective = 0, dtype = 0, op = 0, algorithm = 0;
   uint32_t unused2 = 0;
   uint64_t bytes = 0;         // of the whole buffer (allreduce, reduce-scatter, broadcast), 0 where it differs per rank
   uint64_t result_bytes = 0;  // that the sender is going to send as results on this link
   uint64_t rows = 0;          // allgather, alltoall: of result_bytes
-  uint64_t reserved = 0;
+  uint64_t schedule = 0;      // fingerprint of the schedule that the exchange belongs to, 0 = negotiated online
 };
 static_assert(sizeof(ExchangeHeader) == 64, "one cache line");
+// Throws Error(kInternal) where member `from` of the group does something else than we, sizes of results aside.
+void check_header(const ExchangeHeader& in, const ExchangeHeader& out, int from);
 
 // What one execution does. Everything but the per-rank vectors must agree on all ranks.
 struct ExchangePlan {
   Collective collective = Collective::kAllreduce;
-  kernels::FoldSpec fold;           // allreduce, reduce-scatter
+  Algorithm algorithm = Algorithm::kPairwise;  // allreduce; the others are pairwise
+  kernels::FoldSpec fold;                      // allreduce, reduce-scatter
   std::vector<Piece> pieces;        // allreduce, broadcast: in/out. Reduce-scatter: in (out unused). Else: in only
   std::vector<size_t> parts;        // reduce-scatter, spread: bytes of every rank's part of the whole, in rank order
   std::vector<Piece> result;        // reduce-scatter: out of our part; spread: out of the whole
@@ -55,6 +64,7 @@ struct ExchangePlan {
   std::vector<uint64_t> send_rows;  // alltoall: the same in rows; allgather: [0] = rows of this rank
 
   void clear() {
+    algorithm = Algorithm::kPairwise;
     pieces.clear();
     parts.clear();
     result.clear();
@@ -62,9 +72,6 @@ struct ExchangePlan {
     send_rows.clear();
   }
 };
-
-// Equal parts of whole elements, aligned, one for each entry of `parts`; the last ones may be empty.
-void even_parts(size_t bytes, std::vector<size_t>* parts);
 
 // Makes room for an allgather's or alltoall's output once all sizes are known.
 class OutputSink {
@@ -74,13 +81,22 @@ class OutputSink {
   virtual Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) = 0;
 };
 
+class SteppedExchange;
+
 class Exchange {
  public:
   // `links[i]` reaches group rank i; links[me] is null. Links outlive the exchange object.
   Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel);
+  ~Exchange();
 
-  // Begins; `plan` and `sink` (allgather, alltoall) must stay valid until done(). Only when done.
-  void start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink);
+  // Begins; `plan` and `sink` (allgather, alltoall) must stay valid until done(). Only when done. `schedule`: see
+  // ExchangeHeader.
+  void start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink, uint64_t schedule = 0);
+  // Some rank has not begun this exchange of a schedule, and none will finish it: from here on tensors are not touched,
+  // and it is done once the eager parts have gone from links. `began[i]`: has member i begun it? On all ranks alike.
+  void take_back(const std::vector<bool>& began);
+  // Have all members begun?
+  bool agreed() const { return headers_done_; }
   // Moves what can be moved; true when anything did. Throws Error on a broken link or a peer that does something else.
   bool step();
   bool done() const { return done_; }
@@ -108,13 +124,13 @@ class Exchange {
     ConstSpan contribution;  // rx stands at a contribution that is wholly here
   };
 
+  ExchangeHeader header_of(uint64_t sequence, size_t bytes) const;
   void plan_reduction(bool gather);
   void plan_broadcast();
   void plan_gather();
   void plan_spread();
   void set_flows();
   bool check_headers();
-  void check_header(int i);
   void place_outputs();
 
   void settle(const Peer& peer, Flow* flow) const;
@@ -122,6 +138,9 @@ class Exchange {
   uint64_t chunk_index(const Flow& flow, uint64_t lag) const { return flow.result ? flow.turn - lag : flow.turn; }
   void next(const Peer& peer, Flow* flow) const;
 
+  bool eager(const Peer& peer, const Flow& flow) const { return !flow.done && !flow.result && flow.turn <= peer.lag; }
+  bool discard(Peer& peer);
+  bool eager_parts_gone() const;
   bool send_some(Peer& peer);
   bool send_windowed(Peer& peer, size_t n);
   bool send_streamed(Peer& peer, size_t n);
@@ -136,9 +155,14 @@ class Exchange {
   Channel channel_;
   bool done_ = true;
 
+  std::unique_ptr<SteppedExchange> stepped_;  // for other algorithms than pairwise; made when first needed
+  bool in_steps_ = false;                     // it is what is under way
+
   const ExchangePlan* plan_ = nullptr;
   OutputSink* sink_ = nullptr;
   bool headers_done_ = false;
+  bool scheduled_ = false;
+  bool taken_back_ = false;
   bool folds_ = false;               // contributions are folded (by us)
   bool everyone_owns_all_ = false;   // small: every rank folds the whole buffer itself
   bool results_follow_ = false;      // a folded chunk is sent on
@@ -149,6 +173,7 @@ class Exchange {
   size_t own_bytes_ = 0;             // of our part
   Cursor own_in_, own_out_;
   std::vector<Piece> gathered_;  // allgather, alltoall: where received bytes go
+  std::vector<Piece> nothing_;   // taken back: what an eager part consists of
   std::vector<size_t> even_;     // parts of an allreduce or broadcast
   std::vector<size_t> received_bytes_;
   std::vector<uint64_t> received_rows_;

@@ -3,36 +3,21 @@
 
 #include "base/error.h"
 #include "collective/exchange.h"
+#include "collective/stepped_exchange.h"
 
 namespace perseus {
 namespace {
 
 constexpr uint32_t kMagic = 0x50584348;  // "PXCH"
-// Below this every rank sends its whole buffer to every other and folds alone: one latency instead of two. The bits are
-// the same, because both ways fold in rank order.
-constexpr size_t kSmallBytes = 16 * 1024;
-constexpr size_t kSmallTraffic = 128 * 1024;
 // Results larger than this will not be read again from the cache: write around it, but not into lines that have just
 // been read (in place), where that is slower.
 constexpr size_t kStreamBytes = 8 * 1024 * 1024;
-constexpr size_t kPartAlign = 64;
 // Turns a result trails its contribution. Rings hold 2 * lag + 2 chunks and the gap at their end; sockets buffer more.
 constexpr uint64_t kWindowLag = 2;
 constexpr uint64_t kStreamLag = 8;
 static_assert((2 * kWindowLag + 3) * kChunkBytes <= 512 * 1024, "see the argument in exchange.h");
 
 }  // namespace
-
-void even_parts(size_t bytes, std::vector<size_t>* parts) {
-  const size_t ranks = parts->size();
-  size_t part = (bytes + ranks - 1) / ranks;
-  part = (part + kPartAlign - 1) / kPartAlign * kPartAlign;
-  size_t begin = 0;
-  for (size_t& size : *parts) {
-    size = std::min(part, bytes - begin);
-    begin += size;
-  }
-}
 
 Exchange::Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel)
     : peers_(links.size()), me_(me), epoch_(epoch), channel_(channel), even_(links.size()), sources_(links.size()) {
@@ -45,11 +30,29 @@ Exchange::Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel cha
   windows_.reserve(links.size());
 }
 
-void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink) {
+Exchange::~Exchange() = default;
+
+ExchangeHeader Exchange::header_of(uint64_t sequence, size_t bytes) const {
+  ExchangeHeader header;
+  header.magic = kMagic;
+  header.epoch = epoch_;
+  header.group = channel_.group;
+  header.stream = channel_.stream;
+  header.sequence = sequence;
+  header.collective = static_cast<uint8_t>(plan_->collective);
+  header.algorithm = static_cast<uint8_t>(plan_->algorithm);
+  header.dtype = static_cast<uint8_t>(plan_->fold.dtype);
+  header.op = static_cast<uint8_t>(plan_->fold.op);
+  header.bytes = bytes;
+  return header;
+}
+
+void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink, uint64_t schedule) {
   plan_ = &plan;
   sink_ = sink;
   done_ = false;
-  headers_done_ = false;
+  headers_done_ = taken_back_ = false;
+  scheduled_ = schedule != 0;
   folds_ = everyone_owns_all_ = results_follow_ = results_from_input_ = false;
   fold_source_ = -1;
   folded_ = 0;
@@ -61,6 +64,16 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
     peer.contribution = ConstSpan();
   }
   const size_t bytes = total_bytes(plan.collective == Collective::kSpread ? plan.result : plan.pieces);
+  in_steps_ = plan.algorithm != Algorithm::kPairwise && peers_.size() > 1;
+  if (in_steps_) {
+    if (!stepped_) {
+      std::vector<Link*> links;
+      for (const Peer& peer : peers_) links.push_back(peer.link);
+      stepped_ = std::make_unique<SteppedExchange>(std::move(links), me_);
+    }
+    stepped_->start(plan, header_of(sequence, bytes));
+    return;
+  }
   bool streamed = false;
   for (const Peer& peer : peers_) streamed |= peer.link != nullptr && !peer.windows;
   const bool in_place = !plan.pieces.empty() && plan.pieces[0].in == plan.pieces[0].out;
@@ -89,16 +102,8 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
     Peer& peer = peers_[i];
     if (peer.link == nullptr) continue;
     ExchangeHeader& header = peer.out;
-    header = ExchangeHeader();
-    header.magic = kMagic;
-    header.epoch = epoch_;
-    header.group = channel_.group;
-    header.stream = channel_.stream;
-    header.sequence = sequence;
-    header.collective = static_cast<uint8_t>(plan.collective);
-    header.dtype = static_cast<uint8_t>(plan.fold.dtype);
-    header.op = static_cast<uint8_t>(plan.fold.op);
-    header.bytes = sizes_differ ? 0 : bytes;
+    header = header_of(sequence, sizes_differ ? 0 : bytes);
+    header.schedule = schedule;
     header.result_bytes = peer.tx.r_total;
     if (!plan.send_rows.empty()) header.rows = plan.send_rows[plan.collective == Collective::kAlltoall ? i : 0];
     peer.tx.header_left = sizeof header;
@@ -111,7 +116,8 @@ void Exchange::plan_reduction(bool gather) {
   const size_t ranks = peers_.size();
   const size_t bytes = total_bytes(plan_->pieces);
   folds_ = true;
-  if (gather && ranks > 1 && bytes <= kSmallBytes && bytes * (ranks - 1) <= kSmallTraffic) {
+  // The bits are the same, because both ways fold in rank order.
+  if (gather && everyone_folds(bytes, static_cast<int>(ranks))) {
     everyone_owns_all_ = true;
     own_bytes_ = bytes;
     own_in_ = own_out_ = Cursor(plan_->pieces, 0);
@@ -223,7 +229,11 @@ bool Exchange::check_headers() {
     }
     std::memcpy(&peer.in, window.data, sizeof(ExchangeHeader));
     peer.link->recv_release(sizeof(ExchangeHeader));
-    check_header(static_cast<int>(i));
+    check_header(peer.in, peer.out, static_cast<int>(i));
+    if (sink_ == nullptr && peer.in.result_bytes != peer.rx.r_total)
+      fail(ErrorKind::kInternal, "[collective] member " + std::to_string(i) + " of the group has results of " +
+                                     std::to_string(peer.in.result_bytes) + " bytes, expected " +
+                                     std::to_string(peer.rx.r_total));
     moved = true;
     peer.header_seen = true;
   }
@@ -235,20 +245,19 @@ bool Exchange::check_headers() {
   return moved;
 }
 
-void Exchange::check_header(int i) {
-  const ExchangeHeader& in = peers_[i].in;
-  const ExchangeHeader& out = peers_[i].out;
+void check_header(const ExchangeHeader& in, const ExchangeHeader& out, int from) {
   const bool same = in.magic == out.magic && in.epoch == out.epoch && in.group == out.group &&
                     in.stream == out.stream && in.sequence == out.sequence && in.collective == out.collective &&
-                    in.dtype == out.dtype && in.op == out.op && in.bytes == out.bytes;
-  const bool expected = sink_ != nullptr || in.result_bytes == peers_[i].rx.r_total;
-  if (same && expected) return;
+                    in.algorithm == out.algorithm && in.dtype == out.dtype && in.op == out.op &&
+                    in.bytes == out.bytes && in.schedule == out.schedule;
+  if (same) return;
   const auto describe = [](const ExchangeHeader& h) {
     return "group " + std::to_string(h.group) + " stream " + std::to_string(h.stream) + " operation " +
-           std::to_string(h.sequence) + " collective " + std::to_string(h.collective) + " of " +
-           std::to_string(h.bytes) + " bytes";
+           std::to_string(h.sequence) + " collective " + std::to_string(h.collective) + " algorithm " +
+           std::to_string(h.algorithm) + " of " + std::to_string(h.bytes) + " bytes" +
+           (h.schedule == 0 ? "" : " of schedule " + std::to_string(h.schedule));
   };
-  fail(ErrorKind::kInternal, "[collective] member " + std::to_string(i) + " of the group sent the header of " +
+  fail(ErrorKind::kInternal, "[collective] member " + std::to_string(from) + " of the group sent the header of " +
                                  describe(in) + ", expected " + describe(out));
 }
 

@@ -14,6 +14,7 @@ LeveledAllreduce::LeveledAllreduce(const Levels& levels)
 void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* format) {
   fold_ = fold;
   format_ = format;
+  algorithm_ = Algorithm::kPairwise;
   stage_ = Stage::kInner;
   pieces_.clear();
   for (std::vector<Piece>& shard : shards_) shard.clear();
@@ -104,18 +105,25 @@ bool LeveledAllreduce::next(Step* step) {
   return true;
 }
 
-// Equal shards of all pieces in a row.
+// Of all pieces in a row; where a ring goes across, in which an element's place counts, of every tensor by itself.
 void LeveledAllreduce::cut_into_shards() {
-  std::vector<size_t> sizes(shards_.size());
-  even_parts(total_bytes(pieces_), &sizes);
+  if (algorithm_ != Algorithm::kRing) return cut_into_shards(pieces_.data(), pieces_.size());
+  for (const Piece& piece : pieces_) cut_into_shards(&piece, 1);
+}
+
+void LeveledAllreduce::cut_into_shards(const Piece* pieces, size_t count) {
+  size_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) bytes += pieces[i].bytes;
+  sizes_.resize(shards_.size());
+  even_parts(bytes, &sizes_);
   size_t at = 0, offset = 0;  // a piece, and how much of it is already in a shard
   for (size_t s = 0; s < shards_.size(); ++s) {
-    for (size_t left = sizes[s]; left > 0;) {
-      const Piece& piece = pieces_[at];
-      const size_t bytes = std::min(left, piece.bytes - offset);
-      shards_[s].push_back(Piece{piece.in + offset, piece.out + offset, bytes});
-      left -= bytes;
-      offset += bytes;
+    for (size_t left = sizes_[s]; left > 0;) {
+      const Piece& piece = pieces[at];
+      const size_t run = std::min(left, piece.bytes - offset);
+      shards_[s].push_back(Piece{piece.in + offset, piece.out + offset, run});
+      left -= run;
+      offset += run;
       if (offset < piece.bytes) continue;
       ++at;
       offset = 0;
@@ -141,6 +149,7 @@ void LeveledAllreduce::plan_inner() {
 void LeveledAllreduce::plan_across() {
   plan_.clear();
   plan_.collective = Collective::kAllreduce;
+  plan_.algorithm = algorithm_;
   plan_.fold = fold_;
   plan_.pieces = shard();
   if (!works_inside() && fold_.prescale == 1.0) return;

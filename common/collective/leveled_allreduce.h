@@ -36,6 +36,8 @@ class LeveledAllreduce final : public Staged {
   };
   void add(const Run& run);
 
+  // Before the first next(), where there is no format: how shards are reduced across.
+  void use(Algorithm algorithm) { algorithm_ = algorithm; }
   // Before the first next(), where there is a format: see CodedAllreduce.
   void use(CodedBuffers* buffers);
   bool next(Step* step) override;
@@ -47,6 +49,7 @@ class LeveledAllreduce final : public Staged {
 
   void add_floats(const Run& run);
   void cut_into_shards();
+  void cut_into_shards(const Piece* pieces, size_t count);
   void plan_inner();
   void plan_across();
   void plan_back();
@@ -57,9 +60,11 @@ class LeveledAllreduce final : public Staged {
   const Level across_;  // which exchange goes across
   kernels::FoldSpec fold_;
   const WireFormat* format_ = nullptr;
+  Algorithm algorithm_ = Algorithm::kPairwise;
   Stage stage_ = Stage::kInner;
   std::vector<Piece> pieces_;
   std::vector<size_t> parts_;               // bytes of every inner member's shard
+  std::vector<size_t> sizes_;               // of the shards of what is being cut
   std::vector<std::vector<Piece>> shards_;  // of every inner member that carries one
   std::unique_ptr<CodedAllreduce> coded_;
   FloatStaging staging_;

@@ -77,9 +77,14 @@ void Bucket::clear() {
   residuals.clear();
   output = nullptr;
   tail_shape.clear();
+  begun_by.clear();
 }
 
-void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
+void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
+  if (waits_for_speeds(ready)) {
+    waiting_.insert(waiting_.end(), ready.begin(), ready.end());
+    return;
+  }
   const int64_t now = now_ns();
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
@@ -104,11 +109,12 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
       case Kind::kAddGroup:
       case Kind::kRemoveGroup:
       case Kind::kJoin:
+      case Kind::kBreak:
         break;  // that all are ready is all there is to it
     }
     if (entry->executions_left == 0) finished->push_back(entry);
   }
-  close_all();
+  close_all(batch);
 }
 
 std::unique_ptr<Bucket> Execution::fresh_bucket() {
@@ -131,9 +137,9 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   const size_t most = std::min(settings_.fusion_bytes, fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
-    if (plan.collective != fit.collective || bucket->bytes + bytes > most || plan.root != fit.root ||
-        bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) || bucket->codec != fit.codec ||
-        bucket->flushes != fit.flushes)
+    if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
+        plan.root != fit.root || bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) ||
+        bucket->codec != fit.codec || bucket->flushes != fit.flushes)
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -144,6 +150,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   }
   Bucket& bucket = own_bucket(entry, bytes);
   bucket.plan.collective = fit.collective;
+  bucket.plan.algorithm = fit.algorithm;
   bucket.plan.fold = fit.fold;
   bucket.plan.root = fit.root;
   bucket.stages = fit.stages;
@@ -163,10 +170,25 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
   if (flushes || (codec.kind != CodecKind::kNone && levels.groups > 1)) return add_coded(entry, tensor, levels, codec);
   const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
-  if (levels.divided() && worth_stages && fold.op != ReduceOp::kAdasum) return add_leveled(entry, tensor, levels);
-  Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kAllreduce, fold));
-  bucket.add_piece(entry->buffers[tensor], bytes);
-  if (fold.op != ReduceOp::kAdasum) return;
+  if (fold.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, fold);
+  const bool staged = levels.divided() && worth_stages;
+  Fit fit(Collective::kAllreduce, fold);
+  fit.stages = staged ? 1 : -1;
+  fit.algorithm = algorithm_of(fit.stages, bytes);
+  fit.most_bytes = run_bytes();
+  // Every element is folded by itself: where a tensor is cut changes no bits.
+  for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
+    const size_t size = std::min(fit.most_bytes, bytes - begin);
+    Bucket& bucket = bucket_for(entry, size, fit);
+    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    if (staged) open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
+  }
+}
+
+void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold) {
+  const TensorDescription& t = entry->description.tensors[tensor];
+  Bucket& bucket = bucket_for(entry, t.bytes(), Fit(Collective::kAllreduce, fold));
+  bucket.add_piece(entry->buffers[tensor], t.bytes());
   if (!bucket.adasum)
     bucket.adasum =
         std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
@@ -174,13 +196,14 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   bucket.adasum->add_tensor(bucket.plan.pieces.back());
 }
 
-void Execution::add_leveled(Entry* entry, size_t tensor, const Levels& levels) {
-  const TensorDescription& t = entry->description.tensors[tensor];
-  Fit fit(Collective::kAllreduce, fold_of(entry->description, t.dtype, ranks_.size()));
-  fit.stages = 1;
-  Bucket& bucket = bucket_for(entry, t.bytes(), fit);
-  bucket.add_piece(entry->buffers[tensor], t.bytes());
-  open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
+// Between hosts a tensor goes in runs over all streams: over several interfaces at once, and past what one TCP
+// connection gets of a fast network. In shared memory one exchange has many chunks under way anyway.
+size_t Execution::run_bytes() {
+  if (run_bytes_ == 0) {
+    const bool cut = settings_.division->spans_nodes(ranks_) && streams_.size() > 1;
+    run_bytes_ = cut ? std::max(slice_bytes_, ranks_.size() * kChunkBytes) : SIZE_MAX;
+  }
+  return run_bytes_;
 }
 
 void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
@@ -220,9 +243,9 @@ void Execution::take_residuals(Entry* entry, const Levels& levels) {
   const Description& d = entry->description;
   sizes_.clear();
   for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
-  entry->residuals =
-      settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
-                                {d.codec, d.codec_from, d.coded_inside, d.codes_doubles}, layout_of(levels), d.flush);
+  entry->residuals = settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
+                                               {d.codec, d.codec_from, d.coded_inside, d.codes_doubles, d.codec_auto},
+                                               layout_of(levels), d.flush);
   if (entry->residuals == nullptr || d.flush != Flush::kAmongAll) return;
   const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
@@ -230,6 +253,9 @@ void Execution::take_residuals(Entry* entry, const Levels& levels) {
 
 // By what all ranks know of the tensor, never by what it shares a bucket with.
 CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
+  if (d.codec_auto)
+    return t.dtype == DType::kFloat32 ? settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds_, t.bytes()))]
+                                      : CodecSpec();
   if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.codes_doubles)) return CodecSpec();
   const CodecSpec& codec = t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
   const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
@@ -247,6 +273,7 @@ const Levels& Execution::levels(bool undivided) {
   if (levels_.empty()) {
     levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
     levels_.push_back(settings_.division->of(ranks_, me_));
+    link_cost_ = settings_.division->spans_nodes(ranks_) ? kTcpCost : kSharedMemoryCost;
   }
   return levels_[undivided ? 0 : 1];
 }
@@ -318,10 +345,33 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   }
 }
 
-void Execution::close_all() {
+// Of a tensor: by its size alone, never by what it shares a bucket with.
+Algorithm Execution::algorithm_of(int stages, size_t bytes) {
+  if (stages < 0) return settings_.algorithm.of_tensor(static_cast<int>(ranks_.size()), bytes, link_cost_);
+  const Levels& levels = this->levels(false);
+  return settings_.algorithm.of_tensor(levels.groups, bytes / static_cast<size_t>(levels.shards), link_cost_);
+}
+
+// Of a bucket that is full: one that gives the same bits.
+void Execution::settle_algorithm(Bucket* bucket) {
+  Algorithm& algorithm = bucket->plan.algorithm;
+  if (algorithm == Algorithm::kPairwise) return;
+  const Levels& levels = this->levels(false);
+  if (bucket->stages < 0) {
+    algorithm = settings_.algorithm.of_bucket(algorithm, static_cast<int>(ranks_.size()), bucket->bytes, link_cost_);
+  } else {
+    const size_t bytes = bucket->bytes / static_cast<size_t>(levels.shards);
+    algorithm = settings_.algorithm.of_bucket(algorithm, levels.groups, bytes, link_cost_);
+    bucket->leveled[bucket->stages]->use(algorithm);
+  }
+}
+
+void Execution::close_all(const Batch& batch) {
   // The counter is the same on all ranks, and so is the stream.
   for (auto& bucket : open_) {
+    settle_algorithm(bucket.get());
     bucket->number = buckets_started_;
+    bucket->batch = batch;
     Stream& stream = streams_[buckets_started_++ % streams_.size()];
     stream.queue.push_back(std::move(bucket));
     ++in_flight_;

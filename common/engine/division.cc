@@ -1,6 +1,8 @@
 // PERSEUS_ALLREDUCE_MODE and LIGHT_2D_ALLREDUCE.
 #include "engine/division.h"
 
+#include <algorithm>
+
 namespace perseus {
 namespace {
 
@@ -21,6 +23,12 @@ Levels Division::of(const std::vector<int>& ranks, int me) const {
   std::vector<int> nodes;
   for (int rank : ranks) nodes.push_back(node_of_[static_cast<size_t>(rank)]);
   return divide(nodes, me, settings_);
+}
+
+bool Division::spans_nodes(const std::vector<int>& ranks) const {
+  if (node_of_.empty()) return true;
+  const auto node = [&](int rank) { return node_of_[static_cast<size_t>(rank)]; };
+  return std::any_of(ranks.begin(), ranks.end(), [&](int rank) { return node(rank) != node(ranks[0]); });
 }
 
 }  // namespace perseus

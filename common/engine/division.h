@@ -17,6 +17,8 @@ class Division {
   void set_nodes(std::vector<int> node_of) { node_of_ = std::move(node_of); }
   // For a group of these ranks of the world, of which we are number `me`.
   Levels of(const std::vector<int>& ranks, int me) const;
+  // Do any two of them not share memory?
+  bool spans_nodes(const std::vector<int>& ranks) const;
 
  private:
   bool flat_ = false;

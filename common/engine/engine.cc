@@ -19,6 +19,10 @@ ExecutionSettings settings_of(const Config& config) {
   settings.streams = static_cast<int>(config.integer(Var::kStreams));
   settings.fusion_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
+  const double gbit = config.number(Var::kLinkGbit);
+  if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
+  const int64_t algorithm = config.integer(Var::kAllreduceAlgorithm);
+  if (algorithm > 0) settings.algorithm = AlgorithmChoice(static_cast<Algorithm>(algorithm - 1));
   settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }
@@ -57,6 +61,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       stall_ns_(config.flag(Var::kStallCheckDisable) ? 0 : config.integer(Var::kStallCheckTime) * kSecond),
       stall_shutdown_ns_(config.integer(Var::kStallShutdownTime) * kSecond),
       cycle_ns_(static_cast<int64_t>(config.number(Var::kCycleTime) * kMillisecond)),
+      schedules_(config.flag(Var::kOfflineNegotiation)),
       execution_settings_(settings_of(config)),
       waker_(std::move(waker)),
       transports_(std::move(transports)),
@@ -74,6 +79,11 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.timeline = &timeline_;
   execution_settings_.residuals = &residuals_;
   execution_settings_.small_codec = gradient_codecs_.precision();
+  execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
+  execution_settings_.sparse_from = gradient_codecs_.sparse_from();
+  execution_settings_.say = [this](int rank, const std::string& text) {
+    if (rank == world_.rank) log_.write(LogLevel::kInfo, text);
+  };
   execution_settings_.division = &division_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
@@ -112,7 +122,10 @@ void Engine::add_group(int id, std::vector<int> ranks) {
         entry->group = id;
         return entry;
       },
-      [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; });
+      [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; },
+      schedules_
+          ? [this](const Entry& entry) { return handles_.at(entry.handle)->awaited.load(std::memory_order_acquire); }
+          : Negotiation::Awaited());
 }
 
 bool Engine::busy() {
@@ -146,6 +159,7 @@ bool Engine::pass(bool eager) {
         moved |= group->step(eager, kBucketsWorth, &finished_, &mismatched_);
         if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
         if (group->called()) waker_->arm_timer(Group::kJoinWithin);
+        if (eager && group->holds()) waker_->arm_timer(Negotiation::kPatience);
       }
       if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
     }
@@ -235,9 +249,7 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
     const Status removed{false, ErrorKind::kAborted, "The process set was removed."};
     fail_pending(group->second.get(), true, removed);
     // Its channels are never used again, so what peers still send or miss there harms nobody.
-    std::vector<Entry*> under_way;
-    group->second->execution().abandon(&under_way);
-    for (Entry* left : under_way) finish(left, removed);
+    give_up(group->second.get(), removed);
   }
   std::lock_guard<std::mutex> lock(groups_mutex_);
   groups_.erase(id);
@@ -249,13 +261,17 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
 HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   HandleTable::Slot* slot = handles_.find(handle);
   const WaitTimer timer(perf_check_);
+  if (slot != nullptr) slot->awaited.store(true, std::memory_order_release);
   if (slot != nullptr) driver_.wait([slot] { return HandleTable::is_done(*slot); }, deadline_ns);
   return slot;
 }
 
 HandleTable::Slot* Engine::poll(int64_t handle) {
   HandleTable::Slot* slot = handles_.find(handle);
-  if (slot != nullptr && !HandleTable::is_done(*slot)) driver_.nudge();
+  if (slot != nullptr && !HandleTable::is_done(*slot)) {
+    slot->awaited.store(true, std::memory_order_release);
+    driver_.nudge();
+  }
   return slot;
 }
 
@@ -279,6 +295,15 @@ int64_t Engine::next_number(int group) const {
   return found == groups_.end() ? -1 : found->second->next_number();
 }
 
+Speeds Engine::speeds(int group) {
+  Speeds speeds;
+  driver_.exclusively([&] {
+    const auto found = groups_.find(group);
+    if (found != groups_.end()) speeds = found->second->speeds();
+  });
+  return speeds;
+}
+
 void Engine::count() {
   EngineStats stats;
   for (const auto& transport : transports_) {
@@ -290,8 +315,8 @@ void Engine::count() {
   for (auto& [id, group] : groups_) {
     stats.rounds += group->rounds();
     stats.messages += group->messages();
-    stats.buckets += group->execution().buckets();
-    stats.staging_bytes += group->execution().staging_bytes();
+    stats.buckets += group->buckets();
+    stats.staging_bytes += group->staging_bytes();
   }
   stats.operations = operations_;
   stats.staging_bytes += accumulation_.bytes() + residuals_.bytes();

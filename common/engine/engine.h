@@ -97,6 +97,8 @@ class Engine {
   void stop_timeline();
 
   std::vector<int> group_ranks(int id) const;
+  // What auto goes by in a group; its number is 0 where it was not needed yet.
+  Speeds speeds(int group);
   // Of an unnamed request of the group; -1 where this rank is no member.
   int64_t next_number(int group) const;
   const char* transport_name(int peer) const { return route_[peer] == nullptr ? "none" : route_[peer]->name(); }
@@ -141,6 +143,7 @@ class Engine {
   void check_stalls(int64_t now);
   void abort(const Error& cause, bool tell);
   void fail_pending(Group* group, bool close, const Status& status);
+  void give_up(Group* group, const Status& status);
   void wind_down();
   void say_goodbye();
   std::string shutdown_text() const;
@@ -149,6 +152,7 @@ class Engine {
   const Log log_;
   FlightRecorder flight_recorder_;  // token held
   const int64_t timeout_ns_, stall_ns_, stall_shutdown_ns_, cycle_ns_;
+  const bool schedules_;
   ExecutionSettings execution_settings_;
 
   std::unique_ptr<Waker> waker_;

@@ -32,7 +32,8 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
 Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
   std::unique_ptr<Exchange>& exchange = stream->exchanges[static_cast<int>(level)];
   if (!exchange) {
-    const std::vector<Link*> all = make_links_(index);
+    const uint32_t number = settings_.first_stream + index;
+    const std::vector<Link*> all = make_links_(number);
     std::vector<Link*> links;
     int me = me_;
     if (level == Level::kAll) {
@@ -43,7 +44,7 @@ Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
       for (int member : level == Level::kInner ? levels.inner : levels.across)
         links.push_back(all[static_cast<size_t>(member)]);
     }
-    exchange = std::make_unique<Exchange>(std::move(links), me, epoch_, Channel{group_, index});
+    exchange = std::make_unique<Exchange>(std::move(links), me, epoch_, Channel{group_, number});
   }
   stream->level = static_cast<int>(level);
   return *exchange;
@@ -56,17 +57,32 @@ void Execution::begin(Stream* stream, uint32_t index) {
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
   if (bucket.stages >= 0) bucket.leveled[bucket.stages]->use(&stream->coded);
-  if (bucket.staged != nullptr) begin_next(stream, index);
-  else
+  const bool scheduled = bucket.batch.schedule != 0;
+  if (bucket.staged != nullptr && !scheduled) {
+    begin_next(stream, index);
+  } else {
+    // Stages and steps write to tensors before they have heard of all ranks: first headers alone are exchanged, then.
+    stream->plan_follows = scheduled && bucket.staged == nullptr && bucket.plan.algorithm != Algorithm::kPairwise;
     exchange_of(stream, index, Level::kAll)
-        .start(bucket.plan, stream->sequence[0]++, bucket.output != nullptr ? &bucket : nullptr);
+        .start(bucket.staged != nullptr || stream->plan_follows ? nothing_ : bucket.plan, stream->sequence[0]++,
+               bucket.output != nullptr ? &bucket : nullptr, bucket.batch.schedule);
+  }
+  if (!bucket.begun_by.empty()) stream->exchange()->take_back(bucket.begun_by);
+  stream->open = scheduled && bucket.begun_by.empty();
   stream->moved_ns = 0;
   stream->first_byte_ns = 0;
 }
 
 // The next exchange of a bucket that takes several; false when there is none.
 bool Execution::begin_next(Stream* stream, uint32_t index) {
-  Staged* staged = stream->queue.front()->staged;
+  const Bucket& bucket = *stream->queue.front();
+  const bool plan_follows = stream->plan_follows;
+  stream->plan_follows = false;
+  if (plan_follows && bucket.begun_by.empty()) {
+    exchange_of(stream, index, Level::kAll).start(bucket.plan, stream->sequence[0]++, nullptr);
+    return true;
+  }
+  Staged* staged = bucket.begun_by.empty() ? bucket.staged : nullptr;
   Staged::Step step;
   if (staged == nullptr || !staged->next(&step)) return false;
   Exchange& exchange = exchange_of(stream, index, step.level);
@@ -75,6 +91,7 @@ bool Execution::begin_next(Stream* stream, uint32_t index) {
 }
 
 bool Execution::step(std::vector<Entry*>* finished) {
+  if (in_flight_ == 0 && !waiting_.empty()) begin_probe();
   if (in_flight_ == 0) return false;
   bool moved = false;
   for (size_t i = 0; i < streams_.size(); ++i) {
@@ -86,13 +103,15 @@ bool Execution::step(std::vector<Entry*>* finished) {
       moved = true;
       if (before != 0) stream.first_byte_ns = before;
       stream.moved_ns = 0;
-    } else if (settings_.timeout_ns > 0) {
+      stream.open = stream.open && !stream.exchange()->agreed();
+    } else if (!stream.open && settings_.timeout_ns > 0) {
       const int64_t now = now_ns();
       if (stream.moved_ns == 0) stream.moved_ns = now;
       if (now - stream.moved_ns > settings_.timeout_ns) report_silence(stream);
     }
     if (!stream.exchange()->done() || begin_next(&stream, static_cast<uint32_t>(i))) continue;
-    if (traced()) trace(stream, i);
+    const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
+    if (traced() && !probed && stream.queue.front()->begun_by.empty()) trace(stream, i);
     std::unique_ptr<Bucket> bucket = std::move(stream.queue.front());
     stream.queue.erase(stream.queue.begin());
     --in_flight_;
@@ -101,8 +120,32 @@ bool Execution::step(std::vector<Entry*>* finished) {
       if (--entry->executions_left == 0) finished->push_back(entry);
     bucket->clear();
     free_.push_back(std::move(bucket));
+    if (probed) finish_probe(finished);
   }
   return moved;
+}
+
+void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries) {
+  const uint64_t finished = *std::min_element(begun.begin(), begun.end());
+  for (Stream& stream : streams_) {
+    for (size_t i = 0; i < stream.queue.size(); ++i) {
+      Bucket& bucket = *stream.queue[i];
+      if (bucket.batch.schedule == 0 || bucket.batch.number < finished || !bucket.begun_by.empty()) continue;
+      for (uint64_t batches : begun) bucket.begun_by.push_back(batches > bucket.batch.number);
+      for (Entry* entry : bucket.entries)
+        if (--entry->executions_left == 0) entries->push_back(entry);
+      bucket.entries.clear();
+      if (i > 0 || stream.exchange() == nullptr || stream.exchange()->done()) continue;
+      stream.exchange()->take_back(bucket.begun_by);
+      stream.open = false;
+    }
+  }
+}
+
+bool Execution::waits_since(int64_t since_ns) const {
+  for (const Stream& stream : streams_)
+    if (!stream.queue.empty() && stream.open && stream.begun_ns < since_ns) return true;
+  return false;
 }
 
 size_t Execution::staging_bytes() const {
@@ -113,10 +156,10 @@ size_t Execution::staging_bytes() const {
 
 void Execution::trace(const Stream& stream, size_t index) const {
   const Bucket& bucket = *stream.queue.front();
-  settings_.timeline->bucket(
-      Timeline::Bucket{bucket.number, static_cast<int>(index), bucket.bytes, stream.begun_ns, stream.first_byte_ns,
-                       bucket.codec.kind, bucket.staged == nullptr ? 0 : bucket.staged->codec_ns()},
-      ranks_, bucket.entries);
+  settings_.timeline->bucket(Timeline::Bucket{bucket.number, static_cast<int>(settings_.first_stream + index),
+                                              bucket.bytes, stream.begun_ns, stream.first_byte_ns, bucket.codec.kind,
+                                              bucket.staged == nullptr ? 0 : bucket.staged->codec_ns()},
+                             ranks_, bucket.entries);
 }
 
 int Execution::rank_at(Level level, int member) const {
@@ -135,10 +178,10 @@ void Execution::report_silence(const Stream& stream) const {
     if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
   }
   if (!dead.empty()) who = dead;
-  const Entry& entry = *stream.queue.front()->entries.front();
-  fail(ErrorKind::kTimeout, std::string("[collective] ") + kind_name(entry.description.kind) +
-                                ": no data to or from rank " + who + " for " +
-                                std::to_string(settings_.timeout_ns / kSecond) + " s (GLOO_TIMEOUT_SECONDS)");
+  const std::vector<Entry*>& entries = stream.queue.front()->entries;
+  const Kind kind = entries.empty() ? Kind::kAllreduce : entries.front()->description.kind;
+  fail(ErrorKind::kTimeout, std::string("[collective] ") + kind_name(kind) + ": no data to or from rank " + who +
+                                " for " + std::to_string(settings_.timeout_ns / kSecond) + " s (GLOO_TIMEOUT_SECONDS)");
 }
 
 void Execution::abandon(std::vector<Entry*>* entries) {
@@ -148,6 +191,8 @@ void Execution::abandon(std::vector<Entry*>* entries) {
         if (--entry->executions_left == 0) entries->push_back(entry);
     stream.queue.clear();
   }
+  entries->insert(entries->end(), waiting_.begin(), waiting_.end());
+  waiting_.clear();
   in_flight_ = 0;
 }
 

@@ -10,22 +10,32 @@
 #include "base/clock.h"
 #include "codec/whole.h"
 #include "collective/adasum.h"
+#include "collective/allreduce_cost.h"
 #include "collective/leveled_allreduce.h"
+#include "engine/codec_choice.h"
 #include "engine/division.h"
 #include "engine/request.h"
 #include "engine/residuals.h"
+#include "engine/schedule.h"
 #include "engine/timeline.h"
 
 namespace perseus {
 
 struct ExecutionSettings {
   int streams = 4;
+  uint32_t first_stream = 0;  // number of the first one's channel
   size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;            // 0 = off
-  size_t hierarchical_bytes = size_t{1} << 30;  // larger tensors are reduced among all ranks alike
-  const Division* division = nullptr;           // asked when the first allreduce comes
-  CodecSpec small_codec;                        // of gradients too small for the codec they ask for
-  Residuals* residuals = nullptr;               // none = nothing is held back
+  int64_t timeout_ns = 60 * kSecond;               // 0 = off
+  size_t hierarchical_bytes = size_t{1} << 30;     // larger tensors are reduced among all ranks alike
+  AlgorithmChoice algorithm;                       // of exact allreduces, between inner groups where there are any
+  const Division* division = nullptr;              // asked when the first allreduce comes
+  CodecSpec small_codec;                           // of gradients too small for the codec they ask for
+  std::array<CodecSpec, kAutoCodecs> auto_codecs;  // what auto chooses among, ordered as kAutoKinds
+  uint64_t sparse_from = 0;                        // bytes: smaller tensors do not take the last one
+  bool measures = true;                            // else speeds are as told, and without them auto is exact
+  double link_seconds_per_byte = 0;                // 0 = measured
+  std::function<void(int rank, const std::string& text)> say;  // news that the group's first rank has for the log
+  Residuals* residuals = nullptr;                              // none = nothing is held back
   Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
@@ -43,6 +53,8 @@ class Bucket final : public OutputSink {
   std::vector<std::shared_ptr<Residuals::Record>> residuals;  // kept alive
   std::vector<Entry*> entries;
   uint64_t number = 0;  // of the group's buckets, the same on all ranks
+  Batch batch;
+  std::vector<bool> begun_by;  // taken back: the members that had begun it; else empty
   size_t bytes = 0;
   Output* output = nullptr;  // allgather, alltoall
   int64_t row_bytes = 0;
@@ -63,14 +75,22 @@ class Execution {
             MakeLinks make_links, OutputsOf outputs_of);
 
   // Queues ready entries in their agreed order. Entries without bytes to move are finished at once.
-  void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished);
+  void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch());
+  // Of the schedule under way only the first batches up to the fewest in `begun` (by member: how many it has begun)
+  // will be finished: gives back this rank's other entries. All ranks have added as many batches as any has begun.
+  void take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries);
+  // Does a bucket of a schedule wait since before `since_ns` for other ranks to begin it?
+  bool waits_since(int64_t since_ns) const;
   // Moves what can be moved; true when anything did. Throws Error(kTimeout) when an operation under way has not moved a
   // byte for the time limit.
   bool step(std::vector<Entry*>* finished);
-  bool busy() const { return in_flight_ > 0; }
+  bool busy() const { return in_flight_ > 0 || !waiting_.empty(); }
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries);
   uint64_t buckets() const { return buckets_done_; }
+  // What auto goes by; number 0 before it was needed.
+  const Speeds& speeds() const { return speeds_; }
+  void go_by(const Speeds& speeds) { speeds_ = speeds; }
   // Memory beyond tensors, and what holds them.
   size_t staging_bytes() const;
 
@@ -84,17 +104,27 @@ class Execution {
     Exchange* exchange() const { return exchanges[level].get(); }
     CodedBuffers coded;
     int64_t moved_ns = 0;
-    int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way; for the timeline
+    int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way
+    bool plan_follows = false;                // after headers that were exchanged alone
+    bool open = false;                        // it is of a schedule, and not all ranks have begun it, as far as we know
   };
+
+  // ---- measuring.cc ----
+  bool waits_for_speeds(const std::vector<Entry*>& ready);
+  void begin_probe();
+  void finish_probe(std::vector<Entry*>* finished);
 
   std::unique_ptr<Bucket> fresh_bucket();
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
-  void add_leveled(Entry* entry, size_t tensor, const Levels& levels);
+  void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
+  size_t run_bytes();
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   void take_residuals(Entry* entry, const Levels& levels);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
+  Algorithm algorithm_of(int stages, size_t bytes);
+  void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
@@ -109,13 +139,14 @@ class Execution {
     kernels::FoldSpec fold;
     int root;
     int stages = -1;  // index of Bucket::leveled, -1 = one exchange
+    Algorithm algorithm = Algorithm::kPairwise;
     CodecSpec codec;
     bool flushes = false;
     size_t most_bytes = SIZE_MAX;
   };
   Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit);
   Bucket& own_bucket(Entry* entry, size_t bytes);
-  void close_all();
+  void close_all(const Batch& batch);
   void begin(Stream* stream, uint32_t index);
   bool begin_next(Stream* stream, uint32_t index);
   Exchange& exchange_of(Stream* stream, uint32_t index, Level level);
@@ -131,11 +162,18 @@ class Execution {
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
   const size_t slice_bytes_;  // of what is encoded
+  size_t run_bytes_ = 0;      // of what is not; 0 = not known yet
 
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
+  LinkCost link_cost_;          // between members of the group that are far apart; set with them
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
   const WholeFormat whole_;
   std::vector<size_t> sizes_;  // of one entry's tensors
+  const ExchangePlan nothing_;
+
+  Speeds speeds_;
+  std::unique_ptr<LinkProbe> probe_;  // under way
+  std::vector<Entry*> waiting_;       // for it, in their order
 
   std::vector<Stream> streams_;
   std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry

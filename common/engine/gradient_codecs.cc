@@ -6,7 +6,8 @@
 namespace perseus {
 namespace {
 
-enum Precision : int64_t { kAuto, kHalfEverywhere, kFull, kMixed };  // choices of PERSEUS_ALLREDUCE_DTYPE
+enum Precision : int64_t { kUnset, kHalfEverywhere, kFull, kMixed };  // choices of PERSEUS_ALLREDUCE_DTYPE
+enum Choice : int64_t { kByDtype, kInt8, kAuto };                     // choices of PERSEUS_ALLREDUCE_CODEC
 
 }  // namespace
 
@@ -18,16 +19,23 @@ GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.scale = config.number(Var::kGradientScale);
   const int64_t precision = config.integer(Var::kAllreduceDtype);
   if (precision != kFull) precision_ = spec(CodecWish::kFloat16, 0);
-  chosen_ = precision != kAuto;
+  chosen_ = precision != kUnset;
   inside_ = precision == kHalfEverywhere;
   const bool top_k = config.flag(Var::kTopK), rotates = config.integer(Var::kDownsample) > 1;
-  if (top_k && rotates)
+  const int64_t choice = config.integer(Var::kAllreduceCodec);
+  if (top_k + rotates + (choice != kByDtype) > 1)
     fail(ErrorKind::kInvalidArgument,
-         "[config] LIGHT_TOPK_ALLREDUCE and PERSEUS_DOWNSAMPLE_N_ELEMENTS are two ways to send less: set one of them");
-  gradient_ = top_k ? spec(CodecWish::kTopK, 0) : rotates ? spec(CodecWish::kRotate, 0) : precision_;
+         "[config] LIGHT_TOPK_ALLREDUCE, PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_ALLREDUCE_CODEC are ways to send "
+         "less: set one of them");
+  gradient_ = top_k             ? spec(CodecWish::kTopK, 0)
+              : rotates         ? spec(CodecWish::kRotate, 0)
+              : choice == kInt8 ? spec(CodecWish::kInt8, 0)
+                                : precision_;
+  auto_ = choice == kAuto;
   check_codec(precision_);
   check_codec(gradient_);
-  if (top_k) from_ = static_cast<uint64_t>(config.integer(Var::kTopKThreshold));
+  sparse_from_ = static_cast<uint64_t>(config.integer(Var::kTopKThreshold));
+  if (top_k) from_ = sparse_from_;
 }
 
 // Arguments that a codec does not look at are zero, so that equal codecs compare equal.
@@ -46,14 +54,30 @@ CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
   return spec;
 }
 
+std::array<CodecSpec, kAutoCodecs> GradientCodecs::auto_codecs() const {
+  std::array<CodecSpec, kAutoCodecs> specs;
+  for (size_t i = 0; i < specs.size(); ++i)
+    specs[i] = spec(static_cast<CodecWish::Kind>(static_cast<int>(kAutoKinds[i]) + CodecWish::kExact), 0);
+  return specs;
+}
+
 std::string GradientCodecs::news() const {
-  if (chosen_ || gradient_.kind != CodecKind::kFloat16) return "";
+  if (chosen_ || auto_ || gradient_.kind != CodecKind::kFloat16) return "";
   return "[codec] float32 gradients travel as float16 between hosts: PERSEUS_ALLREDUCE_DTYPE=1 keeps full precision, "
          "PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
 }
 
+// The group chooses; `codec` is the one that leaves out most of what it may choose.
+void GradientCodecs::choose_auto(Description* d) const {
+  const auto specs = auto_codecs();
+  for (const CodecSpec& spec : specs) check_codec(spec);
+  d->codec_auto = true;
+  d->codec = specs.back();
+}
+
 void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* d) const {
   d->codec = CodecSpec();
+  d->codec_auto = false;
   d->coded_inside = false;
   d->codes_doubles = false;
   d->codec_from = 0;
@@ -66,11 +90,13 @@ void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWi
     fail(ErrorKind::kInvalidArgument, "[engine] unknown codec " + std::to_string(wish.kind));
   if (wish.kind == CodecWish::kSettings) {
     if (!gradient) return;
+    if (auto_) return choose_auto(d);
     d->codec = gradient_;
     d->coded_inside = inside_;
     d->codec_from = from_;
     return;
   }
+  if (wish.kind == CodecWish::kAuto) return choose_auto(d);
   const bool whole = wish.argument >= 0 && wish.argument <= 1024 && wish.argument == static_cast<int>(wish.argument);
   if (wish.kind == CodecWish::kRotate && !whole)
     fail(ErrorKind::kInvalidArgument,

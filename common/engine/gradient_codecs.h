@@ -3,14 +3,15 @@
 
 #include "base/config.h"
 #include "codec/codec.h"
+#include "engine/codec_choice.h"
 #include "engine/request.h"
 
 namespace perseus {
 
 // What a request says about it; same numbers as enum perseus_codec.
 struct CodecWish {
-  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate };
-  static constexpr int kKinds = 7;
+  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate, kAuto };
+  static constexpr int kKinds = 8;
   int kind = kSettings;
   double argument = 0;  // top-k: fraction of elements, rotate: N; 0 = as the settings say
 };
@@ -20,23 +21,29 @@ class GradientCodecs {
   // Throws Error(kInvalidArgument) for settings that exclude each other.
   explicit GradientCodecs(const Config& config);
 
-  // Fills in codec, coded_inside, codes_doubles and codec_from. Throws Error(kInvalidArgument) for a wish that makes no
-  // sense.
+  // Fills in codec, codec_auto, coded_inside, codes_doubles and codec_from. Throws Error(kInvalidArgument) for a wish
+  // that makes no sense.
   void choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* description) const;
   // What gradients get that are too small for another codec.
   const CodecSpec& precision() const { return precision_; }
+  // What auto chooses among, ordered as kAutoKinds, and the least bytes for the last one.
+  std::array<CodecSpec, kAutoCodecs> auto_codecs() const;
+  uint64_t sparse_from() const { return sparse_from_; }
   // What to tell a user who has chosen nothing; empty for one who has.
   std::string news() const;
 
  private:
+  void choose_auto(Description* description) const;
   CodecSpec spec(CodecWish::Kind kind, double argument) const;
 
   CodecSpec defaults_;   // arguments of every codec
   CodecSpec precision_;  // float16 or none
   CodecSpec gradient_;
+  bool auto_ = false;    // for gradients, by the settings
   bool chosen_ = false;  // PERSEUS_ALLREDUCE_DTYPE is set
   bool inside_ = false;
   uint64_t from_ = 0;
+  uint64_t sparse_from_ = 0;  // bytes
 };
 
 }  // namespace perseus

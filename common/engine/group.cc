@@ -10,6 +10,16 @@ int index_in(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
+// After so long without a word from other ranks we tell them that we wait: maybe they wait for us, elsewhere.
+constexpr int64_t kTellAfter = 5 * kSecond;
+
+ExecutionSettings aside(ExecutionSettings settings) {
+  settings.first_stream = static_cast<uint32_t>(settings.streams);
+  settings.streams = 1;
+  settings.measures = false;
+  return settings;
+}
+
 // Links to the members at distance 1, 2, 4, … in the given direction.
 std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, int direction, uint32_t group,
                                        const Group::LinkTo& link_to) {
@@ -25,28 +35,33 @@ std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, in
 }  // namespace
 
 Group::Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
-             int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of)
+             int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of,
+             Negotiation::Awaited awaited)
     : id_(id),
       ranks_(std::move(ranks)),
       me_(index_in(ranks_, my_rank)),
       cycle_ns_(cycle_ns),
-      negotiation_(me_, ranks_, std::move(make_entry)),
+      negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to), dissemination_links(ranks_, me_, -1, id, link_to),
              static_cast<int>(ranks_.size()), me_, epoch, id),
-      execution_(
-          settings, ranks_, me_, epoch, id,
-          [this, link_to](uint32_t stream) {
-            std::vector<Link*> links;
-            for (size_t i = 0; i < ranks_.size(); ++i)
-              links.push_back(static_cast<int>(i) == me_ ? nullptr : &link_to(ranks_[i], Channel{id_, stream}));
-            return links;
-          },
-          std::move(outputs_of)) {}
+      execution_(settings, ranks_, me_, epoch, id, links_of(link_to), outputs_of),
+      aside_(aside(settings), ranks_, me_, epoch, id, links_of(link_to), outputs_of) {}
+
+Execution::MakeLinks Group::links_of(const LinkTo& link_to) {
+  return [this, link_to](uint32_t stream) {
+    std::vector<Link*> links;
+    for (size_t i = 0; i < ranks_.size(); ++i)
+      links.push_back(static_cast<int>(i) == me_ ? nullptr : &link_to(ranks_[i], Channel{id_, stream}));
+    return links;
+  };
+}
 
 bool Group::may_begin(bool eager, size_t enough_bytes) const {
+  if (negotiation_.has_urgent_news()) return true;
   if (closed_ || !negotiation_.has_news()) return false;
   if (cycle_ns_ > 0 && now_ns() - begun_ns_ < cycle_ns_) return false;
-  return eager || !execution_.busy() || negotiation_.news_bytes() >= enough_bytes;
+  const bool idle = negotiation_.scheduled() ? !aside_.busy() : !execution_.busy();
+  return eager || idle || negotiation_.news_bytes() >= enough_bytes;
 }
 
 // Is a peer's round to be joined now? Without anything of ours to offer, nothing can become ready in it: then it is
@@ -72,20 +87,61 @@ bool Group::step(bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
     if (cycle_ns_ > 0) begun_ns_ = now_ns();
     round_.begin();
     moved = true;
-    if (round_.idle()) {  // a group of one
-      negotiation_.apply(round_.content(), &ready_, failed);
-    }
+    if (round_.idle()) apply(finished, failed);  // a group of one
   }
   if (!round_.idle()) {
     moved |= round_.step();
-    if (round_.idle()) negotiation_.apply(round_.content(), &ready_, failed);
+    if (round_.idle()) apply(finished, failed);
   }
+  if (negotiation_.scheduled()) keep_schedule(finished);
+  moved |= execution_.step(finished);
+  moved |= aside_.step(finished);
+  return moved;
+}
+
+void Group::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
+  // A schedule begins behind what the round that froze it made ready; up to the one that ends it it has the streams.
+  Execution& execution = negotiation_.scheduled() ? aside_ : execution_;
+  // What a schedule asked for auto, it has measured before it froze: this is the same on all ranks.
+  if (negotiation_.scheduled()) aside_.go_by(execution_.speeds());
+  negotiation_.apply(round_.content(), &ready_, failed);
   if (!ready_.empty()) {
-    execution_.add(ready_, finished);
+    execution.add(ready_, finished);
     ready_.clear();
   }
-  moved |= execution_.step(finished);
-  return moved;
+  if (negotiation_.broken()) end_schedule(finished, failed);
+}
+
+void Group::keep_schedule(std::vector<Entry*>* finished) {
+  Batch batch;
+  while (negotiation_.begin_batch(&batch, &ready_)) {
+    execution_.add(ready_, finished, batch);
+    ready_.clear();
+  }
+  const int64_t now = now_ns();
+  negotiation_.watch_schedule(now);
+  if (execution_.waits_since(now - kTellAfter)) negotiation_.break_schedule();
+}
+
+void Group::end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
+  // The order of buckets stays the same on all ranks: what others have begun has its place here too.
+  Batch batch;
+  while (negotiation_.stand_in_batch(&batch, &ready_)) {
+    execution_.add(ready_, finished, batch);
+    ready_.clear();
+  }
+  std::vector<Entry*> taken_back, own;
+  execution_.take_back(negotiation_.begun(), &taken_back);
+  for (Entry* entry : taken_back) {
+    if (entry->stand_in) failed->emplace_back(entry, "not begun by this rank");
+    else own.push_back(entry);
+  }
+  negotiation_.thaw(own);
+}
+
+void Group::abandon(std::vector<Entry*>* entries) {
+  execution_.abandon(entries);
+  aside_.abandon(entries);
 }
 
 }  // namespace perseus

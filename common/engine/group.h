@@ -20,14 +20,14 @@ class Group {
   using MakeEntry = std::function<Entry*()>;
 
   Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
-        int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of);
+        int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of,
+        Negotiation::Awaited awaited);
 
   uint32_t id() const { return id_; }
   const std::vector<int>& ranks() const { return ranks_; }
   int index() const { return me_; }  // of this rank in ranks()
   Negotiation& negotiation() { return negotiation_; }
   const Negotiation& negotiation() const { return negotiation_; }
-  Execution& execution() { return execution_; }
 
   // One pass. `eager`: somebody is waiting, so begin a round for whatever is new; else only for `enough_bytes`, or when
   // nothing is under way. Appends what finished and what failed.
@@ -35,20 +35,32 @@ class Group {
             std::vector<std::pair<Entry*, std::string>>* failed);
   // Work that needs driving, or news that others should hear?
   bool busy() const { return moving() || negotiation_.has_news(); }
+  // Has this rank submitted something that waits for its turn in a schedule?
+  bool holds() const { return negotiation_.scheduled() && negotiation_.has_pending(); }
   // Does a peer wait for us to join its round?
   bool called() const { return called_ns_ != 0; }
-  bool moving() const { return execution_.busy() || !round_.idle(); }
+  bool moving() const { return executing() || !round_.idle(); }
+  bool executing() const { return execution_.busy() || aside_.busy(); }
+  // Gives up everything queued and under way; each entry once.
+  void abandon(std::vector<Entry*>* entries);
   bool round_idle() const { return round_.idle(); }
   // 1, 2, …; any thread.
   int64_t next_number() { return numbers_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  const Speeds& speeds() const { return execution_.speeds(); }
   uint64_t rounds() const { return round_.number(); }
   uint64_t messages() const { return round_.messages(); }
-  // No more rounds from now on but what peers have begun (shutting down).
+  uint64_t buckets() const { return execution_.buckets() + aside_.buckets(); }
+  size_t staging_bytes() const { return execution_.staging_bytes() + aside_.staging_bytes(); }
+  // No more rounds from now on but what peers have begun, or what ends a schedule (shutting down).
   void close() { closed_ = true; }
 
  private:
+  Execution::MakeLinks links_of(const LinkTo& link_to);
   bool may_begin(bool eager, size_t enough_bytes) const;
   bool joins();
+  void apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed);
+  void keep_schedule(std::vector<Entry*>* finished);
+  void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed);
 
   const uint32_t id_;
   const std::vector<int> ranks_;
@@ -57,6 +69,7 @@ class Group {
   Negotiation negotiation_;
   Round round_;
   Execution execution_;
+  Execution aside_;  // while a schedule has execution_: what is agreed on in rounds, on a stream of its own
   bool closed_ = false;
   int64_t begun_ns_ = 0;
   int64_t called_ns_ = 0;  // since when a peer's round waits for us; 0 = none does

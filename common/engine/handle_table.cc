@@ -29,6 +29,7 @@ int64_t HandleTable::open() {
   }
   Slot* slot = at(index);
   const uint64_t generation = (slot->state.load(std::memory_order_relaxed) >> 1) + 1;
+  slot->awaited.store(false, std::memory_order_relaxed);
   slot->state.store(generation << 1, std::memory_order_release);
   return static_cast<int64_t>(generation * kCapacity + index);
 }

@@ -21,6 +21,9 @@ class HandleTable {
     Status status;                                         // valid once done
     GradientOutcome gradient = GradientOutcome::kReduced;  // likewise
     std::vector<Output> outputs;                           // likewise
+    // A caller waits, or asks whether it is done. Release by the caller pairs with acquire by the driver, which then
+    // sees what the caller has submitted.
+    std::atomic<bool> awaited{false};
   };
 
   HandleTable() = default;

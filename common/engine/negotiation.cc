@@ -7,11 +7,12 @@
 
 namespace perseus {
 
-Negotiation::Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry)
+Negotiation::Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry, Awaited awaited)
     : size_(static_cast<int>(ranks.size())),
       me_(me),
       ranks_(std::move(ranks)),
       make_entry_(std::move(make_entry)),
+      awaited_(std::move(awaited)),
       joined_(ranks_.size(), false) {}
 
 Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
@@ -38,7 +39,8 @@ void Negotiation::retire(Entry* entry) {
   if (!entry->stand_in) name->in_flight = false;
   entry->name = nullptr;
   // Forget names that will not come again; others may still be announcing theirs (then somebody erred and it stays).
-  if (entry->description.transient && !name->in_flight && name->slot < 0 && name->announced_count == 0)
+  if (entry->description.transient && !name->in_flight && name->slot < 0 && name->announced_count == 0 &&
+      name->seen_in_step == 0)
     names_.erase(name->text);
 }
 
@@ -60,9 +62,10 @@ void Negotiation::admit(Entry* entry) {
   name->entry = entry;
   name->warned_ns = 0;
   ++pending_;
+  if (entry->description.kind == Kind::kJoin) join_entry_ = entry;
+  if (scheduled() && (name->batch >= 0 || entry->description.kind == Kind::kJoin)) return hold(entry);
   news_ = true;
   news_bytes_ += entry->bytes;
-  if (entry->description.kind == Kind::kJoin) join_entry_ = entry;
   // A NaN, or a flush, is told by a description; the others' bits become descriptions too, so it delays nobody's
   // answer.
   const bool bit_will_do =
@@ -79,6 +82,7 @@ void Negotiation::snapshot(RoundContent* content) {
   std::string& blob = content->announced[me_];
   for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
   unannounced_.clear();
+  if (has_urgent_news()) say_break(&blob);
   news_ = false;
   news_bytes_ = 0;
 }
@@ -95,6 +99,9 @@ Name& Negotiation::name_of(const std::string& text) {
 
 void Negotiation::hear(int rank, const std::string& text, Description&& description) {
   Name& name = name_of(text);
+  if (name.batch >= 0)
+    fail(ErrorKind::kInternal,
+         "[negotiation] a peer describes " + text + ", which a schedule has, without breaking it");
   // Somebody's request differs from what was agreed (or asks who is missing): all start over with descriptions.
   if (name.slot >= 0) free_slot(&name);
   if (name.announced.empty()) {
@@ -130,6 +137,7 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
       Description description;
       reader.read_request(&text, &description);
       if (description.kind == Kind::kJoin) hear_join(rank);
+      else if (description.kind == Kind::kBreak) hear_break(rank, description);
       else hear(rank, text, std::move(description));
     }
   }
@@ -139,6 +147,7 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
   // What became ready together runs by priority, else in the order in which names were first agreed on.
   const auto higher = [](const Entry* a, const Entry* b) { return a->description.priority > b->description.priority; };
   if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
+  if (awaited_ && !scheduled()) learn(*ready);
 }
 
 void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
@@ -221,6 +230,7 @@ void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
     closed_ = closed_ || close;
   }
   collect();
+  if (scheduled()) thaw({});  // of what others begin nothing is finished
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [text, name] : names_) {
     if (name->entry == nullptr) continue;
@@ -243,6 +253,7 @@ bool Negotiation::find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, st
     Entry* entry = name->entry;
     if (entry == nullptr || now - entry->submitted_ns < age_ns) continue;
     if (entry->description.kind == Kind::kJoin) continue;  // joining is waiting
+    if (name->batch >= 0) break_schedule();                // its rounds will tell who is missing
     if (name->slot >= 0) {
       // Bits say that somebody is missing, not who. A description instead makes all ranks start over with descriptions
       // once the round has told them (the slot itself may only change on all ranks together).

@@ -11,8 +11,10 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/clock.h"
 #include "engine/request.h"
 #include "engine/round.h"
+#include "engine/schedule.h"
 
 namespace perseus {
 
@@ -33,12 +35,19 @@ struct Name {
   int last = -1;            // group rank that announced last, where only one did in that round
   uint64_t last_round = 0;  // counted by apply()
   int64_t warned_ns = 0;
+  // Of the schedule:
+  uint64_t seen_in_step = 0;  // the last one; 0 = never
+  bool expected = false;      // in every step
+  int batch = -1;             // while the schedule is frozen
 };
 
 class Negotiation {
  public:
-  // `me`: this rank's index in `ranks`. `make_entry` gives an empty entry, for what this rank stands in for.
-  Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry);
+  // Does a caller wait for this entry?
+  using Awaited = std::function<bool(const Entry&)>;
+  // `me`: this rank's index in `ranks`. `make_entry` gives an empty entry, for what this rank stands in for. `awaited`:
+  // what repeats itself is to be scheduled; else null.
+  Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry, Awaited awaited = nullptr);
 
   // Registers the entry under `name`, unless that name is in flight already or the group takes no more.
   enum class Submitted { kYes, kDuplicate, kClosed };
@@ -54,6 +63,8 @@ class Negotiation {
   bool has_news() const { return news_; }
   size_t news_bytes() const { return news_bytes_; }
   bool has_pending() const { return pending_ > 0; }
+  // Must other ranks hear of it, whatever else is under way?
+  bool has_urgent_news() const { return breaking_ && !said_; }
 
   // This rank's part of the next round.
   void snapshot(RoundContent* content);
@@ -61,6 +72,25 @@ class Negotiation {
   // that ranks disagree about, with the reason.
   void apply(const RoundContent& content, std::vector<Entry*>* ready,
              std::vector<std::pair<Entry*, std::string>>* failed);
+
+  // ---- a frozen schedule (scheduling.cc) ----
+
+  // This long after the last submission a caller that waits for something whose turn has not come waits in vain.
+  static constexpr int64_t kPatience = 20 * kMillisecond;
+  bool scheduled() const { return schedule_.frozen(); }
+  // The next batch, once this rank has submitted all of it: its entries in the order of execution.
+  bool begin_batch(Batch* batch, std::vector<Entry*>* entries);
+  // Looks for callers that wait in vain.
+  void watch_schedule(int64_t now);
+  // This rank begins no further batch and tells all others, who do the same.
+  void break_schedule();
+  // Has every rank said how many batches it has begun? Then begun() has them, by group rank.
+  bool broken() const { return heard_ == size_; }
+  const std::vector<uint64_t>& begun() const { return begun_by_; }
+  // Once broken: the next batch that others have begun, with entries that stand in for this rank's.
+  bool stand_in_batch(Batch* batch, std::vector<Entry*>* entries);
+  // The schedule is over. What this rank has submitted and no rank has finished is agreed on in rounds again.
+  void thaw(const std::vector<Entry*>& taken_back);
 
   // All entries that are not ready. `close`: no more are taken from now on.
   void take_pending(bool close, std::vector<Entry*>* entries);
@@ -96,10 +126,18 @@ class Negotiation {
   Entry* stand_in(Name* name);
   void finish_join(Entries* ready);
 
+  // ---- scheduling.cc ----
+  void learn(const Entries& ready);
+  void begin_schedule();
+  void hold(Entry* entry);
+  void say_break(std::string* blob);
+  void hear_break(int rank, const Description& description);
+
   const int size_;
   const int me_;
   const std::vector<int> ranks_;
   const std::function<Entry*()> make_entry_;
+  const Awaited awaited_;
 
   std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<Name>> names_;  // guarded by mutex_
@@ -126,6 +164,17 @@ class Negotiation {
   int last_joined_ = 0;   // group rank
   bool closing_ = false;  // all have joined: what anybody still has pending is told in one more round
   Entry* join_entry_ = nullptr;
+
+  // What the schedule says has no bit and is not announced: an entry waits at its name until its batch is begun.
+  Schedule schedule_;
+  std::vector<size_t> missing_;     // of every batch: names not yet submitted here
+  uint64_t begun_ = 0;              // batches, by this rank
+  bool breaking_ = false;           // no more of them
+  bool said_ = false;               // and the others are told
+  int heard_ = 0;                   // ranks that have said how many they have begun
+  std::vector<uint64_t> begun_by_;  // by group rank, where heard
+  std::vector<bool> heard_from_;
+  int64_t looked_ns_ = 0;
 };
 
 }  // namespace perseus

@@ -9,7 +9,7 @@ namespace perseus {
 
 const char* kind_name(Kind kind) {
   constexpr const char* kNames[kKindCount] = {"ALLREDUCE", "ALLGATHER", "BROADCAST",    "ALLTOALL", "REDUCESCATTER",
-                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN"};
+                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN",     "BREAK"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -40,6 +40,8 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   for (size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
   return text + "]";
 }
+
+std::string wish_name(const Description& d) { return d.codec_auto ? "auto" : codec_name(d.codec); }
 
 // The sentence for one pair of ranks; the order of the checks is Horovod's.
 std::string compare(const Description& a, const Description& b) {
@@ -78,10 +80,9 @@ std::string compare(const Description& a, const Description& b) {
            ", but another rank sent reduction op " + std::to_string(static_cast<int>(b.op)) + ".";
   if (a.gradient != b.gradient)
     return "Mismatched gradients: One rank submitted a gradient, but another rank an ordinary " + kind + ".";
-  if (!(a.codec == b.codec) || a.coded_inside != b.coded_inside || a.codes_doubles != b.codes_doubles ||
-      a.codec_from != b.codec_from)
-    return "Mismatched compression: One rank sends " + codec_name(a.codec) + ", but another rank sends " +
-           codec_name(b.codec) + ".";
+  if (!(a.codec == b.codec) || a.codec_auto != b.codec_auto || a.coded_inside != b.coded_inside ||
+      a.codes_doubles != b.codes_doubles || a.codec_from != b.codec_from)
+    return "Mismatched compression: One rank sends " + wish_name(a) + ", but another rank sends " + wish_name(b) + ".";
   if (a.kind == Kind::kBroadcast && a.root != b.root)
     return "Mismatched " + kind + " root ranks: One rank specified root rank " + std::to_string(a.root) +
            ", but another rank specified root rank " + std::to_string(b.root) + ".";
@@ -108,7 +109,8 @@ void put(std::string* blob, T value) {
 bool same_request(const Description& a, const Description& b) {
   if (a.kind != b.kind || a.op != b.op || a.prescale != b.prescale || a.postscale != b.postscale || a.root != b.root ||
       a.tensors.size() != b.tensors.size() || a.ranks != b.ranks || a.gradient != b.gradient || !(a.codec == b.codec) ||
-      a.coded_inside != b.coded_inside || a.codes_doubles != b.codes_doubles || a.codec_from != b.codec_from)
+      a.codec_auto != b.codec_auto || a.coded_inside != b.coded_inside || a.codes_doubles != b.codes_doubles ||
+      a.codec_from != b.codec_from)
     return false;
   for (size_t i = 0; i < a.tensors.size(); ++i)
     if (a.tensors[i].dtype != b.tensors[i].dtype || !same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape))
@@ -135,6 +137,7 @@ void append_request(const std::string& name, const Description& d, std::string* 
   put(blob, static_cast<uint8_t>(d.op));
   put(blob, static_cast<uint8_t>(d.transient));
   put(blob, static_cast<uint8_t>(d.gradient));
+  put(blob, static_cast<uint8_t>(d.codec_auto));
   put(blob, static_cast<uint8_t>(d.coded_inside));
   put(blob, static_cast<uint8_t>(d.codes_doubles));
   put(blob, d.codec_from);
@@ -189,6 +192,7 @@ void BlobReader::read_request(std::string* name, Description* d) {
   d->op = static_cast<ReduceOp>(op);
   d->transient = take<uint8_t>() != 0;
   d->gradient = take<uint8_t>() != 0;
+  d->codec_auto = take<uint8_t>() != 0;
   d->coded_inside = take<uint8_t>() != 0;
   d->codes_doubles = take<uint8_t>() != 0;
   d->codec_from = take<uint64_t>();

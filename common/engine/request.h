@@ -15,7 +15,7 @@
 
 namespace perseus {
 
-// Same numbers as enum perseus_kind.
+// Same numbers as enum perseus_kind, which has no kBreak.
 enum class Kind : uint8_t {
   kAllreduce = 0,
   kAllgather = 1,
@@ -26,8 +26,9 @@ enum class Kind : uint8_t {
   kAddGroup = 6,
   kRemoveGroup = 7,
   kJoin = 8,
+  kBreak = 9,  // only announced: a rank leaves the schedule (scheduling.cc)
 };
-constexpr int kKindCount = 9;
+constexpr int kKindCount = 10;
 const char* kind_name(Kind kind);  // "ALLREDUCE", as Horovod's messages say it
 
 struct TensorDescription {
@@ -50,6 +51,7 @@ struct Description {
   bool transient = false;
   bool gradient = false;
   CodecSpec codec;             // of sums of floating type between inner groups
+  bool codec_auto = false;     // or one that loses less, by what the group has measured
   bool coded_inside = false;   // between all ranks, then
   bool codes_doubles = false;  // float64 tensors, too
   uint64_t codec_from = 0;     // bytes: smaller tensors go as the settings say

@@ -79,9 +79,10 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Ter
     return record->holds ? Flush::kAmongAll : Flush::kNone;
   if (record->flushes) return Flush::kAsDivided;
   const Terms& before = record->terms;
-  const bool goes_on = record->loaded ? keeps_residual(terms.codec)
-                                      : before.codec == terms.codec && before.codec_from == terms.codec_from &&
-                                            before.codes_doubles == terms.codes_doubles;
+  const bool goes_on = record->loaded
+                           ? keeps_residual(terms.codec) && !terms.codec_auto
+                           : before.codec == terms.codec && before.codec_from == terms.codec_from &&
+                                 before.codes_doubles == terms.codes_doubles && before.codec_auto == terms.codec_auto;
   return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
 }
 

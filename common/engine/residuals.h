@@ -34,6 +34,7 @@ class Residuals {
     uint64_t codec_from = 0;
     bool coded_inside = false;
     bool codes_doubles = false;
+    bool codec_auto = false;
   };
 
   struct Record {

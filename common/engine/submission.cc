@@ -11,7 +11,7 @@ namespace {
 
 std::string capitalised(Kind kind) {
   constexpr const char* kNames[kKindCount] = {"Allreduce", "Allgather", "Broadcast",    "Alltoall", "Reducescatter",
-                                              "Barrier",   "Add group", "Remove group", "Join"};
+                                              "Barrier",   "Add group", "Remove group", "Join",     "Break"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -77,7 +77,7 @@ void check_splits(const Engine::Submission& s, int ranks) {
 
 // Compression.fp16 and bf16 leave integers as they are, as Horovod's does; others were meant for this very tensor.
 void check_codec_suits(const Engine::Submission& s) {
-  if (s.codec.kind < CodecWish::kInt8) return;
+  if (s.codec.kind < CodecWish::kInt8 || s.codec.kind > CodecWish::kRotate) return;
   for (int i = 0; i < s.tensor_count; ++i)
     if (!dtype_is_float(s.tensors[i].dtype))
       refuse("[engine] '" + std::string(s.name) + "' is " + dtype_name(s.tensors[i].dtype) +
@@ -157,6 +157,7 @@ int64_t Engine::submit(const Submission& s) {
   describe(s, &entry->description);
   entry->description.gradient = s.gradient_of != 0;
   entry->description.codec = codec.codec;
+  entry->description.codec_auto = codec.codec_auto;
   entry->description.coded_inside = codec.coded_inside;
   entry->description.codes_doubles = codec.codes_doubles;
   entry->description.codec_from = codec.codec_from;

@@ -124,9 +124,7 @@ void Engine::abort(const Error& cause, bool tell) {
   const Status status{false, cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind(), cause.what()};
   for (auto& [id, group] : groups_) {
     fail_pending(group.get(), true, status);
-    std::vector<Entry*> abandoned;
-    group->execution().abandon(&abandoned);
-    for (Entry* entry : abandoned) finish(entry, status);
+    give_up(group.get(), status);
   }
   if (!tell) return;
   const std::string path = flight_recorder_.write(cause.what());
@@ -137,6 +135,12 @@ void Engine::fail_pending(Group* group, bool close, const Status& status) {
   std::vector<Entry*> pending;
   group->negotiation().take_pending(close, &pending);
   for (Entry* entry : pending) finish(entry, status);
+}
+
+void Engine::give_up(Group* group, const Status& status) {
+  std::vector<Entry*> under_way;
+  group->abandon(&under_way);
+  for (Entry* entry : under_way) finish(entry, status);
 }
 
 // While closing: rounds that all ranks take part in are finished, and what they made ready; the rest fails.
@@ -151,9 +155,15 @@ void Engine::wind_down() {
     const bool hopeless = last != last_rounds_.end() && !group->round_idle() && group->rounds() > last->second;
     const bool behind = last != last_rounds_.end() && group->round_idle() && group->rounds() < last->second;
     const bool round_goes_on = behind || (!group->round_idle() && !hopeless);
-    if (peer_left && !round_goes_on)
-      fail_pending(group.get(), true, Status{false, ErrorKind::kAborted, shutdown_text()});
-    moving |= round_goes_on || group->execution().busy();
+    // What some rank has not begun nobody will finish. Who leaves ends a schedule first, unless there is no time.
+    const bool scheduled = group->negotiation().scheduled();
+    if (scheduled && !peer_left) group->negotiation().break_schedule();
+    if (peer_left && !round_goes_on) {
+      const Status status{false, ErrorKind::kAborted, shutdown_text()};
+      fail_pending(group.get(), true, status);
+      if (scheduled) give_up(group.get(), status);
+    }
+    moving |= round_goes_on || group->executing() || (scheduled && !peer_left);
   }
   drained_.store(!moving, std::memory_order_release);
   if (!moving && first_left_ >= 0) {

@@ -133,6 +133,21 @@ std::map<std::string, uint64_t> ContextOwner::stats() const {
           {"messages", stats.messages}};
 }
 
+perseus_speeds ContextOwner::speeds(int group) {
+  get();
+  perseus_speeds speeds = {};
+  speeds.struct_size = sizeof(speeds);
+  perseus_code code;
+  {
+    const ContextUse use(*this);
+    py::gil_scoped_release release;
+    code = perseus_group_speeds(use.context(), group, &speeds);
+  }
+  if (code == PERSEUS_OK) return speeds;
+  raise(code);
+  throw py::error_already_set();
+}
+
 std::optional<std::vector<int>> ContextOwner::group_ranks(int group) const {
   std::vector<int> ranks(static_cast<size_t>(perseus_context_size(get())));
   const int count = perseus_group_ranks(raw_, group, ranks.data(), static_cast<int>(ranks.size()));
@@ -258,6 +273,7 @@ void bind_context(py::module_& module) {
       .def("flush_residuals", &ContextOwner::flush_residuals,
            "The next allreduce of every name sends all that is held back.")
       .def("stats", &ContextOwner::stats)
+      .def("speeds", &ContextOwner::speeds, py::arg("group") = 0, "What auto goes by; measurement 0 = nothing yet.")
       .def("group_ranks", &ContextOwner::group_ranks, py::arg("group"), "Members in group order, None when unknown.")
       .def("start_timeline", &ContextOwner::start_timeline, py::arg("path"), py::arg("mark_cycles") = false,
            "Records into a file from here on.")

@@ -45,6 +45,7 @@ class ContextOwner {
 
   std::optional<std::string> failure() const;
   std::map<std::string, uint64_t> stats() const;
+  perseus_speeds speeds(int group);
   std::optional<std::vector<int>> group_ranks(int group) const;
   // (layout, bytearray of float32) of what is held back, or None.
   pybind11::object read_residual(uint64_t gradient_of, int group, const std::string& name) const;

@@ -8,6 +8,7 @@
 #include "errors.h"
 #include "operations.h"
 #include "perseus/perseus.h"
+#include "speeds.h"
 
 namespace py = pybind11;
 
@@ -80,6 +81,7 @@ PYBIND11_MODULE(_core, module) {
            py::arg("next_free") = false, py::arg("secret") = py::bytes())
       .def_property_readonly("port", &StoreServer::port)
       .def("close", &StoreServer::close);
+  bind_speeds(module);
   bind_context(module);
   if (!bind_operations(module.ptr())) throw py::error_already_set();
 }

@@ -175,7 +175,7 @@ bool submit_request(perseus_context* context, PyObject* const* arguments, const 
 
 void state(const GradientArguments& gradient, perseus_request* request, Pending* pending) {
   pending->gradient_of = request->gradient_of = gradient.gradient_of;
-  request->codec = static_cast<perseus_codec>(gradient.codec);
+  request->codec = gradient.codec;
   request->codec_argument = gradient.codec_argument;
 }
 

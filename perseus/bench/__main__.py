@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from perseus.bench import plot, report
+from perseus.bench import advice, plot, report
 from perseus.bench.bars import suite
 from perseus.bench.codecs import parse as parse_codecs
 from perseus.bench.launch import HostsUnavailableError, Job, JobError, run
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; the exit status is 0, 1 when a job failed or a result was wrong, 2 for bad usage."""
     try:
         given = _parser().parse_args(arguments)
+        if given.advise:
+            return _advise(given)
         jobs = _jobs(given)
         if given.plot and (reason := plot.unavailable()):
             raise ValueError(reason)
@@ -63,6 +65,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if complete and all(record.verified for record in records) else 1
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _advise(given: argparse.Namespace) -> int:
+    """--advise: a job that measures links and prints what to set."""
+    if given.cases or given.codec or given.sizes or given.plot or given.readme:
+        raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
+    lines: list[str] = []
+
+    def show(line: str) -> None:
+        lines.append(line)
+        print(advice.show(advice.Advice.from_json(line)), flush=True)
+
+    models = _names(given.model, MODELS, "--model")
+    plan = Plan([], models=models, links=given.links, advise=True, compute_s=given.compute)
+    try:
+        run(_job(given, plan), _say, show)
+    except (JobError, HostsUnavailableError) as error:
+        _say(f"perseus-bench: {error}")
+        return 1
+    if given.json:
+        given.json.write_text("".join(lines))
+    return 0
+
+
 def _ended(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)  # by way of what ends the ranks
 
@@ -73,20 +101,18 @@ def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
     Of several jobs, one that needs virtual hosts may be left out.
     """
 
-    def show(record: Record) -> None:
+    def show(line: str) -> None:
+        record = Record.from_json(line)
         records.append(record)
         print(report.show_line(record), flush=True)
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     problems, complete = [], True
     print(report.heading(), flush=True)
     for job in jobs:
         try:
-            run(job, say, show)
+            run(job, _say, show)
         except (JobError, HostsUnavailableError) as error:
-            say(f"perseus-bench: {error}")
+            _say(f"perseus-bench: {error}")
             problems.append(str(error))
             optional = len(jobs) > 1 and isinstance(error, HostsUnavailableError)
             complete = complete and optional
@@ -108,14 +134,8 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
     unknown = [case for case in given.cases if case not in _CASES]
     if unknown:
         raise ValueError(f"no case '{unknown[0]}': expected {', '.join(_CASES)}")
-    if given.hosts and given.placement:
-        raise ValueError("--hosts makes virtual hosts, -H names real ones: give one of them")
-    hosts = given.hosts or 1
-    ranks = given.num_proc or max(2, hosts)
-    if hosts > ranks:
-        raise ValueError(f"--hosts {hosts}: more hosts than ranks (-np {ranks})")
-    if hosts == 1 and (given.rate or given.links > 1):
-        raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
+    if given.compute is not None:
+        raise ValueError("--compute is of --advise")
     plan = Plan(
         cases=given.cases,
         peers=_peers(given),
@@ -125,8 +145,21 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         seconds=given.seconds,
         links=given.links,
     )
+    return [_job(given, plan)]
+
+
+def _job(given: argparse.Namespace, plan: Plan) -> Job:
+    """The plan where the user wants it to run."""
+    if given.hosts and given.placement:
+        raise ValueError("--hosts makes virtual hosts, -H names real ones: give one of them")
+    hosts = given.hosts or 1
+    ranks = given.num_proc or max(2, hosts)
+    if hosts > ranks:
+        raise ValueError(f"--hosts {hosts}: more hosts than ranks (-np {ranks})")
+    if hosts == 1 and (given.rate or given.links > 1):
+        raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
     timeout = given.timeout or (3600.0 if "training" in given.cases else 600.0)
-    return [Job(plan, ranks, hosts, given.rate, given.placement, timeout=timeout)]
+    return Job(plan, ranks, hosts, given.rate, given.placement, timeout=timeout)
 
 
 def _peers(given: argparse.Namespace) -> list[str]:
@@ -187,6 +220,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--hosts", type=_positive, metavar="N", help="spread the ranks over N virtual hosts (root)")
     add("--rate", metavar="RATE", help="of each virtual link, such as 1gbit; default unlimited")
     add("--links", type=_positive, default=1, metavar="K", help="links per virtual host (1)")
+    add("--advise", action="store_true", help="no case: measure links, say what settings to use")
+    add("--compute", type=_seconds, metavar="SECONDS", help="that a step computes (--advise)")
     add("--json", type=Path, metavar="FILE", help="write one JSON record a line")
     add("--plot", type=Path, metavar="FILE.png", help="draw the records")
     add("--readme", type=Path, metavar="FILE", help="write the suite's tables between its markers")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from perseus.bench.plan import MARK, NEED_MPIRUN, Plan
-from perseus.bench.record import Record
 from perseus.bench.virtual import HostsUnavailableError, load
 
 _LAST_GRACE = 20.0  # seconds for a job to end once it was told to
@@ -46,9 +45,11 @@ class Job:
     timeout: float = 600.0
 
 
-def run(job: Job, say: Callable[[str], None], show: Callable[[Record], None]) -> None:
-    """Run a job; show(record) as they come. JobError when it fails, HostsUnavailableError without
-    virtual hosts. No process is left behind."""
+def run(job: Job, say: Callable[[str], None], show: Callable[[str], None]) -> None:
+    """Run a job; show(record), as JSON, as they come. No process is left behind.
+
+    JobError when it fails, HostsUnavailableError without virtual hosts.
+    """
     launcher, peers = _launcher(job, say)
     plan = replace(job.plan, peers=peers)
     worker = [sys.executable, "-m", "perseus.bench.worker"]
@@ -147,7 +148,7 @@ def _listen(
     process: subprocess.Popen[str],
     timeout: float,
     say: Callable[[str], None],
-    show: Callable[[Record], None],
+    show: Callable[[str], None],
 ) -> int:
     """Read until the job ends by itself; JobError when it does not in time."""
     late = threading.Event()
@@ -166,7 +167,7 @@ def _listen(
         for line in process.stdout:
             text, mark, content = line.partition(MARK)
             if mark:
-                show(Record.from_json(content))
+                show(content)
             else:
                 say(text.rstrip())
         status = process.wait(_LAST_GRACE)

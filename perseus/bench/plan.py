@@ -17,7 +17,8 @@ class Plan:
     """Cases in order, against whom, how large and for how long.
 
     sizes: bytes; empty = what is usual for the case. seconds: for each table row, all contenders
-    together. codecs: by label, beside plain. rate_gbit and links describe the hosts' network, for
+    together. codecs: by label, beside plain. advise: no cases, but what settings to use; compute_s:
+    a step's computation then, None = measured. rate_gbit and links describe the hosts' network, for
     the records.
     """
 
@@ -27,6 +28,8 @@ class Plan:
     models: list[str] = field(default_factory=list)
     codecs: list[str] = field(default_factory=list)
     seconds: float = 3.0
+    advise: bool = False
+    compute_s: float | None = None
     rate_gbit: float | None = None
     links: int = 1
 

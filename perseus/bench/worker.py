@@ -9,6 +9,7 @@ import gc
 import sys
 
 import perseus.torch.horovod as hvd
+from perseus.bench import advice
 from perseus.bench.cases import CASES
 from perseus.bench.peers import disband
 from perseus.bench.plan import MARK, Plan
@@ -19,6 +20,12 @@ def main() -> int:
     """The exit status: 0 when everything was measured; verdicts are the launcher's."""
     plan = Plan.from_json(sys.argv[1])
     hvd.init()
+    if plan.advise:
+        for found in advice.measure(plan):
+            if hvd.rank() == 0:
+                print(MARK + found.to_json(), flush=True)
+        hvd.shutdown()
+        return 0
     session = Session(plan)
     # The collector would run in the middle of a repetition.
     gc.disable()

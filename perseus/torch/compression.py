@@ -7,6 +7,7 @@ import torch
 from perseus.compression import (
     BFLOAT16,
     FLOAT16,
+    AutoCompressor,
     Compressor,
     Int8Compressor,
     NoneCompressor,
@@ -64,3 +65,4 @@ class Compression:
     int8 = Int8Compressor
     topk = staticmethod(top_k)
     rotate = staticmethod(rotate)
+    auto = AutoCompressor

@@ -1,5 +1,6 @@
 // Allreduces in stages (inside groups, across them, back) and gradients that are encoded on the way.
 #include "collective/levels.h"
+#include "fold_order.h"
 #include "operation.h"
 
 namespace {
@@ -56,8 +57,13 @@ TEST(Levels, OneHostOrOneRankEachIsNoDivision) {
 struct Shape2D {
   int size, inner;
   bool one_shard;
+  int algorithm = 0;  // across
+
+  int groups() const { return (size + inner - 1) / inner; }
+  int shards() const { return one_shard ? 1 : size % inner == 0 ? inner : size % inner; }
 };
-constexpr Shape2D kShapes[] = {{4, 2, false}, {4, 2, true}, {3, 2, false}, {4, 3, false}, {7, 3, false}, {8, 4, true}};
+constexpr Shape2D kShapes[] = {{4, 2, false}, {4, 2, true},     {3, 2, false},    {4, 3, false},  {7, 3, false},
+                               {8, 4, true},  {8, 2, false, 1}, {8, 3, false, 2}, {7, 2, true, 3}};
 
 class Leveled : public testing::TestWithParam<std::tuple<int, int>> {
  protected:
@@ -66,23 +72,34 @@ class Leveled : public testing::TestWithParam<std::tuple<int, int>> {
   WorldOptions options() const {
     WorldOptions options;
     options.overrides = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(shape().inner),
-                         std::string("PERSEUS_ALLREDUCE_MODE=") + (shape().one_shard ? "1" : "auto")};
+                         std::string("PERSEUS_ALLREDUCE_MODE=") + (shape().one_shard ? "1" : "auto"),
+                         std::string("PERSEUS_ALLREDUCE_ALGORITHM=") + kAlgorithms[shape().algorithm]};
     return options;
   }
 };
 
+// Which part of a ring across holds element `i` of `count`.
+size_t part_of(const Shape2D& shape, size_t count, size_t element_bytes, size_t i) {
+  const size_t bytes = count * element_bytes, at = i * element_bytes;
+  const size_t shard = part_bytes(bytes, static_cast<size_t>(shape.shards())), begin = at / shard * shard;
+  return (at - begin) / part_bytes(std::min(shard, bytes - begin), static_cast<size_t>(shape.groups()));
+}
+
 // One element: inside every group in rank order, then across the groups.
 template <typename Type>
 typename Type::Stored staged(Type type, const Reduction& how, const std::vector<typename Type::Stored>& values,
-                             int inner) {
+                             const Shape2D& shape, size_t part) {
   using Acc = typename Type::Acc;
   const perseus_reduce_op op = how.op == PERSEUS_AVERAGE ? PERSEUS_SUM : how.op;
   const int size = static_cast<int>(values.size());
   std::vector<typename Type::Stored> groups;
-  for (int begin = 0; begin < size; begin += inner)
-    groups.push_back(reduced(type, Reduction{op, how.prescale, 1.0}, &values[begin], std::min(inner, size - begin)));
+  for (int begin = 0; begin < size; begin += shape.inner)
+    groups.push_back(
+        reduced(type, Reduction{op, how.prescale, 1.0}, &values[begin], std::min(shape.inner, size - begin)));
   const int count = static_cast<int>(groups.size());
   const int divisor = how.op == PERSEUS_AVERAGE ? size : 1;
+  if (shape.algorithm != 0)
+    return folded(type, kAlgorithms[shape.algorithm], Reduction{op, 1.0, how.postscale}, part, groups, divisor);
   if constexpr (std::is_integral_v<Acc> && !std::is_same_v<Type, Truth> && !std::is_same_v<Type, Half>) {
     const Acc sum = reduced(type, Reduction{op, 1.0, 1.0}, groups.data(), count);
     if (how.postscale == 1.0) return static_cast<Acc>(sum / static_cast<Acc>(divisor));
@@ -107,7 +124,8 @@ class Expected {
       std::vector<Stored> values(static_cast<size_t>(shape.size));
       for (size_t i = 0; i < count; ++i) {
         for (int r = 0; r < shape.size; ++r) values[r] = inputs[r][i];
-        reinterpret_cast<Stored*>(bytes.data())[i] = staged(type, how, values, shape.inner);
+        const size_t part = shape.algorithm == 2 ? part_of(shape, count, sizeof(Stored), i) : 0;
+        reinterpret_cast<Stored*>(bytes.data())[i] = staged(type, how, values, shape, part);
       }
     });
     return bytes;
@@ -120,6 +138,8 @@ class Expected {
 
 TEST_P(Leveled, GivesTheBitsOfItsStagesForEveryDtypeAndReduction) {
   const Shape2D shape = this->shape();
+  if (shape.algorithm != 0 && std::get<0>(GetParam()) != 0 && !full_grid())
+    GTEST_SKIP() << "PERSEUS_TEST_FULL=1 runs this over every medium";
   Expected expected;
   constexpr size_t kCount = 35001;  // above the size up to which all ranks exchange alike, for every dtype
   run_world(
@@ -128,7 +148,8 @@ TEST_P(Leveled, GivesTheBitsOfItsStagesForEveryDtypeAndReduction) {
         for (perseus_dtype dtype : kDTypes)
           for (perseus_reduce_op op : kReductions) {
             if (dtype == PERSEUS_BOOL && op == PERSEUS_AVERAGE) continue;
-            if (kThreadSanitizer && !full_grid() && dtype % 3 != 2) continue;  // float32, int8, int64
+            // float32, int8, int64
+            if ((kThreadSanitizer || shape.algorithm != 0) && !full_grid() && dtype % 3 != 2) continue;
             const uint64_t seed = dtype * 10U + op;
             Reduction how{op, op == PERSEUS_SUM ? 0.5 : 1.0, op == PERSEUS_SUM ? 3.0 : 1.0};
             const bool in_place = (dtype + op) % 2 == 0;
@@ -185,7 +206,8 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Leveled,
                            const Shape2D shape = kShapes[std::get<1>(info.param)];
                            return std::string(all_media()[static_cast<size_t>(std::get<0>(info.param))].name) +
                                   std::to_string(shape.size) + "by" + std::to_string(shape.inner) +
-                                  (shape.one_shard ? "one" : "");
+                                  (shape.one_shard ? "one" : "") +
+                                  (shape.algorithm == 0 ? "" : kAlgorithms[shape.algorithm]);
                          });
 
 }  // namespace

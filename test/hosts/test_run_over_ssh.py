@@ -199,6 +199,29 @@ def test_interface_decides_the_address(hosts: VirtualHosts) -> None:
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_one_tensor_travels_over_all_interfaces() -> None:
+    count = 4 << 20
+    program = f"""
+import torch
+import perseus.torch.horovod as hvd
+hvd.init()
+values = torch.arange({count}, dtype=torch.int32) * (hvd.rank() + 2)
+total = hvd.allreduce(values, op=hvd.Sum)
+assert torch.equal(total, torch.arange({count}, dtype=torch.int32) * 5)
+hvd.shutdown()
+"""
+    with VirtualHosts(2, links=2) as pair:
+        before = pair.counters(1)
+        result = perseusrun(
+            pair, "-np", "2", "-H", "host0,host1", "--network-interface", "eth0,eth1",
+            sys.executable, "-c", program,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        sent = [(now - then).sent_bytes for now, then in zip(pair.counters(1), before, strict=True)]
+    assert all(0.45 * 4 * count < link < 0.65 * 4 * count for link in sent), sent
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
 def test_ranks_by_hand_meet_across_hosts(hosts: VirtualHosts) -> None:
     processes = [
         hosts.popen(

@@ -26,6 +26,9 @@ MODULES = [
     "sharded_checks",
     "multistep_checks",
     "compression_checks",
+    "timeline_checks",
+    "elastic_checks",
+    "schedule_checks",
     "bench_checks",
 ]
 CASES = [

@@ -28,26 +28,6 @@ def test_a_failure_on_one_rank_costs_nothing_but_the_way_back_to_the_commit(rank
     _expect_all_finished(ranks, HERE / "programs" / "elastic_training.py", failing)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_changed_hosts_keep_the_state_and_other_exceptions_propagate(ranks):
-    _expect_all_finished(ranks, HERE / "programs" / "elastic_hosts.py")
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_process_sets_given_to_init_come_back_and_dynamic_ones_do_not(ranks):
-    _expect_all_finished(ranks, HERE / "programs" / "elastic_process_sets.py")
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_was_given_up_as_lost_comes_back(ranks):
-    _expect_all_finished(ranks, HERE / "programs" / "elastic_stopped.py")
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_that_comes_after_the_others_gave_up_meets_them_in_the_next_world(ranks, tmp_path):
-    _expect_all_finished(ranks, HERE / "programs" / "elastic_late.py", tmp_path)
-
-
 def test_the_elastic_demo_learns_digits_through_a_failure():
     pytest.importorskip("sklearn")
     pytest.importorskip("tqdm")

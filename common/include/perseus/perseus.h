@@ -67,7 +67,9 @@ typedef enum perseus_codec {
   PERSEUS_CODEC_BFLOAT16 = 3,
   PERSEUS_CODEC_INT8 = 4,
   PERSEUS_CODEC_TOP_K = 5,
-  PERSEUS_CODEC_ROTATE = 6
+  PERSEUS_CODEC_ROTATE = 6,
+  /* EXACT, FLOAT16, INT8 or TOP_K (as the settings say), whichever is fastest by perseus_group_speeds */
+  PERSEUS_CODEC_AUTO = 7
 } perseus_codec;
 
 typedef enum perseus_kind {
@@ -208,8 +210,8 @@ typedef struct perseus_request {
    * this number: an allreduce of floating-point tensors, or an allgather of a sparse gradient's values, which
    * PERSEUS_ACCUMULATE_N_STEPS > 1 refuses. Settings for gradients apply, see perseus_handle_gradient. */
   uint64_t gradient_of;
-  perseus_codec codec; /* sums and averages only. float16 and bfloat16 tensors are encoded as float32 by what is smaller
-                        * than them, float64 ones where the codec is not SETTINGS; others travel as they are */
+  int codec; /* a perseus_codec: sums and averages only. float16 and bfloat16 tensors are encoded as float32 by what is
+              * smaller than them, float64 ones where the codec is not SETTINGS; others travel as they are */
   double codec_argument; /* PERSEUS_CODEC_TOP_K: the fraction of elements, ROTATE: N; 0 = as the settings say */
 } perseus_request;
 
@@ -284,6 +286,29 @@ PERSEUS_EXPORT int perseus_group_ranks(const perseus_context* context, int group
  * lives, so ranks agree about the numbers when they issue the same unnamed requests there. -1 for a group this rank is
  * not in. */
 PERSEUS_EXPORT int64_t perseus_group_next_number(perseus_context* context, int group);
+
+/* ---- speeds: what PERSEUS_CODEC_AUTO goes by, see docs/algorithms.md ------------------------------------------- */
+
+#define PERSEUS_SPEEDS_CODECS 4
+
+/* Measured when the first request of a group asks for PERSEUS_CODEC_AUTO; the largest values of all its ranks, so the
+ * same on each of them. */
+typedef struct perseus_speeds {
+  size_t struct_size;
+  int measurement;         /* its number; 0 = nothing was measured */
+  int groups, shards;      /* sets of ranks that share memory, and ranks of each that exchange with the others */
+  double latency_s;        /* of an exchange between them, */
+  double seconds_per_byte; /* and of what a rank sends and receives at once */
+  uint64_t sparse_from;    /* bytes: smaller tensors do not go as TOP_K */
+  /* Of EXACT, FLOAT16, INT8, TOP_K: by byte of float32, seconds and bytes sent. */
+  double encode_s[PERSEUS_SPEEDS_CODECS], decode_s[PERSEUS_SPEEDS_CODECS], wire[PERSEUS_SPEEDS_CODECS];
+} perseus_speeds;
+PERSEUS_EXPORT perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_speeds* speeds);
+/* Seconds that an allreduce of a float32 tensor of so many bytes takes between the groups; -1 for a codec that AUTO
+ * does not choose. A pure function, as is the next. */
+PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes);
+/* The perseus_codec that AUTO takes for such a tensor. */
+PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes);
 
 /* ---- timeline: a Chrome trace of every operation, see docs/timeline.md
  * ------------------------------------------------- */

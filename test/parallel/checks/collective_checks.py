@@ -6,7 +6,18 @@ import time
 import zlib
 
 import torch
-from patterns import ALL, FLOATS, INTEGERS, SHAPES, assert_same, everyone, raised, values
+from patterns import (
+    ALL,
+    FLOATS,
+    INTEGERS,
+    SHAPES,
+    added,
+    assert_same,
+    everyone,
+    raised,
+    values,
+    world_with,
+)
 
 import perseus.torch.horovod as hvd
 
@@ -107,6 +118,26 @@ def check_large_allreduce_gives_the_same_bits_everywhere() -> None:
         )
         checksum = zlib.crc32(result.view(torch.uint8).numpy().tobytes())
         assert len(set(hvd.allgather_object(checksum, name=f"crc.{dtype}"))) == 1
+
+
+def check_every_algorithm_gives_the_averages() -> None:
+    def assert_average(ranks: list[int], process_set: hvd.ProcessSet, count: int) -> None:
+        # Sums are exact, so it does not matter in which order they are taken.
+        rows = [torch.arange(count) % 1000 * 12.0 * (rank + 1) + rank for rank in ranks]
+        mine = rows[ranks.index(hvd.rank())]
+        got = hvd.allreduce(mine, process_set=process_set, name=f"average.{count}")
+        assert_same(got, torch.stack(rows).sum(0) * torch.tensor(1 / len(ranks)))
+
+    everybody = list(range(hvd.size()))
+    some = everybody[:3] if hvd.size() > 3 else everybody[:-1]
+    for algorithm in ("auto", "pairwise", "halving_doubling", "ring", "recursive_doubling"):
+        for levels in ({}, {"LIGHT_2D_ALLREDUCE": 1, "LIGHT_INTRA_SIZE": 2}):
+            settings = {"PERSEUS_ALLREDUCE_ALGORITHM": algorithm, **levels}
+            with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1, **settings), added(some) as (few,):
+                for count in (1, 1001, 50_000):
+                    assert_average(everybody, hvd.global_process_set, count)
+                    if hvd.rank() in some:
+                        assert_average(some, few, count)
 
 
 def check_in_place_forms_write_into_their_argument() -> None:

@@ -64,6 +64,11 @@ def assert_job_usable() -> None:
     )
 
 
+def shared_folder() -> str:
+    """A new folder, the same on all ranks; it lies among the temporary files of the tests."""
+    return hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else "", root_rank=0)
+
+
 @contextmanager
 def world_with(**settings: object) -> Iterator[None]:
     """A world of the same ranks with other settings; the old ones come back afterwards."""

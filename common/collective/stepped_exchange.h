@@ -1,0 +1,58 @@
+// Carries out an allreduce as a list of steps (steps.h), one after the other, over the links of an Exchange, whose
+// algorithm it is where that is not pairwise. Resumable: step() never blocks. Used by one driver.
+//
+// Every message of a step is received in the same step of the one who sent it, and what is sent depends on nothing that
+// the step receives (but see fold_next), so the lowest step that is not done anywhere always moves: no deadlock.
+#pragma once
+
+#include <vector>
+
+#include "collective/exchange.h"
+#include "collective/steps.h"
+
+namespace perseus {
+
+class SteppedExchange {
+ public:
+  // As an Exchange.
+  SteppedExchange(std::vector<Link*> links, int me);
+
+  // Begins an allreduce, whose plan must not be needed longer than its pieces; `header` goes first on every link that
+  // is used.
+  void start(const ExchangePlan& plan, const ExchangeHeader& header);
+  bool step();
+  bool done() const { return at_ == steps_.size(); }
+  std::vector<int> waiting_for() const;
+
+ private:
+  struct Peer {
+    Link* link = nullptr;
+    bool windows = false;
+    ExchangeHeader out;
+    size_t header_left = 0;
+    bool header_seen = false;
+  };
+
+  void make_steps(const ExchangePlan& plan);
+  void begin_step();
+  Peer& peer(int member) { return peers_[static_cast<size_t>(member)]; }
+  bool send_some();
+  bool send_window(Peer& to, size_t n);
+  bool send_stream(Peer& to, size_t n);
+  bool receive_some();
+  bool receive_header(Peer& from);
+  bool fold_next(Peer& from, size_t n);
+  bool place_next(Peer& from, size_t n);
+
+  std::vector<Peer> peers_;
+  const int me_;
+  kernels::FoldSpec partial_, last_;
+  std::vector<size_t> parts_;  // of a ring
+  std::vector<Piece> run_;     // in the order that steps speak of
+  std::vector<Step> steps_;
+  size_t at_ = 0;                   // the step under way
+  size_t sent_ = 0, received_ = 0;  // bytes of it
+  Cursor source_, target_;
+};
+
+}  // namespace perseus

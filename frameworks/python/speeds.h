@@ -1,0 +1,11 @@
+// What the core has measured, and its cost model, for Python. With the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace perseus::python {
+
+// Registers class Speeds.
+void bind_speeds(pybind11::module_& module);
+
+}  // namespace perseus::python

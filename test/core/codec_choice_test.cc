@@ -1,0 +1,264 @@
+// The codec auto: the cost model as a pure function, and ranks that measure, choose alike and get a named codec's bits.
+#include "engine/codec_choice.h"
+
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "world.h"
+
+namespace {
+
+using namespace perseus_test;
+using perseus::kAutoCodecs;
+using perseus::Speeds;
+
+enum { kExact, kHalf, kInt8, kTopK };  // places in kAutoKinds
+
+// Costs of encoding as on one of today's processors, in seconds per byte.
+Speeds speeds(double gbit, double latency_s = 30e-6, int groups = 2) {
+  Speeds s;
+  s.link = {1, latency_s, 8e-9 / gbit};
+  s.codecs[kHalf] = {0.05e-9, 0.05e-9, 0.5};
+  s.codecs[kInt8] = {0.12e-9, 0.05e-9, 0.254};
+  s.codecs[kTopK] = {0.25e-9, 0.05e-9, 0.017};
+  s.groups = groups;
+  s.sparse_from = 1 << 20;
+  return s;
+}
+
+TEST(CodecChoice, SecondsAreLatencyBytesAndEncoding) {
+  Speeds s = speeds(1, 1e-3, 4);
+  s.shards = 2;
+  // A shard of 4 MB among 4 groups: 6 MB each way at 8 ns; encoded are 4 + 1 MB, decoded 8 MB.
+  EXPECT_DOUBLE_EQ(perseus::estimated_seconds(s, kExact, 8000000), 1e-3 + 6e6 * 8e-9);
+  EXPECT_DOUBLE_EQ(perseus::estimated_seconds(s, kInt8, 8000000),
+                   2e-3 + 6e6 * 0.254 * 8e-9 + 5e6 * 0.12e-9 + 8e6 * 0.05e-9);
+}
+
+TEST(CodecChoice, SlowLinksGetSmallerGradientsAndFastOnesExactOnes) {
+  constexpr uint64_t kLarge = 8 << 20, kMiddle = 256 << 10, kTiny = 512;
+  EXPECT_EQ(perseus::choose_codec(speeds(1), kLarge), kTopK);
+  EXPECT_EQ(perseus::choose_codec(speeds(1), kMiddle), kInt8) << "too small for top-k";
+  EXPECT_EQ(perseus::choose_codec(speeds(1), kTiny), kExact) << "one exchange instead of two";
+  EXPECT_EQ(perseus::choose_codec(speeds(1), (1 << 20) - 4), kInt8);
+  EXPECT_EQ(perseus::choose_codec(speeds(1), 1 << 20), kTopK);
+  EXPECT_EQ(perseus::choose_codec(speeds(18, 0), kLarge), kHalf);
+  EXPECT_EQ(perseus::choose_codec(speeds(200, 0), kLarge), kExact);
+  EXPECT_EQ(perseus::choose_codec(speeds(1, 30e-6, 1), kLarge), kExact) << "one host";
+}
+
+TEST(CodecChoice, OfCodecsThatAreAboutAsFastTheMostAccurateIsTaken) {
+  Speeds s = speeds(1, 0);
+  s.codecs[kTopK] = s.codecs[kInt8];
+  s.codecs[kTopK].wire *= 0.96;
+  EXPECT_EQ(perseus::choose_codec(s, 8 << 20), kInt8);
+  s.codecs[kTopK].wire *= 0.9;
+  EXPECT_EQ(perseus::choose_codec(s, 8 << 20), kTopK);
+}
+
+TEST(CodecChoice, NoChoiceIsSlowerThanExactOrFarFromTheFastest) {
+  std::mt19937_64 random(7);
+  const auto between = [&](double low, double high) {
+    return low * std::pow(high / low, std::uniform_real_distribution<double>(0, 1)(random));
+  };
+  int chosen[kAutoCodecs] = {};
+  for (int i = 0; i < 20000; ++i) {
+    Speeds s = speeds(between(0.01, 1000), between(1e-6, 1e-2), 2 + i % 7);
+    for (auto& cost : s.codecs) {
+      cost.encode_s *= between(0.1, 10);
+      cost.decode_s *= between(0.1, 10);
+    }
+    s.shards = 1 + i % 3;
+    const uint64_t bytes = static_cast<uint64_t>(between(4, 1e9));
+    const int codec = perseus::choose_codec(s, bytes);
+    ++chosen[codec];
+    const double seconds = perseus::estimated_seconds(s, codec, bytes);
+    ASSERT_LE(seconds, perseus::estimated_seconds(s, kExact, bytes));
+    for (int other = 0; other < (bytes >= s.sparse_from ? kAutoCodecs : kTopK); ++other)
+      ASSERT_LE(seconds * 0.95, perseus::estimated_seconds(s, other, bytes) * (1 + 1e-12)) << codec << " " << other;
+  }
+  for (int count : chosen) EXPECT_GT(count, 100);
+}
+
+TEST(CodecChoice, TheLogSaysWhereChoicesChange) {
+  std::array<perseus::CodecSpec, kAutoCodecs> specs;
+  for (size_t i = 0; i < specs.size(); ++i) specs[i].kind = perseus::kAutoKinds[i];
+  specs[kTopK].ratio = 0.01;
+  const std::string text = perseus::describe_choice(speeds(1), specs);
+  EXPECT_NE(text.find("1 Gbit/s, 30 us (measurement 1)"), std::string::npos) << text;
+  EXPECT_NE(text.find("Gradients travel as none, from "), std::string::npos) << text;
+  EXPECT_NE(text.find("KiB int8, from 1 MiB top-k 0.01"), std::string::npos) << text;
+  EXPECT_EQ(perseus::describe_choice(speeds(1000), specs).find(", from"), std::string::npos);
+}
+
+// ---- ranks ----
+
+using Floats = std::vector<float>;
+constexpr size_t kCounts[] = {3, 5000, 16385, 150000};
+constexpr int kSteps = 3;
+
+struct Got {
+  std::vector<Floats> results;  // of every step and tensor
+  perseus_speeds speeds{};
+};
+
+// Gradients of every size in an order of each rank's own, between exact operations; what each rank got.
+std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(size_t)>& codec_of,
+                        const std::vector<std::string>& settings) {
+  std::vector<Got> runs(static_cast<size_t>(size));
+  WorldOptions options;
+  options.overrides = settings;
+  run_world(
+      medium, size,
+      [&](int rank, perseus_context* context) {
+        Got& mine = runs[static_cast<size_t>(rank)];
+        for (int step = 0; step < kSteps; ++step) {
+          std::vector<Floats> x;
+          for (size_t i = 0; i < std::size(kCounts); ++i) {
+            x.emplace_back(kCounts[i]);
+            std::mt19937 random(static_cast<unsigned>(1000 * step + 100 * rank) + static_cast<unsigned>(i));
+            for (float& value : x.back()) value = std::uniform_real_distribution<float>(-1, 1)(random);
+          }
+          x.push_back(Floats(20000, static_cast<float>(rank + 1)));  // exact
+          std::vector<perseus_handle> handles;
+          for (size_t n = 0; n < x.size(); ++n) {
+            const size_t i = (n + static_cast<size_t>(rank)) % x.size();
+            const int64_t count = static_cast<int64_t>(x[i].size());
+            const perseus_tensor tensor{x[i].data(), x[i].data(), &count, 1, PERSEUS_FLOAT32};
+            const std::string name = "g" + std::to_string(i);
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
+            request.gradient_of = 1;
+            request.codec = i < std::size(kCounts) ? codec_of(4 * kCounts[i]) : PERSEUS_CODEC_EXACT;
+            handles.emplace_back();
+            ASSERT_EQ(submit(context, request, &handles.back()).code, PERSEUS_OK) << perseus_error_message();
+          }
+          for (perseus_handle handle : handles) {
+            const Outcome outcome = wait(context, handle);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            perseus_handle_release(context, handle);
+          }
+          for (float value : x.back()) ASSERT_EQ(value, static_cast<float>(size * (size + 1) / 2));
+          mine.results.insert(mine.results.end(), x.begin(), x.end());
+        }
+        mine.speeds.struct_size = sizeof mine.speeds;
+        ASSERT_EQ(perseus_group_speeds(context, 0, &mine.speeds), PERSEUS_OK);
+      },
+      options);
+  return runs;
+}
+
+std::vector<std::string> in_groups(int ranks, std::vector<std::string> more) {
+  more.insert(more.end(), {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks),
+                           "LIGHT_TOPK_THRESHOLD=65536", "LIGHT_TOPK_RATIO=0.1"});
+  return more;
+}
+
+void expect_same(const std::vector<Floats>& a, const std::vector<Floats>& b, const char* what) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i)
+    ASSERT_EQ(std::memcmp(a[i].data(), b[i].data(), a[i].size() * sizeof(float)), 0) << what << ", tensor " << i;
+}
+
+struct World {
+  const char* name;
+  int medium, size, inner;
+};
+constexpr World kWorlds[] = {{"two", 0, 2, 1}, {"two_and_one", 0, 3, 2}, {"two_and_two", 1, 4, 2}, {"tcp", 2, 3, 1}};
+class AutoCodec : public testing::TestWithParam<World> {};
+
+TEST_P(AutoCodec, RanksAgreeAndGetWhatTheChosenCodecsGiveByName) {
+  const World& world = GetParam();
+  const Medium medium = all_media()[static_cast<size_t>(world.medium)];
+  // So slow that no measurement of encoding matters.
+  const auto settings = in_groups(world.inner, {"PERSEUS_LINK_GBIT=0.001"});
+  const auto chosen = reduce(medium, world.size, [](size_t) { return PERSEUS_CODEC_AUTO; }, settings);
+  const perseus_speeds& speeds = chosen[0].speeds;
+  EXPECT_EQ(speeds.measurement, 1);
+  EXPECT_EQ(speeds.groups, (world.size + world.inner - 1) / world.inner);
+  EXPECT_EQ(speeds.seconds_per_byte, 8e-6);
+  EXPECT_GT(speeds.latency_s, 0);
+  EXPECT_EQ(perseus_speeds_choose(&speeds, 65536), PERSEUS_CODEC_TOP_K);
+  EXPECT_EQ(perseus_speeds_choose(&speeds, 65532), PERSEUS_CODEC_INT8);
+  EXPECT_EQ(perseus_speeds_estimate(&speeds, PERSEUS_CODEC_ROTATE, 65536), -1);
+  EXPECT_LT(perseus_speeds_estimate(&speeds, PERSEUS_CODEC_TOP_K, 65536),
+            perseus_speeds_estimate(&speeds, PERSEUS_CODEC_INT8, 65536));
+  const auto named =
+      reduce(medium, world.size, [&](size_t bytes) { return perseus_speeds_choose(&speeds, bytes); }, settings);
+  EXPECT_EQ(named[0].speeds.measurement, 0);
+  for (const Got& run : chosen) {
+    EXPECT_EQ(std::memcmp(&run.speeds, &speeds, sizeof speeds), 0);
+    expect_same(run.results, chosen[0].results, "of another rank");
+    expect_same(run.results, named[0].results, "by name");
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Worlds, AutoCodec, testing::ValuesIn(kWorlds),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+TEST(AutoCodecMeasured, LinksAreMeasuredOnceAndAlikeOnAllRanks) {
+  const auto runs = reduce(all_media()[0], 3, [](size_t) { return PERSEUS_CODEC_AUTO; }, in_groups(1, {}));
+  const perseus_speeds& speeds = runs[0].speeds;
+  EXPECT_EQ(speeds.measurement, 1);
+  EXPECT_GT(speeds.seconds_per_byte, 0);
+  EXPECT_EQ(speeds.wire[0], 1);
+  EXPECT_EQ(speeds.encode_s[0], 0);
+  for (int codec = 1; codec < PERSEUS_SPEEDS_CODECS; ++codec) {
+    EXPECT_GT(speeds.encode_s[codec], 0);
+    EXPECT_GT(speeds.decode_s[codec], 0);
+    EXPECT_LT(speeds.wire[codec], speeds.wire[codec - 1]);
+  }
+  for (const Got& run : runs) {
+    EXPECT_EQ(std::memcmp(&run.speeds, &speeds, sizeof speeds), 0);
+    expect_same(run.results, runs[0].results, "of another rank");
+  }
+}
+
+TEST(AutoCodecMeasured, InsideAHostNothingIsMeasuredAndAllIsExact) {
+  const auto chosen = reduce(all_media()[0], 2, [](size_t) { return PERSEUS_CODEC_AUTO; }, {});
+  const auto exact = reduce(all_media()[0], 2, [](size_t) { return PERSEUS_CODEC_EXACT; }, {});
+  EXPECT_EQ(chosen[0].speeds.measurement, 0);
+  expect_same(chosen[1].results, exact[0].results, "exact");
+}
+
+TEST(AutoCodecSettings, GradientsAreChosenForBySettingsAndOneWayOfSendingLessIsEnough) {
+  const auto settings = [](const char* codec) { return in_groups(1, {"PERSEUS_LINK_GBIT=0.001", codec}); };
+  const auto by_settings = [](size_t) { return PERSEUS_CODEC_SETTINGS; };
+  const auto chosen = reduce(all_media()[0], 2, by_settings, settings("PERSEUS_ALLREDUCE_CODEC=auto"));
+  const auto named = reduce(
+      all_media()[0], 2, [&](size_t bytes) { return perseus_speeds_choose(&chosen[0].speeds, bytes); },
+      settings("PERSEUS_ALLREDUCE_CODEC=dtype"));
+  expect_same(chosen[0].results, named[1].results, "by settings");
+  const auto int8 = reduce(all_media()[0], 2, by_settings, settings("PERSEUS_ALLREDUCE_CODEC=int8"));
+  const auto int8_named =
+      reduce(all_media()[0], 2, [](size_t) { return PERSEUS_CODEC_INT8; }, settings("PERSEUS_ALLREDUCE_CODEC=dtype"));
+  expect_same(int8[0].results, int8_named[1].results, "int8");
+  bool refused = false;
+  WorldOptions options;
+  options.overrides = {"LIGHT_TOPK_ALLREDUCE=1", "PERSEUS_ALLREDUCE_CODEC=auto"};
+  options.on_create_error = [&](int, perseus_code code, const std::string& message) {
+    refused = code == PERSEUS_INVALID_ARGUMENT && message.find("set one of them") != std::string::npos;
+  };
+  run_world(all_media()[0], 1, [](int, perseus_context*) {}, options);
+  EXPECT_TRUE(refused);
+}
+
+TEST(AutoCodecSettings, RanksThatDifferAreTold) {
+  WorldOptions options;
+  options.overrides = in_groups(1, {});
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        Floats x(100, 1.0F);
+        const int64_t count = 100;
+        const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+        perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
+        request.codec = rank == 0 ? PERSEUS_CODEC_AUTO : PERSEUS_CODEC_INT8;
+        const Outcome outcome = run(context, request);
+        EXPECT_EQ(outcome.code, PERSEUS_MISMATCH);
+        EXPECT_NE(outcome.message.find("One rank sends auto, but another rank sends int8"), std::string::npos)
+            << outcome.message;
+      },
+      options);
+}
+
+}  // namespace

@@ -1,0 +1,225 @@
+"""Elastic training on real ranks: changed hosts, ranks lost or late, process sets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from patterns import assert_job_usable, shared_folder, world_with
+from torch import nn
+
+import perseus.torch.horovod as hvd
+from perseus import basics
+from perseus.elastic import HostUpdateResult, notification_manager
+from perseus.process_sets import ids_and_ranks
+
+
+def check_changed_hosts_keep_the_state_and_other_exceptions_propagate() -> None:
+    rank, size, first = hvd.rank(), hvd.size(), basics._world.epoch
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, float(rank))
+    sampler = hvd.elastic.ElasticSampler(range(6 * size), shuffle=False)
+    state = hvd.elastic.TorchState(model, sampler=sampler, step=0)
+    callbacks: list[int] = []
+    state.register_reset_callbacks([lambda: callbacks.append(basics._world.epoch - first)])
+    seen = []
+
+    def hear(change: int) -> None:
+        """Rank 0 alone hears of a change; the commit point tells the others."""
+        if rank == 0:
+            notification_manager.handle_hosts_updated(float(len(seen)), change)
+        state.check_host_updates()
+        raise AssertionError("nobody has interrupted")
+
+    @hvd.elastic.run
+    def train(state, bonus, *, last):
+        world = basics._world.epoch - first
+        seen.append((world, state.step, model.weight[0, 0].item(), list(sampler)))
+        with torch.no_grad():
+            model.weight.add_(10 + rank)  # from now on they differ
+        sampler.record_batch(0, 2)
+        state.step += bonus
+        if world < 2:
+            hear([HostUpdateResult.added, HostUpdateResult.removed][world])
+        assert state.step == last
+        raise KeyError("mine")
+
+    try:
+        train(state, 2, last=6)
+    except KeyError as error:
+        assert error.args == ("mine",)
+    else:
+        raise AssertionError("the exception was swallowed")
+
+    def share(processed: int) -> list[int]:
+        return [processed * size + rank + size * i for i in range(6 - processed)]
+
+    assert seen == [
+        (0, 0, 0.0, share(0)),
+        (1, 2, 10.0, share(2)),  # rank 0's weights, not restored
+        (2, 4, 20.0 + rank, share(4)),  # after a removal everybody keeps the own ones
+    ], seen
+    assert callbacks == [1, 2]
+    assert hvd.is_initialized() and (hvd.rank(), hvd.size()) == (rank, size)
+    assert_job_usable()
+
+
+def check_a_rank_that_was_given_up_as_lost_comes_back() -> None:
+    """The last rank is stopped until the others have given it up; then all go on together."""
+    with world_with(GLOO_TIMEOUT_SECONDS=4):
+        rank, size = hvd.rank(), hvd.size()
+        last = size - 1
+        pids = hvd.allgather_object(os.getpid())
+        state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+        errors: list[tuple[int, str]] = []
+
+        @hvd.elastic.run
+        def train(state):
+            try:
+                while state.step < 4:
+                    if not errors and state.step == 2 and rank == last:
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    mine = torch.tensor([2.0**rank])
+                    total = hvd.allreduce(mine, op=hvd.Sum, name=f"{state.step}")
+                    assert total.item() == 2.0**size - 1, total
+                    state.step += 1
+                    state.commit()
+            except hvd.HorovodInternalError as error:
+                errors.append((state.step, str(error)))
+                os.environ["GLOO_TIMEOUT_SECONDS"] = "60"
+                if rank == 0:
+                    os.kill(pids[last], signal.SIGCONT)
+                raise
+
+        train(state)
+        assert [step for step, _ in errors] == [2], errors
+        assert f"no sign of life from rank {last}" in errors[0][1], errors
+
+
+@contextmanager
+def _start_timeouts(late: bool, given_up: Path) -> Iterator[list[str]]:
+    """Starts that wait for a second, after one failure and where `late` as long as it takes.
+
+    Yields the messages of those that failed; the first makes the file `given_up`.
+    """
+    init = basics.init
+    failures: list[str] = []
+
+    def patient_init(**arguments: object) -> None:
+        os.environ["HOROVOD_START_TIMEOUT"] = "60" if late or failures else "1"
+        try:
+            init(**arguments)
+        except hvd.HorovodInternalError as error:
+            failures.append(str(error))
+            given_up.touch()
+            raise
+
+    basics.init = patient_init
+    yield failures
+    basics.init = init
+    del os.environ["HOROVOD_START_TIMEOUT"]
+
+
+def check_a_rank_that_comes_after_the_others_gave_up_meets_them_in_the_next_world() -> None:
+    rank, size, first = hvd.rank(), hvd.size(), basics._world.epoch
+    late = rank == size - 1
+    state = hvd.elastic.TorchState(worlds=[])
+    given_up = Path(shared_folder(), "given up")
+    with _start_timeouts(late, given_up) as failures:
+
+        @hvd.elastic.run
+        def train(state):
+            state.worlds.append(basics._world.epoch - first)
+            if len(state.worlds) == 1:
+                hvd.barrier()
+                state.commit()
+                if rank == 0:
+                    raise hvd.HorovodInternalError("injected")
+                deadline = time.monotonic() + 60
+                while late and not given_up.exists():
+                    assert time.monotonic() < deadline, "nobody gave up"
+                    time.sleep(0.02)
+            return hvd.allreduce(torch.tensor([float(2**rank)]), op=hvd.Sum).item()
+
+        assert train(state) == 2.0**size - 1
+    assert state.worlds == [0, 2], state.worlds  # the one between never became a world
+    assert len(failures) == 1, failures
+    assert not late or f"has given up this start (world {first})" in failures[0], failures
+
+
+def _expect_sets(*sets: list[int]) -> None:
+    everyone = dict(enumerate([list(range(hvd.size())), *sets]))
+    assert ids_and_ranks() == everyone, ids_and_ranks()
+
+
+def check_process_sets_given_to_init_come_back_and_dynamic_ones_do_not() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    first, rest = hvd.ProcessSet([0]), hvd.ProcessSet(range(1, size))
+    mine = first if rank == 0 else rest
+    worlds: list[object] = []
+
+    hvd.shutdown()
+    hvd.init(process_sets=[first, rest])
+    torch.manual_seed(3)
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), process_set=mine
+    )
+
+    def step() -> None:
+        """One step of the optimizer over the ranks of this one's set."""
+        optimizer.zero_grad()
+        before = model.weight.detach().clone()
+        (model(torch.ones(1, 2)).sum() * (10.0 + rank)).backward()
+        optimizer.step()
+        mean = sum(10.0 + r for r in mine.ranks) / mine.size()
+        torch.testing.assert_close(before - model.weight, torch.full((1, 2), mean))
+
+    @hvd.elastic.run
+    def train(_):
+        worlds.append(mine.process_set_id)
+        _expect_sets([0], list(range(1, size)))
+        step()
+        if len(worlds) == 1 and rank == size - 1:
+            raise hvd.HorovodInternalError("injected")
+        hvd.barrier()  # in the first world it ends with that failure
+        step()
+        hvd.barrier()  # who leaves earlier ends the others' world
+
+    train(hvd.elastic.TorchState(model, optimizer, step=0))
+    assert worlds == [1 if rank == 0 else 2] * 2, worlds
+
+    # With dynamic sets the script says what the new world has, as it must with Horovod.
+    hvd.shutdown()
+    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    hvd.init(process_sets=[first])
+    worlds.clear()
+    added = hvd.add_process_set(rest)
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank)
+
+    def add_again() -> None:
+        assert (first.process_set_id, rest.process_set_id) == (None, None)
+        _expect_sets()
+        assert hvd.add_process_set(added) is rest and hvd.add_process_set(first) is first
+
+    state.register_reset_callbacks([add_again])
+
+    @hvd.elastic.run
+    def train_again(_):
+        worlds.append((first.process_set_id, rest.process_set_id))
+        step()
+        if len(worlds) == 1 and rank == 0:
+            raise hvd.HorovodInternalError("injected")
+        hvd.barrier()
+
+    train_again(state)
+    assert worlds == [(1, 2), (2, 1)], worlds
+    # A world that is started by hand has what that init() says.
+    hvd.shutdown()
+    hvd.init()
+    _expect_sets()
