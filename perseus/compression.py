@@ -13,8 +13,10 @@ class Compressor:
 
     Subclass it with two static methods; classes, not instances, are passed as `compression=`.
 
-    in_core: the core encodes sums and averages of float32 tensors itself, between hosts, by `codec`
-        (perseus_codec) with `argument`; compress is for what else is sent.
+    in_core: the core encodes sums and averages of floating-point tensors itself, between hosts, by
+        `codec` (perseus_codec) with `argument`; compress is for what else is sent. float16 and
+        bfloat16 are left as they are by codecs that save nothing; int8, top-k and the rotating
+        subset refuse integers (ValueError).
     stateful: the core keeps what it holds back under the tensor's name.
     """
 

@@ -25,9 +25,11 @@ struct CodedChunk {
 struct CodedBuffers {
   std::vector<Byte> sent, own, received;
   std::vector<float> scratch;
+  std::vector<float> staging;  // see FloatStaging
 
   size_t bytes() const {
-    return sent.capacity() + own.capacity() + received.capacity() + scratch.capacity() * sizeof(float);
+    return sent.capacity() + own.capacity() + received.capacity() +
+           (scratch.capacity() + staging.capacity()) * sizeof(float);
   }
 };
 

@@ -18,6 +18,9 @@ void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* fo
   stage_ = Stage::kInner;
   pieces_.clear();
   for (std::vector<Piece>& shard : shards_) shard.clear();
+  staged_.clear();
+  staging_.start(format != nullptr ? fold.dtype : DType::kFloat32);
+  if (format != nullptr) fold_.dtype = DType::kFloat32;
   if (format == nullptr || !levels_.carries()) return;
   if (!coded_) coded_ = std::make_unique<CodedAllreduce>(static_cast<int>(levels_.across.size()), levels_.across_me);
   const float prescale = works_inside() ? 1.0F : static_cast<float>(fold.prescale);
@@ -25,6 +28,23 @@ void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* fo
 }
 
 void LeveledAllreduce::add(const Run& run) {
+  if (!staging_.needed()) return add_floats(run);
+  staging_.add(run.piece);
+  staged_.push_back(run);
+}
+
+void LeveledAllreduce::use(CodedBuffers* buffers) {
+  if (format_ == nullptr) return;
+  if (coded_) coded_->use(buffers);
+  if (!staging_.needed()) return;
+  staging_.load(&buffers->staging);
+  for (size_t i = 0; i < staged_.size(); ++i) {
+    staged_[i].piece = staging_.floats(i);
+    add_floats(staged_[i]);
+  }
+}
+
+void LeveledAllreduce::add_floats(const Run& run) {
   const size_t elements = run.piece.bytes / sizeof(float);
   const uint64_t shards = static_cast<uint64_t>(levels_.shards);
   for (size_t begin = 0; begin < elements; begin += kWireChunk) {
@@ -74,7 +94,10 @@ bool LeveledAllreduce::next(Step* step) {
   }
   const bool back = stage_ == Stage::kBack && works_inside();
   stage_ = Stage::kDone;
-  if (!back) return false;
+  if (!back) {
+    if (staging_.needed()) staging_.store();
+    return false;
+  }
   plan_back();
   step->plan = &plan_;
   step->level = Level::kInner;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "collective/coded_allreduce.h"
+#include "collective/float_staging.h"
 #include "collective/staged.h"
 
 namespace perseus {
@@ -16,7 +17,8 @@ class LeveledAllreduce final : public Staged {
  public:
   explicit LeveledAllreduce(const Levels& levels);
 
-  // Begins anew. With a `format` (which must stay until the end), what is added must be float32, to be summed.
+  // Begins anew. With a `format` (which must stay until the end), what is added must be of a floating type, to be
+  // summed: as float32 throughout.
   void start(const kernels::FoldSpec& fold, const WireFormat* format);
 
   // Exact: a piece of a tensor. Where `in` is not `out`, they do not overlap.
@@ -37,9 +39,7 @@ class LeveledAllreduce final : public Staged {
   // Before the first next(), where there is no format: how shards are reduced across.
   void use(Algorithm algorithm) { algorithm_ = algorithm; }
   // Before the first next(), where there is a format: see CodedAllreduce.
-  void use(CodedBuffers* buffers) {
-    if (format_ != nullptr && coded_) coded_->use(buffers);
-  }
+  void use(CodedBuffers* buffers);
   bool next(Step* step) override;
   int64_t codec_ns() const override { return coded_ ? coded_->codec_ns() : 0; }
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
@@ -47,6 +47,7 @@ class LeveledAllreduce final : public Staged {
  private:
   enum class Stage { kInner, kAcross, kEncoded, kBack, kDone };
 
+  void add_floats(const Run& run);
   void cut_into_shards();
   void cut_into_shards(const Piece* pieces, size_t count);
   void plan_inner();
@@ -66,6 +67,8 @@ class LeveledAllreduce final : public Staged {
   std::vector<size_t> sizes_;               // of the shards of what is being cut
   std::vector<std::vector<Piece>> shards_;  // of every inner member that carries one
   std::unique_ptr<CodedAllreduce> coded_;
+  FloatStaging staging_;
+  std::vector<Run> staged_;  // of other types than float32, until there is memory
   ExchangePlan plan_;
 };
 

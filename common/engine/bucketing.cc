@@ -168,7 +168,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const kernels::FoldSpec fold = fold_of(d, t.dtype, ranks_.size());
   const Levels& levels = this->levels(d.coded_inside || d.flush == Flush::kAmongAll);
   const CodecSpec codec = codec_of(d, t);
-  const bool flushes = d.flush != Flush::kNone && t.dtype == DType::kFloat32;
+  const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
   if (flushes || (codec.kind != CodecKind::kNone && levels.groups > 1)) return add_coded(entry, tensor, levels, codec);
   const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
   if (fold.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, fold);
@@ -211,7 +211,7 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   fit.stages = &levels == &this->levels(true) ? 0 : 1;
   fit.flushes = d.flush != Flush::kNone;
   if (!fit.flushes) fit.codec = codec;
-  const size_t slice = slice_bytes();
+  const size_t element = dtype_size(t.dtype), slice = slice_bytes() / sizeof(float) * element;
   fit.most_bytes = slice;
   const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
   if (format->keeps_residual()) take_residuals(entry, levels);
@@ -223,10 +223,10 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
     Bucket& bucket = bucket_for(entry, size, fit);
     bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
     run.piece = bucket.plan.pieces.back();
-    run.number = begin / sizeof(float) / kWireChunk;
+    run.number = begin / element / kWireChunk;
     if (entry->residuals != nullptr) {
-      run.residual = entry->residuals->sent(tensor) + begin / sizeof(float);
-      run.result_residual = entry->residuals->result(tensor) + begin / sizeof(float);
+      run.residual = entry->residuals->sent(tensor) + begin / element;
+      run.result_residual = entry->residuals->result(tensor) + begin / element;
       run.step = entry->residuals->steps;
       if (bucket.residuals.empty() || bucket.residuals.back() != entry->residuals)
         bucket.residuals.push_back(entry->residuals);
@@ -241,9 +241,9 @@ void Execution::take_residuals(Entry* entry, const Levels& levels) {
   const Description& d = entry->description;
   sizes_.clear();
   for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
-  entry->residuals =
-      settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
-                                {d.codec, d.codec_auto, d.codec_from, d.coded_inside}, layout_of(levels), d.flush);
+  entry->residuals = settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
+                                               {d.codec, d.codec_from, d.coded_inside, d.codes_doubles, d.codec_auto},
+                                               layout_of(levels), d.flush);
   if (entry->residuals == nullptr || d.flush != Flush::kAmongAll) return;
   const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
@@ -251,9 +251,13 @@ void Execution::take_residuals(Entry* entry, const Levels& levels) {
 
 // By what all ranks know of the tensor, never by what it shares a bucket with.
 CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
-  if (t.dtype != DType::kFloat32) return CodecSpec();
-  if (d.codec_auto) return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds_, t.bytes()))];
-  return t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
+  if (d.codec_auto)
+    return t.dtype == DType::kFloat32 ? settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds_, t.bytes()))]
+                                      : CodecSpec();
+  if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.codes_doubles)) return CodecSpec();
+  const CodecSpec& codec = t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
+  const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
+  return halves && dtype_size(t.dtype) == 2 ? CodecSpec() : codec;
 }
 
 const WireFormat* Execution::format_of(const CodecSpec& codec) {

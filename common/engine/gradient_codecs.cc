@@ -79,6 +79,7 @@ void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWi
   d->codec = CodecSpec();
   d->codec_auto = false;
   d->coded_inside = false;
+  d->codes_doubles = false;
   d->codec_from = 0;
   if (kind != Kind::kAllreduce || (op != ReduceOp::kSum && op != ReduceOp::kAverage)) {
     if (wish.kind > CodecWish::kExact)
@@ -104,6 +105,8 @@ void GradientCodecs::choose(Kind kind, ReduceOp op, bool gradient, const CodecWi
              std::to_string(wish.argument));
   d->codec = spec(static_cast<CodecWish::Kind>(wish.kind), wish.argument);
   check_codec(d->codec);
+  // Who has float64 wants precision, unless he says otherwise.
+  d->codes_doubles = wish.kind != CodecWish::kExact;
 }
 
 }  // namespace perseus

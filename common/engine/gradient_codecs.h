@@ -21,8 +21,8 @@ class GradientCodecs {
   // Throws Error(kInvalidArgument) for settings that exclude each other.
   explicit GradientCodecs(const Config& config);
 
-  // Fills in codec, codec_auto, coded_inside and codec_from. Throws Error(kInvalidArgument) for a wish that makes no
-  // sense.
+  // Fills in codec, codec_auto, coded_inside, codes_doubles and codec_from. Throws Error(kInvalidArgument) for a wish
+  // that makes no sense.
   void choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* description) const;
   // What gradients get that are too small for another codec.
   const CodecSpec& precision() const { return precision_; }

@@ -81,7 +81,7 @@ std::string compare(const Description& a, const Description& b) {
   if (a.gradient != b.gradient)
     return "Mismatched gradients: One rank submitted a gradient, but another rank an ordinary " + kind + ".";
   if (!(a.codec == b.codec) || a.codec_auto != b.codec_auto || a.coded_inside != b.coded_inside ||
-      a.codec_from != b.codec_from)
+      a.codes_doubles != b.codes_doubles || a.codec_from != b.codec_from)
     return "Mismatched compression: One rank sends " + wish_name(a) + ", but another rank sends " + wish_name(b) + ".";
   if (a.kind == Kind::kBroadcast && a.root != b.root)
     return "Mismatched " + kind + " root ranks: One rank specified root rank " + std::to_string(a.root) +
@@ -109,7 +109,8 @@ void put(std::string* blob, T value) {
 bool same_request(const Description& a, const Description& b) {
   if (a.kind != b.kind || a.op != b.op || a.prescale != b.prescale || a.postscale != b.postscale || a.root != b.root ||
       a.tensors.size() != b.tensors.size() || a.ranks != b.ranks || a.gradient != b.gradient || !(a.codec == b.codec) ||
-      a.codec_auto != b.codec_auto || a.coded_inside != b.coded_inside || a.codec_from != b.codec_from)
+      a.codec_auto != b.codec_auto || a.coded_inside != b.coded_inside || a.codes_doubles != b.codes_doubles ||
+      a.codec_from != b.codec_from)
     return false;
   for (size_t i = 0; i < a.tensors.size(); ++i)
     if (a.tensors[i].dtype != b.tensors[i].dtype || !same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape))
@@ -138,6 +139,7 @@ void append_request(const std::string& name, const Description& d, std::string* 
   put(blob, static_cast<uint8_t>(d.gradient));
   put(blob, static_cast<uint8_t>(d.codec_auto));
   put(blob, static_cast<uint8_t>(d.coded_inside));
+  put(blob, static_cast<uint8_t>(d.codes_doubles));
   put(blob, d.codec_from);
   put(blob, static_cast<uint8_t>(d.codec.kind));
   put(blob, d.codec.ratio);
@@ -194,6 +196,7 @@ void BlobReader::read_request(std::string* name, Description* d) {
   d->gradient = take<uint8_t>() != 0;
   d->codec_auto = take<uint8_t>() != 0;
   d->coded_inside = take<uint8_t>() != 0;
+  d->codes_doubles = take<uint8_t>() != 0;
   d->codec_from = take<uint64_t>();
   const uint8_t codec = take<uint8_t>();
   if (codec >= kCodecKinds) fail(ErrorKind::kIo, "[negotiation] announcement of an unknown codec");

@@ -50,10 +50,11 @@ struct Description {
   int priority = 0;
   bool transient = false;
   bool gradient = false;
-  CodecSpec codec;            // of float32 sums between inner groups
-  bool codec_auto = false;    // or one that loses less, by what the group has measured
-  bool coded_inside = false;  // between all ranks, then
-  uint64_t codec_from = 0;    // bytes: smaller tensors go as the settings say
+  CodecSpec codec;             // of sums of floating type between inner groups
+  bool codec_auto = false;     // or one that loses less, by what the group has measured
+  bool coded_inside = false;   // between all ranks, then
+  bool codes_doubles = false;  // float64 tensors, too
+  uint64_t codec_from = 0;     // bytes: smaller tensors go as the settings say
   std::vector<TensorDescription> tensors;
   std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
   // Told, but nothing to agree on:

@@ -78,10 +78,11 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Ter
   if (record->loaded ? record->layout != layout() : record->terms.coded_inside != terms.coded_inside)
     return record->holds ? Flush::kAmongAll : Flush::kNone;
   if (record->flushes) return Flush::kAsDivided;
-  // What auto chose in the world before is not known.
-  const bool same = record->terms.codec == terms.codec && record->terms.codec_auto == terms.codec_auto &&
-                    record->terms.codec_from == terms.codec_from;
-  const bool goes_on = record->loaded ? keeps_residual(terms.codec) && !terms.codec_auto : same;
+  const Terms& before = record->terms;
+  const bool goes_on = record->loaded
+                           ? keeps_residual(terms.codec) && !terms.codec_auto
+                           : before.codec == terms.codec && before.codec_from == terms.codec_from &&
+                                 before.codes_doubles == terms.codes_doubles && before.codec_auto == terms.codec_auto;
   return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
 }
 

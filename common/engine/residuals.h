@@ -34,6 +34,8 @@ class Residuals {
     bool codec_auto = false;  // or one that may keep nothing
     uint64_t codec_from = 0;
     bool coded_inside = false;
+    bool codes_doubles = false;
+    bool codec_auto = false;
   };
 
   struct Record {

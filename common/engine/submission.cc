@@ -75,6 +75,15 @@ void check_splits(const Engine::Submission& s, int ranks) {
            std::to_string(t.shape[0]) + ").");
 }
 
+// Compression.fp16 and bf16 leave integers as they are, as Horovod's does; others were meant for this very tensor.
+void check_codec_suits(const Engine::Submission& s) {
+  if (s.codec.kind < CodecWish::kInt8 || s.codec.kind > CodecWish::kRotate) return;
+  for (int i = 0; i < s.tensor_count; ++i)
+    if (!dtype_is_float(s.tensors[i].dtype))
+      refuse("[engine] '" + std::string(s.name) + "' is " + dtype_name(s.tensors[i].dtype) +
+             ": int8, top-k and rotate compress floating-point tensors. Reduce it without compression=.");
+}
+
 void describe(const Engine::Submission& s, Description* d) {
   d->kind = s.kind;
   d->op = s.op;
@@ -142,6 +151,7 @@ int64_t Engine::submit(const Submission& s) {
 
   Description codec;
   gradient_codecs_.choose(s.kind, s.op, s.gradient_of != 0, s.codec, &codec);
+  check_codec_suits(s);
   if (s.gradient_of != 0 && holds(s)) return held_handle();
 
   Entry* entry = take_entry();
@@ -150,6 +160,7 @@ int64_t Engine::submit(const Submission& s) {
   entry->description.codec = codec.codec;
   entry->description.codec_auto = codec.codec_auto;
   entry->description.coded_inside = codec.coded_inside;
+  entry->description.codes_doubles = codec.codes_doubles;
   entry->description.codec_from = codec.codec_from;
   entry->gradient_of = s.gradient_of;
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !said_precision_) say_precision(group->ranks());

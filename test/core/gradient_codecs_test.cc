@@ -238,11 +238,66 @@ TEST(GradientSettings, GradientsTravelAsFloat16BetweenGroupsUnlessToldOtherwise)
   EXPECT_TRUE(is_whole(send(with({"PERSEUS_ALLREDUCE_DTYPE=1"}), 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes));
   EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_EXACT, PERSEUS_FLOAT32).bytes)) << "asked for";
   EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT64).bytes)) << "not float32";
+  EXPECT_TRUE(is_whole(send(with({"LIGHT_TOPK_ALLREDUCE=1"}), 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT64).bytes));
+  EXPECT_LT(send(alone, 1, PERSEUS_CODEC_FLOAT16, PERSEUS_FLOAT64).bytes, whole * 0.27) << "float64, but asked for";
   EXPECT_TRUE(is_half(send(alone, 0, PERSEUS_CODEC_FLOAT16, PERSEUS_FLOAT32).bytes)) << "no gradient, but asked for";
   EXPECT_TRUE(is_whole(send({}, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes)) << "one host";
   EXPECT_TRUE(is_half(send({"PERSEUS_ALLREDUCE_DTYPE=0"}, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes));
   EXPECT_TRUE(same_bits(send(alone, 0, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).result,
                         send({}, 0, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).result));
+}
+
+// Numbers that every floating type has, as a tensor of that type.
+template <typename T, typename Convert>
+std::vector<T> short_numbers(int step, int rank, size_t count, const Convert& convert) {
+  std::vector<T> x(count);
+  for (size_t i = 0; i < count; ++i)
+    x[i] = convert(static_cast<float>(mix(mix(static_cast<uint64_t>(step * 31 + rank)) + i) % 255) / 64.0F - 2.0F);
+  return x;
+}
+
+// What rank 0 has after two steps.
+template <typename T, typename Convert>
+std::vector<T> reduce_as(perseus_dtype dtype, const Convert& convert, const Codec& codec, int group) {
+  std::vector<T> result;
+  WorldOptions options;
+  options.overrides = groups_of(group);
+  // Slices of an odd number of chunks, several of them.
+  options.overrides.push_back("PERSEUS_ALLREDUCE_STREAMS=12");
+  run_world(
+      all_media()[0], 4,
+      [&](int rank, perseus_context* context) {
+        for (int step = 0; step < 2; ++step) {
+          const int64_t count = 400001;
+          std::vector<T> x = short_numbers<T>(step, rank, static_cast<size_t>(count), convert), y(x.size());
+          const perseus_tensor tensor{x.data(), y.data(), &count, 1, dtype};
+          const Outcome outcome = run(context, gradient_request("g", &tensor, codec));
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          if (rank == 0) result = y;
+        }
+      },
+      options);
+  return result;
+}
+
+TEST(GradientTypes, AreEncodedAsFloat32AndRoundedOnce) {
+  const auto same = [](float x) { return x; };
+  const auto wide = [](float x) { return static_cast<double>(x); };
+  for (const Codec& codec : {kCodecs[0], kCodecs[2], kCodecs[3], kCodecs[4]}) {
+    for (int group : {1, 2}) {
+      SCOPED_TRACE(std::string(codec.name) + " in groups of " + std::to_string(group));
+      const Floats floats = reduce_as<float>(PERSEUS_FLOAT32, same, codec, group);
+      const auto doubles = reduce_as<double>(PERSEUS_FLOAT64, wide, codec, group);
+      EXPECT_TRUE(std::equal(doubles.begin(), doubles.end(), floats.begin(), floats.end()));
+      if (codec.codec == PERSEUS_CODEC_FLOAT16) continue;  // has nothing to gain on 16 bits
+      const auto halves = reduce_as<uint16_t>(PERSEUS_FLOAT16, perseus::float_to_half, codec, group);
+      const auto bfloats = reduce_as<uint16_t>(PERSEUS_BFLOAT16, perseus::float_to_bfloat16, codec, group);
+      for (size_t i = 0; i < floats.size(); ++i) {
+        ASSERT_EQ(halves[i], perseus::float_to_half(floats[i])) << "element " << i;
+        ASSERT_EQ(bfloats[i], perseus::float_to_bfloat16(floats[i])) << "element " << i;
+      }
+    }
+  }
 }
 
 TEST(GradientSettings, RanksThatAskForDifferentCodecsAreToldAndTheJobGoesOn) {
@@ -280,6 +335,10 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
     EXPECT_NE(refusal(PERSEUS_CODEC_TOP_K, 1.5, PERSEUS_SUM).find("1.5"), std::string::npos);
     EXPECT_NE(refusal(PERSEUS_CODEC_TOP_K, -1, PERSEUS_SUM).find("-1"), std::string::npos);
     EXPECT_NE(refusal(PERSEUS_CODEC_ROTATE, 2.5, PERSEUS_SUM).find("2.5"), std::string::npos);
+    const perseus_tensor integers{x.data(), x.data(), &count, 1, PERSEUS_INT32};
+    perseus_request request = gradient_request("i", &integers, kCodecs[2]);
+    request.gradient_of = 0;
+    EXPECT_NE(run(context, request).message.find("'i' is int32: int8, top-k and rotate"), std::string::npos);
     EXPECT_NE(refusal(8, 0, PERSEUS_SUM).find("unknown codec 8"), std::string::npos);
   });
   WorldOptions options;

@@ -243,6 +243,28 @@ TEST(Residual, OfOtherSizesIsGivenUp) {
       in_groups_of(1));
 }
 
+TEST(Residual, OfFloat64IsSentToo) {
+  run_world(
+      all_media()[0], 2,
+      [](int rank, perseus_context* context) {
+        std::vector<double> missing(kCount);
+        const int64_t count = kCount;
+        for (int step = 0; step < 3; ++step) {
+          const Floats mine = gradient(step, rank), others = gradient(step, 1 - rank);
+          std::vector<double> x(mine.begin(), mine.end());
+          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT64};
+          perseus_request request = request_of(PERSEUS_ALLREDUCE, "d", &tensor, 1);
+          const Codec& codec = step < 2 ? kTopK : kExact;
+          request.codec = codec.codec;
+          request.codec_argument = codec.argument;
+          ASSERT_EQ(run(context, request).code, PERSEUS_OK) << perseus_error_message();
+          for (size_t i = 0; i < kCount; ++i) missing[i] += static_cast<double>(mine[i]) + others[i] - x[i];
+          EXPECT_EQ(missing == std::vector<double>(kCount), step == 2);
+        }
+      },
+      in_groups_of(1));
+}
+
 TEST(Residual, OfARankThatHasJoinedWaits) {
   Training before, after;
   run_world(

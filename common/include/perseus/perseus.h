@@ -210,7 +210,8 @@ typedef struct perseus_request {
    * this number: an allreduce of floating-point tensors, or an allgather of a sparse gradient's values, which
    * PERSEUS_ACCUMULATE_N_STEPS > 1 refuses. Settings for gradients apply, see perseus_handle_gradient. */
   uint64_t gradient_of;
-  int codec;             /* a perseus_codec: sums and averages of float32 tensors only; others travel as they are */
+  int codec; /* a perseus_codec: sums and averages only. float16 and bfloat16 tensors are encoded as float32 by what is
+              * smaller than them, float64 ones where the codec is not SETTINGS; others travel as they are */
   double codec_argument; /* PERSEUS_CODEC_TOP_K: the fraction of elements, ROTATE: N; 0 = as the settings say */
 } perseus_request;
 

@@ -92,6 +92,17 @@ def check_allreduce_is_exact_unless_it_asks() -> None:
         assert torch.equal(x.grad, torch.ones(COUNT))
 
 
+def check_other_floating_types_are_encoded_too() -> None:
+    with _apart():
+        x = _gradient(hvd.rank())
+        wide = hvd.allreduce(x.double(), compression=hvd.Compression.fp16)
+        assert torch.equal(wide, hvd.allreduce(x, compression=hvd.Compression.fp16).double())
+        short = x.bfloat16()
+        coded = hvd.allreduce(short, name="short", compression=hvd.Compression.int8)
+        floats = hvd.allreduce(short.float(), name="floats", compression=hvd.Compression.int8)
+        assert torch.equal(coded, floats.bfloat16())
+
+
 def check_auto_gives_everywhere_what_the_codec_that_it_chose_gives() -> None:
     slow = {"PERSEUS_LINK_GBIT": 0.001}
     with _apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT):
@@ -163,6 +174,11 @@ def check_what_makes_no_sense_is_refused() -> None:
     x = torch.ones(3)
     text = raised(ValueError, lambda: hvd.allreduce(x, compression=hvd.Compression.int8))
     assert "pass name=" in text
+    text = raised(
+        ValueError,
+        lambda: hvd.allreduce(x.int(), name="i", compression=hvd.Compression.int8),
+    )
+    assert "is int32: int8, top-k and rotate compress floating-point" in text
     text = raised(
         ValueError, lambda: hvd.allreduce(x, op=hvd.Max, compression=hvd.Compression.bf16)
     )
