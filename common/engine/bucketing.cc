@@ -82,7 +82,7 @@ void Bucket::clear() {
 
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
   if (waits_for_speeds(ready)) {
-    waiting_.insert(waiting_.end(), ready.begin(), ready.end());
+    waiting_.push_back(ready);
     return;
   }
   const int64_t now = now_ns();
@@ -242,8 +242,9 @@ void Execution::take_residuals(Entry* entry, const Levels& levels) {
   const Description& d = entry->description;
   sizes_.clear();
   for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
-  entry->residuals = settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
-                                               {d.codec, d.codec_from, d.coded_inside}, layout_of(levels), d.flush);
+  entry->residuals =
+      settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
+                                {d.codec, d.codec_auto, d.codec_from, d.coded_inside}, layout_of(levels), d.flush);
   if (entry->residuals == nullptr || d.flush != Flush::kAmongAll) return;
   const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));

@@ -189,7 +189,7 @@ void Execution::abandon(std::vector<Entry*>* entries) {
         if (--entry->executions_left == 0) entries->push_back(entry);
     stream.queue.clear();
   }
-  entries->insert(entries->end(), waiting_.begin(), waiting_.end());
+  for (const std::vector<Entry*>& ready : waiting_) entries->insert(entries->end(), ready.begin(), ready.end());
   waiting_.clear();
   in_flight_ = 0;
 }

@@ -24,18 +24,18 @@ namespace perseus {
 
 struct ExecutionSettings {
   TunerSettings tuner;
-  uint32_t first_stream = 0;                       // number of the first one's channel
-  int64_t timeout_ns = 60 * kSecond;               // 0 = off
-  size_t hierarchical_bytes = size_t{1} << 30;     // larger tensors are reduced among all ranks alike
-  AlgorithmChoice algorithm;                       // of exact allreduces, between inner groups where there are any
-  const Division* division = nullptr;              // asked when the first allreduce comes
-  CodecSpec small_codec;                           // of gradients too small for the codec they ask for
-  std::array<CodecSpec, kAutoCodecs> auto_codecs;  // what auto chooses among, ordered as kAutoKinds
-  uint64_t sparse_from = 0;                        // bytes: smaller tensors do not take the last one
-  bool measures = true;                            // else speeds are as told, and without them auto is exact
-  double link_seconds_per_byte = 0;                // 0 = measured
-  std::function<void(int rank, const std::string& text)> say;  // news that the group's first rank has for the log
-  Residuals* residuals = nullptr;                              // none = nothing is held back
+  uint32_t first_stream = 0;                         // number of the first one's channel
+  int64_t timeout_ns = 60 * kSecond;                 // 0 = off
+  size_t hierarchical_bytes = size_t{1} << 30;       // larger tensors are reduced among all ranks alike
+  AlgorithmChoice algorithm;                         // of exact allreduces, between inner groups where there are any
+  const Division* division = nullptr;                // asked when the first allreduce comes
+  CodecSpec small_codec;                             // of gradients too small for the codec they ask for
+  std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
+  uint64_t sparse_from = 0;                          // bytes: smaller tensors do not take the last one
+  bool measures = true;                              // else speeds are as told, and without them auto is exact
+  double link_seconds_per_byte = 0;                  // 0 = measured
+  std::function<void(const std::string& text)> say;  // news for the log
+  Residuals* residuals = nullptr;                    // none = nothing is held back
   Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
@@ -174,8 +174,8 @@ class Execution {
   const ExchangePlan nothing_;
 
   Speeds speeds_;
-  std::unique_ptr<LinkProbe> probe_;  // under way
-  std::vector<Entry*> waiting_;       // for it, in their order
+  std::unique_ptr<LinkProbe> probe_;          // under way
+  std::vector<std::vector<Entry*>> waiting_;  // for it: what each round made ready, which is never fused with the next
 
   std::vector<Stream> streams_;
   std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry

@@ -53,8 +53,8 @@ void Engine::ask_for_flush(const Submission& s, const Group& group, Description*
   };
   bool dropped = false;
   const std::string name = s.name;
-  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes, {d->codec, d->codec_from, d->coded_inside},
-                            layout, &dropped);
+  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes,
+                            {d->codec, d->codec_auto, d->codec_from, d->coded_inside}, layout, &dropped);
   if (dropped && !said_dropped_.exchange(true))
     log_.warning("[codec] '" + name +
                  "' has other sizes than before: what was held back of it is given up. (Of others "

@@ -78,9 +78,10 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Ter
   if (record->loaded ? record->layout != layout() : record->terms.coded_inside != terms.coded_inside)
     return record->holds ? Flush::kAmongAll : Flush::kNone;
   if (record->flushes) return Flush::kAsDivided;
-  const bool goes_on = record->loaded
-                           ? keeps_residual(terms.codec)
-                           : record->terms.codec == terms.codec && record->terms.codec_from == terms.codec_from;
+  // What auto chose in the world before is not known.
+  const bool same = record->terms.codec == terms.codec && record->terms.codec_auto == terms.codec_auto &&
+                    record->terms.codec_from == terms.codec_from;
+  const bool goes_on = record->loaded ? keeps_residual(terms.codec) && !terms.codec_auto : same;
   return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
 }
 
