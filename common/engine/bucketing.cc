@@ -86,7 +86,8 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
     return;
   }
   const int64_t now = now_ns();
-  tuner_.agreed(ready, levels(false).groups > 1, now);
+  const bool across = levels(false).groups > 1;
+  tuner_.agreed(ready, across, across ? slice_bytes() : SIZE_MAX, now);
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     entry->executions_left = 0;

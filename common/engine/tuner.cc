@@ -59,18 +59,18 @@ TunerSettings tuner_settings(const Config& config) {
 
 int Tuner::most_streams() const { return settings_.streams ? 2 * settings_.start.streams : settings_.start.streams; }
 
-void Tuner::agreed(const std::vector<Entry*>& ready, bool worth_it, int64_t now_ns) {
+void Tuner::agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns) {
   for (const Entry* entry : ready) {
     const Description& d = entry->description;
     if (!d.times.empty()) hear(d.times);
     if (!d.gradient || state_ == State::kSettled) continue;
     if (first_.empty()) first_ = entry->name->text;
-    if (entry->name->text == first_) begin_step(worth_it, now_ns);
+    if (entry->name->text == first_) begin_step(worth_it, largest, now_ns);
     for (const TensorDescription& tensor : d.tensors) bytes_ += tensor.bytes();
   }
 }
 
-void Tuner::begin_step(bool worth_it, int64_t now_ns) {
+void Tuner::begin_step(bool worth_it, size_t largest, int64_t now_ns) {
   ++step_;
   if (step_ == 2) {
     step_bytes_ = bytes_;
@@ -79,7 +79,7 @@ void Tuner::begin_step(bool worth_it, int64_t now_ns) {
     if (!settings_.buckets && !settings_.streams) settle(now_, "nothing is left to choose");
     else if (!settings_.everywhere && !worth_it) settle(now_, "all ranks share memory");
     else if (!settings_.everywhere && step_bytes_ < kLeastStep) settle(now_, "a step moves too little");
-    else choose_candidates();
+    else choose_candidates(largest);
   } else if (step_ > 2 && bytes_ != step_bytes_ && state_ != State::kTelling) {
     settle(candidates_[0], "steps differ in what they move");
   }
@@ -87,17 +87,15 @@ void Tuner::begin_step(bool worth_it, int64_t now_ns) {
   bytes_ = 0;
 }
 
-void Tuner::choose_candidates() {
+void Tuner::choose_candidates(size_t largest) {
   candidates_.push_back(now_);
   if (settings_.streams) {
     if (now_.streams > 1) candidates_.push_back({now_.bucket_bytes, now_.streams / 2});
     candidates_.push_back({now_.bucket_bytes, 2 * now_.streams});
   }
-  for (const size_t parts : {4, 16}) {
-    const size_t bytes = step_bytes_ / parts;
-    if (settings_.buckets && bytes >= kLeastBucket && bytes < now_.bucket_bytes)
-      candidates_.push_back({bytes, now_.streams});
-  }
+  const size_t most = std::min({now_.bucket_bytes, largest, step_bytes_});
+  for (const size_t bytes : {most / 2, most / 4})
+    if (settings_.buckets && bytes >= kLeastBucket) candidates_.push_back({bytes, now_.streams});
 }
 
 // Candidates take turns, so that what slows the machine for a while does not meet one alone.

@@ -53,8 +53,8 @@ class Tuner {
   int most_streams() const;
 
   // What a round has made ready, before it is put into buckets. `worth_it`: this group is one for which settings
-  // matter.
-  void agreed(const std::vector<Entry*>& ready, bool worth_it, int64_t now_ns);
+  // matter. No bucket is larger than `largest` anyway.
+  void agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns);
   // Between its first step and its decision? The same on all ranks after the same round.
   bool trying() const { return !first_.empty() && state_ != State::kSettled; }
   // Some of a step's gradients are done.
@@ -71,8 +71,8 @@ class Tuner {
  private:
   enum class State { kCounting, kTrying, kTelling, kSettled };
 
-  void begin_step(bool worth_it, int64_t now_ns);
-  void choose_candidates();
+  void begin_step(bool worth_it, size_t largest, int64_t now_ns);
+  void choose_candidates(size_t largest);
   void next_trial(int64_t now_ns);
   void hear(const std::vector<uint32_t>& times);
   void settle(const Tuning& tuning, const std::string& why);

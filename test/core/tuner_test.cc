@@ -37,14 +37,14 @@ class Steps {
   }
   // Under the setting that holds in it.
   void step(const std::function<int64_t(const Tuning&)>& microseconds) {
-    tuner.agreed({&entries_[0]}, true, now_);
-    tuner.agreed({&entries_[1]}, true, now_);
+    tuner.agreed({&entries_[0]}, true, SIZE_MAX, now_);
+    tuner.agreed({&entries_[1]}, true, SIZE_MAX, now_);
     now_ += microseconds(tuner.now()) * perseus::kMicrosecond;
     if (tuner.measuring()) tuner.done(now_);
   }
   void hear(const std::vector<uint32_t>& times) {
     told_.description.times = times;
-    tuner.agreed({&told_}, true, now_);
+    tuner.agreed({&told_}, true, SIZE_MAX, now_);
   }
   void resize(size_t bytes) { entries_[1].description.tensors[0].shape[0] = static_cast<int64_t>(bytes); }
 
@@ -199,9 +199,9 @@ TEST(TunedWorld, BitsAreThoseOfAnUntunedOne) {
         ASSERT_EQ(of_rank.size(), plain[0].size());
         EXPECT_EQ(std::memcmp(of_rank.data(), plain[0].data(), plain[0].size() * sizeof(float)), 0);
       }
-      // Four settings were tried twice, and one of them was chosen.
+      // Five settings were tried twice, and one of them was chosen.
       const std::string written = content(log);
-      EXPECT_EQ(std::count(written.begin(), written.end(), '\n'), 9) << written;
+      EXPECT_EQ(std::count(written.begin(), written.end(), '\n'), 11) << written;
       const Tuning chosen = perseus::read_tuner_log(log);
       const std::string events = content(trace);
       EXPECT_NE(events.find("\"name\": \"TUNED\""), std::string::npos);
