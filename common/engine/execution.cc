@@ -130,9 +130,16 @@ void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       Bucket& bucket = *stream.queue[i];
       if (bucket.batch.schedule == 0 || bucket.batch.number < finished || !bucket.begun_by.empty()) continue;
       for (uint64_t batches : begun) bucket.begun_by.push_back(batches > bucket.batch.number);
-      for (Entry* entry : bucket.entries)
-        if (--entry->executions_left == 0) entries->push_back(entry);
+      for (Entry* entry : bucket.entries) {
+        if (--entry->executions_left > 0) continue;
+        // It counts as not taken: ranks that had not begun it have not taken it either, and all count alike.
+        if (entry->residuals != nullptr) --entry->residuals->steps;
+        entry->residuals.reset();
+        entry->started_ns = 0;
+        entries->push_back(entry);
+      }
       bucket.entries.clear();
+      bucket.residuals.clear();
       if (i > 0 || stream.exchange() == nullptr || stream.exchange()->done()) continue;
       stream.exchange()->take_back(bucket.begun_by);
       stream.open = false;
