@@ -63,7 +63,8 @@ class Launch:
 
     def __init__(self, modules: list[str], ranks: int, directory: Path) -> None:
         command = [sys.executable, str(HERE / "run_checks.py"), str(directory), *modules]
-        self.status, self.output = run_ranks(ranks, command, timeout=100.0 + 60.0 * len(modules))
+        # Trainings with all codecs take minutes by themselves where others use the cores, too.
+        self.status, self.output = run_ranks(ranks, command, timeout=300.0 + 60.0 * len(modules))
         self.outcomes: dict[str, Outcome] = {}
         for module in modules:
             results: list[dict[str, str]] = []
