@@ -14,6 +14,7 @@ from typing import Any
 COLOURS = {
     "perseus": "#d1495b",
     "perseus with data": "#e0a030",
+    "perseus offline": "#4f8f5b",
     "coordinator": "#33658a",
     "schedule": "#5f6b6d",
 }
@@ -33,15 +34,19 @@ def table(records: list[dict[str, Any]]) -> str:
     found = {(record["contender"], record["ranks"]): record for record in records}
     rows = [
         "| ranks | rounds a step | messages of a rank and round | longer by | with data "
+        "| offline: messages a step | longer by "
         "| coordinator: rounds | messages of rank 0 and round | longer by | schedule alone |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for ranks in sorted({record["ranks"] for record in records}):
         ours, other = found["perseus", ranks], found["coordinator", ranks]
         data = found.get(("perseus with data", ranks))
+        offline = found.get(("perseus offline", ranks))
         rows.append(
             f"| {ranks} | {ours['rounds']:.1f} | {ours['messages'] / max(ours['rounds'], 1):.0f} | "
-            f"{_over(ours)} | {_over(data) if data else ''} | {other['rounds']:.1f} | "
+            f"{_over(ours)} | {_over(data) if data else ''} | "
+            f"{offline['messages'] if offline else ''} | {_over(offline) if offline else ''} | "
+            f"{other['rounds']:.1f} | "
             f"{other['messages'] / max(other['rounds'], 1):.0f} | {_over(other)} | "
             f"{_over(found['schedule', ranks])} |"
         )

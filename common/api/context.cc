@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
+#include "engine/tuner.h"
 #include "kernels/kernels.h"
 #include "rendezvous/auth.h"
 #include "rendezvous/store.h"
@@ -79,7 +80,7 @@ std::string settings_text(const Config& config) {
     const Variable& entry = variable(static_cast<Var>(i));
     if (entry.affects_results) text += std::string(entry.name) + "=" + config.text(entry.id) + "\n";
   }
-  return text;
+  return text + "tuner: " + tuner_settings(config).text() + "\n";
 }
 
 std::string first_difference(const std::string& a, const std::string& b) {

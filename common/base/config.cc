@@ -14,10 +14,29 @@ namespace {
 const Variable kTable[] = {
     {Var::kStreams, "PERSEUS_ALLREDUCE_STREAMS", "TIACC_TRAINING_NUM_NCCL_STREAMS,HOROVOD_NUM_NCCL_STREAMS",
      VarType::kInt, "4", "1..12", true,
-     "Most buckets in flight at once, each on connections of its own. Up to 8 pays on links of 32 Gbit/s and more."},
+     "Most buckets in flight at once, each on connections of its own. Up to 8 pays on links of 32 Gbit/s and more. "
+     "When it "
+     "is not given, the tuner also tries half and twice as many (HOROVOD_AUTOTUNE)."},
     {Var::kFusionThreshold, "HOROVOD_FUSION_THRESHOLD", "TIACC_TRAINING_FUSION_THRESHOLD", VarType::kInt, "134217728",
      "0..1099511627776", true,
      "Bytes: tensors that become ready together are fused into buckets of at most this size. 0 = no fusion."},
+    {Var::kFusionParts, "PERSEUS_ALLREDUCE_FUSION", "", VarType::kInt, "0", "0..128", true,
+     "N: a bucket holds at most one N-th of the bytes of all gradients of a step. 0 = the tuner decides."},
+    {Var::kStreamTuningDisable, "PERSEUS_ALLREDUCE_DISABLE_STREAM_TUNING", "", VarType::kBool, "0", "", true,
+     "1 = the tuner tries no other number of streams."},
+    {Var::kAutotune, "HOROVOD_AUTOTUNE", "", VarType::kChoice, "auto", "auto|0|1", true,
+     "In the first steps a few bucket sizes and numbers of streams are tried, where they were not given, and the best "
+     "are "
+     "kept: 0 = never, 1 = always, auto = between hosts, for gradients of at least 4 MiB. Results do not depend on "
+     "it."},
+    {Var::kAutotuneLog, "HOROVOD_AUTOTUNE_LOG", "PERSEUS_AUTOTUNE_LOG", VarType::kString, "", "", false,
+     "File into which rank 0 writes what the tuner tried and chose, as CSV."},
+    {Var::kTunerReplay, "PERSEUS_TUNER_REPLAY", "", VarType::kString, "", "", false,
+     "File that HOROVOD_AUTOTUNE_LOG wrote, on every host: what it chose is used from the start, and nothing is "
+     "tried."},
+    {Var::kNcclEnable, "PERSEUS_NCCL_ENABLE", "", VarType::kBool, "0", "", false,
+     "1 = use two kinds of link at once. Here links are used at once when they are named in "
+     "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas; this variable alone changes nothing, and rank 0 says so."},
     {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
      "What float32 gradients look like on their way: 0 = float16 between all ranks, 1 = as they are, 2 = as they are "
      "inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
@@ -60,7 +79,7 @@ const Variable kTable[] = {
      "auto|pairwise|halving_doubling|ring|recursive_doubling", true,
      "How exact allreduces go between hosts, or between all ranks where PERSEUS_ALLREDUCE_MODE says that they are "
      "alike. auto = by cost: "
-     "pairwise, or halving_doubling (recursive_doubling for small ones) where there are many hosts for few bytes."},
+     "pairwise, or halving_doubling (recursive_doubling for small ones) where there are many hosts (5 at least) for few bytes."},
     {Var::kIntraSize, "LIGHT_INTRA_SIZE", "", VarType::kInt, "8", "1..1000000", true,
      "Ranks of an inner group when LIGHT_2D_ALLREDUCE is 1."},
     {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824", "0..1099511627776",
@@ -188,7 +207,8 @@ Config::Config(const std::vector<std::string>& overrides) {
         }
       return false;
     };
-    if (!take_first(overridden)) take_first([](const std::string& name) { return std::getenv(name.c_str()); });
+    given_[static_cast<int>(entry.id)] =
+        take_first(overridden) || take_first([](const std::string& name) { return std::getenv(name.c_str()); });
     parse(entry, source, value);
   }
 }

@@ -11,6 +11,12 @@ namespace perseus {
 enum class Var {
   kStreams,
   kFusionThreshold,
+  kFusionParts,
+  kStreamTuningDisable,
+  kAutotune,
+  kAutotuneLog,
+  kTunerReplay,
+  kNcclEnable,
   kAllreduceDtype,
   kAllreduceCodec,
   kLinkGbit,
@@ -74,6 +80,8 @@ class Config {
   explicit Config(const std::vector<std::string>& overrides = {});
 
   bool is_set(Var id) const { return !text_[static_cast<int>(id)].empty(); }
+  // By the environment or an override, whatever the value.
+  bool given(Var id) const { return given_[static_cast<int>(id)]; }
   const std::string& text(Var id) const { return text_[static_cast<int>(id)]; }  // with the default filled in
   int64_t integer(Var id) const { return integer_[static_cast<int>(id)]; }
   double number(Var id) const { return number_[static_cast<int>(id)]; }
@@ -85,6 +93,7 @@ class Config {
   std::string text_[static_cast<int>(Var::kCount)];
   int64_t integer_[static_cast<int>(Var::kCount)] = {};
   double number_[static_cast<int>(Var::kCount)] = {};
+  bool given_[static_cast<int>(Var::kCount)] = {};
 };
 
 }  // namespace perseus

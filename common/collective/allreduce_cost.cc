@@ -4,8 +4,10 @@
 namespace perseus {
 namespace {
 
-// What is gained must be worth that bits are no longer those of rank order.
+// What is gained must be worth that bits are no longer those of rank order, and those of halves are rounded more often:
+// among few members it is a latency at most.
 constexpr double kClearly = 0.75;
+constexpr int kMany = 5;
 
 struct Tree {
   int rounds = 0;        // of the members that take part
@@ -49,6 +51,7 @@ double allreduce_cost(Algorithm algorithm, int members, size_t bytes, const Link
 
 Algorithm AlgorithmChoice::of_tensor(int members, size_t bytes, const LinkCost& link) const {
   if (wanted_) return *wanted_;
+  if (members < kMany) return Algorithm::kPairwise;
   const Algorithm tree = of_bucket(Algorithm::kHalvingDoubling, members, bytes, link);
   const bool cheaper = allreduce_cost(tree, members, bytes, link) <
                        kClearly * allreduce_cost(Algorithm::kPairwise, members, bytes, link);

@@ -82,10 +82,12 @@ void Bucket::clear() {
 
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
   if (waits_for_speeds(ready)) {
-    waiting_.insert(waiting_.end(), ready.begin(), ready.end());
+    waiting_.push_back(ready);
     return;
   }
   const int64_t now = now_ns();
+  const bool across = levels(false).groups > 1;
+  tuner_.agreed(ready, across, across ? slice_bytes() : SIZE_MAX, now);
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     entry->executions_left = 0;
@@ -134,7 +136,7 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes) {
 }
 
 Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
-  const size_t most = std::min(settings_.fusion_bytes, fit.most_bytes);
+  const size_t most = std::min(tuner_.now().bucket_bytes, fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
@@ -198,12 +200,9 @@ void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec&
 
 // Between hosts a tensor goes in runs over all streams: over several interfaces at once, and past what one TCP
 // connection gets of a fast network. In shared memory one exchange has many chunks under way anyway.
-size_t Execution::run_bytes() {
-  if (run_bytes_ == 0) {
-    const bool cut = settings_.division->spans_nodes(ranks_) && streams_.size() > 1;
-    run_bytes_ = cut ? std::max(slice_bytes_, ranks_.size() * kChunkBytes) : SIZE_MAX;
-  }
-  return run_bytes_;
+size_t Execution::run_bytes() const {
+  const bool cut = tuner_.now().streams > 1 && settings_.division->spans_nodes(ranks_);
+  return cut ? std::max(slice_bytes(), ranks_.size() * kChunkBytes) : SIZE_MAX;
 }
 
 void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
@@ -213,7 +212,7 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   fit.stages = &levels == &this->levels(true) ? 0 : 1;
   fit.flushes = d.flush != Flush::kNone;
   if (!fit.flushes) fit.codec = codec;
-  const size_t element = dtype_size(t.dtype), slice = slice_bytes_ / sizeof(float) * element;
+  const size_t element = dtype_size(t.dtype), slice = slice_bytes() / sizeof(float) * element;
   fit.most_bytes = slice;
   const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
   if (format->keeps_residual()) take_residuals(entry, levels);
@@ -372,7 +371,7 @@ void Execution::close_all(const Batch& batch) {
     settle_algorithm(bucket.get());
     bucket->number = buckets_started_;
     bucket->batch = batch;
-    Stream& stream = streams_[buckets_started_++ % streams_.size()];
+    Stream& stream = streams_[buckets_started_++ % static_cast<size_t>(tuner_.now().streams)];
     stream.queue.push_back(std::move(bucket));
     ++in_flight_;
   }

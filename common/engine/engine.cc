@@ -16,8 +16,7 @@ constexpr int64_t kLookForEvents = 50 * kMicrosecond;
 
 ExecutionSettings settings_of(const Config& config) {
   ExecutionSettings settings;
-  settings.streams = static_cast<int>(config.integer(Var::kStreams));
-  settings.fusion_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
+  settings.tuner = tuner_settings(config);
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
   const double gbit = config.number(Var::kLinkGbit);
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
@@ -73,17 +72,21 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       nan_check_(config.flag(Var::kNanCheck), static_cast<NanAction>(config.integer(Var::kNanAction))),
       perf_check_(config.integer(Var::kPerfCheckSteps)),
       left_(static_cast<size_t>(world.size), false),
+      tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
                                 [this] { return has_submissions(); }}) {
+  if (world.rank == 0 && config.flag(Var::kNcclEnable) && config.text(Var::kInterfaces).find(',') == std::string::npos)
+    log_.warning(
+        "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "
+        "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
+  begin_tuner_log();
   execution_settings_.timeline = &timeline_;
   execution_settings_.residuals = &residuals_;
   execution_settings_.small_codec = gradient_codecs_.precision();
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
   execution_settings_.sparse_from = gradient_codecs_.sparse_from();
-  execution_settings_.say = [this](int rank, const std::string& text) {
-    if (rank == world_.rank) log_.write(LogLevel::kInfo, text);
-  };
+  execution_settings_.say = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
   execution_settings_.division = &division_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
@@ -114,8 +117,10 @@ void Engine::add_group(int id, std::vector<int> ranks) {
   members_[id] = ranks;
   const uint32_t channels = groups_made_++;
   if (std::find(ranks.begin(), ranks.end(), world_.rank) == ranks.end()) return;
+  ExecutionSettings settings = execution_settings_;
+  if (id != 0) settings.tuner.buckets = settings.tuner.streams = false;  // its members may be busy elsewhere
   groups_[id] = std::make_shared<Group>(
-      channels, std::move(ranks), world_.rank, world_.epoch, execution_settings_, cycle_ns_,
+      channels, std::move(ranks), world_.rank, world_.epoch, settings, cycle_ns_,
       [this](int rank, Channel channel) -> Link& { return route_[rank]->link(rank, channel); },
       [this, id] {
         Entry* entry = take_entry();
@@ -160,6 +165,7 @@ bool Engine::pass(bool eager) {
         if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
         if (group->called()) waker_->arm_timer(Group::kJoinWithin);
         if (eager && group->holds()) waker_->arm_timer(Negotiation::kPatience);
+        if (id == 0) keep_tuning(group.get());
       }
       if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
     }

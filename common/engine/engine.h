@@ -59,6 +59,7 @@ class Engine {
     int rank_count = 0;
     uint64_t gradient_of = 0;
     CodecWish codec;
+    std::vector<uint32_t> times;  // of the tuner's request
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
@@ -134,6 +135,10 @@ class Engine {
   void add_group(int id, std::vector<int> ranks);
   void count();
 
+  // ---- tuning (tuning.cc); token held ----
+  void begin_tuner_log() const;
+  void keep_tuning(Group* world);
+
   // ---- watching (watch.cc); token held ----
   void read_notices();
   void hear(const Notice& notice);
@@ -199,6 +204,8 @@ class Engine {
   std::vector<Entry*> finished_;
   std::vector<std::pair<Entry*, std::string>> mismatched_;
   uint64_t operations_ = 0;
+  int64_t tuner_handle_ = 0;  // of what tells the others this rank's times; 0 = not submitted
+  const std::string tuner_log_;
 
   mutable std::mutex stats_mutex_;
   EngineStats stats_;  // guarded by stats_mutex_

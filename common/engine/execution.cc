@@ -6,17 +6,6 @@
 #include "base/error.h"
 
 namespace perseus {
-namespace {
-
-// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
-// stream holds what it sends and what it receives of one.
-size_t slice_bytes(int streams) {
-  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
-  return kUnderWay / static_cast<size_t>(streams) / kChunk * kChunk;
-}
-
-}  // namespace
-
 Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
                      MakeLinks make_links, OutputsOf outputs_of)
     : settings_(settings),
@@ -26,8 +15,15 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
       group_(group),
       make_links_(std::move(make_links)),
       outputs_of_(std::move(outputs_of)),
-      slice_bytes_(slice_bytes(settings.streams)),
-      streams_(static_cast<size_t>(settings.streams)) {}
+      tuner_(settings.tuner),
+      streams_(static_cast<size_t>(tuner_.most_streams())) {}
+
+// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
+// stream holds what it sends and what it receives of one.
+size_t Execution::slice_bytes() const {
+  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
+  return kUnderWay / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
+}
 
 Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
   std::unique_ptr<Exchange>& exchange = stream->exchanges[static_cast<int>(level)];
@@ -116,6 +112,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
     stream.queue.erase(stream.queue.begin());
     --in_flight_;
     ++buckets_done_;
+    if (tuner_.measuring() && !bucket->entries.empty() && bucket->entries.front()->description.gradient)
+      tuner_.done(now_ns());
     for (Entry* entry : bucket->entries)
       if (--entry->executions_left == 0) finished->push_back(entry);
     bucket->clear();
@@ -132,9 +130,16 @@ void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       Bucket& bucket = *stream.queue[i];
       if (bucket.batch.schedule == 0 || bucket.batch.number < finished || !bucket.begun_by.empty()) continue;
       for (uint64_t batches : begun) bucket.begun_by.push_back(batches > bucket.batch.number);
-      for (Entry* entry : bucket.entries)
-        if (--entry->executions_left == 0) entries->push_back(entry);
+      for (Entry* entry : bucket.entries) {
+        if (--entry->executions_left > 0) continue;
+        // It counts as not taken: ranks that had not begun it have not taken it either, and all count alike.
+        if (entry->residuals != nullptr) --entry->residuals->steps;
+        entry->residuals.reset();
+        entry->started_ns = 0;
+        entries->push_back(entry);
+      }
       bucket.entries.clear();
+      bucket.residuals.clear();
       if (i > 0 || stream.exchange() == nullptr || stream.exchange()->done()) continue;
       stream.exchange()->take_back(bucket.begun_by);
       stream.open = false;
@@ -191,7 +196,7 @@ void Execution::abandon(std::vector<Entry*>* entries) {
         if (--entry->executions_left == 0) entries->push_back(entry);
     stream.queue.clear();
   }
-  entries->insert(entries->end(), waiting_.begin(), waiting_.end());
+  for (const std::vector<Entry*>& ready : waiting_) entries->insert(entries->end(), ready.begin(), ready.end());
   waiting_.clear();
   in_flight_ = 0;
 }

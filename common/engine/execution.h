@@ -18,24 +18,24 @@
 #include "engine/residuals.h"
 #include "engine/schedule.h"
 #include "engine/timeline.h"
+#include "engine/tuner.h"
 
 namespace perseus {
 
 struct ExecutionSettings {
-  int streams = 4;
-  uint32_t first_stream = 0;  // number of the first one's channel
-  size_t fusion_bytes = 128 * 1024 * 1024;
-  int64_t timeout_ns = 60 * kSecond;               // 0 = off
-  size_t hierarchical_bytes = size_t{1} << 30;     // larger tensors are reduced among all ranks alike
-  AlgorithmChoice algorithm;                       // of exact allreduces, between inner groups where there are any
-  const Division* division = nullptr;              // asked when the first allreduce comes
-  CodecSpec small_codec;                           // of gradients too small for the codec they ask for
-  std::array<CodecSpec, kAutoCodecs> auto_codecs;  // what auto chooses among, ordered as kAutoKinds
-  uint64_t sparse_from = 0;                        // bytes: smaller tensors do not take the last one
-  bool measures = true;                            // else speeds are as told, and without them auto is exact
-  double link_seconds_per_byte = 0;                // 0 = measured
-  std::function<void(int rank, const std::string& text)> say;  // news that the group's first rank has for the log
-  Residuals* residuals = nullptr;                              // none = nothing is held back
+  TunerSettings tuner;
+  uint32_t first_stream = 0;                         // number of the first one's channel
+  int64_t timeout_ns = 60 * kSecond;                 // 0 = off
+  size_t hierarchical_bytes = size_t{1} << 30;       // larger tensors are reduced among all ranks alike
+  AlgorithmChoice algorithm;                         // of exact allreduces, between inner groups where there are any
+  const Division* division = nullptr;                // asked when the first allreduce comes
+  CodecSpec small_codec;                             // of gradients too small for the codec they ask for
+  std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
+  uint64_t sparse_from = 0;                          // bytes: smaller tensors do not take the last one
+  bool measures = true;                              // else speeds are as told, and without them auto is exact
+  double link_seconds_per_byte = 0;                  // 0 = measured
+  std::function<void(const std::string& text)> say;  // news for the log
+  Residuals* residuals = nullptr;                    // none = nothing is held back
   Timeline* timeline = nullptr;
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
@@ -91,6 +91,8 @@ class Execution {
   // What auto goes by; number 0 before it was needed.
   const Speeds& speeds() const { return speeds_; }
   void go_by(const Speeds& speeds) { speeds_ = speeds; }
+  Tuner& tuner() { return tuner_; }
+  const Tuner& tuner() const { return tuner_; }
   // Memory beyond tensors, and what holds them.
   size_t staging_bytes() const;
 
@@ -118,7 +120,7 @@ class Execution {
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
   void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
-  size_t run_bytes();
+  size_t run_bytes() const;
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   void take_residuals(Entry* entry, const Levels& levels);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
@@ -126,6 +128,7 @@ class Execution {
   Algorithm algorithm_of(int stages, size_t bytes);
   void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
+  size_t slice_bytes() const;  // of what is encoded
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
@@ -161,9 +164,8 @@ class Execution {
   const uint32_t epoch_, group_;
   const MakeLinks make_links_;
   const OutputsOf outputs_of_;
-  const size_t slice_bytes_;  // of what is encoded
-  size_t run_bytes_ = 0;      // of what is not; 0 = not known yet
 
+  Tuner tuner_;
   std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
   LinkCost link_cost_;          // between members of the group that are far apart; set with them
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
@@ -172,8 +174,8 @@ class Execution {
   const ExchangePlan nothing_;
 
   Speeds speeds_;
-  std::unique_ptr<LinkProbe> probe_;  // under way
-  std::vector<Entry*> waiting_;       // for it, in their order
+  std::unique_ptr<LinkProbe> probe_;          // under way
+  std::vector<std::vector<Entry*>> waiting_;  // for it: what each round made ready, which is never fused with the next
 
   std::vector<Stream> streams_;
   std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry

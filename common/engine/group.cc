@@ -14,8 +14,9 @@ int index_in(const std::vector<int>& ranks, int rank) {
 constexpr int64_t kTellAfter = 5 * kSecond;
 
 ExecutionSettings aside(ExecutionSettings settings) {
-  settings.first_stream = static_cast<uint32_t>(settings.streams);
-  settings.streams = 1;
+  settings.first_stream = static_cast<uint32_t>(Tuner(settings.tuner).most_streams());
+  settings.tuner.start.streams = 1;
+  settings.tuner.buckets = settings.tuner.streams = false;
   settings.measures = false;
   return settings;
 }
@@ -104,6 +105,8 @@ void Group::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, s
   Execution& execution = negotiation_.scheduled() ? aside_ : execution_;
   // What a schedule asked for auto, it has measured before it froze: this is the same on all ranks.
   if (negotiation_.scheduled()) aside_.go_by(execution_.speeds());
+  // Trials and a schedule would not know of each other: what is tried changes with rounds, and a schedule has none.
+  negotiation_.learn_order(!execution_.tuner().trying());
   negotiation_.apply(round_.content(), &ready_, failed);
   if (!ready_.empty()) {
     execution.add(ready_, finished);

@@ -28,6 +28,7 @@ class Group {
   int index() const { return me_; }  // of this rank in ranks()
   Negotiation& negotiation() { return negotiation_; }
   const Negotiation& negotiation() const { return negotiation_; }
+  Tuner& tuner() { return execution_.tuner(); }
 
   // One pass. `eager`: somebody is waiting, so begin a round for whatever is new; else only for `enough_bytes`, or when
   // nothing is under way. Appends what finished and what failed.

@@ -6,6 +6,14 @@
 #include "base/error.h"
 
 namespace perseus {
+namespace {
+
+void keep_longest(const std::vector<uint32_t>& times, std::vector<uint32_t>* longest) {
+  for (size_t i = 0; i < std::min(times.size(), longest->size()); ++i)
+    (*longest)[i] = std::max((*longest)[i], times[i]);
+}
+
+}  // namespace
 
 Negotiation::Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry, Awaited awaited)
     : size_(static_cast<int>(ranks.size())),
@@ -165,7 +173,9 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     name->agreed = std::move(name->announced[first]);
     name->agreed.nans.clear();
     name->agreed.flush = Flush::kNone;
+    for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
     Entry* entry = take_entry(name);
+    entry->description.times = name->agreed.times;
     if (name->last >= 0 && name->announced_count == size_) entry->last_rank = ranks_[static_cast<size_t>(name->last)];
     entry->nans = std::move(nans);
     entry->description.flush = flush;

@@ -65,6 +65,7 @@ class Negotiation {
   bool has_pending() const { return pending_ > 0; }
   // Must other ranks hear of it, whatever else is under way?
   bool has_urgent_news() const { return breaking_ && !said_; }
+  bool joined() const { return joined_[static_cast<size_t>(me_)]; }  // this rank has, as all ranks know
 
   // This rank's part of the next round.
   void snapshot(RoundContent* content);
@@ -78,6 +79,8 @@ class Negotiation {
   // This long after the last submission a caller that waits for something whose turn has not come waits in vain.
   static constexpr int64_t kPatience = 20 * kMillisecond;
   bool scheduled() const { return schedule_.frozen(); }
+  // May what becomes ready from now on make a schedule? The same on all ranks for the same round.
+  void learn_order(bool on) { learns_ = on; }
   // The next batch, once this rank has submitted all of it: its entries in the order of execution.
   bool begin_batch(Batch* batch, std::vector<Entry*>* entries);
   // Looks for callers that wait in vain.
@@ -138,6 +141,7 @@ class Negotiation {
   const std::vector<int> ranks_;
   const std::function<Entry*()> make_entry_;
   const Awaited awaited_;
+  bool learns_ = true;
 
   std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<Name>> names_;  // guarded by mutex_

@@ -162,6 +162,8 @@ void append_request(const std::string& name, const Description& d, std::string* 
   put(blob, static_cast<uint32_t>(d.nans.size()));
   for (uint32_t tensor : d.nans) put(blob, tensor);
   put(blob, static_cast<uint8_t>(d.flush));
+  put(blob, static_cast<uint32_t>(d.times.size()));
+  for (uint32_t time : d.times) put(blob, time);
 }
 
 template <typename T>
@@ -225,6 +227,8 @@ void BlobReader::read_request(std::string* name, Description* d) {
   const uint8_t flush = take<uint8_t>();
   if (flush >= kFlushes) fail(ErrorKind::kIo, "[negotiation] announcement of an unknown flush");
   d->flush = static_cast<Flush>(flush);
+  d->times.resize(take_count(4));
+  for (uint32_t& time : d->times) time = take<uint32_t>();
 }
 
 }  // namespace perseus

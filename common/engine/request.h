@@ -58,8 +58,9 @@ struct Description {
   std::vector<TensorDescription> tensors;
   std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
   // Told, but nothing to agree on:
-  std::vector<uint32_t> nans;  // tensors in which this rank has found a NaN
-  Flush flush = Flush::kNone;  // what this rank wants; once all are ready, the most that any does
+  std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN
+  std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
+  Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
 
   bool tells() const { return !nans.empty() || flush != Flush::kNone; }
 };

@@ -17,7 +17,7 @@ namespace perseus {
 
 void Negotiation::learn(const Entries& ready) {
   // While some have joined, what becomes ready is not what every rank submits.
-  if (joined_count_ > 0) schedule_.forget();
+  if (joined_count_ > 0 || !learns_) schedule_.forget();
   else schedule_.learn(ready);
   if (scheduled()) begin_schedule();
 }

@@ -100,6 +100,7 @@ void describe(const Engine::Submission& s, Description* d) {
   d->ranks.assign(s.ranks, s.ranks + s.rank_count);
   d->nans.clear();
   d->flush = Flush::kNone;
+  d->times = s.times;
 }
 
 }  // namespace

@@ -128,4 +128,14 @@ void Timeline::round(int group, uint64_t number) {
   recording_->add(record, std::string());
 }
 
+void Timeline::tuned(size_t bucket_bytes, int streams, const std::string& why) {
+  if (!recording_->has_room(Recording::slots_for(why.size()), 1)) return;
+  TraceRecord record;
+  record.what = TraceRecord::What::kTuned;
+  record.stream = streams;
+  record.bytes = bucket_bytes;
+  record.at[0] = now_ns();
+  recording_->add(record, why);
+}
+
 }  // namespace perseus

@@ -42,6 +42,8 @@ class Timeline {
   void operation(const Entry& entry, bool ok);
   void bucket(const Bucket& bucket, const std::vector<int>& ranks, const std::vector<Entry*>& entries);
   void round(int group, uint64_t number);
+  // The tuner has settled.
+  void tuned(size_t bucket_bytes, int streams, const std::string& why);
 
   // ---- any thread; see perseus_timeline_start and perseus_timeline_stop ----
   void start(const std::string& path, bool mark_cycles, const Exclusively& exclusively);

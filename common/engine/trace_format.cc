@@ -133,6 +133,12 @@ void TraceFormat::record(const TraceRecord& record, const std::string& name, std
       mark("CYCLE_START", record.at[0],
            field("round", record.number) + field("process_set", static_cast<uint64_t>(record.group)), events);
       break;
+    case TraceRecord::What::kTuned:
+      mark("TUNED", record.at[0],
+           field("bucket_bytes", record.bytes) + field("streams", static_cast<uint64_t>(record.stream)) +
+               field("why", name),
+           events);
+      break;
   }
 }
 

@@ -14,6 +14,7 @@ struct TraceRecord {
     kBucket,     // a fused execution ended; at: begun, first byte, last byte. `count` members follow
     kMember,     // a request that was part of it; at[0]: agreed
     kRound,      // a negotiation round began; at[0]: when
+    kTuned,      // the tuner has settled; at[0]: when. `bytes` of a bucket, `stream`s; the name says why
   };
   static constexpr uint8_t kMem = 1, kShm = 2, kTcp = 4;  // bits of `transports`
 

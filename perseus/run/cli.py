@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError
 
 _USAGE_ERROR = 2
+_LOG_LEVELS = ("PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +60,8 @@ def _job(given: argparse.Namespace) -> Job:
     flags = settings.variables(given)
     if given.start_timeout is not None:
         flags["HOROVOD_START_TIMEOUT"] = str(given.start_timeout)
+    if given.verbose and not any(os.environ.get(name) for name in _LOG_LEVELS):
+        flags.setdefault("PERSEUS_LOG_LEVEL", "info")
     return Job(
         command=command,
         slots=place(hosts, given.num_proc),
@@ -124,7 +128,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the time in front of every line that a rank prints",
     )
-    add("--verbose", action="store_true", help="tell what perseusrun does")
+    add(
+        "--verbose",
+        action="store_true",
+        help="tell what perseusrun does, and what ranks decide (unless a log level is given)",
+    )
     add(
         "--horovod",
         action="store_true",

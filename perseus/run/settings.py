@@ -60,6 +60,13 @@ SETTINGS = (
         "most buckets in flight at once",
     ),
     Setting(
+        "--autotune-log-file",
+        "tuning",
+        str,
+        ("HOROVOD_AUTOTUNE_LOG",),
+        "file into which rank 0 writes what the tuner tried and chose",
+    ),
+    Setting(
         "--gloo-timeout-seconds",
         "tuning",
         int,
@@ -99,6 +106,8 @@ SETTINGS = (
 )
 
 SWITCHES = (
+    Switch("--autotune", "tuning", "HOROVOD_AUTOTUNE", "1", "always try bucket sizes and streams"),
+    Switch("--no-autotune", "tuning", "HOROVOD_AUTOTUNE", "0", "keep those of the start"),
     Switch(
         "--no-stall-check", "stall check", "HOROVOD_STALL_CHECK_DISABLE", "1", "no stall warnings"
     ),

@@ -95,17 +95,18 @@ TEST(CodecChoice, TheLogSaysWhereChoicesChange) {
 // ---- ranks ----
 
 using Floats = std::vector<float>;
-constexpr size_t kCounts[] = {3, 5000, 16385, 150000};
-constexpr int kSteps = 3;
+constexpr size_t kCounts[] = {3, 5000, 16385, 150000, 40000};
+constexpr int kSeldom = 6;  // so often another one comes
 
 struct Got {
   std::vector<Floats> results;  // of every step and tensor
   perseus_speeds speeds{};
 };
 
-// Gradients of every size in an order of each rank's own, between exact operations; what each rank got.
+// Gradients of every size, the last one seldom, in an order of each rank's own, between exact operations; what each
+// rank got.
 std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(size_t)>& codec_of,
-                        const std::vector<std::string>& settings) {
+                        const std::vector<std::string>& settings, int steps = 3) {
   std::vector<Got> runs(static_cast<size_t>(size));
   WorldOptions options;
   options.overrides = settings;
@@ -113,9 +114,10 @@ std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(
       medium, size,
       [&](int rank, perseus_context* context) {
         Got& mine = runs[static_cast<size_t>(rank)];
-        for (int step = 0; step < kSteps; ++step) {
+        for (int step = 0; step < steps; ++step) {
           std::vector<Floats> x;
-          for (size_t i = 0; i < std::size(kCounts); ++i) {
+          const size_t encoded = std::size(kCounts) - (step % kSeldom == kSeldom - 1 ? 0 : 1);
+          for (size_t i = 0; i < encoded; ++i) {
             x.emplace_back(kCounts[i]);
             std::mt19937 random(static_cast<unsigned>(1000 * step + 100 * rank) + static_cast<unsigned>(i));
             for (float& value : x.back()) value = std::uniform_real_distribution<float>(-1, 1)(random);
@@ -126,10 +128,10 @@ std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(
             const size_t i = (n + static_cast<size_t>(rank)) % x.size();
             const int64_t count = static_cast<int64_t>(x[i].size());
             const perseus_tensor tensor{x[i].data(), x[i].data(), &count, 1, PERSEUS_FLOAT32};
-            const std::string name = "g" + std::to_string(i);
+            const std::string name = i < encoded ? "g" + std::to_string(i) : "exact";
             perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
             request.gradient_of = 1;
-            request.codec = i < std::size(kCounts) ? codec_of(4 * kCounts[i]) : PERSEUS_CODEC_EXACT;
+            request.codec = i < encoded ? codec_of(4 * kCounts[i]) : PERSEUS_CODEC_EXACT;
             handles.emplace_back();
             ASSERT_EQ(submit(context, request, &handles.back()).code, PERSEUS_OK) << perseus_error_message();
           }
@@ -211,6 +213,17 @@ TEST(AutoCodecMeasured, LinksAreMeasuredOnceAndAlikeOnAllRanks) {
     EXPECT_EQ(std::memcmp(&run.speeds, &speeds, sizeof speeds), 0);
     expect_same(run.results, runs[0].results, "of another rank");
   }
+}
+
+TEST(AutoCodecMeasured, ScheduledOrNotATensorKeepsItsCodec) {
+  const auto settings = [](const char* negotiation) { return in_groups(1, {"PERSEUS_LINK_GBIT=0.001", negotiation}); };
+  constexpr int kSteps = 3 * kSeldom;
+  const auto chosen =
+      reduce(all_media()[0], 3, [](size_t) { return PERSEUS_CODEC_AUTO; }, settings("PERSEUS_OFFLINE_NEG=1"), kSteps);
+  const auto named = reduce(
+      all_media()[0], 3, [&](size_t bytes) { return perseus_speeds_choose(&chosen[0].speeds, bytes); },
+      settings("PERSEUS_OFFLINE_NEG=0"), kSteps);
+  for (const Got& run : chosen) expect_same(run.results, named[0].results, "by name");
 }
 
 TEST(AutoCodecMeasured, InsideAHostNothingIsMeasuredAndAllIsExact) {

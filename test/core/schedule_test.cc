@@ -10,7 +10,7 @@ namespace {
 using namespace perseus_test;
 
 constexpr int kTensors = 10;
-constexpr int64_t kCounts[kTensors] = {1, 70000, 100, 5000, 3, 40000, 17, 2048, 9000, 512};
+constexpr int64_t kCounts[kTensors] = {1, 30000, 100, 5000, 3, 110000, 17, 2048, 9000, 512};
 constexpr int kLearn = 8, kRelearn = 12;  // steps within which a schedule is frozen; again, after it broke once
 
 // All ranks wait for each other, without Perseus.
@@ -69,11 +69,11 @@ class Rank {
     ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
     const Part& part = parts_[static_cast<size_t>(t)];
     if (from.empty()) from = ranks_up_to(size_);
-    for (int64_t i = 0; i < part.shape; ++i) {
-      int64_t sum = 0;
-      for (int rank : from) sum += value(rank, part.step, i);
-      ASSERT_EQ(part.memory[static_cast<size_t>(i)], sum) << "tensor " << t << " step " << part.step << " at " << i;
-    }
+    std::vector<int64_t> sums(part.memory.size());
+    for (size_t i = 0; i < sums.size(); ++i)
+      for (int rank : from) sums[i] += value(rank, part.step, static_cast<int64_t>(i));
+    const auto wrong = std::mismatch(sums.begin(), sums.end(), part.memory.begin()).first;
+    ASSERT_TRUE(wrong == sums.end()) << "tensor " << t << " step " << part.step << " at " << wrong - sums.begin();
   }
   // One after the other, so that each is a batch of its own; or all at once.
   void step(int step, bool at_once = false, const std::vector<int>& from = {}) {
@@ -217,7 +217,8 @@ TEST_P(Scheduled, ARankThatLeavesEndsWhatOthersHaveBegun) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Scheduled, testing::Values(0, 1, 2),
+INSTANTIATE_TEST_SUITE_P(Media, Scheduled,
+                         testing::ValuesIn(kThreadSanitizer ? std::vector<int>{0, 2} : std::vector<int>{0, 1, 2}),
                          [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
 
 // Steps in the order of their names, until a schedule is frozen and kept for a while, then one in which every rank does
@@ -225,7 +226,7 @@ INSTANTIATE_TEST_SUITE_P(Media, Scheduled, testing::Values(0, 1, 2),
 // by all, and one is larger than before.
 TEST(ScheduledAtRandom, WhateverDeviatesHasItsSums) {
   constexpr int kSize = 4;
-  const int worlds = full_grid() ? 60 : 3;
+  const int worlds = full_grid() ? 60 : kThreadSanitizer ? 1 : 3;
   for (int world = 0; world < worlds; ++world) {
     WorldOptions options;
     options.overrides = {"PERSEUS_OFFLINE_NEG=1", "PERSEUS_ALLREDUCE_STREAMS=" + std::to_string(1 + world % 4)};
@@ -284,9 +285,10 @@ Bits train(const std::vector<std::string>& settings, perseus_codec codec, bool o
         for (int step = 0; step < kSteps; ++step) {
           std::vector<std::vector<float>> memory;
           perseus_handle handles[kGradients];
-          const auto submit_one = [&](int i) {
+          const auto submit_one = [&](int i, int64_t fewer) {
+            const int64_t count = kSizes[i] - fewer;
             const perseus_tensor tensor{memory[static_cast<size_t>(i)].data(), memory[static_cast<size_t>(i)].data(),
-                                        &kSizes[i], 1, PERSEUS_FLOAT32};
+                                        &count, 1, PERSEUS_FLOAT32};
             const std::string name = "gradient" + std::to_string(i);
             perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
             request.op = PERSEUS_AVERAGE;
@@ -301,18 +303,20 @@ Bits train(const std::vector<std::string>& settings, perseus_codec codec, bool o
             for (int64_t i = 0; i < size; ++i)
               memory.back().push_back(static_cast<float>((i * 31 + rank * 17 + step * 7) % 1009 - 504) / 64.0F);
           }
-          // Once, two ranks leave what the others have begun: their second gradient comes after a wait for the last.
+          // Once, two ranks leave what the others have begun: their second gradient comes after a wait for the last,
+          // and is another one. That is an error on all ranks, and nothing of it stays.
           const bool late = step == 8 && rank % 2 == 1;
           for (int i = 0; i < kGradients; ++i)
-            if (!late || i != 1) submit_one(i);
+            if (!late || i != 1) submit_one(i, 0);
           if (late) {
             EXPECT_EQ(wait(context, handles[kGradients - 1]).code, PERSEUS_OK);
-            submit_one(1);
+            submit_one(1, 1);
           }
           for (int i = 0; i < kGradients; ++i) {
             const Outcome outcome = wait(context, handles[i]);
-            EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            EXPECT_EQ(outcome.code, step == 8 && i == 1 ? PERSEUS_MISMATCH : PERSEUS_OK) << outcome.message;
             perseus_handle_release(context, handles[i]);
+            if (outcome.code != PERSEUS_OK) continue;
             std::vector<float>& all = bits[static_cast<size_t>(rank)];
             all.insert(all.end(), memory[static_cast<size_t>(i)].begin(), memory[static_cast<size_t>(i)].end());
           }
@@ -330,6 +334,7 @@ TEST(ScheduledGradients, HaveTheBitsOfOnlineNegotiation) {
   };
   for (const Case& c : {Case{{}, PERSEUS_CODEC_EXACT}, Case{staged, PERSEUS_CODEC_EXACT},
                         Case{staged, PERSEUS_CODEC_INT8}, Case{staged, PERSEUS_CODEC_ROTATE}}) {
+    if (kThreadSanitizer && c.codec != PERSEUS_CODEC_ROTATE) continue;
     const Bits online = train(c.settings, c.codec, false), offline = train(c.settings, c.codec, true);
     EXPECT_EQ(online[0], online[1]);
     EXPECT_EQ(online, offline) << "codec " << c.codec;

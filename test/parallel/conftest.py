@@ -63,7 +63,7 @@ class Launch:
 
     def __init__(self, modules: list[str], ranks: int, directory: Path) -> None:
         command = [sys.executable, str(HERE / "run_checks.py"), str(directory), *modules]
-        self.status, self.output = run_ranks(ranks, command, timeout=40.0 + 60.0 * len(modules))
+        self.status, self.output = run_ranks(ranks, command, timeout=100.0 + 60.0 * len(modules))
         self.outcomes: dict[str, Outcome] = {}
         for module in modules:
             results: list[dict[str, str]] = []

@@ -72,6 +72,7 @@ def test_environment_of_an_outer_job_is_not_inherited() -> None:
 def test_flags_reach_the_ranks_and_beat_the_environment() -> None:
     flags = ["--fusion-threshold-mb", "32", "--gloo-timeout-seconds", "17", "--log-level", "ERROR"]
     flags += ["--timeline-filename", "Trace.json", "--timeline-mark-cycles"]
+    flags += ["--autotune", "--autotune-log-file", "Tuned.csv"]
     env = environment(GLOO_TIMEOUT_SECONDS="99", HOROVOD_CYCLE_TIME="3")
     found = environments("-np", "1", *flags, "--no-stall-check", env=env)[0]
     assert found["HOROVOD_FUSION_THRESHOLD"] == str(32 << 20)
@@ -79,6 +80,7 @@ def test_flags_reach_the_ranks_and_beat_the_environment() -> None:
     assert found["PERSEUS_LOG_LEVEL"] == "error"
     assert found["HOROVOD_STALL_CHECK_DISABLE"] == "1"
     assert found["HOROVOD_TIMELINE"] == "Trace.json"
+    assert (found["HOROVOD_AUTOTUNE"], found["HOROVOD_AUTOTUNE_LOG"]) == ("1", "Tuned.csv")
     assert found["HOROVOD_TIMELINE_MARK_CYCLES"] == "1"
     assert found["HOROVOD_CYCLE_TIME"] == "3"
 

@@ -1,0 +1,285 @@
+// The tuner: all ranks settle on one choice, from trials that change no bits; what it writes down can be replayed.
+#include "engine/tuner.h"
+
+#include <cstdio>
+#include <fstream>
+#include <functional>
+
+#include "base/clock.h"
+#include "engine/negotiation.h"
+#include "operation.h"
+
+namespace {
+
+using namespace perseus_test;
+using perseus::Tuner;
+using perseus::TunerSettings;
+using perseus::Tuning;
+
+constexpr size_t kMiB = 1024 * 1024;
+
+// One group's tuner, given the steps of a model of two gradients.
+class Steps {
+ public:
+  explicit Steps(const TunerSettings& settings, size_t bytes = 64 * kMiB) : tuner(settings) {
+    for (size_t i = 0; i < 2; ++i) {
+      names_[i].text = "g" + std::to_string(i);
+      entries_[i].name = &names_[i];
+      entries_[i].description.gradient = true;
+      entries_[i].description.tensors.push_back({perseus::DType::kUInt8, {static_cast<int64_t>(bytes / 2)}});
+    }
+    told_.name = &names_[2];
+  }
+
+  // A step that takes so many microseconds.
+  void step(int64_t microseconds) {
+    step([microseconds](const Tuning&) { return microseconds; });
+  }
+  // Under the setting that holds in it.
+  void step(const std::function<int64_t(const Tuning&)>& microseconds) {
+    tuner.agreed({&entries_[0]}, true, SIZE_MAX, now_);
+    tuner.agreed({&entries_[1]}, true, SIZE_MAX, now_);
+    now_ += microseconds(tuner.now()) * perseus::kMicrosecond;
+    if (tuner.measuring()) tuner.done(now_);
+  }
+  void hear(const std::vector<uint32_t>& times) {
+    told_.description.times = times;
+    tuner.agreed({&told_}, true, SIZE_MAX, now_);
+  }
+  void resize(size_t bytes) { entries_[1].description.tensors[0].shape[0] = static_cast<int64_t>(bytes); }
+
+  Tuner tuner;
+
+ private:
+  perseus::Name names_[3];
+  perseus::Entry entries_[2], told_;
+  int64_t now_ = 1;
+};
+
+TunerSettings tries_all() {
+  TunerSettings settings;
+  settings.buckets = settings.streams = true;
+  return settings;
+}
+
+// Microseconds of a step under a setting: the best is 16 MiB on 4 streams.
+int64_t cost(const Tuning& tuning) { return tuning.bucket_bytes == 16 * kMiB ? 70 : 100 + tuning.streams; }
+
+TEST(Tuner, SettlesOnTheFastestWithinTwentyStepsFromTheTimesOfTheSlowestRank) {
+  Steps steps(tries_all());
+  int count = 0;
+  while (!steps.tuner.has_times()) {
+    ASSERT_LT(++count, 20);
+    steps.step(cost);
+  }
+  std::vector<uint32_t> times = steps.tuner.take_times();
+  EXPECT_EQ(steps.tuner.now(), Tuning());  // until all ranks have told theirs
+  ASSERT_EQ(times.size(), 10U);
+  steps.hear(times);
+  ASSERT_TRUE(steps.tuner.has_decision());
+  const Tuner::Decision decision = steps.tuner.take_decision();
+  EXPECT_EQ(decision.chosen, (Tuning{16 * kMiB, 4})) << decision.why;
+  EXPECT_EQ(steps.tuner.now(), decision.chosen);
+  for (int i = 0; i < 5; ++i) steps.step(1000);
+  EXPECT_EQ(steps.tuner.now(), decision.chosen);
+  EXPECT_FALSE(steps.tuner.has_decision());
+}
+
+TEST(Tuner, KeepsWhatItBeganWithUnlessSomethingIsClearlyFaster) {
+  Steps steps(tries_all());
+  while (!steps.tuner.has_times()) steps.step(100);
+  std::vector<uint32_t> times = steps.tuner.take_times();
+  for (size_t i = 0; i < times.size(); ++i) times[i] = i % 5 == 0 ? 100 : 96;
+  steps.hear(times);
+  EXPECT_EQ(steps.tuner.now(), Tuning());
+  EXPECT_NE(steps.tuner.take_decision().why.find("nothing that was tried is faster"), std::string::npos);
+}
+
+TEST(Tuner, TriesNothingWhereNothingIsToBeGained) {
+  const auto settled = [](TunerSettings settings, size_t bytes) {
+    Steps steps(settings, bytes);
+    for (int i = 0; i < 4; ++i) {
+      steps.step(100);
+      EXPECT_EQ(steps.tuner.now().streams, 4);
+      EXPECT_FALSE(steps.tuner.measuring());
+    }
+    EXPECT_TRUE(steps.tuner.has_decision());
+    return steps.tuner.take_decision().why;
+  };
+  EXPECT_NE(settled(tries_all(), kMiB).find("moves too little"), std::string::npos);
+  EXPECT_NE(settled(TunerSettings(), 64 * kMiB).find("nothing is left to choose"), std::string::npos);
+}
+
+TEST(Tuner, StepsThatDifferAreNotCompared) {
+  Steps steps(tries_all());
+  for (int i = 0; i < 5; ++i) steps.step(100);
+  EXPECT_TRUE(steps.tuner.measuring());
+  steps.resize(kMiB);
+  steps.step(100);
+  steps.step(100);
+  EXPECT_FALSE(steps.tuner.measuring());
+  EXPECT_EQ(steps.tuner.now(), Tuning());
+  EXPECT_NE(steps.tuner.take_decision().why.find("steps differ"), std::string::npos);
+}
+
+TEST(Tuner, FusionIsAPartOfAStepsGradients) {
+  TunerSettings settings;
+  settings.parts = 4;
+  Steps steps(settings);
+  steps.step(100);
+  EXPECT_EQ(steps.tuner.now(), Tuning());
+  steps.step(100);
+  EXPECT_EQ(steps.tuner.now().bucket_bytes, 16 * kMiB + 1);
+}
+
+// ---- the whole of it ----
+
+constexpr size_t kGradients = 6, kElements = 200000;  // 4.6 MiB
+constexpr int kSteps = 14;
+
+// Every rank's gradients after each step, one after the other.
+std::vector<std::vector<float>> train(const Medium& medium, int size, perseus_codec codec,
+                                      const std::vector<std::string>& settings) {
+  std::vector<std::vector<float>> results(static_cast<size_t>(size));
+  WorldOptions options;
+  options.overrides = settings;
+  run_world(
+      medium, size,
+      [&](int rank, perseus_context* context) {
+        std::vector<std::vector<float>> gradients(kGradients, std::vector<float>(kElements));
+        for (int step = 0; step < kSteps; ++step) {
+          perseus_handle handles[kGradients];
+          const int64_t count = kElements;
+          for (size_t g = 0; g < kGradients; ++g) {
+            for (size_t i = 0; i < kElements; ++i)
+              gradients[g][i] = static_cast<float>(
+                  static_cast<double>(mix(g * 1000003 + i * 17 + static_cast<size_t>(step * 64 + rank)) >> 32) * 1e-9);
+            const perseus_tensor tensor{gradients[g].data(), gradients[g].data(), &count, 1, PERSEUS_FLOAT32};
+            const std::string name = "g" + std::to_string(g);
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
+            request.op = PERSEUS_AVERAGE;
+            request.gradient_of = 1;
+            request.codec = codec;
+            const Outcome outcome = submit(context, request, &handles[g]);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          }
+          for (size_t g = 0; g < kGradients; ++g) {
+            const Outcome outcome = wait(context, handles[g]);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            perseus_handle_release(context, handles[g]);
+            std::vector<float>& mine = results[static_cast<size_t>(rank)];
+            for (size_t i = static_cast<size_t>(step); i < kElements; i += 37) mine.push_back(gradients[g][i]);
+          }
+        }
+      },
+      options);
+  return results;
+}
+
+std::string temporary(const std::string& name) { return testing::TempDir() + "perseus_tuner_" + unique_name() + name; }
+
+std::string content(const std::string& path) {
+  std::ifstream file(path);
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+TEST(TunedWorld, BitsAreThoseOfAnUntunedOne) {
+  for (const Medium& medium : {all_media()[0], all_media()[2]}) {
+    if (kThreadSanitizer && std::string(medium.name) == "tcp") continue;
+    for (const perseus_codec codec : {PERSEUS_CODEC_EXACT, PERSEUS_CODEC_INT8}) {
+      SCOPED_TRACE(medium.name);
+      const std::string log = temporary("log.csv"), trace = temporary("trace.json");
+      const std::vector<std::string> groups = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1"};
+      std::vector<std::string> on = groups, off = groups;
+      on.insert(on.end(), {"HOROVOD_AUTOTUNE=1", "PERSEUS_AUTOTUNE_LOG=" + log, "HOROVOD_TIMELINE=" + trace});
+      off.push_back("HOROVOD_AUTOTUNE=0");
+      const auto tuned = train(medium, 2, codec, on);
+      const auto plain = train(medium, 2, codec, off);
+      for (const auto& of_rank : tuned) {
+        ASSERT_EQ(of_rank.size(), plain[0].size());
+        EXPECT_EQ(std::memcmp(of_rank.data(), plain[0].data(), plain[0].size() * sizeof(float)), 0);
+      }
+      // Five settings were tried twice, and one of them was chosen.
+      const std::string written = content(log);
+      EXPECT_EQ(std::count(written.begin(), written.end(), '\n'), 11) << written;
+      const Tuning chosen = perseus::read_tuner_log(log);
+      const std::string events = content(trace);
+      EXPECT_NE(events.find("\"name\": \"TUNED\""), std::string::npos);
+      EXPECT_NE(events.find("\"bucket_bytes\": " + std::to_string(chosen.bucket_bytes) +
+                            ", \"streams\": " + std::to_string(chosen.streams)),
+                std::string::npos);
+      std::remove(log.c_str());
+      std::remove(trace.c_str());
+    }
+  }
+}
+
+// Zeros of a rank that has joined are part of the sum, and its tuner goes along.
+TEST(TunedWorld, WhoHasJoinedSettlesWithTheOthers) {
+  const std::string log = temporary("joined.csv");
+  WorldOptions options;
+  options.overrides = {"HOROVOD_AUTOTUNE=1", "HOROVOD_AUTOTUNE_LOG=" + log};
+  run_world(
+      all_media()[0], 3,
+      [&](int rank, perseus_context* context) {
+        const int64_t count = kElements;
+        std::vector<float> gradient(kElements);
+        const perseus_tensor floats{gradient.data(), gradient.data(), &count, 1, PERSEUS_FLOAT32};
+        const auto steps = [&](int number, bool all) {
+          for (int step = 0; step < number; ++step) {
+            for (size_t i = 0; i < kElements; ++i) gradient[i] = static_cast<float>((i + 1) % 1000 << rank);
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &floats, 1);
+            request.gradient_of = 1;
+            const Outcome outcome = run(context, request);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            for (size_t i = 0; i < kElements; ++i)
+              ASSERT_TRUE(gradient[i] == static_cast<float>((i + 1) % 1000 * 7) ||
+                          (!all && gradient[i] == static_cast<float>((i + 1) % 1000 * 5)))
+                  << "element " << i;
+          }
+        };
+        steps(rank == 1 ? 4 : 12, false);
+        const Outcome joined = run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0));
+        ASSERT_EQ(joined.code, PERSEUS_OK) << joined.message;
+        steps(3, true);
+      },
+      options);
+  EXPECT_GT(content(log).size(), perseus::tuner_log_header().size()) << "it has not settled";
+  std::remove(log.c_str());
+}
+
+TEST(TunedWorld, AReplayedChoiceIsUsedFromTheStart) {
+  const std::string log = temporary("replayed.csv"), again = temporary("again.csv");
+  std::ofstream(log) << perseus::tuner_log_header()
+                     << "3,134217728,4,0.500000,10.000,0\n4,1000000,2,0.250000,20.000,1\n";
+  train(all_media()[0], 2, PERSEUS_CODEC_EXACT, {"PERSEUS_TUNER_REPLAY=" + log, "HOROVOD_AUTOTUNE_LOG=" + again});
+  EXPECT_EQ(content(again), perseus::tuner_log_header() + "0,1000000,2,0.000000,0.000,1\n");
+  std::remove(log.c_str());
+  std::remove(again.c_str());
+}
+
+TEST(TunedWorld, AFileThatCannotBeReplayedIsOneClearError) {
+  const std::string path = temporary("wrong.csv");
+  const std::string header = perseus::tuner_log_header();
+  const std::pair<std::string, std::string> wrong[] = {
+      {"", "does not begin with 'step,bucket_bytes"},
+      {header, "no line is chosen"},
+      {header + "1,2,3\n", "line 2 '1,2,3': expected six numbers"},
+      {header + "1,2,13,0.5,1,1\n", "line 2 '1,2,13,0.5,1,1': expected at most 1099511627776 bytes and 1..12 streams"},
+      {header + "1,2,3,0.5,1,1\n2,2,4,0.5,1,1\n", "line 3 '2,2,4,0.5,1,1': an earlier line has another choice"},
+  };
+  const auto message = [&] {
+    perseus_context* context = nullptr;
+    EXPECT_EQ(create_context(all_media()[0], unique_name(), 0, 1, 0, {"PERSEUS_TUNER_REPLAY=" + path}, &context),
+              PERSEUS_INVALID_ARGUMENT);
+    return std::string(perseus_error_message());
+  };
+  EXPECT_NE(message().find("PERSEUS_TUNER_REPLAY='" + path + "': No such file"), std::string::npos) << message();
+  for (const auto& [text, expected] : wrong) {
+    std::ofstream(path) << text;
+    EXPECT_NE(message().find(expected), std::string::npos) << message();
+  }
+  std::remove(path.c_str());
+}
+
+}  // namespace

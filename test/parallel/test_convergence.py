@@ -1,0 +1,22 @@
+"""Training with every codec on two real ranks, in the launch that the other checks have."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+pytest.importorskip("tqdm")
+
+
+@pytest.mark.parametrize("check", ["check_digits_are_learned", "check_text_is_learned"])
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "convergence_checks",
+        pytest.param("convergence_grid_checks", marks=pytest.mark.full),
+    ],
+)
+def test_every_codec_converges(outcome_of, module, check, ranks):
+    outcome_of(module, ranks).expect(check)
