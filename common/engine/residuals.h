@@ -31,11 +31,10 @@ class Residuals {
   // What a request asks for. Where that changes, what was held back goes along with the first new one.
   struct Terms {
     CodecSpec codec;
-    bool codec_auto = false;  // or one that may keep nothing
     uint64_t codec_from = 0;
     bool coded_inside = false;
     bool codes_doubles = false;
-    bool codec_auto = false;
+    bool codec_auto = false;  // or one that may keep nothing
   };
 
   struct Record {
