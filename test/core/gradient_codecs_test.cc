@@ -238,6 +238,12 @@ TEST(GradientSettings, GradientsTravelAsFloat16BetweenGroupsUnlessToldOtherwise)
   EXPECT_TRUE(is_whole(send(with({"PERSEUS_ALLREDUCE_DTYPE=1"}), 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes));
   EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_EXACT, PERSEUS_FLOAT32).bytes)) << "asked for";
   EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT64).bytes)) << "not float32";
+  const auto from = [&](int bytes) {
+    const auto settings = with({"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=" + std::to_string(bytes)});
+    return send(settings, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes;
+  };
+  EXPECT_LT(from(2000000), whole * 0.05) << "as large as LIGHT_TOPK_THRESHOLD";
+  EXPECT_TRUE(is_half(from(2000001))) << "smaller";
   EXPECT_TRUE(is_whole(send(with({"LIGHT_TOPK_ALLREDUCE=1"}), 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT64).bytes));
   EXPECT_LT(send(alone, 1, PERSEUS_CODEC_FLOAT16, PERSEUS_FLOAT64).bytes, whole * 0.27) << "float64, but asked for";
   EXPECT_TRUE(is_half(send(alone, 0, PERSEUS_CODEC_FLOAT16, PERSEUS_FLOAT32).bytes)) << "no gradient, but asked for";
