@@ -134,6 +134,7 @@ std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(
             request.codec = i < encoded ? codec_of(4 * kCounts[i]) : PERSEUS_CODEC_EXACT;
             handles.emplace_back();
             ASSERT_EQ(submit(context, request, &handles.back()).code, PERSEUS_OK) << perseus_error_message();
+            perseus_handle_poll(context, handles.front());  // so that rounds go on while links are measured
           }
           for (perseus_handle handle : handles) {
             const Outcome outcome = wait(context, handle);
