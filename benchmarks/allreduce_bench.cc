@@ -4,23 +4,27 @@
 //
 //   allreduce_bench [auto|shm|tcp = tcp] [ranks = 4,8] [bytes = 4,1024,…,4194304] [rounds = 101]
 //
-// Times are of the slowest rank, from a barrier of threads on; every sum is verified. A message that costs nothing but
-// agreeing that the tensor is ready is in all of them alike: the line "nothing" is of a tensor without elements.
+// Times are of the slowest rank, from a barrier of threads on; every sum is verified. They all contain the agreement
+// that the tensor is ready: "nothing" is a tensor without elements. Lines of the transport "arithmetic" are what the
+// cost model says of sockets on an ordinary network.
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "collective/allreduce_cost.h"
 #include "perseus/perseus.h"
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// The first four in the order of perseus::Algorithm.
 constexpr const char* kContenders[] = {"pairwise", "halving_doubling", "ring", "recursive_doubling", "auto", "nothing"};
 constexpr size_t kCount = sizeof kContenders / sizeof kContenders[0];
 constexpr int kWarmUps = 5;
@@ -34,23 +38,34 @@ void check(perseus_code code) {
   if (code != PERSEUS_OK) give_up(perseus_error_message());
 }
 
-// Threads that go on together, without sleeping in between.
+// All ranks wait for each other and begin at the same moment, which is returned.
 class Meeting {
  public:
   explicit Meeting(int size) : size_(size) {}
-  void meet() {
-    const int turn = turn_.load();
-    if (here_.fetch_add(1) + 1 == size_) {
+  Clock::time_point meet() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t turn = turn_;
+    if (++here_ == size_) {
       here_ = 0;
-      turn_.fetch_add(1);
+      ++turn_;
+      begin_ = Clock::now() + std::chrono::milliseconds(1);
+      all_here_.notify_all();
     } else {
-      while (turn_.load() == turn) std::this_thread::yield();
+      all_here_.wait(lock, [&] { return turn_ != turn; });
     }
+    const Clock::time_point begin = begin_;
+    lock.unlock();
+    std::this_thread::sleep_until(begin);
+    return begin;
   }
 
  private:
   const int size_;
-  std::atomic<int> here_{0}, turn_{0};
+  int here_ = 0;
+  uint64_t turn_ = 0;
+  Clock::time_point begin_;
+  std::mutex mutex_;
+  std::condition_variable all_here_;
 };
 
 perseus_context* join_world(const std::string& transport, const std::string& algorithm, int rank, int size) {
@@ -85,8 +100,7 @@ double reduce(perseus_context* context, Meeting* meeting, const std::string& nam
   request.tensor_count = 1;
   request.op = PERSEUS_SUM;
   request.prescale = request.postscale = 1.0;
-  meeting->meet();
-  const Clock::time_point begin = Clock::now();
+  const Clock::time_point begin = meeting->meet();
   perseus_handle handle = 0;
   check(perseus_request_submit(context, &request, &handle));
   check(perseus_handle_wait(context, handle, -1));
@@ -96,6 +110,18 @@ double reduce(perseus_context* context, Meeting* meeting, const std::string& nam
     if ((*values)[i] != static_cast<float>(size * (size - 1) / 2 + size * static_cast<int>(i % 7)))
       give_up("a sum is wrong");
   return seconds;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+void print(const std::string& transport, int ranks, size_t bytes, size_t contender, double seconds, double ratio) {
+  std::printf(
+      "{\"transport\": \"%s\", \"ranks\": %d, \"bytes\": %zu, \"algorithm\": \"%s\", \"median_s\": %.9f, "
+      "\"vs_pairwise\": %.4f}\n",
+      transport.c_str(), ranks, bytes, kContenders[contender], seconds, ratio);
 }
 
 void measure(const std::string& transport, int size, const std::vector<size_t>& sizes, int rounds) {
@@ -124,20 +150,29 @@ void measure(const std::string& transport, int size, const std::vector<size_t>& 
       for (perseus_context* context : contexts) perseus_context_destroy(context);
     });
   for (std::thread& thread : threads) thread.join();
-  for (size_t s = 0; s < sizes.size(); ++s)
-    for (size_t c = 0; c < kCount; ++c) {
-      std::vector<double> slowest;
+  for (size_t s = 0; s < sizes.size(); ++s) {
+    std::vector<std::vector<double>> slowest(kCount), ratios(kCount);  // of each round
+    for (size_t c = 0; c < kCount; ++c)
       for (size_t round = 0; round < static_cast<size_t>(rounds); ++round) {
         double most = 0;
         for (const std::vector<double>& of_rank : times[s][c]) most = std::max(most, of_rank[round]);
-        slowest.push_back(most);
+        slowest[c].push_back(most);
+        ratios[c].push_back(most / slowest[0][round]);
       }
-      std::sort(slowest.begin(), slowest.end());
-      std::printf(
-          "{\"transport\": \"%s\", \"ranks\": %d, \"bytes\": %zu, \"algorithm\": \"%s\", \"median_s\": %.9f, "
-          "\"min_s\": %.9f, \"n\": %d}\n",
-          transport.c_str(), size, sizes[s], kContenders[c], slowest[slowest.size() / 2], slowest[0], rounds);
-    }
+    for (size_t c = 0; c < kCount; ++c) print(transport, size, sizes[s], c, median(slowest[c]), median(ratios[c]));
+  }
+  std::fflush(stdout);
+}
+
+void calculate() {
+  for (int members : {8, 64, 256})
+    for (size_t bytes = 4; bytes <= size_t{1} << 24; bytes *= 2)
+      for (size_t c = 0; c < 4; ++c) {
+        const auto cost = [&](size_t algorithm) {
+          return perseus::allreduce_cost(static_cast<perseus::Algorithm>(algorithm), members, bytes, perseus::kTcpCost);
+        };
+        print("arithmetic", members, bytes, c, cost(c), cost(c) / cost(0));
+      }
 }
 
 std::vector<size_t> numbers(const std::string& text) {
@@ -155,6 +190,7 @@ std::vector<size_t> numbers(const std::string& text) {
 int main(int count, char** arguments) {
   const std::string transport = count > 1 ? arguments[1] : "tcp";
   const std::string sizes = count > 3 ? arguments[3] : "4,1024,4096,16384,32768,65536,131072,262144,1048576,4194304";
+  calculate();
   for (size_t ranks : numbers(count > 2 ? arguments[2] : "4,8"))
     measure(transport, static_cast<int>(ranks), numbers(sizes), count > 4 ? std::atoi(arguments[4]) : 101);
   return 0;

@@ -79,7 +79,8 @@ const Variable kTable[] = {
      "auto|pairwise|halving_doubling|ring|recursive_doubling", true,
      "How exact allreduces go between hosts, or between all ranks where PERSEUS_ALLREDUCE_MODE says that they are "
      "alike. auto = by cost: "
-     "pairwise, or halving_doubling (recursive_doubling for small ones) where there are many hosts (5 at least) for few bytes."},
+     "pairwise, or halving_doubling (recursive_doubling for small ones) where there are many hosts (5 at least) for "
+     "few bytes."},
     {Var::kIntraSize, "LIGHT_INTRA_SIZE", "", VarType::kInt, "8", "1..1000000", true,
      "Ranks of an inner group when LIGHT_2D_ALLREDUCE is 1."},
     {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824", "0..1099511627776",

@@ -16,8 +16,8 @@ struct LinkCost {
   double memory_byte = 0;  // reading or writing one while folding
 };
 // Measured (docs/algorithms.md): through sockets, on an ordinary network; inside one host.
-constexpr LinkCost kTcpCost{30e-6, 5e-6, 0.8e-9, 0.1e-9};
-constexpr LinkCost kSharedMemoryCost{1e-6, 0.3e-6, 0.1e-9, 0.1e-9};
+constexpr LinkCost kTcpCost{30e-6, 8e-6, 0.8e-9, 0.1e-9};
+constexpr LinkCost kSharedMemoryCost{1e-6, 0.3e-6, 0.03e-9, 0.03e-9};
 
 double allreduce_cost(Algorithm algorithm, int members, size_t bytes, const LinkCost& link);
 
