@@ -27,6 +27,7 @@ class AlgorithmChoice {
  public:
   explicit AlgorithmChoice(std::optional<Algorithm> wanted = std::nullopt) : wanted_(wanted) {}
 
+  const std::optional<Algorithm>& wanted() const { return wanted_; }
   // Decides about the bits of a tensor, so by nothing but the tensor: pairwise, in rank order, or in a tree.
   Algorithm of_tensor(int members, size_t bytes, const LinkCost& link) const;
   // Of a bucket of tensors with that choice: the cheapest of those that give the same bits.

@@ -22,6 +22,8 @@ ExecutionSettings settings_of(const Config& config) {
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
   const int64_t algorithm = config.integer(Var::kAllreduceAlgorithm);
   if (algorithm > 0) settings.algorithm = AlgorithmChoice(static_cast<Algorithm>(algorithm - 1));
+  // A ring's bits depend on buckets, and trials may change none.
+  if (settings.algorithm.wanted() == Algorithm::kRing) settings.tuner.buckets = settings.tuner.streams = false;
   settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }
