@@ -94,6 +94,7 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
     const Description& d = entry->description;
     switch (d.kind) {
       case Kind::kAllreduce:
+        give_up_other_sizes(*entry);
         for (size_t i = 0; i < d.tensors.size(); ++i) add_reduction(entry, i);
         break;
       case Kind::kBroadcast:
@@ -240,14 +241,24 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
 void Execution::take_residuals(Entry* entry, const Levels& levels) {
   if (entry->residuals != nullptr || settings_.residuals == nullptr || entry->stand_in) return;
   const Description& d = entry->description;
-  sizes_.clear();
-  for (const TensorDescription& each : d.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
+  set_sizes(d);
   entry->residuals = settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
                                                {d.codec, d.codec_from, d.coded_inside, d.codes_doubles, d.codec_auto},
                                                layout_of(levels), d.flush);
   if (entry->residuals == nullptr || d.flush != Flush::kAmongAll) return;
   const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
+}
+
+void Execution::set_sizes(const Description& description) {
+  sizes_.clear();
+  for (const TensorDescription& each : description.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
+}
+
+void Execution::give_up_other_sizes(const Entry& entry) {
+  if (settings_.residuals == nullptr || settings_.residuals->bytes() == 0 || entry.stand_in) return;
+  set_sizes(entry.description);
+  settings_.residuals->agreed({entry.gradient_of, group_, entry.name->text}, sizes_);
 }
 
 // By what all ranks know of the tensor, never by what it shares a bucket with.

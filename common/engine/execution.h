@@ -123,6 +123,8 @@ class Execution {
   size_t run_bytes() const;
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   void take_residuals(Entry* entry, const Levels& levels);
+  void give_up_other_sizes(const Entry& entry);
+  void set_sizes(const Description& description);
   CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
   const WireFormat* format_of(const CodecSpec& codec);
   Algorithm algorithm_of(int stages, size_t bytes);

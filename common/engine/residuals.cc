@@ -72,7 +72,6 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Ter
   if (!record) return Flush::kNone;
   if (!fits(record.get(), sizes)) {
     *dropped = record->holds;
-    records_.erase(key_);
     return Flush::kNone;
   }
   if (record->loaded ? record->layout != layout() : record->terms.coded_inside != terms.coded_inside)
@@ -86,11 +85,17 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Ter
   return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
 }
 
+// Not before: a rank that alone has other sizes fails, and its count of steps must remain that of the others.
+void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::shared_ptr<Record> record = find(key);
+  if (record && !fits(record.get(), sizes)) records_.erase(key_);
+}
+
 std::shared_ptr<Residuals::Record> Residuals::take(const Key& key, const std::vector<size_t>& sizes, const Terms& terms,
                                                    uint64_t layout, Flush flush) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<Record> record = find(key);
-  if (record && !fits(record.get(), sizes)) record.reset();
   if (flush != Flush::kNone && !keeps_residual(terms.codec)) {
     records_.erase(key_);
     return record;

@@ -62,10 +62,12 @@ class Residuals {
   };
 
   // What the next reduction of these sizes (in elements) has to do. `layout` gives the number of the present division.
-  // `*dropped`: something was held of other sizes, and is given up.
+  // `*dropped`: something is held of other sizes, and is given up once all ranks have agreed on these.
   Flush due(const Key& key, const std::vector<size_t>& sizes, const Terms& terms,
             const std::function<uint64_t()>& layout, bool* dropped);
-  // For a reduction that is about to start. Zeros at first, and again when the sizes have changed. Null where the codec
+  // For any reduction that is about to start, of sizes that all ranks have agreed on: what is of others is given up.
+  void agreed(const Key& key, const std::vector<size_t>& sizes);
+  // For one that may need what is held. Zeros at first, and again when the sizes have changed. Null where the codec
   // asked for keeps nothing and nothing was kept: after a flush such a codec's record is gone.
   std::shared_ptr<Record> take(const Key& key, const std::vector<size_t>& sizes, const Terms& terms, uint64_t layout,
                                Flush flush);

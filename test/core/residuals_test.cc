@@ -246,6 +246,32 @@ TEST(Residual, OfOtherSizesIsGivenUp) {
       in_groups_of(1));
 }
 
+TEST(Residual, AndStepsOutliveARequestThatRanksDisagreeAbout) {
+  std::vector<Floats> results[2];  // without and with one
+  for (bool trips : {false, true}) {
+    run_world(
+        all_media()[0], 2,
+        [&](int rank, perseus_context* context) {
+          for (int step = 0; step < 3; ++step) {
+            const Floats result = reduce(context, gradient(step, rank), kRotate);
+            if (rank == 0) results[trips].push_back(result);
+            if (step > 0 || !trips) continue;
+            Floats x(rank == 0 ? kCount : 5000);
+            const int64_t count = static_cast<int64_t>(x.size());
+            const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
+            request.op = PERSEUS_AVERAGE;
+            request.gradient_of = 1;
+            request.codec = kRotate.codec;
+            request.codec_argument = kRotate.argument;
+            EXPECT_EQ(run(context, request).code, PERSEUS_MISMATCH);
+          }
+        },
+        in_groups_of(1));
+  }
+  EXPECT_EQ(results[0], results[1]);
+}
+
 TEST(Residual, OfFloat64IsSentToo) {
   run_world(
       all_media()[0], 2,
