@@ -6,6 +6,7 @@ python -m perseus.bench.worker '<plan as JSON>'
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 import perseus.torch.horovod as hvd
@@ -19,6 +20,8 @@ from perseus.bench.session import Session
 def main() -> int:
     """The exit status: 0 when everything was measured; verdicts are the launcher's."""
     plan = Plan.from_json(sys.argv[1])
+    # What a tuner tries in its first steps is not what is to be measured.
+    os.environ.setdefault("HOROVOD_AUTOTUNE", "0")
     hvd.init()
     if plan.advise:
         for found in advice.measure(plan):
