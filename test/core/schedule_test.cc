@@ -332,8 +332,10 @@ TEST(ScheduledGradients, HaveTheBitsOfOnlineNegotiation) {
     std::vector<std::string> settings;
     perseus_codec codec;
   };
-  for (const Case& c : {Case{{}, PERSEUS_CODEC_EXACT}, Case{staged, PERSEUS_CODEC_EXACT},
-                        Case{staged, PERSEUS_CODEC_INT8}, Case{staged, PERSEUS_CODEC_ROTATE}}) {
+  const std::vector<std::string> in_steps = {"PERSEUS_ALLREDUCE_ALGORITHM=halving_doubling"};
+  for (const Case& c :
+       {Case{{}, PERSEUS_CODEC_EXACT}, Case{in_steps, PERSEUS_CODEC_EXACT}, Case{staged, PERSEUS_CODEC_EXACT},
+        Case{staged, PERSEUS_CODEC_INT8}, Case{staged, PERSEUS_CODEC_ROTATE}}) {
     if (kThreadSanitizer && c.codec != PERSEUS_CODEC_ROTATE) continue;
     const Bits online = train(c.settings, c.codec, false), offline = train(c.settings, c.codec, true);
     EXPECT_EQ(online[0], online[1]);
