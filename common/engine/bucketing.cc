@@ -10,6 +10,16 @@
 namespace perseus {
 namespace {
 
+bool same_fold(const kernels::FoldSpec& a, const kernels::FoldSpec& b) {
+  return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
+         a.divisor == b.divisor;
+}
+
+// Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
+constexpr size_t kFlatBytes = 32 * 1024;
+
+}  // namespace
+
 kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ranks) {
   kernels::FoldSpec fold;
   fold.dtype = dtype;
@@ -19,22 +29,6 @@ kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ra
   fold.divisor = description.op == ReduceOp::kAverage ? static_cast<int>(ranks) : 1;
   return fold;
 }
-
-bool same_fold(const kernels::FoldSpec& a, const kernels::FoldSpec& b) {
-  return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
-         a.divisor == b.divisor;
-}
-
-// Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
-constexpr size_t kFlatBytes = 32 * 1024;
-// FNV-1a: spreads the owners of small tensors over the ranks, the same way everywhere.
-uint64_t salt_of(const std::string& name) {
-  uint64_t hash = 14695981039346656037U;
-  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211U;
-  return hash >> 1;  // so that a number can be added
-}
-
-}  // namespace
 
 Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint64_t>& rows) {
   size_t total = 0;
@@ -204,79 +198,6 @@ void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec&
 size_t Execution::run_bytes() const {
   const bool cut = tuner_.now().streams > 1 && settings_.division->spans_nodes(ranks_);
   return cut ? std::max(slice_bytes(), ranks_.size() * kChunkBytes) : SIZE_MAX;
-}
-
-void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
-  const Description& d = entry->description;
-  const TensorDescription& t = d.tensors[tensor];
-  Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
-  fit.stages = &levels == &this->levels(true) ? 0 : 1;
-  fit.flushes = d.flush != Flush::kNone;
-  if (!fit.flushes) fit.codec = codec;
-  const size_t element = dtype_size(t.dtype), slice = slice_bytes() / sizeof(float) * element;
-  fit.most_bytes = slice;
-  const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
-  if (format->keeps_residual()) take_residuals(entry, levels);
-  LeveledAllreduce::Run run;
-  run.salt = salt_of(entry->name->text) + tensor;
-  const size_t bytes = t.bytes();
-  for (size_t begin = 0; begin < bytes; begin += slice) {
-    const size_t size = std::min(slice, bytes - begin);
-    Bucket& bucket = bucket_for(entry, size, fit);
-    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
-    run.piece = bucket.plan.pieces.back();
-    run.number = begin / element / kWireChunk;
-    if (entry->residuals != nullptr) {
-      run.residual = entry->residuals->sent(tensor) + begin / element;
-      run.result_residual = entry->residuals->result(tensor) + begin / element;
-      run.step = entry->residuals->steps;
-      if (bucket.residuals.empty() || bucket.residuals.back() != entry->residuals)
-        bucket.residuals.push_back(entry->residuals);
-    }
-    open_stages(&bucket, levels, format).add(run);
-  }
-}
-
-// What was held back of the entry's tensors, and room for what will be.
-void Execution::take_residuals(Entry* entry, const Levels& levels) {
-  if (entry->residuals != nullptr || settings_.residuals == nullptr || entry->stand_in) return;
-  const Description& d = entry->description;
-  set_sizes(d);
-  entry->residuals = settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
-                                               {d.codec, d.codec_from, d.coded_inside, d.codes_doubles, d.codec_auto},
-                                               layout_of(levels), d.flush);
-  if (entry->residuals == nullptr || d.flush != Flush::kAmongAll) return;
-  const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
-  entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
-}
-
-void Execution::set_sizes(const Description& description) {
-  sizes_.clear();
-  for (const TensorDescription& each : description.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
-}
-
-void Execution::give_up_other_sizes(const Entry& entry) {
-  if (settings_.residuals == nullptr || settings_.residuals->bytes() == 0 || entry.stand_in) return;
-  set_sizes(entry.description);
-  settings_.residuals->agreed({entry.gradient_of, group_, entry.name->text}, sizes_);
-}
-
-// By what all ranks know of the tensor, never by what it shares a bucket with.
-CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
-  if (d.codec_auto)
-    return t.dtype == DType::kFloat32 ? settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds_, t.bytes()))]
-                                      : CodecSpec();
-  if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.codes_doubles)) return CodecSpec();
-  const CodecSpec& codec = t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
-  const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
-  return halves && dtype_size(t.dtype) == 2 ? CodecSpec() : codec;
-}
-
-const WireFormat* Execution::format_of(const CodecSpec& codec) {
-  for (auto& [spec, format] : formats_)
-    if (spec == codec) return format.get();
-  formats_.emplace_back(codec, make_codec(codec));
-  return formats_.back().second.get();
 }
 
 const Levels& Execution::levels(bool undivided) {

@@ -66,6 +66,9 @@ class Bucket final : public OutputSink {
   void clear();
 };
 
+// How an allreduce or reduce-scatter of so many ranks folds.
+kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ranks);
+
 class Execution {
  public:
   using MakeLinks = std::function<std::vector<Link*>(uint32_t stream)>;

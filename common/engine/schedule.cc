@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "base/hash.h"
 #include "engine/negotiation.h"
 
 namespace perseus {
@@ -23,12 +24,6 @@ size_t bytes_of(const Description& description) {
 // so it could not be taken back.
 bool can_be_scheduled(const Name& name) {
   return name.slot >= 0 && name.agreed.kind == Kind::kAllreduce && bytes_of(name.agreed) > 0;
-}
-
-// FNV-1a.
-uint64_t hash(uint64_t hash, const std::string& text) {
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211U;
-  return hash;
 }
 
 }  // namespace
@@ -84,7 +79,7 @@ bool Schedule::steady() const {
 // As the last step's rounds had it: what became ready in one round had been submitted on all ranks together, so no rank
 // that does the same again waits for one part of a batch before it submits another.
 void Schedule::freeze() {
-  fingerprint_ = 14695981039346656037U + ++frozen_;
+  fingerprint_ = kFnvBasis + ++frozen_;
   uint64_t round = 0;
   size_t bytes = 0;
   std::string text;
@@ -101,7 +96,7 @@ void Schedule::freeze() {
     bytes += bytes_of(seen.name->agreed);
     append_request(seen.name->text, seen.name->agreed, &text);
   }
-  fingerprint_ = std::max<uint64_t>(hash(fingerprint_, text), 1);
+  fingerprint_ = std::max<uint64_t>(fnv1a(text, fingerprint_), 1);
 }
 
 void Schedule::forget() {
