@@ -33,8 +33,10 @@ class WireFormat {
   // Throws Error(kIo) for bytes that no encode() of `count` elements writes.
   virtual void decode(const Byte* from, size_t bytes, size_t count, float* x) const = 0;
   virtual void decode_add(const Byte* from, size_t bytes, size_t count, float* x) const = 0;
-  // decode() for an x that will not be read soon: its elements are stored around the cache.
-  virtual void decode_streamed(const Byte* from, size_t bytes, size_t count, float* x) const;
+  // decode() for an x that will not be read soon: where that is faster, its elements are stored around the cache.
+  virtual void decode_streamed(const Byte* from, size_t bytes, size_t count, float* x) const {
+    decode(from, bytes, count, x);
+  }
 
   // Does what it loses matter enough to be kept and sent later (error feedback)?
   virtual bool keeps_residual() const = 0;

@@ -81,7 +81,7 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
   }
   const int64_t now = now_ns();
   const bool across = levels(false).groups > 1;
-  tuner_.agreed(ready, across, across ? slice_bytes() : SIZE_MAX, now);
+  tuner_.agreed(ready, across, across ? slice_bytes(CodecKind::kNone) : SIZE_MAX, now);
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     entry->executions_left = 0;
@@ -172,7 +172,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   Fit fit(Collective::kAllreduce, fold);
   fit.stages = staged ? 1 : -1;
   fit.algorithm = algorithm_of(fit.stages, bytes);
-  fit.most_bytes = run_bytes();
+  fit.most_bytes = run_bytes(bytes);
   // Every element is folded by itself: where a tensor is cut changes no bits.
   for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
     const size_t size = std::min(fit.most_bytes, bytes - begin);
@@ -193,11 +193,16 @@ void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec&
   bucket.adasum->add_tensor(bucket.plan.pieces.back());
 }
 
-// Between hosts a tensor goes in runs over all streams: over several interfaces at once, and past what one TCP
-// connection gets of a fast network. In shared memory one exchange has many chunks under way anyway.
-size_t Execution::run_bytes() const {
-  const bool cut = tuner_.now().streams > 1 && settings_.division->spans_nodes(ranks_);
-  return cut ? std::max(slice_bytes(), ranks_.size() * kChunkBytes) : SIZE_MAX;
+// Between hosts a tensor goes in runs over several streams: over several interfaces at once, and past what one TCP
+// connection gets of a fast network. Of a large one all runs are under way together: between two on one stream the wire
+// is idle for a moment. Many peers are many connections already, and more only get in each other's way. In shared
+// memory one exchange has many chunks under way anyway.
+size_t Execution::run_bytes(size_t bytes) const {
+  const size_t streams = static_cast<size_t>(tuner_.now().streams), peers = std::max<size_t>(2, ranks_.size()) - 1;
+  if (streams == 1 || !settings_.division->spans_nodes(ranks_)) return SIZE_MAX;
+  const size_t runs = std::max<size_t>(2, streams / peers);
+  const size_t share = (bytes / runs / kChunkBytes + 1) * kChunkBytes;
+  return std::max({slice_bytes(CodecKind::kNone), ranks_.size() * kChunkBytes, share});
 }
 
 const Levels& Execution::levels(bool undivided) {

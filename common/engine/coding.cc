@@ -20,7 +20,7 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   fit.stages = &levels == &this->levels(true) ? 0 : 1;
   fit.flushes = d.flush != Flush::kNone;
   if (!fit.flushes) fit.codec = codec;
-  const size_t element = dtype_size(t.dtype), slice = slice_bytes() / sizeof(float) * element;
+  const size_t element = dtype_size(t.dtype), slice = slice_bytes(fit.codec.kind) / sizeof(float) * element;
   fit.most_bytes = slice;
   const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
   if (format->keeps_residual()) take_residuals(entry, levels);

@@ -19,10 +19,12 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
       streams_(static_cast<size_t>(tuner_.most_streams())) {}
 
 // What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
-// stream holds what it sends and what it receives of one.
-size_t Execution::slice_bytes() const {
-  constexpr size_t kUnderWay = 16 * 1024 * 1024, kChunk = kWireChunk * sizeof(float);
-  return kUnderWay / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
+// stream holds what it sends and what it receives of one. Short slices fill and drain the wire sooner; of what hardly
+// uses it (or is not encoded, and needs no working on) every exchange costs more than that gains.
+size_t Execution::slice_bytes(CodecKind codec) const {
+  constexpr size_t kMiB = 1024 * 1024, kChunk = kWireChunk * sizeof(float);
+  const size_t under_way = codec == CodecKind::kNone || codec == CodecKind::kTopK ? 16 * kMiB : 8 * kMiB;
+  return under_way / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
 }
 
 Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {

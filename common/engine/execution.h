@@ -123,7 +123,7 @@ class Execution {
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
   void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
-  size_t run_bytes() const;
+  size_t run_bytes(size_t bytes) const;
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   void take_residuals(Entry* entry, const Levels& levels);
   void give_up_other_sizes(const Entry& entry);
@@ -133,7 +133,7 @@ class Execution {
   Algorithm algorithm_of(int stages, size_t bytes);
   void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
-  size_t slice_bytes() const;  // of what is encoded
+  size_t slice_bytes(CodecKind codec) const;
   LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
