@@ -38,8 +38,14 @@ void Schedule::learn(const std::vector<Entry*>& ready) {
     see(entry->name);
     any = true;
   }
-  // Only between two steps, so that the schedule begins with its first batch.
-  if (any && seen_.empty() && same_ >= std::max(needed_, kFirstNeeded) && steady()) freeze();
+  if (!any || same_ < std::max(needed_, kFirstNeeded) || !steady()) return;
+  // Only between two steps, so that the schedule begins with its first batch. Where steps have been told apart in the
+  // middle of what is now one round, the next one begins with the next round.
+  if (seen_.empty()) return freeze();
+  seen_.clear();
+  extra_.clear();
+  expected_seen_ = 0;
+  ++step_;
 }
 
 void Schedule::see(Name* name) {

@@ -10,8 +10,8 @@ from pytorch_mnist import Net
 import perseus
 import perseus.torch.horovod as hvd
 
-# An order is frozen where a step ends together with a round, which may take a few tries.
-STEPS, SILENT = 40, 4
+# Where ranks share cores an order may be frozen, broken and learnt anew a few times.
+STEPS, SILENT = 60, 4
 
 
 def _train(offline: int) -> tuple[list[torch.Tensor], int]:
