@@ -9,20 +9,20 @@
 // cost model says of sockets on an ordinary network.
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "collective/allreduce_cost.h"
+#include "meeting.h"
 #include "perseus/perseus.h"
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
+using perseus::Meeting;
+using Clock = Meeting::Clock;
 
 // The first four in the order of perseus::Algorithm.
 constexpr const char* kContenders[] = {"pairwise", "halving_doubling", "ring", "recursive_doubling", "auto", "nothing"};
@@ -37,36 +37,6 @@ constexpr int kWarmUps = 5;
 void check(perseus_code code) {
   if (code != PERSEUS_OK) give_up(perseus_error_message());
 }
-
-// All ranks wait for each other and begin at the same moment, which is returned.
-class Meeting {
- public:
-  explicit Meeting(int size) : size_(size) {}
-  Clock::time_point meet() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t turn = turn_;
-    if (++here_ == size_) {
-      here_ = 0;
-      ++turn_;
-      begin_ = Clock::now() + std::chrono::milliseconds(1);
-      all_here_.notify_all();
-    } else {
-      all_here_.wait(lock, [&] { return turn_ != turn; });
-    }
-    const Clock::time_point begin = begin_;
-    lock.unlock();
-    std::this_thread::sleep_until(begin);
-    return begin;
-  }
-
- private:
-  const int size_;
-  int here_ = 0;
-  uint64_t turn_ = 0;
-  Clock::time_point begin_;
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-};
 
 perseus_context* join_world(const std::string& transport, const std::string& algorithm, int rank, int size) {
   const std::string name = algorithm + std::to_string(size), over = "PERSEUS_TRANSPORT=" + transport;
@@ -100,7 +70,8 @@ double reduce(perseus_context* context, Meeting* meeting, const std::string& nam
   request.tensor_count = 1;
   request.op = PERSEUS_SUM;
   request.prescale = request.postscale = 1.0;
-  const Clock::time_point begin = meeting->meet();
+  const Clock::time_point begin = meeting->begin();
+  std::this_thread::sleep_until(begin);
   perseus_handle handle = 0;
   check(perseus_request_submit(context, &request, &handle));
   check(perseus_handle_wait(context, handle, -1));
@@ -146,7 +117,7 @@ void measure(const std::string& transport, int size, const std::vector<size_t>& 
             if (round >= 0) times[s][c][static_cast<size_t>(rank)].push_back(seconds);
           }
       }
-      meeting.meet();
+      std::this_thread::sleep_until(meeting.begin());
       for (perseus_context* context : contexts) perseus_context_destroy(context);
     });
   for (std::thread& thread : threads) thread.join();

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "meeting.h"
 #include "perseus/perseus.h"
 #include "transport/transport.h"
 #include "transport/waker.h"
@@ -41,33 +42,6 @@ constexpr size_t kMessageBytes = 248;  // of a round's frame
 struct Options {
   int steps;
   std::chrono::microseconds backward;
-};
-
-// All ranks wait for each other; a step begins at the same moment for all of them.
-class Meeting {
- public:
-  explicit Meeting(int size) : size_(size) {}
-  Clock::time_point begin() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t turn = turn_;
-    if (++here_ == size_) {
-      here_ = 0;
-      ++turn_;
-      begin_ = Clock::now() + std::chrono::milliseconds(2);
-      all_here_.notify_all();
-    } else {
-      all_here_.wait(lock, [&] { return turn_ != turn; });
-    }
-    return begin_;
-  }
-
- private:
-  const int size_;
-  int here_ = 0;
-  uint64_t turn_ = 0;
-  Clock::time_point begin_;
-  std::mutex mutex_;
-  std::condition_variable all_here_;
 };
 
 // Counts of the busiest rank, over the measured steps.
