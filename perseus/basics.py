@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from perseus.errors import NOT_INITIALIZED, HorovodInternalError, InitializationError, MismatchError
@@ -41,6 +42,7 @@ class _World:
 
 
 _world = _World()
+_gradient_numbers = count(1)
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -251,6 +253,16 @@ def group_ranks(group: int) -> list[int] | None:
 def setting(name: str) -> int:
     """A variable as the core has read it: the number, 0 or 1, or the place among its choices."""
     return _context().setting(name)
+
+
+def new_gradients() -> int:
+    """A number under which the core keeps the sums of one optimizer's gradients; never 0."""
+    return next(_gradient_numbers)
+
+
+def settings_act_on_gradients() -> bool:
+    """Whether settings make the core do something with gradients even in a world of one rank."""
+    return setting("PERSEUS_ACCUMULATE_N_STEPS") > 1 or setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
 
 
 def forget_gradients(gradient_of: int) -> None:
