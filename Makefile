@@ -72,14 +72,14 @@ $(BUILD)/build.ninja: $(VENV)/.build
 
 # An editable install: Python modules are used where they are, the libraries are made in perseus/.
 $(VENV)/.perseus: setup.py pyproject.toml CMakeLists.txt $(VENV)/.build | $(BUILD)/build.ninja
-	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow
 	$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # ---- what people ask for ------------------------------------------------------------------------------------------
 
 build: $(VENV)/.perseus  ## the package, built and installed into .venv/torch (editable)
-	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core
+	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow
 
 demo: build $(VENV)/.demo  ## train a small CNN on 2 ranks and draw its loss curve
 	mkdir -p build/demo

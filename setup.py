@@ -1,4 +1,4 @@
-"""Builds libperseus.so and perseus._core with CMake; puts them and the examples into the wheel.
+"""Builds libperseus.so and what loads it with CMake; puts them and the examples into the wheel.
 
 Everything declarative is in pyproject.toml. PERSEUS_BUILD_DIR names a CMake build folder to use
 and keep (the Makefile's); without it setuptools' temporary folder is used.
@@ -19,6 +19,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+TARGETS = ["perseus", "_core", "perseus_tensorflow"]
 
 
 def version() -> str:
@@ -72,7 +73,7 @@ class BuildPackage(build_py):
 
 
 class BuildCore(build_ext):
-    """Runs CMake. An editable install gets both libraries in perseus/, with their debug lines."""
+    """Runs CMake. An editable install gets the libraries in perseus/, with their debug lines."""
 
     def run(self) -> None:
         in_place = self.inplace or self.editable_mode
@@ -89,7 +90,7 @@ class BuildCore(build_ext):
             made = package if in_place else folder / "package"
             configure += ["--fresh", f"-DPERSEUS_PACKAGE_DIR={made}"]
         run(configure)
-        run([cmake, "--build", str(folder), "--target", "perseus", "_core"])
+        run([cmake, "--build", str(folder), "--target", *TARGETS])
         if not in_place:
             install = [cmake, "--install", str(folder), "--component", "python", "--strip"]
             run([*install, "--prefix", str(package.parent)])

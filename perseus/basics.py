@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perseus.errors import NOT_INITIALIZED, HorovodInternalError, InitializationError, MismatchError
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 _FIRST_TO_FAIL_SECONDS = 1.0
 
 
+class _User(Protocol):
+    """Who works on the running context."""
+
+    def close(self) -> None:
+        """Let go of it: the world has ended, and the context will be freed on return."""
+
+
 @dataclass
 class _World:
     context: _core.Context | None = None
@@ -34,7 +41,7 @@ class _World:
     epoch: int = 0
     rank: int = 0
     size: int = 1
-    users: list[_core.Operations] = field(default_factory=list)
+    users: list[_User] = field(default_factory=list)
     init_hooks: list[Callable[[], None]] = field(default_factory=list)
     reset_hooks: list[Callable[[], None]] = field(default_factory=list)
     flush_hooks: list[Callable[[], None]] = field(default_factory=list)
@@ -136,8 +143,8 @@ def shutdown() -> None:
         return
     try:
         context.shutdown()
-        for operations in _world.users:
-            operations.close()
+        for user in _world.users:
+            user.close()
     finally:
         context.close()
         _world.users.clear()
@@ -197,6 +204,13 @@ def operations(
     return made
 
 
+def lend_context(user: _User) -> int:
+    """The address of the running perseus_context, for a native library; see _User for how long."""
+    address = _context().address
+    _world.users.append(user)
+    return address
+
+
 def _context() -> _core.Context:
     if _world.context is None:
         raise ValueError(NOT_INITIALIZED)
@@ -206,6 +220,11 @@ def _context() -> _core.Context:
 def is_initialized() -> bool:
     """Whether init() was called and shutdown() was not."""
     return _world.context is not None
+
+
+def world_failure() -> str | None:
+    """Why the world has ended; None while it has not, and where there is none."""
+    return None if _world.context is None else _world.context.failure()
 
 
 def rank() -> int:

@@ -251,6 +251,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.rank_count = r.ranks == nullptr ? 0 : r.rank_count;
     if (r.struct_size > offsetof(perseus_request, gradient_of)) submission.gradient_of = r.gradient_of;
     if (r.struct_size > offsetof(perseus_request, codec_argument)) submission.codec = {r.codec, r.codec_argument};
+    if (r.struct_size > offsetof(perseus_request, done_arg)) submission.done = {r.done, r.done_arg};
     *handle = context->context->engine().submit(submission);
     return PERSEUS_OK;
   });

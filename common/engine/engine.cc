@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kHousekeeping = 500 * kMillisecond;
 // Without sockets to read, events (a peer's death, a new ring) need no look in every pass.
 constexpr int64_t kLookForEvents = 50 * kMicrosecond;
+// Whether anything waits for what is told by a call cannot be seen; gradients of one step are not this far apart.
+constexpr int64_t kSilentPatience = kSecond;
 
 ExecutionSettings settings_of(const Config& config) {
   ExecutionSettings settings;
@@ -130,9 +132,7 @@ void Engine::add_group(int id, std::vector<int> ranks) {
         return entry;
       },
       [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; },
-      schedules_
-          ? [this](const Entry& entry) { return handles_.at(entry.handle)->awaited.load(std::memory_order_acquire); }
-          : Negotiation::Awaited());
+      schedules_ ? [this](const Entry& entry) { return awaited(entry); } : Negotiation::Awaited());
 }
 
 bool Engine::busy() {
@@ -198,6 +198,11 @@ bool Engine::pass(bool eager) {
   return moved;
 }
 
+bool Engine::awaited(const Entry& entry) const {
+  if (handles_.at(entry.handle)->awaited.load(std::memory_order_acquire)) return true;
+  return entry.done.call != nullptr && now_ns() - entry.submitted_ns > kSilentPatience;
+}
+
 void Engine::finish(Entry* entry, const Status& status) {
   if (timeline_.on()) timeline_.operation(*entry, status.ok);
   if (entry->stand_in) {
@@ -223,10 +228,13 @@ void Engine::finish(Entry* entry, const Status& status) {
     slot->outputs.resize(1);
     slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
   }
+  const Completion done = entry->done;
+  const int64_t handle = HandleTable::handle_of(*slot, entry->handle);
   recycle(entry);
   ++operations_;
   HandleTable::complete(slot);
   driver_.completed();
+  if (done.call != nullptr) done.call(done.arg, handle);
 }
 
 // Every rank of the world gets here with the same request in the same order, so ids agree.

@@ -59,6 +59,7 @@ class Engine {
     int rank_count = 0;
     uint64_t gradient_of = 0;
     CodecWish codec;
+    Completion done;
     std::vector<uint32_t> times;  // of the tuner's request
   };
 
@@ -119,7 +120,8 @@ class Engine {
   // ---- gradients (gradients.cc); any thread ----
   // What comes before a gradient's reduction: true when there is none yet, because it was added to a sum.
   bool holds(const Submission& submission);
-  int64_t held_handle();
+  bool awaited(const Entry& entry) const;
+  int64_t held_handle(const Completion& done);
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
   void say_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);

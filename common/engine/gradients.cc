@@ -29,11 +29,12 @@ bool Engine::holds(const Submission& s) {
   return accumulation_.hold(s.gradient_of, s.group, s.name, tensors);
 }
 
-int64_t Engine::held_handle() {
+int64_t Engine::held_handle(const Completion& done) {
   const int64_t handle = handles_.open();
   HandleTable::Slot* slot = handles_.at(HandleTable::index_of(handle));
   slot->gradient = GradientOutcome::kHeld;
   HandleTable::complete(slot);
+  if (done.call != nullptr) done.call(done.arg, handle);
   return handle;
 }
 

@@ -39,6 +39,9 @@ class HandleTable {
   // By the driver, after which the slot belongs to the caller.
   static void complete(Slot* slot) { slot->state.fetch_or(1, std::memory_order_release); }
   Slot* at(uint32_t index) const { return &blocks_[index / kBlock].load(std::memory_order_acquire)[index % kBlock]; }
+  static int64_t handle_of(const Slot& slot, uint32_t index) {
+    return static_cast<int64_t>((slot.state.load(std::memory_order_relaxed) >> 1) * kCapacity + index);
+  }
   static uint32_t index_of(int64_t handle) { return static_cast<uint32_t>(handle & (kCapacity - 1)); }
   // Forgets a handle that is done; false when it is in progress or unknown.
   bool release(int64_t handle);

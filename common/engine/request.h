@@ -100,6 +100,12 @@ struct Output {
 // What became of a gradient that was submitted; same numbers as enum perseus_gradient.
 enum class GradientOutcome : uint8_t { kReduced = 0, kHeld = 1, kSkipped = 2 };
 
+// Whom to tell that a handle is done.
+struct Completion {
+  void (*call)(void* arg, int64_t handle) = nullptr;
+  void* arg = nullptr;
+};
+
 struct Name;  // negotiation.h
 
 // A submitted request until its handle is done. Recycled, so that a step allocates nothing.
@@ -118,6 +124,7 @@ struct Entry {
   };
   std::vector<Nan> nans;  // found by any rank; once all ranks have submitted it
   uint32_t handle = 0;    // index in the handle table
+  Completion done;
   int group = 0;
   int64_t submitted_ns = 0;
   int64_t agreed_ns = 0;   // all ranks have submitted it; 0 = not yet

@@ -152,7 +152,7 @@ int64_t Engine::submit(const Submission& s) {
   Description codec;
   gradient_codecs_.choose(s.kind, s.op, s.gradient_of != 0, s.codec, &codec);
   check_codec_suits(s);
-  if (s.gradient_of != 0 && holds(s)) return held_handle();
+  if (s.gradient_of != 0 && holds(s)) return held_handle(s.done);
 
   Entry* entry = take_entry();
   describe(s, &entry->description);
@@ -163,6 +163,7 @@ int64_t Engine::submit(const Submission& s) {
   entry->description.codes_doubles = codec.codes_doubles;
   entry->description.codec_from = codec.codec_from;
   entry->gradient_of = s.gradient_of;
+  entry->done = s.done;
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !said_precision_) say_precision(group->ranks());
   entry->group = s.group;
   entry->submitted_ns = now_ns();

@@ -238,6 +238,9 @@ void bind_context(py::module_& module) {
       .def_property_readonly("cross_size", number(perseus_context_cross_size))
       .def_property_readonly("is_homogeneous",
                              [](const ContextOwner& self) { return perseus_context_is_homogeneous(self.get()) != 0; })
+      .def_property_readonly(
+          "address", [](const ContextOwner& self) { return reinterpret_cast<uintptr_t>(self.get()); },
+          "The perseus_context, for a library that works on it through the C ABI until this is closed.")
       .def_property_readonly("closed", [](const ContextOwner& self) { return self.raw() == nullptr; })
       .def("failure", &ContextOwner::failure, "Why the world has ended, None while it has not.")
       .def(

@@ -121,7 +121,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     optimizer: any optimizer of Keras 3, a LossScaleOptimizer around one included; its options and
         state are taken over. With gradient_accumulation_steps gradients travel once a step.
     name: what names of reductions begin with, equal on all ranks; else optimizers are numbered.
-    device_dense, device_sparse: accepted for Horovod's sake.
+    device_dense, device_sparse: where reductions run on TensorFlow; "" leaves it to TensorFlow.
     compression: what a gradient looks like while it travels. Without it the settings decide, which
         are float16 between hosts; Compression.none is full precision everywhere.
     sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their rows are gathered.
@@ -139,9 +139,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     ValueError for arguments that do not fit.
     """
     plan = make_plan(
-        name, compression, sparse_as_dense, gradient_predivide_factor, op,
-        backward_passes_per_step, average_aggregated_gradients, num_groups, groups, process_set,
-        scale_local_gradients,
+        name, device_dense, device_sparse, compression, sparse_as_dense,
+        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
+        num_groups, groups, process_set, scale_local_gradients,
     )  # fmt: skip
     return distribute(optimizer, plan)
 

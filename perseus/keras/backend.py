@@ -24,6 +24,8 @@ class Reduction:
     predivide_factor: float
     compression: type[Compressor]
     sparse_as_dense: bool
+    device_dense: str
+    device_sparse: str
     process_set: ProcessSet
 
 
@@ -50,7 +52,7 @@ class Backend(Protocol):
     Adasum: int
 
     def make_exchange(self, scope: str, reduction: Reduction) -> Exchange:
-        """scope: what names may begin with, beside those that are given."""
+        """scope: what names begin with, before those that are given."""
 
     def dense(self, gradient: Any) -> Any:
         """A gradient as a dense tensor."""

@@ -77,7 +77,7 @@ class GradientExchange:
         reduced, applies = self._exchange.reduce(
             [gradients[index] for index in sent],
             [
-                f"{self.prefix()}/{number}/{_readable(variables[index])}"
+                f"{number}/{_readable(variables[index])}"
                 for number, index in zip(numbers, sent, strict=True)
             ],
             self._bundles(numbers, optimizer),

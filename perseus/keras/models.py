@@ -31,8 +31,8 @@ def load_model(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if inner is not None and not isinstance(inner, DistributedMixin):
         plan = make_plan(
-            None, compression, False, 1.0, backend.Average, 1, False, 0, None, global_process_set,
-            True,
+            None, "", "", compression, False, 1.0, backend.Average, 1, False, 0, None,
+            global_process_set, True,
         )  # fmt: skip
         model.optimizer = distribute(optimizer, plan)
     return model

@@ -186,6 +186,8 @@ def _without_state(optimizer: Any, plan: Plan) -> Any:
 
 def make_plan(  # noqa: PLR0917 - all are given
     name: str | None,
+    device_dense: str,
+    device_sparse: str,
     compression: Any,
     sparse_as_dense: bool,
     gradient_predivide_factor: float,
@@ -211,7 +213,10 @@ def make_plan(  # noqa: PLR0917 - all are given
         isinstance(groups, list) and all(isinstance(group, list) for group in groups)
     ):
         raise ValueError("groups should be a positive integer or a list of lists of variables")
-    reduction = Reduction(op, gradient_predivide_factor, compression, sparse_as_dense, process_set)
+    reduction = Reduction(
+        op, gradient_predivide_factor, compression, sparse_as_dense, device_dense, device_sparse,
+        process_set,
+    )  # fmt: skip
     return Plan(
         name, reduction, groups, scale_local_gradients, backward_passes_per_step,
         average_aggregated_gradients,

@@ -24,7 +24,8 @@ __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 class _Exchange:
     """See Exchange. Dense gradients are reduced in place, sparse ones are made dense first."""
 
-    def __init__(self, reduction: Reduction) -> None:
+    def __init__(self, scope: str, reduction: Reduction) -> None:
+        self._scope = scope
         self._reduction = reduction
         self._number = basics.new_gradients()
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
@@ -47,7 +48,7 @@ class _Exchange:
         try:
             for bundle in bundles:
                 members = tuple(pairs[index][0] for index in bundle)
-                handles.append(self._start(names[bundle[0]], members))
+                handles.append(self._start(f"{self._scope}/{names[bundle[0]]}", members))
         except Exception as error:
             failure = error
         applies = True
@@ -74,8 +75,8 @@ class _Exchange:
 
 
 def make_exchange(scope: str, reduction: Reduction) -> _Exchange:
-    """See Backend. Names are used as they are given."""
-    return _Exchange(reduction)
+    """See Backend."""
+    return _Exchange(scope, reduction)
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:

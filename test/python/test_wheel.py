@@ -55,7 +55,8 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def libraries(unpacked: Path) -> list[Path]:
     found = sorted(unpacked.rglob("*.so*"))
-    assert [path.name.split(".")[0] for path in found] == ["_core", "libperseus"]
+    names = [path.name.split(".")[0] for path in found]
+    assert names == ["_core", "libperseus", "libperseus_tensorflow"]
     return found
 
 
@@ -95,17 +96,20 @@ def visible_symbols(library: Path) -> list[str]:
         return [s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] != "SHN_UNDEF"]
 
 
-def test_libraries_need_only_libc_and_each_other(libraries: list[Path]) -> None:
+def test_libraries_need_only_libc_each_other_and_their_framework(libraries: list[Path]) -> None:
     for library in libraries:
         for needed in dynamic_entries(library, "DT_NEEDED"):
-            own = needed == "libperseus.so" and library.name.startswith("_core")
+            own = needed == "libperseus.so" and library.name != "libperseus.so"
+            # Which TensorFlow itself has loaded by then, in any version.
+            own |= needed == "libtensorflow_framework.so.2" and "tensorflow" in library.name
             assert own or SYSTEM_LIBRARIES.fullmatch(needed), f"{library.name} needs {needed}"
 
 
-def test_the_extension_finds_the_core_beside_itself(libraries: list[Path]) -> None:
-    extension, core = libraries
-    assert "libperseus.so" in dynamic_entries(extension, "DT_NEEDED")
-    assert dynamic_entries(extension, "DT_RUNPATH") == ["$ORIGIN"]
+def test_the_core_is_found_beside_what_needs_it(libraries: list[Path]) -> None:
+    extension, core, tensorflow = libraries
+    for library in (extension, tensorflow):
+        assert "libperseus.so" in dynamic_entries(library, "DT_NEEDED")
+        assert dynamic_entries(library, "DT_RUNPATH") == ["$ORIGIN"]
     assert dynamic_entries(core, "DT_RUNPATH") + dynamic_entries(core, "DT_RPATH") == []
 
 
@@ -118,8 +122,12 @@ def test_no_symbol_is_newer_than_glibc_2_28(libraries: list[Path]) -> None:
 
 
 def test_only_the_interface_is_visible(libraries: list[Path]) -> None:
-    extension, core = libraries
+    extension, core, tensorflow = libraries
     assert visible_symbols(extension) == ["PyInit__core"]
+    assert {name.rpartition("_")[0] for name in visible_symbols(tensorflow)} == {
+        "perseus_tensorflow",
+        "perseus_tensorflow_set",
+    }
     assert "perseus_context_create" in visible_symbols(core)
     assert [name for name in visible_symbols(core) if not name.startswith("perseus_")] == []
 

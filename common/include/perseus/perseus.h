@@ -213,6 +213,12 @@ typedef struct perseus_request {
   int codec; /* a perseus_codec: sums and averages only. float16 and bfloat16 tensors are encoded as float32 by what is
               * smaller than them, float64 ones where the codec is not SETTINGS; others travel as they are */
   double codec_argument; /* PERSEUS_CODEC_TOP_K: the fraction of elements, ROTATE: N; 0 = as the settings say */
+  /* NULL, or called once when the handle is done, on whichever thread makes progress: that may be the submitting one,
+   * before perseus_request_submit returns. It must not block: no waiting for handles in progress, no shutdown or
+   * destruction of the context. It may read and release the handle and submit requests. Never called for a request that
+   * perseus_request_submit refused. */
+  void (*done)(void* done_arg, perseus_handle handle);
+  void* done_arg;
 } perseus_request;
 
 /* Hands the request over without copying tensors; returns at once. */

@@ -1,4 +1,4 @@
-"""DistributedOptimizer of Keras 3, on either of its frameworks: PyTorch unless KERAS_BACKEND says."""
+"""DistributedOptimizer of Keras 3, on PyTorch unless KERAS_BACKEND says otherwise."""
 
 from __future__ import annotations
 
@@ -343,9 +343,7 @@ def check_fit_is_fit_with_the_joined_batch() -> None:
         np.concatenate([part[k][i : i + local] for i in range(0, 32, local) for part in parts])
         for k in (0, 1)
     ]
-    expected = reference.fit(
-        *joined, batch_size=local * size, epochs=3, shuffle=False, verbose=0
-    )
+    expected = reference.fit(*joined, batch_size=local * size, epochs=3, shuffle=False, verbose=0)
     _close(model.weights, reference.weights, 1e-4)
     np.testing.assert_allclose(history.history["loss"], expected.history["loss"], rtol=1e-4)
     _same_everywhere([*model.weights, *model.optimizer.variables])
@@ -430,9 +428,7 @@ def check_arguments_that_do_not_fit() -> None:
     sgd = keras.optimizers.SGD
     make = hvd.DistributedOptimizer
     assert "Adasum" in _raised(ValueError, make, sgd(), op=hvd.Adasum)
-    assert "Average" in _raised(
-        ValueError, make, sgd(), op=hvd.Sum, gradient_predivide_factor=2.0
-    )
+    assert "Average" in _raised(ValueError, make, sgd(), op=hvd.Sum, gradient_predivide_factor=2.0)
     assert "already" in _raised(ValueError, make, make(sgd()))
     assert "expected an optimizer" in _raised(ValueError, make, "sgd")
     assert "backward_passes" in _raised(ValueError, make, sgd(), backward_passes_per_step=0)
@@ -455,6 +451,8 @@ def check_functions_on_values() -> None:
     part = hvd.reducescatter(np.arange(2.0 * size) * (rank + 1), op=hvd.Sum)
     factor = size * (size + 1) / 2
     assert keras.ops.convert_to_numpy(part).tolist() == [2 * rank * factor, (2 * rank + 1) * factor]
-    assert "BroadcastGlobalVariablesCallback" in _raised(
-        RuntimeError, hvd.broadcast_global_variables, 0
-    ) or keras.backend.backend() == "tensorflow"
+    assert (
+        "BroadcastGlobalVariablesCallback"
+        in _raised(RuntimeError, hvd.broadcast_global_variables, 0)
+        or keras.backend.backend() == "tensorflow"
+    )

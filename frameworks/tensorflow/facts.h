@@ -1,0 +1,18 @@
+// Ops that tell a number about the world when they run: under elastic training it may change between steps.
+#pragma once
+
+#include "tf_c_api.h"
+
+namespace perseus::tensorflow {
+
+enum class Fact { kSize, kRank, kLocalSize, kLocalRank, kIncluded };
+
+void* make_fact(Fact fact, TF_OpKernelConstruction* construction);
+template <Fact fact>
+void* create_fact(TF_OpKernelConstruction* construction) {
+  return make_fact(fact, construction);
+}
+void compute_fact(void* fact, TF_OpKernelContext* context);
+void destroy_fact(void* fact);
+
+}  // namespace perseus::tensorflow

@@ -1,0 +1,19 @@
+// What Python calls, through ctypes. None of it needs the GIL.
+#include "completion.h"
+#include "world.h"
+
+extern "C" {
+
+// Once, before the first op runs. owned: TensorFlow is 2.22 or newer, see completion.h.
+PERSEUS_EXPORT void perseus_tensorflow_set_convention(int owned) {
+  using perseus::tensorflow::Convention;
+  perseus::tensorflow::set_convention(owned != 0 ? Convention::kOwned : Convention::kBorrowed);
+}
+
+// Ops go to this context until perseus_tensorflow_detach.
+PERSEUS_EXPORT void perseus_tensorflow_attach(perseus_context* context) { perseus::tensorflow::attach_world(context); }
+
+// After perseus_context_shutdown and before perseus_context_destroy: blocks until no op uses the context.
+PERSEUS_EXPORT void perseus_tensorflow_detach() { perseus::tensorflow::detach_world(); }
+
+}  // extern "C"

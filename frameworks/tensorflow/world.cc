@@ -1,0 +1,48 @@
+// A pointer and how many use it, behind one lock.
+#include "world.h"
+
+#include <condition_variable>
+#include <mutex>
+
+namespace perseus::tensorflow {
+namespace {
+
+struct World {
+  std::mutex mutex;
+  std::condition_variable unused;
+  perseus_context* context = nullptr;
+  int uses = 0;
+};
+
+// Lives as long as the process: threads of TensorFlow may run ops while it ends.
+World& world() {
+  static World* const only = new World;
+  return *only;
+}
+
+}  // namespace
+
+void attach_world(perseus_context* context) {
+  std::lock_guard<std::mutex> lock(world().mutex);
+  world().context = context;
+}
+
+void detach_world() {
+  std::unique_lock<std::mutex> lock(world().mutex);
+  world().context = nullptr;
+  world().unused.wait(lock, [] { return world().uses == 0; });
+}
+
+WorldUse::WorldUse() {
+  std::lock_guard<std::mutex> lock(world().mutex);
+  context_ = world().context;
+  if (context_ != nullptr) ++world().uses;
+}
+
+WorldUse::~WorldUse() {
+  if (context_ == nullptr) return;
+  std::lock_guard<std::mutex> lock(world().mutex);
+  if (--world().uses == 0) world().unused.notify_all();
+}
+
+}  // namespace perseus::tensorflow

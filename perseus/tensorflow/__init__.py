@@ -1,0 +1,1 @@
+"""TensorFlow on Perseus; `import perseus.tensorflow.horovod as hvd` is the public face."""

@@ -1,0 +1,90 @@
+"""The native ops: finds libperseus_tensorflow.so, loads it into TensorFlow, and gives it the world.
+
+`native` has one function for every op. Loading starts nothing of TensorFlow's, so that scripts may
+still choose devices and threads. Whether completions are handed over as expected of this version
+is tested by the library before its first asynchronous op runs. Thread-safe after import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from perseus import basics
+
+_OLDEST = (2, 15)
+_OWNED_COMPLETIONS = (2, 22)  # see frameworks/tensorflow/completion.h
+_LIBRARY = Path(__file__).resolve().parent.parent / "libperseus_tensorflow.so"
+
+OPS = (
+    "PerseusAllreduce",
+    "PerseusAllgather",
+    "PerseusBroadcast",
+    "PerseusAlltoall",
+    "PerseusReducescatter",
+    "PerseusJoin",
+    "PerseusSize",
+    "PerseusRank",
+    "PerseusLocalSize",
+    "PerseusLocalRank",
+    "PerseusProcessSetIncluded",
+)
+
+
+def _import_tensorflow() -> tuple[Any, tuple[int, int]]:
+    """TensorFlow and its version; ImportError where it is missing or too old."""
+    try:
+        import tensorflow
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        raise ImportError(
+            "[tensorflow] TensorFlow is not installed: pip install tensorflow-cpu (2.15 or newer)"
+        ) from None
+    major, minor = (int(part) for part in tensorflow.__version__.split(".")[:2])
+    if (major, minor) < _OLDEST:
+        raise ImportError(
+            f"[tensorflow] TensorFlow {tensorflow.__version__} is too old: Perseus needs 2.15 or "
+            f"newer"
+        )
+    return tensorflow, (major, minor)
+
+
+def _load() -> tuple[Any, ctypes.CDLL]:
+    """The generated functions of the ops, and the library's own."""
+    tensorflow, version = _import_tensorflow()
+    from tensorflow.python.framework import auto_control_deps as order
+
+    if not _LIBRARY.exists():
+        raise ImportError(f"[tensorflow] {_LIBRARY} is missing: pip install Perseus again")
+    # The ops are stateful, so that equal ones are neither merged nor folded; TensorFlow would then
+    # run them one after the other. They pair by name, so any order will do.
+    order.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= frozenset(OPS)
+    try:
+        functions = tensorflow.load_op_library(str(_LIBRARY))
+    except (tensorflow.errors.OpError, RuntimeError) as error:
+        raise ImportError(
+            f"[tensorflow] TensorFlow {tensorflow.__version__} cannot load {_LIBRARY}: {error}"
+        ) from None
+    library = ctypes.CDLL(str(_LIBRARY))
+    library.perseus_tensorflow_attach.argtypes = [ctypes.c_void_p]
+    library.perseus_tensorflow_attach.restype = None
+    library.perseus_tensorflow_detach.restype = None
+    library.perseus_tensorflow_set_convention(int(version >= _OWNED_COMPLETIONS))
+    return functions, library
+
+
+class _Attachment:
+    """The library's use of one world's context."""
+
+    def close(self) -> None:
+        _library.perseus_tensorflow_detach()
+
+
+def _attach() -> None:
+    _library.perseus_tensorflow_attach(basics.lend_context(_Attachment()))
+
+
+native, _library = _load()
+basics.at_init(_attach)

@@ -1,0 +1,340 @@
+"""The collectives as ops: what everything else of perseus.tensorflow is made of.
+
+All work eagerly, in tf.function and in v1 graphs, on the CPU. They may run in any order and at the
+same time: ranks pair them by name. Common arguments:
+
+tensors: a list of tensors, variables or arrays.
+name: None makes one. In a graph it is the name of the node, which TensorFlow makes unique there
+    (`ignore_name_scope` leaves its scopes out), so ranks must build equal graphs. Eagerly it is
+    used as it is; without one, ops are numbered, and all ranks must issue the same ones.
+grouped: one op for all tensors, which are ready, executed and finished together.
+process_set: the ranks that take part.
+
+dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64, bool; what is only moved
+    may be uint16 too.
+Gradients are registered by perseus.tensorflow.gradients.
+Errors, raised where the result is used: FailedPreconditionError on every rank where ranks disagree
+about a tensor (the job goes on), and before init(); UnknownError when the world has broken;
+InvalidArgumentError for a name in flight, a foreign process set, bad splits.
+Source of behaviour: Horovod 0.28.1, horovod.tensorflow.mpi_ops.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow.library import native
+
+# enum perseus_reduce_op, with Horovod's numbers.
+Average = 0
+Sum = 1
+Adasum = 2
+Min = 3
+Max = 4
+Product = 5
+
+
+def bits(value: float) -> int:
+    """A float64 as the integer that stands for it in an op's attributes."""
+    number: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return number
+
+
+def real(number: int) -> float:
+    """The float64 that bits() made into an integer."""
+    value: float = struct.unpack("<d", struct.pack("<q", number))[0]
+    return value
+
+
+def normalize_name(name: str) -> str:
+    """The name with everything but letters, digits and underscores made an underscore."""
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def group_id(process_set: ProcessSet) -> int:
+    """The number of a set; ValueError while it is not registered."""
+    if process_set.process_set_id is None:
+        raise ValueError("Process set provided does not exist, or has not been registered.")
+    return process_set.process_set_id
+
+
+def naming(word: str, name: str | None, tensors: Sequence[Any], ignore: bool) -> dict[str, Any]:
+    """The attributes that decide what an op is called in the core."""
+    if tf.executing_eagerly():
+        return {"tensor_name": name} if name else {"unnamed": True}
+    if name:
+        # What a node may be called.
+        node = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", name).rstrip("/")
+        if not re.match("[A-Za-z0-9.]", node):
+            node = f"tensor{node}"
+    else:
+        node = word + "".join(f"_{normalize_name(tensor.name)}" for tensor in tensors[:1])
+    return {"name": node, "ignore_name_scope": ignore}
+
+
+def keep_shapes(results: Iterable[Any], tensors: Iterable[Any]) -> None:
+    """State in a graph what the results' shapes are; eagerly they have them."""
+    if not tf.executing_eagerly():
+        for result, tensor in zip(results, tensors, strict=True):
+            result.set_shape(tensor.shape)
+
+
+def _keep_rows(results: Iterable[Any], tensors: Iterable[Any]) -> None:
+    """The same for results that differ from the tensors in the number of rows."""
+    if not tf.executing_eagerly():
+        for result, tensor in zip(results, tensors, strict=True):
+            if tensor.shape.rank:
+                result.set_shape([None, *tensor.shape[1:]])
+
+
+def _as_tensors(tensors: Iterable[Any]) -> list[Any]:
+    return [tf.convert_to_tensor(tensor) for tensor in tensors]
+
+
+def _in_parts(
+    tensors: list[Any], names: Sequence[str | None] | str | None, grouped: bool
+) -> list[tuple[list[Any], str | None]]:
+    """(tensors, name) of each op that is to be made."""
+    if grouped:
+        if names is not None and not isinstance(names, str):
+            raise ValueError(f"[tensorflow] a grouped operation has one name, got {names!r}")
+        return [(tensors, names)] if tensors else []
+    if names is None or isinstance(names, str):
+        names = [names] * len(tensors)
+    if len(names) != len(tensors) or (len(tensors) > 1 and len({*names}) == 1 and names[0]):
+        raise ValueError(f"[tensorflow] {len(tensors)} tensors need a name each, got {names!r}")
+    return [([tensor], name) for tensor, name in zip(tensors, names, strict=True)]
+
+
+def allreduce(
+    tensors: Iterable[Any],
+    names: Sequence[str | None] | str | None = None,
+    *,
+    op: int,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    gradient_of: int = 0,
+    codec: int = 0,
+    codec_argument: float = 0.0,
+    priority: int = 0,
+    grouped: bool = False,
+    ignore_name_scope: bool = False,
+) -> tuple[list[Any], list[Any] | None]:
+    """Reduce each tensor over all ranks: (results, outcomes). Differentiable.
+
+    names: of each op: one for each tensor, or a string for a grouped op or a single tensor.
+    op: Average, Sum, Min, Max, Product or Adasum; integers truncate towards zero.
+    prescale, postscale: multiplied in before and after.
+    gradient_of, codec, codec_argument, priority: as in perseus_request (perseus.h).
+
+    outcomes: None unless gradient_of is given, else an int32 scalar of each op (one if grouped), a
+    perseus_gradient: 0 reduced; 1 held back, the result means nothing; 2 skipped.
+    """
+    members = _as_tensors(tensors)
+    results: list[Any] = []
+    outcomes: list[Any] = []
+    for part, name in _in_parts(members, names, grouped):
+        reduced, outcome = native.perseus_allreduce(
+            part,
+            reduce_op=op,
+            outcomes=1 if gradient_of else 0,
+            prescale=bits(prescale),
+            postscale=bits(postscale),
+            process_set_id=group_id(process_set),
+            gradient_of=gradient_of,
+            codec=codec,
+            codec_argument=bits(codec_argument),
+            priority=priority,
+            grouped=grouped,
+            **naming("HorovodAllreduce", name, part, ignore_name_scope),
+        )
+        keep_shapes(reduced, part)
+        if not tf.executing_eagerly():
+            for number in outcome:
+                number.set_shape(())
+        results += reduced
+        outcomes += outcome
+    return results, outcomes if gradient_of else None
+
+
+def allgather(
+    tensors: Iterable[Any],
+    names: Sequence[str | None] | str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    gradient_of: int = 0,
+    grouped: bool = False,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Join the tensors of all ranks along dimension 0, in rank order. Differentiable.
+
+    Only the first dimension may differ across ranks, and be 0.
+    """
+    results: list[Any] = []
+    for part, name in _in_parts(_as_tensors(tensors), names, grouped):
+        gathered = native.perseus_allgather(
+            part,
+            process_set_id=group_id(process_set),
+            gradient_of=gradient_of,
+            grouped=grouped,
+            **naming("HorovodAllgather", name, part, ignore_name_scope),
+        )
+        _keep_rows(gathered, part)
+        results += gathered
+    return results
+
+
+def broadcast(
+    tensors: Iterable[Any],
+    root_rank: int,
+    names: Sequence[str | None] | str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    grouped: bool = False,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Copies of the root's tensors, whose shapes are equal on all ranks. Differentiable.
+
+    root_rank: a global rank, also inside a process set.
+    """
+    results: list[Any] = []
+    for part, name in _in_parts(_as_tensors(tensors), names, grouped):
+        copied = native.perseus_broadcast(
+            part,
+            root_rank=root_rank,
+            process_set_id=group_id(process_set),
+            grouped=grouped,
+            **naming("HorovodBroadcast", name, part, ignore_name_scope),
+        )
+        keep_shapes(copied, part)
+        results += copied
+    return results
+
+
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Overwrite variables with the root's, as one operation; returns the assignments' results.
+
+    variables: of one or several kinds (resource, reference, Keras'), all with `assign`.
+    """
+    values = broadcast(variables, root_rank, name, process_set=process_set, grouped=True)
+    return [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> tuple[Any, Any]:
+    """Send each rank a part of the rows and join what comes: (output, received_splits).
+
+    splits: int32 rows for each rank of the set; their sum may be less than the first dimension, the
+    tail is not sent. None: equal parts. received_splits: int32, the rows that came from each rank.
+    Differentiable in `tensor`.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    rows = tf.convert_to_tensor([] if splits is None else splits, dtype=_splits_dtype(splits))
+    output, received = native.perseus_alltoall(
+        tensor,
+        rows,
+        with_splits=splits is not None,
+        process_set_id=group_id(process_set),
+        **naming("HorovodAlltoall", name, [tensor], ignore_name_scope),
+    )
+    _keep_rows([output], [tensor])
+    if not tf.executing_eagerly():
+        received.set_shape([None])
+    return output, received
+
+
+def _splits_dtype(splits: Any) -> Any:
+    """int32; a list or array has no say in how wide its numbers are, a tensor has."""
+    if tf.is_tensor(splits) and splits.dtype != tf.int32:
+        raise ValueError("alltoall expects splits to contain 32-bit integer elements")
+    return tf.int32
+
+
+def reducescatter(
+    tensors: Iterable[Any],
+    names: Sequence[str | None] | str | None = None,
+    *,
+    op: int,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    grouped: bool = False,
+    ignore_name_scope: bool = False,
+) -> list[Any]:
+    """Reduce each tensor and give each rank a part of its rows. Differentiable.
+
+    Of the d rows rank r of n gets d // n, plus one if r < d % n. op: Average or Sum.
+    """
+    results: list[Any] = []
+    for part, name in _in_parts(_as_tensors(tensors), names, grouped):
+        scattered = native.perseus_reducescatter(
+            part,
+            reduce_op=op,
+            prescale=bits(prescale),
+            postscale=bits(postscale),
+            process_set_id=group_id(process_set),
+            grouped=grouped,
+            **naming("HorovodReducescatter", name, part, ignore_name_scope),
+        )
+        _keep_rows(scattered, part)
+        results += scattered
+    return results
+
+
+def join() -> Any:
+    """Say that this rank has no more data: the rank that joined last, an int32 scalar.
+
+    Runs until all ranks have said so; meanwhile this one gives zeros to every allreduce of the
+    others, whose other collectives fail.
+    """
+    return _scalar(native.perseus_join())
+
+
+def _scalar(number: Any) -> Any:
+    if not tf.executing_eagerly():
+        number.set_shape(())
+    return number
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """How many ranks a process set has when the op runs, an int32 scalar, like those below."""
+    return _scalar(native.perseus_size(process_set_id=process_set_id, name=name))
+
+
+def rank_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """This process's index in a process set; in the world, its rank."""
+    return _scalar(native.perseus_rank(process_set_id=process_set_id, name=name))
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """How many ranks this host has."""
+    return _scalar(native.perseus_local_size(name=name))
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """This process's number among the ranks of its host."""
+    return _scalar(native.perseus_local_rank(name=name))
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """1 where this process is in a process set, else 0."""
+    return _scalar(native.perseus_process_set_included(process_set_id=process_set_id, name=name))
