@@ -91,7 +91,9 @@ class LocalGradientAggregationHelper:
         self._create_sums(dense, vars)
         added = [
             total.assign_add(dense[index])
-            for index, total in zip(self.not_none_indexes, self.locally_aggregated_grads, strict=True)
+            for index, total in zip(
+                self.not_none_indexes, self.locally_aggregated_grads, strict=True
+            )
         ]
         with tf.control_dependencies(added):
             sums = [total.read_value() for total in self.locally_aggregated_grads]

@@ -5,6 +5,7 @@ Used by the tape and the optimizers, which decide what happens with the results.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,6 @@ def check_arguments(op: int, predivide_factor: float) -> None:
 def checked_groups(groups: Any, num_groups: int) -> int | tuple[tuple[Any, ...], ...] | None:
     """`groups=` as a Plan has it: None, a number, or references of variables; ValueError."""
     if num_groups != 0 and groups is None:
-        import warnings
-
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.",
             DeprecationWarning,
@@ -68,9 +67,7 @@ def checked_groups(groups: Any, num_groups: int) -> int | tuple[tuple[Any, ...],
         return groups
     if not (isinstance(groups, list) and all(isinstance(group, list) for group in groups)):
         raise ValueError("groups should be a positive integer or a list of lists of variables")
-    references = tuple(
-        tuple(tf_variable(variable).ref() for variable in group) for group in groups
-    )
+    references = tuple(tuple(tf_variable(variable).ref() for variable in group) for group in groups)
     members = [reference for group in references for reference in group]
     if len(set(members)) != len(members):
         raise ValueError("A variable can only appear once in groups")
@@ -152,9 +149,7 @@ class GradientExchange:
             )
         return self._traced[key]
 
-    def _bundles(
-        self, gradients: list[Any], sources: Sequence[Any]
-    ) -> tuple[tuple[int, ...], ...]:
+    def _bundles(self, gradients: list[Any], sources: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """Which gradients are reduced by one operation, as indices."""
         groups = self.plan.groups
         dense = [i for i, gradient in enumerate(gradients) if self._is_dense(gradient)]
@@ -180,7 +175,7 @@ class GradientExchange:
         bundles: tuple[tuple[int, ...], ...],
     ) -> tuple[list[Any], Any]:
         results = list(gradients)
-        outcomes = []
+        outcomes: list[Any] = []
         with tf.name_scope(self._scope):
             for bundle in bundles:
                 self._reduce_dense(bundle, results, names, outcomes)
@@ -204,10 +199,11 @@ class GradientExchange:
         with on_device(plan.device_dense):
             pairs = [outer.compress(tf.convert_to_tensor(results[i])) for i in bundle]
             outputs, outcome = ops.allreduce(
-                [sent for sent, _ in pairs], names[bundle[0]], op=plan.op, prescale=1.0 / plan.predivide_factor,
-                postscale=plan.predivide_factor, process_set=plan.process_set,
-                gradient_of=self._number, codec=plan.compression.codec,
-                codec_argument=plan.compression.argument, grouped=len(bundle) > 1,
+                [sent for sent, _ in pairs], names[bundle[0]], op=plan.op,
+                prescale=1.0 / plan.predivide_factor, postscale=plan.predivide_factor,
+                process_set=plan.process_set, gradient_of=self._number,
+                codec=plan.compression.codec, codec_argument=plan.compression.argument,
+                grouped=len(bundle) > 1,
             )  # fmt: skip
             outcomes += outcome or []
             for i, output, (_, context) in zip(bundle, outputs, pairs, strict=True):

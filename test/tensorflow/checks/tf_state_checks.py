@@ -43,7 +43,9 @@ def check_sessions() -> None:
     for resource in (True, False):
         with tf.Graph().as_default(), v1.Session() as session:
             several = [
-                v1.get_variable(f"v{i}", initializer=_value(dtype, hvd.rank()), use_resource=resource)
+                v1.get_variable(
+                    f"v{i}", initializer=_value(dtype, hvd.rank()), use_resource=resource
+                )
                 for i, dtype in enumerate(DTYPES)
             ]
             everything = hvd.broadcast_global_variables(0)
