@@ -54,12 +54,12 @@ def broadcast_bytes(data: bytes, root_rank: int, name: str, group: int) -> bytes
     """The root's bytes; what others pass is ignored. root_rank: a global rank."""
     is_root = basics.rank() == root_rank
     size = (ctypes.c_char * 8).from_buffer_copy(len(data).to_bytes(8, "little"))
-    _run(_BROADCAST, f"{name}.sz", size, size, root=root_rank, group=group)
+    _run(_BROADCAST, f"{name}.sz", size, output=size, root=root_rank, group=group)
     length = int.from_bytes(size.raw, "little")
     memory = (ctypes.c_char * length)()
     if is_root:
         memory.raw = data
-    _run(_BROADCAST, f"{name}.t", memory, memory, root=root_rank, group=group)
+    _run(_BROADCAST, f"{name}.t", memory, output=memory, root=root_rank, group=group)
     return data if is_root else memory.raw
 
 
@@ -73,6 +73,7 @@ def _run(
     kind: int,
     name: str,
     memory: Any = None,
+    *,
     output: Any = None,
     numbers: Sequence[int] | None = None,
     root: int = 0,

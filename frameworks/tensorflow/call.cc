@@ -47,7 +47,7 @@ class Call {
   bool read(int index, Tensor* tensor);
   bool make_output(int index, Tensor* tensor);
   bool read_splits();
-  bool hand_over();
+  bool hand_over(perseus_handle* handle);
   bool finish(perseus_handle handle);
   bool give_tensors(perseus_handle handle);
   bool give_tensor(perseus_handle handle, int index, const perseus_output& output);
@@ -55,7 +55,7 @@ class Call {
 
   bool fail(int code, const std::string& what);
   bool checked() { return status_.ok() || fail(TF_GetCode(status_.get()), TF_Message(status_.get())); }
-  // The core tells that the request's handle is done.
+  // The request's handle is done.
   static void done(void* call, perseus_handle handle);
   void end();
 
@@ -81,8 +81,16 @@ void Call::end() {
 }
 
 void Call::start() {
-  // Not to be touched once it is handed over.
-  if (!prepare() || !hand_over()) end();
+  if (!prepare()) return end();
+  const bool eager = settings_.eager;
+  perseus_context* const core = world_.context();
+  perseus_handle handle = 0;
+  if (!hand_over(&handle)) return end();
+  // Not to be touched from here on, unless there is nobody else: a thread that waits makes progress itself, which is
+  // faster than being told. In a graph it has other ops to run.
+  if (!eager) return;
+  perseus_handle_wait(core, handle, -1);
+  done(this, handle);
 }
 
 bool Call::read(int index, Tensor* tensor) {
@@ -153,7 +161,7 @@ bool Call::prepare() {
   return !settings_.with_splits || read_splits();
 }
 
-bool Call::hand_over() {
+bool Call::hand_over(perseus_handle* handle) {
   perseus_request request = {};
   request.struct_size = sizeof(request);
   request.kind = settings_.kind;
@@ -184,10 +192,11 @@ bool Call::hand_over() {
   request.gradient_of = settings_.gradient_of;
   request.codec = settings_.codec;
   request.codec_argument = settings_.codec_argument;
-  request.done = &Call::done;
-  request.done_arg = this;
-  perseus_handle handle = 0;
-  const perseus_code code = perseus_request_submit(world_.context(), &request, &handle);
+  if (!settings_.eager) {
+    request.done = &Call::done;
+    request.done_arg = this;
+  }
+  const perseus_code code = perseus_request_submit(world_.context(), &request, handle);
   return code == PERSEUS_OK || fail(tf_code(code), perseus_error_message());
 }
 

@@ -72,7 +72,7 @@ void define_fact(const char* op) {
 }
 
 const char* const kName = "tensor_name: string = ''";
-const char* const kUnnamed = "unnamed: bool = false";
+const char* const kEager = "eager: bool = false";
 const char* const kIgnoreScope = "ignore_name_scope: bool = false";
 const char* const kGroup = "process_set_id: int = 0";
 const char* const kGrouped = "grouped: bool = false";
@@ -80,22 +80,22 @@ const char* const kOp = "reduce_op: int";
 
 bool register_all() {
   define("PerseusAllreduce", {"tensors: T"}, {"reduced: T", "outcome: outcomes * int32"},
-         {kReduced, kName, kUnnamed, kIgnoreScope, kGroup, kGrouped, kOp, kPrescale, kPostscale, "priority: int = 0",
+         {kReduced, kName, kEager, kIgnoreScope, kGroup, kGrouped, kOp, kPrescale, kPostscale, "priority: int = 0",
           "outcomes: int >= 0 = 0", "gradient_of: int = 0", "codec: int = 0", "codec_argument: int = 0"});
   serve<PERSEUS_ALLREDUCE>("PerseusAllreduce");
   define("PerseusAllgather", {"tensors: T"}, {"gathered: T"},
-         {kMoved, kName, kUnnamed, kIgnoreScope, kGroup, kGrouped, "gradient_of: int = 0"});
+         {kMoved, kName, kEager, kIgnoreScope, kGroup, kGrouped, "gradient_of: int = 0"});
   serve<PERSEUS_ALLGATHER>("PerseusAllgather");
   define("PerseusBroadcast", {"tensors: T"}, {"copied: T"},
-         {kMoved, kName, kUnnamed, kIgnoreScope, kGroup, kGrouped, "root_rank: int"});
+         {kMoved, kName, kEager, kIgnoreScope, kGroup, kGrouped, "root_rank: int"});
   serve<PERSEUS_BROADCAST>("PerseusBroadcast");
   define("PerseusAlltoall", {"tensor: T", "splits: int32"}, {"received: T", "received_splits: int32"},
-         {kMovedOne, kName, kUnnamed, kIgnoreScope, kGroup, "with_splits: bool"});
+         {kMovedOne, kName, kEager, kIgnoreScope, kGroup, "with_splits: bool"});
   serve<PERSEUS_ALLTOALL>("PerseusAlltoall");
   define("PerseusReducescatter", {"tensors: T"}, {"part: T"},
-         {kReduced, kName, kUnnamed, kIgnoreScope, kGroup, kGrouped, kOp, kPrescale, kPostscale});
+         {kReduced, kName, kEager, kIgnoreScope, kGroup, kGrouped, kOp, kPrescale, kPostscale});
   serve<PERSEUS_REDUCESCATTER>("PerseusReducescatter");
-  define("PerseusJoin", {}, {"last: int32"}, {});
+  define("PerseusJoin", {}, {"last: int32"}, {kEager});
   serve<PERSEUS_JOIN>("PerseusJoin");
   define_fact<Fact::kSize>("PerseusSize");
   define_fact<Fact::kRank>("PerseusRank");

@@ -73,10 +73,11 @@ class Attributes {
   OwnedStatus status_;
 };
 
-// A name that was given, else the node's: functions are inlined under a new name wherever they are called.
-std::string tensor_name(TF_OpKernelConstruction* construction, Attributes* attributes) {
+// Eagerly what was given, if anything. Else the node's: functions are inlined under a new name wherever they are
+// called.
+std::string tensor_name(TF_OpKernelConstruction* construction, bool eager, Attributes* attributes) {
   std::string name = attributes->text("tensor_name");
-  if (!name.empty()) return name;
+  if (eager) return name;
   const TF_StringView node = TF_OpKernelConstruction_GetName(construction);
   name.assign(node.data, node.len);
   const size_t slash = name.rfind('/');
@@ -89,6 +90,7 @@ Settings* read_settings(perseus_kind kind, TF_OpKernelConstruction* construction
   auto settings = std::make_unique<Settings>();
   Attributes attributes(construction);
   settings->kind = kind;
+  settings->eager = attributes.truth("eager");
   if (kind == PERSEUS_JOIN) {
     settings->label = "HorovodJoin";
     settings->name = "join.noname";
@@ -96,7 +98,8 @@ Settings* read_settings(perseus_kind kind, TF_OpKernelConstruction* construction
     const Words& words = kWords[kind];
     settings->label = words.label;
     settings->prefix = attributes.truth("grouped") ? words.grouped : words.plain;
-    if (!attributes.truth("unnamed")) settings->name = settings->prefix + tensor_name(construction, &attributes);
+    const std::string name = tensor_name(construction, settings->eager, &attributes);
+    if (!name.empty()) settings->name = settings->prefix + name;
   }
   settings->group = static_cast<int>(attributes.integer("process_set_id", 0));
   settings->op = static_cast<perseus_reduce_op>(attributes.integer("reduce_op", PERSEUS_SUM));

@@ -14,6 +14,7 @@ struct Settings {
   const char* label = "";  // Horovod's word for the op, with which its errors begin
   std::string prefix;      // of the core's names
   std::string name;        // the core's; empty for an op that is numbered when it runs
+  bool eager = false;      // whoever runs the op waits for it
   int group = 0;
   perseus_reduce_op op = PERSEUS_SUM;
   double prescale = 1.0, postscale = 1.0;

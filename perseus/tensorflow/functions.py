@@ -14,7 +14,7 @@ import tensorflow as tf
 from perseus import basics, control, objects
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow import ops
-from perseus.tensorflow.modes import name_of, on_device, tf_variable
+from perseus.tensorflow.modes import on_device, tf_variable
 
 # What the core has no name for travels as what is as wide: seeds of Keras are uint32.
 _SAME_WIDTH = {
@@ -42,38 +42,25 @@ def broadcast_variables(
         return None if tf.executing_eagerly() else tf.no_op()
     if inplace:
         done = ops.broadcast_(targets, root_rank, "broadcast_variables", process_set=process_set)
-        return None if tf.executing_eagerly() else done
-    if not tf.executing_eagerly():
-        return _assign_all(targets, root_rank, process_set)
-
-    def assign_all() -> None:
-        _assign_all(targets, root_rank, process_set)
-
-    tf.function(assign_all, autograph=False)()  # one graph, so that they travel together
-    return None
-
-
-def _assign_all(variables: list[Any], root_rank: int, process_set: ProcessSet) -> Any:
-    assigned = []
-    for index, variable in enumerate(variables):
-        value = _broadcast_value(variable, root_rank, _name(index, variable), process_set)
-        assigned.append(tf.compat.v1.assign(variable, value))
-    return tf.group(*assigned)
+        return None if tf.executing_eagerly() else tf.group(*done)
+    values = [_travelling(tf.convert_to_tensor(variable)) for variable in targets]
+    copies = ops.broadcast(
+        values, root_rank, "broadcast_variables", process_set=process_set, grouped=True
+    )
+    assigned = [
+        tf.compat.v1.assign(variable, _arrived(copy, variable.dtype.base_dtype))
+        for variable, copy in zip(targets, copies, strict=True)
+    ]
+    return None if tf.executing_eagerly() else tf.group(*assigned)
 
 
-def _broadcast_value(variable: Any, root_rank: int, name: str, process_set: ProcessSet) -> Any:
-    value = tf.convert_to_tensor(variable)
-    travelling = _SAME_WIDTH.get(value.dtype)
-    if travelling is None:
-        return ops.broadcast([value], root_rank, name, process_set=process_set)[0]
-    bits = tf.bitcast(value, travelling)
-    (copied,) = ops.broadcast([bits], root_rank, name, process_set=process_set)
-    return tf.bitcast(copied, value.dtype)
+def _travelling(value: Any) -> Any:
+    dtype = _SAME_WIDTH.get(value.dtype)
+    return value if dtype is None else tf.bitcast(value, dtype)
 
 
-def _name(index: int, variable: Any) -> str:
-    name = "".join(c if c.isalnum() or c in "_./-" else "_" for c in name_of(variable))
-    return f"broadcast_variables/{index}_{name}"
+def _arrived(value: Any, dtype: tf.DType) -> Any:
+    return value if value.dtype == dtype else tf.bitcast(value, dtype)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

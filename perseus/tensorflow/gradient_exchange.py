@@ -5,6 +5,7 @@ Used by the tape and the optimizers, which decide what happens with the results.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,6 @@ def check_arguments(op: int, predivide_factor: float) -> None:
 def checked_groups(groups: Any, num_groups: int) -> int | tuple[tuple[Any, ...], ...] | None:
     """`groups=` as a Plan has it: None, a number, or references of variables; ValueError."""
     if num_groups != 0 and groups is None:
-        import warnings
-
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.",
             DeprecationWarning,
@@ -185,7 +184,7 @@ class GradientExchange:
         bundles: tuple[tuple[int, ...], ...],
     ) -> tuple[list[Any], Any]:
         results = list(gradients)
-        outcomes = []
+        outcomes: list[Any] = []
         with tf.name_scope(self._scope):
             for bundle in bundles:
                 self._reduce_dense(bundle, results, names, outcomes)
@@ -209,10 +208,11 @@ class GradientExchange:
         with on_device(plan.device_dense):
             pairs = [outer.compress(tf.convert_to_tensor(results[i])) for i in bundle]
             outputs, outcome = ops.allreduce(
-                [sent for sent, _ in pairs], names[bundle[0]], op=plan.op, prescale=1.0 / plan.predivide_factor,
-                postscale=plan.predivide_factor, process_set=plan.process_set,
-                gradient_of=self._number, codec=plan.compression.codec,
-                codec_argument=plan.compression.argument, grouped=len(bundle) > 1,
+                [sent for sent, _ in pairs], names[bundle[0]], op=plan.op,
+                prescale=1.0 / plan.predivide_factor, postscale=plan.predivide_factor,
+                process_set=plan.process_set, gradient_of=self._number,
+                codec=plan.compression.codec, codec_argument=plan.compression.argument,
+                grouped=len(bundle) > 1,
             )  # fmt: skip
             outcomes += outcome or []
             for i, output, (_, context) in zip(bundle, outputs, pairs, strict=True):

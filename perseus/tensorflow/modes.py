@@ -18,7 +18,7 @@ def _executing_eagerly() -> bool:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What dictionaries can be keyed by: the reference of a variable, a tuple of them for a list."""
+    """What dictionaries can be keyed by: a variable's reference, a tuple of them for a list."""
     if isinstance(vars, list):
         return tuple(vars_to_refs(variable) for variable in vars)
     return tf_variable(vars).ref()
@@ -102,7 +102,7 @@ def belongs_here(tensor: Any) -> bool:
 
 
 def belongs_to_program(variable: Any) -> bool:
-    """Whether code that runs now can use a variable: an eager one, or one of the session's graph."""
+    """Whether code that runs now can use a variable: an eager one, or one of this graph."""
     with tf.init_scope():
         if tf.executing_eagerly():
             return not hasattr(variable, "graph")

@@ -67,7 +67,7 @@ def group_id(process_set: ProcessSet) -> int:
 def naming(word: str, name: str | None, tensors: Sequence[Any], ignore: bool) -> dict[str, Any]:
     """The attributes that decide what an op is called in the core."""
     if tf.executing_eagerly():
-        return {"tensor_name": name} if name else {"unnamed": True}
+        return {"eager": True, "tensor_name": name or ""}
     if name:
         # What a node may be called.
         node = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", name).rstrip("/")
@@ -306,7 +306,7 @@ def join() -> Any:
     Runs until all ranks have said so; meanwhile this one gives zeros to every allreduce of the
     others, whose other collectives fail.
     """
-    return _scalar(native.perseus_join())
+    return _scalar(native.perseus_join(eager=tf.executing_eagerly()))
 
 
 def _scalar(number: Any) -> Any:

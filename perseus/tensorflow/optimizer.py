@@ -1,6 +1,6 @@
 """DistributedOptimizer: reduces gradients over all ranks before they are applied.
 
-Here for optimizers of tf.compat.v1; Keras optimizers have theirs in perseus.tensorflow.horovod.keras.
+Here for optimizers of tf.compat.v1; what Keras optimizers get is perseus.tensorflow.horovod.keras.
 Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
 """
 
@@ -8,6 +8,8 @@ Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from typing import Any
 
 import tensorflow as tf
@@ -28,8 +30,6 @@ from perseus.tensorflow.gradient_exchange import (
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.ops import Adasum, Average
 
-_LegacyOptimizer = tf.compat.v1.train.Optimizer
-
 
 class _AggregationHelper(LocalGradientAggregationHelper):
     """Knows more of an exchange than its gradients."""
@@ -43,7 +43,7 @@ class _AggregationHelper(LocalGradientAggregationHelper):
         return self._exchange(grads, vars)
 
 
-class _DistributedOptimizer(_LegacyOptimizer):  # type: ignore[misc]
+class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """A tf.compat.v1 optimizer around another one, which gets reduced gradients."""
 
     def __init__(
@@ -201,7 +201,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         raise ValueError("backward_passes_per_step must be > 0")
     checked_groups(groups, num_groups)
     groups = num_groups or None if groups is None else groups
-    if isinstance(optimizer, _LegacyOptimizer):
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if op == Adasum and (basics.size() > 1 or config.elastic()):
             if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
                 raise ValueError(
@@ -223,8 +223,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         )
     if op == Adasum:
         raise ValueError("op == Adasum is not supported yet with Keras")
-    from perseus.tensorflow.horovod import keras
-
+    keras = import_module("perseus.tensorflow.horovod.keras")  # it needs this module
     return keras.DistributedOptimizer(
         optimizer,
         name=name,
@@ -243,9 +242,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 
 
 def _keras_classes() -> tuple[type, ...]:
-    """The optimizers of all Kerases that come with this TensorFlow, and of tf_keras where loaded."""
-    import sys
-
+    """Of the Keras that comes with this TensorFlow, and of tf_keras where it is loaded."""
     modules = [tf.keras.optimizers, getattr(tf.keras.optimizers, "legacy", None)]
     if "tf_keras" in sys.modules:
         modules.append(sys.modules["tf_keras"].optimizers)

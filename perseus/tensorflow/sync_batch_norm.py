@@ -14,12 +14,11 @@ from perseus import basics, config
 from perseus.tensorflow import ops
 from perseus.tensorflow.ops import Sum
 
-_BatchNormalization = tf.keras.layers.BatchNormalization
-_KERAS_2 = hasattr(_BatchNormalization, "_calculate_mean_and_var")
+_KERAS_2 = hasattr(tf.keras.layers.BatchNormalization, "_calculate_mean_and_var")
 
 
 @tf.keras.utils.register_keras_serializable(package="perseus")
-class SyncBatchNormalization(_BatchNormalization):  # type: ignore[misc]
+class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc]
     """Batch normalisation whose statistics, while training, are those of all ranks together.
 
     fused: False; anything else is a ValueError, as there is no fused form.
@@ -37,10 +36,6 @@ class SyncBatchNormalization(_BatchNormalization):  # type: ignore[misc]
         if _KERAS_2:
             kwargs["fused"] = False
         super().__init__(**kwargs)
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """The normalised inputs, times gamma, plus beta."""
-        return super().call(*args, **kwargs)
 
     def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         # Where Keras 3 asks for mean and variance: (inputs, mask).
@@ -74,7 +69,7 @@ def joined_moments(inputs: Any, axes: list[int], mask: Any = None) -> tuple[Any,
     weights = None if mask is None else tf.cast(tf.expand_dims(mask, -1), inputs.dtype)
     shape = _kept_shape(inputs, axes)
 
-    @tf.custom_gradient
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
     def moments(values: Any) -> tuple[Any, Any]:
         count, mean, squares = _own_statistics(values, axes, weights)
         row = tf.concat([tf.cast(part, tf.float64) for part in (mean, squares, count)], 0)

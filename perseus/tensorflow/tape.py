@@ -108,7 +108,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
 
 
 def _flat(gradients: Any) -> list[Any]:
-    return tf.nest.flatten(gradients)  # tf.IndexedSlices and None are leaves
+    return list(tf.nest.flatten(gradients))  # tf.IndexedSlices and None are leaves
 
 
 def _packed(sources: Any, gradients: Any, flat: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The public face: `import perseus.tensorflow.horovod as hvd` replaces `import horovod.tensorflow`."""
+"""The public face: `import perseus.tensorflow.horovod as hvd` replaces `horovod.tensorflow`."""
 
 from importlib import import_module
 from typing import Any

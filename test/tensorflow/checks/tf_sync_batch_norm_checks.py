@@ -36,7 +36,7 @@ def _mine(whole: np.ndarray, rows: list[int]) -> np.ndarray:
 
 def _step(layer, batch, weights, mask=None):
     """(output, gradients of the input and the parameters) of a weighted sum of the outputs."""
-    inputs = tf.constant(batch)
+    inputs = tf.convert_to_tensor(batch)
     with tf.GradientTape() as tape:
         tape.watch(inputs)
         output = layer(inputs, training=True, mask=mask)
