@@ -6,17 +6,19 @@ of Horovod 0.28.1, horovod.torch.optimizer.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, cast
 
 import torch
 
-from perseus.compression import Compressor
+from perseus import basics
+from perseus.compression import EXACT, Compressor
 from perseus.process_sets import ProcessSet
-from perseus.torch.reductions import allreduce_async
-from perseus.torch.session import Adasum, synchronize
+from perseus.torch.session import ALLREDUCE, Adasum, session, synchronize
 
 
 class _AdasumOptimizer(torch.optim.Optimizer):
@@ -25,6 +27,7 @@ class _AdasumOptimizer(torch.optim.Optimizer):
     _names: dict[torch.Tensor, str]
     _compression: type[Compressor]
     _process_set: ProcessSet
+    _number: int
     backward_passes_per_step: int
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -47,21 +50,67 @@ class _AdasumOptimizer(torch.optim.Optimizer):
         """The wrapped optimizer's step from where all ranks stand, then the Adasum of all steps.
 
         A parameter that had no gradient here takes part with the step it has made, zeros mostly.
-        HorovodInternalError when a reduction failed.
+        HorovodInternalError when a reduction failed. NaN are searched for in steps: where one is
+        to be skipped or is an error, parameters and the optimizer's state are as before.
         """
         parameters = list(self._names)
         before = [parameter.clone() for parameter in parameters]
+        saved = _saved(self)
         loss = super().step(closure)
         started = []
         for parameter, start in zip(parameters, before, strict=True):
             sent, context = self._compression.compress(parameter - start)
-            handle = allreduce_async(
-                sent, name=self._names[parameter], op=Adasum, process_set=self._process_set
-            )
+            handle = session.submit(
+                ALLREDUCE, self._names[parameter], sent, torch.empty_like(sent), Adasum, 1.0, 1.0,
+                0, None, self._process_set.process_set_id, self._number, EXACT, 0.0,
+            )  # fmt: skip
             started.append((handle, context))
-        for parameter, start, (handle, context) in zip(parameters, before, started, strict=True):
-            parameter.copy_(start + self._compression.decompress(synchronize(handle), context))
+        steps: list[Any] = []
+        failure: Exception | None = None
+        for handle, context in started:
+            try:
+                result = synchronize(handle)
+                steps.append(
+                    None if result is None else self._compression.decompress(result, context)
+                )
+            except Exception as error:
+                failure = failure or error
+        if failure is not None or any(step is None for step in steps):
+            for parameter, start in zip(parameters, before, strict=True):
+                parameter.copy_(start)
+            _restore(self, saved)
+        else:
+            for parameter, start, step in zip(parameters, before, steps, strict=True):
+                parameter.copy_(start + step)
+        if failure is not None:
+            raise failure
         return loss
+
+
+_Saved = tuple[dict[Any, Any], list[dict[str, Any]]]
+
+
+def _saved(optimizer: torch.optim.Optimizer) -> _Saved | None:
+    """What a step changes besides parameters, where a NaN may make it one that is not taken."""
+    if not basics.setting("PERSEUS_ALLREDUCE_NANCHECK"):
+        return None
+    if not basics.setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION"):
+        return None
+    state = {parameter: deepcopy(value) for parameter, value in optimizer.state.items()}
+    groups = [
+        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return state, groups
+
+
+def _restore(optimizer: torch.optim.Optimizer, saved: _Saved | None) -> None:
+    if saved is None:
+        return
+    optimizer.state.clear()
+    optimizer.state.update(saved[0])
+    for group, options in zip(optimizer.param_groups, saved[1], strict=True):
+        group.update(options)
 
 
 def adasum_optimizer(
@@ -86,5 +135,7 @@ def adasum_optimizer(
     made._names = names
     made._compression = compression
     made._process_set = process_set
+    made._number = basics.new_gradients()
+    weakref.finalize(made, basics.forget_gradients, made._number).atexit = False
     made.backward_passes_per_step = passes
     return made

@@ -32,7 +32,11 @@ def test_script_for_horovod_runs_unmodified_under_perseusrun(ranks, workers):
     ("kind", "ranks", "light"),
     [
         pytest.param("openmpi", 2, {"LIGHT_2D_ALLREDUCE": "0"}, marks=pytest.mark.full),
-        ("openmpi", 3, {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "2", "LIGHT_TOPK_FP16": "1"}),
+        (
+            "openmpi",
+            3,
+            {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "2", "LIGHT_TOPK_FP16": "1"},
+        ),
         ("mpich", 4, {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "2"}),
     ],
 )

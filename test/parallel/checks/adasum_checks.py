@@ -5,9 +5,18 @@ from __future__ import annotations
 import copy
 
 import torch
-from patterns import assert_job_usable, assert_same, raised, values
+from patterns import (
+    assert_job_usable,
+    assert_same,
+    nan_check,
+    raised,
+    stderr_lines,
+    values,
+    world_with,
+)
 
 import perseus.torch.horovod as hvd
+from perseus.errors import NanGradientError
 
 # dtype, how far from float64
 DTYPES = (
@@ -127,3 +136,40 @@ def check_the_optimizer_keeps_its_class_and_refuses_to_skip() -> None:
     # No gradient anywhere: nothing moves.
     optimizer.step()
     assert_same(weight.detach(), torch.full((2,), float(hvd.rank())))
+
+
+def _steps_with_a_nan(action: str) -> None:
+    """The last rank has one in the second step of three."""
+    model = torch.nn.Linear(3, 2)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        op=hvd.Adasum,
+    )
+    where = f"NaN in the gradient of allreduce.bias on rank {hvd.size() - 1}"
+    for bad in (False, True, False):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 3), 1.0 + hvd.rank())).square().sum()
+        if bad and hvd.rank() == hvd.size() - 1:
+            loss = loss + model.bias[1] * float("nan")
+        loss.backward()
+        with stderr_lines() as lines:
+            if bad and action == "raise":
+                assert where in raised(NanGradientError, optimizer.step)
+            else:
+                optimizer.step()
+        assert any(where in line for line in lines) == (bad and action != "raise"), lines
+        if bad and action == "report":
+            assert model.bias.isnan().any()
+            return
+        # Momentum that has met the NaN would show in the step after it.
+        for old, now in zip(before, model.parameters(), strict=True):
+            assert torch.equal(old, now) == bad and not now.isnan().any()
+
+
+def check_a_nan_is_found_and_the_step_taken_back() -> None:
+    for action in ("report", "raise", "skip"):
+        with world_with(**nan_check(action)):
+            _steps_with_a_nan(action)
