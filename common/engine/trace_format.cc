@@ -166,14 +166,19 @@ void TraceFormat::operation(const TraceRecord& r, const std::string& name, std::
   if (row.inner.empty()) return;
   *events += ",\n" + row.inner;
   row.inner.clear();
+  row.busy_until.clear();
 }
 
 void TraceFormat::member(const TraceRecord& r, const std::string& name, std::string* events) {
   Row& row = row_of(r.group, name, events);
   // Parts that may overlap in time need lines of their own.
   const int line = r.several ? 1 + bucket_.stream : 0;
-  const int64_t agreed = r.at[0], begun = bucket_.at[0], ended = bucket_.at[2];
-  if (begun > agreed) span("QUEUE", row.pid, line, agreed, begun, "", &row.inner);
+  const int64_t begun = bucket_.at[0], ended = bucket_.at[2];
+  // A large tensor has several parts on one line, one after the other.
+  int64_t& busy_until = row.busy_until[line];
+  const int64_t queued = std::max(r.at[0], busy_until);
+  if (begun > queued) span("QUEUE", row.pid, line, queued, begun, "", &row.inner);
+  busy_until = ended;
   span(activity(bucket_.transports, r.kind), row.pid, line, begun, ended,
        field("bucket", bucket_.number) + field("stream", static_cast<uint64_t>(bucket_.stream)) +
            field("transport", transport_text(bucket_.transports)) + field("bytes", r.bytes),

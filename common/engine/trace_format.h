@@ -24,6 +24,7 @@ class TraceFormat {
     int pid = 0;
     // What happened within a request that has not ended: viewers want what contains before what is contained.
     std::string inner;
+    std::unordered_map<int, int64_t> busy_until;  // line → the end of what inner has there
   };
 
   Row& row_of(int group, const std::string& name, std::string* events);

@@ -170,6 +170,32 @@ TEST_F(Timeline, ABucketNamesTheTensorsThatWereFused) {
   EXPECT_EQ(trace.find("CYCLE_START").size(), 0u);
 }
 
+TEST_F(Timeline, BucketsOfAGroupFollowEachOtherOnTheirLines) {
+  WorldOptions options;
+  options.overrides = {"HOROVOD_TIMELINE=" + file("trace.json"), "PERSEUS_ALLREDUCE_STREAMS=2",
+                       "HOROVOD_FUSION_THRESHOLD=65536"};
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        const Operation group(PERSEUS_ALLREDUCE, "group", ranks_up_to(2),
+                              std::vector<Operation::Tensor>(9, {PERSEUS_FLOAT32, {20000}}));
+        for (int step = 0; step < 2; ++step) Call(group, rank).run(context);
+      },
+      options);
+  const Trace trace(file("trace.json"));
+  ASSERT_EQ(trace.find("MEM_ALLREDUCE", "group").size(), 18u);
+  std::map<double, double> busy_until;  // tid → time
+  size_t queued = 0;
+  for (const Json& event : trace.events) {
+    if (event["name"].text != "QUEUE" && event["name"].text != "MEM_ALLREDUCE") continue;
+    queued += event["name"].text == "QUEUE";
+    double& until = busy_until[event["tid"].number];
+    EXPECT_GE(begin_of(event), until - 0.002) << event["name"].text;
+    until = end_of(event);
+  }
+  EXPECT_GT(queued, 0u);
+}
+
 TEST_F(Timeline, TheFileIsATraceWhileTheJobRuns) {
   WorldOptions options;
   options.overrides = {"HOROVOD_TIMELINE=" + file("trace.json")};
