@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 # Same numbers as enum perseus_codec.
@@ -94,6 +95,7 @@ def applied_here(compression: type[Compressor]) -> type[Compressor]:
     return NoneCompressor if compression.in_core else compression
 
 
+@cache  # adapters know a gradient's codec again by its class
 def top_k(ratio: float | None = None) -> type[Compressor]:
     """A compressor that sends this fraction of the elements, in (0, 1]; None = LIGHT_TOPK_RATIO.
 
@@ -104,6 +106,7 @@ def top_k(ratio: float | None = None) -> type[Compressor]:
     return type("TopKCompressor", (TopKCompressor,), {"argument": float(ratio or 0)})
 
 
+@cache
 def rotate(n: int | None = None) -> type[Compressor]:
     """A compressor that sends each element every n-th step, n of 1 to 1024.
 

@@ -1,6 +1,6 @@
-"""What ranks tell each other without a framework: process sets coming and going, lines of text.
+"""What ranks tell each other without a framework: process sets coming and going, text, bytes.
 
-Collective: every rank of the world calls the same functions in the same order, from one thread.
+Collective: every rank of the group calls the same functions in the same order, from one thread.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # enum perseus_kind.
 _ALLGATHER = 1
+_BROADCAST = 2
 _ADD_GROUP = 6
 _REMOVE_GROUP = 7
 _UINT8 = 4  # enum perseus_dtype
@@ -34,17 +35,54 @@ def remove_group(group: int) -> None:
 
 def gather_lines(line: str, name: str) -> list[str]:
     """Every rank's line of text, in rank order."""
-    data = (line + "\n").encode()
+    return _gather((line + "\n").encode(), name, 0).decode().splitlines()
+
+
+def gather_bytes(data: bytes, name: str, group: int) -> list[bytes]:
+    """Every rank's bytes, in the group's rank order; lengths may differ."""
+    lengths = _gather(len(data).to_bytes(8, "little"), f"{name}.sz", group)
+    gathered = memoryview(_gather(data, f"{name}.t", group))
+    parts = []
+    for at in range(0, len(lengths), 8):
+        length = int.from_bytes(lengths[at : at + 8], "little")
+        parts.append(bytes(gathered[:length]))
+        gathered = gathered[length:]
+    return parts
+
+
+def broadcast_bytes(data: bytes, root_rank: int, name: str, group: int) -> bytes:
+    """The root's bytes; what others pass is ignored. root_rank: a global rank."""
+    is_root = basics.rank() == root_rank
+    size = (ctypes.c_char * 8).from_buffer_copy(len(data).to_bytes(8, "little"))
+    _run(_BROADCAST, f"{name}.sz", size, output=size, root=root_rank, group=group)
+    length = int.from_bytes(size.raw, "little")
+    memory = (ctypes.c_char * length)()
+    if is_root:
+        memory.raw = data
+    _run(_BROADCAST, f"{name}.t", memory, output=memory, root=root_rank, group=group)
+    return data if is_root else memory.raw
+
+
+def _gather(data: bytes, name: str, group: int) -> bytes:
     memory = (ctypes.c_char * len(data)).from_buffer_copy(data)
-    gathered: bytes = _run(_ALLGATHER, name, memory)
-    return gathered.decode().splitlines()
+    gathered: bytes = _run(_ALLGATHER, name, memory, group=group)
+    return gathered
 
 
-def _run(kind: int, name: str, memory: Any = None, numbers: Sequence[int] | None = None) -> Any:
+def _run(
+    kind: int,
+    name: str,
+    memory: Any = None,
+    *,
+    output: Any = None,
+    numbers: Sequence[int] | None = None,
+    root: int = 0,
+    group: int = 0,
+) -> Any:
     if not basics.is_initialized():
         raise ValueError(NOT_INITIALIZED)
     operations = _door.operations
-    handle = operations.submit(kind, name, memory, None, 0, 1.0, 1.0, 0, numbers, 0)
+    handle = operations.submit(kind, name, memory, output, 0, 1.0, 1.0, root, numbers, group)
     return operations.synchronize(handle)
 
 

@@ -155,6 +155,7 @@ def get_average_backwards_compatibility_fun(
     """
 
     def resolve(op: int | None, average: bool | None) -> int:
+        """The reduction that is meant; see get_average_backwards_compatibility_fun."""
         if average is None:
             return int(reduce_ops.Average if op is None else op)
         if op is not None:

@@ -1,0 +1,150 @@
+"""Equal state on every rank: variables and arbitrary objects.
+
+Source of behaviour: Horovod 0.28.1, horovod.tensorflow.functions. Objects travel outside of graphs,
+so that no session is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from perseus import basics, control, objects
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow import ops
+from perseus.tensorflow.modes import on_device, tf_variable
+
+# What the core has no name for travels as what is as wide: seeds of Keras are uint32.
+_SAME_WIDTH = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+}
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Overwrite variables with the root's; those of TensorFlow and of Keras.
+
+    variables: equal in number, order, shapes and dtypes on all ranks. root_rank: a global rank.
+    inplace: write into the variables' own memory instead of a copy that is then assigned.
+
+    In eager mode it is done on return (None). In a graph, returns the operation that does it.
+    """
+    targets = [tf_variable(variable) for variable in variables]
+    if not targets:
+        return None if tf.executing_eagerly() else tf.no_op()
+    if inplace:
+        done = ops.broadcast_(targets, root_rank, "broadcast_variables", process_set=process_set)
+        return None if tf.executing_eagerly() else tf.group(*done)
+    values = [_travelling(tf.convert_to_tensor(variable)) for variable in targets]
+    copies = ops.broadcast(
+        values, root_rank, "broadcast_variables", process_set=process_set, grouped=True
+    )
+    assigned = [
+        tf.compat.v1.assign(variable, _arrived(copy, variable.dtype.base_dtype))
+        for variable, copy in zip(targets, copies, strict=True)
+    ]
+    return None if tf.executing_eagerly() else tf.group(*assigned)
+
+
+def _travelling(value: Any) -> Any:
+    dtype = _SAME_WIDTH.get(value.dtype)
+    return value if dtype is None else tf.bitcast(value, dtype)
+
+
+def _arrived(value: Any, dtype: tf.DType) -> Any:
+    return value if value.dtype == dtype else tf.bitcast(value, dtype)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """An operation that overwrites all global variables of the default graph with the root's.
+
+    RuntimeError in eager mode, which has no such collection.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. Please use "
+            "`hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Overwrites all global variables with the root's when a session has been made.
+
+    For MonitoredTrainingSession and Estimator: variables restored from rank 0's checkpoint, or
+    initialised there, are then equal everywhere.
+
+    root_rank: a global rank. device: where to put the operations; "" leaves it to TensorFlow.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.bcast_op: Any = None
+        self.device = device
+
+    def begin(self) -> None:
+        """Build the broadcast, before the graph is finished."""
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            with on_device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        del coord
+        session.run(self.bcast_op)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The root's object: itself on the root, an unpickled copy elsewhere.
+
+    obj: anything cloudpickle can write; ignored on the others. root_rank: a global rank. session:
+        accepted for Horovod's sake; none is used. name: without one, ranks must pass objects of the
+        same type, whose name is used.
+    HorovodInternalError where the world has broken; ValueError before init().
+    """
+    del session
+    is_root = basics.rank() == root_rank
+    payload = objects.dumps(obj) if is_root else b""
+    data = control.broadcast_bytes(
+        payload, root_rank, name or objects.default_name(obj), process_set.process_set_id or 0
+    )
+    return obj if is_root else objects.loads(data)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """broadcast_object as a function of the object alone."""
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
+
+
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Every rank's object, in rank order, on every rank. See broadcast_object."""
+    del session
+    parts = control.gather_bytes(
+        objects.dumps(obj), name or objects.default_name(obj), process_set.process_set_id or 0
+    )
+    return [objects.loads(part) for part in parts]

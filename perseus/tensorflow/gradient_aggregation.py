@@ -1,0 +1,190 @@
+"""backward_passes_per_step: gradients are summed up locally, and every N-th pass reduces the sums.
+
+One helper belongs to one optimizer. Source of behaviour: Horovod 0.28.1,
+horovod.tensorflow.gradient_aggregation.
+"""
+
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow.gradient_exchange import LocalSources
+from perseus.tensorflow.modes import belongs_here, belongs_to_program, tf_variable, when
+
+
+def apply_op_to_not_none_tensors(
+    tensor_op: Callable[..., Any], tensors: Sequence[Any], *args: Any
+) -> list[Any]:
+    """tensor_op(tensor, *args) for each; None stays None."""
+    return [None if tensor is None else tensor_op(tensor, *args) for tensor in tensors]
+
+
+def get_not_none_from_list(tensor_list: Sequence[Any]) -> list[Any]:
+    """The elements that are not None."""
+    return [tensor for tensor in tensor_list if tensor is not None]
+
+
+class LocalGradientAggregationHelper:
+    """Sums gradients up and reduces them on every N-th pass; in eager mode and in graphs.
+
+    backward_passes_per_step: N, at least 1.
+    allreduce_func: (gradients, variables) -> reduced gradients.
+    sparse_as_dense: make tf.IndexedSlices dense; without it they are a ValueError.
+    average_aggregated_gradients: divide the sums by N.
+    rank: this process's, for the names of variables.
+    optimizer_type: one of the two constants; says which counter of steps goes on while summing.
+    """
+
+    OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
+    OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Callable[[list[Any], list[Any]], Sequence[Any]],
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        rank: int,
+        optimizer_type: str,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        name: str = "",
+    ) -> None:
+        if backward_passes_per_step <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self.name = name
+        self.backward_passes_per_step = backward_passes_per_step
+        self.average_aggregated_gradients = average_aggregated_gradients
+        self.locally_aggregated_grads: list[Any] = []
+        self.counter: Any = None
+        self.sparse_as_dense = sparse_as_dense
+        self.rank = rank
+        self.optimizer_type = optimizer_type
+        self.not_none_indexes: dict[int, int] = {}
+        self.num_none_grad_updates = 0
+        self.process_set = process_set
+        self.scale_local_gradients = scale_local_gradients
+        self._allreduce = allreduce_func
+        self._local = LocalSources(process_set, scale_local_gradients)
+        self._applies: Any = None
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of this variable on its rank."""
+        self._local.register(var)
+
+    def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
+        """(gradients reduced over all ranks, whether to apply them; None = yes)."""
+        return list(self._allreduce(grads, vars)), None
+
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Add gradients to the sums: returns the reduced sums on every N-th pass, else the sums.
+
+        None stays None; which gradients are None must not change.
+        """
+        dense = [self._densified(gradient) for gradient in grads]
+        self._create_sums(dense, vars)
+        added = [
+            total.assign_add(dense[index])
+            for index, total in zip(
+                self.not_none_indexes, self.locally_aggregated_grads, strict=True
+            )
+        ]
+        with tf.control_dependencies(added):
+            sums = [total.read_value() for total in self.locally_aggregated_grads]
+        with tf.control_dependencies(sums):
+            passes = self.counter.assign_add(1, read_value=True)
+            complete = tf.equal(tf.identity(passes), self.backward_passes_per_step)
+        outcome = tf.cond(
+            complete,
+            lambda: self._complete(sums, vars),
+            lambda: (*sums, tf.constant(False)),
+        )
+        *results, self._applies = outcome
+        full: list[Any] = [None] * len(dense)
+        for index, gradient in zip(self.not_none_indexes, results, strict=True):
+            full[index] = gradient
+        return full
+
+    def apply_gradients(
+        self,
+        apply_grads_closure: Callable[[], Any],
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure after an N-th pass; else only the counter of steps goes on.
+
+        args, kwargs: the optimizer's own, of which `global_step` is looked at.
+        """
+        applies = self._applies
+        if applies is None or not belongs_here(applies):
+            return apply_grads_closure()
+        return when(applies, apply_grads_closure, lambda: self._count(optimizer, args, kwargs))
+
+    def _densified(self, gradient: Any) -> Any:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self.sparse_as_dense:
+            raise ValueError(
+                "IndexedSlices are not supported when `backward_passes_per_step` > 1 and "
+                "`sparse_as_dense` is False."
+            )
+        return tf.convert_to_tensor(gradient)
+
+    def _create_sums(self, grads: list[Any], vars: Sequence[Any]) -> None:
+        if self.counter is not None and belongs_to_program(self.counter):
+            return
+        self.not_none_indexes = {}
+        self.num_none_grad_updates = sum(gradient is None for gradient in grads)
+        self.locally_aggregated_grads = []
+        with tf.init_scope():
+            self.counter = self._variable(tf.zeros([], tf.int32), "aggregation_counter")
+            for index, (gradient, variable) in enumerate(zip(grads, vars, strict=True)):
+                if gradient is not None:
+                    zeros = tf.zeros(tf_variable(variable).shape, gradient.dtype)
+                    self.not_none_indexes[index] = len(self.locally_aggregated_grads)
+                    self.locally_aggregated_grads.append(self._variable(zeros, f"sum_{index}"))
+
+    def _variable(self, initial: Any, name: str) -> Any:
+        # Local: every rank has its own, which a broadcast of global variables must leave alone.
+        return tf.compat.v1.Variable(
+            initial,
+            trainable=False,
+            use_resource=True,
+            name=f"{self.name or 'aggregation'}_variables_{self.rank}/{name}",
+            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+        )
+
+    def _complete(self, sums: list[Any], vars: Sequence[Any]) -> tuple[Any, ...]:
+        values = sums
+        if self.average_aggregated_gradients:
+            values = [total / tf.cast(self.backward_passes_per_step, total.dtype) for total in sums]
+        variables = [vars[index] for index in self.not_none_indexes]
+        reduced, applies = self._local.around(self.reduce, values, variables)
+        with tf.control_dependencies(values):
+            cleared = [
+                total.assign(tf.zeros_like(total), read_value=False)
+                for total in self.locally_aggregated_grads
+            ]
+            cleared.append(self.counter.assign(0, read_value=False))
+        with tf.control_dependencies([op for op in cleared if op is not None]):
+            reduced = [tf.identity(gradient) for gradient in reduced]
+            return (*reduced, tf.constant(True) if applies is None else tf.identity(applies))
+
+    def _count(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return count_step(optimizer, args[1] if len(args) > 1 else kwargs.get("global_step"))
+
+
+def count_step(optimizer: Any, global_step: Any) -> Any:
+    """Count a step that is not applied, where the optimizer would count one that is."""
+    if hasattr(optimizer, "iterations"):
+        return optimizer.iterations.assign_add(1)
+    if global_step is None:
+        return None
+    return tf.compat.v1.assign_add(global_step, tf.ones([], tf_variable(global_step).dtype))

@@ -1,0 +1,256 @@
+"""DistributedOptimizer: reduces gradients over all ranks before they are applied.
+
+Here for optimizers of tf.compat.v1; what Keras optimizers get is perseus.tensorflow.horovod.keras.
+Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
+"""
+
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import tensorflow as tf
+
+from perseus import basics, config
+from perseus.compression import Compressor
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow.adasum import AdasumOptimizer
+from perseus.tensorflow.compression import Compression
+from perseus.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, count_step
+from perseus.tensorflow.gradient_exchange import (
+    GradientExchange,
+    LocalSources,
+    Plan,
+    check_arguments,
+    checked_groups,
+)
+from perseus.tensorflow.modes import belongs_here, when
+from perseus.tensorflow.ops import Adasum, Average
+
+
+class _AggregationHelper(LocalGradientAggregationHelper):
+    """Knows more of an exchange than its gradients."""
+
+    def __init__(self, exchange: GradientExchange, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._exchange = exchange
+
+    def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
+        """As the exchange says."""
+        return self._exchange(grads, vars)
+
+
+class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
+    """A tf.compat.v1 optimizer around another one, which gets reduced gradients."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        name: str | None = None,
+        use_locking: bool = False,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: type[Compressor] = Compression.settings,
+        sparse_as_dense: bool = False,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        groups: Any = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        name = name or f"Distributed{type(optimizer).__name__}"
+        super().__init__(name=name, use_locking=use_locking)
+        self._optimizer = optimizer
+        self.process_set = process_set
+        self.scale_local_gradients = scale_local_gradients
+        self._local = LocalSources(process_set, scale_local_gradients)
+        self._applies: Any = None
+        plan = Plan(
+            op=op,
+            compression=compression,
+            process_set=process_set,
+            predivide_factor=gradient_predivide_factor,
+            groups=checked_groups(groups, 0),
+            sparse_as_dense=sparse_as_dense,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+        )
+        self._exchange = GradientExchange(f"{name}_Allreduce", plan)
+        self._agg_helper: _AggregationHelper | None = None
+        if backward_passes_per_step > 1:
+            if tf.executing_eagerly():
+                raise ValueError(
+                    "[tensorflow] backward_passes_per_step > 1 works with tf.compat.v1 optimizers "
+                    "in graphs only; in eager mode use a Keras optimizer"
+                )
+            self._agg_helper = _AggregationHelper(
+                self._exchange,
+                backward_passes_per_step,
+                self._allreduce,
+                sparse_as_dense,
+                average_aggregated_gradients,
+                basics.rank(),
+                LocalGradientAggregationHelper.OPTIMIZER_TYPE_LEGACY,
+                process_set,
+                scale_local_gradients,
+                name,
+            )
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of this variable on its rank."""
+        self._local.register(var)
+        if self._agg_helper is not None:
+            self._agg_helper.register_local_var(var)
+
+    def _allreduce(self, gradients: Any, variables: Any) -> list[Any]:
+        """Reduced gradients; Horovod's own tests call it."""
+        return self._exchange(list(gradients), list(variables))[0]
+
+    def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
+        """As in the wrapped optimizer, the gradients being reduced over all ranks."""
+        pairs = self._optimizer.compute_gradients(*args, **kwargs)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        if self._agg_helper is not None:
+            reduced = self._agg_helper.compute_gradients(gradients, variables)
+        else:
+            reduced, self._applies = self._local.around(self._exchange, gradients, variables)
+        return list(zip(reduced, variables, strict=True))
+
+    def apply_gradients(
+        self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
+    ) -> Any:
+        """As in the wrapped optimizer.
+
+        While gradients are summed up, and where a NaN is to be skipped, on all ranks alike, only
+        global_step goes on.
+        """
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:
+            return self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
+
+        if self._agg_helper is not None:
+            return self._agg_helper.apply_gradients(
+                apply, self._optimizer, pairs, global_step=global_step
+            )
+        if self._applies is None or not belongs_here(self._applies):
+            return apply()
+        return when(self._applies, apply, lambda: count_step(self._optimizer, global_step))
+
+    def get_slot(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.get_slot(*args, **kwargs)
+
+    def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.get_slot_names(*args, **kwargs)
+
+    def variables(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.variables(*args, **kwargs)
+
+
+def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.settings,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer that reduces gradients over all ranks before it applies them.
+
+    optimizer: of tf.compat.v1.train, in graphs, tf.function or eager mode; or a Keras optimizer,
+        see perseus.tensorflow.horovod.keras.
+    name: of the optimizer; `Distributed<class>` without one. use_locking: as in TensorFlow.
+    device_dense, device_sparse: where the reductions run; "" leaves it to TensorFlow.
+    compression: what a gradient looks like while it travels. Without it the settings decide, which
+        are float16 between hosts; Compression.none is full precision everywhere.
+    sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their values and indices
+        are gathered, with op Average or Sum only.
+    backward_passes_per_step: passes that add up locally before gradients are reduced and applied,
+        in graphs only; average_aggregated_gradients divides the sums by it.
+    op: Average, Sum, Min, Max or Product: of gradients. Adasum: of the steps that every rank's own
+        optimizer takes.
+    gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
+        only with Average.
+    groups: reduce several gradients as one operation: an int makes that many groups in order; lists
+        of variables are taken as they are, the rest goes one by one. num_groups is its old name.
+    process_set: the ranks that take part.
+    scale_local_gradients: divide the gradients of variables given to register_local_var() by the
+        number of ranks.
+
+    Raises ValueError for arguments that do not fit.
+    """
+    check_arguments(op, gradient_predivide_factor)
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    checked_groups(groups, num_groups)
+    groups = num_groups or None if groups is None else groups
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        if op == Adasum and (basics.size() > 1 or config.elastic()):
+            if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
+                raise ValueError(
+                    "[tensorflow] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum "
+                    "combines the steps of every rank's own optimizer: use backward_passes_per_step"
+                )
+            return AdasumOptimizer(
+                optimizer, name, use_locking, device_dense, device_sparse, compression,
+                backward_passes_per_step,
+            )  # fmt: skip
+        return _DistributedOptimizer(
+            optimizer, name, use_locking, device_dense, device_sparse, compression,
+            sparse_as_dense, op, gradient_predivide_factor, backward_passes_per_step,
+            average_aggregated_gradients, groups, process_set, scale_local_gradients,
+        )  # fmt: skip
+    if not isinstance(optimizer, _keras_classes()):
+        raise ValueError(
+            f"[tensorflow] expected an optimizer of tf.compat.v1.train or Keras, got {optimizer!r}"
+        )
+    if op == Adasum:
+        raise ValueError("op == Adasum is not supported yet with Keras")
+    keras = import_module("perseus.tensorflow.horovod.keras")  # it needs this module
+    return keras.DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+def _keras_classes() -> tuple[type, ...]:
+    """Of the Keras that comes with this TensorFlow, and of tf_keras where it is loaded."""
+    modules = [tf.keras.optimizers, getattr(tf.keras.optimizers, "legacy", None)]
+    if "tf_keras" in sys.modules:
+        modules.append(sys.modules["tf_keras"].optimizers)
+        modules.append(getattr(sys.modules["tf_keras"].optimizers, "legacy", None))
+    classes = []
+    for module in modules:
+        try:
+            classes.append(module.Optimizer)
+        except (AttributeError, ImportError):  # Keras 3 has `legacy` without optimizers
+            continue
+    return tuple(classes)

@@ -1,0 +1,216 @@
+"""DistributedGradientTape: a tf.GradientTape whose gradients are those of all ranks.
+
+Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
+"""
+
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable
+from typing import Any, cast
+
+import tensorflow as tf
+
+from perseus.compression import Compressor
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow.compression import Compression
+from perseus.tensorflow.gradient_exchange import (
+    GradientExchange,
+    LocalSources,
+    Plan,
+    check_arguments,
+    checked_groups,
+)
+from perseus.tensorflow.ops import Average
+
+_WITHHELD = (
+    "[tensorflow] PERSEUS_ACCUMULATE_N_STEPS or PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip: on steps "
+    "that are not to be applied, gradient() gives zeros, which optimizers with momentum still act "
+    "on. Apply gradients only where tape.applies is true, or use DistributedOptimizer."
+)
+
+
+@functools.cache
+def _exchange(plan: Plan) -> GradientExchange:
+    # Scripts make a new tape every step; what the core holds of its gradients goes on.
+    return GradientExchange("DistributedGradientTape_Allreduce", plan)
+
+
+@functools.cache
+def _warn_of_withheld() -> None:
+    warnings.warn(_WITHHELD, stacklevel=4)
+
+
+class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
+    """What DistributedGradientTape puts in front of the wrapped tape's class.
+
+    applies: after gradient(), whether the settings want the step to be taken: True, or a scalar
+        bool tensor where they may not; gradients are zeros where it is false.
+    """
+
+    process_set: ProcessSet
+    scale_local_gradients: bool
+    applies: Any
+    _plan: Plan
+    _local: LocalSources
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of this variable on its rank."""
+        self._local.register(source)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """As in tf.GradientTape, reduced over all ranks; None stays None.
+
+        use_generic_names: name the reductions by position only, for ranks whose variables have
+            different names. Raises ValueError and NotImplementedError for sparse gradients that the
+            arguments do not allow.
+        """
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        flat_sources, flat = tf.nest.flatten(sources), _flat(gradients)
+        reduced = self._reduced(flat_sources, flat, use_generic_names)
+        return _packed(sources, gradients, reduced)
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Two lists of (source, gradient): those that stay on their rank, and the reduced ones."""
+        flat_sources = tf.nest.flatten(sources)
+        flat = _flat(self.gradient(target, sources, output_gradients, use_generic_names))
+        pairs = list(zip(flat_sources, flat, strict=True))
+        return (
+            [pair for pair in pairs if self._local.is_local(pair[0])],
+            [pair for pair in pairs if not self._local.is_local(pair[0])],
+        )
+
+    def _reduced(self, sources: list[Any], gradients: list[Any], generic: bool) -> list[Any]:
+        reduced, applies = self._local.around(
+            lambda g, s: _exchange(self._plan)(g, s, generic), gradients, sources
+        )
+        self.applies = True if applies is None else applies
+        if applies is None:
+            return reduced
+        _warn_of_withheld()
+        return [_only_where(applies, gradient) for gradient in reduced]
+
+
+def _flat(gradients: Any) -> list[Any]:
+    return list(tf.nest.flatten(gradients))  # tf.IndexedSlices and None are leaves
+
+
+def _packed(sources: Any, gradients: Any, flat: list[Any]) -> Any:
+    if not tf.nest.is_nested(gradients):
+        return flat[0]
+    return tf.nest.pack_sequence_as(sources, flat)
+
+
+def _only_where(applies: Any, gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _only_where(applies, gradient.values)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.where(applies, gradient, tf.zeros_like(gradient))
+
+
+def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.settings,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """A tape of the same class whose gradient() reduces over all ranks.
+
+    gradtape: a tf.GradientTape that has recorded, or that will: `with
+        hvd.DistributedGradientTape(tf.GradientTape()) as tape`.
+    device_dense, device_sparse: where the reductions run; "" leaves it to TensorFlow.
+    compression: what a gradient looks like while it travels. Without it the settings decide, which
+        are float16 between hosts; Compression.none is full precision everywhere.
+    sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their values and indices
+        are gathered, with op Average or Sum only.
+    op: Average, Sum, Min, Max, Product or Adasum, of gradients.
+    gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
+        only with Average.
+    groups: reduce several gradients as one operation: an int makes that many groups in order; lists
+        of variables are taken as they are, the rest goes one by one. num_groups is its old name.
+    process_set: the ranks that take part.
+    scale_local_gradients: divide gradients that stay on their rank by the number of ranks.
+
+    Returns the tape, with register_local_source() and `applies`. ValueError for arguments that do
+    not fit.
+    """
+    check_arguments(op, gradient_predivide_factor)
+    wrapped = type(gradtape)
+    made_class = type(wrapped.__name__, (_DistributedGradientTape, wrapped), {})
+    made = cast(_DistributedGradientTape, cast(Any, made_class).__new__(made_class))
+    made.__dict__.update(gradtape.__dict__)
+    made._recording = False  # whoever pushed the wrapped tape pops it
+    made.process_set = process_set
+    made.scale_local_gradients = scale_local_gradients
+    made.applies = True
+    made._local = LocalSources(process_set, scale_local_gradients)
+    made._plan = Plan(
+        op=op,
+        compression=compression,
+        process_set=process_set,
+        predivide_factor=gradient_predivide_factor,
+        groups=checked_groups(groups, num_groups),
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    return made
+
+
+def PartialDistributedGradientTape(  # noqa: N802 - the name is Horovod's
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.settings,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """DistributedGradientTape that leaves the gradients of some layers on their rank.
+
+    local_layers: a Keras layer or an iterable of them, built; their trainable weights are local.
+    """
+    tape = DistributedGradientTape(
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
+    )  # fmt: skip
+    if local_layers is None:
+        local_layers = []
+    elif not isinstance(local_layers, Iterable):
+        local_layers = [local_layers]
+    for layer in local_layers:
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"[tensorflow] local_layers: expected Keras layers, got {layer!r}")
+        for variable in layer.trainable_weights:
+            tape.register_local_source(variable)
+    return tape

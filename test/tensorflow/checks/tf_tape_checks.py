@@ -1,0 +1,271 @@
+"""DistributedGradientTape: the gradients of all ranks, in eager mode and in tf.function."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import tensorflow as tf
+from tf_training import (
+    assert_equal_on_all_ranks,
+    global_batch,
+    loss_of,
+    raised,
+    share,
+    variables,
+    world_with,
+)
+
+import perseus.tensorflow.horovod as hvd
+
+
+def _mean_rank() -> float:
+    return (hvd.size() - 1) / 2
+
+
+def check_training_equals_one_rank_on_the_global_batch() -> None:
+    """Plain, compiled, in groups, with a factor: like one rank, and equal bits on all ranks."""
+    for compiled in (False, True):
+        for options in ({}, {"groups": 2}, {"gradient_predivide_factor": 2.0}):
+            mine, reference = variables(), variables()
+
+            def step(batch, mine=mine, options=options):
+                with tf.GradientTape() as tape:
+                    loss = loss_of(mine, batch)
+                tape = hvd.DistributedGradientTape(tape, **options)
+                for variable, gradient in zip(mine, tape.gradient(loss, mine), strict=True):
+                    variable.assign_sub(0.1 * gradient)
+
+            if compiled:
+                step = tf.function(step)
+            for number in range(4):
+                batch = global_batch(number)
+                step(tf.constant(share(batch)))
+                with tf.GradientTape() as plain:
+                    loss = loss_of(reference, batch)
+                for variable, gradient in zip(
+                    reference, plain.gradient(loss, reference), strict=True
+                ):
+                    variable.assign_sub(0.1 * gradient)
+            for left, right in zip(mine, reference, strict=True):
+                np.testing.assert_allclose(left.numpy(), right.numpy(), rtol=2e-5, atol=2e-6)
+            assert_equal_on_all_ranks(mine)
+
+
+def check_each_reduction() -> None:
+    variable = tf.Variable([1.0, 2.0, 3.0])
+    factor = tf.constant([1.0, 2.0, 5.0]) * (hvd.rank() + 1)
+    n = hvd.size()
+    expected = {hvd.Average: (n + 1) / 2, hvd.Sum: n * (n + 1) / 2, hvd.Min: 1.0, hvd.Max: n}
+    for op, scale in expected.items():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * factor)
+        tape = hvd.DistributedGradientTape(tape, op=op)
+        gradient = tape.gradient(loss, variable)
+        np.testing.assert_array_equal(gradient, np.array([1.0, 2.0, 5.0]) * scale)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable * tf.constant([1.0, 2.0, 5.0]))
+    tape = hvd.DistributedGradientTape(tape, op=hvd.Adasum)  # of equal gradients: themselves
+    np.testing.assert_allclose(tape.gradient(loss, variable), [1.0, 2.0, 5.0], rtol=1e-6)
+
+
+def check_sources_keep_their_structure_and_none_stays_none() -> None:
+    first, second, unused = tf.Variable([2.0]), tf.Variable([[3.0]]), tf.Variable(1.0)
+    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = (hvd.rank() + 1.0) * tf.reduce_sum(first * first + second[0])
+    gradients = tape.gradient(loss, {"a": first, "rest": [second, unused]})
+    np.testing.assert_array_equal(gradients["a"], [4.0 * (_mean_rank() + 1)])
+    np.testing.assert_array_equal(gradients["rest"][0], [[_mean_rank() + 1]])
+    assert gradients["rest"][1] is None
+    assert tape.applies is True
+    again = tape.gradient(loss, first, use_generic_names=True)
+    np.testing.assert_array_equal(again, [4.0 * (_mean_rank() + 1)])
+    assert isinstance(tape, tf.GradientTape)
+    assert type(tape).__name__ == "GradientTape"
+
+
+def _embedding_gradient(**options):
+    table = tf.Variable(tf.reshape(tf.range(12.0), [6, 2]))
+    rows = [hvd.rank(), 5, 5][: 2 + hvd.rank() % 2]  # different numbers of rows
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, rows)) * (hvd.rank() + 1.0)
+    gradient = hvd.DistributedGradientTape(tape, **options).gradient(loss, table)
+    expected = np.zeros((6, 2))
+    for rank in range(hvd.size()):
+        for row in [rank, 5, 5][: 2 + rank % 2]:
+            expected[row] += rank + 1
+    return gradient, expected
+
+
+def check_sparse_gradients() -> None:
+    for traced in (False, True):
+        for options in ({}, {"groups": 1}, {"compression": hvd.Compression.fp16}):
+
+            def run(options=options):
+                return _embedding_gradient(**options)[0]
+
+            expected = _embedding_gradient()[1]
+            if traced:
+                with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                    gradient = _embedding_gradient(**options)[0]
+                    assert isinstance(gradient, tf.IndexedSlices)
+                    session.run(tf.compat.v1.global_variables_initializer())
+                    dense = session.run(tf.convert_to_tensor(gradient))
+            else:
+                gradient = run()
+                assert isinstance(gradient, tf.IndexedSlices)
+                dense = tf.convert_to_tensor(gradient).numpy()
+            np.testing.assert_array_equal(dense, expected / hvd.size())
+    gradient, expected = _embedding_gradient(op=hvd.Sum, sparse_as_dense=True)
+    assert not isinstance(gradient, tf.IndexedSlices)
+    np.testing.assert_array_equal(gradient, expected)
+    for options in ({"op": hvd.Max}, {"gradient_predivide_factor": 2.0}):
+        message = raised(NotImplementedError, lambda o=options: _embedding_gradient(**o))
+        assert "sparse_as_dense=True" in message
+
+
+def check_allreduce_of_slices() -> None:
+    slices = tf.IndexedSlices(
+        tf.constant([[1.0 + hvd.rank()]]), tf.constant([hvd.rank()]), tf.constant([4, 1])
+    )
+    expected = np.zeros((4, 1), np.float32)
+    expected[: hvd.size(), 0] = np.arange(1, hvd.size() + 1)
+    total = hvd.allreduce(slices, op=hvd.Sum, name="slices")
+    np.testing.assert_array_equal(tf.convert_to_tensor(total), expected)
+    mean, dense = hvd.grouped_allreduce([slices, tf.constant(2.0 * hvd.rank())])
+    np.testing.assert_array_equal(tf.convert_to_tensor(mean), expected / hvd.size())
+    assert float(dense) == 2 * _mean_rank()
+    assert "IndexedSlices" in raised(
+        NotImplementedError, lambda: hvd.allreduce(slices, prescale_factor=2.0)
+    )
+
+
+def check_local_variables() -> None:
+    for scale in (True, False):
+        shared, own = tf.Variable([1.0]), tf.Variable([1.0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(shared + own) * (hvd.rank() + 1.0)
+        tape = hvd.DistributedGradientTape(tape, scale_local_gradients=scale)
+        tape.register_local_source(own)
+        first, second = tape.get_local_and_global_gradients(loss, [shared, own])
+        assert [source is own for source, _ in first] == [True]
+        assert [source is shared for source, _ in second] == [True]
+        local = (hvd.rank() + 1) / (hvd.size() if scale else 1)
+        np.testing.assert_array_equal(first[0][1], [local])
+        np.testing.assert_array_equal(second[0][1], [_mean_rank() + 1])
+
+
+def check_local_layers() -> None:
+    layer = tf.keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    layer.build((None, 2))
+    shared = tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(layer(tf.ones([1, 2]) * (hvd.rank() + 1.0))) * shared
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=layer, op=hvd.Sum)
+    kernel, of_shared = tape.gradient(loss, [layer.trainable_weights[0], shared])
+    np.testing.assert_allclose(kernel, [[(hvd.rank() + 1) / hvd.size()]] * 2, rtol=1e-6)
+    assert float(of_shared) == sum(2 * (rank + 1) for rank in range(hvd.size()))
+    assert "local_layers" in raised(
+        ValueError, lambda: hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[1])
+    )
+
+
+class _Halved(hvd.compression.Compressor):
+    """One of a script's own: what travels is half as large."""
+
+    @staticmethod
+    def compress(tensor):
+        return tensor / 2, tensor.dtype
+
+    @staticmethod
+    def decompress(tensor, ctx):
+        assert ctx == tensor.dtype
+        return tensor * 2
+
+
+def check_compression() -> None:
+    codecs = hvd.Compression
+    for compression in (
+        codecs.none, codecs.fp16, codecs.bf16, codecs.int8, codecs.topk(0.5), codecs.rotate(2),
+        codecs.auto, _Halved,
+    ):  # fmt: skip
+        for _ in range(2):
+            variable = tf.Variable([1.0, 2.0])
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * (hvd.rank() + 1.0))
+            tape = hvd.DistributedGradientTape(tape, compression=compression)
+            gradient = tape.gradient(loss, [variable])[0]
+            # One host: codecs do not act there.
+            np.testing.assert_array_equal(gradient, [_mean_rank() + 1] * 2)
+    mean = hvd.allreduce(tf.constant([hvd.rank() + 1.0]), compression=codecs.fp16)
+    assert mean.dtype == tf.float32
+    assert float(mean[0]) == _mean_rank() + 1
+    assert "name=" in raised(
+        ValueError, lambda: hvd.allreduce(tf.constant([1.0]), compression=codecs.int8)
+    )
+
+
+def _gradient_of_ranks(variable: tf.Variable, factor: float):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable * factor)
+    tape = hvd.DistributedGradientTape(tape)
+    return tape.gradient(loss, variable), tape.applies
+
+
+def check_steps_that_are_not_applied_give_zeros() -> None:
+    variable = tf.Variable([1.0, 1.0])
+    with warnings.catch_warnings(record=True) as seen, world_with(PERSEUS_ACCUMULATE_N_STEPS=3):
+        warnings.simplefilter("always")
+        for run in (_gradient_of_ranks, tf.function(_gradient_of_ranks)):
+            for step in range(6):
+                gradient, applies = run(variable, tf.constant(hvd.rank() + 1.0 + step))
+                last = step % 3 == 2
+                assert bool(applies) == last
+                total = 3 * (_mean_rank() + step) if last else 0.0
+                np.testing.assert_array_equal(gradient, [total] * 2)
+        assert "sparse_as_dense=True" in raised(ValueError, _embedding_gradient)
+    assert any("tape.applies" in str(warning.message) for warning in seen)
+    settings = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "skip"}
+    with world_with(**settings):
+        factor = float("nan") if hvd.rank() == hvd.size() - 1 else 1.0
+        gradient, applies = _gradient_of_ranks(variable, factor)
+        assert not bool(applies)
+        np.testing.assert_array_equal(gradient, [0.0, 0.0])
+        gradient, applies = _gradient_of_ranks(variable, 2.0)
+        assert bool(applies)
+        np.testing.assert_array_equal(gradient, [2.0, 2.0])
+
+
+def check_arguments_that_do_not_fit() -> None:
+    variable = tf.Variable(1.0)
+    for options in (
+        {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
+        {"groups": 0},
+        {"groups": [variable]},
+        {"groups": [[variable], [variable]]},
+    ):
+        raised(ValueError, lambda o=options: hvd.DistributedGradientTape(tf.GradientTape(), **o))
+
+
+def check_groups_of_variables() -> None:
+    several = [tf.Variable([float(i)]) for i in range(4)]
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([(i + 1.0) * v for i, v in enumerate(several)])[0] * (hvd.rank() + 1)
+        tape = hvd.DistributedGradientTape(tape, groups=[[several[2], several[0]]])
+        gradients = tape.gradient(loss, several)
+        for i, gradient in enumerate(gradients):
+            np.testing.assert_array_equal(gradient, [(i + 1) * (_mean_rank() + 1)])
+
+
+def check_process_sets() -> None:
+    with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
+        members = hvd.add_process_set([hvd.size() - 1])
+        variable = tf.Variable([1.0])
+        for process_set, expected in ((members, hvd.rank() + 1), (None, _mean_rank() + 1)):
+            options = {"process_set": process_set} if process_set else {}
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * (hvd.rank() + 1.0))
+            gradient = hvd.DistributedGradientTape(tape, **options).gradient(loss, variable)
+            np.testing.assert_array_equal(gradient, [expected])
+        hvd.remove_process_set(members)
