@@ -61,7 +61,7 @@ def _allgather(op: Any, *grads: Any) -> list[Any]:
     means = _average(_dense(op, grads), process_set, grouped)
     rows = tf.stack([tf.shape(tensor)[0] for tensor in op.inputs])
     counts = ops.allgather([rows[tf.newaxis, :]], process_set=process_set)[0]
-    rank = ops.rank_op(process_set.process_set_id)
+    rank = ops.index_op(process_set.process_set_id)
     first = tf.reduce_sum(counts[:rank], axis=0)
     return [mean[first[i] : first[i] + rows[i]] for i, mean in enumerate(means)]
 

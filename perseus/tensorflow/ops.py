@@ -320,8 +320,13 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     return _scalar(native.perseus_size(process_set_id=process_set_id, name=name))
 
 
-def rank_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """This process's index in a process set; in the world, its rank."""
+def rank_op(name: str | None = None) -> Any:
+    """This process's number, 0 … size - 1."""
+    return index_op(0, name)
+
+
+def index_op(process_set_id: int, name: str | None = None) -> Any:
+    """This process's place in a process set; its size where it is not in it."""
     return _scalar(native.perseus_rank(process_set_id=process_set_id, name=name))
 
 
