@@ -95,7 +95,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
                 sparse_as_dense,
                 average_aggregated_gradients,
                 basics.rank(),
-                LocalGradientAggregationHelper.OPTIMIZER_TYPE_LEGACY,
+                LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
                 process_set,
                 scale_local_gradients,
                 name,
