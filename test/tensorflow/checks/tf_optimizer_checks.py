@@ -139,7 +139,7 @@ def check_monitored_training_session_with_the_hook() -> None:
     """Variables begin differently on every rank and are rank 0's after the session is made."""
     with tf.Graph().as_default():
         parameters = [
-            v1.get_variable(f"v{i}", initializer=value + hvd.rank())
+            v1.get_variable(f"v{i}", initializer=value + np.float32(hvd.rank()))
             for i, value in enumerate(initial_values())
         ]
         batch = v1.placeholder(tf.float32, [None, COLUMNS])
