@@ -40,17 +40,20 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "elastic": {""},
     "torch": {"", "elastic"},
     "tensorflow": {"", "elastic"},
-    "keras": {"", "elastic", "tensorflow"},
+    # Keras runs on either; what TensorFlow's users import stands above both.
+    "keras": {"", "elastic", "tensorflow", "torch"},
+    "tensorflow.horovod": {"", "elastic", "tensorflow", "keras"},
+    "tensorflow.keras": {"tensorflow.horovod"},
     "mxnet": {"", "elastic"},
     "run": {"", "elastic"},
     "report": {""},
     "bench": {"", "torch", "run"},
-    "compat": {"", "elastic", "torch", "tensorflow", "keras", "mxnet", "run"},
+    "compat": {"", "elastic", "torch", "tensorflow", "tensorflow.horovod", "keras", "mxnet", "run"},
 }
 # Framework -> parts of perseus/ that may import it.
 FRAMEWORKS: dict[str, set[str]] = {
-    "torch": {"torch", "bench"},
-    "tensorflow": {"tensorflow", "keras", "bench"},
+    "torch": {"torch", "keras", "bench"},
+    "tensorflow": {"tensorflow", "tensorflow.horovod", "keras", "bench"},
     "keras": {"tensorflow", "keras", "bench"},
     "mxnet": {"mxnet", "bench"},
     "horovod": {"bench"},
@@ -133,6 +136,14 @@ def imported_modules(package: tuple[str, ...], tree: ast.AST) -> Iterator[tuple[
                 yield node.lineno, f"{stem}.{alias.name}"
 
 
+def part_of(python: Path, names: tuple[str, ...] | list[str]) -> str:
+    """The part of perseus/ that a dotted name below it belongs to."""
+    if ".".join(names[:2]) in PYTHON_LAYERS:
+        return ".".join(names[:2])
+    first = names[0] if names else ""
+    return first if first in PYTHON_LAYERS or (python / first).is_dir() else ""
+
+
 def shown_part(part: str) -> str:
     return f"perseus.{part}" if part else "perseus/*.py"
 
@@ -144,7 +155,7 @@ def import_offence(python: Path, part: str, module: str) -> str | None:
         return f"only perseus/{{{', '.join(sorted(FRAMEWORKS[first]))}}} may import {first}"
     if first != "perseus":
         return None
-    other = rest[0] if rest and (rest[0] in PYTHON_LAYERS or (python / rest[0]).is_dir()) else ""
+    other = part_of(python, rest)
     if other == part or other in PYTHON_LAYERS[part]:
         return None
     allowed = ", ".join(shown_part(name) for name in sorted(PYTHON_LAYERS[part]))
@@ -158,7 +169,7 @@ def python_offences(root: Path) -> Iterator[str]:
         relative = source.relative_to(python)
         if relative.parts[0] == "examples":
             continue
-        part = relative.parts[0] if len(relative.parts) > 1 else ""
+        part = part_of(python, relative.parts[:-1])
         shown = source.relative_to(root).as_posix()
         if part not in PYTHON_LAYERS:
             yield f"{shown}:1: perseus.{part} has no place in the order of layers"

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perseus.errors import NOT_INITIALIZED, HorovodInternalError, InitializationError, MismatchError
@@ -48,6 +49,7 @@ class _World:
 
 
 _world = _World()
+_gradient_numbers = count(1)
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -220,6 +222,11 @@ def is_initialized() -> bool:
     return _world.context is not None
 
 
+def world_failure() -> str | None:
+    """Why the world has ended; None while it has not, and where there is none."""
+    return None if _world.context is None else _world.context.failure()
+
+
 def rank() -> int:
     """This process's number, 0 … size - 1. ValueError before init(), like all of these."""
     _context()
@@ -265,6 +272,16 @@ def group_ranks(group: int) -> list[int] | None:
 def setting(name: str) -> int:
     """A variable as the core has read it: the number, 0 or 1, or the place among its choices."""
     return _context().setting(name)
+
+
+def new_gradients() -> int:
+    """A number under which the core keeps the sums of one optimizer's gradients; never 0."""
+    return next(_gradient_numbers)
+
+
+def settings_act_on_gradients() -> bool:
+    """Whether settings make the core do something with gradients even in a world of one rank."""
+    return setting("PERSEUS_ACCUMULATE_N_STEPS") > 1 or setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
 
 
 def forget_gradients(gradient_of: int) -> None:

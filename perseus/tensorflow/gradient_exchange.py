@@ -129,6 +129,15 @@ class GradientExchange:
             for index, source in enumerate(sources)
         )
         bundles = self._bundles(gradients, sources)
+        return self.reduce(gradients, names, bundles)
+
+    def reduce(
+        self,
+        gradients: list[Any],
+        names: tuple[str, ...],
+        bundles: tuple[tuple[int, ...], ...],
+    ) -> tuple[list[Any], Any]:
+        """The same with names and bundles, by index, that are given; sparse ones are in none."""
         if not tf.executing_eagerly():
             return self._reduce(gradients, names, bundles)
         reduced, applies = self._as_graph(names, bundles)(gradients)

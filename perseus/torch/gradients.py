@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,9 +30,6 @@ _TOO_MANY = (
 
 
 _POLL_SECONDS = 0.001
-
-# Numbers of reducers, under which the core keeps their sums.
-_numbers = count(1)
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ class GradientReducer:
         self._prescale = 1.0 / plan.predivide_factor
         self._postscale = plan.predivide_factor
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
-        self._number = next(_numbers)
+        self._number = basics.new_gradients()
         self._residuals = Residuals(
             self._number,
             [(bundle.name, bundle.grouped) for bundle in self._bundles],

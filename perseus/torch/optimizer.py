@@ -226,7 +226,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         return adasum_optimizer(
             optimizer, trained, compression, backward_passes_per_step, process_set
         )
-    active = included and (not alone or _matters_alone())
+    active = included and (not alone or basics.settings_act_on_gradients())
     wrapped = type(optimizer)
     made_class = type(
         wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}
@@ -242,14 +242,6 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         [p for p in parameters if p.requires_grad] if active else [], plan, backward_passes_per_step
     )
     return made
-
-
-def _matters_alone() -> bool:
-    """Whether settings make the core do something with gradients even in a world of one rank."""
-    return (
-        basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1
-        or basics.setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
-    )
 
 
 def _names(

@@ -1,0 +1,179 @@
+"""The public face for Keras 3: `import perseus.keras as hvd` in the place of horovod.keras.
+
+Keras may run on TensorFlow or PyTorch (KERAS_BACKEND).
+"""
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from perseus.basics import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    flush_residuals,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from perseus.keras import callbacks, elastic
+from perseus.keras.backend import backend
+from perseus.keras.functions import (
+    allgather,
+    allreduce,
+    broadcast,
+    broadcast_global_variables,
+    reducescatter,
+)
+from perseus.keras.models import load_model
+from perseus.keras.optimizer import distribute, make_plan
+from perseus.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "ProcessSet",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "callbacks",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
+    "flush_residuals",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_initialized",
+    "load_model",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+Compression = backend.Compression
+Average: int = backend.Average
+Sum: int = backend.Sum
+Adasum: int = backend.Adasum
+
+
+def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.settings,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    num_groups: int = 0,
+    groups: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """An optimizer of the same class that reduces gradients over all ranks before each step.
+
+    optimizer: any optimizer of Keras 3, a LossScaleOptimizer around one included; its options and
+        state are taken over. With gradient_accumulation_steps gradients travel once a step.
+    name: what names of reductions begin with, equal on all ranks; else optimizers are numbered.
+    device_dense, device_sparse: where reductions run on TensorFlow; "" leaves it to TensorFlow.
+    compression: what a gradient looks like while it travels. Without it the settings decide, which
+        are float16 between hosts; Compression.none is full precision everywhere.
+    sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their rows are gathered.
+    gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
+        only with Average.
+    op: Average or Sum.
+    groups: reduce several gradients as one operation: an int makes that many groups in order; lists
+        of variables are taken as they are, the rest goes one by one. num_groups is its old name.
+    backward_passes_per_step: calls of apply whose gradients are summed on each rank before they
+        travel; average_aggregated_gradients divides them by that number.
+    process_set: the ranks that take part.
+    scale_local_gradients: divide gradients of local variables (register_local_var) by the number
+        of ranks.
+
+    ValueError for arguments that do not fit.
+    """
+    plan = make_plan(
+        name, device_dense, device_sparse, compression, sparse_as_dense,
+        gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
+        num_groups, groups, process_set, scale_local_gradients,
+    )  # fmt: skip
+    return distribute(optimizer, plan)
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - the name is Horovod's
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.settings,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """DistributedOptimizer that leaves gradients of some layers on their rank.
+
+    local_layers: a layer or several, built. The rest: see DistributedOptimizer.
+    """
+    made = DistributedOptimizer(
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
+        gradient_predivide_factor, op, 0, groups, backward_passes_per_step,
+        average_aggregated_gradients, process_set, scale_local_gradients,
+    )  # fmt: skip
+    layers: Iterable[Any] = local_layers if isinstance(local_layers, Iterable) else [local_layers]
+    inner = getattr(made, "inner_optimizer", made)
+    for layer in layers:
+        for variable in layer.trainable_weights if layer is not None else ():
+            inner.register_local_var(variable)
+    return made

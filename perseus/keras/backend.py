@@ -1,0 +1,122 @@
+"""The framework that Keras runs on: the few things that differ, one module for each.
+
+`backend` is chosen at import, as Keras chooses. Stateless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import keras
+import numpy as np
+
+from perseus.compression import Compressor
+from perseus.process_sets import ProcessSet
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced; equal on all ranks."""
+
+    op: int
+    predivide_factor: float
+    compression: type[Compressor]
+    sparse_as_dense: bool
+    device_dense: str
+    device_sparse: str
+    process_set: ProcessSet
+
+
+class Exchange(Protocol):
+    """Reduces the gradients of one optimizer."""
+
+    def reduce(
+        self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
+    ) -> tuple[list[Any], Any]:
+        """Reduce gradients over all ranks; none of them is None.
+
+        names: what ranks pair them by. bundles: positions of those that go as one operation; every
+        position occurs once. Returns the reductions, and whether they may be applied: None for yes,
+        always; else a bool or a boolean tensor, equal on all ranks.
+        """
+
+
+class Backend(Protocol):
+    """What a module for one framework has. Tensors are the framework's, variables are Keras's."""
+
+    Compression: Any
+    Average: int
+    Sum: int
+    Adasum: int
+
+    def make_exchange(self, scope: str, reduction: Reduction) -> Exchange:
+        """scope: what names begin with, before those that are given."""
+
+    def dense(self, gradient: Any) -> Any:
+        """A gradient as a dense tensor."""
+
+    def divided_by_size(self, gradient: Any, process_set: ProcessSet) -> Any:
+        """A gradient, dense or sparse, divided by the number of ranks, as a new one."""
+
+    def everywhere(self, flag: Any, name: str, process_set: ProcessSet) -> Any:
+        """Whether a scalar boolean tensor is true on all ranks."""
+
+    def average(self, values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+        """The mean of a float64 vector over all ranks."""
+
+    def broadcast_variables(self, variables: Sequence[Any], root_rank: int, prefix: str) -> None:
+        """Give variables the root's values; prefix: their names begin with it."""
+
+    def broadcast_global_variables(self, root_rank: int) -> Any:
+        """Give all of TensorFlow 1's global variables the root's values."""
+
+    def broadcast_object(self, obj: Any, root_rank: int, name: str) -> Any:
+        """The root's object on every rank."""
+
+    def run(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """The decorator of elastic training."""
+
+    def allreduce(  # noqa: PLR0917 - all are given
+        self,
+        value: Any,
+        name: str | None,
+        op: int,
+        prescale_factor: float,
+        postscale_factor: float,
+        compression: type[Compressor],
+    ) -> Any:
+        """The reduction of a tensor-like value."""
+
+    def allgather(self, value: Any, name: str | None) -> Any:
+        """All ranks' values, concatenated along the first axis."""
+
+    def broadcast(self, value: Any, root_rank: int, name: str | None) -> Any:
+        """The root's value."""
+
+    def reducescatter(self, value: Any, name: str | None, op: int) -> Any:
+        """This rank's part of the reduction, along the first axis."""
+
+
+def _choose() -> Backend:
+    if int(keras.__version__.split(".")[0]) < 3:
+        raise ImportError(
+            f"[keras] Keras {keras.__version__} is installed; perseus.keras needs Keras 3"
+        )
+    name = keras.backend.backend()
+    if name == "torch":
+        from perseus.keras import torch_backend
+
+        return cast(Backend, torch_backend)
+    if name == "tensorflow":
+        from perseus.keras import tensorflow_backend
+
+        return cast(Backend, tensorflow_backend)
+    raise ImportError(
+        f"[keras] Keras runs on {name}; Perseus serves its backends tensorflow and torch: set "
+        f"KERAS_BACKEND to one of them"
+    )
+
+
+backend = _choose()

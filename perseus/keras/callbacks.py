@@ -1,0 +1,242 @@
+"""Callbacks for `fit` on several ranks: equal start, averaged metrics, learning rates, checkpoints.
+
+Belong to the thread that calls fit. Source of behaviour: Horovod 0.28.1, horovod.keras.callbacks.
+"""
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from perseus import basics
+from perseus.keras.backend import backend
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives every rank the root's weights and optimizer state, once, after the first batch.
+
+    That is when the optimizer has all of its variables; so every rank's first step is thrown away
+    but the root's. Random seeds stay each rank's own: ranks drop out different units.
+
+    root_rank: a global rank. device: accepted for Horovod's sake. local_variables: left alone.
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.root_rank = root_rank
+        self.device = device
+        self.broadcast_done = False
+        self._local_variables = list(local_variables or ())
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable alone."""
+        self._local_variables.append(var)
+
+    def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Broadcast, the first time."""
+        if self.broadcast_done:
+            return
+        local = {id(variable) for variable in self._local_variables}
+        variables = [*self.model.weights, *self.model.optimizer.variables]
+        shared = [variable for variable in variables if id(variable) not in local]
+        backend.broadcast_variables(shared, self.root_rank, "BroadcastGlobalVariablesCallback")
+        self.broadcast_done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Replaces an epoch's metrics by their mean over all ranks, for the callbacks that follow.
+
+    So it comes before ReduceLROnPlateau, TensorBoard and others that read metrics. All ranks must
+    have the same metrics; MismatchError on every rank where their number differs.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.backend = backend
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average what is in logs."""
+        if not logs:
+            return
+        names = sorted(logs)
+        values = np.array([float(logs[name]) for name in names], dtype=np.float64)
+        mean = backend.average(values, "MetricAverageCallback")
+        logs.update(zip(names, mean.tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to initial_lr * multiplier(epoch).
+
+    initial_lr: of one rank times the number of ranks, usually. multiplier: a function of the epoch,
+    or a number m for m ** (epoch - start_epoch). start_epoch, end_epoch: acts in this range,
+    without its end; None = no end. staircase: once an epoch; else in every batch, with a fractional
+    epoch.
+    momentum_correction: keep the length of momentum's next step: it is scaled by new / old rate.
+    steps_per_epoch: batches of an epoch, where Keras does not know. ValueError without initial_lr.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("Parameter `initial_lr` is required")
+        self.backend = backend
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.momentum_correction = momentum_correction
+        self.initial_lr = initial_lr
+        self.restore_momentum: float | None = None  # nothing to restore, see _set
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch: int | None = None
+        self.staircase = staircase
+        self.multiplier: Callable[[float], float]
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            base = multiplier
+            self.staircase = True
+            self.multiplier = lambda epoch: base ** (epoch - start_epoch)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Find out how many steps an epoch has, if that matters."""
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise ValueError(
+                    f"Could not autodetect the number of steps per epoch. Please specify the "
+                    f"steps_per_epoch parameter to the {type(self).__name__}()"
+                )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remember the epoch."""
+        self.current_epoch = epoch
+
+    def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the learning rate, if it is time to."""
+        epoch = self.current_epoch or 0
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            self._set(self.multiplier(epoch + batch / (self.steps_per_epoch or 1)))
+        elif batch == 0:
+            self._set(self.multiplier(epoch))
+
+    def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Nothing: momentum needs no restoring."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Report the learning rate as `lr`."""
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _rate(self) -> float:
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+
+    def _set(self, factor: float) -> None:
+        before = self._rate()
+        rate = self.initial_lr * factor
+        self.model.optimizer.learning_rate = rate
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if not self.momentum_correction or before in (0.0, rate):
+            return
+        if getattr(optimizer, "momentum", None):
+            # Keras has the coefficient as a constant in its graphs. What it is multiplied with is a
+            # variable, and contains the old rate.
+            name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
+            for velocity in getattr(optimizer, name, ()):
+                velocity.assign(velocity * (rate / before))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from initial_lr / size to initial_lr over the first epochs.
+
+    In every batch, by the same amount (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
+    warmup_epochs: how many. verbose: 1 = rank 0 says when it is done. The rest: as in
+    LearningRateScheduleCallback.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            # The last batch of an epoch has the epoch's round number.
+            epoch += 1.0 / (self.steps_per_epoch or 1)
+            size = basics.size()
+            return (epoch * (size - 1) / warmup_epochs + 1) / size
+
+        super().__init__(
+            initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Report the learning rate, and the end of the warm-up."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch == epoch + 1 and self.verbose > 0 and basics.rank() == 0:
+            print(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
+            )
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """keras.callbacks.ModelCheckpoint that keeps the best model, in a file that is named later.
+
+    Assign `filepath` before fit, on the rank that is to save: ValueError where it is missing.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+    ) -> None:
+        # Keras looks at the suffix, and takes no None.
+        placeholder = "later.weights.h5" if save_weights_only else "later.keras"
+        super().__init__(
+            placeholder,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: Any = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Check that there is a file."""
+        if self.filepath is None:
+            raise ValueError("[keras] BestModelCheckpoint: assign its `filepath` before fit")
+        self.filepath = str(self.filepath)
+        super().on_train_begin(logs)

@@ -1,0 +1,127 @@
+"""The gradients of one Keras optimizer on their way: names, groups, local variables.
+
+Belongs to the thread that applies gradients, or that traces the function which does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from perseus import basics, config
+from perseus.keras.backend import Exchange, Reduction, backend
+
+# Keras numbers layers and models: `dense_3`. Ranks may have made different numbers of them.
+_NUMBER = re.compile(r"_\d+(?=/|$)")
+
+_used_names: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What DistributedOptimizer was asked for; equal on all ranks."""
+
+    name: str | None
+    reduction: Reduction
+    groups: int | list[list[Any]] | None
+    scale_local_gradients: bool
+    passes: int
+    average_passes: bool
+
+
+class GradientExchange:
+    """Reduces one optimizer's gradients. name: what theirs begin with, unless the plan has one."""
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan = plan
+        self.local_variables: list[Any] = []
+        self._name = plan.name or name
+        self._prefix = ""
+        self._exchange: Exchange | None = None
+
+    def active(self) -> bool:
+        """Whether there is anything to do; where the world may grow, it counts as grown."""
+        process_set = self.plan.reduction.process_set
+        basics.size()  # an error before init()
+        return bool(process_set.included()) and (
+            process_set.size() != 1 or config.elastic() or basics.settings_act_on_gradients()
+        )
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
+    ) -> tuple[list[Any], Any]:
+        """The gradients of an optimizer's variables, reduced over all ranks; None stays None.
+
+        Gradients of local variables are left alone, or divided by the number of ranks. Returns them
+        and whether they may be applied: None for yes, always; else as Exchange.reduce.
+        """
+        results = list(gradients)
+        local = {optimizer._var_key(variable) for variable in self.local_variables}
+        sent: list[int] = []
+        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            if gradient is None:
+                continue
+            if optimizer._var_key(variable) not in local:
+                sent.append(index)
+            elif self.plan.scale_local_gradients:
+                results[index] = backend.divided_by_size(gradient, self.plan.reduction.process_set)
+        if not sent:
+            return results, None
+        numbers = [optimizer._get_variable_index(variables[index]) for index in sent]
+        if self._exchange is None:
+            self._exchange = backend.make_exchange(self.prefix(), self.plan.reduction)
+        reduced, applies = self._exchange.reduce(
+            [gradients[index] for index in sent],
+            [
+                f"{number}/{_readable(variables[index])}"
+                for number, index in zip(numbers, sent, strict=True)
+            ],
+            self._bundles(numbers, optimizer),
+        )
+        for index, gradient in zip(sent, reduced, strict=True):
+            results[index] = gradient
+        return results, applies
+
+    def everywhere(self, flag: Any) -> Any:
+        """Whether a scalar boolean tensor is true on all ranks."""
+        return backend.everywhere(flag, f"{self.prefix()}/finite", self.plan.reduction.process_set)
+
+    def prefix(self) -> str:
+        """What names of this optimizer begin with.
+
+        Numbered in the order of first use: an optimizer that some ranks make and never use, in a
+        model they only look at, does not matter.
+        """
+        if not self._prefix:
+            number = _used_names[self._name]
+            _used_names[self._name] += 1
+            self._prefix = f"{self._name}_{number}" if number else self._name
+        return self._prefix
+
+    def _bundles(self, numbers: list[int], optimizer: Any) -> list[list[int]]:
+        """Positions in `numbers`, which are variables' places in the optimizer, by operation."""
+        groups = self.plan.groups
+        if groups is None:
+            return [[position] for position in range(len(numbers))]
+        if isinstance(groups, int):
+            count = min(groups, len(numbers))
+            bounds = [part * len(numbers) // count for part in range(count + 1)]
+            return [list(range(first, last)) for first, last in pairwise(bounds)]
+        position_of = {number: position for position, number in enumerate(numbers)}
+        known = optimizer._trainable_variables_indices
+        bundles: list[list[int]] = []
+        for group in groups:
+            keys = [optimizer._var_key(variable) for variable in group]
+            members = [position_of.pop(known[key], None) for key in keys if key in known]
+            found = sorted(member for member in members if member is not None)
+            bundles += [found] if found else []
+        return bundles + [[position] for position in position_of.values()]
+
+
+def _readable(variable: Any) -> str:
+    path = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
+    return _NUMBER.sub("", path)

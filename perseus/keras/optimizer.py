@@ -1,0 +1,223 @@
+"""DistributedOptimizer for Keras 3: an optimizer of the same class that averages gradients first.
+
+Source of behaviour: Horovod 0.28.1, horovod._keras, in the terms of Keras 3: one method, `apply`,
+is reached by every way of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from perseus.keras import loss_scale
+from perseus.keras.aggregation import LocalAggregation
+from perseus.keras.backend import Reduction, backend
+from perseus.keras.exchange import GradientExchange, Plan
+
+# What is said by calling methods, and so is in no config.
+_CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+
+
+class DistributedMixin:
+    """What is put in front of an optimizer's class."""
+
+    _plan: Plan
+    _exchange: GradientExchange
+    _agg_helper: LocalAggregation | None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
+        passes = self._plan.passes
+        self._agg_helper = LocalAggregation(passes) if passes > 1 else None
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that take part."""
+        return self._plan.reduction.process_set
+
+    @property
+    def scale_local_gradients(self) -> bool:
+        """Whether gradients of local variables are divided by the number of ranks."""
+        return self._plan.scale_local_gradients
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable's gradients on this rank; before the first step."""
+        self._exchange.local_variables.append(var)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """As in the wrapped optimizer."""
+        super().build(variables)  # type: ignore[misc]
+        if self._agg_helper is not None:
+            self._agg_helper.build(variables)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Average gradients over all ranks and apply them.
+
+        With gradient_accumulation_steps or backward_passes_per_step they travel when all are there.
+        While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
+        alike, the wrapped optimizer is left alone.
+        """
+        optimizer: Any = self
+        if not grads or not self._exchange.active() or not _ready(optimizer, trainable_variables):
+            self._apply_local(grads, trainable_variables)
+            return
+        variables = list(trainable_variables or optimizer._trainable_variables)
+        grads = list(grads)
+        if self._agg_helper is not None:
+            self._apply_aggregated(grads, variables)
+        elif optimizer.gradient_accumulation_steps:
+            self._apply_accumulated(grads, variables)
+        else:
+            grads, applies = self._exchange.reduce(grads, variables, self)
+            self._apply_where(applies, grads, variables)
+
+    def _apply_local(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
+        super().apply(grads, variables)  # type: ignore[misc]
+
+    def _apply_where(
+        self,
+        applies: Any,
+        grads: Sequence[Any],
+        variables: Sequence[Any],
+        otherwise: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """Apply reduced gradients if they may be."""
+        if applies is None:
+            self._apply_local(grads, variables)
+        else:
+            keras.ops.cond(applies, lambda: self._apply_local(grads, variables), otherwise)
+
+    def _count(self) -> None:
+        """Count a call without a step, as Keras and Horovod do."""
+        optimizer: Any = self
+        optimizer._iterations.assign_add(1)
+
+    def _apply_aggregated(self, grads: list[Any], variables: list[Any]) -> None:
+        """Horovod's backward_passes_per_step."""
+        optimizer, sums = self, self._agg_helper
+        assert sums is not None
+        indices = [optimizer._get_variable_index(variable) for variable in variables]  # type: ignore[attr-defined]
+        due = sums.add(grads, indices)
+
+        def step() -> None:
+            taken = sums.take(grads, indices)
+            if self._plan.average_passes:
+                taken = [g if g is None else g / sums.passes for g in taken]
+            reduced, applies = self._exchange.reduce(taken, variables, self)
+            self._apply_where(applies, reduced, variables, self._count)
+
+        keras.ops.cond(due, step, self._count)
+
+    def _apply_accumulated(self, grads: list[Any], variables: list[Any]) -> None:
+        """Keras's gradient_accumulation_steps, whose sums are the wrapped optimizer's variables.
+
+        In the last call of a step they are taken, reduced and given to the wrapped optimizer in the
+        place of that call's gradients; it finds nothing to add.
+        """
+        optimizer: Any = self
+        steps = optimizer.gradient_accumulation_steps
+        sums = [
+            optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
+            for variable in variables
+        ]
+
+        def step() -> None:
+            taken: list[Any] = []
+            for gradient, total in zip(grads, sums, strict=True):
+                if gradient is None:
+                    taken.append(None)
+                    continue
+                taken.append(keras.ops.add(backend.dense(gradient), total))
+                total.assign(keras.ops.zeros(total.shape, total.dtype))
+            reduced, applies = self._exchange.reduce(taken, variables, self)
+            self._apply_where(applies, reduced, variables, self._count)
+
+        due = keras.ops.equal((optimizer._iterations + 1) % steps, 0)
+        keras.ops.cond(due, step, lambda: self._apply_local(grads, variables))
+
+
+def _ready(optimizer: Any, variables: Sequence[Any] | None) -> bool:
+    """Build an optimizer for variables; False where the wrapped one has an error to raise."""
+    if not optimizer.built and variables is not None:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
+    return bool(optimizer.built)
+
+
+def distribute(optimizer: Any, plan: Plan) -> Any:
+    """A distributed optimizer of the class, with the options and the state of `optimizer`.
+
+    A LossScaleOptimizer stays one, around a distributed one.
+    """
+    if isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin):
+        raise ValueError("[keras] the optimizer is a DistributedOptimizer already")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            f"[keras] expected an optimizer of Keras {keras.__version__}, got "
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        )
+    loss_scale.install()
+    made = _without_state(optimizer, plan)
+    if optimizer.built:
+        _ready(made, optimizer._trainable_variables)
+    for mine, original in zip(made.variables, optimizer.variables, strict=True):
+        mine.assign(original)
+    return made
+
+
+def _without_state(optimizer: Any, plan: Plan) -> Any:
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        made = type(optimizer).from_config(optimizer.get_config())
+        made.inner_optimizer = _without_state(optimizer.inner_optimizer, plan)
+        return made
+    wrapped = type(optimizer)
+    # Saved models name the class they need: one that is there without Perseus, too.
+    copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
+    made_class: Any = type(wrapped.__name__, (DistributedMixin, wrapped), {**copied, "_plan": plan})
+    made = made_class.from_config(optimizer.get_config())
+    for name in _CALLED_FOR:
+        if hasattr(optimizer, name):
+            setattr(made, name, getattr(optimizer, name))
+    return made
+
+
+def make_plan(  # noqa: PLR0917 - all are given
+    name: str | None,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    op: int,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    num_groups: int,
+    groups: Any,
+    process_set: Any,
+    scale_local_gradients: bool,
+) -> Plan:
+    """The arguments of DistributedOptimizer, checked: ValueError for those that do not fit."""
+    if op not in (backend.Average, backend.Sum):
+        raise ValueError("[keras] op: expected Average or Sum; Adasum is not supported with Keras")
+    if gradient_predivide_factor != 1.0 and op != backend.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    groups = num_groups or None if groups is None else groups
+    if isinstance(groups, int) and groups <= 0:
+        raise ValueError("groups should be a positive integer or a list of lists of variables")
+    if not (groups is None or isinstance(groups, int)) and not (
+        isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    ):
+        raise ValueError("groups should be a positive integer or a list of lists of variables")
+    reduction = Reduction(
+        op, gradient_predivide_factor, compression, sparse_as_dense, device_dense, device_sparse,
+        process_set,
+    )  # fmt: skip
+    return Plan(
+        name, reduction, groups, scale_local_gradients, backward_passes_per_step,
+        average_aggregated_gradients,
+    )  # fmt: skip

@@ -1,0 +1,129 @@
+"""Keras on TensorFlow: reductions by perseus.tensorflow. Stateless; see perseus.keras.backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from perseus.compression import Compressor
+from perseus.keras.backend import Reduction
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow import functions, mpi_ops, ops, reductions
+from perseus.tensorflow.compression import Compression
+from perseus.tensorflow.elastic import run
+from perseus.tensorflow.gradient_exchange import GradientExchange, Plan
+from perseus.tensorflow.ops import Adasum, Average, Min, Sum
+
+__all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
+
+
+class _Exchange:
+    """See Exchange."""
+
+    def __init__(self, scope: str, reduction: Reduction) -> None:
+        plan = Plan(
+            op=reduction.op,
+            compression=reduction.compression,
+            process_set=reduction.process_set,
+            predivide_factor=reduction.predivide_factor,
+            sparse_as_dense=reduction.sparse_as_dense,
+            device_dense=reduction.device_dense,
+            device_sparse=reduction.device_sparse,
+        )
+        self._exchange = GradientExchange(scope, plan)
+
+    def reduce(
+        self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
+    ) -> tuple[list[Any], Any]:
+        """See Exchange. tf.IndexedSlices go one by one, unless they are to be dense."""
+        plan = self._exchange.plan
+        dense = [
+            plan.sparse_as_dense or not isinstance(gradient, tf.IndexedSlices)
+            for gradient in gradients
+        ]
+        parts = (tuple(index for index in bundle if dense[index]) for bundle in bundles)
+        return self._exchange.reduce(
+            list(gradients), tuple(names), tuple(part for part in parts if part)
+        )
+
+
+def make_exchange(scope: str, reduction: Reduction) -> _Exchange:
+    """See Backend."""
+    return _Exchange(scope, reduction)
+
+
+def dense(gradient: Any) -> Any:
+    """See Backend."""
+    return tf.convert_to_tensor(gradient)
+
+
+def divided_by_size(gradient: Any, process_set: ProcessSet) -> Any:
+    """See Backend."""
+    return reductions.divided_by_size(gradient, process_set)
+
+
+def everywhere(flag: Any, name: str, process_set: ProcessSet) -> Any:
+    """See Backend."""
+    number = tf.cast(flag, tf.int32)
+    outputs, _ = ops.allreduce([number], [name], op=Min, process_set=process_set)
+    return tf.cast(outputs[0], tf.bool)
+
+
+def average(values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    """See Backend."""
+    outputs, _ = ops.allreduce(
+        [tf.constant(values)], [name], op=Average, process_set=global_process_set
+    )
+    return np.asarray(outputs[0])
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, prefix: str) -> None:
+    """See Backend."""
+    functions.broadcast_variables(variables, root_rank)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """See Backend."""
+    return functions.broadcast_global_variables(root_rank)
+
+
+def broadcast_object(obj: Any, root_rank: int, name: str) -> Any:
+    """See Backend."""
+    return functions.broadcast_object(obj, root_rank, name=name)
+
+
+def allreduce(  # noqa: PLR0917 - all are given
+    value: Any,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: type[Compressor],
+) -> Any:
+    """See Backend."""
+    return reductions.allreduce(
+        tf.convert_to_tensor(value),
+        name=name,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        compression=compression,
+    )
+
+
+def allgather(value: Any, name: str | None) -> Any:
+    """See Backend."""
+    return mpi_ops.allgather(tf.convert_to_tensor(value), name=name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None) -> Any:
+    """See Backend."""
+    return mpi_ops.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+
+
+def reducescatter(value: Any, name: str | None, op: int) -> Any:
+    """See Backend."""
+    return reductions.reducescatter(tf.convert_to_tensor(value), name=name, op=op)

@@ -1,0 +1,150 @@
+"""Keras on PyTorch: reductions by perseus.torch. Stateless; see perseus.keras.backend."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from perseus import basics
+from perseus.compression import Compressor
+from perseus.keras.backend import Reduction
+from perseus.process_sets import ProcessSet
+from perseus.torch import exchange, functions, reductions, scatter
+from perseus.torch.compression import Compression
+from perseus.torch.elastic import run
+from perseus.torch.session import ALLREDUCE, Adasum, Average, Min, Sum, session, synchronize
+
+__all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
+
+
+class _Exchange:
+    """See Exchange. Dense gradients are reduced in place, sparse ones are made dense first."""
+
+    def __init__(self, scope: str, reduction: Reduction) -> None:
+        self._scope = scope
+        self._reduction = reduction
+        self._number = basics.new_gradients()
+        weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
+
+    def reduce(
+        self,
+        gradients: Sequence[torch.Tensor],
+        names: Sequence[str],
+        bundles: Sequence[Sequence[int]],
+    ) -> tuple[list[torch.Tensor], bool]:
+        """See Exchange."""
+        compression = self._reduction.compression
+        tensors = [dense(gradient).detach().contiguous() for gradient in gradients]
+        pairs = [
+            (tensor, None) if compression.in_core else compression.compress(tensor)
+            for tensor in tensors
+        ]
+        handles: list[int] = []
+        failure: Exception | None = None
+        try:
+            for bundle in bundles:
+                members = tuple(pairs[index][0] for index in bundle)
+                handles.append(self._start(f"{self._scope}/{names[bundle[0]]}", members))
+        except Exception as error:
+            failure = error
+        applies = True
+        for handle in handles:
+            try:
+                # None: part of a sum that is not complete, or a NaN that is to be skipped.
+                applies = synchronize(handle) is not None and applies
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        if not compression.in_core:
+            tensors = [compression.decompress(tensor, context) for tensor, context in pairs]
+        return tensors, applies
+
+    def _start(self, name: str, tensors: tuple[torch.Tensor, ...]) -> int:
+        plan = self._reduction
+        sent = tensors[0] if len(tensors) == 1 else tensors
+        return session.submit(
+            ALLREDUCE, name, sent, sent, plan.op, 1.0 / plan.predivide_factor,
+            plan.predivide_factor, 0, None, plan.process_set.process_set_id, self._number,
+            plan.compression.codec, plan.compression.argument,
+        )  # fmt: skip
+
+
+def make_exchange(scope: str, reduction: Reduction) -> _Exchange:
+    """See Backend."""
+    return _Exchange(scope, reduction)
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """See Backend."""
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+
+def divided_by_size(gradient: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
+    """See Backend."""
+    return gradient / (process_set.size() or 1)
+
+
+def everywhere(flag: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+    """See Backend."""
+    number = flag.to(torch.int32).cpu()
+    return reductions.allreduce(number, name=name, op=Min, process_set=process_set).bool()
+
+
+def average(values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    """See Backend."""
+    mean = reductions.allreduce(torch.from_numpy(values), name=name, op=Average)
+    return np.asarray(mean)
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, prefix: str) -> None:
+    """See Backend."""
+    named = [(f"{prefix}.{i}", variable.value.detach()) for i, variable in enumerate(variables)]
+    functions.broadcast_parameters(named, root_rank)
+
+
+def broadcast_global_variables(root_rank: int) -> None:
+    """RuntimeError: only TensorFlow has a list of all variables."""
+    raise RuntimeError(
+        "[keras] the torch backend knows no global variables: use "
+        "hvd.callbacks.BroadcastGlobalVariablesCallback"
+    )
+
+
+def broadcast_object(obj: Any, root_rank: int, name: str) -> Any:
+    """See Backend."""
+    return functions.broadcast_object(obj, root_rank, name)
+
+
+def allreduce(  # noqa: PLR0917 - all are given
+    value: Any,
+    name: str | None,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: type[Compressor],
+) -> torch.Tensor:
+    """See Backend."""
+    tensor = torch.as_tensor(value)
+    return reductions.allreduce(
+        tensor, None, name, compression, op, prescale_factor, postscale_factor
+    )
+
+
+def allgather(value: Any, name: str | None) -> torch.Tensor:
+    """See Backend."""
+    return exchange.allgather(torch.as_tensor(value), name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None) -> torch.Tensor:
+    """See Backend."""
+    return exchange.broadcast(torch.as_tensor(value), root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None, op: int) -> torch.Tensor:
+    """See Backend."""
+    return scatter.reducescatter(torch.as_tensor(value), name=name, op=op)

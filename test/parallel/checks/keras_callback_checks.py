@@ -1,0 +1,213 @@
+"""Callbacks and elastic states of Keras 3, on either of its frameworks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "torch")
+
+import keras
+import numpy as np
+from keras_checks import _close, _data, _model, _numbers, _raised, _same_everywhere
+
+import perseus.keras as hvd
+from perseus.elastic import HostUpdateResult, notification_manager
+from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
+
+callbacks = hvd.callbacks
+
+
+class _Watch(keras.callbacks.Callback):
+    """Notes the learning rate of every batch, and metrics at the end of epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.logs: list[dict[str, float]] = []
+
+    def on_train_batch_begin(self, batch, logs=None) -> None:
+        self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        self.logs.append(dict(logs))
+
+
+def _fit(*what, optimizer=None, epochs: int = 3, model=None, **options):
+    """Four batches an epoch; what a _Watch has seen."""
+    model = _model() if model is None else model
+    if getattr(model, "optimizer", None) is None:
+        model.compile(optimizer or keras.optimizers.SGD(0.01), "mse")
+    watch = _Watch()
+    model.fit(
+        *_data(hvd.rank()), batch_size=8, epochs=epochs, verbose=0, shuffle=False,
+        callbacks=[*what, watch], **options,
+    )  # fmt: skip
+    return watch, model
+
+
+def check_metrics_are_means_over_ranks() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    logs = {"b": float(rank), "a": 10.0 * rank + 1, "c": np.float32(0.5)}
+    callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    mean = (size - 1) / 2
+    assert logs == {"b": mean, "a": 10 * mean + 1, "c": 0.5}, logs
+    alone, _ = _fit(epochs=1)
+    together, _ = _fit(callbacks.MetricAverageCallback(), epochs=1)
+    expected = hvd.allreduce(np.float64(alone.logs[0]["loss"]), name="loss")
+    np.testing.assert_allclose(together.logs[0]["loss"], float(expected), rtol=1e-6)
+    mine = {"a": 1.0, "b": 2.0} if rank == 0 else {"a": 1.0}
+    _raised(Exception, callbacks.MetricAverageCallback().on_epoch_end, 0, mine)
+
+
+def check_the_learning_rate_warms_up() -> None:
+    size = hvd.size()
+    watch, _ = _fit(callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2))
+    expected = [0.4 / size * ((step + 1) / 4 * (size - 1) / 2 + 1) for step in range(8)]
+    np.testing.assert_allclose(watch.rates, [*expected, *[0.4] * 4], rtol=1e-6)
+    np.testing.assert_allclose([log["lr"] for log in watch.logs], watch.rates[3::4], rtol=1e-6)
+
+
+def check_the_learning_rate_follows_a_schedule() -> None:
+    make = callbacks.LearningRateScheduleCallback
+    watch, _ = _fit(make(0.2, 0.5, start_epoch=1))
+    assert np.allclose(watch.rates, [0.01] * 4 + [0.2] * 4 + [0.1] * 4)
+    watch, _ = _fit(make(0.2, lambda epoch: 1 + epoch, end_epoch=2))
+    assert np.allclose(watch.rates, [0.2] * 4 + [0.4] * 8)
+    watch, _ = _fit(make(0.2, lambda epoch: 1 + epoch, staircase=False, steps_per_epoch=8))
+    steps = [1 + epoch + batch / 8 for epoch in range(3) for batch in range(4)]
+    assert np.allclose(watch.rates, [0.2 * step for step in steps])
+    assert "initial_lr" in _raised(ValueError, make, None, 0.5)
+
+
+def check_momentum_is_corrected() -> None:
+    # v = m v - lr g, and where lr changes by a factor, so does m in that batch.
+    def schedule(epoch):
+        return 1.0 if epoch < 0.5 else 0.25
+
+    rates = [0.04] * 2 + [0.01] * 2
+    for corrects in (True, False):
+        make = callbacks.LearningRateScheduleCallback
+        change = make(0.04, schedule, staircase=False, momentum_correction=corrects)
+        optimizer = keras.optimizers.SGD(0.04, momentum=0.9)
+        _, model = _fit(change, optimizer=optimizer, epochs=1)
+        reference = _model()
+        plain = keras.optimizers.SGD(1.0)
+        reference.compile(plain, "mse")
+        velocities = [np.zeros(w.shape) for w in reference.weights]
+        x, y = _data(hvd.rank())
+        for step, rate in enumerate(rates):
+            before = _numbers(reference.weights)
+            part = slice(8 * step, 8 * step + 8)
+            reference.fit(x[part], y[part], batch_size=8, verbose=0)
+            gradients = [a - b for a, b in zip(before, _numbers(reference.weights), strict=True)]
+            momentum = 0.9 * (0.25 if corrects and step == 2 else 1.0)
+            for i, weight in enumerate(reference.weights):
+                velocities[i] = momentum * velocities[i] - rate * gradients[i]
+                weight.assign(before[i] + velocities[i])
+        _close(model.weights, reference.weights, 1e-4)
+
+
+def check_the_best_model_is_kept() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for only_weights, name in ((False, "best.keras"), (True, "best.weights.h5")):
+            best = callbacks.BestModelCheckpoint(monitor="loss", save_weights_only=only_weights)
+            assert best.filepath is None and best.save_best_only
+            text = _raised(ValueError, _fit, best)
+            assert "filepath" in text
+            best.filepath = Path(folder) / name
+            _, model = _fit(best)
+            loaded = _model(seed=9)
+            if only_weights:
+                loaded.load_weights(best.filepath)
+            else:
+                loaded = keras.models.load_model(best.filepath)
+            _close(loaded.weights, model.weights, 0)  # the loss goes down
+
+
+def check_states_are_kept_and_restored() -> None:
+    rank = hvd.rank()
+    model = _model(seed=rank)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
+    state = hvd.elastic.KerasState(model, epoch=rank, batch=0)
+    state.sync()
+    assert state.epoch == 0
+    _same_everywhere([*model.weights, *model.optimizer.variables])
+    _fit(model=model, epochs=1)
+    trained = _numbers([*model.weights, *model.optimizer.variables])
+    state.epoch = 1
+    state.commit()
+    _fit(model=model, epochs=1)
+    assert not np.array_equal(_numbers(model.weights)[0], trained[0])
+    state.epoch = 2
+    state.restore()
+    _close([*model.weights, *model.optimizer.variables], trained, 0)
+    assert state.epoch == 1
+    text = _raised(ValueError, hvd.elastic.KerasState, keras.Sequential([keras.layers.Dense(1)]))
+    assert "build it" in text
+
+
+def check_training_goes_on_in_a_new_world() -> None:
+    rank = hvd.rank()
+    model = _model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    worlds: list[None] = []
+    state.register_reset_callbacks([lambda: worlds.append(None)])
+    seen: list[tuple[int, int]] = []
+
+    class _Break(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None) -> None:
+            seen.append((len(worlds), state.epoch))
+            if len(worlds) == 0 and state.epoch == 2:
+                raise HorovodInternalError("broken for a test")
+            if len(worlds) == 1 and state.epoch == 3:
+                if rank == 0:
+                    notification_manager.handle_hosts_updated(1.0, HostUpdateResult.added)
+                try:
+                    state.check_host_updates()
+                except HostsUpdatedInterrupt:
+                    seen.append((-1, state.epoch))
+                    raise
+
+    @hvd.elastic.run
+    def train(state):
+        _fit(
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            _Break(),
+            hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+            model=model,
+            epochs=4 - state.epoch,
+        )
+
+    train(state)
+    # The second epoch is done again after the failure; the third was finished, if not committed.
+    assert seen == [(0, 1), (0, 2), (1, 2), (1, 3), (-1, 3), (2, 4)], seen
+    assert (len(worlds), state.epoch, state.batch) == (2, 4, 0)
+    _same_everywhere(model.weights)
+    reference = _model()
+    reference.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    _fit(model=reference, epochs=4)
+    _close(model.weights, reference.weights, 1e-5)
+
+
+def check_states_are_committed_in_fit() -> None:
+    class State:
+        """Notes what it held at every commit."""
+
+        batch = epoch = 0
+        commits: list[tuple[int, int]]
+
+        def commit(self) -> None:
+            self.commits.append((self.epoch, self.batch))
+
+    state = State()
+    state.commits = []
+    state.epoch = 5
+    commit = hvd.elastic.CommitStateCallback(state, batches_per_commit=3)
+    update = hvd.elastic.UpdateBatchStateCallback(state)
+    _fit(update, commit, hvd.elastic.UpdateEpochStateCallback(state), epochs=2)
+    assert state.commits == [(5, 2), (5, 0), (6, 2), (6, 0)], state.commits
+    assert state.epoch == 7
