@@ -62,7 +62,7 @@ def check_each_reduction() -> None:
             loss = tf.reduce_sum(variable * factor)
         tape = hvd.DistributedGradientTape(tape, op=op)
         gradient = tape.gradient(loss, variable)
-        np.testing.assert_array_equal(gradient, np.array([1.0, 2.0, 5.0]) * scale)
+        np.testing.assert_allclose(gradient, np.array([1.0, 2.0, 5.0]) * scale, rtol=1e-6)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(variable * tf.constant([1.0, 2.0, 5.0]))
     tape = hvd.DistributedGradientTape(tape, op=hvd.Adasum)  # of equal gradients: themselves
@@ -74,12 +74,12 @@ def check_sources_keep_their_structure_and_none_stays_none() -> None:
     with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
         loss = (hvd.rank() + 1.0) * tf.reduce_sum(first * first + second[0])
     gradients = tape.gradient(loss, {"a": first, "rest": [second, unused]})
-    np.testing.assert_array_equal(gradients["a"], [4.0 * (_mean_rank() + 1)])
-    np.testing.assert_array_equal(gradients["rest"][0], [[_mean_rank() + 1]])
+    np.testing.assert_allclose(gradients["a"], [4.0 * (_mean_rank() + 1)], rtol=1e-6)
+    np.testing.assert_allclose(gradients["rest"][0], [[_mean_rank() + 1]], rtol=1e-6)
     assert gradients["rest"][1] is None
     assert tape.applies is True
     again = tape.gradient(loss, first, use_generic_names=True)
-    np.testing.assert_array_equal(again, [4.0 * (_mean_rank() + 1)])
+    np.testing.assert_allclose(again, [4.0 * (_mean_rank() + 1)], rtol=1e-6)
     assert isinstance(tape, tf.GradientTape)
     assert type(tape).__name__ == "GradientTape"
 
@@ -115,10 +115,10 @@ def check_sparse_gradients() -> None:
                 gradient = run()
                 assert isinstance(gradient, tf.IndexedSlices)
                 dense = tf.convert_to_tensor(gradient).numpy()
-            np.testing.assert_array_equal(dense, expected / hvd.size())
+            np.testing.assert_allclose(dense, expected / hvd.size(), rtol=1e-6)
     gradient, expected = _embedding_gradient(op=hvd.Sum, sparse_as_dense=True)
     assert not isinstance(gradient, tf.IndexedSlices)
-    np.testing.assert_array_equal(gradient, expected)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
     for options in ({"op": hvd.Max}, {"gradient_predivide_factor": 2.0}):
         message = raised(NotImplementedError, lambda o=options: _embedding_gradient(**o))
         assert "sparse_as_dense=True" in message
@@ -131,9 +131,9 @@ def check_allreduce_of_slices() -> None:
     expected = np.zeros((4, 1), np.float32)
     expected[: hvd.size(), 0] = np.arange(1, hvd.size() + 1)
     total = hvd.allreduce(slices, op=hvd.Sum, name="slices")
-    np.testing.assert_array_equal(tf.convert_to_tensor(total), expected)
+    np.testing.assert_allclose(tf.convert_to_tensor(total), expected, rtol=1e-6)
     mean, dense = hvd.grouped_allreduce([slices, tf.constant(2.0 * hvd.rank())])
-    np.testing.assert_array_equal(tf.convert_to_tensor(mean), expected / hvd.size())
+    np.testing.assert_allclose(tf.convert_to_tensor(mean), expected / hvd.size(), rtol=1e-6)
     assert float(dense) == 2 * _mean_rank()
     assert "IndexedSlices" in raised(
         NotImplementedError, lambda: hvd.allreduce(slices, prescale_factor=2.0)
@@ -151,8 +151,8 @@ def check_local_variables() -> None:
         assert [source is own for source, _ in first] == [True]
         assert [source is shared for source, _ in second] == [True]
         local = (hvd.rank() + 1) / (hvd.size() if scale else 1)
-        np.testing.assert_array_equal(first[0][1], [local])
-        np.testing.assert_array_equal(second[0][1], [_mean_rank() + 1])
+        np.testing.assert_allclose(first[0][1], [local], rtol=1e-6)
+        np.testing.assert_allclose(second[0][1], [_mean_rank() + 1], rtol=1e-6)
 
 
 def check_local_layers() -> None:
@@ -196,7 +196,7 @@ def check_compression() -> None:
             tape = hvd.DistributedGradientTape(tape, compression=compression)
             gradient = tape.gradient(loss, [variable])[0]
             # One host: codecs do not act there.
-            np.testing.assert_array_equal(gradient, [_mean_rank() + 1] * 2)
+            np.testing.assert_allclose(gradient, [_mean_rank() + 1] * 2, rtol=1e-6)
     mean = hvd.allreduce(tf.constant([hvd.rank() + 1.0]), compression=codecs.fp16)
     assert mean.dtype == tf.float32
     assert float(mean[0]) == _mean_rank() + 1
@@ -222,7 +222,7 @@ def check_steps_that_are_not_applied_give_zeros() -> None:
                 last = step % 3 == 2
                 assert bool(applies) == last
                 total = 3 * (_mean_rank() + step) if last else 0.0
-                np.testing.assert_array_equal(gradient, [total] * 2)
+                np.testing.assert_allclose(gradient, [total] * 2, rtol=1e-6)
         assert "sparse_as_dense=True" in raised(ValueError, _embedding_gradient)
     assert any("tape.applies" in str(warning.message) for warning in seen)
     settings = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "skip"}
@@ -230,10 +230,10 @@ def check_steps_that_are_not_applied_give_zeros() -> None:
         factor = float("nan") if hvd.rank() == hvd.size() - 1 else 1.0
         gradient, applies = _gradient_of_ranks(variable, factor)
         assert not bool(applies)
-        np.testing.assert_array_equal(gradient, [0.0, 0.0])
+        np.testing.assert_allclose(gradient, [0.0, 0.0], rtol=1e-6)
         gradient, applies = _gradient_of_ranks(variable, 2.0)
         assert bool(applies)
-        np.testing.assert_array_equal(gradient, [2.0, 2.0])
+        np.testing.assert_allclose(gradient, [2.0, 2.0], rtol=1e-6)
 
 
 def check_arguments_that_do_not_fit() -> None:
@@ -255,7 +255,7 @@ def check_groups_of_variables() -> None:
         tape = hvd.DistributedGradientTape(tape, groups=[[several[2], several[0]]])
         gradients = tape.gradient(loss, several)
         for i, gradient in enumerate(gradients):
-            np.testing.assert_array_equal(gradient, [(i + 1) * (_mean_rank() + 1)])
+            np.testing.assert_allclose(gradient, [(i + 1) * (_mean_rank() + 1)], rtol=1e-6)
 
 
 def check_process_sets() -> None:
@@ -267,5 +267,5 @@ def check_process_sets() -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(variable * (hvd.rank() + 1.0))
             gradient = hvd.DistributedGradientTape(tape, **options).gradient(loss, variable)
-            np.testing.assert_array_equal(gradient, [expected])
+            np.testing.assert_allclose(gradient, [expected], rtol=1e-6)
         hvd.remove_process_set(members)
