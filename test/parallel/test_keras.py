@@ -33,7 +33,7 @@ def test_on_ranks(outcome_of, module, check, ranks):
 def test_the_example_learns_digits():
     pytest.importorskip("sklearn")
     example = HERE.parent.parent / "examples" / "tensorflow_keras_mnist.py"
-    status, output = run_ranks(2, [sys.executable, str(example)])
+    status, output = run_ranks(2, [sys.executable, str(example), "--epochs", "10"])
     assert status == 0, output
     found = re.findall(r"test accuracy: (\d\.\d+)", output)
     assert len(found) == 1, output  # rank 0 alone
