@@ -22,7 +22,17 @@ MODULES: dict[str, str | None] = {
     "horovod.runner.util": None,
     "horovod.runner.util.threads": "perseus.compat.threads",
     "horovod.tensorflow": "perseus.tensorflow.horovod",
+    "horovod.tensorflow.compression": "perseus.tensorflow.compression",
+    "horovod.tensorflow.elastic": "perseus.tensorflow.elastic",
+    "horovod.tensorflow.functions": "perseus.tensorflow.functions",
+    "horovod.tensorflow.gradient_aggregation": "perseus.tensorflow.gradient_aggregation",
+    "horovod.tensorflow.gradient_aggregation_eager": (
+        "perseus.tensorflow.gradient_aggregation_eager"
+    ),
     "horovod.tensorflow.keras": "perseus.tensorflow.horovod.keras",
+    "horovod.tensorflow.mpi_ops": "perseus.tensorflow.mpi_ops",
+    "horovod.tensorflow.sync_batch_norm": "perseus.tensorflow.sync_batch_norm",
+    "horovod.tensorflow.util": "perseus.tensorflow.modes",
     "horovod.torch": "perseus.torch.horovod",
     "horovod.torch.compression": "perseus.torch.compression",
     "horovod.torch.elastic": "perseus.torch.elastic",

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from perseus.compression import Compressor
+from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.modes import (
     belongs_to_program,
@@ -39,6 +40,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         device_sparse: str = "",
         compression: type[Compressor] = Compression.settings,
         backward_passes_per_step: int = 1,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         name = name or f"DistributedDelta{type(optimizer).__name__}"
         super().__init__(name=name, use_locking=use_locking)
@@ -47,6 +49,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._device_sparse = device_sparse
         self._compression = compression
         self._passes = backward_passes_per_step
+        self._process_set = process_set
         self._counter: Any = None
         self._starts: list[Any] = []
 
@@ -122,6 +125,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
                     delta,
                     compression=self._compression,
                     op=Adasum,
+                    process_set=self._process_set,
                     name=f"{self.get_name()}/step_{index}",
                 )
                 assigned.append(tf.compat.v1.assign(variable, start + combined))

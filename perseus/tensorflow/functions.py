@@ -40,7 +40,7 @@ def broadcast_variables(
     targets = [tf_variable(variable) for variable in variables]
     if not targets:
         return None if tf.executing_eagerly() else tf.no_op()
-    if inplace:
+    if inplace and not any(v.dtype.base_dtype in _SAME_WIDTH for v in targets):
         done = ops.broadcast_(targets, root_rank, "broadcast_variables", process_set=process_set)
         return None if tf.executing_eagerly() else tf.group(*done)
     values = [_travelling(tf.convert_to_tensor(variable)) for variable in targets]
@@ -121,7 +121,7 @@ def broadcast_object(
     is_root = basics.rank() == root_rank
     payload = objects.dumps(obj) if is_root else b""
     data = control.broadcast_bytes(
-        payload, root_rank, name or objects.default_name(obj), process_set.process_set_id or 0
+        payload, root_rank, name or objects.default_name(obj), ops.group_id(process_set)
     )
     return obj if is_root else objects.loads(data)
 
@@ -145,6 +145,6 @@ def allgather_object(
     """Every rank's object, in rank order, on every rank. See broadcast_object."""
     del session
     parts = control.gather_bytes(
-        objects.dumps(obj), name or objects.default_name(obj), process_set.process_set_id or 0
+        objects.dumps(obj), name or objects.default_name(obj), ops.group_id(process_set)
     )
     return [objects.loads(part) for part in parts]

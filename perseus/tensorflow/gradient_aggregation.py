@@ -41,8 +41,8 @@ class LocalGradientAggregationHelper:
     optimizer_type: one of the two constants; says which counter of steps goes on while summing.
     """
 
-    OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
-    OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
+    _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
+    _OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
 
     def __init__(
         self,

@@ -26,5 +26,5 @@ class LocalGradientAggregationHelperEager(LocalGradientAggregationHelper):
         self.allreduce_grads = allreduce_func
         super().__init__(
             backward_passes_per_step, allreduce_func, sparse_as_dense, average_aggregated_gradients,
-            0, self.OPTIMIZER_TYPE_KERAS, process_set, scale_local_gradients,
+            0, self._OPTIMIZER_TYPE_KERAS, process_set, scale_local_gradients,
         )  # fmt: skip

@@ -62,7 +62,6 @@ from perseus.tensorflow.ops import (
     local_rank_op,
     local_size_op,
     process_set_included_op,
-    rank_op,
     size_op,
 )
 
@@ -126,6 +125,11 @@ MPI_LIB = native
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 check_num_rank_power_of_2 = num_rank_is_power_2
 _normalize_name = ops.normalize_name
+
+
+def rank_op(name: str | None = None) -> Any:
+    """This process's rank in the world when the op runs, an int32 scalar."""
+    return ops.rank_op(name=name)
 
 
 def _allreduce(

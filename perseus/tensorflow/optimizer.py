@@ -95,7 +95,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
                 sparse_as_dense,
                 average_aggregated_gradients,
                 basics.rank(),
-                LocalGradientAggregationHelper.OPTIMIZER_TYPE_LEGACY,
+                LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
                 process_set,
                 scale_local_gradients,
                 name,
@@ -202,7 +202,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     checked_groups(groups, num_groups)
     groups = num_groups or None if groups is None else groups
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        if op == Adasum and (basics.size() > 1 or config.elastic()):
+        alone = basics.size() == 1 and not config.elastic()
+        if op == Adasum and process_set.included() and not alone:
             if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
                 raise ValueError(
                     "[tensorflow] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum "
@@ -210,7 +211,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
                 )
             return AdasumOptimizer(
                 optimizer, name, use_locking, device_dense, device_sparse, compression,
-                backward_passes_per_step,
+                backward_passes_per_step, process_set,
             )  # fmt: skip
         return _DistributedOptimizer(
             optimizer, name, use_locking, device_dense, device_sparse, compression,

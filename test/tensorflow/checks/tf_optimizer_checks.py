@@ -87,6 +87,18 @@ def check_sessions_equal_one_rank_on_the_global_batch() -> None:
         assert_equal_on_all_ranks(mine)
 
 
+@contextmanager
+def _as_in_tf1() -> Iterator[None]:
+    """Conditionals and variables as under tf.compat.v1.disable_v2_behavior()."""
+    v1.disable_control_flow_v2()
+    v1.disable_resource_variables()
+    try:
+        yield
+    finally:
+        v1.enable_control_flow_v2()
+        v1.enable_resource_variables()
+
+
 def check_sum_is_size_times_the_mean() -> None:
     mine = _train_in_session(
         lambda: hvd.DistributedOptimizer(
@@ -152,16 +164,19 @@ def check_backward_passes_per_step() -> None:
     halves = [half for batch in _shares() for half in (batch[: BATCH // 2], batch[BATCH // 2 :])]
     for average in (True, False):
         rate = 0.1 if average else 0.05
-        mine = _train_in_session(
-            lambda a=average, r=rate: hvd.DistributedOptimizer(
-                v1.train.MomentumOptimizer(r, 0.9),
+
+        def halved(average: bool = average, rate: float = rate) -> Any:
+            return hvd.DistributedOptimizer(
+                v1.train.MomentumOptimizer(rate, 0.9),
                 backward_passes_per_step=2,
-                average_aggregated_gradients=a,
-            ),
-            halves,
-        )
+                average_aggregated_gradients=average,
+            )
+
+        mine = _train_in_session(halved, halves)
         _assert_close(mine, _train_in_session(_sgd, _global()))
         assert_equal_on_all_ranks(mine)
+    with _as_in_tf1():
+        _assert_close(_train_in_session(halved, halves, resource=False), mine)
     assert "eager" in raised(
         ValueError, lambda: hvd.DistributedOptimizer(_sgd(), backward_passes_per_step=2)
     )
@@ -178,6 +193,8 @@ def check_accumulation_in_the_core() -> None:
     with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
         _assert_close(_train_in_session(half_rate, halves), expected)
         _assert_close(_train_in_session(half_rate, halves, resource=False), expected)
+        with _as_in_tf1():
+            _assert_close(_train_in_session(half_rate, halves, resource=False), expected)
         for compiled in (False, True):
             _assert_close(_train_eagerly(half_rate(), halves, compiled), expected)
 

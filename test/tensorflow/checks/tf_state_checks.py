@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
-from tf_training import raised
+from tf_training import raised, world_with
 
 import perseus.tensorflow.horovod as hvd
 
@@ -31,12 +31,13 @@ def check_keras_variables_and_seeds() -> None:
     """Dropout's seed is uint32, which the core has no name for."""
     model = tf.keras.Sequential([tf.keras.layers.Dense(2), tf.keras.layers.Dropout(0.5)])
     model.build((None, 3))
-    for variable in model.variables:
-        variable.assign(tf.cast(tf.ones(variable.shape) * (hvd.rank() + 2), variable.dtype))
-    hvd.broadcast_variables(model.variables, 0)
-    assert len(model.variables) >= 2
-    for variable in model.variables:
-        np.testing.assert_array_equal(np.asarray(variable), np.full(variable.shape, 2))
+    assert len(model.variables) > 2
+    for root, inplace in ((0, False), (hvd.size() - 1, True)):
+        for variable in model.variables:
+            variable.assign(tf.cast(tf.ones(variable.shape) * (hvd.rank() + 2), variable.dtype))
+        hvd.broadcast_variables(model.variables, root, inplace=inplace)
+        for variable in model.variables:
+            np.testing.assert_array_equal(np.asarray(variable), np.full(variable.shape, root + 2))
 
 
 def check_sessions() -> None:
@@ -89,11 +90,12 @@ def check_objects() -> None:
 
 
 def check_objects_in_a_process_set() -> None:
-    members = hvd.add_process_set([hvd.size() - 1])
-    if members.included():
-        assert hvd.allgather_object("x", process_set=members) == ["x"]
-        assert hvd.broadcast_object("y", hvd.size() - 1, process_set=members) == "y"
-    hvd.remove_process_set(members)
+    with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
+        members = hvd.add_process_set([hvd.size() - 1])
+        if members.included():
+            assert hvd.allgather_object("x", process_set=members) == ["x"]
+            assert hvd.broadcast_object("y", hvd.size() - 1, process_set=members) == "y"
+        hvd.remove_process_set(members)
 
 
 def check_references() -> None:

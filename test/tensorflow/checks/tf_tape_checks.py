@@ -259,12 +259,13 @@ def check_groups_of_variables() -> None:
 
 
 def check_process_sets() -> None:
-    members = hvd.add_process_set([hvd.size() - 1])
-    variable = tf.Variable([1.0])
-    for process_set, expected in ((members, hvd.rank() + 1), (None, _mean_rank() + 1)):
-        options = {"process_set": process_set} if process_set else {}
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(variable * (hvd.rank() + 1.0))
-        gradient = hvd.DistributedGradientTape(tape, **options).gradient(loss, variable)
-        np.testing.assert_array_equal(gradient, [expected])
-    hvd.remove_process_set(members)
+    with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
+        members = hvd.add_process_set([hvd.size() - 1])
+        variable = tf.Variable([1.0])
+        for process_set, expected in ((members, hvd.rank() + 1), (None, _mean_rank() + 1)):
+            options = {"process_set": process_set} if process_set else {}
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * (hvd.rank() + 1.0))
+            gradient = hvd.DistributedGradientTape(tape, **options).gradient(loss, variable)
+            np.testing.assert_array_equal(gradient, [expected])
+        hvd.remove_process_set(members)
