@@ -83,6 +83,15 @@ std::string settings_text(const Config& config) {
   return text + "tuner: " + tuner_settings(config).text() + "\n";
 }
 
+std::string encode(const Place& place) { return std::to_string(place.node) + " " + std::to_string(place.interfaces); }
+
+Place decode_place(const std::string& text) {
+  Place place;
+  if (std::sscanf(text.c_str(), "%d %d", &place.node, &place.interfaces) != 2)
+    fail(ErrorKind::kIo, "[rendezvous] '" + text + "' is no place of a rank: are all ranks of one version of Perseus?");
+  return place;
+}
+
 std::string first_difference(const std::string& a, const std::string& b) {
   size_t begin = 0;
   for (size_t i = 0; i < std::min(a.size(), b.size()) && a[i] == b[i]; ++i)
@@ -264,10 +273,11 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
 // Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.
 void Context::await_all(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/";
-  store.set(prefix + "ready/" + std::to_string(world_.rank), std::to_string(engine_->lowest_neighbour()));
-  std::vector<int> node_of;
-  for (int rank = 0; rank < world_.size; ++rank) node_of.push_back(await_ready(store, rank, options, deadline));
-  engine_->set_nodes(std::move(node_of));
+  store.set(prefix + "ready/" + std::to_string(world_.rank), encode(engine_->own_place()));
+  std::vector<Place> places;
+  for (int rank = 0; rank < world_.size; ++rank)
+    places.push_back(decode_place(await_ready(store, rank, options, deadline)));
+  engine_->set_places(std::move(places));
   // Rank 0 goes last: its process may be the one that runs the server.
   if (world_.rank == 0) {
     for (int rank = 1; rank < world_.size; ++rank)
@@ -281,13 +291,13 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
   }
 }
 
-// Returns the lowest rank that `rank` shares memory with.
-int Context::await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline) {
+// Returns what `rank` says about its place.
+std::string Context::await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline) {
   const std::string key = world_.job + "/" + std::to_string(world_.epoch) + "/ready/" + std::to_string(rank);
   // Connected to all, the engine knows of a rank's death at once.
   const auto hopeless = [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); };
   try {
-    return std::atoi(store.get(key, deadline, hopeless).c_str());
+    return store.get(key, deadline, hopeless);
   } catch (const Error& error) {
     const std::string cause = engine_->failure();
     if (error.kind() == ErrorKind::kTimeout)
@@ -297,7 +307,7 @@ int Context::await_ready(Store& store, int rank, const ContextOptions& options, 
     if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
     try {
       // A rank that heard of all others may have gone on and ended already: then it is all here.
-      return std::atoi(store.get(key, now_ns() + kAnswerTime, options.interrupted).c_str());
+      return store.get(key, now_ns() + kAnswerTime, options.interrupted);
     } catch (const Error&) {
       fail(ErrorKind::kIo, cause);
     }

@@ -195,12 +195,13 @@ void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec&
 
 // Between hosts a tensor goes in runs over several streams: over several interfaces at once, and past what one TCP
 // connection gets of a fast network. Of a large one all runs are under way together: between two on one stream the wire
-// is idle for a moment. Many peers are many connections already, and more only get in each other's way. In shared
-// memory one exchange has many chunks under way anyway.
+// is idle for a moment. Many peers are many connections already, and more than there are interfaces only get in each
+// other's way. In shared memory one exchange has many chunks under way anyway.
 size_t Execution::run_bytes(size_t bytes) const {
   const size_t streams = static_cast<size_t>(tuner_.now().streams), peers = std::max<size_t>(2, ranks_.size()) - 1;
   if (streams == 1 || !settings_.division->spans_nodes(ranks_)) return SIZE_MAX;
-  const size_t runs = std::max<size_t>(2, streams / peers);
+  const size_t runs = std::max(static_cast<size_t>(settings_.division->interfaces()), streams / peers);
+  if (runs == 1) return SIZE_MAX;
   const size_t share = (bytes / runs / kChunkBytes + 1) * kChunkBytes;
   return std::max({slice_bytes(CodecKind::kNone), ranks_.size() * kChunkBytes, share});
 }

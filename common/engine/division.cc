@@ -18,16 +18,22 @@ Division::Division(const Config& config) {
   if (two_d == kOn) settings_.most_inner = static_cast<int>(config.integer(Var::kIntraSize));
 }
 
+void Division::set_places(std::vector<Place> places) {
+  places_ = std::move(places);
+  const auto fewer = [](const Place& a, const Place& b) { return a.interfaces < b.interfaces; };
+  interfaces_ = std::min_element(places_.begin(), places_.end(), fewer)->interfaces;
+}
+
 Levels Division::of(const std::vector<int>& ranks, int me) const {
-  if (flat_ || node_of_.empty()) return undivided(static_cast<int>(ranks.size()), me);
+  if (flat_ || places_.empty()) return undivided(static_cast<int>(ranks.size()), me);
   std::vector<int> nodes;
-  for (int rank : ranks) nodes.push_back(node_of_[static_cast<size_t>(rank)]);
+  for (int rank : ranks) nodes.push_back(places_[static_cast<size_t>(rank)].node);
   return divide(nodes, me, settings_);
 }
 
 bool Division::spans_nodes(const std::vector<int>& ranks) const {
-  if (node_of_.empty()) return true;
-  const auto node = [&](int rank) { return node_of_[static_cast<size_t>(rank)]; };
+  if (places_.empty()) return true;
+  const auto node = [&](int rank) { return places_[static_cast<size_t>(rank)].node; };
   return std::any_of(ranks.begin(), ranks.end(), [&](int rank) { return node(rank) != node(ranks[0]); });
 }
 

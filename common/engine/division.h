@@ -8,22 +8,31 @@
 
 namespace perseus {
 
+// Where a rank is, as all ranks know.
+struct Place {
+  int node = 0;        // the lowest rank that it shares memory with, maybe itself
+  int interfaces = 1;  // over which it has connections at once
+};
+
 class Division {
  public:
   Division() = default;
   explicit Division(const Config& config);
 
-  // node_of[rank] of the world; until it is known every rank counts as a node.
-  void set_nodes(std::vector<int> node_of) { node_of_ = std::move(node_of); }
+  // places[rank] of the world; until they are known every rank counts as a node.
+  void set_places(std::vector<Place> places);
   // For a group of these ranks of the world, of which we are number `me`.
   Levels of(const std::vector<int>& ranks, int me) const;
   // Do any two of them not share memory?
   bool spans_nodes(const std::vector<int>& ranks) const;
+  // Used at once by every rank of the world.
+  int interfaces() const { return interfaces_; }
 
  private:
   bool flat_ = false;
   LevelSettings settings_;
-  std::vector<int> node_of_;
+  std::vector<Place> places_;
+  int interfaces_ = 1;
 };
 
 }  // namespace perseus

@@ -80,7 +80,9 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
                                 [this] { return has_submissions(); }}) {
-  if (world.rank == 0 && config.flag(Var::kNcclEnable) && config.text(Var::kInterfaces).find(',') == std::string::npos)
+  const std::string& named = config.text(Var::kInterfaces);
+  interfaces_ = 1 + static_cast<int>(std::count(named.begin(), named.end(), ','));
+  if (world.rank == 0 && config.flag(Var::kNcclEnable) && interfaces_ == 1)
     log_.warning(
         "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "
         "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
@@ -106,14 +108,15 @@ Engine::~Engine() {
   driver_.stop();
 }
 
-int Engine::lowest_neighbour() const {
-  int rank = 0;
-  while (rank != world_.rank && std::strcmp(route_[rank]->name(), "tcp") == 0) ++rank;
-  return rank;
+Place Engine::own_place() const {
+  Place place;
+  while (place.node != world_.rank && std::strcmp(route_[place.node]->name(), "tcp") == 0) ++place.node;
+  place.interfaces = interfaces_;
+  return place;
 }
 
-void Engine::set_nodes(std::vector<int> node_of) {
-  driver_.exclusively([&] { division_.set_nodes(std::move(node_of)); });
+void Engine::set_places(std::vector<Place> places) {
+  driver_.exclusively([&] { division_.set_places(std::move(places)); });
 }
 
 void Engine::add_group(int id, std::vector<int> ranks) {

@@ -76,10 +76,9 @@ class Engine {
   HandleTable::Slot* poll(int64_t handle);
   HandleTable& handles() { return handles_; }
 
-  // node_of[rank]: the lowest rank of the world that shares its memory. Before anything is submitted.
-  void set_nodes(std::vector<int> node_of);
-  // The lowest rank that this one shares memory with, itself included.
-  int lowest_neighbour() const;
+  // What each rank of the world says its own_place() is. Before anything is submitted.
+  void set_places(std::vector<Place> places);
+  Place own_place() const;
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
@@ -172,7 +171,8 @@ class Engine {
   std::atomic<bool> said_precision_{false};
   Residuals residuals_;
   std::atomic<bool> said_dropped_{false};
-  Division division_;  // changed once, before anything is submitted
+  int interfaces_ = 1;  // that the user has named
+  Division division_;   // changed once, before anything is submitted
   const NanCheck nan_check_;
   PerfCheck perf_check_;
 

@@ -12,6 +12,10 @@ namespace {
 
 constexpr int kJob = 0, kStreams = 1, kFirstTensor = 2;  // pids
 
+// Of a line of a process. To Perfetto 0 is the main thread, whose tid is the pid: beside a line with that number, what
+// overlaps would be one line's, and dropped.
+int tid(int process, int line) { return process + line; }
+
 std::string microseconds(int64_t ns) {
   char text[40];
   std::snprintf(text, sizeof text, "%" PRId64 ".%03d", ns / 1000, static_cast<int>(ns % 1000));
@@ -30,10 +34,10 @@ void separate(std::string* events) {
   if (!events->empty()) *events += ",\n";
 }
 
-void metadata(const char* what, int process, int thread, const std::string& args, std::string* events) {
+void metadata(const char* what, int process, int line, const std::string& args, std::string* events) {
   separate(events);
   *events += std::string("{\"name\": \"") + what + "\", \"ph\": \"M\", \"pid\": " + std::to_string(process) +
-             ", \"tid\": " + std::to_string(thread) + ", \"args\": {" + args + "}}";
+             ", \"tid\": " + std::to_string(tid(process, line)) + ", \"args\": {" + args + "}}";
 }
 
 std::string transport_text(uint8_t transports) {
@@ -99,12 +103,12 @@ int TraceFormat::stream_row(int group, int stream, std::string* events) {
   return row->second;
 }
 
-void TraceFormat::span(const std::string& name, int process, int thread, int64_t begin_ns, int64_t end_ns,
+void TraceFormat::span(const std::string& name, int process, int line, int64_t begin_ns, int64_t end_ns,
                        const std::string& args, std::string* events) const {
   const int64_t begin = std::max(begin_ns, start_ns_);
   separate(events);
   *events += "{\"name\": \"" + name + "\", \"ph\": \"X\", \"pid\": " + std::to_string(process) +
-             ", \"tid\": " + std::to_string(thread) + ", \"ts\": " + time(begin) +
+             ", \"tid\": " + std::to_string(tid(process, line)) + ", \"ts\": " + time(begin) +
              ", \"dur\": " + microseconds(std::max<int64_t>(end_ns - begin, 0)) + ", \"args\": {" +
              without_comma(args) + "}}";
 }

@@ -31,7 +31,7 @@ class TraceFormat {
   void operation(const TraceRecord& record, const std::string& name, std::string* events);
   void member(const TraceRecord& record, const std::string& name, std::string* events);
   void bucket_done(std::string* events);
-  void span(const std::string& name, int process, int thread, int64_t begin_ns, int64_t end_ns, const std::string& args,
+  void span(const std::string& name, int process, int line, int64_t begin_ns, int64_t end_ns, const std::string& args,
             std::string* events) const;
   void mark(const std::string& name, int64_t at_ns, const std::string& args, std::string* events) const;
   std::string time(int64_t at_ns) const;
@@ -39,7 +39,7 @@ class TraceFormat {
   const int rank_, size_;
   const int64_t start_ns_, epoch_us_;
   std::unordered_map<std::string, Row> rows_;         // group and name → row
-  std::unordered_map<std::string, int> stream_rows_;  // name → tid of the streams' process
+  std::unordered_map<std::string, int> stream_rows_;  // name → line of the streams' process
   TraceRecord bucket_;                                // whose members come now
   std::string bucket_tensors_;                        // their names, as a JSON array without its end
   uint32_t members_left_ = 0;

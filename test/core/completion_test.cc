@@ -1,5 +1,6 @@
 // perseus_request.done: called once for every request that was taken, whatever became of it, and nobody has to ask.
 #include <condition_variable>
+#include <future>
 #include <mutex>
 
 #include "operation.h"
@@ -95,7 +96,8 @@ TEST_P(Completion, EveryRequestIsToldOnceAndMaySubmitTheNext) {
 }
 
 TEST_P(Completion, ErrorsAreToldToo) {
-  run_ranks(2, [](int rank, perseus_context* context) {
+  std::promise<void> submitted;  // what stays pending
+  run_ranks(2, [&](int rank, perseus_context* context) {
     Calls calls(context);
     std::vector<float> memory(8, 1.0f);
     const int64_t unequal = 4 + rank, equal = 4;
@@ -106,12 +108,13 @@ TEST_P(Completion, ErrorsAreToldToo) {
     EXPECT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
     EXPECT_EQ(calls.wait_for(1)[0].code, PERSEUS_MISMATCH);
     // A name in use is refused, and nobody is told twice; the other rank never has it, and leaves.
-    if (rank == 1) return;
+    if (rank == 1) return submitted.get_future().wait();
     tensor.shape = &equal;
     request.name = "pending";
     EXPECT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
     perseus_handle second = 0;
     EXPECT_EQ(submit(context, request, &second).code, PERSEUS_INVALID_ARGUMENT);
+    submitted.set_value();
     EXPECT_EQ(calls.wait_for(2)[1].code, PERSEUS_ABORTED);
     perseus_context_shutdown(context);
     EXPECT_EQ(calls.handles().size(), 2u);

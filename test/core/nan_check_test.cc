@@ -212,6 +212,40 @@ TEST_P(NanCheck, RanksThatHaveJoinedHearOfItToo) {
         << text;
 }
 
+// Where an order is frozen nothing is said any more: who finds a NaN ends that.
+TEST_P(NanCheck, EndsAFrozenSchedule) {
+  constexpr int kLearn = 10, kSilent = 3;  // steps: after a schedule was frozen nothing but data is sent
+  run_world(
+      medium(), 3,
+      [&](int rank, perseus_context* context) {
+        const auto messages = [&] {
+          perseus_stats stats{};
+          stats.struct_size = sizeof stats;
+          EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
+          return stats.messages;
+        };
+        const auto step = [&](bool bad) {
+          std::vector<std::vector<float>> data;
+          for (size_t i = 0; i < 3; ++i) data.emplace_back(20000 * i + 9, static_cast<float>(rank + 1));
+          if (bad) data[1][20005] = kNan;
+          const std::vector<Result> results = run_gradients(context, {"a", "b", "c"}, &data);
+          for (size_t i = 0; i < 3; ++i) EXPECT_EQ(data[i][0], 6) << i;
+          for (size_t i : {0, 2}) EXPECT_EQ(results[i].outcome.code, PERSEUS_OK) << results[i].outcome.message;
+          return results[1].outcome;
+        };
+        for (int bad = 0; bad < 3; ++bad) {  // a rank: what breaks soon is learnt again later
+          for (int i = 0; i < kLearn << bad; ++i) EXPECT_EQ(step(false).code, PERSEUS_OK);
+          const uint64_t before = messages();
+          for (int i = 0; i < kSilent; ++i) EXPECT_EQ(step(false).code, PERSEUS_OK);
+          EXPECT_EQ(messages(), before) << "no schedule: this test shows nothing";
+          const Outcome found = step(rank == bad);
+          EXPECT_EQ(found.code, PERSEUS_NAN);
+          EXPECT_EQ(found.message, "[nancheck] NaN in the gradient of b on rank " + std::to_string(bad));
+        }
+      },
+      with("raise", {"PERSEUS_OFFLINE_NEG=1"}));
+}
+
 TEST_P(NanCheck, IsForGradientsAndWhereAskedFor) {
   const auto ordinary = [&](perseus_context* context, uint64_t owner) {
     const int64_t count = 1;

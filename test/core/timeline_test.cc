@@ -156,6 +156,8 @@ TEST_F(Timeline, ABucketNamesTheTensorsThatWereFused) {
   const std::vector<Json> parts = trace.find("MEM_ALLREDUCE", "group");
   ASSERT_EQ(parts.size(), 2u);
   EXPECT_NE(parts[0]["tid"].number, parts[1]["tid"].number) << "they may overlap";
+  for (const Json& event : trace.events)
+    EXPECT_TRUE(event["ph"].text != "X" || event["tid"].number > 0) << "Perfetto takes 0 for the pid";
   std::vector<double> bytes;
   for (const std::string bucket : {"bucket 0", "bucket 1"}) {
     const Json wire = trace.find(bucket).at(0);

@@ -21,7 +21,12 @@ from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
 # The examples' models are trained by checks too.
-sys.path[:0] = [str(HERE / "checks"), str(HERE.parent.parent / "examples")]
+TEST = HERE.parent
+sys.path[:0] = [
+    str(HERE / "checks"),
+    str(TEST / "tensorflow" / "checks"),
+    str(TEST.parent / "examples"),
+]
 
 
 def checks_of(module: ModuleType) -> dict[str, Callable[[], None]]:
@@ -32,13 +37,13 @@ def checks_of(module: ModuleType) -> dict[str, Callable[[], None]]:
 
 
 def main(directory: str, *modules: str) -> int:
-    import perseus.torch.horovod as hvd
+    from perseus import basics
 
     for module_name in modules:
         environment = dict(os.environ)
         module = importlib.import_module(module_name)
-        hvd.init()
-        path = Path(directory) / f"{module_name}-{hvd.rank()}.json"
+        basics.init()
+        path = Path(directory) / f"{module_name}-{basics.rank()}.json"
         results: dict[str, str] = {}
         for name, check in checks_of(module).items():
             try:
@@ -50,7 +55,7 @@ def main(directory: str, *modules: str) -> int:
             if results[name]:
                 print(results[name], file=sys.stderr, flush=True)
                 return 1
-        hvd.shutdown()
+        basics.shutdown()
         os.environ.clear()
         os.environ.update(environment)
     return 0

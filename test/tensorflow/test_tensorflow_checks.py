@@ -1,0 +1,29 @@
+"""The checks of test/tensorflow/checks on 2 real ranks through perseusrun, in one launch."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+pytest.importorskip("tensorflow")
+
+from run_checks import checks_of
+
+MODULES = [
+    "tensorflow_op_checks",
+    "tensorflow_graph_checks",
+    "tensorflow_gradient_checks",
+    "tensorflow_failure_checks",
+]
+CASES = [
+    pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
+    for module in MODULES
+    for check in checks_of(importlib.import_module(module))
+]
+
+
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize(("module", "check"), CASES)
+def test_on_ranks(outcome_of, module, check, ranks):
+    outcome_of(module, ranks).expect(check)
