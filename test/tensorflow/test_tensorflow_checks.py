@@ -15,6 +15,9 @@ MODULES = [
     "tensorflow_graph_checks",
     "tensorflow_gradient_checks",
     "tensorflow_failure_checks",
+    "keras_checks",
+    "keras_callback_checks",
+    "tf_keras_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")

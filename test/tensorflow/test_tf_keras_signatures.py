@@ -13,6 +13,10 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
+import keras
+
+import perseus.keras as hvd
+
 FACTS = json.loads(
     (Path(__file__).parent.parent / "data" / "horovod_keras_api.json").read_text("utf-8")
 )["modules"]
@@ -42,21 +46,17 @@ MISSING_ATTRIBUTES = {"MetricAverageCallback": {"variables", "allreduce_ops"}}
 
 
 def _assert_parameters(face: str, name: str, function: Any, expected: list[dict[str, str]]) -> None:
-    namespace = vars(importlib.import_module(".".join(face.split(".")[:2])))
     actual = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
     assert len(actual) >= len(expected), f"misses {expected[len(actual) :]}"
     for fact, parameter in zip(expected, actual, strict=False):
         assert parameter.name == fact["name"]
         if parameter.name == "compression" and name != "allreduce":
             # So that Compression.none, when given, means exact.
-            assert (
-                parameter.default is importlib.import_module("perseus.keras").Compression.settings
-            )
+            assert parameter.default is hvd.Compression.settings
         elif (face, name, parameter.name) == ("perseus.keras", "allreduce", "average"):
             assert parameter.default is None  # Horovod's True makes every op an error
         elif "default" in fact:
-            faces = vars(importlib.import_module("perseus.keras"))
-            assert parameter.default == eval(fact["default"], {**faces, **namespace})
+            assert parameter.default == eval(fact["default"], {**vars(hvd)})
         else:
             assert parameter.default is inspect.Parameter.empty, parameter.name
     extra = actual[len(expected) :]
@@ -107,14 +107,12 @@ def test_callbacks_have_horovods_attributes(face, names):
 
 
 def test_the_distributed_optimizers_methods():
-    import keras
-
-    hvd = importlib.import_module("perseus.tensorflow.horovod")
-    hvd.init()
-    made = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), scale_local_gradients=False)
+    face = importlib.import_module("perseus.tensorflow.horovod")
+    face.init()
+    made = face.DistributedOptimizer(keras.optimizers.SGD(0.1), scale_local_gradients=False)
     for name in ("register_local_var", "apply_gradients", "variables", "process_set"):
         assert hasattr(made, name)
     assert made.scale_local_gradients is False
-    assert hvd.keras is importlib.import_module("perseus.tensorflow.horovod.keras")
-    assert hvd.elastic.run is hvd.keras.elastic.run
-    hvd.shutdown()
+    assert face.keras is importlib.import_module("perseus.tensorflow.horovod.keras")
+    assert face.elastic.run is face.keras.elastic.run
+    face.shutdown()
