@@ -24,7 +24,7 @@ NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
-.PHONY: help build demo test test-all test-core test-asan test-tsan test-torch lint format docs bench clean packages-build \
+.PHONY: help build demo test test-all test-core test-asan test-tsan test-torch test-tensorflow lint format docs bench clean packages-build \
         packages-test
 
 help:  ## this list
@@ -66,6 +66,14 @@ $(VENV)/.test: .ci/requirements-test.txt $(VENV)/.demo
 	.venv/mpich/bin/python -m pip install --quiet --disable-pip-version-check mpich==5.0.2 mpi4py==4.1.2
 	@touch $@
 
+# Nothing is built for TensorFlow: its environment uses the package, and the libraries in it, where they are.
+.venv/tensorflow/.ready: .ci/requirements-tensorflow.txt | packages-build
+	@echo "making .venv/tensorflow and installing tensorflow-cpu 2.21.0 into it"
+	$(PYTHON) -m venv .venv/tensorflow
+	.venv/tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	echo "$(CURDIR)" > "$$(.venv/tensorflow/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
+	@touch $@
+
 $(BUILD)/build.ninja: $(VENV)/.build
 	$(CMAKE) -B $(BUILD) -DPERSEUS_PYTHON=ON -DPython_EXECUTABLE=$(abspath $(PY)) >/dev/null
 	@touch $@
@@ -92,6 +100,7 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory test-asan
 	@$(MAKE) --no-print-directory test-tsan
 	@$(MAKE) --no-print-directory test-torch
+	@$(MAKE) --no-print-directory test-tensorflow
 
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with the full grids instead of their pairwise-covering part
@@ -114,6 +123,9 @@ test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 $(TEST_DIRS) </dev/null
+
+test-tensorflow: build packages-test .venv/tensorflow/.ready  ## the Python tests, with TensorFlow
+	.venv/tensorflow/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/tensorflow </dev/null
 
 lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py

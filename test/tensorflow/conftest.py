@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 PARALLEL = Path(__file__).resolve().parents[1] / "parallel"
 sys.path.insert(0, str(PARALLEL))
@@ -17,6 +20,13 @@ _ranks = importlib.util.module_from_spec(_specification)
 _specification.loader.exec_module(_ranks)
 
 outcome_of = _ranks.outcome_of
-run_ranks = _ranks.run_ranks
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., tuple[int, str]]:
+    """run_ranks(ranks, command) -> (status, output), see test/parallel/conftest.py."""
+    run: Callable[..., tuple[int, str]] = _ranks.run_ranks
+    return run
+
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"

@@ -11,13 +11,17 @@ pytest.importorskip("tensorflow")
 from run_checks import checks_of
 
 MODULES = [
-    "tensorflow_op_checks",
+    "tensorflow_op_checks",  # its first check is about TensorFlow's start
     "tensorflow_graph_checks",
     "tensorflow_gradient_checks",
     "tensorflow_failure_checks",
     "keras_checks",
     "keras_callback_checks",
     "tf_keras_checks",
+    "tf_tape_checks",
+    "tf_optimizer_checks",
+    "tf_state_checks",
+    "tf_sync_batch_norm_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")

@@ -1,4 +1,4 @@
-"""Every collective's values: dtypes, shapes, arguments, groups; eagerly, in functions and sessions."""
+"""Every collective's values: dtypes, shapes, arguments, groups; in all ways to run an op."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ def check_what_is_moved_may_be_of_more_dtypes() -> None:
             found = []
             for salt, dtype in enumerate([*REDUCED, tf.uint16]):
                 tensor = mine((4, 3), dtype, salt)
-                found.append((hvd.allgather(tensor), hvd.broadcast(tensor, 1), hvd.alltoall(tensor)))
+                found.append(
+                    (hvd.allgather(tensor), hvd.broadcast(tensor, 1), hvd.alltoall(tensor))
+                )
             return found
 
         for salt, (gathered, copied, exchanged) in enumerate(way(run)):
@@ -210,9 +212,7 @@ def check_gradients_are_held_and_summed_in_the_core() -> None:
 
         @tf.function
         def step(tensor):
-            reduced, outcomes = ops.allreduce(
-                [tensor], ["weight"], op=ops.Average, gradient_of=5
-            )
+            reduced, outcomes = ops.allreduce([tensor], ["weight"], op=ops.Average, gradient_of=5)
             return reduced[0], outcomes[0]
 
         expected = 0

@@ -1,4 +1,4 @@
-"""Values that differ per rank and index and are exact in every dtype; ways to run an op; asserts."""
+"""Values that differ per rank and index, exact in every dtype; ways to run an op; asserts."""
 
 from __future__ import annotations
 

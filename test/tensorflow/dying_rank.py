@@ -1,0 +1,53 @@
+"""Rank 1 is killed; rank 0 writes which errors it gets.
+
+    perseusrun -np 2 python dying_rank.py FILE
+
+What the launcher sees as rank 1 only waits for that file: else it would end rank 0, too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FOUND = Path(sys.argv[1])
+RANK = int(os.environ["HOROVOD_RANK"])
+
+
+def main() -> None:
+    import tensorflow as tf
+
+    from perseus.tensorflow import mpi_ops as hvd
+
+    hvd.init()
+    step = tf.function(lambda: hvd._allreduce(tf.fill([1000], hvd.rank() + 1.0), "gradient"))
+    assert step().numpy().tolist() == [3.0] * 1000
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    lines = []
+    try:
+        step()
+    except tf.errors.OpError as error:
+        assert "lost rank 1" in str(error), error
+        lines.append(f"function {type(error).__name__}")
+    try:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            session.run(hvd._allreduce(tf.ones([3])))
+    except tf.errors.OpError as error:
+        lines.append(f"session {type(error).__name__}")
+    FOUND.with_suffix(".part").write_text("\n".join(lines), encoding="utf-8")
+    FOUND.with_suffix(".part").rename(FOUND)
+
+
+if RANK == 1:
+    child = os.fork()
+    if child != 0:
+        os.waitpid(child, 0)
+        until = time.monotonic() + 60
+        while not FOUND.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        sys.exit(0)
+main()
