@@ -21,6 +21,7 @@ from tf_training import (
     world_with,
 )
 
+import perseus
 import perseus.tensorflow.horovod as hvd
 
 v1 = tf.compat.v1
@@ -46,9 +47,9 @@ def _train_in_session(
     optimizer: Callable[[], Any],
     batches: list[np.ndarray],
     resource: bool = True,
-    counted: int | None = None,
+    messages: list[int] | None = None,
 ) -> list[np.ndarray]:
-    """The parameters after a step on each batch; counted: what global_step must say."""
+    """The parameters after a step on each batch; messages: how many each step has sent."""
     with tf.Graph().as_default(), v1.Session() as session:
         parameters = _graph_variables(resource)
         batch = v1.placeholder(tf.float32, [None, COLUMNS])
@@ -56,8 +57,11 @@ def _train_in_session(
         train = optimizer().minimize(loss_of(parameters, batch), global_step=steps)
         session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
         for values in batches:
+            before = perseus.stats()["messages"]
             session.run(train, {batch: values})
-        assert session.run(steps) == (len(batches) if counted is None else counted)
+            if messages is not None:
+                messages.append(perseus.stats()["messages"] - before)
+        assert session.run(steps) == len(batches)
         return list(session.run(parameters))
 
 
@@ -135,7 +139,7 @@ def check_monitored_training_session_with_the_hook() -> None:
     """Variables begin differently on every rank and are rank 0's after the session is made."""
     with tf.Graph().as_default():
         parameters = [
-            v1.get_variable(f"v{i}", initializer=value + hvd.rank())
+            v1.get_variable(f"v{i}", initializer=value + np.float32(hvd.rank()))
             for i, value in enumerate(initial_values())
         ]
         batch = v1.placeholder(tf.float32, [None, COLUMNS])
@@ -321,3 +325,37 @@ def check_arguments_that_do_not_fit() -> None:
     ):
         raised(ValueError, lambda o=options: hvd.DistributedOptimizer(_sgd(), **o))
     assert "expected an optimizer" in raised(ValueError, lambda: hvd.DistributedOptimizer(object()))
+
+
+def check_a_nan_raises_where_that_is_wished() -> None:
+    poisoned = _shares(1)
+    if hvd.rank() == hvd.size() - 1:
+        poisoned[0] = poisoned[0] * np.float32("nan")
+    settings = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "raise"}
+    with world_with(**settings):
+        for run in (
+            lambda: _train_in_session(lambda: hvd.DistributedOptimizer(_sgd()), poisoned),
+            lambda: _train_eagerly(hvd.DistributedOptimizer(_sgd()), poisoned, True),
+        ):
+            message = raised(tf.errors.OpError, run)
+            assert "NaN" in message
+            assert f"rank {hvd.size() - 1}" in message
+
+
+def check_learnt_order_and_speed_checks_change_nothing() -> None:
+    batches = [batch for _ in range(12) for batch in _shares()]
+    messages: list[int] = []
+
+    def train(messages: list[int] | None = None) -> list[np.ndarray]:
+        return _train_in_session(
+            lambda: hvd.DistributedOptimizer(_adam()), batches, messages=messages
+        )
+
+    expected = train()
+    with world_with(PERSEUS_OFFLINE_NEG=1):
+        for value, other in zip(train(messages), expected, strict=True):
+            np.testing.assert_array_equal(value, other)
+    assert [0, 0, 0] in [messages[i : i + 3] for i in range(len(messages))], messages
+    with world_with(PERSEUS_PERF_CHECK_N_STEPS=4):
+        for value, other in zip(train(), expected, strict=True):
+            np.testing.assert_array_equal(value, other)

@@ -28,10 +28,10 @@ def check_variables_get_the_roots_values() -> None:
 
 
 def check_keras_variables_and_seeds() -> None:
-    """Dropout's seed is uint32, which the core has no name for."""
+    """In Keras 3 one is Dropout's seed: uint32, which the core has no name for."""
     model = tf.keras.Sequential([tf.keras.layers.Dense(2), tf.keras.layers.Dropout(0.5)])
     model.build((None, 3))
-    assert len(model.variables) > 2
+    assert len(model.variables) >= 2
     for root, inplace in ((0, False), (hvd.size() - 1, True)):
         for variable in model.variables:
             variable.assign(tf.cast(tf.ones(variable.shape) * (hvd.rank() + 2), variable.dtype))
