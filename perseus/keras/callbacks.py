@@ -217,9 +217,9 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         self,
         monitor: str = "val_loss",
         verbose: int = 0,
-        save_weights_only: bool = False,
         mode: str = "auto",
         save_freq: str | int = "epoch",
+        save_weights_only: bool = False,
     ) -> None:
         # Keras looks at the suffix, and takes no None.
         placeholder = "later.weights.h5" if save_weights_only else "later.keras"

@@ -55,9 +55,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return func(*args, **kwargs)
         except tf.errors.UnknownError as error:
-            if basics.world_failure() is None:
+            reason = basics.world_failure()
+            if reason is None:
                 raise
-            raise HorovodInternalError(str(error)) from error
+            raise HorovodInternalError(reason) from error
 
     return run_fn(translated, reset)
 

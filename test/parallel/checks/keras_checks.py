@@ -1,4 +1,4 @@
-"""DistributedOptimizer of Keras 3, on PyTorch unless KERAS_BACKEND says otherwise."""
+"""DistributedOptimizer of Keras 3, on the framework that is installed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
-os.environ.setdefault("KERAS_BACKEND", "torch")
+os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tensorflow")
 
 import keras
 import numpy as np

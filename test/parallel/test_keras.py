@@ -1,0 +1,40 @@
+"""The checks of Keras 3 on PyTorch, on 2 real ranks; test/tensorflow has them on TensorFlow."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+
+import pytest
+from conftest import HERE, run_ranks
+
+pytest.importorskip("torch")
+# Keras would choose TensorFlow, and the ranks inherit this.
+os.environ.setdefault("KERAS_BACKEND", "torch")
+pytest.importorskip("keras")
+
+from run_checks import checks_of
+
+CASES = [
+    pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
+    for module in ("keras_checks", "keras_callback_checks")
+    for check in checks_of(importlib.import_module(module))
+]
+
+
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize(("module", "check"), CASES)
+def test_on_ranks(outcome_of, module, check, ranks):
+    outcome_of(module, ranks).expect(check)
+
+
+def test_the_example_learns_digits():
+    pytest.importorskip("sklearn")
+    example = HERE.parent.parent / "examples" / "tensorflow_keras_mnist.py"
+    status, output = run_ranks(2, [sys.executable, str(example), "--epochs", "10"])
+    assert status == 0, output
+    found = re.findall(r"test accuracy: (\d\.\d+)", output)
+    assert len(found) == 1, output  # rank 0 alone
+    assert float(found[0]) >= 0.97
