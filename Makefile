@@ -24,8 +24,8 @@ NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
-.PHONY: help build demo test test-all test-core test-asan test-tsan test-torch test-tensorflow lint format docs bench clean packages-build \
-        packages-test
+.PHONY: help build demo demo-tensorflow test test-all test-core test-asan test-tsan test-torch test-tensorflow lint format \
+        docs bench clean packages-build packages-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
@@ -93,6 +93,9 @@ demo: build $(VENV)/.demo  ## train a small CNN on 2 ranks and draw its loss cur
 	mkdir -p build/demo
 	perseusrun -np 2 python examples/pytorch_mnist.py --plot build/demo/loss.png
 
+demo-tensorflow: build .venv/tensorflow/.ready  ## the same with Keras on TensorFlow
+	.venv/tensorflow/bin/python -m perseus.run -np 2 .venv/tensorflow/bin/python examples/tensorflow_keras_mnist.py
+
 # One after the other: they would disturb each other's timings. pytest's summary comes last.
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory lint
@@ -125,7 +128,7 @@ test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python 
 	$(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 $(TEST_DIRS) </dev/null
 
 test-tensorflow: build packages-test .venv/tensorflow/.ready  ## the Python tests, with TensorFlow
-	.venv/tensorflow/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/tensorflow </dev/null
+	.venv/tensorflow/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/with_tensorflow </dev/null
 
 lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py

@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 TEST = HERE.parent
 sys.path[:0] = [
     str(HERE / "checks"),
-    str(TEST / "tensorflow" / "checks"),
+    str(TEST / "with_tensorflow" / "checks"),
     str(TEST.parent / "examples"),
 ]
 

@@ -1,4 +1,4 @@
-"""The checks of Keras 3 on PyTorch, on 2 real ranks; test/tensorflow has them on TensorFlow."""
+"""The checks of Keras 3 on PyTorch, on 2 real ranks; with_tensorflow/ has them on TensorFlow."""
 
 from __future__ import annotations
 

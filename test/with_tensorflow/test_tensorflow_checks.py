@@ -1,4 +1,4 @@
-"""The checks of test/tensorflow/checks on 2 real ranks through perseusrun, in one launch."""
+"""The checks of test/with_tensorflow/checks on 2 real ranks through perseusrun, in one launch."""
 
 from __future__ import annotations
 
