@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import tensorflow as tf
@@ -22,9 +21,6 @@ from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum
 from perseus.tensorflow.reductions import divided_by_size, reduce_slices
-
-# Numbers under which the core keeps sums and residuals; those of other frameworks begin with 1.
-_numbers = count(1 << 32)
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class GradientExchange:
     def __init__(self, scope: str, plan: Plan) -> None:
         self.plan = plan
         self._scope = scope
-        self._number = next(_numbers)
+        self._number = basics.new_gradients()
         self._traced: dict[Any, Callable[..., tuple[list[Any], Any]]] = {}
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
