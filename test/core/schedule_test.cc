@@ -1,8 +1,5 @@
 // Offline negotiation: steps that repeat themselves send nothing but data, and whatever deviates from them, on
 // whichever ranks, ends with the results that rounds would have given.
-#include <condition_variable>
-#include <mutex>
-
 #include "operation.h"
 
 namespace {
@@ -12,28 +9,6 @@ using namespace perseus_test;
 constexpr int kTensors = 10;
 constexpr int64_t kCounts[kTensors] = {1, 30000, 100, 5000, 3, 110000, 17, 2048, 9000, 512};
 constexpr int kLearn = 8, kRelearn = 12;  // steps within which a schedule is frozen; again, after it broke once
-
-// All ranks wait for each other, without Perseus.
-class Meeting {
- public:
-  explicit Meeting(int size) : size_(size) {}
-  void meet() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const int turn = turn_;
-    if (++here_ == size_) {
-      here_ = 0;
-      ++turn_;
-      all_here_.notify_all();
-    }
-    all_here_.wait(lock, [&] { return turn_ != turn; });
-  }
-
- private:
-  const int size_;
-  int here_ = 0, turn_ = 0;
-  std::mutex mutex_;
-  std::condition_variable all_here_;
-};
 
 int64_t value(int rank, int step, int64_t element) { return (rank + 1) * 1000 + step * 7 - element % 991; }
 
@@ -86,14 +61,7 @@ class Rank {
   void steps(int first, int count) {
     for (int i = 0; i < count && !testing::Test::HasFatalFailure(); ++i) step(first + i);
   }
-  uint64_t messages() {
-    meeting_->meet();
-    perseus_stats stats{};
-    stats.struct_size = sizeof stats;
-    EXPECT_EQ(perseus_context_stats(context_, &stats), PERSEUS_OK);
-    meeting_->meet();
-    return stats.messages;
-  }
+  uint64_t messages() { return messages_at_rest(context_, meeting_); }
   void expect_silence(int first_step) {
     const uint64_t before = messages();
     steps(first_step, 3);

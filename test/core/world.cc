@@ -75,4 +75,13 @@ Outcome run(perseus_context* context, const perseus_request& request) {
   return outcome;
 }
 
+uint64_t messages_at_rest(perseus_context* context, Meeting* meeting) {
+  meeting->meet();
+  perseus_stats stats{};
+  stats.struct_size = sizeof stats;
+  EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
+  meeting->meet();
+  return stats.messages;
+}
+
 }  // namespace perseus_test

@@ -5,9 +5,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -62,5 +64,30 @@ Outcome submit(perseus_context* context, const perseus_request& request, perseus
 Outcome wait(perseus_context* context, perseus_handle handle, int timeout_ms = 60000);
 
 Outcome run(perseus_context* context, const perseus_request& request);
+
+// All ranks wait for each other, without Perseus.
+class Meeting {
+ public:
+  explicit Meeting(int size) : size_(size) {}
+  void meet() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int turn = turn_;
+    if (++here_ == size_) {
+      here_ = 0;
+      ++turn_;
+      all_here_.notify_all();
+    }
+    all_here_.wait(lock, [&] { return turn_ != turn; });
+  }
+
+ private:
+  const int size_;
+  int here_ = 0, turn_ = 0;
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+};
+
+// What this rank has sent so far, read while all ranks wait.
+uint64_t messages_at_rest(perseus_context* context, Meeting* meeting);
 
 }  // namespace perseus_test
