@@ -108,8 +108,8 @@ def _descriptors(pid: int) -> list[tuple[str, Inode]]:
 
 
 def _has_a_user(name: str) -> bool:
-    """Whether a living process maps this file of /dev/shm: then it is another job's, or a test's own
-    process still lives, which is found by its mark."""
+    """Whether a living process maps this file of /dev/shm: another job's, or one that is found by
+    its mark."""
     for pid in _pids():
         with contextlib.suppress(OSError):
             if f" /dev/shm/{name}\n" in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
