@@ -19,7 +19,7 @@ from run_checks import checks_of
 
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
-    for module in ("keras_checks", "keras_callback_checks")
+    for module in ("keras_checks", "keras_callback_checks", "keras_setting_checks")
     for check in checks_of(importlib.import_module(module))
 ]
 

@@ -17,11 +17,13 @@ MODULES = [
     "tensorflow_failure_checks",
     "keras_checks",
     "keras_callback_checks",
+    "keras_setting_checks",
     "tf_keras_checks",
     "tf_tape_checks",
     "tf_optimizer_checks",
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
+    "tf_setting_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
