@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from perseus.keras import loss_scale
+from perseus.keras import jit, loss_scale
 from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import Reduction, backend
 from perseus.keras.exchange import GradientExchange, Plan
@@ -160,6 +160,7 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         )
     loss_scale.install()
+    jit.install()
     made = _without_state(optimizer, plan)
     if optimizer.built:
         _ready(made, optimizer._trainable_variables)
