@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus import basics
-from perseus.tensorflow.xla import guarded
+from perseus.tensorflow import xla
 
 _OLDEST = (2, 15)
 _OWNED_COMPLETIONS = (2, 22)  # see frameworks/tensorflow/completion.h
@@ -89,5 +89,6 @@ def _attach() -> None:
 
 
 _functions, _library = _load()
-native = guarded(_functions)
+_compiled = xla.load(_import_tensorflow()[0])
+native = xla.guarded(_functions, built=_compiled is not None)
 basics.at_init(_attach)
