@@ -27,6 +27,7 @@ MODULES = [
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
     "tf_setting_checks",
+    "tf_xla_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
