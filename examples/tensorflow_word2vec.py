@@ -121,6 +121,8 @@ def main():
     arguments = parser.parse_args()
     hvd.init()
     tf.random.set_seed(arguments.seed + hvd.rank())
+    # Else TensorFlow adds up a word's rows in any order, and ranks drift apart by what is rounded.
+    tf.config.experimental.enable_op_determinism()
     text, words = load_words(arguments.fewest)
     # Every tenth passage is for testing.
     passages = np.array_split(text, 100)

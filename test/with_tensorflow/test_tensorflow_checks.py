@@ -7,6 +7,7 @@ import importlib
 import pytest
 
 pytest.importorskip("tensorflow")
+pytest.importorskip("sklearn")  # the examples' digits
 
 from run_checks import checks_of
 
@@ -22,6 +23,7 @@ MODULES = [
     "tf_optimizer_checks",
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
+    "tf_example_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
