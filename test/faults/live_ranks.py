@@ -215,6 +215,7 @@ class Launch(Marked):
         self._output = Path(directory, "launch.output")
         self._errors = Path(directory, "launch.errors")
         self._terminal: int | None = None
+        self.ended_at = 0.0
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             streams: dict[str, Any] = {
                 "stdin": subprocess.DEVNULL,
@@ -254,6 +255,7 @@ class Launch(Marked):
         """The exit status, which must come in time; nothing may be left behind then."""
         try:
             status = self.process.wait(PATIENCE)
+            self.ended_at = time.monotonic()
         except subprocess.TimeoutExpired:
             pytest.fail(
                 f"perseusrun did not end within {PATIENCE} s\n{self.everything_said()}",
