@@ -5,7 +5,6 @@ Belongs to the thread that applies gradients, or that traces the function which 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,9 +13,7 @@ from typing import Any
 
 from perseus import basics, config
 from perseus.keras.backend import Exchange, Reduction, backend
-
-# Keras numbers layers and models: `dense_3`. Ranks may have made different numbers of them.
-_NUMBER = re.compile(r"_\d+(?=/|$)")
+from perseus.names import unnumbered
 
 _used_names: Counter[str] = Counter()
 
@@ -123,5 +120,4 @@ class GradientExchange:
 
 
 def _readable(variable: Any) -> str:
-    path = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
-    return _NUMBER.sub("", path)
+    return unnumbered(getattr(variable, "path", None) or str(variable.name).replace(":", "_"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from perseus.keras import loss_scale
+from perseus.keras import jit, loss_scale
 from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import backend
 from perseus.keras.exchange import GradientExchange, Plan
@@ -153,6 +153,7 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
     A LossScaleOptimizer stays one, around a distributed one.
     """
     loss_scale.install()
+    jit.install()
     made = _without_state(optimizer, plan)
     if optimizer.built:
         _ready(made, optimizer._trainable_variables)

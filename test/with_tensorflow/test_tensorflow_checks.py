@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tensorflow")
+pytest.importorskip("sklearn")  # the examples' digits
 
 from run_checks import checks_of
 
 from perseus.keras.backend import KERAS_2
 
-KERAS_3_MODULES = ["keras_checks", "keras_callback_checks", "tf_keras_checks"]
+KERAS_3_MODULES = [
+    "keras_checks",
+    "keras_callback_checks",
+    "keras_setting_checks",
+    "tf_keras_checks",
+]
 MODULES = [
     "tensorflow_op_checks",  # its first check is about TensorFlow's start
     "tensorflow_graph_checks",
@@ -26,6 +32,9 @@ MODULES = [
     "tf_optimizer_checks",
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
+    "tf_setting_checks",
+    "tf_xla_checks",
+    "tf_example_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")

@@ -1,0 +1,272 @@
+"""What the variables about gradients do, whatever reduces them; results are held against numpy.
+
+A way to reduce sums this rank's gradients, lists of arrays by step, and gives what would be applied
+in each step. It makes a new optimizer, or tape, in every call.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import numpy as np
+
+import perseus
+from perseus import basics, control
+
+Arrays = list[np.ndarray]
+Reduce = Callable[[list[Arrays]], list[Arrays]]
+
+SHAPES = [(64, 64), (40,)]
+ELEMENTS = 64 * 64
+
+
+@contextmanager
+def world_with(**settings: object) -> Iterator[None]:
+    """A world of the same ranks with other settings; the old ones come back afterwards."""
+    control.gather_lines("", "leaving")
+    basics.shutdown()
+    os.environ.update({name: str(value) for name, value in settings.items()})
+    basics.init()
+    yield
+    control.gather_lines("", "leaving")
+    basics.shutdown()
+    for name in settings:
+        del os.environ[name]
+    basics.init()
+
+
+def apart(**settings: object) -> AbstractContextManager[None]:
+    """Every rank is a host of its own: what goes between hosts goes between all."""
+    return world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings)
+
+
+def whole(rank: int, step: int) -> Arrays:
+    """Whole numbers from -4 to 4, which differ per rank, step and index: sums are exact."""
+    arrays = []
+    for shape in SHAPES:
+        index = np.arange(np.prod(shape)).reshape(shape)
+        numbers = (index * 7 + rank * 5 + step * 3 + index // 11) % 9 - 4
+        arrays.append(numbers.astype(np.float32))
+    return arrays
+
+
+def normal(rank: int, step: int) -> Arrays:
+    """Numbers that need all of their digits."""
+    generator = np.random.default_rng([rank, step])
+    return [generator.normal(size=shape).astype(np.float32) for shape in SHAPES]
+
+
+def _mine(make: Callable[[int, int], Arrays], steps: int) -> list[Arrays]:
+    return [make(basics.rank(), step) for step in range(steps)]
+
+
+def _sums(make: Callable[[int, int], Arrays], steps: int) -> Arrays:
+    """Over all ranks and steps, in float64."""
+    everything = [make(rank, step) for rank in range(basics.size()) for step in range(steps)]
+    return [np.sum(arrays, axis=0, dtype=np.float64) for arrays in zip(*everything, strict=True)]
+
+
+def _added(results: list[Arrays]) -> Arrays:
+    return [np.sum(arrays, axis=0, dtype=np.float64) for arrays in zip(*results, strict=True)]
+
+
+def _error(results: list[Arrays], expected: Arrays) -> float:
+    """The largest, in what was applied in all steps."""
+    pairs = zip(_added(results), expected, strict=True)
+    return max(float(np.abs(mine - right).max()) for mine, right in pairs)
+
+
+def _assert_same(results: list[Arrays], expected: list[Arrays]) -> None:
+    for mine, right in zip(results, expected, strict=True):
+        assert all(map(np.array_equal, mine, right))
+
+
+def assert_same_everywhere(arrays: Arrays) -> None:
+    """The same bits on all ranks."""
+    for index, array in enumerate(arrays):
+        rows = control.gather_bytes(np.ascontiguousarray(array).tobytes(), f"same.{index}", 0)
+        assert all(row == rows[0] for row in rows), index
+
+
+def dtype_and_scale(reduce: Reduce) -> None:
+    """PERSEUS_ALLREDUCE_DTYPE and PERSEUS_ALLREDUCE_GRADIENT_SCALE."""
+    given, expected = _mine(normal, 1), _sums(normal, 1)
+    rounded = 2.0**-11 * 5 * 2 * basics.size()  # of numbers below 5, once in and once out
+    with apart():
+        half = reduce(given)
+        assert 1e-5 < _error(half, expected) < rounded
+        assert_same_everywhere(half[0])
+    with apart(PERSEUS_ALLREDUCE_DTYPE=2):
+        _assert_same(reduce(given), half)
+    with apart(PERSEUS_ALLREDUCE_DTYPE=1):
+        assert _error(reduce(given), expected) < 1e-5
+    assert _error(reduce(given), expected) < 1e-5, "one host"
+    with world_with(PERSEUS_ALLREDUCE_DTYPE=0):
+        assert 1e-5 < _error(reduce(given), expected) < rounded, "one host"
+    # Above all numbers of float16 when multiplied by 1024; between them without.
+    large, small = 100.0 + basics.rank(), 3 * 2.0**-26
+    given = [[np.full(SHAPES[0], large, np.float32), np.full(SHAPES[1], small, np.float32)]]
+    total = float(sum(100 + rank for rank in range(basics.size())))
+    for scale, first, second in (
+        (1, total, 2.0**-24 * basics.size()),
+        (1024, np.inf, small * basics.size()),
+    ):
+        with apart(PERSEUS_ALLREDUCE_GRADIENT_SCALE=scale):
+            ((one, other),) = reduce(given)
+        assert (one == first).all() and (other == second).all(), (scale, one[0, 0], other[0])
+
+
+def int8(reduce: Reduce) -> None:
+    """PERSEUS_ALLREDUCE_CODEC=int8: what is left out comes with the next gradients."""
+    with apart(PERSEUS_ALLREDUCE_CODEC="int8"):
+        results = reduce(_mine(normal, 1))
+        assert 1e-2 < _error(results, _sums(normal, 1)) < 0.1 * basics.size()
+        assert_same_everywhere(results[0])
+        steps = 8
+        results = reduce(_mine(normal, steps))
+        # As much is missing after many steps as after one.
+        assert _error(results, _sums(normal, steps)) < 0.1 * basics.size()
+
+
+def top_k(reduce: Reduce) -> None:
+    """LIGHT_TOPK_ALLREDUCE, _RATIO, _THRESHOLD and _FP16."""
+
+    def fine(rank: int, step: int) -> Arrays:
+        return [array + np.float32(2.0**-13) for array in whole(rank, step)]
+
+    steps, size = 3, basics.size()
+    settings = {"LIGHT_TOPK_ALLREDUCE": 1, "PERSEUS_ALLREDUCE_DTYPE": 1}
+    settings["LIGHT_TOPK_THRESHOLD"] = 4 * ELEMENTS
+    for ratio, short in ((0.02, 0), (0.1, 1)):
+        with apart(LIGHT_TOPK_RATIO=ratio, LIGHT_TOPK_FP16=short, **settings):
+            results = reduce(_mine(fine, steps))
+        for step, (large, small) in enumerate(results):
+            kept = np.count_nonzero(large)
+            assert ratio / 2 * ELEMENTS < kept <= 1.25 * ratio * ELEMENTS * size, (step, kept)
+            # float16 has no room for the last digits.
+            in_steps_of_float16 = (large * 2**9) % 1 == 0
+            assert in_steps_of_float16.all() if short else not in_steps_of_float16.all()
+            exact = sum(fine(rank, step)[1] for rank in range(size))
+            assert np.array_equal(small, exact), "below the threshold"
+        assert_same_everywhere(results[-1])
+    settings["LIGHT_TOPK_THRESHOLD"] += 1
+    with apart(LIGHT_TOPK_RATIO=0.02, **settings):
+        assert _error(reduce(_mine(whole, 1)), _sums(whole, 1)) == 0.0
+
+
+def rotation(reduce: Reduce) -> None:
+    """PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_GRADIENT_MOMENTUM; the same gradient each step."""
+    parts, steps = 4, 8
+
+    def gradient(rank: int, step: int) -> Arrays:
+        del step
+        return [array + 5 for array in whole(rank, 0)]
+
+    for momentum in (1.0, 0.5):
+        with apart(
+            PERSEUS_DOWNSAMPLE_N_ELEMENTS=parts,
+            PERSEUS_GRADIENT_MOMENTUM=momentum,
+            PERSEUS_ALLREDUCE_DTYPE=1,
+        ):
+            results = reduce(_mine(gradient, steps))
+        for index, total in enumerate(_sums(gradient, 1)):
+            sent = np.stack([result[index] for result in results])
+            turns = np.argmax(sent != 0, axis=0)
+            for step in range(steps):
+                waited = np.where(step < parts, step, parts - 1)
+                grown = sum(momentum**age for age in range(int(waited) + 1))
+                right = np.where(turns == step % parts, total * grown, 0.0)
+                assert np.array_equal(sent[step], right), (momentum, step)
+            if index == 0:  # of small ones whole blocks take turns
+                shares = np.bincount(turns.ravel(), minlength=parts) / turns.size
+                assert np.allclose(shares, 1 / parts, atol=0.01), shares
+
+
+def shape_of_the_allreduce(reduce: Reduce) -> None:
+    """Modes, streams, fusion: how sums are made, and not what they are."""
+    expected = _sums(whole, 2)
+    for world, settings in (
+        (world_with, {"PERSEUS_ALLREDUCE_MODE": 0, "PERSEUS_ALLREDUCE_STREAMS": 1}),
+        (world_with, {"PERSEUS_ALLREDUCE_MODE": 1, "PERSEUS_ALLREDUCE_STREAMS": 12}),
+        (apart, {"PERSEUS_ALLREDUCE_FUSION": 1, "PERSEUS_ALLREDUCE_DISABLE_STREAM_TUNING": 1}),
+        (apart, {"PERSEUS_ALLREDUCE_FUSION": 128, "LIGHT_HIERARCHICAL_THRESHOLD": 100}),
+    ):
+        with world(PERSEUS_ALLREDUCE_DTYPE=1, **settings):
+            results = reduce(_mine(whole, 2))
+        assert _error(results, expected) == 0.0, settings
+        assert_same_everywhere(results[1])
+
+
+ALL = [dtype_and_scale, int8, top_k, rotation, shape_of_the_allreduce]
+
+
+@contextmanager
+def captured_stderr() -> Iterator[Callable[[], str]]:
+    """Gives a function that reads what anything in this process has written there since."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        old = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda: os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+        finally:
+            os.dup2(old, 2)
+            os.close(old)
+
+
+def agreed(flag: bool) -> bool:
+    """Whether it is true on some rank."""
+    return "yes" in control.gather_lines("yes" if flag else "no", "agreed")
+
+
+class SlowRank:
+    """Has the last rank dawdle before its steps, ever longer, until rank 0 has named it."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self._text = text
+        self._delay = 0.02
+        self.steps = 0
+        self.named = False
+
+    def before_step(self) -> None:
+        """Be slow, on one rank."""
+        if basics.rank() == basics.size() - 1:
+            time.sleep(self._delay)
+
+    def after_step(self) -> None:
+        """Every few steps, ask; AssertionError when it has taken too long."""
+        self.steps += 1
+        if self.steps % 4:
+            return
+        lines = [line for line in self._text().splitlines() if "[perf check] slow" in line]
+        slow = f" rank {basics.size() - 1} "
+        self.named = agreed(any(slow in line.partition("for each:")[2] for line in lines))
+        assert basics.rank() == 0 or not lines, lines
+        assert self.named or self.steps < 28, self._text()
+        self._delay *= 2
+
+
+class Silence:
+    """Counts what is sent to negotiate, until three steps in a row sent nothing on any rank."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.reached = False
+        self._before = perseus.stats()["messages"]
+
+    def after_step(self) -> None:
+        """Once a step."""
+        now = perseus.stats()["messages"]
+        self.sent.append(now - self._before)
+        self._before = now
+
+    def ask(self) -> None:
+        """Now and then; what ranks say to each other here does not count."""
+        runs = [self.sent[i : i + 3] for i in range(len(self.sent))]
+        self.reached = not agreed([0, 0, 0] not in runs)
+        self._before = perseus.stats()["messages"]

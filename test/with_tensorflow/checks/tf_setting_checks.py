@@ -1,0 +1,107 @@
+"""The variables about gradients with the tape, in functions of TensorFlow."""
+
+from __future__ import annotations
+
+import gradient_settings as settings
+import numpy as np
+import tensorflow as tf
+
+import perseus.tensorflow.horovod as hvd
+
+
+def _stepper(variables: list[tf.Variable]):
+    """A function of coefficients, which are this rank's gradients; compiled."""
+
+    @tf.function(autograph=False)
+    def reduced(coefficients):
+        with tf.GradientTape() as tape:
+            products = zip(variables, coefficients, strict=True)
+            loss = tf.add_n([tf.reduce_sum(v * c) for v, c in products])
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+        return tape.gradient(loss, variables)
+
+    return reduced
+
+
+def _reduce(given: list[settings.Arrays]) -> list[settings.Arrays]:
+    reduced = _stepper([tf.Variable(tf.zeros(shape)) for shape in settings.SHAPES])
+    return [[array.numpy() for array in reduced(arrays)] for arrays in given]
+
+
+def check_dtype_and_scale() -> None:
+    settings.dtype_and_scale(_reduce)
+
+
+def check_int8() -> None:
+    settings.int8(_reduce)
+
+
+def check_top_k() -> None:
+    settings.top_k(_reduce)
+
+
+def check_rotation() -> None:
+    settings.rotation(_reduce)
+
+
+def check_the_shape_of_the_allreduce_changes_nothing() -> None:
+    settings.shape_of_the_allreduce(_reduce)
+
+
+def check_a_nan_in_a_function() -> None:
+    """Reported or raised; skipped ones are in tf_tape_checks."""
+    good, last = settings.whole(hvd.rank(), 0), hvd.size() - 1
+    bad = [array.copy() for array in good]
+    if hvd.rank() == last:
+        bad[1][7] = np.nan
+    for action in ("report", "raise"):
+        with (
+            settings.world_with(
+                PERSEUS_ALLREDUCE_NANCHECK=1, PERSEUS_ALLREDUCE_NANCHECK_ACTION=action
+            ),
+            settings.captured_stderr() as text,
+        ):
+            try:
+                ((_, result),) = _reduce([bad])
+            except tf.errors.OpError as error:
+                assert action == "raise", error
+                assert f"on rank {last}" in str(error)
+                continue
+            assert action == "report"
+            assert np.isnan(result).nonzero()[0].tolist() == [7]
+            assert any("NaN in the gradient" in line for line in text().splitlines()), text()
+
+
+def check_a_slow_rank_is_named() -> None:
+    with (
+        settings.world_with(PERSEUS_PERF_CHECK_N_STEPS=2),
+        settings.captured_stderr() as text,
+    ):
+        reduced = _stepper([tf.Variable(tf.zeros(shape)) for shape in settings.SHAPES])
+        slow = settings.SlowRank(text)
+        while not slow.named:
+            slow.before_step()
+            reduced(settings.whole(hvd.rank(), 0))
+            slow.after_step()
+
+
+def check_a_function_becomes_silent() -> None:
+    """PERSEUS_OFFLINE_NEG: the right sums, and nothing is sent but data."""
+    with settings.world_with(PERSEUS_OFFLINE_NEG=1):
+        reduced = _stepper([tf.Variable(tf.zeros(shape)) for shape in settings.SHAPES])
+        silence = settings.Silence()
+        for step in range(200):
+            results = reduced(settings.whole(hvd.rank(), step))
+            expected = [
+                sum(arrays)
+                for arrays in zip(
+                    *(settings.whole(rank, step) for rank in range(hvd.size())), strict=True
+                )
+            ]
+            assert all(map(np.array_equal, results, expected)), step
+            silence.after_step()
+            if step % 8 == 7:
+                silence.ask()
+            if silence.reached:
+                break
+        assert silence.reached, silence.sent
