@@ -58,10 +58,13 @@ def normalize_name(name: str) -> str:
 
 
 def group_id(process_set: ProcessSet) -> int:
-    """The number of a set; ValueError while it is not registered."""
-    if process_set.process_set_id is None:
+    """The number of a set; ValueError while it is not registered, and when it has gone."""
+    number = process_set.process_set_id
+    if number is None:
         raise ValueError("Process set provided does not exist, or has not been registered.")
-    return process_set.process_set_id
+    if number != 0:
+        process_set.size()  # looks for it
+    return number
 
 
 def naming(word: str, name: str | None, tensors: Sequence[Any], ignore: bool) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def check_requests_that_make_no_sense() -> None:
         assert "32-bit integer elements" in message
     unregistered = hvd.ProcessSet([0])
     raised(ValueError, lambda: hvd._allreduce(tf.ones([4]), process_set=unregistered))
+    unregistered.process_set_id = 10
+    raised(ValueError, lambda: hvd._allreduce(tf.ones([4]), process_set=unregistered))
     raised(ValueError, lambda: ops.allreduce([1.0, 2.0], ["a", "a"], op=ops.Sum))
     for way in (WAYS["eager"], WAYS["session"]):
         for tensor in (tf.constant("text"), tf.constant([40000, 2], tf.uint16)):
