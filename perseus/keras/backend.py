@@ -14,6 +14,7 @@ import numpy as np
 
 from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet
+from perseus.residuals import Residuals
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,16 @@ class Reduction:
 
 
 class Exchange(Protocol):
-    """Reduces the gradients of one optimizer."""
+    """Reduces the gradients of one optimizer.
+
+    residuals: by what the first name of a bundle has in front of a slash, the variable's number: a
+    model that was loaded may call its variables otherwise.
+    """
+
+    residuals: Residuals
+
+    def forget(self) -> None:
+        """Drop what was summed over steps and held back."""
 
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]

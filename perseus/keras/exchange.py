@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from perseus import basics, config
 from perseus.keras.backend import Exchange, Reduction, backend
+from perseus.residuals import Held
 
 # Keras numbers layers and models: `dense_3`. Ranks may have made different numbers of them.
 _NUMBER = re.compile(r"_\d+(?=/|$)")
@@ -42,6 +43,28 @@ class GradientExchange:
         self._name = plan.name or name
         self._prefix = ""
         self._exchange: Exchange | None = None
+        self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
+
+    def residuals(self) -> dict[str, Held]:
+        """What lossy codecs hold back here, by names that are the same in every process."""
+        if self._exchange is None:
+            return dict(self._loaded[0])
+        return self._exchange.residuals.read()
+
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """Have these, as residuals() gave them, take the place of all that was before.
+
+        owner: the rank that held them, where they come from a file; others begin with nothing.
+        """
+        if self._exchange is None:
+            self._loaded = residuals, owner
+            return
+        world = basics.is_initialized()
+        own = owner is None or (world and owner == basics.rank())
+        self._exchange.forget()
+        self._exchange.residuals.replace(residuals if own else {})
+        if world:
+            self._exchange.residuals.hand_over_known()
 
     def active(self) -> bool:
         """Whether there is anything to do; where the world may grow, it counts as grown."""
@@ -74,6 +97,7 @@ class GradientExchange:
         numbers = [optimizer._get_variable_index(variables[index]) for index in sent]
         if self._exchange is None:
             self._exchange = backend.make_exchange(self.prefix(), self.plan.reduction)
+            self.go_on_with(*self._loaded)
         reduced, applies = self._exchange.reduce(
             [gradients[index] for index in sent],
             [
@@ -123,5 +147,6 @@ class GradientExchange:
 
 
 def _readable(variable: Any) -> str:
+    """Layer and variable; what is in front of them is another thing in models that were loaded."""
     path = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
-    return _NUMBER.sub("", path)
+    return _NUMBER.sub("", "/".join(path.split("/")[-2:]))

@@ -35,4 +35,6 @@ def load_model(
             global_process_set, True,
         )  # fmt: skip
         model.optimizer = distribute(optimizer, plan)
+        if str(filepath).endswith(".keras"):
+            model.load_weights(filepath)  # once more, as a plain optimizer knows no residuals
     return model

@@ -15,6 +15,7 @@ from perseus.keras import loss_scale
 from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import Reduction, backend
 from perseus.keras.exchange import GradientExchange, Plan
+from perseus.keras.residuals import SavedResiduals
 
 # What is said by calling methods, and so is in no config.
 _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
@@ -30,6 +31,7 @@ class DistributedMixin:
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
+        self.perseus_residuals = SavedResiduals(self._exchange)
         passes = self._plan.passes
         self._agg_helper = LocalAggregation(passes) if passes > 1 else None
 

@@ -33,7 +33,12 @@ class _Exchange:
             device_dense=reduction.device_dense,
             device_sparse=reduction.device_sparse,
         )
-        self._exchange = GradientExchange(scope, plan)
+        self._exchange = GradientExchange(scope, plan, lasting=True)
+        self.residuals = self._exchange.residuals
+
+    def forget(self) -> None:
+        """See Exchange."""
+        self._exchange.forget()
 
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]

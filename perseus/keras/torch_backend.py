@@ -13,6 +13,7 @@ from perseus import basics
 from perseus.compression import Compressor
 from perseus.keras.backend import Reduction
 from perseus.process_sets import ProcessSet
+from perseus.residuals import Residuals
 from perseus.torch import exchange, functions, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
@@ -28,7 +29,12 @@ class _Exchange:
         self._scope = scope
         self._reduction = reduction
         self._number = basics.new_gradients()
+        self.residuals = Residuals(self._number, reduction.process_set.process_set_id)
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
+
+    def forget(self) -> None:
+        """See Exchange."""
+        basics.forget_gradients(self._number)
 
     def reduce(
         self,
@@ -48,7 +54,7 @@ class _Exchange:
         try:
             for bundle in bundles:
                 members = tuple(pairs[index][0] for index in bundle)
-                handles.append(self._start(f"{self._scope}/{names[bundle[0]]}", members))
+                handles.append(self._start(names[bundle[0]], members))
         except Exception as error:
             failure = error
         applies = True
@@ -66,6 +72,10 @@ class _Exchange:
 
     def _start(self, name: str, tensors: tuple[torch.Tensor, ...]) -> int:
         plan = self._reduction
+        key = name.partition("/")[0]
+        name = f"{self._scope}/{name}"
+        self.residuals.know(key, name, len(tensors) > 1)
+        self.residuals.hand_over(key)
         sent = tensors[0] if len(tensors) == 1 else tensors
         return session.submit(
             ALLREDUCE, name, sent, sent, plan.op, 1.0 / plan.predivide_factor,

@@ -17,9 +17,10 @@ pytest.importorskip("keras")
 
 from run_checks import checks_of
 
+MODULES = ["keras_checks", "keras_callback_checks", "keras_setting_checks", "keras_residual_checks"]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
-    for module in ("keras_checks", "keras_callback_checks", "keras_setting_checks")
+    for module in MODULES
     for check in checks_of(importlib.import_module(module))
 ]
 
@@ -38,3 +39,12 @@ def test_the_example_learns_digits():
     found = re.findall(r"test accuracy: (\d\.\d+)", output)
     assert len(found) == 1, output  # rank 0 alone
     assert float(found[0]) >= 0.97
+
+
+@pytest.mark.full
+def test_training_goes_on_in_another_process(tmp_path):
+    command = [sys.executable, str(HERE / "programs" / "keras_resume.py"), str(tmp_path)]
+    for times in range(2):
+        status, output = run_ranks(2, command)
+        assert status == 0, output
+        assert output.count("went on") == 2 * times

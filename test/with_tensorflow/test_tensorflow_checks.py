@@ -18,6 +18,7 @@ MODULES = [
     "keras_checks",
     "keras_callback_checks",
     "keras_setting_checks",
+    "keras_residual_checks",
     "tf_keras_checks",
     "tf_tape_checks",
     "tf_optimizer_checks",
