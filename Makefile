@@ -67,11 +67,12 @@ $(VENV)/.test: .ci/requirements-test.txt $(VENV)/.demo
 	@touch $@
 
 # Nothing is built for TensorFlow: its environment uses the package, and the libraries in it, where they are.
-.venv/tensorflow/.ready: .ci/requirements-tensorflow.txt | packages-build
-	@echo "making .venv/tensorflow and installing tensorflow-cpu 2.21.0 into it"
-	$(PYTHON) -m venv .venv/tensorflow
-	.venv/tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	echo "$(CURDIR)" > "$$(.venv/tensorflow/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
+# tensorflow and tensorflow-2.15.
+.venv/tensor%/.ready: .ci/requirements-tensor%.txt | packages-build
+	@echo "making .venv/tensor$* and installing into it: $<"
+	$(PYTHON) -m venv .venv/tensor$*
+	.venv/tensor$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	echo "$(CURDIR)" > "$$(.venv/tensor$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
 	@touch $@
 
 $(BUILD)/build.ninja: $(VENV)/.build
@@ -127,8 +128,13 @@ test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 $(TEST_DIRS) </dev/null
 
-test-tensorflow: build packages-test .venv/tensorflow/.ready  ## the Python tests, with TensorFlow
-	.venv/tensorflow/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/with_tensorflow </dev/null
+# The oldest TensorFlow that is served, too, where everything is tested.
+TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)
+
+test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Python tests, with TensorFlow
+	for venv in $(TENSORFLOWS); do \
+	    .venv/$$venv/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/with_tensorflow </dev/null; \
+	done
 
 lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py

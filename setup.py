@@ -54,8 +54,12 @@ class CleanBuild(build):
         super().run()
 
 
+# What perseus/tensorflow/build_xla.py compiles on the user's machine.
+COMPILED_LATER = ["frameworks/tensorflow", "common/include/perseus"]
+
+
 class BuildPackage(build_py):
-    """Python modules, and the top-level examples as perseus/examples."""
+    """Python modules, the examples as perseus/examples, C++ sources as perseus/sources."""
 
     def run(self) -> None:
         super().run()
@@ -64,10 +68,17 @@ class BuildPackage(build_py):
             if (ROOT / "examples").is_dir() and not link.exists():
                 link.symlink_to(Path("..") / "examples")
             return
-        for source in sorted((ROOT / "examples").rglob("*")):
-            relative = source.relative_to(ROOT / "examples")
-            if source.is_file() and "__pycache__" not in relative.parts:
-                target = Path(self.build_lib, "perseus", "examples", relative)
+        self._install(ROOT / "examples", Path("examples"))
+        for folder in COMPILED_LATER:
+            self._install(ROOT / folder, Path("sources", folder), (".h", ".cc"))
+
+    def _install(self, folder: Path, place: Path, endings: tuple[str, ...] = ("",)) -> None:
+        """Copy the files of a folder to a place in the package."""
+        for source in sorted(folder.rglob("*")):
+            relative = source.relative_to(folder)
+            wanted = source.is_file() and source.name.endswith(endings)
+            if wanted and "__pycache__" not in relative.parts:
+                target = Path(self.build_lib, "perseus", place, relative)
                 self.mkpath(str(target.parent))
                 self.copy_file(str(source), str(target))
 

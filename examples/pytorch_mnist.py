@@ -6,10 +6,9 @@ Without --data-dir the 1797 digits that ship with scikit-learn are used (8 x 8 p
 MNIST's own idx files (train-images-idx3-ubyte and so on, plain or .gz).
 """
 
-import argparse
-import gzip
 from pathlib import Path
 
+import mnist_data
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -37,35 +36,14 @@ class Net(nn.Module):
         return self.fc2(F.relu(self.fc1(x.flatten(1))))
 
 
-def load_digits():
-    """scikit-learn's digits: every fifth one is for testing."""
-    from sklearn import datasets
-
-    digits = datasets.load_digits()
-    images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
-    labels = torch.tensor(digits.target, dtype=torch.int64)
-    test = torch.arange(len(labels)) % 5 == 0
-    return TensorDataset(images[~test], labels[~test]), TensorDataset(images[test], labels[test])
-
-
-def load_mnist(directory: Path):
-    """MNIST from its idx files: big-endian sizes behind a magic number, then bytes."""
-
-    def read(name):
-        path = directory / name
-        opener = open if path.exists() else gzip.open
-        with opener(path if path.exists() else directory / f"{name}.gz", "rb") as file:
-            data = file.read()
-        shape = [int.from_bytes(data[4 + 4 * i : 8 + 4 * i], "big") for i in range(data[3])]
-        return torch.from_numpy(
-            np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(shape).copy()
+def load_digits(directory=None):
+    """mnist_data.load as two datasets, images with their channel in front."""
+    return [
+        TensorDataset(
+            torch.from_numpy(images.transpose(0, 3, 1, 2).copy()), torch.from_numpy(labels).long()
         )
-
-    def dataset(kind):
-        images = read(f"{kind}-images-idx3-ubyte").unsqueeze(1).float() / 255.0
-        return TensorDataset(images, read(f"{kind}-labels-idx1-ubyte").long())
-
-    return dataset("train"), dataset("t10k")
+        for images, labels in mnist_data.load(directory)
+    ]
 
 
 def train(model, optimizer, loader, sampler, epochs):
@@ -124,22 +102,13 @@ def plot(losses, path):
     figure.savefig(path, dpi=120)
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description="A small CNN on handwritten digits")
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the data (15)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (32)")
-    parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one rank (0.04)")
-    parser.add_argument("--seed", type=int, default=42, help="for weights and shuffling (42)")
-    parser.add_argument("--data-dir", type=Path, help="folder with MNIST's idx files")
-    parser.add_argument("--plot", type=Path, help="save the loss curve to this PNG")
-    return parser.parse_args()
-
-
 def main():
-    arguments = parse_arguments()
+    parser = mnist_data.parser("A small CNN on handwritten digits")
+    parser.add_argument("--plot", type=Path, help="save the loss curve to this PNG")
+    arguments = parser.parse_args()
     hvd.init()
     torch.manual_seed(arguments.seed)
-    train_set, test_set = load_mnist(arguments.data_dir) if arguments.data_dir else load_digits()
+    train_set, test_set = load_digits(arguments.data_dir)
 
     sampler = DistributedSampler(train_set, hvd.size(), hvd.rank(), seed=arguments.seed)
     loader = DataLoader(train_set, batch_size=arguments.batch_size, sampler=sampler)

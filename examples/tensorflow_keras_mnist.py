@@ -2,38 +2,23 @@
 
     perseusrun -np 2 python tensorflow_keras_mnist.py
 
-The 1797 digits that ship with scikit-learn are used (8 x 8 pixels). Keras may run on PyTorch, too:
-KERAS_BACKEND=torch, with `import perseus.keras as hvd`, which needs no TensorFlow.
+Without --data-dir the 1797 digits that ship with scikit-learn are used (8 x 8 pixels).
+keras_torch_mnist.py has Keras on PyTorch, without TensorFlow.
 """
 
-import argparse
-import os
-
-if os.environ.get("KERAS_BACKEND") == "torch":
-    import perseus.keras as hvd
-else:
-    import perseus.tensorflow.horovod.keras as hvd
-
 import keras
+import mnist_data
 import numpy as np
-from sklearn import datasets
+
+import perseus.tensorflow.horovod.keras as hvd
 
 
-def load_digits():
-    """scikit-learn's digits: every fifth one is for testing."""
-    digits = datasets.load_digits()
-    images = (digits.images / 16.0).astype("float32")[..., None]
-    labels = digits.target.astype("int32")
-    test = np.arange(len(labels)) % 5 == 0
-    return (images[~test], labels[~test]), (images[test], labels[test])
-
-
-def build_model():
-    """Two convolutions and two dense layers; images are (batch, 8, 8, 1)."""
+def build_model(side):
+    """Two convolutions and two dense layers; images are (batch, side, side, 1)."""
     layers = keras.layers
     return keras.Sequential(
         [
-            layers.Input((8, 8, 1)),
+            layers.Input((side, side, 1)),
             layers.Conv2D(16, 3, padding="same", activation="relu"),
             layers.MaxPooling2D(),
             layers.Conv2D(32, 3, padding="same", activation="relu"),
@@ -45,25 +30,15 @@ def build_model():
     )
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(description="A small CNN on handwritten digits")
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the data (15)")
-    parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step (32)")
-    parser.add_argument("--lr", type=float, default=0.04, help="learning rate of one rank (0.04)")
-    parser.add_argument("--seed", type=int, default=42, help="for weights and shuffling (42)")
-    return parser.parse_args()
-
-
 def main():
-    arguments = parse_arguments()
+    arguments = mnist_data.parser("A small CNN on handwritten digits").parse_args()
     hvd.init()
     keras.utils.set_random_seed(arguments.seed + hvd.rank())
-    (images, labels), test_set = load_digits()
-    # Every rank trains on its share, of equal length, and all of them shuffle on their own.
-    share = len(labels) // hvd.size()
-    images, labels = (part[hvd.rank() :: hvd.size()][:share] for part in (images, labels))
+    train_set, test_set = mnist_data.load(arguments.data_dir)
+    # Every rank trains on its share, and all of them shuffle on their own.
+    images, labels = mnist_data.share_of(train_set, hvd.rank(), hvd.size())
 
-    model = build_model()
+    model = build_model(side=images.shape[1])
     # The batch grows with the number of ranks, and the learning rate with it.
     rate = arguments.lr * hvd.size()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(rate, momentum=0.9))

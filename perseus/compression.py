@@ -59,6 +59,40 @@ class SettingsCompressor(NoneCompressor):
     codec = SETTINGS
 
 
+class CastCompressor(Compressor):
+    """Floating tensors travel in another dtype and come back in their own; others unchanged.
+
+    An adapter's subclass says how its tensors are cast, and for each codec to which dtype.
+    """
+
+    in_core = True
+    dtype: Any = None
+
+    @staticmethod
+    def is_floating(tensor: Any) -> bool:
+        """Whether the tensor is cast at all."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """The tensor in this dtype."""
+        raise NotImplementedError
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """The tensor in 16 bits, and the dtype to go back to."""
+        return (
+            (cls.cast(tensor, cls.dtype), tensor.dtype)
+            if cls.is_floating(tensor)
+            else (tensor, None)
+        )
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        """The tensor in the dtype it had."""
+        return tensor if ctx is None else cls.cast(tensor, ctx)
+
+
 class Int8Compressor(NoneCompressor):
     """One byte an element between hosts; what rounding loses is added to the next gradient."""
 
@@ -115,3 +149,17 @@ def rotate(n: int | None = None) -> type[Compressor]:
     if n is not None and not (isinstance(n, int) and 1 <= n <= 1024):
         raise ValueError(f"[compression] rotate({n}): expected a whole number from 1 to 1024")
     return type("RotatingCompressor", (RotatingCompressor,), {"argument": float(n or 0)})
+
+
+class Compressions:
+    """The compressors by name that need nothing of a framework; an adapter adds fp16 and bf16.
+
+    The lossy ones act between hosts only; see docs/algorithms.md.
+    """
+
+    settings = SettingsCompressor
+    none = NoneCompressor
+    int8 = Int8Compressor
+    topk = staticmethod(top_k)
+    rotate = staticmethod(rotate)
+    auto = AutoCompressor

@@ -57,8 +57,9 @@ class MemoryWorldStore final : public Store {
   std::shared_ptr<MemoryWorld> world_;
 };
 
-// For an answer of the store about what should be there already, and how many missing ranks are worth the time.
-constexpr int64_t kAnswerTime = 200 * kMillisecond;
+// For an answer of the store about what should be there already, at least and at most; how many missing ranks are worth
+// the time.
+constexpr int64_t kAnswerTime = 200 * kMillisecond, kMostAnswerTime = 5 * kSecond;
 constexpr int kMostNamed = 16;
 // Stands before the reason where a rank's entry was.
 constexpr char kGaveUp[] = "gave up\n";
@@ -178,15 +179,20 @@ void Context::meet(Store& store, const ContextOptions& options, int64_t deadline
 void Context::report_missing(Store& store, const ContextOptions& options, int first, const std::string& ours) const {
   std::string missing = std::to_string(first);
   int count = 1;
+  // Who is there must not be called missing because this machine or the store's is busy: how long one answer takes that
+  // is sure to come says how long to wait for others.
+  const int64_t asked = now_ns();
+  const bool twice = store.get(entry_key(world_.rank), asked + kMostAnswerTime, options.interrupted) != ours;
+  const int64_t enough = std::clamp(10 * (now_ns() - asked), kAnswerTime, kMostAnswerTime);
   for (int rank = first + 1; rank < world_.size && count < kMostNamed; ++rank) try {
-      store.get(entry_key(rank), now_ns() + kAnswerTime, options.interrupted);
+      store.get(entry_key(rank), now_ns() + enough, options.interrupted);
     } catch (const Error&) {
       missing += ", " + std::to_string(rank);
       ++count;
     }
   std::string text = "[rendezvous] rank " + missing + " of " + std::to_string(world_.size) + " did not appear within " +
                      std::to_string(config_.integer(Var::kStartTimeout)) + " s (HOROVOD_START_TIMEOUT)";
-  if (store.get(entry_key(world_.rank), now_ns() + kAnswerTime, options.interrupted) != ours)
+  if (twice)
     text += "; another process says that it is rank " + std::to_string(world_.rank) +
             ", too: look at the variables that number the ranks";
   fail(ErrorKind::kTimeout, text);

@@ -12,8 +12,8 @@ namespace {
 constexpr char kAbortNotice = 'A';    // followed by the cause
 constexpr char kGoodbyeNotice = 'S';  // followed by who left first and "channel:round " of every group
 constexpr int64_t kDrainTime = 10 * kSecond;
-// We ourselves were stopped or starved for this long: nobody else's silence proves anything.
-constexpr int64_t kOwnPause = 5 * kSecond;
+// We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
+constexpr int64_t kOwnPause = 5 * kSecond, kLeastOwnPause = 2 * kSecond;  // signs of life come every second
 
 }  // namespace
 
@@ -57,7 +57,8 @@ void Engine::hear_shutdown(int peer, const std::string& rounds) {
 // ---- clocks ----
 
 void Engine::housekeeping(int64_t now) {
-  const bool paused = housekeeping_ns_ == 0 || now - housekeeping_ns_ > kOwnPause;
+  const int64_t pause = std::max(std::min(kOwnPause, timeout_ns_ / 2), kLeastOwnPause);
+  const bool paused = housekeeping_ns_ == 0 || now - housekeeping_ns_ > pause;
   housekeeping_ns_ = now;
   for (auto& transport : transports_) transport->beat();
   if (failed_.load(std::memory_order_relaxed)) return;

@@ -1,49 +1,10 @@
-// Constant between two init(); each kernel is asked from any thread.
+// Each kernel is asked from any thread.
 #include "facts.h"
 
-#include <algorithm>
-#include <string>
-#include <vector>
-
-#include "settings.h"
 #include "status.h"
 #include "world.h"
 
 namespace perseus::tensorflow {
-namespace {
-
-struct Question {
-  Fact fact;
-  int group;
-};
-
-// Of a group: its size, or this rank's place in it.
-bool about_group(perseus_context* context, const Question& question, int32_t* number) {
-  std::vector<int> ranks(static_cast<size_t>(perseus_context_size(context)));
-  const int size = perseus_group_ranks(context, question.group, ranks.data(), static_cast<int>(ranks.size()));
-  if (size < 0) return false;
-  *number = size;
-  if (question.fact == Fact::kSize) return true;
-  const int self = perseus_context_rank(context);
-  const auto place = std::find(ranks.begin(), ranks.begin() + size, self) - ranks.begin();
-  *number = question.fact == Fact::kIncluded ? place < size : static_cast<int32_t>(place);
-  return true;
-}
-
-bool answer(perseus_context* context, const Question& question, int32_t* number) {
-  switch (question.fact) {
-    case Fact::kLocalSize:
-      *number = perseus_context_local_size(context);
-      return true;
-    case Fact::kLocalRank:
-      *number = perseus_context_local_rank(context);
-      return true;
-    default:
-      return about_group(context, question, number);
-  }
-}
-
-}  // namespace
 
 void* make_fact(Fact fact, TF_OpKernelConstruction* construction) {
   int64_t group = 0;
@@ -60,7 +21,7 @@ void compute_fact(void* fact, TF_OpKernelContext* context) {
   if (world.context() == nullptr) {
     TF_SetStatus(status.get(), TF_FAILED_PRECONDITION, kNotInitialized);
   } else if (!answer(world.context(), *static_cast<const Question*>(fact), &number)) {
-    TF_SetStatus(status.get(), TF_INVALID_ARGUMENT, "Process set provided does not exist, or has not been registered.");
+    TF_SetStatus(status.get(), TF_INVALID_ARGUMENT, kNoGroup);
   } else {
     TF_Tensor* output = TF_AllocateOutput(context, 0, TF_INT32, nullptr, 0, sizeof(number), status.get());
     if (status.ok()) *static_cast<int32_t*>(TF_TensorData(output)) = number;

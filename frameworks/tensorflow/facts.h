@@ -1,11 +1,10 @@
-// Ops that tell a number about the world when they run: under elastic training it may change between steps.
+// Ops that tell a number about the world when they run, see question.h.
 #pragma once
 
+#include "question.h"
 #include "tf_c_api.h"
 
 namespace perseus::tensorflow {
-
-enum class Fact { kSize, kRank, kLocalSize, kLocalRank, kIncluded };
 
 void* make_fact(Fact fact, TF_OpKernelConstruction* construction);
 template <Fact fact>

@@ -111,6 +111,16 @@ class ModelState(VariablesState):
         optimizer = self.optimizer
         if optimizer is None:
             return list(self.model.weights)
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_weights)
-        return [*self.model.weights, *optimizer.variables]
+        variables = optimizer_variables(optimizer, self.model.trainable_weights)
+        return [*self.model.weights, *variables]
+
+
+def optimizer_variables(optimizer: Any, weights: Sequence[Any] | None = None) -> list[Any]:
+    """All variables of an optimizer of Keras 2 or 3; with weights it is built for them first."""
+    if weights is not None:
+        if not hasattr(optimizer, "build"):  # a legacy one of Keras 2
+            optimizer._create_all_weights(weights)
+        elif not getattr(optimizer, "built", False):  # Keras 2 does not say so, but builds once
+            optimizer.build(weights)
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)

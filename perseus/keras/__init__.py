@@ -1,6 +1,7 @@
-"""The public face for Keras 3: `import perseus.keras as hvd` in the place of horovod.keras.
+"""The public face for Keras: `import perseus.keras as hvd` in the place of horovod.keras.
 
-Keras may run on TensorFlow or PyTorch (KERAS_BACKEND).
+Keras 3 may run on TensorFlow or PyTorch (KERAS_BACKEND). Keras 2 is that of TensorFlow 2.15, or
+tf_keras where TF_USE_LEGACY_KERAS=1 is set.
 """
 # ruff: noqa: PLR0917 - the signatures are Horovod's
 
@@ -43,7 +44,7 @@ from perseus.keras.functions import (
     reducescatter,
 )
 from perseus.keras.models import load_model
-from perseus.keras.optimizer import distribute, make_plan
+from perseus.keras.wrapping import distribute, make_plan
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,
@@ -118,8 +119,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 ) -> Any:
     """An optimizer of the same class that reduces gradients over all ranks before each step.
 
-    optimizer: any optimizer of Keras 3, a LossScaleOptimizer around one included; its options and
-        state are taken over. With gradient_accumulation_steps gradients travel once a step.
+    optimizer: any optimizer of Keras, a LossScaleOptimizer around one included; its options and
+        state are taken over. With gradient_accumulation_steps gradients travel once a step. Keras 2
+        reduces in minimize() and compute_gradients(), not in apply_gradients(), as in Horovod.
     name: what names of reductions begin with, equal on all ranks; else optimizers are numbered.
     device_dense, device_sparse: where reductions run on TensorFlow; "" leaves it to TensorFlow.
     compression: what a gradient looks like while it travels. Without it the settings decide, which

@@ -1,20 +1,27 @@
-"""The framework that Keras runs on: the few things that differ, one module for each.
+"""Which Keras, and the framework that it runs on: the few things that differ, a module for each.
 
-`backend` is chosen at import, as Keras chooses. Stateless.
+Both are chosen at import, as TensorFlow and Keras choose. Stateless.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol, cast
 
-import keras
 import numpy as np
 
 from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
+
+# What tf.keras is; keras where TensorFlow does not matter.
+keras: Any = import_module(
+    "tf_keras" if os.environ.get("TF_USE_LEGACY_KERAS") in {"1", "true", "True"} else "keras"
+)
+KERAS_2 = keras.__version__.startswith("2.")
 
 
 @dataclass(frozen=True)
@@ -110,11 +117,7 @@ class Backend(Protocol):
 
 
 def _choose() -> Backend:
-    if int(keras.__version__.split(".")[0]) < 3:
-        raise ImportError(
-            f"[keras] Keras {keras.__version__} is installed; perseus.keras needs Keras 3"
-        )
-    name = keras.backend.backend()
+    name = "tensorflow" if KERAS_2 else keras.backend.backend()
     if name == "torch":
         from perseus.keras import torch_backend
 

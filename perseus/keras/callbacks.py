@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import keras
 import numpy as np
 
 from perseus import basics
-from perseus.keras.backend import backend
+from perseus.elastic.variables_state import optimizer_variables
+from perseus.keras.backend import backend, keras
 
 __all__ = [
     "BestModelCheckpoint",
@@ -52,7 +52,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done:
             return
         local = {id(variable) for variable in self._local_variables}
-        variables = [*self.model.weights, *self.model.optimizer.variables]
+        variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
         shared = [variable for variable in variables if id(variable) not in local]
         backend.broadcast_variables(shared, self.root_rank, "BroadcastGlobalVariablesCallback")
         self.broadcast_done = True
@@ -154,7 +154,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._rate()
 
     def _rate(self) -> float:
-        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return float(self.model.optimizer.learning_rate)
 
     def _set(self, factor: float) -> None:
         before = self._rate()
@@ -166,9 +166,16 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if getattr(optimizer, "momentum", None):
             # Keras has the coefficient as a constant in its graphs. What it is multiplied with is a
             # variable, and contains the old rate.
-            name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
-            for velocity in getattr(optimizer, name, ()):
+            for velocity in _velocities(optimizer, self.model.trainable_weights):
                 velocity.assign(velocity * (rate / before))
+
+
+def _velocities(optimizer: Any, weights: Iterable[Any]) -> list[Any]:
+    if hasattr(optimizer, "get_slot_names"):  # a legacy one of Keras 2
+        has_them = "momentum" in optimizer.get_slot_names()
+        return [optimizer.get_slot(weight, "momentum") for weight in weights if has_them]
+    name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
+    return list(getattr(optimizer, name, ()))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

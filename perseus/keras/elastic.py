@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
-
 from perseus import basics
 from perseus.elastic.variables_state import ModelState
 from perseus.keras.backend import backend as keras_backend
+from perseus.keras.backend import keras
 
 __all__ = [
     "CommitStateCallback",

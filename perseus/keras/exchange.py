@@ -5,7 +5,6 @@ Belongs to the thread that applies gradients, or that traces the function which 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,8 @@ from typing import Any
 
 from perseus import basics, config
 from perseus.keras.backend import Exchange, Reduction, backend
+from perseus.names import unnumbered
 from perseus.residuals import Held
-
-# Keras numbers layers and models: `dense_3`. Ranks may have made different numbers of them.
-_NUMBER = re.compile(r"_\d+(?=/|$)")
 
 _used_names: Counter[str] = Counter()
 
@@ -48,7 +45,7 @@ class GradientExchange:
     def residuals(self) -> dict[str, Held]:
         """What lossy codecs hold back here, by names that are the same in every process."""
         if self._exchange is None:
-            return dict(self._loaded[0])
+            return _own(*self._loaded)
         return self._exchange.residuals.read()
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
@@ -59,11 +56,9 @@ class GradientExchange:
         if self._exchange is None:
             self._loaded = residuals, owner
             return
-        world = basics.is_initialized()
-        own = owner is None or (world and owner == basics.rank())
         self._exchange.forget()
-        self._exchange.residuals.replace(residuals if own else {})
-        if world:
+        self._exchange.residuals.replace(_own(residuals, owner))
+        if basics.is_initialized():
             self._exchange.residuals.hand_over_known()
 
     def active(self) -> bool:
@@ -146,7 +141,12 @@ class GradientExchange:
         return bundles + [[position] for position in position_of.values()]
 
 
+def _own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
+    known = owner is None or (basics.is_initialized() and owner == basics.rank())
+    return dict(residuals) if known else {}
+
+
 def _readable(variable: Any) -> str:
     """Layer and variable; what is in front of them is another thing in models that were loaded."""
     path = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
-    return _NUMBER.sub("", "/".join(path.split("/")[-2:]))
+    return unnumbered("/".join(path.split("/")[-2:]))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import keras
-
-from perseus.keras.backend import backend
-from perseus.keras.optimizer import DistributedMixin, distribute, make_plan
+from perseus.elastic.variables_state import optimizer_variables
+from perseus.keras.backend import backend, keras
+from perseus.keras.wrapping import distribute, is_distributed, make_plan
 from perseus.process_sets import global_process_set
 
 
@@ -23,18 +22,20 @@ def load_model(
 
     The optimizer goes on where it was saved. filepath: a .keras or .h5 file. custom_optimizers:
     classes of optimizers that the file may name. custom_objects: other things that it may name.
-    compression: as for DistributedOptimizer. legacy_opts: accepted; Keras 3 has no legacy ones.
+    compression: as for DistributedOptimizer. legacy_opts: accepted; nobody needs to be told.
     """
     named = {custom.__name__: custom for custom in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if inner is not None and not isinstance(inner, DistributedMixin):
+    if optimizer is not None and not is_distributed(optimizer):
         plan = make_plan(
             None, "", "", compression, False, 1.0, backend.Average, 1, False, 0, None,
             global_process_set, True,
         )  # fmt: skip
+        optimizer_variables(optimizer, model.trainable_weights)  # Keras 2 restores what it makes
         model.optimizer = distribute(optimizer, plan)
-        if str(filepath).endswith(".keras"):
+        optimizer_variables(model.optimizer, model.trainable_weights)
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        if hasattr(inner, "perseus_residuals") and str(filepath).endswith(".keras"):
             model.load_weights(filepath)  # once more, as a plain optimizer knows no residuals
     return model

@@ -11,9 +11,9 @@ from typing import Any
 
 import keras
 
-from perseus.keras import loss_scale
+from perseus.keras import jit, loss_scale
 from perseus.keras.aggregation import LocalAggregation
-from perseus.keras.backend import Reduction, backend
+from perseus.keras.backend import backend
 from perseus.keras.exchange import GradientExchange, Plan
 from perseus.keras.residuals import SavedResiduals
 
@@ -154,14 +154,8 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
 
     A LossScaleOptimizer stays one, around a distributed one.
     """
-    if isinstance(getattr(optimizer, "inner_optimizer", optimizer), DistributedMixin):
-        raise ValueError("[keras] the optimizer is a DistributedOptimizer already")
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ValueError(
-            f"[keras] expected an optimizer of Keras {keras.__version__}, got "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        )
     loss_scale.install()
+    jit.install()
     made = _without_state(optimizer, plan)
     if optimizer.built:
         _ready(made, optimizer._trainable_variables)
@@ -184,42 +178,3 @@ def _without_state(optimizer: Any, plan: Plan) -> Any:
         if hasattr(optimizer, name):
             setattr(made, name, getattr(optimizer, name))
     return made
-
-
-def make_plan(  # noqa: PLR0917 - all are given
-    name: str | None,
-    device_dense: str,
-    device_sparse: str,
-    compression: Any,
-    sparse_as_dense: bool,
-    gradient_predivide_factor: float,
-    op: int,
-    backward_passes_per_step: int,
-    average_aggregated_gradients: bool,
-    num_groups: int,
-    groups: Any,
-    process_set: Any,
-    scale_local_gradients: bool,
-) -> Plan:
-    """The arguments of DistributedOptimizer, checked: ValueError for those that do not fit."""
-    if op not in (backend.Average, backend.Sum):
-        raise ValueError("[keras] op: expected Average or Sum; Adasum is not supported with Keras")
-    if gradient_predivide_factor != 1.0 and op != backend.Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
-    groups = num_groups or None if groups is None else groups
-    if isinstance(groups, int) and groups <= 0:
-        raise ValueError("groups should be a positive integer or a list of lists of variables")
-    if not (groups is None or isinstance(groups, int)) and not (
-        isinstance(groups, list) and all(isinstance(group, list) for group in groups)
-    ):
-        raise ValueError("groups should be a positive integer or a list of lists of variables")
-    reduction = Reduction(
-        op, gradient_predivide_factor, compression, sparse_as_dense, device_dense, device_sparse,
-        process_set,
-    )  # fmt: skip
-    return Plan(
-        name, reduction, groups, scale_local_gradients, backward_passes_per_step,
-        average_aggregated_gradients,
-    )  # fmt: skip

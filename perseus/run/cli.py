@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.check_build:
             print(report(_version()))
             return 0
+        if given.build_xla:
+            # TensorFlow is its own, not the launcher's.
+            module = "perseus.tensorflow.build_xla"
+            return subprocess.run([sys.executable, "-m", module]).returncode
         job = _job(given)
     except ValueError as error:
         return _complain(str(error), _USAGE_ERROR)
@@ -101,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
         "--check-build",
         action="store_true",
         help="show which frameworks, controllers and operations are there, and exit",
+    )
+    add(
+        "--build-xla",
+        action="store_true",
+        help="compile on this host what TensorFlow's jit_compile=True needs, and exit",
     )
     add(
         "--start-timeout",

@@ -9,64 +9,41 @@ import tensorflow as tf
 from perseus.compression import (
     BFLOAT16,
     FLOAT16,
-    AutoCompressor,
+    CastCompressor,
+    Compressions,
     Compressor,
-    Int8Compressor,
     NoneCompressor,
-    SettingsCompressor,
-    rotate,
-    top_k,
 )
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class _NarrowCompressor(Compressor):
-    in_core = True
+class _Cast(CastCompressor):
+    @staticmethod
+    def is_floating(tensor: Any) -> bool:
+        return bool(tensor.dtype.is_floating)
 
     @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """The tensor in the dtype it had."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+    def cast(tensor: Any, dtype: tf.DType) -> Any:
+        return tf.cast(tensor, dtype)
 
 
-def _narrow(tensor: Any, dtype: tf.DType) -> tuple[Any, Any]:
-    """The tensor in 16 bits, and the dtype to go back to."""
-    if not tensor.dtype.is_floating:
-        return tensor, None
-    return tf.cast(tensor, dtype), tensor.dtype
-
-
-class FP16Compressor(_NarrowCompressor):
+class FP16Compressor(_Cast):
     """Floating tensors travel as float16 and come back in their own dtype; others unchanged."""
 
     codec = FLOAT16
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor as float16, and the dtype to go back to."""
-        return _narrow(tensor, tf.float16)
+    dtype = tf.float16
 
 
-class BF16Compressor(_NarrowCompressor):
+class BF16Compressor(_Cast):
     """Floating tensors travel as bfloat16 and come back in their own dtype; others unchanged."""
 
     codec = BFLOAT16
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor as bfloat16, and the dtype to go back to."""
-        return _narrow(tensor, tf.bfloat16)
+    dtype = tf.bfloat16
 
 
-class Compression:
-    """The compressors by name. The lossy ones act between hosts only; see docs/algorithms.md."""
+class Compression(Compressions):
+    """The compressors by name."""
 
-    settings = SettingsCompressor
-    none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    int8 = Int8Compressor
-    topk = staticmethod(top_k)
-    rotate = staticmethod(rotate)
-    auto = AutoCompressor

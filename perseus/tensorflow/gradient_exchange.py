@@ -16,6 +16,7 @@ import tensorflow as tf
 from perseus import basics, config
 from perseus.compression import Compressor, applied_here
 from perseus.extensions import split_list
+from perseus.names import unnumbered
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
 from perseus.tensorflow import ops
@@ -270,7 +271,7 @@ def _outcome_of(slices: Any) -> Any:
 
 
 def _name(index: int, source: Any) -> str:
-    name = "".join(c if c.isalnum() or c in "_./-" else "_" for c in name_of(source))
+    name = "".join(c if c.isalnum() or c in "_./-" else "_" for c in unnumbered(name_of(source)))
     return f"grad_{index}_{name}" if name else f"grad_{index}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from perseus.process_sets import ProcessSet
-from perseus.tensorflow import ops
+from perseus.tensorflow import ops, xla
 from perseus.tensorflow.library import native
 
 
@@ -59,11 +59,20 @@ def _allgather(op: Any, *grads: Any) -> list[Any]:
     process_set = _group(op)
     grouped = op.get_attr("grouped")
     means = _average(_dense(op, grads), process_set, grouped)
+    if xla.within():  # every rank has as many rows: sizes are known before anything runs
+        rank = ops.index_op(process_set.process_set_id)
+        return [_part(mean, rank, tensor) for mean, tensor in zip(means, op.inputs, strict=True)]
     rows = tf.stack([tf.shape(tensor)[0] for tensor in op.inputs])
     counts = ops.allgather([rows[tf.newaxis, :]], process_set=process_set)[0]
     rank = ops.index_op(process_set.process_set_id)
     first = tf.reduce_sum(counts[:rank], axis=0)
     return [mean[first[i] : first[i] + rows[i]] for i, mean in enumerate(means)]
+
+
+def _part(joined: Any, index: Any, like: Any) -> Any:
+    """One of the equal parts that rows consist of."""
+    shape = tf.shape(like)
+    return tf.slice(joined, tf.concat([[index * shape[0]], tf.zeros_like(shape)[1:]], 0), shape)
 
 
 def _broadcast(op: Any, *grads: Any) -> list[Any]:

@@ -1,8 +1,9 @@
 """The native ops: finds libperseus_tensorflow.so, loads it into TensorFlow, and gives it the world.
 
-`native` has one function for every op. Loading starts nothing of TensorFlow's, so that scripts may
-still choose devices and threads. Whether completions are handed over as expected of this version
-is tested by the library before its first asynchronous op runs. Thread-safe after import.
+`native` has one function for every op, see perseus.tensorflow.xla. Loading starts nothing of
+TensorFlow's, so that scripts may still choose devices and threads. Whether completions are handed
+over as expected of this version is tested by the library before its first asynchronous op runs.
+Thread-safe after import.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus import basics
+from perseus.tensorflow import xla
 
 _OLDEST = (2, 15)
 _OWNED_COMPLETIONS = (2, 22)  # see frameworks/tensorflow/completion.h
@@ -86,5 +88,7 @@ def _attach() -> None:
     _library.perseus_tensorflow_attach(basics.lend_context(_Attachment()))
 
 
-native, _library = _load()
+_functions, _library = _load()
+_compiled = xla.load(_import_tensorflow()[0])
+native = xla.guarded(_functions, built=_compiled is not None)
 basics.at_init(_attach)

@@ -11,7 +11,7 @@ grouped: one op for all tensors, which are ready, executed and finished together
 process_set: the ranks that take part.
 
 dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64, bool; what is only moved
-    may be uint16 too.
+    may be uint16 too, which TensorFlow refuses to have reduced.
 Gradients are registered by perseus.tensorflow.gradients.
 Errors, raised where the result is used: FailedPreconditionError on every rank where ranks disagree
 about a tensor (the job goes on), and before init(); UnknownError when the world has broken;

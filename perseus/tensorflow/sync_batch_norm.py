@@ -15,6 +15,8 @@ from perseus.tensorflow import ops
 from perseus.tensorflow.ops import Sum
 
 _KERAS_2 = hasattr(tf.keras.layers.BatchNormalization, "_calculate_mean_and_var")
+# Not a layer's, whose name counts what the rank has made before: positions in the graph.
+_SCOPE = "SyncBatchNormalization/"
 
 
 @tf.keras.utils.register_keras_serializable(package="perseus")
@@ -73,7 +75,8 @@ def joined_moments(inputs: Any, axes: list[int], mask: Any = None) -> tuple[Any,
     def moments(values: Any) -> tuple[Any, Any]:
         count, mean, squares = _own_statistics(values, axes, weights)
         row = tf.concat([tf.cast(part, tf.float64) for part in (mean, squares, count)], 0)
-        (rows,) = ops.allgather([row[None]])
+        with tf.name_scope(_SCOPE):
+            (rows,) = ops.allgather([row[None]])
         channels = tf.shape(mean)[0]
         means, deviations = rows[:, :channels], rows[:, channels : 2 * channels]
         counts = rows[:, 2 * channels :]
@@ -84,8 +87,9 @@ def joined_moments(inputs: Any, axes: list[int], mask: Any = None) -> tuple[Any,
         joined = tf.cast(joined, values.dtype)
 
         def gradient(of_mean: Any, of_variance: Any) -> Any:
-            own = tf.cast(tf.concat([of_mean, of_variance], 0), tf.float64)
-            (sums,), _ = ops.allreduce([own], op=Sum)
+            with tf.name_scope(_SCOPE):
+                own = tf.cast(tf.concat([of_mean, of_variance], 0), tf.float64)
+                (sums,), _ = ops.allreduce([own], op=Sum)
             shares = tf.cast(tf.math.divide_no_nan(sums, total), values.dtype)
             by_mean = tf.reshape(shares[:channels], shape)
             by_variance = tf.reshape(shares[channels:], shape)

@@ -7,62 +7,41 @@ import torch
 from perseus.compression import (
     BFLOAT16,
     FLOAT16,
-    AutoCompressor,
+    CastCompressor,
+    Compressions,
     Compressor,
-    Int8Compressor,
     NoneCompressor,
-    SettingsCompressor,
-    rotate,
-    top_k,
 )
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
 
-class _NarrowCompressor(Compressor):
-    in_core = True
+class _Cast(CastCompressor):
+    @staticmethod
+    def is_floating(tensor: torch.Tensor) -> bool:
+        return tensor.dtype.is_floating_point
 
     @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """The tensor in the dtype it had."""
-        return tensor if ctx is None else tensor.to(ctx)
+    def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
 
 
-def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
-    """The tensor in 16 bits, and the dtype to go back to."""
-    return (tensor.to(dtype), tensor.dtype) if tensor.dtype.is_floating_point else (tensor, None)
-
-
-class FP16Compressor(_NarrowCompressor):
+class FP16Compressor(_Cast):
     """Floating tensors travel as float16 and come back in their own dtype; others unchanged."""
 
     codec = FLOAT16
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor as float16, and the dtype to go back to."""
-        return _narrow(tensor, torch.float16)
+    dtype = torch.float16
 
 
-class BF16Compressor(_NarrowCompressor):
+class BF16Compressor(_Cast):
     """Floating tensors travel as bfloat16 and come back in their own dtype; others unchanged."""
 
     codec = BFLOAT16
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor as bfloat16, and the dtype to go back to."""
-        return _narrow(tensor, torch.bfloat16)
+    dtype = torch.bfloat16
 
 
-class Compression:
-    """The compressors by name. The lossy ones act between hosts only; see docs/algorithms.md."""
+class Compression(Compressions):
+    """The compressors by name."""
 
-    settings = SettingsCompressor
-    none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-    int8 = Int8Compressor
-    topk = staticmethod(top_k)
-    rotate = staticmethod(rotate)
-    auto = AutoCompressor

@@ -174,12 +174,12 @@ TEST_P(AutoCodec, RanksAgreeAndGetWhatTheChosenCodecsGiveByName) {
   const World& world = GetParam();
   const Medium medium = all_media()[static_cast<size_t>(world.medium)];
   // So slow that no measurement of encoding matters.
-  const auto settings = in_groups(world.inner, {"PERSEUS_LINK_GBIT=0.001"});
+  const auto settings = in_groups(world.inner, {"PERSEUS_LINK_GBIT=0.00001"});
   const auto chosen = reduce(medium, world.size, [](size_t) { return PERSEUS_CODEC_AUTO; }, settings);
   const perseus_speeds& speeds = chosen[0].speeds;
   EXPECT_EQ(speeds.measurement, 1);
   EXPECT_EQ(speeds.groups, (world.size + world.inner - 1) / world.inner);
-  EXPECT_EQ(speeds.seconds_per_byte, 8e-6);
+  EXPECT_DOUBLE_EQ(speeds.seconds_per_byte, 8e-4);
   EXPECT_GT(speeds.latency_s, 0);
   EXPECT_EQ(perseus_speeds_choose(&speeds, 65536), PERSEUS_CODEC_TOP_K);
   EXPECT_EQ(perseus_speeds_choose(&speeds, 65532), PERSEUS_CODEC_INT8);
@@ -217,7 +217,9 @@ TEST(AutoCodecMeasured, LinksAreMeasuredOnceAndAlikeOnAllRanks) {
 }
 
 TEST(AutoCodecMeasured, ScheduledOrNotATensorKeepsItsCodec) {
-  const auto settings = [](const char* negotiation) { return in_groups(1, {"PERSEUS_LINK_GBIT=0.001", negotiation}); };
+  const auto settings = [](const char* negotiation) {
+    return in_groups(1, {"PERSEUS_LINK_GBIT=0.00001", negotiation});
+  };
   constexpr int kSteps = 3 * kSeldom;
   const auto chosen =
       reduce(all_media()[0], 3, [](size_t) { return PERSEUS_CODEC_AUTO; }, settings("PERSEUS_OFFLINE_NEG=1"), kSteps);
@@ -235,7 +237,7 @@ TEST(AutoCodecMeasured, InsideAHostNothingIsMeasuredAndAllIsExact) {
 }
 
 TEST(AutoCodecSettings, GradientsAreChosenForBySettingsAndOneWayOfSendingLessIsEnough) {
-  const auto settings = [](const char* codec) { return in_groups(1, {"PERSEUS_LINK_GBIT=0.001", codec}); };
+  const auto settings = [](const char* codec) { return in_groups(1, {"PERSEUS_LINK_GBIT=0.00001", codec}); };
   const auto by_settings = [](size_t) { return PERSEUS_CODEC_SETTINGS; };
   const auto chosen = reduce(all_media()[0], 2, by_settings, settings("PERSEUS_ALLREDUCE_CODEC=auto"));
   const auto named = reduce(

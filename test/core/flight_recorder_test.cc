@@ -23,7 +23,7 @@ class FlightRecorder : public testing::Test {
   // 300 allreduces of 3 ranks; then rank 2 leaves the others alone with `late` until the stall clock ends the job.
   void fail_after_operations(const std::string& where) {
     WorldOptions options;
-    options.overrides = {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=1",
+    options.overrides = {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=3",
                          "PERSEUS_LOG_LEVEL=warning", "PERSEUS_FLIGHT_RECORDER=" + where};
     run_world(
         all_media()[0], 3,
@@ -99,8 +99,9 @@ TEST_F(FlightRecorder, AFailedWorldLeavesTheLastOperationsOfEveryRank) {
 
 TEST_F(FlightRecorder, ItCanBeSwitchedOffAndSurvivesAMissingDirectory) {
   testing::internal::CaptureStderr();
-  fail_after_operations("off");
+  std::thread off([&] { fail_after_operations("off"); });
   fail_after_operations(directory_ + "/missing");
+  off.join();
   EXPECT_FALSE(contains(testing::internal::GetCapturedStderr(), "the last operations"));
   EXPECT_FALSE(fs::exists("off"));
   EXPECT_EQ(files(), 0u);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <thread>
 
 #include "rendezvous/socket.h"
@@ -23,7 +22,7 @@ class Intruder {
         TcpEndpoint::decode(store.get("job/7/tcp/" + std::to_string(rank), now_ns() + kLimit), 0);
     socket_ = start_connect(endpoint.addresses[0].address);
     pollfd entry{socket_.fd(), POLLOUT, 0};
-    ::poll(&entry, 1, 1000);
+    ::poll(&entry, 1, static_cast<int>(kLimit / kMillisecond));
   }
   void say(const std::string& bytes) { send_some(socket_.fd(), bytes.data(), bytes.size()); }
   // Up to n bytes; "" and closed() when the other side hangs up.
@@ -58,9 +57,10 @@ tcp_protocol::Hello side_hello(int rank, uint32_t epoch) {
 // While rank 1 has not come yet, strangers try to be rank 1; afterwards they try to own its channels.
 TEST(Tcp, StrangersAreClosedAndDisturbNobody) {
   const auto store = make_memory_store();
-  std::atomic<bool> tried{false}, finished{false};
+  std::atomic<bool> connected{false}, tried{false}, finished{false};
   std::thread zero([&] {
     Rank self(world_of(0, 2), *store);
+    connected = true;
     Conversation talk(0, *self.transport, 1, {0, 0}, 5'000'003);
     self.drive([&] { return talk.step(), talk.done() && finished; });
     EXPECT_TRUE(talk.exact());
@@ -118,7 +118,7 @@ TEST(Tcp, StrangersAreClosedAndDisturbNobody) {
     self.drive([&] { return self.transport->next_notice(&notice); });
     EXPECT_EQ(notice.kind, Notice::Kind::kGone);
   });
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  while (!connected) std::this_thread::yield();
   Intruder second(*store), thief(*store);
   second.say(side_hello(1, 7).encode());
   EXPECT_EQ(second.hear(1), "");

@@ -68,13 +68,13 @@ TEST(Tcp, SleeperIsWokenByDataSpaceAndNotices) {
     Link& link = self.transport->link(peer, {0, 1});
     int64_t longest = 0;
     const auto sleep_until = [&](const std::function<bool()>& ready) {
-      const int64_t deadline = now_ns() + kLimit;
+      const int64_t deadline = now_ns() + 2 * kLimit;
       while (now_ns() < deadline) {
         self.waker.prepare_sleep();
         self.transport->poll(self.waker.take_events());
         if (ready()) return self.waker.cancel_sleep();
         const int64_t begin = now_ns();
-        self.waker.wait(5 * kSecond);
+        self.waker.wait(kLimit);
         longest = std::max(longest, now_ns() - begin);
       }
       FAIL() << "waited too long";
@@ -110,7 +110,7 @@ TEST(Tcp, SleeperIsWokenByDataSpaceAndNotices) {
     sleep_until([&] { return self.transport->next_notice(&notice); });
     EXPECT_EQ(notice.text, "done");
     if (self.world.rank == 0) self.transport->notify(1, "done");
-    EXPECT_LT(longest, 4 * kSecond);
+    EXPECT_LT(longest, kLimit - kSecond);
   });
 }
 
@@ -225,11 +225,9 @@ TEST(Tcp, ForkedChildDoesNotHideTheEnd) {
       self.transport.reset();
       return;
     }
-    const int64_t begin = now_ns();
     Notice notice;
     self.drive([&] { return self.transport->next_notice(&notice); });
     EXPECT_EQ(notice.kind, Notice::Kind::kGone);
-    EXPECT_LT(now_ns() - begin, 10 * kSecond);
   });
   ::close(hold[0]);
   ::close(hold[1]);
@@ -237,6 +235,9 @@ TEST(Tcp, ForkedChildDoesNotHideTheEnd) {
   EXPECT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
+
+// Until the rank can be reached: from then on it need not be given time to start.
+void wait_for_address(Store* store, int rank) { store->get("job/7/tcp/" + std::to_string(rank), now_ns() + kLimit); }
 
 // Whoever gives up first tells the others for whom it waited.
 TEST(Tcp, MissingRankIsNamedByAll) {
@@ -247,7 +248,8 @@ TEST(Tcp, MissingRankIsNamedByAll) {
     EXPECT_TRUE(contains(error, "rank 0 ended")) << error.what();
     EXPECT_TRUE(contains(error, "rank 2 had not")) << error.what();
   });
-  const Error error = error_of([&] { Rank(world_of(0, 3), *store, kLoopback, kSecond); });
+  wait_for_address(store.get(), 1);
+  const Error error = error_of([&] { Rank(world_of(0, 3), *store, kLoopback, 2 * kSecond); });
   one.join();
   EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
   EXPECT_TRUE(contains(error, "rank 2 in time")) << error.what();
@@ -304,12 +306,14 @@ TEST(Tcp, RankWithAnotherSecretIsNamed) {
   std::thread one([&] {
     World world = world_of(1, 2);
     world.secret = "another";
+    wait_for_address(store.get(), 0);
     const Error error = error_of([&] { Rank(world, *store, kLoopback, kSecond); });
     EXPECT_EQ(error.kind(), ErrorKind::kTimeout);
     EXPECT_TRUE(contains(error, "rank 0")) << error.what();
     EXPECT_TRUE(contains(error, "secret")) << error.what();
   });
-  const Error error = error_of([&] { Rank(world_of(0, 2), *store, kLoopback, kSecond); });
+  // Longer than the other: it has to be there to refuse it.
+  const Error error = error_of([&] { Rank(world_of(0, 2), *store, kLoopback, 3 * kSecond); });
   one.join();
   EXPECT_TRUE(contains(error, "rank 1")) << error.what();
 }

@@ -1,6 +1,8 @@
 // The tuner: all ranks settle on one choice, from trials that change no bits; what it writes down can be replayed.
 #include "engine/tuner.h"
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <fstream>
 #include <functional>
@@ -176,7 +178,9 @@ std::vector<std::vector<float>> train(const Medium& medium, int size, perseus_co
   return results;
 }
 
-std::string temporary(const std::string& name) { return testing::TempDir() + "perseus_tuner_" + unique_name() + name; }
+std::string temporary(const std::string& name) {
+  return testing::TempDir() + "perseus_tuner_" + std::to_string(getpid()) + unique_name() + name;
+}
 
 std::string content(const std::string& path) {
   std::ifstream file(path);

@@ -27,6 +27,9 @@ import pytest
 HERE = Path(__file__).parent
 PROGRAM = str(HERE / "rank_program.py")
 SECRET = "0123456789abcdef" * 2
+# Seconds, more than a busy machine makes of "at once". Whether it was a clock that ended something,
+# errors say themselves.
+PATIENCE = 90.0
 _OUR_PREFIXES = ("PERSEUS_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "GLOO_", "TIACC_")
 _OUR_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -64,14 +67,14 @@ class Marked:
     def find(self, rank: int, event: str) -> dict[str, Any] | None:
         return next((note for note in self.notes(rank) if note["event"] == event), None)
 
-    def note(self, rank: int, event: str, timeout: float = 30) -> dict[str, Any]:
+    def note(self, rank: int, event: str) -> dict[str, Any]:
         """The rank's first note of this event; fails when it does not come in time."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE
         while (found := self.find(rank, event)) is None:
             ended = self.has_ended(rank)
             if time.monotonic() > deadline or (ended and self.find(rank, event) is None):
                 pytest.fail(
-                    f"rank {rank} did not note {event!r} within {timeout} s: {self.notes(rank)}\n"
+                    f"rank {rank} did not note {event!r} within {PATIENCE} s: {self.notes(rank)}\n"
                     f"{self.everything_said()}",
                     pytrace=False,
                 )
@@ -134,9 +137,9 @@ class Ranks(Marked):
             "PERSEUS_SECRET": SECRET,
         }
 
-    def all_note(self, event: str, timeout: float = 30) -> None:
+    def all_note(self, event: str) -> None:
         for rank in self.rank:
-            self.note(rank, event, timeout)
+            self.note(rank, event)
 
     def signal(self, rank: int, number: int) -> float:
         """Send a signal; returns the time of it."""
@@ -153,13 +156,13 @@ class Ranks(Marked):
             process.send_signal(number)
         return at
 
-    def finish(self, rank: int, timeout: float = 10) -> int:
+    def finish(self, rank: int) -> int:
         """The exit status, which must come in time."""
         try:
-            return self.rank[rank].wait(timeout)
+            return self.rank[rank].wait(PATIENCE)
         except subprocess.TimeoutExpired:
             pytest.fail(
-                f"rank {rank} did not end within {timeout} s: {self.notes(rank)}\n"
+                f"rank {rank} did not end within {PATIENCE} s: {self.notes(rank)}\n"
                 f"{self.everything_said()}",
                 pytrace=False,
             )
@@ -247,13 +250,13 @@ class Launch(Marked):
         self.process.send_signal(number)
         return at
 
-    def finish(self, timeout: float = 30) -> int:
+    def finish(self) -> int:
         """The exit status, which must come in time; nothing may be left behind then."""
         try:
-            status = self.process.wait(timeout)
+            status = self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             pytest.fail(
-                f"perseusrun did not end within {timeout} s\n{self.everything_said()}",
+                f"perseusrun did not end within {PATIENCE} s\n{self.everything_said()}",
                 pytrace=False,
             )
         self.expect_nothing_left()

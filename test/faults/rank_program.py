@@ -148,20 +148,19 @@ def start() -> None:
     note("passed")
 
 
-def keep_going(seconds: str) -> None:
-    """Steps of checked allreduces, small and large, for some time that rank 0 watches."""
-    end = time.monotonic() + float(seconds)
+def keep_going() -> None:
+    """Six steps or more, of small and large allreduces, until there is a file named enough."""
     step, more = 0, True
     note("going")
     while more:
         reduce_and_check(step, "small")
         reduce_and_check(step, "large", 256 * PERIOD)
         vote = values(RANK, step)
-        vote[0] = float(RANK == 0 and time.monotonic() > end)
+        vote[0] = float(RANK == 0 and step >= 5 and Path(sys.argv[2], "enough").exists())
         allreduce(vote, "vote")
         more, step = vote[0] == 0, step + 1
     barrier()
-    note("passed", steps=step)
+    note("passed")
 
 
 def fork(*_: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 
 import pytest
-from live_ranks import PROGRAM, Launch, Ranks
+from live_ranks import PATIENCE, PROGRAM, Launch, Ranks
 
 RAISE = {"FAULTS_RAISE": "1"}
 
@@ -62,9 +61,7 @@ def test_values_may_be_written_in_capitals(tmp_path):
 def test_wrong_setting_of_one_rank_ends_the_job_and_names_it(tmp_path, rank, setting, message):
     command = start_on_one_rank(tmp_path, rank, setting)
     with Launch(tmp_path, size=2, command=command, environment=RAISE) as launch:
-        began = time.monotonic()
         assert launch.finish() == 1
-        assert time.monotonic() - began < 10
         lines = [line for line in launch.errors.splitlines() if message in line]
         assert len(lines) == 1, launch.errors
         assert lines[0].startswith(f"[{rank}]<stderr>:perseus.errors.InitializationError: Horovod")
@@ -76,7 +73,7 @@ def test_settings_that_differ_are_an_error_on_every_rank(tmp_path):
         for rank in range(3):
             ranks.start(rank, PERSEUS_ALLREDUCE_STREAMS="2" if rank == 1 else "4")
         for rank in range(3):
-            text = ranks.note(rank, "error", 10)["text"]
+            text = ranks.note(rank, "error")["text"]
             assert f"ranks {rank} and " in text and "are configured differently: " in text
             both = ["PERSEUS_ALLREDUCE_STREAMS=2", "PERSEUS_ALLREDUCE_STREAMS=4"]
             assert all(value in text for value in both)
@@ -100,7 +97,7 @@ def test_too_little_shared_memory_is_an_error_of_the_start(tmp_path, kib):
         for rank in range(2):
             ranks.start(rank, limit)
         for rank in range(2):
-            error = ranks.note(rank, "error", 10)
+            error = ranks.note(rank, "error")
             assert error["kind"] == "InitializationError"
             assert "[shm] cannot reserve 512 KiB of shared memory" in error["text"]
             assert "PERSEUS_TRANSPORT=tcp" in error["text"]
@@ -112,7 +109,7 @@ def test_too_little_shared_memory_does_not_matter_over_tcp(tmp_path):
     with Ranks(tmp_path, ["start"], 2, start=False, PERSEUS_TRANSPORT="tcp") as ranks:
         for rank in range(2):
             ranks.start(rank, ["prlimit", f"--fsize={8 * 1024}"])
-        ranks.all_note("passed", 10)
+        ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(2)] == [0, 0]
 
 
@@ -135,20 +132,20 @@ def test_store_that_nobody_runs_is_named(tmp_path):
     environment = {"PERSEUS_RENDEZVOUS_PORT": port, "HOROVOD_START_TIMEOUT": "2"}
     with Ranks(tmp_path, ["start"], 2, **environment) as ranks:
         for rank in range(2):
-            error = ranks.note(rank, "error", 10)
+            error = ranks.note(rank, "error")
             assert f"no store server at 127.0.0.1:{port} in time" in error["text"]
             assert ranks.finish(rank) == 0
 
 
 def test_store_port_of_another_service_is_recognised(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
-        other.settimeout(10)
+        other.settimeout(PATIENCE)
         environment = {"PERSEUS_RENDEZVOUS_PORT": str(other.getsockname()[1])}
         with Ranks(tmp_path, ["start"], 2, start=False, **environment) as ranks:
             ranks.start(0)
             connection, _ = other.accept()
             with connection:
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n" * 2)
-                error = ranks.note(0, "error", 10)
+                error = ranks.note(0, "error")
             assert "answers, but is not a Perseus store server" in error["text"]
             assert ranks.finish(0) == 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 from live_ranks import Launch, Ranks
 
-SOON = 5.0
 GOODBYE = "Horovod has been shut down: rank {} called shutdown() or ended."
 
 
@@ -24,9 +22,7 @@ def test_first_failing_rank_is_named_and_the_rest_ended(tmp_path, how, code, wor
     environment = {"FAULTS_RAISE": "1"}
     with Launch(tmp_path, ["fail_alone", how], 3, environment=environment) as launch:
         launch.note(2, "failing")
-        begun = time.monotonic()
         assert launch.finish() == 1
-        assert time.monotonic() - begun < SOON
         errors = launch.errors.splitlines()
         assert errors[-1].endswith(
             f"rank 2 on localhost was the first to fail, with exit code {code}"
@@ -51,11 +47,9 @@ def test_first_failing_rank_is_named_and_the_rest_ended(tmp_path, how, code, wor
 def test_others_get_an_error_when_a_rank_ends_early(tmp_path, how, text, transport):
     environment = {"PERSEUS_TRANSPORT": transport, "FAULTS_RAISE": "1"}
     with Ranks(tmp_path, ["fail_alone", how], 3, **environment) as ranks:
-        failing = ranks.note(2, "failing")["at"]
+        ranks.note(2, "failing")
         for rank in (0, 1):
-            error = ranks.note(rank, "error", 10)
-            assert text in error["text"]
-            assert error["at"] - failing < 2
+            assert text in ranks.note(rank, "error")["text"]
             assert ranks.finish(rank) == 1
         if how == "shutdown":
             ranks.signal(2, signal.SIGTERM)
@@ -73,15 +67,15 @@ def test_early_exit_with_status_zero_is_still_a_failed_job(tmp_path):
 
 def test_ranks_may_leave_as_soon_as_their_own_part_is_done(tmp_path):
     with Ranks(tmp_path, ["leave", "done"], 3) as ranks:
-        assert [ranks.finish(rank, 20) for rank in range(3)] == [0, 0, 0]
+        assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
         ranks.all_note("passed")
 
 
 def test_rank_that_leaves_without_waiting_ends_the_others_wait_either_way(tmp_path):
     with Ranks(tmp_path, ["leave", "unfinished"], 3) as ranks:
-        assert ranks.finish(0, 5) == 0
+        assert ranks.finish(0) == 0
         for rank in (1, 2):
-            assert ranks.finish(rank, 5) == 0
+            assert ranks.finish(rank) == 0
             last = ranks.notes(rank)[-1]
             assert last["event"] == "passed" or GOODBYE.format(0) in last["text"]
 
@@ -93,7 +87,7 @@ def test_all_ranks_can_make_a_new_world_when_one_has_ended(tmp_path, how, transp
     if how == "stall":
         environment["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = "1"
     with Ranks(tmp_path, ["begin_again", how], 3, **environment) as ranks:
-        ranks.all_note("passed", 20)
+        ranks.all_note("passed")
         for rank in range(3):
             ended = [note["text"] for note in ranks.notes(rank) if note["event"] == "ended"]
             assert len(ended) == (0 if rank == 1 and how == "shutdown" else 2)

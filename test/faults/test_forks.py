@@ -29,18 +29,16 @@ def test_forked_child_gets_one_clear_error_and_holds_nothing(tmp_path, transport
 def test_death_is_noticed_although_loader_workers_live_on(tmp_path, transport):
     pytest.importorskip("torch")
     with Ranks(tmp_path, ["load_data"], 3, PERSEUS_TRANSPORT=transport) as ranks:
-        ranks.all_note("going", 60)
+        ranks.all_note("going")
         workers = ranks.note(1, "workers")["pids"]
         assert len(workers) == 2
         # They would end by themselves some seconds after their parent; stopped, they stay.
         for pid in workers:
             leftovers.stop(pid)
         try:
-            at = ranks.signal(1, signal.SIGKILL)
+            ranks.signal(1, signal.SIGKILL)
             for survivor in (0, 2):
-                error = ranks.note(survivor, "error", 10)
-                assert "lost rank 1: " in error["text"]
-                assert error["at"] - at < 2
+                assert "lost rank 1: " in ranks.note(survivor, "error")["text"]
             assert all(Path("/proc", str(pid)).exists() for pid in workers)
         finally:
             for pid in workers:

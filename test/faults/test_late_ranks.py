@@ -7,7 +7,7 @@ import re
 import pytest
 from live_ranks import Ranks
 
-CLOCKS = {"GLOO_TIMEOUT_SECONDS": "3", "HOROVOD_STALL_CHECK_TIME_SECONDS": "2"}
+CLOCKS = {"GLOO_TIMEOUT_SECONDS": "4", "HOROVOD_STALL_CHECK_TIME_SECONDS": "2"}
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -15,15 +15,15 @@ def test_late_ranks_are_named_and_waited_for(tmp_path, transport):
     # Rank 1 sleeps, rank 2 is inside a C function that keeps the GIL, both far beyond the limit.
     roles = ["wait", "sleep:8", "hold:8"]
     with Ranks(tmp_path, ["be_late", *roles], 3, PERSEUS_TRANSPORT=transport, **CLOCKS) as ranks:
-        for rank in range(3):
-            assert ranks.note(rank, "result", 30)["after"] > 7
+        after = [ranks.note(rank, "result")["after"] for rank in range(3)]
+        assert min(after) > 6
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
         said = ranks.output(0)
         assert "One or more tensors were submitted to be reduced, gathered or broadcasted" in said
         assert re.search(r"^1: \[.*late\.gradient.*\]$", said, re.MULTILINE), said
         assert re.search(r"^2: \[.*late\.gradient.*\]$", said, re.MULTILINE), said
         # Every two seconds of waiting again, not more often; by one of those that wait.
-        assert 1 <= said.count("One or more tensors") <= 4
+        assert 1 <= said.count("One or more tensors") <= after[0] // 2
         assert "One or more tensors" not in ranks.output(1) + ranks.output(2)
 
 
@@ -31,7 +31,7 @@ def test_warnings_can_be_turned_off(tmp_path):
     roles = ["wait", "sleep:4"]
     environment = CLOCKS | {"HOROVOD_STALL_CHECK_DISABLE": "1"}
     with Ranks(tmp_path, ["be_late", *roles], 2, **environment) as ranks:
-        ranks.all_note("result", 30)
+        ranks.all_note("result")
         assert [ranks.finish(rank) for rank in range(2)] == [0, 0]
         assert ranks.output(0) + ranks.output(1) == ""
 
@@ -43,8 +43,8 @@ def test_stall_ends_the_job_where_that_is_wanted(tmp_path):
     ) as ranks:
         going = ranks.note(0, "going")["at"]
         for rank in range(3):
-            error = ranks.note(rank, "error", 20)
+            error = ranks.note(rank, "error")
             assert "Will shutdown" in error["text"]
             assert re.search(r"^1: \[.*lonely!.*\]$", error["text"], re.MULTILINE), error["text"]
-            assert 2 < error["at"] - going < 6
+            assert error["at"] - going > 2
             assert ranks.finish(rank) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
-from live_ranks import Ranks
+from live_ranks import PATIENCE, Ranks
 
 
 def listening_ports(pid: int) -> list[int]:
@@ -45,6 +45,12 @@ class Strangers:
         self._thread.join()
         for connection in self._held:
             connection.close()
+
+    def wait_for(self, connections: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.connections < connections:
+            assert time.monotonic() < deadline, f"{self.connections} connections"
+            time.sleep(0.01)
 
     def _bother(self) -> None:
         chance = random.Random(self._port)
@@ -83,27 +89,27 @@ class Strangers:
 def test_strangers_at_the_store_do_not_disturb_a_start(tmp_path):
     with Ranks(tmp_path, ["start"], 3, start=False) as ranks, Strangers(ranks.server.port) as crowd:
         ranks.start(0)
-        time.sleep(0.5)
+        crowd.wait_for(30)
         ranks.start(1)
-        time.sleep(0.5)
+        crowd.wait_for(60)
         ranks.start(2)
-        ranks.all_note("passed", 15)
+        ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
-        assert crowd.connections > 50
 
 
 def test_strangers_at_a_rank_do_not_disturb_its_work(tmp_path):
     with Ranks(
-        tmp_path, ["keep_going", "3"], 3, PERSEUS_TRANSPORT="tcp", GLOO_TIMEOUT_SECONDS="5"
+        tmp_path, ["keep_going"], 3, PERSEUS_TRANSPORT="tcp", GLOO_TIMEOUT_SECONDS="10"
     ) as ranks:
         ranks.all_note("going")
         ports = [listening_ports(ranks.rank[rank].pid) for rank in range(3)]
         assert all(ports)
         with Strangers(ports[0][0]) as first, Strangers(ports[2][0]) as last:
-            ranks.all_note("passed", 30)
-            assert first.connections > 50 and last.connections > 50
+            first.wait_for(200)
+            last.wait_for(200)
+            Path(tmp_path, "enough").touch()
+            ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
-        assert ranks.note(0, "passed")["steps"] > 5
         # Some of them are reported, not all: a port scan must not fill the log.
         for rank in (0, 2):
             assert 1 <= ranks.output(rank).count("closed a connection from ") <= 10
@@ -112,8 +118,10 @@ def test_strangers_at_a_rank_do_not_disturb_its_work(tmp_path):
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_store_that_goes_away_after_the_start_does_not_matter(tmp_path, transport):
-    with Ranks(tmp_path, ["keep_going", "1"], 2, PERSEUS_TRANSPORT=transport) as ranks:
+    with Ranks(tmp_path, ["keep_going"], 2, PERSEUS_TRANSPORT=transport) as ranks:
         ranks.all_note("going")
         ranks.server.close()
-        ranks.all_note("passed", 20)
+        time.sleep(1)
+        Path(tmp_path, "enough").touch()
+        ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(2)] == [0, 0]

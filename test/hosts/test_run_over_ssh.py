@@ -121,7 +121,7 @@ def test_failure_on_another_host_ends_the_job_and_leaves_nothing(hosts: VirtualH
     script = "[ $PERSEUS_RANK = 1 ] && exit 5; sleep 61 & sleep 61"
     started = time.monotonic()
     result = perseusrun(hosts, "-np", "3", "-H", "host0,host1:2", "sh", "-c", script)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 40
     assert result.returncode == 1
     assert "Process 1 exit with status code 5." in result.stderr
     assert "rank 1 on host1 was the first to fail" in result.stderr
@@ -145,9 +145,9 @@ def test_end_of_the_launcher_ends_ranks_of_other_hosts(hosts: VirtualHosts, numb
     pid = job.stdout.readline().strip()
     assert [job.stdout.readline()[3:] for _ in range(2)] == ["<stdout>:up\n"] * 2
     hosts.run(0, ["sh", "-c", f"kill -{int(number)} {pid}"])
-    output, _ = job.communicate(timeout=20)
+    output, _ = job.communicate(timeout=60)
     assert (job.returncode, output) == (128 + number, "")
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 40
     while any("sleep 62" in hosts.command_lines(host) for host in range(2)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -186,7 +186,7 @@ def test_silent_host_is_given_up_after_the_start_timeout(hosts: VirtualHosts) ->
         result = perseusrun(hosts, "-np", "2", "-H", "host0,host1", "--start-timeout", "2", "true")
     finally:
         hosts.set_link(1, up=True)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert "host1" in result.stderr

@@ -14,13 +14,19 @@ pytest.importorskip("torch")
 # Keras would choose TensorFlow, and the ranks inherit this.
 os.environ.setdefault("KERAS_BACKEND", "torch")
 pytest.importorskip("keras")
+pytest.importorskip("sklearn")  # the example's digits
 
 from run_checks import checks_of
 
-MODULES = ["keras_checks", "keras_callback_checks", "keras_setting_checks", "keras_residual_checks"]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
-    for module in MODULES
+    for module in (
+        "keras_checks",
+        "keras_callback_checks",
+        "keras_setting_checks",
+        "keras_residual_checks",
+        "keras_example_checks",
+    )
     for check in checks_of(importlib.import_module(module))
 ]
 
@@ -31,10 +37,10 @@ def test_on_ranks(outcome_of, module, check, ranks):
     outcome_of(module, ranks).expect(check)
 
 
-def test_the_example_learns_digits():
-    pytest.importorskip("sklearn")
-    example = HERE.parent.parent / "examples" / "tensorflow_keras_mnist.py"
-    status, output = run_ranks(2, [sys.executable, str(example), "--epochs", "10"])
+@pytest.mark.full
+def test_the_example_is_a_script():
+    example = HERE.parent.parent / "examples" / "keras_torch_mnist.py"
+    status, output = run_ranks(2, [sys.executable, str(example)])
     assert status == 0, output
     found = re.findall(r"test accuracy: (\d\.\d+)", output)
     assert len(found) == 1, output  # rank 0 alone

@@ -19,7 +19,10 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def perseusrun(
-    *arguments: str, timeout: float = 30, env: dict[str, str] | None = None, cwd: Path | None = None
+    *arguments: str,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments],
@@ -60,12 +63,12 @@ class Running:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def finish(self, timeout: float = 20) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 60) -> tuple[int, str, str]:
         output, errors = self.process.communicate(timeout=timeout)
         return self.process.returncode, output, errors
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 10) -> bool:
+def eventually(condition: Callable[[], bool], timeout: float = 60) -> bool:
     """Whether `condition` became true in time."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

@@ -286,21 +286,23 @@ def test_outcomes_are_kept_when_closing():
 
 def test_a_wait_does_not_hold_the_interpreter():
     ticks = []
+    waits = threading.Event()
 
     def body(rank: Rank) -> None:
         if rank.context.rank == 0:
             handle = rank.submit(ALLREDUCE, "slow", torch.ones(1), torch.empty(1))
             ticks.append(time.monotonic())
+            waits.set()
             rank.operations.synchronize(handle)
             ticks.append(time.monotonic())
         else:
+            assert waits.wait(60)
             time.sleep(0.5)  # another Python thread gets on meanwhile
             ticks.append(time.monotonic())
             rank.reduce("slow", torch.ones(1))
 
     in_threads(2, body)
     assert ticks[0] < ticks[1] < ticks[2]
-    assert ticks[2] - ticks[1] < 5.0
 
 
 def test_closing_ends_another_threads_wait():
@@ -313,7 +315,7 @@ def test_closing_ends_another_threads_wait():
         assert not waiting.done()
         first.close()
         with pytest.raises(errors.AbortedError):
-            waiting.result(timeout=20)
+            waiting.result(timeout=60)
         second.close()
 
 

@@ -141,7 +141,7 @@ def test_output_that_nobody_takes_is_given_up_when_the_job_is_interrupted() -> N
     os.write(waker, b"x")
     started = time.monotonic()
     console._write(writer, b"x" * (1 << 20))  # far more than a pipe holds
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 30
     for fd in (reader, writer, wake, waker):
         os.close(fd)
 

@@ -148,6 +148,10 @@ def test_the_wheel_is_complete(wheel: Path, unpacked: Path) -> None:
     assert sources
     for source in sources:
         assert (package / source).read_bytes() == (ROOT / source).read_bytes()
+    # What --build-xla compiles.
+    for folder in ("frameworks/tensorflow/xla", "common/include/perseus"):
+        for source in (ROOT / folder).glob("*"):
+            assert (package / "sources" / source.relative_to(ROOT)).exists(), source
     modules = {path.relative_to(ROOT) for path in (ROOT / "perseus").rglob("*.py")}
     modules = {path for path in modules if path.parts[1] != "examples"}
     packed = {path.relative_to(unpacked) for path in package.rglob("*.py")}

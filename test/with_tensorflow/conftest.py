@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,13 @@ def run_ranks() -> Callable[..., tuple[int, str]]:
     """run_ranks(ranks, command) -> (status, output), see test/parallel/conftest.py."""
     run: Callable[..., tuple[int, str]] = _ranks.run_ranks
     return run
+
+
+@pytest.fixture(scope="session")
+def launch_checks() -> Callable[..., Any]:
+    """launch_checks(modules, ranks, directory) -> Launch, in the environment as it is then."""
+    launch: Callable[..., Any] = _ranks.Launch
+    return launch
 
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tensorflow")
+pytest.importorskip("sklearn")  # the examples' digits
 
 from run_checks import checks_of
 
-MODULES = [
-    "tensorflow_op_checks",  # its first check is about TensorFlow's start
-    "tensorflow_graph_checks",
-    "tensorflow_gradient_checks",
-    "tensorflow_failure_checks",
+from perseus.keras.backend import KERAS_2
+
+KERAS_3_MODULES = [
     "keras_checks",
     "keras_callback_checks",
     "keras_setting_checks",
     "keras_residual_checks",
     "tf_keras_checks",
+]
+MODULES = [
+    "tensorflow_op_checks",  # its first check is about TensorFlow's start
+    "tensorflow_graph_checks",
+    "tensorflow_gradient_checks",
+    "tensorflow_failure_checks",
+    *(["keras2_checks"] if KERAS_2 else KERAS_3_MODULES),
     "tf_tape_checks",
     "tf_optimizer_checks",
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
     "tf_setting_checks",
+    "tf_xla_checks",
+    "tf_example_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
@@ -37,3 +48,13 @@ CASES = [
 @pytest.mark.parametrize(("module", "check"), CASES)
 def test_on_ranks(outcome_of, module, check, ranks):
     outcome_of(module, ranks).expect(check)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(KERAS_2 or not find_spec("tf_keras"), reason="needs tf_keras beside Keras 3")
+def test_keras_2_is_used_where_tensorflow_is_told_to(run_ranks, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
+    checks = Path(__file__).parents[1] / "parallel" / "run_checks.py"
+    command = [sys.executable, str(checks), str(tmp_path), "keras2_checks"]
+    status, output = run_ranks(2, command, timeout=400)
+    assert status == 0, output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from functools import partial
 
 import numpy as np
@@ -75,11 +77,14 @@ def check_requests_that_make_no_sense() -> None:
     raised(ValueError, lambda: hvd._allreduce(tf.ones([4]), process_set=unregistered))
     raised(ValueError, lambda: ops.allreduce([1.0, 2.0], ["a", "a"], op=ops.Sum))
     for way in (WAYS["eager"], WAYS["session"]):
-        try:
-            way(lambda: hvd._allreduce(tf.constant("text")))
-            raise AssertionError("a string was reduced")
-        except (TypeError, tf.errors.OpError) as error:
-            assert "string" in str(error), error
+        for tensor in (tf.constant("text"), tf.constant([40000, 2], tf.uint16)):
+            for reduce in (hvd._allreduce, hvd._reducescatter):
+                try:
+                    way(lambda reduce=reduce, tensor=tensor: reduce(tensor.numpy()))
+                except (TypeError, tf.errors.OpError) as error:
+                    assert tensor.dtype.name in str(error), error
+                else:
+                    raise AssertionError(f"{tensor.dtype} was reduced")
 
 
 def check_outsiders_of_a_process_set() -> None:
@@ -102,6 +107,35 @@ def check_an_error_of_one_op_leaves_the_others_of_its_step() -> None:
         return good, hvd._allreduce(tf.ones([3 + hvd.rank()]), "bad")
 
     raised(FailedPrecondition, step)
+    _usable()
+
+
+def check_what_one_rank_alone_refuses_is_named_to_the_others() -> None:
+    """They wait, and the stall watch says for whom and what; rank 0's ends the world."""
+    rank = hvd.rank()
+    impatient = {
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1",
+    }
+    for way in (WAYS["eager"], WAYS["function"]):
+        basics.shutdown()
+        os.environ["PERSEUS_FLIGHT_RECORDER"] = "off"
+        if rank == 0:
+            os.environ.update(impatient)
+        basics.init()
+
+        def exchange():
+            return hvd.alltoall(tf.ones([4]), [2, 2 + 9 * rank], "refused by rank 1")
+
+        if rank == 1:
+            assert "Sum of splits" in raised(InvalidArgument, partial(way, exchange))
+            exchange = partial(hvd._allreduce, tf.ones([4]), "what it does then")
+        message = raised(tf.errors.UnknownError, partial(way, exchange))
+        assert re.search(r"^1: \[alltoall\.refused.by.rank.1!\]$", message, re.MULTILINE), message
+        for name in (*impatient, "PERSEUS_FLIGHT_RECORDER"):
+            os.environ.pop(name, None)
+    basics.shutdown()
+    basics.init()
     _usable()
 
 

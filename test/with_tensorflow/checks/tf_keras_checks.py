@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import tensorflow as tf
+from tf_training import assert_equal_on_all_ranks
 
 import perseus.tensorflow.horovod as hvd
 import perseus.tensorflow.horovod.keras as hvd_keras
@@ -161,6 +162,46 @@ def check_models_that_differ_are_an_error_in_fit() -> None:
     else:
         raise AssertionError("nobody minds")
     assert float(hvd.allreduce(1.0, op=hvd.Sum, name="usable")) == hvd.size()
+
+
+def check_ranks_may_have_made_other_models_before() -> None:
+    """Names that Keras and TensorFlow number then differ, and operations still find each other."""
+    rank, mean = hvd.rank(), (hvd.size() - 1) / 2
+    if rank == 1:
+        _normalised().compile(keras.optimizers.SGD(), "mse")
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+
+    def tape_gradients():
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = rank * tf.add_n([tf.reduce_sum(weight) for weight in layer.trainable_weights])
+        return tape.gradient(loss, layer.trainable_weights)
+
+    for gradients in (tape_gradients(), tf.function(tape_gradients)()):
+        for gradient in gradients:
+            np.testing.assert_array_equal(gradient, np.full(gradient.shape, mean))
+
+    with tf.Graph().as_default(), v1.Session() as session:
+        if rank == 1:
+            v1.Variable(0.0, name="weight")
+        weight = v1.Variable(1.0, name="weight")
+        optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
+        step = optimizer.minimize(rank * weight, var_list=[weight])
+        session.run(v1.global_variables_initializer())
+        session.run(step)
+        session.run(hvd.broadcast_variables([weight], 0))
+        assert session.run(weight) == 1.0 - mean
+
+    model = _normalised()
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, y = np.ones((8, 3), np.float32) * [[rank + 1]], np.ones((8, 2), np.float32)
+    model.fit(x, y, verbose=0, callbacks=[hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert_equal_on_all_ranks(model.get_weights())
+
+
+def _normalised() -> keras.Model:
+    layers = [keras.layers.Dense(4), hvd.SyncBatchNormalization(), keras.layers.Dense(2)]
+    return keras.Sequential([keras.layers.Input((3,)), *layers])
 
 
 def check_states_of_variables() -> None:

@@ -2,7 +2,7 @@
 
     import perseus.tensorflow.horovod.keras as hvd
 
-Keras 3, which may also run on PyTorch here; see perseus.keras.
+Keras 2 and 3, of which the latter may also run on PyTorch here; see perseus.keras.
 """
 # ruff: noqa: PLR0917 - the signatures are Horovod's
 

@@ -1,0 +1,159 @@
+// The core's thread fills in results and failure before it says that the call is done, under the lock.
+#include "compiled_call.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "status.h"
+
+namespace perseus::tensorflow::xla {
+namespace {
+
+constexpr size_t kAlignment = 64;
+
+}  // namespace
+
+void CompiledCall::Buffer::operator()(void* memory) const { std::free(memory); }
+
+CompiledCall::~CompiledCall() {
+  for (void* data : gathered_) perseus_buffer_free(data);
+}
+
+void CompiledCall::fail(int code, const std::string& what) {
+  failure_ = Failure{code, std::string(label_of(plan_.kind)) + ": " + what};
+}
+
+CompiledCall* CompiledCall::start(Plan plan, const void* const* inputs, Failure* failure) {
+  auto* call = new CompiledCall(std::move(plan));
+  if (call->submit(inputs, failure)) return call;
+  delete call;
+  return nullptr;
+}
+
+bool CompiledCall::submit(const void* const* inputs, Failure* failure) {
+  const auto allocate = [](size_t bytes) {
+    return Memory(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
+  };
+  world_.emplace();
+  perseus_context* const core = world_->context();
+  if (core == nullptr) {
+    *failure = {TF_FAILED_PRECONDITION, std::string(label_of(plan_.kind)) + ": " + kNotInitialized};
+    return false;
+  }
+  std::vector<perseus_tensor> tensors;
+  for (size_t i = 0; i < plan_.tensors.size(); ++i) {
+    const PlannedTensor& planned = plan_.tensors[i];
+    const size_t bytes = bytes_of(planned.dtype, planned.shape);
+    inputs_.push_back(allocate(bytes));
+    if (bytes != 0) std::memcpy(inputs_[i].get(), inputs[i], bytes);
+    void* output = plan_.kind == PERSEUS_ALLGATHER ? nullptr : inputs_[i].get();
+    if (plan_.kind == PERSEUS_REDUCESCATTER) {
+      results_.push_back(allocate(bytes_of(planned.dtype, planned.result)));
+      output = results_[i].get();
+    }
+    const int ndim = static_cast<int>(planned.shape.size());
+    tensors.push_back({inputs_[i].get(), output, planned.shape.data(), ndim, planned.dtype});
+  }
+  perseus_request request = {};
+  request.struct_size = sizeof(request);
+  request.kind = plan_.kind;
+  request.group = plan_.group;
+  request.name = plan_.name.c_str();
+  request.tensors = tensors.data();
+  request.tensor_count = static_cast<int>(tensors.size());
+  request.op = static_cast<perseus_reduce_op>(plan_.op);
+  request.prescale = plan_.prescale;
+  request.postscale = plan_.postscale;
+  request.root = plan_.root;
+  request.priority = plan_.priority;
+  request.gradient_of = plan_.gradient_of;
+  request.codec = plan_.codec;
+  request.codec_argument = plan_.codec_argument;
+  request.done = &CompiledCall::done;
+  request.done_arg = this;
+  perseus_handle handle = 0;
+  const perseus_code code = perseus_request_submit(core, &request, &handle);
+  if (code == PERSEUS_OK) return true;
+  *failure = {tf_code(code), std::string(label_of(plan_.kind)) + ": " + perseus_error_message()};
+  return false;
+}
+
+void CompiledCall::done(void* self, perseus_handle handle) {
+  auto* call = static_cast<CompiledCall*>(self);
+  call->finish(handle);
+  perseus_handle_release(call->world_->context(), handle);
+  call->world_.reset();
+  std::function<void(const Failure*)> ready;
+  {
+    const std::lock_guard<std::mutex> lock(call->mutex_);
+    call->done_ = true;
+    ready = std::move(call->ready_);
+  }
+  // Whoever comes after the lock sees done_; without a waiter the call is not ours any more.
+  if (ready) call->report(ready);
+}
+
+void CompiledCall::finish(perseus_handle handle) {
+  perseus_context* core = world_->context();
+  const perseus_code code = perseus_handle_wait(core, handle, 0);
+  if (code != PERSEUS_OK) return fail(tf_code(code), perseus_error_message());
+  if (plan_.kind == PERSEUS_ALLGATHER && !take_gathered(handle)) return;
+  outcome_ = perseus_handle_gradient(core, handle);
+  // A gradient that was held has no result; no garbage in its place.
+  if (plan_.with_outcome && outcome_ == PERSEUS_GRADIENT_HELD)
+    for (size_t i = 0; i < plan_.tensors.size(); ++i)
+      std::memset(inputs_[i].get(), 0, bytes_of(plan_.tensors[i].dtype, plan_.tensors[i].shape));
+}
+
+bool CompiledCall::take_gathered(perseus_handle handle) {
+  for (size_t i = 0; i < plan_.tensors.size(); ++i) {
+    perseus_output output = {};
+    output.struct_size = sizeof(output);
+    const perseus_code code = perseus_handle_output(world_->context(), handle, static_cast<int>(i), &output);
+    if (code != PERSEUS_OK) {
+      fail(tf_code(code), perseus_error_message());
+      return false;
+    }
+    if (output.size != bytes_of(plan_.tensors[i].dtype, plan_.tensors[i].result)) {
+      fail(TF_INVALID_ARGUMENT,
+           "ranks gave different numbers of rows, which a program of XLA cannot take: pass jit_compile=False");
+      return false;
+    }
+    gathered_.push_back(output.size == 0 ? nullptr
+                                         : perseus_handle_take_output(world_->context(), handle, static_cast<int>(i)));
+  }
+  return true;
+}
+
+void CompiledCall::when_done(std::function<void(const Failure*)> ready) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!done_) {
+      ready_ = std::move(ready);
+      return;
+    }
+  }
+  report(ready);
+}
+
+void CompiledCall::report(const std::function<void(const Failure*)>& ready) {
+  if (!failure_) return ready(nullptr);
+  const Failure failure = *failure_;
+  delete this;
+  ready(&failure);
+}
+
+void CompiledCall::take(void* const* outputs) {
+  for (size_t i = 0; i < plan_.tensors.size(); ++i) {
+    const void* from = inputs_[i].get();
+    if (plan_.kind == PERSEUS_ALLGATHER) from = gathered_[i];
+    if (plan_.kind == PERSEUS_REDUCESCATTER) from = results_[i].get();
+    const size_t bytes = bytes_of(plan_.tensors[i].dtype, plan_.tensors[i].result);
+    if (bytes != 0) std::memcpy(outputs[i], from, bytes);
+  }
+  if (plan_.with_outcome) std::memcpy(outputs[plan_.tensors.size()], &outcome_, sizeof(outcome_));
+  delete this;
+}
+
+}  // namespace perseus::tensorflow::xla

@@ -1,0 +1,67 @@
+// One run of a collective in a program of XLA, in three parts: start, wait, take.
+//
+// A program runs its parts one after another, or some at a time, in an order of its own. Starts return at once, so that
+// what ranks start in different orders can meet. Between its parts a call owns copies of the tensors: a program that
+// fails elsewhere frees its own while the core still uses them.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan.h"
+#include "world.h"
+
+namespace perseus::tensorflow::xla {
+
+struct Failure {
+  int code = 0;  // absl's and TensorFlow's
+  std::string text;
+};
+
+class CompiledCall {
+ public:
+  // Null with *failure. inputs: of each tensor of the plan; copied.
+  static CompiledCall* start(Plan plan, const void* const* inputs, Failure* failure);
+
+  // Once. `ready` runs when the results are there, on any thread, perhaps before this returns; with why there are none
+  // after the call was deleted.
+  void when_done(std::function<void(const Failure*)> ready);
+
+  // When `ready` has had no failure: copies the results, the outcome last where there is one, and deletes the call.
+  void take(void* const* outputs);
+
+ private:
+  struct Buffer {
+    void operator()(void* memory) const;
+  };
+  using Memory = std::unique_ptr<void, Buffer>;
+
+  explicit CompiledCall(Plan plan) : plan_(std::move(plan)) {}
+  ~CompiledCall();
+
+  bool submit(const void* const* inputs, Failure* failure);
+  static void done(void* call, perseus_handle handle);
+  void finish(perseus_handle handle);
+  bool take_gathered(perseus_handle handle);
+  void fail(int code, const std::string& what);
+  void report(const std::function<void(const Failure*)>& ready);
+
+  const Plan plan_;
+  std::optional<WorldUse> world_;  // until the core is done: a call that is never waited for holds no world back
+  std::vector<Memory> inputs_;
+  std::vector<Memory> results_;  // where they do not take the inputs' place
+  std::vector<void*> gathered_;  // the core's
+  int32_t outcome_ = 0;
+  std::optional<Failure> failure_;
+
+  std::mutex mutex_;
+  bool done_ = false;                          // by mutex_, like the next
+  std::function<void(const Failure*)> ready_;  // who waits
+};
+
+}  // namespace perseus::tensorflow::xla

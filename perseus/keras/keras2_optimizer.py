@@ -1,0 +1,189 @@
+"""DistributedOptimizer for Keras 2: an optimizer of the same class that computes reduced gradients.
+
+Both kinds of Keras 2: optimizers.Optimizer and optimizers.legacy.Optimizer. Source of behaviour:
+Horovod 0.28.1, horovod._keras.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from perseus.elastic.variables_state import optimizer_variables
+from perseus.keras.backend import keras
+from perseus.keras.exchange import GradientExchange, Plan
+from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
+from perseus.tensorflow.modes import belongs_here, when
+
+# What is said by calling methods, and so is in no config.
+_CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
+
+
+class _Places:
+    """The variables of one step by their position, as Keras 3's optimizers know theirs."""
+
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._trainable_variables_indices = {
+            self._var_key(variable): index for index, variable in enumerate(variables)
+        }
+
+    def _var_key(self, variable: Any) -> Any:
+        return variable._unique_id
+
+    def _get_variable_index(self, variable: Any) -> int:
+        return self._trainable_variables_indices[self._var_key(variable)]
+
+
+class _AggregationHelper(LocalGradientAggregationHelperEager):
+    """Sums of several passes, which travel by the optimizer's exchange."""
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        plan = exchange.plan
+        reduction = plan.reduction
+        super().__init__(
+            plan.passes,
+            lambda grads, variables: self.reduce(grads, variables)[0],
+            reduction.sparse_as_dense,
+            plan.average_passes,
+            reduction.process_set,
+            plan.scale_local_gradients,
+        )
+        self._exchange = exchange
+
+    def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
+        """As the exchange says."""
+        if not self._exchange.active():
+            return grads, None
+        return self._exchange.reduce(grads, vars, _Places(vars))
+
+
+class DistributedMixin:
+    """What is put in front of an optimizer's class."""
+
+    _plan: Plan
+    _exchange: GradientExchange
+    _agg_helper: _AggregationHelper | None
+    _applies: Any
+    _state: tuple[Any, ...]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
+        self._agg_helper = _AggregationHelper(self._exchange) if self._plan.passes > 1 else None
+        self._applies = None
+        self._state = ()
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that take part."""
+        return self._plan.reduction.process_set
+
+    @property
+    def scale_local_gradients(self) -> bool:
+        """Whether gradients of local variables are divided by the number of ranks."""
+        return self._plan.scale_local_gradients
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable's gradients on this rank; before the first step."""
+        self._exchange.local_variables.append(var)
+
+    def compute_gradients(
+        self, loss: Any, var_list: Any, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """As in the wrapped optimizer, the gradients being reduced over all ranks."""
+        return self._compute_gradients(loss, var_list, None, tape)
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """The same under the name that legacy optimizers have for it."""
+        wrapped: Any = super()
+        if hasattr(wrapped, "_compute_gradients"):
+            pairs = wrapped._compute_gradients(loss, var_list, grad_loss, tape=tape)
+        else:
+            pairs = wrapped.compute_gradients(loss, var_list, tape=tape)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        return list(zip(self._allreduce(gradients, variables), variables, strict=True))
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """As in the wrapped optimizer, reduced over all ranks; for graphs."""
+        wrapped: Any = super()
+        return self._allreduce(wrapped.get_gradients(loss, params), params)
+
+    def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        grads, vars = list(grads), list(vars)
+        if self._agg_helper is not None:
+            return self._agg_helper.compute_gradients(grads, vars)
+        if not self._exchange.active():
+            return grads
+        grads, self._applies = self._exchange.reduce(grads, vars, _Places(vars))
+        return grads
+
+    def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in the wrapped optimizer: it is compute_gradients that reduces.
+
+        While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
+        alike, it is left alone; while backward_passes_per_step does, `iterations` goes on.
+        """
+        wrapped: Any = super()
+        pairs = list(grads_and_vars)
+
+        def apply() -> Any:
+            return wrapped.apply_gradients(pairs, *args, **kwargs)
+
+        with tf.init_scope():
+            _ = self.iterations  # type: ignore[attr-defined]  # legacy ones make it now
+        if self._agg_helper is not None:
+            return self._agg_helper.apply_gradients(apply, self)
+        if self._applies is None or not belongs_here(self._applies):
+            return apply()
+        return when(self._applies, apply, lambda: None)
+
+    def _take_over(self) -> None:
+        """Go on where the wrapped optimizer was, now that there are variables."""
+        values, self._state = self._state, ()
+        if values:
+            for mine, value in zip(optimizer_variables(self), values, strict=True):
+                mine.assign(value)
+
+
+class _Current(DistributedMixin):
+    """Of optimizers.Optimizer."""
+
+    def build(self, var_list: Any) -> None:
+        """As in the wrapped optimizer."""
+        super().build(var_list)  # type: ignore[misc]
+        self._take_over()
+
+
+class _Legacy(DistributedMixin):
+    """Of optimizers.legacy.Optimizer, which has another name for build()."""
+
+    def _create_all_weights(self, var_list: Any) -> None:
+        super()._create_all_weights(var_list)  # type: ignore[misc]
+        self._take_over()
+
+
+def distribute(optimizer: Any, plan: Plan) -> Any:
+    """A distributed optimizer of the class, with the options and the state of `optimizer`.
+
+    A LossScaleOptimizer stays one, around a distributed one: it sees reduced gradients, so that
+    ranks agree whether they are finite.
+    """
+    wrapped = type(optimizer)
+    if isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
+        inner = distribute(optimizer.inner_optimizer, plan)
+        return wrapped(**{**optimizer.get_config(), "inner_optimizer": inner})
+    mixin = _Current if hasattr(wrapped, "build") else _Legacy
+    # Saved models name the class they need: one that is there without Perseus, too.
+    copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
+    made_class: Any = type(wrapped.__name__, (mixin, wrapped), {**copied, "_plan": plan})
+    made = made_class.from_config(optimizer.get_config())
+    for name in _CALLED_FOR:
+        if hasattr(optimizer, name):
+            setattr(made, name, getattr(optimizer, name))
+    if getattr(optimizer, "_built", False) or getattr(optimizer, "_hypers_created", False):
+        made._state = tuple(variable.numpy() for variable in optimizer_variables(optimizer))
+    return made

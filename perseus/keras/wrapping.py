@@ -1,0 +1,80 @@
+"""From the arguments of DistributedOptimizer to an optimizer, in the terms of the Keras there is.
+
+Stateless.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from perseus.keras.backend import KERAS_2, Reduction, backend, keras
+from perseus.keras.exchange import Plan
+
+if KERAS_2:
+    from perseus.keras import keras2_optimizer as _kind
+else:
+    from perseus.keras import optimizer as _kind  # type: ignore[no-redef]
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether it is a DistributedOptimizer, or a LossScaleOptimizer around one."""
+    return isinstance(getattr(optimizer, "inner_optimizer", optimizer), _kind.DistributedMixin)
+
+
+def distribute(optimizer: Any, plan: Plan) -> Any:
+    """A distributed optimizer of the class, with the options and the state of `optimizer`.
+
+    A LossScaleOptimizer stays one, around a distributed one. ValueError for what is no optimizer.
+    """
+    if is_distributed(optimizer):
+        raise ValueError("[keras] the optimizer is a DistributedOptimizer already")
+    optimizers = keras.optimizers
+    classes = (
+        (optimizers.Optimizer, optimizers.legacy.Optimizer) if KERAS_2 else optimizers.Optimizer
+    )
+    if not isinstance(optimizer, classes):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        hint = "; for those of tf_keras set TF_USE_LEGACY_KERAS=1" if "tf_keras" in kind else ""
+        raise ValueError(
+            f"[keras] expected an optimizer of Keras {keras.__version__}, got {kind}{hint}"
+        )
+    return _kind.distribute(optimizer, plan)
+
+
+def make_plan(  # noqa: PLR0917 - all are given
+    name: str | None,
+    device_dense: str,
+    device_sparse: str,
+    compression: Any,
+    sparse_as_dense: bool,
+    gradient_predivide_factor: float,
+    op: int,
+    backward_passes_per_step: int,
+    average_aggregated_gradients: bool,
+    num_groups: int,
+    groups: Any,
+    process_set: Any,
+    scale_local_gradients: bool,
+) -> Plan:
+    """The arguments of DistributedOptimizer, checked: ValueError for those that do not fit."""
+    if op not in (backend.Average, backend.Sum):
+        raise ValueError("[keras] op: expected Average or Sum; Adasum is not supported with Keras")
+    if gradient_predivide_factor != 1.0 and op != backend.Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    groups = num_groups or None if groups is None else groups
+    if isinstance(groups, int) and groups <= 0:
+        raise ValueError("groups should be a positive integer or a list of lists of variables")
+    if not (groups is None or isinstance(groups, int)) and not (
+        isinstance(groups, list) and all(isinstance(group, list) for group in groups)
+    ):
+        raise ValueError("groups should be a positive integer or a list of lists of variables")
+    reduction = Reduction(
+        op, gradient_predivide_factor, compression, sparse_as_dense, device_dense, device_sparse,
+        process_set,
+    )  # fmt: skip
+    return Plan(
+        name, reduction, groups, scale_local_gradients, backward_passes_per_step,
+        average_aggregated_gradients,
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Ops in functions that XLA compiles: by a library that is made on request, else refused in words.
+
+The library (frameworks/tensorflow/xla) needs TensorFlow's own C++ headers, so it is compiled where
+it is used, see build_xla, and kept for each version of TensorFlow and of its sources. Without it an
+op says what to do when it is traced; TensorFlow itself would only say, when the function runs, that
+no such kernel is registered, as it still does where a function had been traced before one with
+jit_compile=True called it. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from perseus import basics
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# Installed, or of a working tree; setup.py installs the same files.
+_SOURCES = _PACKAGE / "sources" if (_PACKAGE / "sources").is_dir() else _PACKAGE.parent
+FOLDERS = [
+    _SOURCES / "frameworks" / "tensorflow" / "xla",
+    _SOURCES / "frameworks" / "tensorflow",
+    _SOURCES / "common" / "include",
+]
+
+# What the library has. Others' results have shapes that only a run knows.
+_COMPILED = frozenset(
+    f"perseus_{op}"
+    for op in (
+        "allreduce", "allgather", "broadcast", "reducescatter",
+        "size", "rank", "local_size", "local_rank", "process_set_included",
+    )
+)  # fmt: skip
+
+
+def sources(tensorflow: Any) -> list[Path]:
+    """What the library is made of for a TensorFlow; all it includes of ours lies in FOLDERS."""
+    typed = Path(tensorflow.sysconfig.get_include(), "xla", "ffi", "api", "ffi.h").exists()
+    own = ["kernels", "plan", "compiled_call", "library"]
+    own.append("targets_ffi" if typed else "targets_status")
+    shared = ["question", "settings", "world"]
+    return [FOLDERS[0] / f"{name}.cc" for name in own] + [
+        FOLDERS[1] / f"{name}.cc" for name in shared
+    ]
+
+
+def place(tensorflow: Any) -> Path:
+    """Where the library for a TensorFlow is kept, for this user, whether it is there or not."""
+    files = {*sources(tensorflow), *(FOLDERS[2] / "perseus").glob("*.h")}
+    for folder in FOLDERS[:2]:
+        files.update(folder.glob("*.h"))
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.read_bytes())
+    for flag in tensorflow.sysconfig.get_compile_flags():
+        if not flag.startswith("-I"):
+            digest.update(flag.encode())
+    version = f"tensorflow-{tensorflow.__version__}-{digest.hexdigest()[:16]}"
+    return _cache() / version / "libperseus_xla.so"
+
+
+def _cache() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(given if os.path.isabs(given) else Path.home() / ".cache") / "perseus" / "xla"
+
+
+def load(tensorflow: Any) -> ctypes.CDLL | None:
+    """The library with its kernels registered; None where it has not been built."""
+    if not _cache().is_dir():
+        return None
+    path = place(tensorflow)
+    if not path.exists():
+        return None
+    library = ctypes.CDLL(str(path))
+    library.perseus_xla_attach.argtypes = [ctypes.c_void_p]
+    library.perseus_xla_attach.restype = None
+    library.perseus_xla_detach.restype = None
+    basics.at_init(lambda: library.perseus_xla_attach(basics.lend_context(_Attachment(library))))
+    return library
+
+
+class _Attachment:
+    """The library's use of one world's context."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def close(self) -> None:
+        self._library.perseus_xla_detach()
+
+
+def within() -> bool:
+    """Whether what is made now belongs to a function with jit_compile=True."""
+    from tensorflow.python.eager import context
+    from tensorflow.python.framework import ops
+    from tensorflow.python.ops import control_flow_util
+
+    if context.executing_eagerly():
+        return False
+    return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
+
+
+def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
+    from tensorflow import autograph
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if within() and not (built and name in _COMPILED):
+            lacks = (
+                "for which Perseus' XLA library must be built, once on every host, with "
+                "`perseusrun --build-xla`; or"
+                if name in _COMPILED
+                else "which it cannot:"
+            )
+            raise NotImplementedError(
+                f"[tensorflow] {name} is called in a function that XLA compiles, {lacks} pass "
+                "jit_compile=False, to tf.function or to Keras' Model.compile"
+            )
+        return function(*args, **kwargs)
+
+    return autograph.experimental.do_not_convert(make)
+
+
+def guarded(functions: Any, built: bool) -> SimpleNamespace:
+    """The generated functions of our ops, which raise NotImplementedError where XLA compiles.
+
+    built: the library is there, and so only what it has not is refused.
+    """
+    return SimpleNamespace(
+        **{
+            name: _guarded(name, function, built)
+            for name, function in vars(functions).items()
+            if name.startswith("perseus_") and callable(function)
+        }
+    )
