@@ -49,6 +49,12 @@ class Exchange(Protocol):
     def forget(self) -> None:
         """Drop what was summed over steps and held back."""
 
+    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+        """Backward is next, and reduce() of what it gives: reductions may begin meanwhile.
+
+        variables: the optimizer's, always the same, whose gradients go one by one, by these names.
+        """
+
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
     ) -> tuple[list[Any], Any]:

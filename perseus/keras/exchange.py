@@ -69,6 +69,17 @@ class GradientExchange:
             process_set.size() != 1 or config.elastic() or basics.settings_act_on_gradients()
         )
 
+    def before_backward(self, optimizer: Any) -> None:
+        """Backward is next, and then reduce(); from the second step on reductions begin in it."""
+        if self._exchange is None or self.plan.groups is not None:
+            return
+        local = {optimizer._var_key(variable) for variable in self.local_variables}
+        wide = [v for v in optimizer._trainable_variables if optimizer._var_key(v) not in local]
+        self._exchange.before_backward(wide, [self._name_of(v, optimizer) for v in wide])
+
+    def _name_of(self, variable: Any, optimizer: Any) -> str:
+        return f"{optimizer._get_variable_index(variable)}/{_readable(variable)}"
+
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
     ) -> tuple[list[Any], Any]:
@@ -95,10 +106,7 @@ class GradientExchange:
             self.go_on_with(*self._loaded)
         reduced, applies = self._exchange.reduce(
             [gradients[index] for index in sent],
-            [
-                f"{number}/{_readable(variables[index])}"
-                for number, index in zip(numbers, sent, strict=True)
-            ],
+            [self._name_of(variables[index], optimizer) for index in sent],
             self._bundles(numbers, optimizer),
         )
         for index, gradient in zip(sent, reduced, strict=True):

@@ -55,6 +55,13 @@ class DistributedMixin:
         if self._agg_helper is not None:
             self._agg_helper.build(variables)
 
+    def scale_loss(self, loss: Any) -> Any:
+        """As in the wrapped optimizer; Keras' train_step calls it right before backward."""
+        sums_up = self._agg_helper is not None or self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if not sums_up and self._exchange.active():
+            self._exchange.before_backward(self)
+        return super().scale_loss(loss)  # type: ignore[misc]
+
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Average gradients over all ranks and apply them.
 

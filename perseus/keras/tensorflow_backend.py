@@ -40,6 +40,9 @@ class _Exchange:
         """See Exchange."""
         self._exchange.forget()
 
+    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+        """See Exchange. In functions reductions begin as gradients become ready, by themselves."""
+
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
     ) -> tuple[list[Any], Any]:

@@ -12,6 +12,7 @@ import torch
 from perseus import basics
 from perseus.compression import Compressor
 from perseus.keras.backend import Reduction
+from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
 from perseus.torch import exchange, functions, reductions, scatter
@@ -30,11 +31,17 @@ class _Exchange:
         self._reduction = reduction
         self._number = basics.new_gradients()
         self.residuals = Residuals(self._number, reduction.process_set.process_set_id)
+        self._overlap = Overlap(self._start)
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
     def forget(self) -> None:
         """See Exchange."""
         basics.forget_gradients(self._number)
+
+    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+        """See Exchange."""
+        if self._reduction.compression.in_core:
+            self._overlap.announce([variable.value for variable in variables], names)
 
     def reduce(
         self,
@@ -53,8 +60,14 @@ class _Exchange:
         failure: Exception | None = None
         try:
             for bundle in bundles:
-                members = tuple(pairs[index][0] for index in bundle)
-                handles.append(self._start(names[bundle[0]], members))
+                first = bundle[0]
+                begun = self._overlap.take(names[first], gradients[first])
+                if begun is None:
+                    members = tuple(pairs[index][0] for index in bundle)
+                    handles.append(self._start(names[first], members))
+                else:
+                    tensors[first] = begun[0]
+                    handles.append(begun[1])
         except Exception as error:
             failure = error
         applies = True
