@@ -73,11 +73,11 @@ class Attributes {
   OwnedStatus status_;
 };
 
-// Eagerly what was given, if anything. Else the node's: functions are inlined under a new name wherever they are
-// called.
+// What was given, if anything, and in a graph else the node's: functions are inlined under a new name wherever they
+// are called.
 std::string tensor_name(TF_OpKernelConstruction* construction, bool eager, Attributes* attributes) {
   std::string name = attributes->text("tensor_name");
-  if (eager) return name;
+  if (eager || !name.empty()) return name;
   const TF_StringView node = TF_OpKernelConstruction_GetName(construction);
   name.assign(node.data, node.len);
   const size_t slash = name.rfind('/');

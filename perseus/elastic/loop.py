@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from perseus import basics, process_sets
+from perseus import basics, process_sets, residuals
 from perseus.elastic.notification import notification_manager
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
 
@@ -34,6 +34,7 @@ def reset() -> None:
     for attempt in range(1, _STARTS + 1):
         try:
             basics.init(process_sets=sets)
+            residuals.hand_over_known()
             return
         except InitializationError as error:
             if attempt == _STARTS:

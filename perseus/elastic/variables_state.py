@@ -84,6 +84,28 @@ class ModelState(VariablesState):
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         self.backend = backend
         super().__init__(bcast_object, get_rank, broadcast, self._listed, **kwargs)
+        self._held = self._read_residuals()
+
+    def save(self) -> None:
+        """Copy all values into host memory, and what this rank's codecs hold back of gradients."""
+        super().save()
+        self._held = self._read_residuals()
+
+    def restore(self) -> None:
+        """Assign the copies; other ranks' residuals are never taken over."""
+        super().restore()
+        residuals = self._residuals()
+        if residuals is not None:
+            residuals.replace(self._held)
+
+    def _residuals(self) -> Any:
+        """Of a distributed optimizer, which may be inside one that scales losses; else None."""
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        return getattr(inner, "perseus_residuals", None)
+
+    def _read_residuals(self) -> dict[str, Any]:
+        residuals = self._residuals()
+        return {} if residuals is None else dict(residuals.read())
 
     def _listed(self) -> list[Any]:
         optimizer = self.optimizer

@@ -15,6 +15,7 @@ import numpy as np
 
 from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet
+from perseus.residuals import Residuals
 
 # What tf.keras is; keras where TensorFlow does not matter.
 keras: Any = import_module(
@@ -37,7 +38,22 @@ class Reduction:
 
 
 class Exchange(Protocol):
-    """Reduces the gradients of one optimizer."""
+    """Reduces the gradients of one optimizer.
+
+    residuals: by what the first name of a bundle has in front of a slash, the variable's number: a
+    model that was loaded may call its variables otherwise.
+    """
+
+    residuals: Residuals
+
+    def forget(self) -> None:
+        """Drop what was summed over steps and held back."""
+
+    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+        """Backward is next, and reduce() of what it gives: reductions may begin meanwhile.
+
+        variables: the optimizer's, always the same, whose gradients go one by one, by these names.
+        """
 
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]

@@ -6,7 +6,7 @@ Belongs to the thread that applies gradients, or that traces the function which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from perseus import basics, config
 from perseus.keras.backend import Exchange, Reduction, backend
 from perseus.names import unnumbered
+from perseus.residuals import Held
 
 _used_names: Counter[str] = Counter()
 
@@ -39,6 +40,26 @@ class GradientExchange:
         self._name = plan.name or name
         self._prefix = ""
         self._exchange: Exchange | None = None
+        self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
+
+    def residuals(self) -> dict[str, Held]:
+        """What lossy codecs hold back here, by names that are the same in every process."""
+        if self._exchange is None:
+            return _own(*self._loaded)
+        return self._exchange.residuals.read()
+
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """Have these, as residuals() gave them, take the place of all that was before.
+
+        owner: the rank that held them, where they come from a file; others begin with nothing.
+        """
+        if self._exchange is None:
+            self._loaded = residuals, owner
+            return
+        self._exchange.forget()
+        self._exchange.residuals.replace(_own(residuals, owner))
+        if basics.is_initialized():
+            self._exchange.residuals.hand_over_known()
 
     def active(self) -> bool:
         """Whether there is anything to do; where the world may grow, it counts as grown."""
@@ -47,6 +68,17 @@ class GradientExchange:
         return bool(process_set.included()) and (
             process_set.size() != 1 or config.elastic() or basics.settings_act_on_gradients()
         )
+
+    def before_backward(self, optimizer: Any) -> None:
+        """Backward is next, and then reduce(); from the second step on reductions begin in it."""
+        if self._exchange is None or self.plan.groups is not None:
+            return
+        local = {optimizer._var_key(variable) for variable in self.local_variables}
+        wide = [v for v in optimizer._trainable_variables if optimizer._var_key(v) not in local]
+        self._exchange.before_backward(wide, [self._name_of(v, optimizer) for v in wide])
+
+    def _name_of(self, variable: Any, optimizer: Any) -> str:
+        return f"{optimizer._get_variable_index(variable)}/{_readable(variable)}"
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
@@ -71,12 +103,10 @@ class GradientExchange:
         numbers = [optimizer._get_variable_index(variables[index]) for index in sent]
         if self._exchange is None:
             self._exchange = backend.make_exchange(self.prefix(), self.plan.reduction)
+            self.go_on_with(*self._loaded)
         reduced, applies = self._exchange.reduce(
             [gradients[index] for index in sent],
-            [
-                f"{number}/{_readable(variables[index])}"
-                for number, index in zip(numbers, sent, strict=True)
-            ],
+            [self._name_of(variables[index], optimizer) for index in sent],
             self._bundles(numbers, optimizer),
         )
         for index, gradient in zip(sent, reduced, strict=True):
@@ -119,5 +149,12 @@ class GradientExchange:
         return bundles + [[position] for position in position_of.values()]
 
 
+def _own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
+    known = owner is None or (basics.is_initialized() and owner == basics.rank())
+    return dict(residuals) if known else {}
+
+
 def _readable(variable: Any) -> str:
-    return unnumbered(getattr(variable, "path", None) or str(variable.name).replace(":", "_"))
+    """Layer and variable; what is in front of them is another thing in models that were loaded."""
+    path = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
+    return unnumbered("/".join(path.split("/")[-2:]))

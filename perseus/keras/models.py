@@ -35,4 +35,7 @@ def load_model(
         optimizer_variables(optimizer, model.trainable_weights)  # Keras 2 restores what it makes
         model.optimizer = distribute(optimizer, plan)
         optimizer_variables(model.optimizer, model.trainable_weights)
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        if hasattr(inner, "perseus_residuals") and str(filepath).endswith(".keras"):
+            model.load_weights(filepath)  # once more, as a plain optimizer knows no residuals
     return model

@@ -15,6 +15,7 @@ from perseus.keras import jit, loss_scale
 from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import backend
 from perseus.keras.exchange import GradientExchange, Plan
+from perseus.keras.residuals import SavedResiduals
 
 # What is said by calling methods, and so is in no config.
 _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
@@ -30,6 +31,7 @@ class DistributedMixin:
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
+        self.perseus_residuals = SavedResiduals(self._exchange)
         passes = self._plan.passes
         self._agg_helper = LocalAggregation(passes) if passes > 1 else None
 
@@ -52,6 +54,13 @@ class DistributedMixin:
         super().build(variables)  # type: ignore[misc]
         if self._agg_helper is not None:
             self._agg_helper.build(variables)
+
+    def scale_loss(self, loss: Any) -> Any:
+        """As in the wrapped optimizer; Keras' train_step calls it right before backward."""
+        sums_up = self._agg_helper is not None or self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if not sums_up and self._exchange.active():
+            self._exchange.before_backward(self)
+        return super().scale_loss(loss)  # type: ignore[misc]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Average gradients over all ranks and apply them.

@@ -33,7 +33,15 @@ class _Exchange:
             device_dense=reduction.device_dense,
             device_sparse=reduction.device_sparse,
         )
-        self._exchange = GradientExchange(scope, plan)
+        self._exchange = GradientExchange(scope, plan, lasting=True)
+        self.residuals = self._exchange.residuals
+
+    def forget(self) -> None:
+        """See Exchange."""
+        self._exchange.forget()
+
+    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+        """See Exchange. In functions reductions begin as gradients become ready, by themselves."""
 
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]

@@ -12,7 +12,9 @@ import torch
 from perseus import basics
 from perseus.compression import Compressor
 from perseus.keras.backend import Reduction
+from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
+from perseus.residuals import Residuals
 from perseus.torch import exchange, functions, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
@@ -28,7 +30,18 @@ class _Exchange:
         self._scope = scope
         self._reduction = reduction
         self._number = basics.new_gradients()
+        self.residuals = Residuals(self._number, reduction.process_set.process_set_id)
+        self._overlap = Overlap(self._start)
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
+
+    def forget(self) -> None:
+        """See Exchange."""
+        basics.forget_gradients(self._number)
+
+    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+        """See Exchange."""
+        if self._reduction.compression.in_core:
+            self._overlap.announce([variable.value for variable in variables], names)
 
     def reduce(
         self,
@@ -47,8 +60,14 @@ class _Exchange:
         failure: Exception | None = None
         try:
             for bundle in bundles:
-                members = tuple(pairs[index][0] for index in bundle)
-                handles.append(self._start(f"{self._scope}/{names[bundle[0]]}", members))
+                first = bundle[0]
+                begun = self._overlap.take(names[first], gradients[first])
+                if begun is None:
+                    members = tuple(pairs[index][0] for index in bundle)
+                    handles.append(self._start(names[first], members))
+                else:
+                    tensors[first] = begun[0]
+                    handles.append(begun[1])
         except Exception as error:
             failure = error
         applies = True
@@ -66,6 +85,10 @@ class _Exchange:
 
     def _start(self, name: str, tensors: tuple[torch.Tensor, ...]) -> int:
         plan = self._reduction
+        key = name.partition("/")[0]
+        name = f"{self._scope}/{name}"
+        self.residuals.know(key, name, len(tensors) > 1)
+        self.residuals.hand_over(key)
         sent = tensors[0] if len(tensors) == 1 else tensors
         return session.submit(
             ALLREDUCE, name, sent, sent, plan.op, 1.0 / plan.predivide_factor,

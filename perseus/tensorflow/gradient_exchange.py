@@ -18,6 +18,7 @@ from perseus.compression import Compressor, applied_here
 from perseus.extensions import split_list
 from perseus.names import unnumbered
 from perseus.process_sets import ProcessSet
+from perseus.residuals import Residuals
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum
@@ -98,13 +99,20 @@ def _searches_nan() -> bool:
 class GradientExchange:
     """Reduces lists of gradients by a plan.
 
-    scope: what the names of its reductions begin with.
+    scope: what the names of its reductions begin with. lasting: dense ones are called in the core
+    what they are called here, in whatever functions they are, so that `residuals` can be saved;
+    the scope belongs to this exchange alone then. They are known there by what their names have in
+    front of a slash.
     """
 
-    def __init__(self, scope: str, plan: Plan) -> None:
+    def __init__(self, scope: str, plan: Plan, lasting: bool = False) -> None:
         self.plan = plan
         self._scope = scope
         self._number = basics.new_gradients()
+        self.residuals = Residuals(self._number, plan.process_set.process_set_id)
+        self._turns: weakref.WeakKeyDictionary[Any, int] | None = None
+        if lasting:
+            self._turns = weakref.WeakKeyDictionary()
         self._traced: dict[Any, Callable[..., tuple[list[Any], Any]]] = {}
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
@@ -139,6 +147,10 @@ class GradientExchange:
             return self._reduce(gradients, names, bundles)
         reduced, applies = self._as_graph(names, bundles)(gradients)
         return list(reduced), applies
+
+    def forget(self) -> None:
+        """Drop what the core has summed up and held back."""
+        basics.forget_gradients(self._number)
 
     def _as_graph(
         self, names: tuple[str, ...], bundles: tuple[tuple[int, ...], ...]
@@ -182,9 +194,10 @@ class GradientExchange:
     ) -> tuple[list[Any], Any]:
         results = list(gradients)
         outcomes: list[Any] = []
+        turn = self._turn()
         with tf.name_scope(self._scope):
             for bundle in bundles:
-                self._reduce_dense(bundle, results, names, outcomes)
+                self._reduce_dense(bundle, results, names, outcomes, turn)
             for index, gradient in enumerate(results):
                 if isinstance(gradient, tf.IndexedSlices):
                     results[index] = self._reduce_sparse(gradient, names[index])
@@ -199,21 +212,40 @@ class GradientExchange:
         results: list[Any],
         names: tuple[str, ...],
         outcomes: list[Any],
+        turn: str | None,
     ) -> None:
         plan = self.plan
         outer = applied_here(plan.compression)
+        name, fixed_name = names[bundle[0]], None
+        if turn is not None:
+            fixed_name = f"{self._scope}/{name}{turn}"
+            key = name.partition("/")[0] + turn
+            self.residuals.know(key, fixed_name, len(bundle) > 1)
+            self.residuals.hand_over(key)
         with on_device(plan.device_dense):
             pairs = [outer.compress(tf.convert_to_tensor(results[i])) for i in bundle]
             outputs, outcome = ops.allreduce(
-                [sent for sent, _ in pairs], names[bundle[0]], op=plan.op,
+                [sent for sent, _ in pairs], name, op=plan.op,
                 prescale=1.0 / plan.predivide_factor, postscale=plan.predivide_factor,
                 process_set=plan.process_set, gradient_of=self._number,
                 codec=plan.compression.codec, codec_argument=plan.compression.argument,
-                grouped=len(bundle) > 1,
+                grouped=len(bundle) > 1, fixed_name=fixed_name,
             )  # fmt: skip
             outcomes += outcome or []
             for i, output, (_, context) in zip(bundle, outputs, pairs, strict=True):
                 results[i] = outer.decompress(output, context)
+
+    def _turn(self) -> str | None:
+        """What makes fixed names unique in a graph; None where the nodes' names will do.
+
+        A graph that applies gradients twice may have both in flight; its functions and branches run
+        one after the other, since all change the same variables.
+        """
+        if self._turns is None:
+            return None
+        graph = tf.compat.v1.get_default_graph()
+        turn = self._turns[graph] = self._turns.get(graph, 0) + 1
+        return f"#{turn}" if turn > 1 else ""
 
     def _reduce_sparse(self, slices: Any, name: str) -> Any:
         plan = self.plan

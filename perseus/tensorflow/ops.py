@@ -129,6 +129,7 @@ def allreduce(
     priority: int = 0,
     grouped: bool = False,
     ignore_name_scope: bool = False,
+    fixed_name: str | None = None,
 ) -> tuple[list[Any], list[Any] | None]:
     """Reduce each tensor over all ranks: (results, outcomes). Differentiable.
 
@@ -136,6 +137,8 @@ def allreduce(
     op: Average, Sum, Min, Max, Product or Adasum; integers truncate towards zero.
     prescale, postscale: multiplied in before and after.
     gradient_of, codec, codec_argument, priority: as in perseus_request (perseus.h).
+    fixed_name: the core's, of the only op, whatever its node in a graph is called; it must not be
+        in flight twice.
 
     outcomes: None unless gradient_of is given, else an int32 scalar of each op (one if grouped), a
     perseus_gradient: 0 reduced; 1 held back, the result means nothing; 2 skipped.
@@ -157,6 +160,7 @@ def allreduce(
             priority=priority,
             grouped=grouped,
             **naming("HorovodAllreduce", name, part, ignore_name_scope),
+            **({} if fixed_name is None else {"tensor_name": fixed_name}),
         )
         keep_shapes(reduced, part)
         if not tf.executing_eagerly():

@@ -18,8 +18,9 @@ import torch
 from perseus import basics
 from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet
+from perseus.residuals import Residuals
 from perseus.torch.functions import broadcast_object
-from perseus.torch.residuals import Residual, Residuals
+from perseus.torch.residuals import Residual, as_buffers, as_tensors
 from perseus.torch.session import ALLREDUCE, session, synchronize
 from perseus.torch.sparse import empty_like, start_sparse_allreduce
 
@@ -86,11 +87,9 @@ class GradientReducer:
         self._postscale = plan.predivide_factor
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
         self._number = basics.new_gradients()
-        self._residuals = Residuals(
-            self._number,
-            [(bundle.name, bundle.grouped) for bundle in self._bundles],
-            plan.process_set.process_set_id,
-        )
+        self._residuals = Residuals(self._number, plan.process_set.process_set_id)
+        for bundle in self._bundles:
+            self._residuals.know(bundle.name, bundle.name, bundle.grouped)
         # Whether what was waited for last may be applied: it is neither part of a sum nor a NaN.
         self.applies = True
         self.reset()
@@ -117,20 +116,11 @@ class GradientReducer:
         for bundle in self._bundles:
             while bundle.handle != 0 and not session.poll(bundle.handle):
                 time.sleep(_POLL_SECONDS)
-        return self._residuals.read()
+        return as_tensors(self._residuals.read())
 
     def go_on_with(self, residuals: Mapping[str, Residual]) -> None:
         """Have these, as residuals() gave them, added to the next gradients; after a forget()."""
-        self._residuals.replace(residuals)
-
-    def hand_over(self) -> None:
-        """Give the core all that waits for the next reductions."""
-        for bundle in self._bundles:
-            self._residuals.hand_over(bundle.name, bundle.grouped)
-
-    def leave_world(self) -> None:
-        """Keep for the next world what is to go on there."""
-        self._residuals.take_along()
+        self._residuals.replace(as_buffers(residuals))
 
     def busy(self) -> bool:
         """Whether a reduction was started and not waited for."""
@@ -205,7 +195,7 @@ class GradientReducer:
             return
         tensors = gradients[0] if len(gradients) == 1 else tuple(gradients)
         if self._residuals.waiting:
-            self._residuals.hand_over(bundle.name, bundle.grouped)
+            self._residuals.hand_over(bundle.name)
         bundle.handle = session.submit(
             ALLREDUCE, bundle.name, tensors, tensors, self.plan.op, self._prescale, self._postscale,
             0, None, self.plan.process_set.process_set_id, self._number,
@@ -265,20 +255,6 @@ def _begin_world() -> None:
 
 
 basics.at_init(_begin_world)
-
-
-def _leave_world() -> None:
-    for reducer in _living:
-        reducer.leave_world()
-
-
-def _hand_over() -> None:
-    for reducer in _living:
-        reducer.hand_over()
-
-
-basics.at_reset(_leave_world)
-basics.at_flush(_hand_over)
 
 
 def _attach(reducer: GradientReducer, bundle: _Bundle, index: int, parameter: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ CASES = [
         "keras_checks",
         "keras_callback_checks",
         "keras_setting_checks",
+        "keras_residual_checks",
         "keras_example_checks",
     )
     for check in checks_of(importlib.import_module(module))
@@ -44,3 +45,12 @@ def test_the_example_is_a_script():
     found = re.findall(r"test accuracy: (\d\.\d+)", output)
     assert len(found) == 1, output  # rank 0 alone
     assert float(found[0]) >= 0.97
+
+
+@pytest.mark.full
+def test_training_goes_on_in_another_process(tmp_path):
+    command = [sys.executable, str(HERE / "programs" / "keras_resume.py"), str(tmp_path)]
+    for times in range(2):
+        status, output = run_ranks(2, command)
+        assert status == 0, output
+        assert output.count("went on") == 2 * times

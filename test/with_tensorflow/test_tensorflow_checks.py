@@ -20,6 +20,7 @@ KERAS_3_MODULES = [
     "keras_checks",
     "keras_callback_checks",
     "keras_setting_checks",
+    "keras_residual_checks",
     "tf_keras_checks",
 ]
 MODULES = [

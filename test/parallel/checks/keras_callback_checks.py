@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import tempfile
 from importlib.util import find_spec
@@ -215,3 +216,28 @@ def check_states_are_committed_in_fit() -> None:
     _fit(update, commit, hvd.elastic.UpdateEpochStateCallback(state), epochs=2)
     assert state.commits == [(5, 2), (5, 0), (6, 2), (6, 0)], state.commits
     assert state.epoch == 7
+
+
+def check_unmodified_scripts_for_horovod_train() -> None:
+    """horovod.keras on either framework, horovod.tensorflow.keras on its own."""
+    importlib.import_module("perseus.compat.horovod")
+    names = ["horovod.keras"]
+    if keras.backend.backend() == "tensorflow":
+        names.append("horovod.tensorflow.keras")
+    reference = _model()
+    reference.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    parts = [_data(rank) for rank in range(hvd.size())]
+    for start in range(0, 32, 8):
+        reference.train_on_batch(
+            *(np.concatenate([part[k][start : start + 8] for part in parts]) for k in (0, 1))
+        )
+    for name in names:
+        theirs = importlib.import_module(name)
+        theirs.init()
+        model = _model()
+        model.compile(theirs.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+        start = theirs.callbacks.BroadcastGlobalVariablesCallback(0)
+        _fit(start, theirs.callbacks.MetricAverageCallback(), model=model, epochs=1)
+        assert start.broadcast_done
+        _close(model.weights, reference.weights, 1e-4)
+        _same_everywhere([*model.weights, *model.optimizer.variables])

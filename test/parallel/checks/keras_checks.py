@@ -457,3 +457,64 @@ def check_functions_on_values() -> None:
         in _raised(RuntimeError, hvd.broadcast_global_variables, 0)
         or keras.backend.backend() == "tensorflow"
     )
+
+
+def check_reductions_begin_before_backward_ends() -> None:
+    """The first layer's gradient waits, inside backward, for the reduction of the last one's."""
+    if keras.backend.backend() != "torch":
+        return
+    import torch
+
+    from perseus.torch.session import poll
+
+    began: list[bool] = []
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inputs):
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            exchange = model.optimizer._exchange._exchange
+            begun = exchange._overlap._begun.values() if exchange else ()
+            handles = [each.handle for each in begun]
+            while not all(map(poll, handles)):
+                pass
+            began.append(len(handles) == 2)
+            return gradient
+
+    class Layer(keras.layers.Layer):
+        def call(self, inputs):
+            return Waits.apply(inputs)
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.layers.Input((6,)), keras.layers.Dense(8, "tanh"), Layer(), keras.layers.Dense(3)]
+    )
+    reference = _model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+    reference.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    x, y = _data(hvd.rank())
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    assert began == [False, True, True, True], began  # the first step makes the names
+    parts = [_data(rank) for rank in range(hvd.size())]
+    for first in range(0, 32, 8):
+        rows = slice(first, first + 8)
+        reference.train_on_batch(*(np.concatenate([p[k][rows] for p in parts]) for k in (0, 1)))
+    _close(model.weights, reference.weights, 1e-4)
+    # A backward of one's own, and gradients that are changed before they are applied.
+    for announced, in_place in ((False, False), (True, False), (True, True)):
+        for each, inputs in ((model, x), (reference, np.concatenate([p[0] for p in parts]))):
+            each.zero_grad()
+            loss = each(torch.as_tensor(inputs)).square().mean()
+            (each.optimizer.scale_loss(loss) if announced else loss).backward()
+            gradients = [v.value.grad for v in each.trainable_variables]
+            if in_place:
+                for gradient in gradients:
+                    gradient.mul_(2.0)
+            else:
+                gradients = [gradient * 2.0 for gradient in gradients]
+            each.optimizer.apply(gradients, each.trainable_variables)
+    _close(model.weights, reference.weights, 1e-4)
+    _same_everywhere([*model.weights, *model.optimizer.variables])

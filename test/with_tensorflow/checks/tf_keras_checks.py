@@ -158,7 +158,7 @@ def check_models_that_differ_are_an_error_in_fit() -> None:
     try:
         model.fit(x, y, verbose=0)
     except tf.errors.FailedPreconditionError as error:
-        assert "sequential/dense/" in str(error)
+        assert "/dense/" in str(error)
     else:
         raise AssertionError("nobody minds")
     assert float(hvd.allreduce(1.0, op=hvd.Sum, name="usable")) == hvd.size()
