@@ -101,6 +101,13 @@ class Outcome:
                 pytest.fail(f"on rank {rank}:\n{error}", pytrace=False)
 
 
+def pytest_collection_modifyitems(items):
+    """Whatever test comes first waits for a whole launch, which has a time limit of its own."""
+    for item in items:
+        if "outcome_of" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(scope="session")
 def outcome_of(request, tmp_path_factory):
     """outcome_of(module, ranks) -> Outcome.

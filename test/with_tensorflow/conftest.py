@@ -21,6 +21,7 @@ _ranks = importlib.util.module_from_spec(_specification)
 _specification.loader.exec_module(_ranks)
 
 outcome_of = _ranks.outcome_of
+pytest_collection_modifyitems = _ranks.pytest_collection_modifyitems
 
 
 @pytest.fixture
