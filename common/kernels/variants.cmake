@@ -7,12 +7,17 @@ if(PERSEUS_SANITIZE)
   set(KERNEL_OPTIMISATION -O1)
 endif()
 set(KERNEL_OPTIONS ${KERNEL_OPTIMISATION} -ffp-contract=off -fno-math-errno -fno-trapping-math)
+set(WIDE_KERNEL_OPTIONS ${KERNEL_OPTIONS})
+if(PERSEUS_SANITIZE)
+  # The same loops as the portable ones, where undefined behaviour shows: here it is what they read and write.
+  list(APPEND WIDE_KERNEL_OPTIONS -fno-sanitize=undefined)
+endif()
 set_source_files_properties(kernels/variant_portable.cc kernels/variant_neon.cc PROPERTIES
                             COMPILE_OPTIONS "${KERNEL_OPTIONS}")
 set_source_files_properties(kernels/variant_avx2.cc PROPERTIES
-                            COMPILE_OPTIONS "${KERNEL_OPTIONS};-mavx2;-mf16c;-mno-fma")
+                            COMPILE_OPTIONS "${WIDE_KERNEL_OPTIONS};-mavx2;-mf16c;-mno-fma")
 set_source_files_properties(kernels/variant_avx512.cc PROPERTIES COMPILE_OPTIONS
-                            "${KERNEL_OPTIONS};-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mf16c;-mprefer-vector-width=512")
+                            "${WIDE_KERNEL_OPTIONS};-mavx512f;-mavx512bw;-mavx512vl;-mavx512dq;-mf16c;-mprefer-vector-width=512")
 
 # HEADER_FILE_ONLY keeps a source of another architecture out of the build.
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|amd64|AMD64)$")

@@ -47,10 +47,11 @@ def test_interrupt_sent_to_every_rank_is_a_keyboard_interrupt(quickly, scenario,
             at = ranks.signal_all(signal.SIGINT)
             statuses = [ranks.finish(rank) for rank in range(2)]
             took = time.monotonic() - at
-            # One may learn of the other's end before Python comes to look at its own signal.
+            # One may learn of the other's end before Python comes to look at its own signal, or
+            # before the signal is sent.
             assert -signal.SIGINT in statuses
             for rank in range(2):
-                assert "KeyboardInterrupt" in ranks.output(rank)
+                assert "KeyboardInterrupt" in ranks.output(rank) or ranks.find(rank, "error")
             return took
 
     quickly(SOON, attempt)
