@@ -33,7 +33,8 @@ def broadcast_variables(
     """Overwrite variables with the root's; those of TensorFlow and of Keras.
 
     variables: equal in number, order, shapes and dtypes on all ranks. root_rank: a global rank.
-    inplace: write into the variables' own memory instead of a copy that is then assigned.
+    inplace: use broadcast_. Either way values arrive in new memory, which becomes the variables'
+        without another copy: TensorFlow 2.21 does not export what would give a kernel theirs.
 
     In eager mode it is done on return (None). In a graph, returns the operation that does it.
     """
