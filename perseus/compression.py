@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -59,38 +60,36 @@ class SettingsCompressor(NoneCompressor):
     codec = SETTINGS
 
 
-class CastCompressor(Compressor):
-    """Floating tensors travel in another dtype and come back in their own; others unchanged.
+def cast_compressor(
+    name: str,
+    codec: int,
+    dtype: Any,
+    is_floating: Callable[[Any], bool],
+    cast: Callable[[Any, Any], Any],
+) -> type[Compressor]:
+    """A framework's compressor for a 16-bit codec, by its dtype and cast(tensor, dtype).
 
-    An adapter's subclass says how its tensors are cast, and for each codec to which dtype.
+    Floating tensors travel in that dtype and come back in their own; others unchanged.
     """
 
-    in_core = True
-    dtype: Any = None
+    class CastCompressor(Compressor):
+        """Floating tensors travel in 16 bits and come back in their own dtype; others unchanged."""
 
-    @staticmethod
-    def is_floating(tensor: Any) -> bool:
-        """Whether the tensor is cast at all."""
-        raise NotImplementedError
+        in_core = True
 
-    @staticmethod
-    def cast(tensor: Any, dtype: Any) -> Any:
-        """The tensor in this dtype."""
-        raise NotImplementedError
+        @staticmethod
+        def compress(tensor: Any) -> tuple[Any, Any]:
+            """The tensor in 16 bits, and the dtype to go back to."""
+            return (cast(tensor, dtype), tensor.dtype) if is_floating(tensor) else (tensor, None)
 
-    @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """The tensor in 16 bits, and the dtype to go back to."""
-        return (
-            (cls.cast(tensor, cls.dtype), tensor.dtype)
-            if cls.is_floating(tensor)
-            else (tensor, None)
-        )
+        @staticmethod
+        def decompress(tensor: Any, ctx: Any) -> Any:
+            """The tensor in the dtype it had."""
+            return tensor if ctx is None else cast(tensor, ctx)
 
-    @classmethod
-    def decompress(cls, tensor: Any, ctx: Any) -> Any:
-        """The tensor in the dtype it had."""
-        return tensor if ctx is None else cls.cast(tensor, ctx)
+    CastCompressor.codec = codec
+    CastCompressor.__name__ = CastCompressor.__qualname__ = name
+    return CastCompressor
 
 
 class Int8Compressor(NoneCompressor):

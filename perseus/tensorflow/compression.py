@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import tensorflow as tf
 
 from perseus.compression import (
     BFLOAT16,
     FLOAT16,
-    CastCompressor,
     Compressions,
     Compressor,
     NoneCompressor,
+    cast_compressor,
 )
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
-
-class _Cast(CastCompressor):
-    @staticmethod
-    def is_floating(tensor: Any) -> bool:
-        return bool(tensor.dtype.is_floating)
-
-    @staticmethod
-    def cast(tensor: Any, dtype: tf.DType) -> Any:
-        return tf.cast(tensor, dtype)
-
-
-class FP16Compressor(_Cast):
-    """Floating tensors travel as float16 and come back in their own dtype; others unchanged."""
-
-    codec = FLOAT16
-    dtype = tf.float16
-
-
-class BF16Compressor(_Cast):
-    """Floating tensors travel as bfloat16 and come back in their own dtype; others unchanged."""
-
-    codec = BFLOAT16
-    dtype = tf.bfloat16
+_compressor = partial(
+    cast_compressor, is_floating=lambda tensor: bool(tensor.dtype.is_floating), cast=tf.cast
+)
+FP16Compressor = _compressor("FP16Compressor", FLOAT16, tf.float16)
+BF16Compressor = _compressor("BF16Compressor", BFLOAT16, tf.bfloat16)
 
 
 class Compression(Compressions):

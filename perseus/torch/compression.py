@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from perseus.compression import (
     BFLOAT16,
     FLOAT16,
-    CastCompressor,
     Compressions,
     Compressor,
     NoneCompressor,
+    cast_compressor,
 )
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
-
-class _Cast(CastCompressor):
-    @staticmethod
-    def is_floating(tensor: torch.Tensor) -> bool:
-        return tensor.dtype.is_floating_point
-
-    @staticmethod
-    def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype)
-
-
-class FP16Compressor(_Cast):
-    """Floating tensors travel as float16 and come back in their own dtype; others unchanged."""
-
-    codec = FLOAT16
-    dtype = torch.float16
-
-
-class BF16Compressor(_Cast):
-    """Floating tensors travel as bfloat16 and come back in their own dtype; others unchanged."""
-
-    codec = BFLOAT16
-    dtype = torch.bfloat16
+_compressor = partial(
+    cast_compressor, is_floating=lambda tensor: tensor.dtype.is_floating_point, cast=torch.Tensor.to
+)
+FP16Compressor = _compressor("FP16Compressor", FLOAT16, torch.float16)
+BF16Compressor = _compressor("BF16Compressor", BFLOAT16, torch.bfloat16)
 
 
 class Compression(Compressions):

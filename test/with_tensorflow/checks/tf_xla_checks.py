@@ -10,6 +10,7 @@ import tensorflow as tf
 from tf_training import raised
 
 import perseus.tensorflow.horovod as hvd
+from perseus.keras.backend import KERAS_2
 
 REFUSED = "pass jit_compile=False, to tf.function or to Keras' Model.compile"
 
@@ -31,9 +32,6 @@ def check_ops_refuse_functions_that_xla_compiles() -> None:
             message = raised(NotImplementedError, refused)
             assert name in message, message
             assert REFUSED in message, message
-
-
-KERAS_2 = keras.__version__.startswith("2.")
 
 
 def _model(**arguments: object) -> keras.Model:
