@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,12 +107,22 @@ def within() -> bool:
     return bool(control_flow_util.GraphOrParentsInXlaContext(ops.get_default_graph()))
 
 
+def _warn_of_perf_check() -> None:
+    if basics.is_initialized() and basics.setting("PERSEUS_PERF_CHECK_N_STEPS") > 0:
+        warnings.warn(
+            "[tensorflow] PERSEUS_PERF_CHECK_N_STEPS: in a program of XLA waiting for other ranks "
+            "looks like computing, so slow ranks may not be found: search with jit_compile=False",
+            stacklevel=3,
+        )
+
+
 def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
     from tensorflow import autograph
 
     @functools.wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if within() and not (built and name in _COMPILED):
+        compiled = within()
+        if compiled and not (built and name in _COMPILED):
             lacks = (
                 "for which Perseus' XLA library must be built, once on every host, with "
                 "`perseusrun --build-xla`; or"
@@ -122,6 +133,8 @@ def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
                 f"[tensorflow] {name} is called in a function that XLA compiles, {lacks} pass "
                 "jit_compile=False, to tf.function or to Keras' Model.compile"
             )
+        if compiled:
+            _warn_of_perf_check()
         return function(*args, **kwargs)
 
     return autograph.experimental.do_not_convert(make)

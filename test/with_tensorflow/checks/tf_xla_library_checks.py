@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import keras
@@ -19,6 +20,7 @@ from tf_training import (
 )
 
 import perseus.tensorflow.horovod as hvd
+import perseus.tensorflow.horovod.keras as hvd_keras
 from perseus.tensorflow import mpi_ops, ops
 
 DTYPES = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.uint8, tf.int32, tf.int64]
@@ -147,9 +149,14 @@ def check_settings_for_gradients_act_under_xla() -> None:
             _assert_trains_as_without_xla(_trained)
 
 
-def _fitted(compiled: bool) -> list[np.ndarray]:
-    import perseus.tensorflow.horovod.keras as hvd_keras
+def check_the_search_for_slow_ranks_says_that_it_cannot_look_into_programs() -> None:
+    with world_with(PERSEUS_PERF_CHECK_N_STEPS=2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _compiled(lambda value: mpi_ops._allreduce(value, "searched"))(tf.ones([3]))
+    assert any("PERSEUS_PERF_CHECK_N_STEPS" in str(line.message) for line in told), told
 
+
+def _fitted(compiled: bool) -> list[np.ndarray]:
     keras.utils.set_random_seed(3)
     layers = keras.layers
     model = keras.Sequential([layers.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(2)])
@@ -161,8 +168,6 @@ def _fitted(compiled: bool) -> list[np.ndarray]:
 
 
 def check_keras_trains_as_without_xla() -> None:
-    if keras.__version__.startswith("2."):
-        return
     _assert_trains_as_without_xla(_fitted)
     with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
         _assert_trains_as_without_xla(_fitted)
