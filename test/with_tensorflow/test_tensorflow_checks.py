@@ -23,6 +23,7 @@ MODULES = [
     "tf_optimizer_checks",
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
+    "tf_bench_checks",
     "tf_example_checks",
 ]
 CASES = [
