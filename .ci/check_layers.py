@@ -47,7 +47,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "mxnet": {"", "elastic"},
     "run": {"", "elastic"},
     "report": {""},
-    "bench": {"", "torch", "run"},
+    "bench": {"", "torch", "tensorflow", "tensorflow.horovod", "run"},
     "compat": {"", "elastic", "torch", "tensorflow", "tensorflow.horovod", "keras", "mxnet", "run"},
 }
 # Framework -> parts of perseus/ that may import it.

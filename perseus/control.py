@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # enum perseus_kind.
 _ALLGATHER = 1
 _BROADCAST = 2
+_BARRIER = 5
 _ADD_GROUP = 6
 _REMOVE_GROUP = 7
 _UINT8 = 4  # enum perseus_dtype
@@ -31,6 +32,11 @@ def add_group(ranks: Sequence[int]) -> int:
 def remove_group(group: int) -> None:
     """End a group; what is pending there fails on its members."""
     _run(_REMOVE_GROUP, "remove", numbers=[group])
+
+
+def barrier() -> None:
+    """Return once every rank of the world is here."""
+    _run(_BARRIER, "control.barrier")
 
 
 def gather_lines(line: str, name: str) -> list[str]:

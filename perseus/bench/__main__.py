@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -11,12 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from perseus.bench import advice, plot, report
+from perseus.bench import plot, report
 from perseus.bench.bars import suite
 from perseus.bench.codecs import parse as parse_codecs
 from perseus.bench.launch import HostsUnavailableError, Job, JobError, run
 from perseus.bench.models import MODELS, TRAINED
-from perseus.bench.plan import DDP, PEERS, Plan
+from perseus.bench.plan import DDP, PEERS, TENSORFLOW, TORCH, Plan
 from perseus.bench.record import Record
 from perseus.bench.sizes import parse_sizes
 
@@ -26,7 +27,7 @@ _CASES = {
     "tensors": "500 tensors of 1000 floats, against packing them",
     "network": "in-place allreduce of one large tensor, against a raw TCP exchange",
     "gradients": "all gradients of a model, or of one tensor, through codecs",
-    "training": "a network's optimizer steps, against native DDP",
+    "training": "a network's optimizer steps, against DDP or MultiWorkerMirroredStrategy",
     "collectives": "every operation over a range of sizes",
 }
 _WITH_CODECS = ("gradients", "training")
@@ -73,6 +74,10 @@ def _advise(given: argparse.Namespace) -> int:
     """--advise: a job that measures links and prints what to set."""
     if given.cases or given.codec or given.sizes or given.plot or given.readme:
         raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
+    if given.framework != TORCH:
+        raise ValueError(f"--framework {given.framework}: --advise computes with torch")
+    from perseus.bench import advice  # needs torch
+
     lines: list[str] = []
 
     def show(line: str) -> None:
@@ -120,6 +125,10 @@ def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
 
 
 def _jobs(given: argparse.Namespace) -> list[Job]:
+    if importlib.util.find_spec(given.framework) is None:
+        raise ValueError(f"--framework {given.framework}: {sys.executable} has no such package")
+    if given.framework == TENSORFLOW and given.cases != ["training"]:
+        raise ValueError(f"--framework {TENSORFLOW}: it has the case training")
     if not given.cases:
         fixed = [
             name
@@ -144,6 +153,7 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         codecs=_codecs(given),
         seconds=given.seconds,
         links=given.links,
+        framework=given.framework,
     )
     return [_job(given, plan)]
 
@@ -163,8 +173,11 @@ def _job(given: argparse.Namespace, plan: Plan) -> Job:
 
 
 def _peers(given: argparse.Namespace) -> list[str]:
-    if given.peer != DDP:
-        return _names(given.peer, PEERS, "--peer")
+    peers = PEERS[given.framework]
+    if given.peer is None:
+        return [peers[0]]
+    if given.peer != DDP or given.framework != TORCH:
+        return _names(given.peer, peers, "--peer")
     if given.cases != ["training"]:
         raise ValueError(f"--peer {DDP}: it is a peer of training; others have torch-gloo")
     return ["torch-gloo"]
@@ -177,7 +190,7 @@ def _codecs(given: argparse.Namespace) -> list[str]:
     if found and others:
         raise ValueError(f"--codec is of {' and '.join(_WITH_CODECS)}, not of {others[0]}")
     for codec in found:
-        codec.arguments()
+        codec.arguments(given.framework)
     return [codec.label for codec in found]
 
 
@@ -211,7 +224,9 @@ def _parser() -> argparse.ArgumentParser:
     add("cases", nargs="*", metavar="case", help="see below; none = the suite of README.md")
     add("-np", "--num-proc", type=_positive, metavar="N", help="ranks (default 2)")
     add("--sizes", metavar="LIST", help="bytes, such as 4,64K or 4K-64M (steps of four)")
-    add("--peer", default="torch-gloo", metavar="LIST", help=f"of {', '.join(PEERS)}; '' = none")
+    add("--framework", choices=PEERS, default=TORCH, help="whose tensors (torch)")
+    peers = "; ".join(f"{', '.join(names)} of {name}" for name, names in PEERS.items())
+    add("--peer", metavar="LIST", help=f"{peers}; default each one's first, '' = none")
     add("--model", default="", metavar="LIST", help=f"of {', '.join(MODELS)}; default all")
     add("--codec", default="", metavar="LIST", help="such as fp16,int8,topk:0.01,rotate:8,auto")
     add("--seconds", type=_seconds, default=3.0, help="per size, all contenders together (3)")

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 
 import perseus.torch.horovod as hvd
 from perseus import basics
-from perseus.bench.models import MODELS, Shapes
-from perseus.bench.nets import BATCH, CLASSES, NETS
+from perseus.bench.models import BATCH, CLASSES, MODELS, Shapes
+from perseus.bench.nets import NETS
 from perseus.bench.plan import Plan
 from perseus.bench.sizes import show_bytes, show_seconds
 from perseus.compression import EXACT, FLOAT16, INT8, TOP_K

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from perseus.bench.plan import TORCH
+
 DEFAULT = "default"  # what an optimizer does without `compression=`
 PLAIN = "none"
 
@@ -96,11 +98,11 @@ class Codec:
         rounding = ranks * _SUM_ROUNDING
         return kind.largest + rounding, kind.rms + rounding
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, framework: str = TORCH) -> dict[str, Any]:
         """What to hand to hvd.DistributedOptimizer; ValueError where this build lacks the codec."""
         if self.name == DEFAULT:
             return {}
-        known: Any = import_module("perseus.torch.horovod").Compression
+        known: Any = import_module(f"perseus.{framework}.horovod").Compression
         made = getattr(known, self.name, None)
         if made is None:
             here = [name for name in _KINDS if hasattr(known, name)]

@@ -54,7 +54,12 @@ def run(job: Job, say: Callable[[str], None], show: Callable[[str], None]) -> No
     plan = replace(job.plan, peers=peers)
     worker = [sys.executable, "-m", "perseus.bench.worker"]
     cores = len(os.sched_getaffinity(0))
-    usual = {"OMP_NUM_THREADS": str(max(1, cores // job.ranks)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    threads = str(max(1, cores // job.ranks))
+    usual = {
+        **dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
     environment = {**usual, **os.environ, **job.environment}
     with _place(job) as (start, plan_of_place):
         command = [*launcher, *worker, plan_of_place(plan).to_json()]

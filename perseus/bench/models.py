@@ -95,4 +95,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "bert-base": bert_base,
     "gpt2": gpt2,
 }
-TRAINED = ("resnet50", "vgg16")  # those that nets.py has as modules
+# Those that are trained, and the side of their square images in pixels.
+TRAINED = {"resnet50": 64, "vgg16": 32}
+BATCH = 16
+CLASSES = 1000

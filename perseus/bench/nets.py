@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from perseus.bench.models import TRAINED
+
 
 class _Bottleneck(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int, project: bool) -> None:
@@ -93,6 +95,7 @@ class Net:
     pixels: int
 
 
-NETS = {"resnet50": Net(ResNet50, 64), "vgg16": Net(VGG16, 32)}
-BATCH = 16
-CLASSES = 1000
+NETS = {
+    "resnet50": Net(ResNet50, TRAINED["resnet50"]),
+    "vgg16": Net(VGG16, TRAINED["vgg16"]),
+}

@@ -8,10 +8,12 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-
-import torch
+from typing import TYPE_CHECKING
 
 from perseus.addresses import interface_address, source_address
+
+if TYPE_CHECKING:
+    import torch
 
 _DEADLINE_SECONDS = 120
 _PIECE = 4 << 20  # bytes per system call

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field
 
 PERSEUS = "perseus"
-PEERS = ("torch-gloo", "mpi", "horovod")
+TORCH, TENSORFLOW = "torch", "tensorflow"  # frameworks, by the names of their packages
+PEERS = {TORCH: ("torch-gloo", "mpi", "horovod"), TENSORFLOW: ("multiworker",)}
 DDP = "torch-ddp-gloo"  # torch-gloo's name in training
 NEED_MPIRUN = ("mpi", "horovod")  # formed by mpirun only
 MARK = "PERSEUS-BENCH "  # begins a record's line in a job's output
@@ -19,7 +20,7 @@ class Plan:
     sizes: bytes; empty = what is usual for the case. seconds: for each table row, all contenders
     together. codecs: by label, beside plain. advise: no cases, but what settings to use; compute_s:
     a step's computation then, None = measured. rate_gbit and links describe the hosts' network, for
-    the records.
+    the records. framework: whose tensors are reduced; TensorFlow is there for training.
     """
 
     cases: list[str]
@@ -32,6 +33,7 @@ class Plan:
     compute_s: float | None = None
     rate_gbit: float | None = None
     links: int = 1
+    framework: str = TORCH
 
     def to_json(self) -> str:
         """The plan as one line."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-import perseus.torch.horovod as hvd
-from perseus import config, stats
+from perseus import basics, config, control, objects, stats
 from perseus.bench.codecs import Codec
-from perseus.bench.peers import Peer, form
-from perseus.bench.plan import PERSEUS, Plan
+from perseus.bench.plan import PERSEUS, TORCH, Plan
 from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ratio
 from perseus.bench.sampling import Contender, Samples, measure
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from perseus.bench.peers import Peer
 
 
 @dataclass
@@ -37,30 +38,29 @@ class Session:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.rank, self.size = hvd.rank(), hvd.size()
-        self.hosts = sum(hvd.allgather_object(hvd.local_rank() == 0))
-        self.counts_wire = self.hosts > 1 and hvd.local_rank() == 0
-        self.peers: list[Peer] = form(plan.peers, self._skipped)
+        self.rank, self.size = basics.rank(), basics.size()
+        self.hosts = self.share(basics.local_rank() == 0).count(True)
+        self.counts_wire = self.hosts > 1 and basics.local_rank() == 0
+        self.peers = self._formed() if plan.framework == TORCH else []
         self._settings = _own_settings()
 
     def barrier(self) -> None:
         """Return once every rank is here."""
-        hvd.barrier()
+        control.barrier()
 
     def agree(self, value: float) -> float:
         """Rank 0's value."""
-        return float(hvd.broadcast(torch.tensor([value], dtype=torch.float64), 0, "bench.agree"))
+        found: float = self.share(value)[0]
+        return found
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """Every rank's values (equally many), by rank."""
-        row = torch.tensor([values], dtype=torch.float64)
-        rows: list[list[float]] = hvd.allgather(row, "bench.gather").tolist()
-        return rows
+        return self.share(list(values))
 
-    def share(self, value: object) -> list[object]:
+    def share(self, value: object) -> list[Any]:
         """Every rank's value, by rank."""
-        values: list[object] = hvd.allgather_object(value)
-        return values
+        everybody = control.gather_bytes(objects.dumps(value), "bench.share", 0)
+        return [objects.loads(one) for one in everybody]
 
     def sizes(self, usual: list[int]) -> list[int]:
         """The sizes asked for, in bytes, or those usual for a case."""
@@ -80,12 +80,12 @@ class Session:
         least, most = codec.share(self.size)
         return {"payload": int(least * plain), "payload_most": int(most * plain)}
 
-    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def same(self, arrays: Iterable[np.ndarray[Any, Any]]) -> bool:
         """Whether all ranks hold the same bits; a collective."""
         found = 0
-        for tensor in tensors:
-            found = zlib.crc32(tensor.detach().numpy().reshape(-1).view("u1").data, found)
-        return len({row[0] for row in self.gather([float(found)])}) == 1
+        for array in arrays:
+            found = zlib.crc32(array.reshape(-1).view("u1").data, found)
+        return len(set(self.share(found))) == 1
 
     def records(self, subject: Subject) -> list[Record]:
         """Measure a subject: a record for each contender, alike on every rank but for stats."""
@@ -131,6 +131,11 @@ class Session:
             load1=round(os.getloadavg()[0], 2),
             note=note,
         )
+
+    def _formed(self) -> list[Peer]:
+        from perseus.bench.peers import form
+
+        return form(self.plan.peers, self._skipped)
 
     def _skipped(self, name: str, reason: str) -> None:
         if self.rank == 0:

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 import perseus.torch.horovod as hvd
 from perseus.bench import codecs
 from perseus.bench.codecs import Codec
-from perseus.bench.nets import BATCH, CLASSES, NETS, Net
+from perseus.bench.models import BATCH, CLASSES
+from perseus.bench.nets import NETS, Net
 from perseus.bench.plan import DDP, PERSEUS
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
@@ -134,7 +135,11 @@ def _turns(
         optimizer.step()
 
     def check() -> bool:
-        return session.same(parameters) and proven and math.isfinite(trainee.loss)
+        return (
+            session.same(p.detach().numpy() for p in parameters)
+            and proven
+            and math.isfinite(trainee.loss)
+        )
 
     return Contender(PERSEUS, "training", run, check=check, calls=_CALLS, warm=_WARM, warm_ups=1)
 

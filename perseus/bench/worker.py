@@ -8,13 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable, Iterator
 
-import perseus.torch.horovod as hvd
-from perseus.bench import advice
-from perseus.bench.cases import CASES
-from perseus.bench.peers import disband
-from perseus.bench.plan import MARK, Plan
-from perseus.bench.session import Session
+from perseus import basics
+from perseus.bench.plan import MARK, TENSORFLOW, Plan
+from perseus.bench.session import Session, Subject
+
+_Cases = dict[str, Callable[[Session], Iterator[Subject]]]
 
 
 def main() -> int:
@@ -22,25 +22,42 @@ def main() -> int:
     plan = Plan.from_json(sys.argv[1])
     # What a tuner tries in its first steps is not what is to be measured.
     os.environ.setdefault("HOROVOD_AUTOTUNE", "0")
-    hvd.init()
+    basics.init()
     if plan.advise:
+        from perseus.bench import advice
+
         for found in advice.measure(plan):
-            if hvd.rank() == 0:
+            if basics.rank() == 0:
                 print(MARK + found.to_json(), flush=True)
-        hvd.shutdown()
+        basics.shutdown()
         return 0
+    cases, disband = _of_tensorflow() if plan.framework == TENSORFLOW else _of_torch()
     session = Session(plan)
     # The collector would run in the middle of a repetition.
     gc.disable()
     for name in plan.cases:
-        for subject in CASES[name](session):
+        for subject in cases[name](session):
             for record in session.records(subject):
                 if session.rank == 0:
                     print(MARK + record.to_json(), flush=True)
             gc.collect()
     disband()
-    hvd.shutdown()
+    basics.shutdown()
     return 0
+
+
+def _of_torch() -> tuple[_Cases, Callable[[], None]]:
+    """The cases, and what ends their peers. Frameworks are imported where they are measured."""
+    from perseus.bench.cases import CASES
+    from perseus.bench.peers import disband
+
+    return CASES, disband
+
+
+def _of_tensorflow() -> tuple[_Cases, Callable[[], None]]:
+    from perseus.bench import tensorflow_training
+
+    return {"training": tensorflow_training.sweep}, lambda: None
 
 
 if __name__ == "__main__":

@@ -122,6 +122,8 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["latency", "--rate", "1gbit"], "add --hosts 2"),
         (["latency", "--hosts", "3", "-np", "2"], "more hosts than ranks"),
         (["latency", "--seconds", "-1"], "expected seconds above 0"),
+        (["latency", "--framework", "jax"], "invalid choice: 'jax'"),
+        (["--advise", "--framework", "tensorflow"], "--advise computes with torch"),
         (["-np", "4"], "name a case"),
         (["--readme", "/nonexistent/README.md"], "no such file"),
     ],

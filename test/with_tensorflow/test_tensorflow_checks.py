@@ -35,6 +35,7 @@ MODULES = [
     "tf_sync_batch_norm_checks",
     "tf_setting_checks",
     "tf_xla_checks",
+    "tf_bench_checks",
     "tf_example_checks",
 ]
 CASES = [

@@ -9,7 +9,8 @@ import perseus.torch.horovod as hvd
 from perseus.bench import gradients, training
 from perseus.bench.codecs import Codec
 from perseus.bench.gradients import Entrant, NormalData
-from perseus.bench.nets import CLASSES, Net
+from perseus.bench.models import CLASSES
+from perseus.bench.nets import Net
 from perseus.bench.peers import disband
 from perseus.bench.plan import Plan
 from perseus.bench.session import Session
