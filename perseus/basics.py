@@ -274,6 +274,11 @@ def setting(name: str) -> int:
     return _context().setting(name)
 
 
+def stacks_gathered() -> bool:
+    """Whether allgather gives its result a dimension of ranks, by PERSEUS_CHANGE_HVD_ALLGATHER."""
+    return _world.context is not None and setting("PERSEUS_CHANGE_HVD_ALLGATHER") == 1
+
+
 def new_gradients() -> int:
     """A number under which the core keeps the sums of one optimizer's gradients; never 0."""
     return next(_gradient_numbers)

@@ -27,6 +27,7 @@ enum class Var {
   kTopKHalf,
   kDownsample,
   kGradientMomentum,
+  kChangeAllgather,
   kAllreduceMode,
   kTwoD,
   kAllreduceAlgorithm,

@@ -15,7 +15,7 @@ from perseus.keras.backend import Reduction
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
-from perseus.torch import exchange, functions, reductions, scatter
+from perseus.torch import exchange, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
 from perseus.torch.session import ALLREDUCE, Adasum, Average, Min, Sum, session, synchronize
@@ -160,7 +160,7 @@ def allreduce(  # noqa: PLR0917 - all are given
 
 def allgather(value: Any, name: str | None) -> torch.Tensor:
     """See Backend."""
-    return exchange.allgather(torch.as_tensor(value), name)
+    return gather.allgather(torch.as_tensor(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None) -> torch.Tensor:

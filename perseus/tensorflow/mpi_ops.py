@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import tensorflow as tf
+
+from perseus import basics
 from perseus.basics import (
     ccl_built,
     cross_rank,
@@ -177,6 +180,11 @@ def _grouped_allreduce(
     return results
 
 
+def _laid_out(tensor: Any) -> Any:
+    """As allgather takes it: a row of ranks where PERSEUS_CHANGE_HVD_ALLGATHER is 0."""
+    return tf.expand_dims(tensor, 0) if basics.stacks_gathered() else tensor
+
+
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -185,7 +193,7 @@ def allgather(
 ) -> Any:
     """The tensors of all ranks joined along dimension 0, which alone may differ. Differentiable."""
     return ops.allgather(
-        [tensor], name, process_set=process_set, ignore_name_scope=ignore_name_scope
+        [_laid_out(tensor)], name, process_set=process_set, ignore_name_scope=ignore_name_scope
     )[0]
 
 
@@ -197,7 +205,11 @@ def grouped_allgather(
 ) -> list[Any]:
     """allgather of several tensors as one operation. Differentiable."""
     return ops.allgather(
-        tensors, name, process_set=process_set, grouped=True, ignore_name_scope=ignore_name_scope
+        list(map(_laid_out, tensors)),
+        name,
+        process_set=process_set,
+        grouped=True,
+        ignore_name_scope=ignore_name_scope,
     )
 
 

@@ -36,8 +36,6 @@ from perseus.process_sets import (
 from perseus.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
 from perseus.torch.compression import Compression
 from perseus.torch.exchange import (
-    allgather,
-    allgather_async,
     alltoall,
     alltoall_async,
     barrier,
@@ -45,8 +43,6 @@ from perseus.torch.exchange import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
     join,
 )
 from perseus.torch.functions import (
@@ -54,6 +50,12 @@ from perseus.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+)
+from perseus.torch.gather import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
 )
 from perseus.torch.group_comm import GroupComm
 from perseus.torch.optimizer import DistributedOptimizer

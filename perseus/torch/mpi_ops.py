@@ -47,8 +47,6 @@ from perseus.torch.exchange import (
     HorovodAlltoall,
     HorovodBroadcast,
     HorovodGroupedAllgather,
-    allgather,
-    allgather_async,
     alltoall,
     alltoall_async,
     barrier,
@@ -56,9 +54,13 @@ from perseus.torch.exchange import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    join,
+)
+from perseus.torch.gather import (
+    allgather,
+    allgather_async,
     grouped_allgather,
     grouped_allgather_async,
-    join,
 )
 from perseus.torch.reductions import (
     HorovodAllreduce,

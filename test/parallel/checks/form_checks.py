@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from patterns import ALL, FLOATS, assert_job_usable, assert_same, everyone, raised, values
+from patterns import (
+    ALL,
+    FLOATS,
+    assert_job_usable,
+    assert_same,
+    everyone,
+    raised,
+    values,
+    world_with,
+)
 
 import perseus.torch.horovod as hvd
 
@@ -185,6 +194,36 @@ def check_allgather() -> None:
             results = form.run(everyone[hvd.rank()], name)
             for i, result in enumerate(results):
                 assert_same(result, torch.cat([tensors[i] for tensors in everyone]))
+
+
+def check_allgather_stacks_where_it_is_told_to() -> None:
+    """PERSEUS_CHANGE_HVD_ALLGATHER; objects, and what normalises batches, are gathered as ever."""
+    own = values((2, 3), torch.float32, hvd.rank())
+    everyone = [values((2, 3), torch.float32, r) for r in range(hvd.size())]
+    with world_with(PERSEUS_CHANGE_HVD_ALLGATHER=0):
+        for form in ALLGATHER:
+            for right, tensor in (
+                (torch.stack(everyone), own),
+                (torch.arange(hvd.size()), torch.tensor(hvd.rank())),
+            ):
+                assert_same(
+                    form.run([tensor], f"stacked.{form.function.__name__}.{tensor.dim()}")[0], right
+                )
+        weights = own.clone().requires_grad_()
+        factors = torch.arange(float(hvd.size())).reshape(-1, 1, 1) + 1
+        (hvd.allgather(weights, name="graph") * factors).sum().backward()
+        assert_same(weights.grad, torch.full((2, 3), hvd.rank() + 1.0))
+        text = raised(
+            RuntimeError, lambda: hvd.allgather(torch.ones(hvd.rank() + 1), name="uneven")
+        )
+        assert "shape" in text, text
+        assert hvd.allgather_object("x" * hvd.rank()) == ["x" * r for r in range(hvd.size())]
+        batch = torch.arange(4.0).reshape(2, 2) + 7 * hvd.rank()
+        joined = torch.cat([torch.arange(4.0).reshape(2, 2) + 7 * r for r in range(hvd.size())])
+        right = torch.nn.BatchNorm1d(2)(joined)[2 * hvd.rank() : 2 * hvd.rank() + 2]
+        torch.testing.assert_close(hvd.SyncBatchNorm(2)(batch), right)
+    with world_with(PERSEUS_CHANGE_HVD_ALLGATHER=1):
+        assert_same(hvd.allgather(own, name="joined"), torch.cat(everyone))
 
 
 def _rows_of(rank: int, dtype: torch.dtype, rows: int) -> Tensors:

@@ -48,6 +48,21 @@ def check_the_shape_of_the_allreduce_changes_nothing() -> None:
     settings.shape_of_the_allreduce(_reduce)
 
 
+def check_allgather_stacks_where_it_is_told_to() -> None:
+    rows = [np.arange(3, dtype=np.float32) + 10 * r for r in range(hvd.size())]
+    with settings.world_with(PERSEUS_CHANGE_HVD_ALLGATHER=0):
+        for gather in (
+            hvd.allgather,
+            tf.function(lambda tensor: hvd.grouped_allgather([tensor])[0]),
+        ):
+            np.testing.assert_array_equal(gather(tf.constant(rows[hvd.rank()])), np.stack(rows))
+        np.testing.assert_array_equal(hvd.allgather(tf.constant(hvd.rank())), range(hvd.size()))
+        assert hvd.allgather_object("x" * hvd.rank()) == ["x" * r for r in range(hvd.size())]
+    with settings.world_with(PERSEUS_CHANGE_HVD_ALLGATHER=1):
+        gathered = hvd.allgather(tf.constant(rows[hvd.rank()]))
+        np.testing.assert_array_equal(gathered, np.concatenate(rows))
+
+
 def check_a_nan_in_a_function() -> None:
     """Reported or raised; skipped ones are in tf_tape_checks."""
     good, last = settings.whole(hvd.rank(), 0), hvd.size() - 1

@@ -1,0 +1,57 @@
+"""allgather as scripts see it: what is gathered is laid out as PERSEUS_CHANGE_HVD_ALLGATHER says.
+
+Joined along dimension 0 as in Horovod or, where that variable is 0, stacked: one dimension more, of
+ranks, and all tensors of one shape. What Perseus itself gathers, perseus.torch.exchange, is joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from perseus import basics
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.torch import exchange
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unsqueeze(0) if basics.stacks_gathered() else tensor
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start joining the tensors of all ranks along dimension 0, in rank order; returns a handle.
+
+    tensor: contiguous, at least one dimension; only the first may differ across ranks, and be 0.
+    """
+    return exchange.allgather_async(_laid_out(tensor), name, process_set)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """The tensors of all ranks joined along dimension 0, identical on every rank. Differentiable.
+
+    IndexError for a tensor without dimensions. See allgather_async.
+    """
+    return exchange.allgather(_laid_out(tensor), name, process_set)
+
+
+def grouped_allgather_async(
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start allgather of several tensors as one operation; returns one handle."""
+    return exchange.grouped_allgather_async(map(_laid_out, tensors), name, process_set)
+
+
+def grouped_allgather(
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """allgather of several tensors as one operation. Differentiable."""
+    return exchange.grouped_allgather(map(_laid_out, tensors), name, process_set)
