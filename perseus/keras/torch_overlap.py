@@ -24,9 +24,8 @@ _TWICE = (
 class _Begun:
     gradient: torch.Tensor
     version: int  # of the gradient's content, as PyTorch counts
-    copy: (
-        torch.Tensor
-    )  # which is reduced in place: the script may still do with p.grad what it likes
+    # Reduced in place: the script may still do with p.grad what it likes.
+    copy: torch.Tensor
     handle: int
 
 
