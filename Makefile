@@ -9,6 +9,8 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
+# Tests wait for each other's ranks and for time limits as often as they compute.
+TEST_JOBS ?= $(shell expr $(JOBS) + 1)
 VENV := .venv/torch
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -113,17 +115,17 @@ test-all:  ## the same with the full grids instead of their pairwise-covering pa
 test-core: packages-test $(BUILD)/build.ninja  ## the C++ tests
 	@$(BIN)/cmake -DPERSEUS_TESTS=ON $(BUILD) >/dev/null
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
-	$(BIN)/ctest -j $(JOBS) --test-dir $(BUILD) --output-on-failure
+	$(BIN)/ctest -j $(TEST_JOBS) --test-dir $(BUILD) --output-on-failure
 
 test-asan: packages-test $(VENV)/.build  ## the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(CMAKE) -B build/asan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=address,undefined >/dev/null
 	$(BIN)/cmake --build build/asan -j $(JOBS) --target perseus_tests
-	$(BIN)/ctest -j $(JOBS) --test-dir build/asan --output-on-failure
+	$(BIN)/ctest -j $(TEST_JOBS) --test-dir build/asan --output-on-failure
 
 test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 	@$(CMAKE) -B build/tsan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=thread >/dev/null
 	$(BIN)/cmake --build build/tsan -j $(JOBS) --target perseus_tests
-	$(NO_ASLR) $(BIN)/ctest -j $(JOBS) --test-dir build/tsan --output-on-failure
+	$(NO_ASLR) $(BIN)/ctest -j $(TEST_JOBS) --test-dir build/tsan --output-on-failure
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 $(TEST_DIRS) </dev/null
