@@ -68,7 +68,8 @@ const Variable kTable[] = {
      "What is kept by PERSEUS_DOWNSAMPLE_N_ELEMENTS is multiplied by this every step: 1 loses nothing, less discounts "
      "what is old."},
     {Var::kChangeAllgather, "PERSEUS_CHANGE_HVD_ALLGATHER", "", VarType::kChoice, "auto", "auto|0|1", true,
-     "What allgather makes of the tensors of all ranks: 0 = stacks them, so that all must be of one shape and the result "
+     "What allgather makes of the tensors of all ranks: 0 = stacks them, so that all must be of one shape and the "
+     "result "
      "has one dimension more, 1 = joins them along the first dimension, auto = as the interface that is used does: "
      "Horovod's joins. What Perseus gathers for itself does not depend on it."},
     {Var::kAllreduceMode, "PERSEUS_ALLREDUCE_MODE", "HOROVOD_HIERARCHICAL_ALLREDUCE", VarType::kChoice, "auto",
