@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
+from worlds import world_with
 
 import perseus
 from perseus import basics, control
@@ -23,21 +24,6 @@ Reduce = Callable[[list[Arrays]], list[Arrays]]
 
 SHAPES = [(64, 64), (40,)]
 ELEMENTS = 64 * 64
-
-
-@contextmanager
-def world_with(**settings: object) -> Iterator[None]:
-    """A world of the same ranks with other settings; the old ones come back afterwards."""
-    control.gather_lines("", "leaving")
-    basics.shutdown()
-    os.environ.update({name: str(value) for name, value in settings.items()})
-    basics.init()
-    yield
-    control.gather_lines("", "leaving")
-    basics.shutdown()
-    for name in settings:
-        del os.environ[name]
-    basics.init()
 
 
 def apart(**settings: object) -> AbstractContextManager[None]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,26 +11,13 @@ os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tenso
 
 import keras
 import numpy as np
+from worlds import world_with
 
 import perseus
 import perseus.keras as hvd
 from perseus.compression import Compressor
 
 SHAPES = [(4, 3), (3,), (2, 2, 2), ()]
-
-
-@contextmanager
-def _world_with(**settings: object) -> Iterator[None]:
-    hvd.allreduce(0.0, name="before")
-    hvd.shutdown()
-    os.environ.update({name: str(value) for name, value in settings.items()})
-    hvd.init()
-    yield
-    hvd.allreduce(0.0, name="after")
-    hvd.shutdown()
-    for name in settings:
-        del os.environ[name]
-    hvd.init()
 
 
 def _raised(kind: type[BaseException], function, *arguments, **options) -> str:
@@ -177,7 +162,7 @@ def check_some_gradients_stay_on_their_rank() -> None:
 
 
 def check_a_process_set_of_ones_own_does_not_communicate() -> None:
-    with _world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
+    with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
         first = hvd.add_process_set([0])
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=first)
         variables, reference = _variables(), _variables()
@@ -235,7 +220,7 @@ def check_backward_passes_are_summed_up() -> None:
 
 
 def check_the_core_sums_up_over_steps() -> None:
-    with _world_with(PERSEUS_ACCUMULATE_N_STEPS=3):
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=3):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
         plain = keras.optimizers.Adam(0.01)
         variables, reference = _variables(), _variables()
@@ -252,7 +237,7 @@ def check_the_core_sums_up_over_steps() -> None:
 
 
 def check_a_nan_on_one_rank_skips_the_step_on_all() -> None:
-    with _world_with(PERSEUS_ALLREDUCE_NANCHECK=1, PERSEUS_ALLREDUCE_NANCHECK_ACTION="skip"):
+    with world_with(PERSEUS_ALLREDUCE_NANCHECK=1, PERSEUS_ALLREDUCE_NANCHECK_ACTION="skip"):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
         plain = keras.optimizers.Adam(0.01)
         variables, reference = _variables(), _variables()

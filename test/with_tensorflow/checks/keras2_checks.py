@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd_tf
 import perseus.tensorflow.horovod.keras as hvd
@@ -17,20 +15,6 @@ from perseus.keras.backend import keras
 
 ROWS, LOCAL, BATCHES = 20, 8, 4
 KINDS = (keras.optimizers, keras.optimizers.legacy)
-
-
-@contextmanager
-def _world_with(**settings: object) -> Iterator[None]:
-    hvd.allreduce(0.0, name="before")
-    hvd.shutdown()
-    os.environ.update({name: str(value) for name, value in settings.items()})
-    hvd.init()
-    yield
-    hvd.allreduce(0.0, name="after")
-    hvd.shutdown()
-    for name in settings:
-        del os.environ[name]
-    hvd.init()
 
 
 def _model(seed: int = 3):
@@ -185,7 +169,7 @@ def check_some_gradients_stay_on_their_rank() -> None:
 def check_gradients_of_the_core_may_not_be_applied() -> None:
     skip = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "skip"}
     for kind in KINDS:
-        with _world_with(**skip):
+        with world_with(**skip):
             model = _model()
             model.compile(hvd.DistributedOptimizer(kind.Adam(0.01)), "mse", run_eagerly=True)
             x, y = _data(hvd_tf.rank())
@@ -195,7 +179,7 @@ def check_gradients_of_the_core_may_not_be_applied() -> None:
             assert all(np.isfinite(w).all() for w in model.get_weights())
             assert int(model.optimizer.iterations) == BATCHES - 1
             _same_everywhere(model.weights)
-        with _world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
             model, reference = _model(), _model()
             model.compile(hvd.DistributedOptimizer(kind.SGD(0.02)), "mse", run_eagerly=True)
             reference.compile(kind.SGD(0.04), "mse", run_eagerly=True)

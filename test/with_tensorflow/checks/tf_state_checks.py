@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import tensorflow as tf
-from tf_training import raised, world_with
+from tf_training import raised
+from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd
 

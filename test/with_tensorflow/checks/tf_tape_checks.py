@@ -13,8 +13,8 @@ from tf_training import (
     raised,
     share,
     variables,
-    world_with,
 )
+from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -63,18 +61,3 @@ def raised(kind: type[BaseException], function: Callable[[], object]) -> str:
     except kind as error:
         return str(error)
     raise AssertionError(f"{kind.__name__} was not raised")
-
-
-@contextmanager
-def world_with(**settings: object) -> Iterator[None]:
-    """A world of the same ranks with other settings; the old ones come back afterwards."""
-    control.gather_lines("", "leaving")
-    hvd.shutdown()
-    os.environ.update({name: str(value) for name, value in settings.items()})
-    hvd.init()
-    yield
-    control.gather_lines("", "leaving")
-    hvd.shutdown()
-    for name in settings:
-        del os.environ[name]
-    hvd.init()

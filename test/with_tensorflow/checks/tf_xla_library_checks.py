@@ -16,8 +16,8 @@ from tf_training import (
     raised,
     share,
     variables,
-    world_with,
 )
+from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd
 import perseus.tensorflow.horovod.keras as hvd_keras
