@@ -185,6 +185,7 @@ bool Engine::pass(bool eager) {
   }
   // Group changes touch the map that was walked above and end what a group still has under way, so they come last.
   if (!finished_.empty() || !mismatched_.empty()) {
+    nan_check_.scan_sums(finished_);
     nan_check_.report(finished_, log_);
     size_t changes = 0;
     for (Entry* entry : finished_) {

@@ -8,18 +8,19 @@ namespace perseus {
 namespace {
 
 constexpr size_t kMostNamed = 8;
+constexpr int kSum = -1;  // in place of a rank
 
-// "allreduce.fc.bias on rank 1", "grouped_allreduce.fc (tensor 2 of 3 on rank 0, tensor 0 of 3 on rank 2)"
+// "allreduce.fc.bias on rank 1", "grouped_allreduce.fc (tensor 2 of 3 on rank 0, tensor 0 of 3 on rank 2)",
+// "allreduce.fc.bias in the sum over all ranks"
 std::string describe(const Entry& entry) {
   const size_t tensors = entry.description.tensors.size();
   std::string where;
   for (const Entry::Nan& nan : entry.nans) {
-    const std::string rank = "rank " + std::to_string(nan.rank);
     where += where.empty() ? "" : ", ";
-    where +=
-        tensors == 1 ? rank : "tensor " + std::to_string(nan.tensor) + " of " + std::to_string(tensors) + " on " + rank;
+    if (tensors > 1) where += "tensor " + std::to_string(nan.tensor) + " of " + std::to_string(tensors) + " ";
+    where += nan.rank == kSum ? "in the sum over all ranks" : "on rank " + std::to_string(nan.rank);
   }
-  return entry.name->text + (tensors == 1 ? " on " + where : " (" + where + ")");
+  return entry.name->text + (tensors == 1 ? " " + where : " (" + where + ")");
 }
 
 }  // namespace
@@ -31,6 +32,19 @@ void NanCheck::scan(Entry* entry) const {
     const TensorDescription& tensor = description.tensors[i];
     if (kernels::has_nan(tensor.dtype, entry->buffers[i].in, static_cast<size_t>(tensor.count())))
       description.nans.push_back(static_cast<uint32_t>(i));
+  }
+}
+
+void NanCheck::scan_sums(const std::vector<Entry*>& finished) const {
+  if (!on_) return;
+  for (Entry* entry : finished) {
+    const Description& description = entry->description;
+    if (!description.gradient || description.kind != Kind::kAllreduce || !entry->nans.empty()) continue;
+    for (size_t i = 0; i < entry->buffers.size(); ++i) {
+      const TensorDescription& tensor = description.tensors[i];
+      if (kernels::has_nan(tensor.dtype, entry->buffers[i].out, static_cast<size_t>(tensor.count())))
+        entry->nans.push_back({kSum, static_cast<uint32_t>(i)});
+    }
   }
 }
 

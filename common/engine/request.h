@@ -119,7 +119,7 @@ struct Entry {
   std::vector<Buffers> buffers;  // one for each tensor
   std::vector<int64_t> splits;   // alltoall: rows for each member
   struct Nan {
-    int rank;  // global
+    int rank;  // global; -1 = in the sum alone
     uint32_t tensor;
   };
   std::vector<Nan> nans;  // found by any rank; once all ranks have submitted it

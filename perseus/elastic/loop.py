@@ -57,6 +57,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         new_world = skip_sync = False
+        notification_manager.init()
         notification_manager.register_listener(state)
         try:
             while True:

@@ -34,6 +34,27 @@ class WorkerNotificationManager:
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
 
+    def init(
+        self,
+        rendezvous_addr: str | None = None,
+        rendezvous_port: int | None = None,
+        nic: str | None = None,
+        hostname: str | None = None,
+        local_rank: int | None = None,
+    ) -> None:
+        """Called by run() before the first world's training; may be called again.
+
+        Without an address there is nobody to subscribe to, as in Horovod: news come through
+        handle_hosts_updated() alone. ValueError for an address: perseusrun's worlds keep their
+        hosts, and no other launcher's service is spoken to. Source: horovod.runner.elastic.worker.
+        """
+        if rendezvous_addr is not None:
+            raise ValueError(
+                f"[elastic] WorkerNotificationManager.init: nobody at {rendezvous_addr} tells "
+                "Perseus of hosts; leave rendezvous_addr out and call handle_hosts_updated() where "
+                "hosts come or go"
+            )
+
     def register_listener(self, listener: Listener) -> None:
         """Tell `listener` of every change from now on."""
         with self._lock:

@@ -187,6 +187,33 @@ TEST_P(NanCheck, LooksAtTheSumOfSeveralSteps) {
       with("raise", {"PERSEUS_ACCUMULATE_N_STEPS=2"}));
 }
 
+// No rank has a NaN, the sum does: the same everywhere, through a codec too, so all ranks do the same.
+TEST_P(NanCheck, LooksAtTheSumOverRanks) {
+  for (const std::string dtype : {"1", "0"}) {
+    for (const std::string action : {"raise", "skip"}) {
+      testing::internal::CaptureStderr();
+      run_world(
+          medium(), 3,
+          [&](int rank, perseus_context* context) {
+            for (int step = 0; step < 3; ++step) {
+              std::vector<std::vector<float>> data(2, std::vector<float>(20000, static_cast<float>(rank + 1)));
+              if (rank < 2) data[1][19999] = rank == 0 || step != 1 ? kInfinity : -kInfinity;
+              const std::vector<Result> results = run_gradients(context, {"two"}, &data, true);
+              if (step == 1 && action == "raise")
+                EXPECT_EQ(results[0].outcome.message,
+                          "[nancheck] NaN in the gradient of two (tensor 1 of 2 in the sum over all ranks)");
+              else
+                EXPECT_EQ(results[0].gradient, step == 1 ? PERSEUS_GRADIENT_SKIPPED : PERSEUS_GRADIENT_REDUCED) << step;
+              EXPECT_EQ(data[0][19999], 6);
+              EXPECT_EQ(std::isnan(data[1][19999]), step == 1);
+            }
+          },
+          with(action, {"PERSEUS_ALLREDUCE_DTYPE=" + dtype}));
+      EXPECT_EQ(times(testing::internal::GetCapturedStderr(), "in the sum over all ranks"), action == "skip" ? 3u : 0u);
+    }
+  }
+}
+
 TEST_P(NanCheck, RanksThatHaveJoinedHearOfItToo) {
   testing::internal::CaptureStderr();
   run_world(

@@ -203,6 +203,17 @@ def test_the_manager_tells_those_who_are_registered():
         manager.remove_listener(first)
 
 
+def test_the_manager_refuses_an_address_and_stays_usable():
+    manager = WorkerNotificationManager()
+    state = _state()
+    manager.register_listener(state)
+    manager.init()
+    with pytest.raises(ValueError, match="nobody at 10"):
+        manager.init("10.0.0.1", 4242)
+    manager.handle_hosts_updated(1.0, ADDED)
+    assert list(state._host_messages.queue) == [(1.0, ADDED)]
+
+
 # ---- the loop ----
 
 
