@@ -20,7 +20,8 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S .
 BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 TEST_DIRS := $(wildcard test/python test/parallel test/hosts test/faults)
 CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc'
-PYTEST := $(PY) -m pytest
+# As many processes as there are cores; a file's tests stay together (test/conftest.py).
+PYTEST := -m pytest -n $(JOBS) --dist loadgroup --durations=10
 # ThreadSanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -128,14 +129,14 @@ test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 	$(NO_ASLR) $(BIN)/ctest -j $(TEST_JOBS) --test-dir build/tsan --output-on-failure
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
-	$(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 $(TEST_DIRS) </dev/null
+	$(PY) $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") $(TEST_DIRS) </dev/null
 
 # The oldest TensorFlow that is served, too, where everything is tested.
 TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)
 
 test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Python tests, with TensorFlow
 	for venv in $(TENSORFLOWS); do \
-	    .venv/$$venv/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/with_tensorflow </dev/null; \
+	    .venv/$$venv/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_tensorflow </dev/null; \
 	done
 
 lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format

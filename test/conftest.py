@@ -10,6 +10,16 @@ from pathlib import Path
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests of a file share fixtures, checks of so many ranks a launch: one process runs them."""
+    for item in items:
+        group = item.path.stem
+        if "outcome_of" in item.fixturenames:
+            group = f"{item.callspec.params['ranks']} ranks"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
     """Background jobs ignore Ctrl-C and nohup hang-ups, their children too: tests send both."""
