@@ -15,9 +15,9 @@ bool possible(perseus_dtype dtype, perseus_reduce_op op) { return dtype != PERSE
 
 class Collectives : public testing::TestWithParam<std::tuple<int, int>> {
  protected:
-  // Under ThreadSanitizer one world in three: every test meets every medium and every size, every medium every size.
+  // Under a sanitizer one world in three: every test meets every medium and every size, every medium every size.
   void SetUp() override {
-    if (!kThreadSanitizer || full_grid()) return;
+    if (!kSanitizer || full_grid()) return;
     const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
     if ((name.find('/') + turn()) % 3 != 0) GTEST_SKIP() << "PERSEUS_TEST_FULL=1 runs this in every world";
   }

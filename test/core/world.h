@@ -28,11 +28,17 @@ inline std::vector<Medium> all_media() { return {{"mem", "auto"}, {"shm", "shm"}
 // The whole grid (make test-all) instead of a part that covers all pairs.
 inline bool full_grid() { return std::getenv("PERSEUS_TEST_FULL") != nullptr; }
 
-// ThreadSanitizer makes the tests 15 times slower.
+// ThreadSanitizer makes the tests 15 times slower, AddressSanitizer 4 times: grids of dtypes and shapes, which run
+// plain, are thinned out under them.
 #ifdef __SANITIZE_THREAD__
 constexpr bool kThreadSanitizer = true;
 #else
 constexpr bool kThreadSanitizer = false;
+#endif
+#ifdef __SANITIZE_ADDRESS__
+constexpr bool kSanitizer = true;
+#else
+constexpr bool kSanitizer = kThreadSanitizer;
 #endif
 
 std::string unique_name();
