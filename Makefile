@@ -27,7 +27,7 @@ NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
-.PHONY: help build demo demo-tensorflow test test-all test-core test-asan test-tsan test-torch test-tensorflow lint format \
+.PHONY: help build demo demo-tensorflow test test-all test-core test-asan test-tsan test-torch test-tensorflow test-mxnet lint format \
         docs bench clean packages-build packages-test
 
 help:  ## this list
@@ -69,13 +69,13 @@ $(VENV)/.test: .ci/requirements-test.txt $(VENV)/.demo
 	.venv/mpich/bin/python -m pip install --quiet --disable-pip-version-check mpich==5.0.2 mpi4py==4.1.2
 	@touch $@
 
-# Nothing is built for TensorFlow: its environment uses the package, and the libraries in it, where they are.
-# tensorflow and tensorflow-2.15.
-.venv/tensor%/.ready: .ci/requirements-tensor%.txt | packages-build
-	@echo "making .venv/tensor$* and installing into it: $<"
-	$(PYTHON) -m venv .venv/tensor$*
-	.venv/tensor$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	echo "$(CURDIR)" > "$$(.venv/tensor$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
+# Nothing is built for these: their environments use the package, and the libraries in it, where they are.
+OTHERS := tensorflow tensorflow-2.15 mxnet
+$(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt | packages-build
+	@echo "making .venv/$* and installing into it: $<"
+	$(PYTHON) -m venv .venv/$*
+	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	echo "$(CURDIR)" > "$$(.venv/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
 	@touch $@
 
 $(BUILD)/build.ninja: $(VENV)/.build
@@ -84,14 +84,14 @@ $(BUILD)/build.ninja: $(VENV)/.build
 
 # An editable install: Python modules are used where they are, the libraries are made in perseus/.
 $(VENV)/.perseus: setup.py pyproject.toml CMakeLists.txt $(VENV)/.build | $(BUILD)/build.ninja
-	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet
 	$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # ---- what people ask for ------------------------------------------------------------------------------------------
 
 build: $(VENV)/.perseus  ## the package, built and installed into .venv/torch (editable)
-	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow
+	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet
 
 demo: build $(VENV)/.demo  ## train a small CNN on 2 ranks and draw its loss curve
 	mkdir -p build/demo
@@ -108,6 +108,7 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory test-tsan
 	@$(MAKE) --no-print-directory test-torch
 	@$(MAKE) --no-print-directory test-tensorflow
+	@$(MAKE) --no-print-directory test-mxnet
 
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with the full grids instead of their pairwise-covering part
@@ -138,6 +139,9 @@ test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Pyt
 	for venv in $(TENSORFLOWS); do \
 	    .venv/$$venv/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_tensorflow </dev/null; \
 	done
+
+test-mxnet: build packages-test .venv/mxnet/.ready  ## the Python tests, with MXNet
+	.venv/mxnet/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/with_mxnet </dev/null
 
 lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py

@@ -26,6 +26,7 @@ TEST = HERE.parent
 sys.path[:0] = [
     str(HERE / "checks"),
     str(TEST / "with_tensorflow" / "checks"),
+    str(TEST / "with_mxnet" / "checks"),
     str(TEST.parent / "examples"),
 ]
 

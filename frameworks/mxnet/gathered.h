@@ -1,0 +1,28 @@
+// What collectives give whose results have a shape that nobody knows before: owned by whoever called them.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "call.h"
+
+namespace perseus::mxnet {
+
+class Gathered {
+ public:
+  // Blocks until it is done. Throws std::runtime_error with what went wrong, except for `skipped`.
+  explicit Gathered(const perseus_mxnet_op& op);
+  ~Gathered();
+  Gathered(const Gathered&) = delete;
+  Gathered& operator=(const Gathered&) = delete;
+
+  // There are no results; an input of the op has an error.
+  bool skipped() const { return outcome_.skipped; }
+  perseus_output output(int index) const;
+
+ private:
+  std::shared_ptr<Call> call_;
+  Outcome outcome_;
+};
+
+}  // namespace perseus::mxnet

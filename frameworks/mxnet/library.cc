@@ -1,0 +1,90 @@
+// What Python calls, through ctypes. None of it needs the GIL. Functions that can fail return 0, or -1 with the text in
+// perseus_mxnet_error().
+#include <cstring>
+#include <string>
+
+#include "gathered.h"
+
+namespace {
+
+using namespace perseus::mxnet;
+
+thread_local std::string last_error;
+
+template <typename Function>
+int guarded(const Function& function) {
+  try {
+    function();
+    return 0;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return -1;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Of the calling thread's last failed call.
+PERSEUS_EXPORT const char* perseus_mxnet_error() { return last_error.c_str(); }
+
+// Once, before everything else, with dlopen's handle of MXNet's library.
+PERSEUS_EXPORT int perseus_mxnet_load(void* library) {
+  return guarded([library] {
+    const char* missing = nullptr;
+    if (!load_api(library, &missing)) throw std::runtime_error(missing);
+  });
+}
+
+// Ops go to this context until perseus_mxnet_detach.
+PERSEUS_EXPORT void perseus_mxnet_attach(perseus_context* context) { perseus::tensorflow::attach_world(context); }
+
+// After perseus_context_shutdown and before perseus_context_destroy: blocks until no op uses the context.
+PERSEUS_EXPORT void perseus_mxnet_detach() { perseus::tensorflow::detach_world(); }
+
+// Pushes ops whose outputs are given. When one fails, those before it are under way.
+PERSEUS_EXPORT int perseus_mxnet_push(const perseus_mxnet_op* ops, int count) {
+  return guarded([ops, count] {
+    for (int i = 0; i < count; ++i) Call::push(std::make_shared<Call>(ops[i]));
+  });
+}
+
+// Runs an op without outputs, and waits for it. 1, without results: one of its inputs has an error, which a wait for
+// that raises.
+PERSEUS_EXPORT int perseus_mxnet_gather(const perseus_mxnet_op* op, Gathered** gathered) {
+  int skipped = 0;
+  const int status = guarded([op, gathered, &skipped] {
+    auto made = std::make_unique<Gathered>(*op);
+    skipped = made->skipped() ? 1 : 0;
+    if (skipped == 0) *gathered = made.release();
+  });
+  return status != 0 ? status : skipped;
+}
+
+// The numbers live as long as `gathered`. splits: of alltoall, the rows that came from each rank.
+PERSEUS_EXPORT int perseus_mxnet_gathered_describe(const Gathered* gathered, int index, int* dims,
+                                                   const int64_t** shape, int* split_count, const int64_t** splits) {
+  return guarded([=] {
+    const perseus_output output = gathered->output(index);
+    *dims = output.ndim;
+    *shape = output.shape;
+    *split_count = output.received_split_count;
+    *splits = output.received_splits;
+  });
+}
+
+// Copies a result into a new array of its shape, which no op uses yet.
+PERSEUS_EXPORT int perseus_mxnet_gathered_copy(const Gathered* gathered, int index, NDArray array) {
+  return guarded([=] {
+    const perseus_output output = gathered->output(index);
+    void* data = nullptr;
+    if (output.size == 0) return;
+    if (api().data(array, &data) != 0) throw std::runtime_error(api().last_error());
+    std::memcpy(data, output.data, output.size);
+  });
+}
+
+PERSEUS_EXPORT void perseus_mxnet_gathered_free(Gathered* gathered) { delete gathered; }
+
+}  // extern "C"

@@ -1,0 +1,28 @@
+// A collective as Python describes it, see perseus/mxnet/library.py. Plain data; pointers are the caller's.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+struct perseus_mxnet_op {
+  int kind;          // perseus_kind
+  int grouped;       // one operation of several arrays, under a name of its own
+  const char* name;  // without the word for the kind; NULL: the next number of the group
+  int group;
+  int op;  // perseus_reduce_op
+  double prescale, postscale;
+  int root;
+  int priority;  // the engine's and the core's
+  uint64_t gradient_of;
+  int codec;
+  double codec_argument;
+  void* const* inputs;   // NDArrays
+  void* const* outputs;  // the same ones for in place; NULL where the core makes the results
+  int count;
+  void* outcome;          // NULL or an NDArray of one int32: a perseus_gradient
+  const int64_t* splits;  // alltoall; NULL: equal parts
+  int split_count;
+};
+
+}  // extern "C"

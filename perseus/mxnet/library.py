@@ -1,0 +1,178 @@
+"""The native part: finds libperseus_mxnet.so, shows it MXNet's library, and gives it the world.
+
+Ops are described by `Op` and pushed onto MXNet's engine, which runs them in the order in which
+their arrays are used. Thread-safe after import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perseus import basics
+
+_SERVED = (1, 9)
+path = Path(__file__).resolve().parent.parent / "libperseus_mxnet.so"
+
+# enum perseus_kind.
+ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER = range(5)
+
+
+class Op(ctypes.Structure):
+    """A collective, see frameworks/mxnet/op.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("grouped", ctypes.c_int),
+        ("name", ctypes.c_char_p),
+        ("group", ctypes.c_int),
+        ("op", ctypes.c_int),
+        ("prescale", ctypes.c_double),
+        ("postscale", ctypes.c_double),
+        ("root", ctypes.c_int),
+        ("priority", ctypes.c_int),
+        ("gradient_of", ctypes.c_uint64),
+        ("codec", ctypes.c_int),
+        ("codec_argument", ctypes.c_double),
+        ("inputs", ctypes.c_void_p),
+        ("outputs", ctypes.c_void_p),
+        ("count", ctypes.c_int),
+        ("outcome", ctypes.c_void_p),
+        ("splits", ctypes.c_void_p),
+        ("split_count", ctypes.c_int),
+    )
+
+
+def _import_mxnet() -> Any:
+    """MXNet; ImportError where it is missing or of a version whose engine is another one."""
+    try:
+        import mxnet
+    except ModuleNotFoundError as error:
+        if error.name != "mxnet":
+            raise
+        raise ImportError(
+            '[mxnet] MXNet is not installed: pip install mxnet==1.9.1 "numpy<1.24"'
+        ) from None
+    if tuple(int(part) for part in mxnet.__version__.split(".")[:2]) != _SERVED:
+        raise ImportError(
+            f"[mxnet] MXNet {mxnet.__version__} is not served, its engine is called in another "
+            f'way than that of 1.9: pip install mxnet==1.9.1 "numpy<1.24"'
+        )
+    return mxnet
+
+
+def _load() -> tuple[Any, Any]:
+    """MXNet, and the library's functions."""
+    mxnet = _import_mxnet()
+    if not path.exists():
+        raise ImportError(f"[mxnet] {path} is missing: pip install Perseus again")
+    library = ctypes.CDLL(str(path))
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    out = ctypes.POINTER
+    numbers = out(ctypes.c_int64)
+    for name, result, arguments in (
+        ("error", ctypes.c_char_p, []),
+        ("load", number, [pointer]),
+        ("attach", None, [pointer]),
+        ("detach", None, []),
+        ("push", number, [out(Op), number]),
+        ("gather", number, [out(Op), out(pointer)]),
+        (
+            "gathered_describe",
+            number,
+            [pointer, number, out(number), out(numbers), out(number), out(numbers)],
+        ),
+        ("gathered_copy", number, [pointer, number, pointer]),
+        ("gathered_free", None, [pointer]),
+    ):
+        function = getattr(library, f"perseus_mxnet_{name}")
+        function.restype, function.argtypes = result, arguments
+    if library.perseus_mxnet_load(mxnet.base._LIB._handle) != 0:
+        raise ImportError(
+            f"[mxnet] MXNet {mxnet.__version__} has no function "
+            f"{library.perseus_mxnet_error().decode()}: pip install mxnet==1.9.1"
+        )
+    return mxnet, library
+
+
+class _Attachment:
+    """The library's use of one world's context."""
+
+    def close(self) -> None:
+        native.perseus_mxnet_detach()
+
+
+def _attach() -> None:
+    native.perseus_mxnet_attach(basics.lend_context(_Attachment()))
+
+
+def handles(arrays: Sequence[Any]) -> Any:
+    """The handles of NDArrays, for an Op's fields."""
+    return (ctypes.c_void_p * len(arrays))(*[array.handle.value for array in arrays])
+
+
+def _error() -> Exception:
+    failure: Exception = mxnet.base.MXNetError(native.perseus_mxnet_error().decode())
+    return failure
+
+
+def push(*ops: Op) -> None:
+    """Hand ops over to the engine, which keeps their arrays; returns at once.
+
+    MXNetError for one that makes no sense; other errors come at the next wait for its outputs.
+    """
+    if native.perseus_mxnet_push((Op * len(ops))(*ops), len(ops)) != 0:
+        raise _error()
+
+
+class Gathered:
+    """The results of an op whose outputs the core makes, once it is done. Made by gather()."""
+
+    def __init__(self, handle: ctypes.c_void_p) -> None:
+        self._handle = handle
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Of a result."""
+        return self._describe(index)[0]
+
+    def received_splits(self) -> tuple[int, ...]:
+        """Of alltoall: the rows that came from each rank."""
+        return self._describe(0)[1]
+
+    def copy(self, index: int, array: Any) -> None:
+        """Copy a result into a new array of its shape."""
+        if native.perseus_mxnet_gathered_copy(self._handle, index, array.handle) != 0:
+            raise _error()
+
+    def _describe(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        dims, splits = ctypes.c_int(), ctypes.c_int()
+        shape, received = ctypes.POINTER(ctypes.c_int64)(), ctypes.POINTER(ctypes.c_int64)()
+        if native.perseus_mxnet_gathered_describe(
+            self._handle, index, dims, shape, splits, received
+        ):
+            raise _error()
+        return tuple(shape[: dims.value]), tuple(received[: splits.value])
+
+    def __del__(self) -> None:
+        native.perseus_mxnet_gathered_free(self._handle)
+
+
+def gather(op: Op, arrays: Sequence[Any]) -> Gathered:
+    """Run an op without outputs in the engine's order and wait for it. MXNetError where it fails.
+
+    arrays: its inputs, for what an earlier op on one of them has failed with.
+    """
+    handle = ctypes.c_void_p()
+    status = native.perseus_mxnet_gather(op, handle)
+    if status == 1:
+        for array in arrays:
+            array.wait_to_read()
+    if status != 0:
+        raise _error()
+    return Gathered(handle)
+
+
+mxnet, native = _load()
+basics.at_init(_attach)
