@@ -289,6 +289,13 @@ def settings_act_on_gradients() -> bool:
     return setting("PERSEUS_ACCUMULATE_N_STEPS") > 1 or setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
 
 
+def may_withhold_gradients() -> bool:
+    """Whether settings let the core keep gradients of a step from being applied."""
+    skips = setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION") == 2
+    searches = setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
+    return setting("PERSEUS_ACCUMULATE_N_STEPS") > 1 or (searches and skips)
+
+
 def forget_gradients(gradient_of: int) -> None:
     """Drop what the core has summed up for one optimizer; nothing to do without a world."""
     if _world.context is not None:

@@ -90,13 +90,13 @@ def _op(kind: int, arrays: Sequence[Any], name: str | None, grouped: bool, group
     return made
 
 
-def _push_into(op: Op, outputs: Sequence[Any]) -> None:
+def _into(op: Op, outputs: Sequence[Any]) -> Op:
     op.outputs = ctypes.addressof(given := handles(outputs))
     op.kept.append(given)
-    push(op)
+    return op
 
 
-def allreduce(
+def reduction(
     arrays: Sequence[Any],
     outputs: Sequence[Any],
     name: str | None = None,
@@ -107,15 +107,20 @@ def allreduce(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
     grouped: bool = False,
-) -> None:
-    """Reduce each array over all ranks into an output of its shape, which may be the same one.
-
-    op: Average, Sum, Min, Max, Product or Adasum; integers truncate towards zero.
-    prescale, postscale: multiplied in before and after.
-    """
+) -> Op:
+    """An allreduce that is still to be pushed."""
     made = _op(ALLREDUCE, arrays, name, grouped, process_set)
     made.op, made.prescale, made.postscale, made.priority = op, prescale, postscale, priority
-    _push_into(made, outputs)
+    return _into(made, outputs)
+
+
+def allreduce(arrays: Sequence[Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """Reduce each array over all ranks into an output of its shape, which may be the same one.
+
+    The other arguments are those of reduction(). op: Average, Sum, Min, Max, Product or Adasum;
+    integers truncate towards zero. prescale, postscale: multiplied in before and after.
+    """
+    push(reduction(arrays, outputs, *args, **kwargs))
 
 
 def broadcast(
@@ -134,7 +139,7 @@ def broadcast(
     """
     made = _op(BROADCAST, arrays, name, grouped, process_set)
     made.root, made.priority = root_rank, priority
-    _push_into(made, outputs)
+    push(_into(made, outputs))
 
 
 def reducescatter(
@@ -163,7 +168,7 @@ def reducescatter(
             raise ValueError("[mxnet] reducescatter divides dimension 0, which a scalar lacks")
         rows = array.shape[0] // size + (rank < array.shape[0] % size)
         outputs.append(empty(array, (rows, *array.shape[1:])))
-    _push_into(made, outputs)
+    push(_into(made, outputs))
     return outputs
 
 

@@ -84,8 +84,7 @@ def takes_part(process_set: ProcessSet) -> bool:
 
 def may_withhold() -> bool:
     """Whether settings let the core keep gradients of a step from being applied."""
-    skips = basics.setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION") == 2
-    return _accumulates() or (_searches_nan() and skips)
+    return basics.may_withhold_gradients()
 
 
 def _accumulates() -> bool:

@@ -14,6 +14,7 @@ from run_checks import checks_of
 MODULES = [
     "mx_op_checks",
     "mx_failure_checks",
+    "mx_gradient_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")

@@ -1,0 +1,143 @@
+"""Gradients on their way: reduced in place, in the engine's order, one operation for each or for
+each bundle of them.
+
+Used by the optimizer, the trainer and the store, which decide what happens with the results.
+Belongs to the thread that steps them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perseus import basics
+from perseus.compression import Compressor, SettingsCompressor, applied_here
+from perseus.mxnet import ops
+from perseus.mxnet.library import Op, mxnet, push
+from perseus.process_sets import ProcessSet, global_process_set
+from perseus.residuals import Residuals
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How gradients are reduced; equal on all ranks.
+
+    predivide_factor: gradients are divided by it before they are summed, and multiplied afterwards.
+    """
+
+    op: int = ops.Average
+    compression: type[Compressor] = SettingsCompressor
+    process_set: ProcessSet = global_process_set
+    predivide_factor: float = 1.0
+
+
+class Outcomes:
+    """What became of one step's gradients; nothing is waited for until applies() is called."""
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self._arrays = arrays
+
+    def applies(self) -> bool:
+        """Whether the step may be applied; equal on all ranks.
+
+        If not, the gradients are part of a sum to come (PERSEUS_ACCUMULATE_N_STEPS), or some rank
+        had a NaN (PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip), and must not be used. Waits, where
+        settings are such; else it is True at once. MXNetError where a reduction failed.
+        """
+        numbers = [array.asscalar() for array in self._arrays]  # all, for all their errors
+        return not any(numbers)
+
+
+class GradientExchange:
+    """Reduces lists of gradients by a plan.
+
+    `residuals` has what lossy codecs hold back of them, by name; wait() before reading it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._number = basics.new_gradients()
+        self.residuals = Residuals(self._number, plan.process_set.process_set_id)
+        self._sent: list[Any] = []
+        weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
+
+    @property
+    def number(self) -> int:
+        """Of these gradients in the core, see perseus_request.gradient_of."""
+        return self._number
+
+    def takes_part(self) -> bool:
+        """Whether this rank has anything to reduce; ValueError where the set is not registered."""
+        ops.group_id(self.plan.process_set)
+        if not self.plan.process_set.included():
+            return False
+        return (self.plan.process_set.size() or 1) > 1 or basics.settings_act_on_gradients()
+
+    def __call__(
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        priorities: Sequence[int] | None = None,
+        bundles: Sequence[Sequence[int]] | None = None,
+    ) -> Outcomes:
+        """Start reducing gradients in place; later ops on them see the results.
+
+        gradients: dense arrays. names: one for each, unique among all that this process has under
+        way, and the same every step. priorities: the higher, the earlier; None: all the same.
+        bundles: which are reduced by one operation, under the first one's name, as indices; None:
+        each by itself. Names, priorities and bundles are the same on all ranks.
+        """
+        if not gradients or not self.takes_part():
+            return Outcomes([])
+        if bundles is None:
+            bundles = [(index,) for index in range(len(gradients))]
+        if self.residuals.waiting:
+            self.wait()
+        withheld = basics.may_withhold_gradients()
+        outer = applied_here(self.plan.compression)
+        pairs = [outer.compress(gradient) for gradient in gradients]
+        made, outcomes = [], []
+        for bundle in bundles:
+            op = self._op(
+                [pairs[index][0] for index in bundle],
+                names[bundle[0]],
+                0 if priorities is None else priorities[bundle[0]],
+            )
+            if withheld:
+                outcomes.append(mxnet.nd.zeros((1,), dtype="int32"))
+                op.outcome = outcomes[-1].handle
+            made.append(op)
+        push(*made)
+        self._sent = [sent for sent, _ in pairs]
+        for gradient, (sent, context) in zip(gradients, pairs, strict=True):
+            if sent is not gradient:
+                gradient[:] = outer.decompress(sent, context)
+        return Outcomes(outcomes)
+
+    def wait(self) -> None:
+        """Return once all that was started is reduced; MXNetError where a reduction failed."""
+        for array in self._sent:
+            array.wait_to_read()
+        self._sent = []
+
+    def forget(self) -> None:
+        """Drop what the core has summed up and held back, once nothing is under way. See wait."""
+        self.wait()
+        basics.forget_gradients(self._number)
+        self.residuals.replace({})
+
+    def _op(self, arrays: list[Any], name: str, priority: int) -> Op:
+        plan = self.plan
+        grouped = len(arrays) > 1
+        self.residuals.know(name, name, grouped)
+        self.residuals.hand_over(name)
+        made = ops.reduction(
+            arrays, arrays, name, op=plan.op, prescale=1.0 / plan.predivide_factor,
+            postscale=plan.predivide_factor, priority=priority, process_set=plan.process_set,
+            grouped=grouped,
+        )  # fmt: skip
+        made.gradient_of = self._number
+        made.codec, made.codec_argument = plan.compression.codec, plan.compression.argument
+        return made

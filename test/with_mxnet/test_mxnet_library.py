@@ -1,0 +1,78 @@
+"""Loading the library where something is wrong, engines of MXNet, a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mxnet")
+
+HERE = Path(__file__).resolve().parent
+
+
+def said(code: str, **environment: str) -> str:
+    """What a Python program writes; its own `perseus` is this one's."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+IMPORT = """
+try:
+    import perseus.mxnet
+    print("imported")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_mxnet_is_missing():
+    found = said(f"import sys; sys.modules['mxnet'] = None\n{IMPORT}")
+    assert 'MXNet is not installed: pip install mxnet==1.9.1 "numpy<1.24"' in found
+
+
+def test_mxnet_is_another_one():
+    for version in ("2.0.0b1", "1.8.0"):
+        found = said(
+            "import sys, types; sys.modules['mxnet'] = types.ModuleType('mxnet')\n"
+            f"sys.modules['mxnet'].__version__ = '{version}'\n{IMPORT}"
+        )
+        assert f"MXNet {version} is not served" in found
+        assert "pip install mxnet==1.9.1" in found
+
+
+OPS = """
+import mxnet as mx, numpy as np, perseus.mxnet as hvd
+hvd.init()
+array = mx.nd.array(np.arange(6).reshape(2, 3))
+hvd.allreduce_(array, op=hvd.Sum, name="x", postscale_factor=2.0)
+gathered = hvd.allgather(array + 1)
+print((array + gathered).asnumpy().tolist())
+try:
+    hvd.broadcast(array, 5).wait_to_read()
+except mx.base.MXNetError as error:
+    print("invalid root" in str(error))
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("engine", ["ThreadedEnginePerDevice", "ThreadedEngine", "NaiveEngine"])
+def test_ops_on_every_engine(engine):
+    """One rank: what it asks for is done within the call, under any of them."""
+    found = said(OPS, MXNET_ENGINE_TYPE=engine)
+    assert found.split("\n")[:2] == ["[[1.0, 5.0, 9.0], [13.0, 17.0, 21.0]]", "True"]
+
+
+def test_a_rank_dies_while_others_wait(run_ranks, tmp_path):
+    found = tmp_path / "found"
+    command = [sys.executable, str(HERE / "dying_rank.py"), str(found)]
+    status, output = run_ranks(2, command)
+    assert status == 0, output
+    assert found.read_text().splitlines() == ["MXNetError"] * 2
