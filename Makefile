@@ -27,8 +27,8 @@ NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
-.PHONY: help build demo demo-tensorflow test test-all test-core test-asan test-tsan test-torch test-tensorflow test-mxnet lint format \
-        docs bench clean packages-build packages-test
+.PHONY: help build demo demo-tensorflow test test-all test-core test-asan test-tsan test-torch test-tensorflow test-mxnet \
+        lint format docs bench clean packages-build packages-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'

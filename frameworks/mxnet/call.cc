@@ -70,6 +70,10 @@ void free_shared_array(void* array) {
   delete shared;
 }
 
+// Where an op that is run by the push itself says what went wrong; null outside of a push. The engine that does so
+// (NaiveEngine) knows no errors of asynchronous ops, and wants them done on return.
+thread_local std::string* failure_within_push = nullptr;
+
 // An array that an op only reads must not change under others that read it: an op of its own does what is to be done.
 void push_reorder(NDArray array, int priority) {
   auto* const shared = new NDArray(nullptr);
@@ -163,9 +167,14 @@ void Call::push_to_engine(const std::shared_ptr<Call>& call) {
     // With one dimension there is only one layout.
     if (tensor.core.ndim > 1) push_reorder(tensor.input.get(), call->request_.priority);
   }
-  check(api().push_async(run, new std::shared_ptr<Call>(call), drop, &kCpu, read.data(), static_cast<int>(read.size()),
-                         written.data(), static_cast<int>(written.size()), &kPrioritized, call->request_.priority,
-                         kWords[call->request_.kind].op, false));
+  std::string failure;
+  failure_within_push = &failure;
+  const int status = api().push_async(run, new std::shared_ptr<Call>(call), drop, &kCpu, read.data(),
+                                      static_cast<int>(read.size()), written.data(), static_cast<int>(written.size()),
+                                      &kPrioritized, call->request_.priority, kWords[call->request_.kind].op, false);
+  failure_within_push = nullptr;
+  check(status);
+  if (!failure.empty()) throw std::runtime_error(failure);
 }
 
 void Call::run(void*, void* on_complete, void* shared_call) {
@@ -204,6 +213,7 @@ bool Call::read_data(std::string* wrong) {
 
 void Call::start(const Completion& completion) {
   completion_ = completion;
+  const bool at_once = failure_within_push != nullptr;
   world_.emplace();
   Outcome outcome;
   if (world_->context() == nullptr) {
@@ -212,25 +222,29 @@ void Call::start(const Completion& completion) {
   } else if (!read_data(&outcome.message)) {
     outcome.code = PERSEUS_INTERNAL;
   } else {
-    // Once it is handed over, this may have ended already.
-    outcome.code = submit();
+    // Once it is handed over, this may have ended already; but not where it is to be waited for.
+    perseus_handle handle = 0;
+    outcome.code = submit(at_once ? nullptr : &Call::done, &handle);
+    if (outcome.code == PERSEUS_OK && at_once) {
+      perseus_handle_wait(world_->context(), handle, -1);
+      return done(this, handle);
+    }
     if (outcome.code == PERSEUS_OK) return;
     outcome.message = perseus_error_message();
   }
   end(std::move(outcome));
 }
 
-perseus_code Call::submit() {
+perseus_code Call::submit(void (*done)(void*, perseus_handle), perseus_handle* handle) {
   std::vector<perseus_tensor> tensors;
   tensors.reserve(tensors_.size());
   for (const Tensor& tensor : tensors_) tensors.push_back(tensor.core);
   request_.name = name_.c_str();
   request_.tensors = tensors.data();
   request_.tensor_count = static_cast<int>(tensors.size());
-  request_.done = &Call::done;
+  request_.done = done;
   request_.done_arg = this;
-  perseus_handle handle = 0;
-  return perseus_request_submit(world_->context(), &request_, &handle);
+  return perseus_request_submit(world_->context(), &request_, handle);
 }
 
 void Call::done(void* self, perseus_handle handle) {
@@ -256,6 +270,10 @@ void Call::end(Outcome outcome) {
     return completion.run(nullptr);
   }
   if (outcome.code == PERSEUS_OK) return completion.run(nullptr);
+  if (failure_within_push != nullptr) {
+    *failure_within_push = outcome.message;
+    return completion.run(nullptr);
+  }
   const std::runtime_error error(outcome.message);
   completion.run(&error);
 }

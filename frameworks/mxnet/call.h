@@ -64,7 +64,7 @@ class Call {
   // Runs on the engine; ends later, on whichever thread.
   void start(const Completion& completion);
   bool read_data(std::string* wrong);
-  perseus_code submit();
+  perseus_code submit(void (*done)(void*, perseus_handle), perseus_handle* handle);
   static void done(void* call, perseus_handle handle);
   void end(Outcome outcome);
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import mxnet as mx
-
 from perseus import basics
 from perseus.basics import (
     ccl_built,
@@ -50,6 +48,7 @@ from perseus.extensions import (
 )
 from perseus.horovod_basics import HorovodBasics
 from perseus.mxnet import ops
+from perseus.mxnet.library import mxnet as mx
 from perseus.mxnet.library import native as MPI_MXNET_LIB_CTYPES
 from perseus.mxnet.library import path as dll_path
 from perseus.mxnet.ops import Adasum, Average, Max, Min, Product, Sum

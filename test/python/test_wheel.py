@@ -56,7 +56,7 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def libraries(unpacked: Path) -> list[Path]:
     found = sorted(unpacked.rglob("*.so*"))
     names = [path.name.split(".")[0] for path in found]
-    assert names == ["_core", "libperseus", "libperseus_tensorflow"]
+    assert names == ["_core", "libperseus", "libperseus_mxnet", "libperseus_tensorflow"]
     return found
 
 
@@ -106,8 +106,8 @@ def test_libraries_need_only_libc_each_other_and_their_framework(libraries: list
 
 
 def test_the_core_is_found_beside_what_needs_it(libraries: list[Path]) -> None:
-    extension, core, tensorflow = libraries
-    for library in (extension, tensorflow):
+    extension, core, mxnet, tensorflow = libraries
+    for library in (extension, mxnet, tensorflow):
         assert "libperseus.so" in dynamic_entries(library, "DT_NEEDED")
         assert dynamic_entries(library, "DT_RUNPATH") == ["$ORIGIN"]
     assert dynamic_entries(core, "DT_RUNPATH") + dynamic_entries(core, "DT_RPATH") == []
@@ -122,12 +122,13 @@ def test_no_symbol_is_newer_than_glibc_2_28(libraries: list[Path]) -> None:
 
 
 def test_only_the_interface_is_visible(libraries: list[Path]) -> None:
-    extension, core, tensorflow = libraries
+    extension, core, mxnet, tensorflow = libraries
     assert visible_symbols(extension) == ["PyInit__core"]
     assert {name.rpartition("_")[0] for name in visible_symbols(tensorflow)} == {
         "perseus_tensorflow",
         "perseus_tensorflow_set",
     }
+    assert {name[:14] for name in visible_symbols(mxnet)} == {"perseus_mxnet_"}
     assert "perseus_context_create" in visible_symbols(core)
     assert [name for name in visible_symbols(core) if not name.startswith("perseus_")] == []
 
