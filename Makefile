@@ -27,8 +27,8 @@ NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
-.PHONY: help build demo demo-tensorflow test test-all test-core test-asan test-tsan test-torch test-tensorflow test-mxnet \
-        lint format docs bench clean packages-build packages-test
+.PHONY: help build demo demo-tensorflow demo-mxnet test test-all test-core test-asan test-tsan test-torch test-tensorflow \
+        test-mxnet lint format docs bench clean packages-build packages-test
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
@@ -99,6 +99,9 @@ demo: build $(VENV)/.demo  ## train a small CNN on 2 ranks and draw its loss cur
 
 demo-tensorflow: build .venv/tensorflow/.ready  ## the same with Keras on TensorFlow
 	.venv/tensorflow/bin/python -m perseus.run -np 2 .venv/tensorflow/bin/python examples/tensorflow_keras_mnist.py
+
+demo-mxnet: build .venv/mxnet/.ready  ## the same with gluon on MXNet
+	.venv/mxnet/bin/python -m perseus.run -np 2 .venv/mxnet/bin/python examples/mxnet_mnist.py
 
 # One after the other: they would disturb each other's timings. pytest's summary comes last.
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests

@@ -289,11 +289,15 @@ def settings_act_on_gradients() -> bool:
     return setting("PERSEUS_ACCUMULATE_N_STEPS") > 1 or setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
 
 
+def skips_nan_gradients() -> bool:
+    """Whether settings leave out the steps in which some gradient has a NaN."""
+    skips = setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION") == 2
+    return skips and setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
+
+
 def may_withhold_gradients() -> bool:
     """Whether settings let the core keep gradients of a step from being applied."""
-    skips = setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION") == 2
-    searches = setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
-    return setting("PERSEUS_ACCUMULATE_N_STEPS") > 1 or (searches and skips)
+    return setting("PERSEUS_ACCUMULATE_N_STEPS") > 1 or skips_nan_gradients()
 
 
 def forget_gradients(gradient_of: int) -> None:

@@ -28,7 +28,9 @@ from perseus.basics import (
 )
 from perseus.errors import HorovodInternalError
 from perseus.extensions import check_extension, split_list
-from perseus.mxnet import mpi_ops
+from perseus.mxnet import compression, functions, mpi_ops
+from perseus.mxnet.compression import Compression
+from perseus.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
 from perseus.mxnet.mpi_ops import (
     Adasum,
     Average,
@@ -48,6 +50,8 @@ from perseus.mxnet.mpi_ops import (
     grouped_reducescatter,
     reducescatter,
 )
+from perseus.mxnet.optimizer import DistributedOptimizer
+from perseus.mxnet.trainer import DistributedTrainer
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,
@@ -58,6 +62,9 @@ from perseus.process_sets import (
 __all__ = [
     "Adasum",
     "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "DistributedTrainer",
     "HorovodInternalError",
     "Max",
     "Min",
@@ -66,18 +73,23 @@ __all__ = [
     "Sum",
     "add_process_set",
     "allgather",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "alltoall",
     "broadcast",
     "broadcast_",
+    "broadcast_object",
+    "broadcast_parameters",
     "ccl_built",
     "check_extension",
+    "compression",
     "cross_rank",
     "cross_size",
     "cuda_built",
     "ddl_built",
     "flush_residuals",
+    "functions",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

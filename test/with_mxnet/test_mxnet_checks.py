@@ -15,6 +15,10 @@ MODULES = [
     "mx_op_checks",
     "mx_failure_checks",
     "mx_gradient_checks",
+    "mx_state_checks",
+    "mx_optimizer_checks",
+    "mx_setting_checks",
+    "mx_example_checks",
 ]
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")

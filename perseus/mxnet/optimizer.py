@@ -1,0 +1,130 @@
+"""DistributedOptimizer: averages gradients over all ranks before they are applied.
+
+Source of behaviour: Horovod 0.28.1, horovod.mxnet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+
+from perseus import basics
+from perseus.extensions import split_list
+from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.process_sets import ProcessSet, global_process_set
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
+    """An optimizer around another one, which gets gradients that are averaged over all ranks.
+
+    For Module.fit, updaters and loops of one's own; gluon's have DistributedTrainer. Whatever else
+    is asked of it or set on it, is the wrapped optimizer's.
+
+    optimizer: any mx.optimizer.Optimizer.
+    gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum.
+    num_groups: reduce the gradients of a call of update() in so many operations; 0 = each by
+        itself. Updaters pass MXNET_OPTIMIZER_AGGREGATION_SIZE of them at a time.
+    process_set: the ranks that take part; the others apply their own gradients.
+
+    Reductions are named by the parameters' indices, so two optimizers must not be at work at the
+    same time. PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip is refused with a ValueError: it is about
+    whole steps, of which update() sees a part at a time.
+    """
+
+    _OWN = frozenset(["_optimizer", "_exchange", "_num_groups"])
+
+    def __init__(
+        self,
+        optimizer: mx.optimizer.Optimizer,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._optimizer = optimizer
+        self._num_groups = num_groups
+        self._exchange = GradientExchange(
+            Plan(process_set=process_set, predivide_factor=gradient_predivide_factor)
+        )
+
+    def __reduce__(self) -> Any:
+        # With updaters' states; what the core has summed up of the gradients stays behind.
+        plan = self._exchange.plan
+        arguments = self._optimizer, plan.predivide_factor, self._num_groups, plan.process_set
+        return DistributedOptimizer, arguments
+
+    def __getattr__(self, item: str) -> Any:
+        if item in self._OWN:  # not there yet
+            raise AttributeError(item)
+        return getattr(self._optimizer, item)
+
+    def __setattr__(self, item: str, value: Any) -> None:
+        if item in self._OWN:
+            super().__setattr__(item, value)
+        else:
+            setattr(self._optimizer, item, value)
+
+    def create_state(self, index: Any, weight: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.create_state(index, weight)
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.create_state_multi_precision(index, weight)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """As in the wrapped optimizer, with gradients that are reduced first, in place.
+
+        While PERSEUS_ACCUMULATE_N_STEPS sums up, the wrapped optimizer is left alone.
+        """
+        if self._reduce(index, grad):
+            self._optimizer.update(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """The same, by the wrapped optimizer's update_multi_precision."""
+        if self._reduce(index, grad):
+            self._optimizer.update_multi_precision(index, weight, grad, state)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.set_learning_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: Any) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.set_lr_mult(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Any) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.set_wd_mult(args_wd_mult)
+
+    def _reduce(self, index: Any, grad: Any) -> bool:
+        """Whether the gradients, which are on their way, are to be applied."""
+        if not self._exchange.takes_part():
+            return True
+        if basics.skips_nan_gradients():
+            raise ValueError(
+                "[mxnet] PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip leaves out whole steps, of which "
+                "DistributedOptimizer sees a part at a time: use DistributedTrainer"
+            )
+        together = isinstance(index, (tuple, list))
+        indices, gradients = (list(index), list(grad)) if together else ([index], [grad])
+        bundles, names = bundled(indices, self._num_groups if together else 0)
+        priorities = [-i if isinstance(i, int) else 0 for i in indices]
+        return self._exchange(gradients, names, priorities, bundles).applies()
+
+
+def bundled(
+    indices: Sequence[Any], num_groups: int, prefix: str = ""
+) -> tuple[list[Sequence[int]] | None, list[str]]:
+    """What GradientExchange takes for gradients of parameters with these indices.
+
+    Bundles, None where num_groups is 0, and names, as Horovod has them.
+    """
+    names = [f"{prefix}{index}" for index in indices]
+    if num_groups <= 0:
+        return None, names
+    bundles = split_list(range(len(indices)), min(num_groups, len(indices)))
+    for bundle in bundles:
+        names[bundle[0]] = f"{prefix}{indices[bundle[0]]}:{indices[bundle[-1]]}"
+    return bundles, names

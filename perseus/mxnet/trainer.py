@@ -1,0 +1,132 @@
+"""DistributedTrainer: gluon's Trainer with gradients that are averaged over all ranks.
+
+Source of behaviour: Horovod 0.28.1, horovod.mxnet.
+"""
+
+# ruff: noqa: PLR0917 - the signatures are Horovod's
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mxnet as mx
+
+from perseus.compression import Compressor
+from perseus.mxnet.compression import Compression
+from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.mxnet.mpi_ops import Max, allreduce
+from perseus.mxnet.optimizer import DistributedOptimizer, bundled
+from perseus.process_sets import ProcessSet, global_process_set
+
+
+class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
+    """A gluon Trainer whose step() averages gradients over all ranks, then updates as ever.
+
+    backward() and step() return before MXNet's engine has come to what they ask for: reductions
+    start as soon as the engine has written their gradients, the last layers' while the first
+    layers' are being computed. step(batch_size) takes the batch of one rank.
+
+    params: `net.collect_params()`, or a list of parameters, which is sorted by name; one context.
+    optimizer, optimizer_params: as in gluon. A DistributedOptimizer is unwrapped, with a warning.
+    compression: what a gradient looks like while it travels. Without it the settings decide, which
+        are float16 between hosts; Compression.none is full precision everywhere.
+    gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum.
+    prefix: put before the parameters' numbers, by which ranks pair gradients: trainers that are at
+        work at the same time need different ones.
+    num_groups: reduce gradients in so many operations; 0 = each by itself.
+    process_set: the ranks that take part; the others train alone.
+
+    step(…, ignore_stale_grad=True) updates what has a new gradient on some rank, the others giving
+    zeros, so that ranks may use different layers. While PERSEUS_ACCUMULATE_N_STEPS sums up, and
+    where a NaN is to be skipped, on all ranks alike, nothing is updated.
+
+    ValueError for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        optimizer_params: dict[str, Any] | None = None,
+        compression: type[Compressor] = Compression.settings,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            warnings.warn(
+                "DistributedTrainer does not take DistributedOptimizer as its optimizer. It has "
+                "been unwrapped.",
+                stacklevel=2,
+            )
+            optimizer = optimizer._optimizer
+        if isinstance(params, list):
+            params = sorted(params, key=lambda parameter: str(parameter.name))
+        super().__init__(params, optimizer, optimizer_params, kvstore=None)
+        if self._contexts is not None and len(self._contexts) > 1:
+            raise ValueError(
+                f"[mxnet] DistributedTrainer needs one context for each rank, got {self._contexts}"
+            )
+        for parameter in self._params:
+            if parameter._grad_stype != "default":
+                raise ValueError(
+                    f"[mxnet] the gradient of {parameter.name} is {parameter._grad_stype}, which "
+                    "DistributedTrainer cannot reduce: make it dense (sparse_grad=False)"
+                )
+        self._prefix = prefix or ""
+        self._num_groups = num_groups
+        self._applies = True
+        self._exchange = GradientExchange(
+            Plan(
+                compression=compression,
+                process_set=process_set,
+                predivide_factor=gradient_predivide_factor,
+            )
+        )
+
+    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+        """Average gradients over all ranks and update, as in gluon.
+
+        batch_size: of this rank; gradients are divided by it.
+        """
+        if ignore_stale_grad and self._exchange.takes_part():
+            for _, parameter in self._trained():
+                if not parameter.data()._fresh_grad:
+                    parameter.zero_grad()
+        super().step(batch_size, ignore_stale_grad)
+
+    def _trained(self) -> list[tuple[int, Any]]:
+        """What has gradients, with its number."""
+        return [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
+
+    def _allreduce_grads(self) -> None:
+        trained = self._trained()
+        if not trained or not self._exchange.takes_part():
+            return
+        indices = [i for i, _ in trained]
+        gradients = [parameter.list_grad()[0] for _, parameter in trained]
+        bundles, names = bundled(indices, self._num_groups, self._prefix)
+        self._applies = self._exchange(gradients, names, [-i for i in indices], bundles).applies()
+
+    def _update(self, ignore_stale_grad: bool = False) -> None:
+        applies, self._applies = self._applies, True
+        if ignore_stale_grad:
+            self._agree_on_fresh()
+        if applies:
+            super()._update(ignore_stale_grad)
+        else:
+            for _, parameter in self._trained():
+                parameter.data()._fresh_grad = False
+
+    def _agree_on_fresh(self) -> None:
+        """Have a gradient count as new where it is on some rank: all are to update the same."""
+        members, trained = self._exchange.plan.process_set, self._trained()
+        if not trained or not self._exchange.takes_part():
+            return
+        fresh = mx.nd.array([parameter.data()._fresh_grad for _, parameter in trained])
+        name = f"{self._prefix}fresh"
+        somewhere = allreduce(fresh, name=name, op=Max, process_set=members).asnumpy()
+        for (_, parameter), is_fresh in zip(trained, somewhere, strict=True):
+            parameter.data()._fresh_grad = bool(is_fresh)
