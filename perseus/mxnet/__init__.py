@@ -31,6 +31,8 @@ from perseus.extensions import check_extension, split_list
 from perseus.mxnet import compression, functions, mpi_ops
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
+from perseus.mxnet.kvstore import create
+from perseus.mxnet.kvstore_arguments import PerseusOp
 from perseus.mxnet.mpi_ops import (
     Adasum,
     Average,
@@ -68,6 +70,7 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "PerseusOp",
     "ProcessSet",
     "Product",
     "Sum",
@@ -84,6 +87,7 @@ __all__ = [
     "ccl_built",
     "check_extension",
     "compression",
+    "create",
     "cross_rank",
     "cross_size",
     "cuda_built",

@@ -18,6 +18,8 @@ MODULES = [
     "mx_state_checks",
     "mx_optimizer_checks",
     "mx_setting_checks",
+    "mx_kvstore_checks",
+    "mx_kvstore_training_checks",
     "mx_example_checks",
 ]
 CASES = [

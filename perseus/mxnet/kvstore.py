@@ -1,0 +1,330 @@
+"""The KVStore `dist_sync_perseus`: MXNet's store of synchronous training, without servers.
+
+Every rank holds every value. A push is an allreduce, and who has set an optimizer has each rank run
+the same update on the same numbers. Nothing here waits for the data, unless it says so: pushes,
+updates and pulls are ops of MXNet's engine, in order. Belongs to the thread that trains.
+
+Source of the interface: MXNet 1.9, mxnet.kvstore.KVStore.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mxnet as mx
+import numpy as np
+
+from perseus import basics, control
+from perseus.mxnet import ops, sparse
+from perseus.mxnet.gradient_compression import compressor_of
+from perseus.mxnet.kvstore_arguments import (
+    Key,
+    PerseusOp,
+    check_shape,
+    checked_op,
+    pairs,
+    with_rows,
+)
+from perseus.mxnet.pushes import Pushes
+
+TYPE = "dist_sync_perseus"
+SPELLINGS = (TYPE, "dist-sync-perseus")
+
+Updater = Callable[[Key, Any, Any], None]
+
+_store_numbers = count(1)
+
+
+@dataclass
+class _Value:
+    """One key. array: dense, or row-sparse with all rows. pushed: a gradient before its update."""
+
+    array: Any
+    param_only: bool
+    pushed: Any = None
+
+
+class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
+    """See the module. Making one joins the world, as hvd.init() does, where that was not done.
+
+    Arguments of several methods: key is an int or a string (one kind in a store), or a list; value
+    and out are an NDArray, a list of them for several devices, or, with a list of keys, a list of
+    either. priority: higher goes first.
+
+    Keys, shapes, dtypes and order of `init` are the same on all ranks. ValueError or TypeError says
+    what is wrong with an argument; where ranks disagree, or one has died, the next wait for an
+    array raises MXNetError.
+    """
+
+    def __init__(self) -> None:  # not super's, whose store is one of MXNet's own
+        if not basics.is_initialized():
+            basics.init()
+        self._updater: Updater | None = None
+        self._values: dict[Key, _Value] = {}
+        self._scope = f"kvstore.{next(_store_numbers)}"
+        self._pushes = Pushes()
+
+    def __del__(self) -> None:
+        """Nothing of MXNet's has to be freed."""
+
+    @property
+    def type(self) -> str:
+        """`dist_sync_perseus`: Module multiplies its batch size by num_workers for such a name."""
+        return TYPE
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return basics.rank()
+
+    @property
+    def num_workers(self) -> int:
+        """How many ranks there are."""
+        return basics.size()
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host, which is its device's."""
+        return basics.local_rank()
+
+    def is_capable(self, capability: str) -> bool:
+        """True for "optimizer": updates may run in the store. ValueError for anything else."""
+        if capability.lower() == self.OPTIMIZER:
+            return True
+        raise ValueError(f"[kvstore] unknown capability {capability!r}: there is 'optimizer'")
+
+    # ---- values
+
+    def init(self, key: Any, value: Any, param_only: bool = False) -> None:
+        """Have the store hold rank 0's `value` under a key; the array itself stays as it is.
+
+        param_only: it is no parameter with gradients but anything else that ranks combine: pushes
+            are never updated with and never compressed.
+        Again for the same key: it begins anew. Collective.
+        """
+        for each, given in pairs(key, value):
+            if len(given) != 1:
+                raise ValueError(
+                    f"[kvstore] init of {each!r}: expected one array, got {len(given)}"
+                )
+            self._init(each, given[0], bool(param_only))
+
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """`init`, then `pull`."""
+        self.init(key, value)
+        self.pull(key, out, priority, ignore_sparse=False)
+
+    def push(self, key: Any, value: Any, priority: int = 0, op: int = PerseusOp.Sum) -> None:
+        """Combine the values of all devices and ranks: Sum, never averaged, Max or Min.
+
+        With an updater or optimizer, the sum is the gradient that it updates what the store holds
+        with. Otherwise, and with param_only, the result is what the store holds then. Gradients
+        travel between hosts as the settings or set_gradient_compression say.
+
+        Sums of row-sparse arrays block.
+        """
+        combine = checked_op(op)
+        for each, given in pairs(key, value):
+            with mx.autograd.pause():
+                self._push(each, given, priority, combine)
+
+    def pull(
+        self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True
+    ) -> None:
+        """Copy what the store holds to each of `out`.
+
+        ignore_sparse: leave row-sparse ones of what an optimizer updates to row_sparse_pull.
+        """
+        for each, outs in pairs(key, out):
+            held = self._held(each, "pull")
+            for array in outs:
+                check_shape(each, array, held.array, "pull")
+                updated = self._updater is not None and not held.param_only
+                if array.stype == "default" or not (ignore_sparse and updated):
+                    with mx.autograd.pause():
+                        held.array.tostype(array.stype).copyto(array)
+
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """`push`, then `pull` to `out`, or to `value` itself."""
+        self.push(key, value, priority)
+        self.pull(key, value if out is None else out, priority, ignore_sparse=False)
+
+    def row_sparse_pull(
+        self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
+    ) -> None:
+        """Copy some rows of what the store holds to RowSparseNDArrays, which then have only those.
+
+        row_ids: an NDArray of row numbers in any order, repeated or not, or a list with one for
+            each of `out`. Blocks.
+        """
+        if row_ids is None:
+            raise ValueError("[kvstore] row_sparse_pull needs row_ids")
+        for each, array, rows in with_rows(key, out, row_ids):
+            held = self._held(each, "row_sparse_pull").array
+            check_shape(each, array, held, "row_sparse_pull")
+            if array.stype != "row_sparse":
+                raise ValueError(f"[kvstore] row_sparse_pull of {each!r}: out is not row-sparse")
+            wanted = np.unique(rows.asnumpy()).astype(np.int64)
+            with mx.autograd.pause():
+                sparse.chosen_rows(held, wanted).copyto(array)
+
+    # ---- updates
+
+    def set_optimizer(self, optimizer: Any) -> None:
+        """Have pushed gradients update what the store holds, on every rank with this optimizer.
+
+        Sums are not divided by the number of ranks: rescale_grad is for that. Module sets it by
+        num_workers; a Trainer's step() takes the batch of all ranks together.
+        """
+        self._set_updater(mx.optimizer.get_updater(optimizer))
+
+    def _set_updater(self, updater: Updater | None) -> None:
+        """Have updater(key, sum, stored) change `stored` in place at every push."""
+        self._updater = updater
+
+    def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
+        """Write the optimizer's states, which are the same on every rank, to a file.
+
+        dump_optimizer: the optimizer itself too. Several ranks may write the same file. What codecs
+        hold back is not in it. ValueError without set_optimizer.
+        """
+        states = self._states("save").get_states(dump_optimizer)
+        path = Path(fname)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            part.write_bytes(states)
+            part.replace(path)
+        finally:
+            with suppress(FileNotFoundError):
+                part.unlink()
+
+    def load_optimizer_states(self, fname: str) -> None:
+        """Read such a file; every rank must. ValueError without set_optimizer."""
+        self._states("load").set_states(Path(fname).read_bytes())
+
+    def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
+        """How gradients travel between hosts; the same on all ranks.
+
+        MXNet's dictionary, see gradient_compression.compressor_of. ValueError.
+        """
+        self._pushes = Pushes(compressor_of(compression_params))
+
+    # ---- ranks
+
+    def barrier(self) -> None:
+        """Return once every rank is here."""
+        control.barrier()
+
+    _barrier = barrier
+
+    def _send_command_to_servers(self, head: int, body: str) -> NoReturn:
+        raise NotImplementedError("[kvstore] dist_sync_perseus has no servers to send commands to")
+
+    # ---- how
+
+    def _states(self, what: str) -> Any:
+        if not hasattr(self._updater, "set_states"):
+            raise ValueError(f"[kvstore] no optimizer's states to {what}: call set_optimizer first")
+        return self._updater
+
+    def _init(self, key: Key, value: Any, param_only: bool) -> None:
+        if any(isinstance(key, str) != isinstance(other, str) for other in self._values):
+            raise ValueError(f"[kvstore] init of {key!r}: keys are either all ints or all strings")
+        if value.stype not in ("default", "row_sparse"):
+            raise ValueError(f"[kvstore] init of {key!r}: {value.stype} arrays are not served")
+        with mx.autograd.pause():
+            held = value.tostype("default").copy()
+            ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
+            if not param_only and self._updater is None:
+                self._check_start(key, value, held)
+            if value.stype == "row_sparse":
+                held = sparse.from_rows(held, np.arange(len(held)), value)
+        self._values[key] = _Value(held, param_only)
+
+    def _check_start(self, key: Key, value: Any, held: Any) -> None:
+        """Module does not ask for rank 0's weights where it updates them itself, as in MXNet's own
+        stores, so that ranks would train different models.
+        """
+        if os.environ.get("MXNET_UPDATE_ON_KVSTORE", "1") != "0":
+            return
+        same = np.array_equal(value.asnumpy(), held.asnumpy())
+        if "" in control.gather_lines("same" if same else "", f"{self._scope}.start.{key}"):
+            raise ValueError(
+                f"[kvstore] ranks begin with different values of {key!r}, and with "
+                f"MXNET_UPDATE_ON_KVSTORE=0 Module takes no others: unset it, or begin alike "
+                f"everywhere, by mx.random.seed or arg_params"
+            )
+
+    def _held(self, key: Key, what: str) -> _Value:
+        if key not in self._values:
+            raise ValueError(f"[kvstore] {what} of {key!r}, which was not initialised: call init")
+        return self._values[key]
+
+    def _push(self, key: Key, given: list[Any], priority: int, op: PerseusOp) -> None:
+        held = self._held(key, "push")
+        for array in given:
+            check_shape(key, array, held.array, "push")
+            if array.dtype != held.array.dtype:
+                raise ValueError(
+                    f"[kvstore] push of {key!r}: {np.dtype(array.dtype)}, but it was initialised "
+                    f"as {np.dtype(held.array.dtype)}"
+                )
+        updater = None if held.param_only else self._updater
+        if updater is not None and op != PerseusOp.Sum:
+            raise ValueError(
+                f"[kvstore] push of {key!r} with op={op.name}: the optimizer needs sums; "
+                f"init(…, param_only=True) is for what it is not to update"
+            )
+        gradient = op == PerseusOp.Sum and not held.param_only
+        if gradient and updater is None and basics.may_withhold_gradients():
+            raise ValueError(
+                f"[kvstore] push of {key!r}: with PERSEUS_ACCUMULATE_N_STEPS, and with "
+                f"PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip, not every gradient is to be applied, so "
+                f"that the store must do it: set_optimizer, Trainer(update_on_kvstore=True), no "
+                f"MXNET_UPDATE_ON_KVSTORE=0; init(…, param_only=True) for what is no gradient"
+            )
+        name = f"{self._scope}.{key}"
+        if any(array.stype != "default" for array in given):
+            if op != PerseusOp.Sum or any(array.stype != "row_sparse" for array in given):
+                raise ValueError(
+                    f"[kvstore] push of {key!r}: sparse arrays are row-sparse on all devices and "
+                    f"can only be summed; others become dense by tostype('default')"
+                )
+            result, applies = self._pushes.add_rows(
+                given, name, priority=priority, gradient=gradient
+            )
+            if updater is None:
+                result.tostype(held.array.stype).copyto(held.array)
+        else:
+            result = held.array if updater is None else held.pushed
+            if result is None:
+                result = held.pushed = ops.empty(held.array)
+            applies = self._pushes.combine(
+                given, result, name, op=op, priority=priority, gradient=gradient
+            )
+        if updater is not None and applies:
+            updater(key, result, held.array)
+
+
+def create(name: str = TYPE) -> KVStore:
+    """A new store, which joins the world where hvd.init() was not called.
+
+    name: dist_sync_perseus or dist-sync-perseus, in any case; ValueError for others, which
+    mx.kvstore.create makes. It takes these two as well once perseus.mxnet is imported.
+    """
+    if not isinstance(name, str) or name.lower() not in SPELLINGS:
+        raise ValueError(
+            f"[kvstore] {name!r} is not a store of Perseus: {' or '.join(SPELLINGS)}; "
+            f"mx.kvstore.create makes MXNet's own"
+        )
+    return KVStore()
+
+
+# What KVStoreBase.register does, with names that are not the class's.
+mx.kvstore.KVStoreBase.kv_registry.update(dict.fromkeys(SPELLINGS, KVStore))

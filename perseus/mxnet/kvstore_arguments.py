@@ -1,0 +1,100 @@
+"""What a KVStore's methods are called with: keys and arrays, alone or in lists. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from numbers import Integral
+from typing import Any
+
+import mxnet as mx
+
+Key = int | str
+
+
+class PerseusOp(IntEnum):
+    """How `push` combines what the ranks have; the numbers are Horovod's."""
+
+    Sum = 1
+    Min = 3
+    Max = 4
+
+
+def pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
+    """Each key with its arrays, as mx.nd.NDArrays; those of a repeated key are put together.
+
+    key: int, str or a list of them. value: an array or a list of arrays, with a list of keys a list
+    of such. TypeError for other things, ValueError for lists of different lengths.
+    """
+    if not isinstance(key, list | tuple):
+        return [(_checked(key), _arrays(key, value))]
+    _check_length(key, value)
+    found: dict[Key, list[Any]] = {}
+    for each, given in zip(key, value, strict=True):
+        found.setdefault(_checked(each), []).extend(_arrays(each, given))
+    return list(found.items())
+
+
+def with_rows(key: Any, out: Any, row_ids: Any) -> Iterator[tuple[Key, Any, Any]]:
+    """(key, array, its row numbers) for every array of `out`; row numbers may serve a whole list.
+
+    The rest as in pairs().
+    """
+    if isinstance(key, list | tuple):
+        _check_length(key, out)
+        _check_length(key, row_ids)
+        for each in zip(key, out, row_ids, strict=True):
+            yield from with_rows(*each)
+        return
+    outs, rows = _arrays(key, out), _arrays(key, row_ids)
+    if len(rows) == 1:
+        rows *= len(outs)
+    if len(rows) != len(outs):
+        raise ValueError(
+            f"[kvstore] {len(rows)} row_ids for {len(outs)} arrays of {key!r}: give one for each, "
+            f"or one for all"
+        )
+    for array, numbers in zip(outs, rows, strict=True):
+        yield _checked(key), array, numbers
+
+
+def checked_op(op: int) -> PerseusOp:
+    """As a PerseusOp; ValueError."""
+    try:
+        return PerseusOp(op)
+    except ValueError:
+        raise ValueError(
+            f"[kvstore] push with op={op!r}: expected PerseusOp.Sum, PerseusOp.Max or PerseusOp.Min"
+        ) from None
+
+
+def check_shape(key: Key, array: Any, held: Any, what: str) -> None:
+    """ValueError where an array is not like what the store holds; what: the method."""
+    if array.shape != held.shape:
+        raise ValueError(
+            f"[kvstore] {what} of {key!r}: an array of shape {array.shape}, but it was initialised "
+            f"with {held.shape}"
+        )
+
+
+def _checked(key: Any) -> Key:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, Integral) and not isinstance(key, bool):
+        return int(key)
+    raise TypeError(f"[kvstore] a key is an int or a string, not {key!r}")
+
+
+def _check_length(keys: Sequence[Any], values: Any) -> None:
+    if not isinstance(values, list | tuple) or len(values) != len(keys):
+        given = f"{len(values)}" if isinstance(values, list | tuple) else f"a {type(values)}"
+        raise ValueError(f"[kvstore] {len(keys)} keys, but {given} for their values")
+
+
+def _arrays(key: Any, value: Any) -> list[Any]:
+    given = value if isinstance(value, list | tuple) else [value]
+    if not given or not all(isinstance(array, mx.nd.NDArray) for array in given):
+        raise TypeError(
+            f"[kvstore] key {key!r}: expected an NDArray or a list of them, not {value!r}"
+        )
+    return [array.as_nd_ndarray() for array in given]

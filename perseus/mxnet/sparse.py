@@ -1,0 +1,66 @@
+"""Sums of row-sparse gradients over the devices of a rank and over all ranks. Thread-safe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from perseus.mxnet import ops
+
+_HEADER = -1  # an index in front of a rank's rows: MXNet has no arrays without elements to send
+
+
+def sum_rows(arrays: Sequence[Any], name: str, priority: int, gradient_of: int) -> Any:
+    """The sum as a new RowSparseNDArray with the rows that any rank has; the same bits everywhere.
+
+    arrays: RowSparseNDArrays of one shape, one for each of this rank's devices, which the sum gets
+        dtype and device from. Rows are added in the order of ranks, float16 ones in float32.
+    gradient_of: see basics.new_gradients. Values travel in full precision.
+
+    Blocks. Raises MXNetError where ranks disagree about the shape of a row, and where
+    PERSEUS_ACCUMULATE_N_STEPS is set.
+    """
+    first = arrays[0]
+    rows = [array.indices.asnumpy().astype(np.int64) for array in arrays]
+    indices = np.concatenate([[_HEADER], *rows])
+    header = np.zeros((1, *first.shape[1:]), first.dtype)
+    parts = [array.data.asnumpy() for array in arrays]
+    values = np.concatenate([header, *(part for part in parts if len(part))])
+    gathered_values = _gather(values, f"{name}.values", priority, gradient_of)
+    gathered_indices = _gather(indices, f"{name}.indices", priority, 0)
+    return _summed(gathered_indices, gathered_values, first)
+
+
+def _gather(array: Any, name: str, priority: int, gradient_of: int) -> Any:
+    given = mx.nd.array(array, dtype=array.dtype)
+    return ops.allgather([given], name, priority=priority, gradient_of=gradient_of)[0].asnumpy()
+
+
+def _summed(indices: Any, values: Any, like: Any) -> Any:
+    """One row for each index, in their order."""
+    order = np.argsort(indices, kind="stable")
+    rows, starts = np.unique(indices[order], return_index=True)
+    wide = np.float32 if values.dtype == np.float16 else values.dtype
+    sums = np.add.reduceat(values[order].astype(wide), starts, axis=0).astype(values.dtype)
+    # Headers come first.
+    return from_rows(sums[1:], rows[1:], like)
+
+
+def from_rows(values: Any, rows: Any, like: Any) -> Any:
+    """A RowSparseNDArray with these rows, of the shape, dtype and device of another array."""
+    if len(rows) == 0:
+        return mx.nd.sparse.zeros("row_sparse", like.shape, ctx=like.context, dtype=like.dtype)
+    return mx.nd.sparse.row_sparse_array(
+        (values, rows), shape=like.shape, ctx=like.context, dtype=like.dtype
+    )
+
+
+def chosen_rows(array: Any, rows: Any) -> Any:
+    """Some rows of a dense or row-sparse array as a row-sparse one. rows: int64, ascending."""
+    numbers = mx.nd.array(rows, dtype=rows.dtype)
+    if array.stype == "row_sparse":
+        return mx.nd.sparse.retain(array, numbers)
+    return from_rows(mx.nd.take(array, numbers), rows, array)

@@ -1,0 +1,265 @@
+"""Training with the KVStore ends where one process ends that has the batches of all ranks."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import gradient_settings as settings
+import mxnet as mx
+import numpy as np
+from mx_values import as_array, assert_equal, everyone, mine, numbers, raised
+from mxnet import autograd, gluon
+
+import perseus.mxnet as hvd
+
+STEPS, BATCH = 4, 6
+WORDS, WIDTH = 23, 3
+
+
+def _rows(rank: int, step: int) -> np.ndarray:
+    return numbers((BATCH, 5), rank, step)
+
+
+def _all_rows(step: int) -> np.ndarray:
+    return np.concatenate([_rows(rank, step) for rank in range(hvd.size())])
+
+
+def _dense(start: int) -> gluon.Block:
+    """One layer, whose weights depend on `start`."""
+    net = gluon.nn.Dense(2, in_units=5)
+    net.initialize()
+    net.weight.set_data(as_array(numbers((2, 5), start)))
+    return net
+
+
+def _train(net, trainer, rows, total: int, steps=range(STEPS)) -> list[np.ndarray]:
+    """Gradients do not depend on weights, so that all numbers are exact."""
+    for step in steps:
+        with autograd.record():
+            loss = (net(as_array(rows(step))) * mx.nd.array([1, 2])).sum()
+        loss.backward()
+        trainer.step(total)
+    return [parameter.data().asnumpy() for parameter in net.collect_params().values()]
+
+
+def _trainer(net, kvstore, **more) -> gluon.Trainer:
+    options = {"learning_rate": 0.5, "momentum": 0.5}
+    return gluon.Trainer(net.collect_params(), "sgd", options, kvstore=kvstore, **more)
+
+
+def _expected(steps=range(STEPS)) -> list[np.ndarray]:
+    """One process on the joined batch; divided by 16, which is exact."""
+    net = _dense(0)
+    return _train(net, _trainer(net, None), _all_rows, 16, steps)
+
+
+def check_a_trainer() -> None:
+    """update_on_kvstore True, False and None; by name, by the store, and by MXNet's arrays."""
+    expected = _expected()
+    for kvstore, where in (
+        ("dist_sync_perseus", None),
+        ("dist-sync-perseus", True),
+        (hvd.create(), False),
+        (hvd.create(), True),
+    ):
+        net = _dense(hvd.rank())
+        trainer = _trainer(net, kvstore, update_on_kvstore=where)
+        for mine_, right in zip(
+            _train(net, trainer, lambda step: _rows(hvd.rank(), step), 16), expected, strict=True
+        ):
+            assert_equal(mine_, right)
+
+
+def check_a_trainer_goes_on_with_saved_states() -> None:
+    for where in (True, False):
+        net = _dense(hvd.rank())
+        mine_ = lambda step: _rows(hvd.rank(), step)  # noqa: E731
+        trainer = _trainer(net, "dist_sync_perseus", update_on_kvstore=where)
+        _train(net, trainer, mine_, 16, range(2))
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save_states(f"{folder}/states")
+            trainer = _trainer(net, "dist_sync_perseus", update_on_kvstore=where)
+            trainer.load_states(f"{folder}/states")
+        results = _train(net, trainer, mine_, 16, range(2, STEPS))
+        for array, right in zip(results, _expected(), strict=True):
+            assert_equal(array, right)
+
+
+def check_two_trainers_at_once() -> None:
+    """Stores keep their keys apart, which are both 0, 1, …."""
+    nets = [_dense(hvd.rank()) for _ in range(2)]
+    trainers = [_trainer(net, "dist_sync_perseus") for net in nets]
+    for step in range(STEPS):
+        for net in nets:
+            with autograd.record():
+                out = net(as_array(_rows(hvd.rank(), step))) * mx.nd.array([1, 2])
+            out.backward()
+        for trainer in trainers:
+            trainer.step(16)
+    for net in nets:
+        for parameter, right in zip(net.collect_params().values(), _expected(), strict=True):
+            assert_equal(parameter.data(), right)
+
+
+def check_a_trainers_compression() -> None:
+    net = _dense(hvd.rank())
+    trainer = _trainer(net, "dist_sync_perseus", compression_params={"type": "1bit"})
+    assert "'1bit'" in raised(ValueError, lambda: _train(net, trainer, _all_rows, 16))
+    with settings.apart():
+        net = _dense(hvd.rank())
+        options = {"type": "rotate", "n": 2}  # half of the numbers are held back
+        trainer = _trainer(net, "dist_sync_perseus", compression_params=options)
+        rows = lambda step: _rows(hvd.rank(), step)  # noqa: E731
+        weight = _train(net, trainer, rows, 16, range(1))[0]
+        assert not np.array_equal(weight, _expected(range(1))[0])
+        settings.assert_same_everywhere([weight])
+
+
+# ---- sparse gradients
+
+
+def _words(rank: int, step: int) -> np.ndarray:
+    """Word numbers, of which no two ranks have the same; some come twice."""
+    return (np.arange(5) % 3 * 2 + rank + 7 * step) % WORDS
+
+
+def _embedding(start: int) -> gluon.Block:
+    net = gluon.nn.Embedding(WORDS, WIDTH, sparse_grad=True)
+    net.initialize()
+    net.weight.set_data(as_array(numbers((WORDS, WIDTH), start)))
+    return net
+
+
+def _train_words(net, trainer, words) -> np.ndarray:
+    for step in range(STEPS):
+        found = words(step)
+        with autograd.record():
+            scale = mx.nd.array(found % 4 + 1).reshape((-1, 1))
+            loss = (net(mx.nd.array(found)) * scale).sum()
+        loss.backward()
+        trainer.step(16)
+    return net.weight.data().asnumpy()
+
+
+def check_sparse_gradients_of_a_trainer() -> None:
+    net = _embedding(0)
+    options = {"learning_rate": 0.5, "momentum": 0.5}
+    expected = _train_words(
+        net,
+        gluon.Trainer(net.collect_params(), "sgd", options, kvstore=None),
+        lambda step: np.concatenate([_words(rank, step) for rank in range(hvd.size())]),
+    )
+    for kvstore in ("dist_sync_perseus", hvd.create()):
+        net = _embedding(hvd.rank())
+        trainer = gluon.Trainer(net.collect_params(), "sgd", options, kvstore=kvstore)
+        assert_equal(_train_words(net, trainer, lambda step: _words(hvd.rank(), step)), expected)
+
+
+def _sparse(rows: dict[int, int], shape=(WORDS, WIDTH), dtype="float32"):
+    """Row-sparse: each row filled with a number."""
+    if not rows:
+        return mx.nd.sparse.zeros("row_sparse", shape, dtype=dtype)
+    data = np.stack([np.full(shape[1:], number, dtype) for number in rows.values()])
+    return mx.nd.sparse.row_sparse_array((data, list(rows)), shape=shape, dtype=dtype)
+
+
+def check_sparse_sums_by_hand() -> None:
+    kv, rank, size = hvd.create(), hvd.rank(), hvd.size()
+    shape = (WORDS, WIDTH)
+    for dtype in ("float16", "float32", "float64"):
+        kv.init("g", _sparse({}, dtype=dtype))
+        for rows in ({}, {rank: rank + 1, 9: rank + 2}, {} if rank == 0 else {22: rank}):
+            given = _sparse(rows, dtype=dtype)
+            kv.push("g", given)
+            dense, out = mx.nd.zeros(shape, dtype=dtype), _sparse({}, dtype=dtype)
+            kv.pull("g", dense)
+            kv.pull("g", out)
+            total = hvd.allreduce(given.tostype("default"), op=hvd.Sum)
+            assert_equal(dense, total.asnumpy())
+            assert_equal(out, total.asnumpy())
+            chosen = mx.nd.array([9, 22], dtype="int64")
+            kv.row_sparse_pull("g", out, row_ids=chosen)
+            assert_equal(out.tostype("default")[[9, 22]], total[[9, 22]].asnumpy())
+            assert set(out.indices.asnumpy().tolist()) <= {9, 22}
+    # Each device of a rank has rows of its own.
+    both = [_sparse({1: 1, 4: 2}), _sparse({4: 3, 5: rank})]
+    kv.init("h", _sparse({}))
+    kv.pushpull("h", both)
+    expected = np.zeros(shape)
+    expected[1], expected[4], expected[5] = size, 5 * size, sum(range(size))
+    for array in both:
+        assert array.stype == "row_sparse"
+        assert_equal(array, expected)
+
+
+def check_rows_of_a_sparse_weight() -> None:
+    """With an optimizer: only rows that some rank has a gradient for change."""
+    kv = hvd.create()
+    kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=1.0, wd=0.0))
+    kv.init("w", mine((WORDS, WIDTH)).tostype("row_sparse"))
+    kv.push("w", _sparse({hvd.rank(): 1, 8: 2}))
+    expected = everyone((WORDS, WIDTH))[0]
+    for rank in range(hvd.size()):
+        expected[rank] -= 1
+        expected[8] -= 2
+    chosen = np.zeros_like(expected)
+    chosen[[0, 8, 20]] = expected[[0, 8, 20]]
+    outs = [_sparse({3: 7}), _sparse({})]
+    kv.row_sparse_pull("w", outs, row_ids=mx.nd.array([20, 8, 0, 8], dtype="int64"))
+    for out in outs:
+        assert out.indices.asnumpy().tolist() == [0, 8, 20]
+        assert_equal(out, chosen)
+    kv.row_sparse_pull(["w"], [outs[0]], row_ids=[mx.nd.array([1])])
+    assert_equal(outs[0].data, expected[1:2])
+    whole = mx.nd.zeros((WORDS, WIDTH))
+    kv.pull("w", [whole, outs[1]])
+    assert_equal(whole, expected)
+    assert_equal(outs[1], chosen)  # row_sparse_pull is for these
+    text = raised(ValueError, lambda: kv.row_sparse_pull("w", outs, row_ids=[mx.nd.array([1])] * 3))
+    assert "3 row_ids" in text
+
+
+# ---- Module
+
+
+def _symbol() -> mx.sym.Symbol:
+    hidden = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=8, name="hidden")
+    hidden = mx.sym.Activation(hidden, act_type="tanh")
+    return mx.sym.SoftmaxOutput(mx.sym.FullyConnected(hidden, num_hidden=3), name="softmax")
+
+
+def _fit(kvstore, images, labels, batch_size: int, seed: int) -> list[np.ndarray]:
+    mx.random.seed(seed)
+    model = mx.mod.Module(_symbol())
+    model.fit(
+        mx.io.NDArrayIter(images, labels, batch_size),
+        kvstore=kvstore,
+        optimizer_params={"learning_rate": 0.5, "momentum": 0.9},
+        initializer=mx.init.Xavier(),
+        num_epoch=2,
+    )
+    weights, _ = model.get_params()
+    return [weights[name].asnumpy() for name in sorted(weights)]
+
+
+def check_module_fit() -> None:
+    """Steps as of one process with the joined batch, wherever Module has the updates done."""
+    size, rank, steps = hvd.size(), hvd.rank(), 5
+    count = steps * size * BATCH
+    images, labels = numbers((count, 5), 0).astype(np.float32) / 8, np.arange(count) % 3
+    expected = _fit(None, images, labels, size * BATCH, seed=1)
+    # Of every joined batch each rank has its part.
+    mine_ = (np.arange(count) // BATCH) % size == rank
+    for variable, seed in (("1", 1 + rank), ("0", 1)):
+        os.environ["MXNET_UPDATE_ON_KVSTORE"] = variable
+        fitted = _fit("dist_sync_perseus", images[mine_], labels[mine_], BATCH, seed)
+        for array, right in zip(fitted, expected, strict=True):
+            np.testing.assert_allclose(array, right, rtol=0, atol=1e-6)
+        settings.assert_same_everywhere(fitted)
+    text = raised(
+        ValueError,
+        lambda: _fit("dist_sync_perseus", images[mine_], labels[mine_], BATCH, seed=1 + rank),
+    )
+    assert "MXNET_UPDATE_ON_KVSTORE=0" in text
+    del os.environ["MXNET_UPDATE_ON_KVSTORE"]
