@@ -43,7 +43,7 @@ _store_numbers = count(1)
 
 @dataclass
 class _Value:
-    """One key. array: dense, or row-sparse with all rows. pushed: a gradient before its update."""
+    """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update."""
 
     array: Any
     param_only: bool
@@ -57,9 +57,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     and out are an NDArray, a list of them for several devices, or, with a list of keys, a list of
     either. priority: higher goes first.
 
-    Keys, shapes, dtypes and order of `init` are the same on all ranks. ValueError or TypeError says
-    what is wrong with an argument; where ranks disagree, or one has died, the next wait for an
-    array raises MXNetError.
+    Keys, shapes, dtypes, order of `init` and of making stores are the same on all ranks. ValueError
+    or TypeError says what is wrong with an argument; where ranks disagree, or one has died, the
+    next wait for an array raises MXNetError.
     """
 
     def __init__(self) -> None:  # not super's, whose store is one of MXNet's own
@@ -239,7 +239,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         if value.stype not in ("default", "row_sparse"):
             raise ValueError(f"[kvstore] init of {key!r}: {value.stype} arrays are not served")
         with mx.autograd.pause():
-            held = value.tostype("default").copy()
+            held = value.tostype("default").copyto(mx.cpu())
             ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
             if not param_only and self._updater is None:
                 self._check_start(key, value, held)

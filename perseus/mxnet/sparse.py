@@ -16,8 +16,8 @@ _HEADER = -1  # an index in front of a rank's rows: MXNet has no arrays without 
 def sum_rows(arrays: Sequence[Any], name: str, priority: int, gradient_of: int) -> Any:
     """The sum as a new RowSparseNDArray with the rows that any rank has; the same bits everywhere.
 
-    arrays: RowSparseNDArrays of one shape, one for each of this rank's devices, which the sum gets
-        dtype and device from. Rows are added in the order of ranks, float16 ones in float32.
+    arrays: RowSparseNDArrays of one shape and dtype, one for each of this rank's devices; the sum
+        is on the CPU. Rows are added in the order of ranks, float16 ones in float32.
     gradient_of: see basics.new_gradients. Values travel in full precision.
 
     Blocks. Raises MXNetError where ranks disagree about the shape of a row, and where
@@ -50,12 +50,10 @@ def _summed(indices: Any, values: Any, like: Any) -> Any:
 
 
 def from_rows(values: Any, rows: Any, like: Any) -> Any:
-    """A RowSparseNDArray with these rows, of the shape, dtype and device of another array."""
+    """A RowSparseNDArray with these rows on the CPU, of the shape and dtype of another array."""
     if len(rows) == 0:
-        return mx.nd.sparse.zeros("row_sparse", like.shape, ctx=like.context, dtype=like.dtype)
-    return mx.nd.sparse.row_sparse_array(
-        (values, rows), shape=like.shape, ctx=like.context, dtype=like.dtype
-    )
+        return mx.nd.sparse.zeros("row_sparse", like.shape, dtype=like.dtype)
+    return mx.nd.sparse.row_sparse_array((values, rows), shape=like.shape, dtype=like.dtype)
 
 
 def chosen_rows(array: Any, rows: Any) -> Any:

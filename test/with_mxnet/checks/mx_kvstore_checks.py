@@ -74,9 +74,10 @@ def check_a_value_that_is_no_parameter_is_an_allreduce_in_place() -> None:
             (hvd.Sum, scores.astype(np.float32).sum(axis=0)),
         ):
             x = as_array(scores[hvd.rank()])
-            kv.init("scores", x, param_only=1)
-            kv.push("scores", x, op=op)
-            kv.pull("scores", x)
+            with mx.autograd.record():
+                kv.init("scores", x, param_only=1)
+                kv.push("scores", x, op=op)
+                kv.pull("scores", x)
             assert_equal(x, combined)
         again = as_array(scores[hvd.rank()])
         kv.pushpull("scores", again)
