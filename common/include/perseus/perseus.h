@@ -145,6 +145,10 @@ typedef struct perseus_context_options {
 
 /* Blocks until every rank is there or the start timeout passes (the message names the missing ranks). */
 PERSEUS_EXPORT perseus_code perseus_context_create(const perseus_context_options* options, perseus_context** context);
+/* The same for a process that knows nothing of its world: rank, size and the way to the others are those of whatever
+ * launched it (perseusrun, srun, torchrun's variables); without a launcher, a world of one. What ranks find out once
+ * serves all worlds of the process. `job` as above; the epoch counts this process's calls for that job. */
+PERSEUS_EXPORT perseus_code perseus_context_create_launched(const char* job, perseus_context** context);
 /* Tells all ranks; pending operations everywhere end with PERSEUS_ABORTED "Horovod has been shut down…". Operations
  * already under way on all ranks are finished first. Safe to call twice. */
 PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);
