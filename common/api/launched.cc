@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/config.h"
+#include "base/error.h"
 #include "rendezvous/identity.h"
 #include "rendezvous/meeting.h"
 
@@ -16,7 +17,19 @@ struct Launched {
   std::mutex mutex;
   Identity identity;
   std::optional<Meeting> meeting;
+  std::optional<Error> failure;
   std::map<std::string, uint32_t> epochs;  // worlds built, by job
+
+  void meet() {
+    identity = identify(environment_value);
+    try {
+      meeting = perseus::meet(identity, environment_value, Config());
+    } catch (const Error& error) {
+      // A setting can be changed; a launcher that we have begun to talk to cannot be asked again.
+      if (error.kind() != ErrorKind::kInvalidArgument) failure = error;
+      throw;
+    }
+  }
 };
 
 Launched& launched() {
@@ -31,10 +44,8 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
   {
     Launched& known = launched();
     std::lock_guard<std::mutex> lock(known.mutex);
-    if (!known.meeting) {
-      known.identity = identify(environment_value);
-      known.meeting = meet(known.identity, environment_value, Config());
-    }
+    if (known.failure) throw Error(*known.failure);
+    if (!known.meeting) known.meet();
     options.world.rank = known.identity.rank;
     options.world.size = known.identity.size;
     options.world.secret = known.meeting->secret;

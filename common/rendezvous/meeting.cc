@@ -4,19 +4,40 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <iterator>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "rendezvous/addresses.h"
+#include "rendezvous/auth.h"
+#include "rendezvous/launcher_space.h"
 
 namespace perseus {
 namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
 constexpr int64_t kSlurmPorts = 10'000;  // jobs that share a node get ports of their own out of this many
-constexpr size_t kShortestSecret = 16;
+constexpr size_t kShortestSecret = 16, kSecretBytes = 32;
+
+std::string to_hex(const std::string& bytes) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (const char c : bytes) {
+    text.push_back(kDigits[static_cast<unsigned char>(c) >> 4]);
+    text.push_back(kDigits[static_cast<unsigned char>(c) & 15]);
+  }
+  return text;
+}
+
+std::string from_hex(const std::string& text) {
+  std::string bytes;
+  for (size_t i = 0; i + 1 < text.size(); i += 2)
+    bytes.push_back(static_cast<char>(std::strtol(text.substr(i, 2).c_str(), nullptr, 16)));
+  return bytes;
+}
 
 std::string first_set(const Environment& environment, std::initializer_list<const char*> names) {
   for (const char* name : names)
@@ -126,6 +147,68 @@ Meeting through_slurm(const Identity& identity, const Environment& environment, 
                         "PERSEUS_SECRET_FILE)");
 }
 
+// This host's address as the others reach it: the interface's, else of the route to one.
+std::string own_address(const std::string& other_host, const Config& config) {
+  const std::string interfaces = config.text(Var::kInterfaces);
+  if (!interfaces.empty()) return interface_address(without_spaces(interfaces.substr(0, interfaces.find(','))));
+  const std::string here = host_name();
+  for (const std::string& host : {other_host, here}) {
+    const std::string address = host.empty() ? "" : source_address(host);
+    if (!address.empty() && (other_host.empty() || !is_loopback(address))) return address;
+  }
+  return here;
+}
+
+// Of rank 0; the next free port when the first is taken.
+Meeting serve(const std::string& host, const Environment& environment, const Config& config) {
+  Meeting meeting{host, 0, given_secret(environment, config), nullptr};
+  if (meeting.secret.empty()) meeting.secret = to_hex(random_bytes(kSecretBytes));
+  const int port = static_cast<int>(config.integer(Var::kMasterPort));
+  meeting.server = StoreServer::listen(listen_address(host), port, true, meeting.secret);
+  meeting.port = meeting.server->port();
+  return meeting;
+}
+
+// The first rank's host that is not this one; "" = all ranks are here.
+std::string other_host(LauncherSpace& space, int size) {
+  const std::string here = to_hex(host_name());
+  for (int rank = 1; rank < size; ++rank)
+    if (const std::string host = space.get(rank, "host"); host != here) return from_hex(host);
+  return "";
+}
+
+// Rank 0 tells the others where its store is.
+Meeting through_space(LauncherSpace& space, const Identity& identity, const Environment& environment,
+                      const Config& config) {
+  const bool local = identity.local_size == identity.size;
+  if (!local) {
+    space.put("host", to_hex(host_name()));
+    space.fence();
+  }
+  Meeting meeting;
+  if (identity.rank == 0) {
+    meeting = serve(local ? kLoopback : own_address(other_host(space, identity.size), config), environment, config);
+    const std::string text = to_hex(meeting.host + " " + std::to_string(meeting.port) + " " + meeting.secret);
+    if (text.size() > space.most_bytes())
+      fail(ErrorKind::kInvalidArgument, "[rendezvous] the secret of " + std::to_string(meeting.secret.size()) +
+                                            " bytes is too long for this launcher: make one with openssl rand -hex 32");
+    space.put("store", text);
+  }
+  space.fence();
+  if (identity.rank != 0) {
+    const std::string text = from_hex(space.get(0, "store"));
+    const size_t first = text.find(' '), second = text.find(' ', first + 1);
+    if (first == std::string::npos || second == std::string::npos)
+      fail(ErrorKind::kIo, "[rendezvous] what rank 0 says of its store cannot be read: are all ranks of one version?");
+    meeting.host = text.substr(0, first);
+    meeting.port = static_cast<int>(
+        whole_number("rendezvous", "rank 0's port", text.substr(first + 1, second - first - 1), 1, 65535));
+    meeting.secret = text.substr(second + 1);
+  }
+  space.finish();
+  return meeting;
+}
+
 }  // namespace
 
 std::string first_host(const std::string& nodelist) {
@@ -143,14 +226,17 @@ Meeting meet(const Identity& identity, const Environment& environment, const Con
              const std::function<bool()>& interrupted) {
   if (identity.launcher == Launcher::kPerseusrun) return from_perseusrun(identity, environment, config);
   if (identity.size == 1) return {};
-  switch (identity.launcher) {
-    case Launcher::kTorch:
-      return through_torch(identity, environment, config);
-    case Launcher::kSlurm:
-      return through_slurm(identity, environment, config);
-    default:
-      fail(ErrorKind::kInvalidArgument, "[rendezvous] this launcher is not known: start the job with perseusrun");
-  }
+  if (identity.launcher == Launcher::kTorch) return through_torch(identity, environment, config);
+  const bool slurm = identity.launcher == Launcher::kSlurm;
+  // srun has a space too, with the right --mpi; a secret that was given says that the ranks do without.
+  const bool pmi = identity.launcher == Launcher::kMpich || (slurm && !environment("PMI_FD").empty());
+  const bool pmix = identity.launcher == Launcher::kOpenMpi || (slurm && !environment("PMIX_RANK").empty());
+  if (slurm && (!(pmi || pmix) || !given_secret(environment, config).empty()))
+    return through_slurm(identity, environment, config);
+  const int64_t limit_s = config.integer(Var::kStartTimeout);
+  const SpaceOptions options{identity, environment, now_ns() + limit_s * kSecond, limit_s, interrupted};
+  const std::unique_ptr<LauncherSpace> space = pmi ? open_pmi_space(options) : open_pmix_space(options);
+  return through_space(*space, identity, environment, config);
 }
 
 }  // namespace perseus
