@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "rendezvous/identity.h"
 
@@ -44,5 +45,7 @@ std::unique_ptr<LauncherSpace> open_pmix_space(const SpaceOptions& options);
 
 // For implementations: throws at the deadline and when interrupted. `what` is what was waited for.
 void check_patience(const SpaceOptions& options, const std::string& what);
+// Paths of libraries whose file names begin with `name` that the process `pid` ("self" = this one) has loaded.
+std::vector<std::string> loaded_libraries(const std::string& pid, const std::string& name);
 
 }  // namespace perseus

@@ -147,6 +147,16 @@ Meeting through_slurm(const Identity& identity, const Environment& environment, 
                         "PERSEUS_SECRET_FILE)");
 }
 
+// Some PMI or PMIx has started this process with others, without variables that number them: worlds of one each would
+// train beside each other.
+void refuse_unknown_launcher(const Environment& environment) {
+  for (const char* name : {"PMIX_RANK", "PMI_FD", "PMI_PORT"})
+    if (const std::string value = environment(name); !value.empty())
+      fail(ErrorKind::kInvalidArgument, std::string("[rendezvous] ") + name + "='" + value +
+                                            "' comes from a launcher whose other variables are not known: start the "
+                                            "job with perseusrun, or with mpirun of Open MPI or MPICH");
+}
+
 // This host's address as the others reach it: the interface's, else of the route to one.
 std::string own_address(const std::string& other_host, const Config& config) {
   const std::string interfaces = config.text(Var::kInterfaces);
@@ -225,6 +235,7 @@ std::string first_host(const std::string& nodelist) {
 Meeting meet(const Identity& identity, const Environment& environment, const Config& config,
              const std::function<bool()>& interrupted) {
   if (identity.launcher == Launcher::kPerseusrun) return from_perseusrun(identity, environment, config);
+  if (identity.launcher == Launcher::kSingle) refuse_unknown_launcher(environment);
   if (identity.size == 1) return {};
   if (identity.launcher == Launcher::kTorch) return through_torch(identity, environment, config);
   const bool slurm = identity.launcher == Launcher::kSlurm;

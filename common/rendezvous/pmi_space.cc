@@ -37,12 +37,17 @@ std::string word(const std::string& line, const std::string& name) {
 
 // The process's own MPI would be in the middle of its own talk with mpirun.
 void refuse_mpi_in_use() {
-  const auto initialized = reinterpret_cast<int (*)(int*)>(::dlsym(RTLD_DEFAULT, "MPI_Initialized"));
-  int flag = 0;
-  if (initialized != nullptr && initialized(&flag) == 0 && flag != 0)
-    fail(ErrorKind::kInvalidArgument,
-         "[rendezvous] MPI is initialised in this process already, and its mpirun answers a process once: call "
-         "perseus_context_create_launched without MPI_Init, or start the job with perseusrun");
+  for (const std::string& path : loaded_libraries("self", "libmpi")) {
+    void* library = ::dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+    if (library == nullptr) continue;
+    const auto initialized = reinterpret_cast<int (*)(int*)>(::dlsym(library, "MPI_Initialized"));
+    int flag = 0;
+    if (initialized != nullptr && initialized(&flag) == 0 && flag != 0)
+      fail(ErrorKind::kInvalidArgument,
+           "[rendezvous] MPI is initialised in this process already, and its mpirun answers a process once: leave out "
+           "MPI_Init, or start the job with perseusrun");
+    ::dlclose(library);
+  }
 }
 
 class PmiSpace final : public LauncherSpace {

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -62,19 +61,6 @@ struct Library {
 
 // ---- finding it ----
 
-// Libraries of that name which the process `pid` has loaded.
-void add_loaded(const std::string& pid, std::vector<std::string>* paths) {
-  std::ifstream maps("/proc/" + pid + "/maps");
-  for (std::string line; std::getline(maps, line);) {
-    const size_t begin = line.find('/');
-    if (begin == std::string::npos) continue;
-    const std::string path = line.substr(begin);
-    const std::string name = path.substr(path.rfind('/') + 1);
-    if (name.compare(0, std::strlen(kLibrary), kLibrary) == 0 && (paths->empty() || paths->back() != path))
-      paths->push_back(path);
-  }
-}
-
 // "" when there is none.
 std::string parent_of(const std::string& pid) {
   std::ifstream status("/proc/" + pid + "/status");
@@ -87,7 +73,10 @@ void* open_library() {
   // The launcher's own speaks the launcher's version, and is there even where the loader would not look for it.
   std::vector<std::string> paths;
   std::string pid = "self";
-  for (int i = 0; i < kMostAncestors && !pid.empty(); ++i, pid = parent_of(pid)) add_loaded(pid, &paths);
+  for (int i = 0; i < kMostAncestors && !pid.empty(); ++i, pid = parent_of(pid)) {
+    const std::vector<std::string> loaded = loaded_libraries(pid, kLibrary);
+    paths.insert(paths.end(), loaded.begin(), loaded.end());
+  }
   paths.emplace_back(kLibrary);
   for (const std::string& path : paths)
     if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
@@ -200,7 +189,8 @@ class PmixSpace final : public LauncherSpace {
     if (code == kSuccess) return;
     const char* text = library_.error_text(code);
     fail(ErrorKind::kIo, std::string("[rendezvous] ") + call + ": " + (text == nullptr ? "?" : text) + " (" +
-                             std::to_string(code) + "); is the launcher still there?");
+                             std::to_string(code) +
+                             "): where the launcher is still there, start the job with perseusrun");
   }
 
   template <class Call>
