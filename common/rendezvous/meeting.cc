@@ -19,7 +19,8 @@ namespace perseus {
 namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
-constexpr int64_t kSlurmPorts = 10'000;  // jobs that share a node get ports of their own out of this many
+constexpr const char* kStoreAt = "store at ";  // what rank 0 announces; else the error that keeps it from starting
+constexpr int64_t kSlurmPorts = 10'000;        // jobs that share a node get ports of their own out of this many
 constexpr size_t kShortestSecret = 16, kSecretBytes = 32;
 
 std::string to_hex(const std::string& bytes) {
@@ -187,6 +188,41 @@ std::string other_host(LauncherSpace& space, int size) {
   return "";
 }
 
+// Rank 0's part of through_space: what it tells the others, who would otherwise wait for it in vain.
+Meeting announce(LauncherSpace& space, bool local, const Identity& identity, const Environment& environment,
+                 const Config& config) {
+  try {
+    Meeting meeting =
+        serve(local ? kLoopback : own_address(other_host(space, identity.size), config), environment, config);
+    const std::string text =
+        to_hex(std::string(kStoreAt) + meeting.host + " " + std::to_string(meeting.port) + " " + meeting.secret);
+    if (text.size() > space.most_bytes())
+      fail(ErrorKind::kInvalidArgument, "[rendezvous] the secret of " + std::to_string(meeting.secret.size()) +
+                                            " bytes is too long for this launcher: make one with openssl rand -hex 32");
+    space.put("store", text);
+    return meeting;
+  } catch (const Error& error) {
+    try {
+      space.put("store", to_hex(std::string(error.what()).substr(0, space.most_bytes() / 2)));
+      space.fence();
+      space.finish();
+    } catch (const Error&) {
+      // Ours came first.
+    }
+    throw;
+  }
+}
+
+Meeting announced(const std::string& text) {
+  const size_t begin = std::strlen(kStoreAt);
+  if (text.compare(0, begin, kStoreAt) != 0) fail(ErrorKind::kIo, "[rendezvous] rank 0 could not start: " + text);
+  const size_t first = text.find(' ', begin), second = text.find(' ', first + 1);
+  return {text.substr(begin, first - begin),
+          static_cast<int>(
+              whole_number("rendezvous", "rank 0's port", text.substr(first + 1, second - first - 1), 1, 65535)),
+          text.substr(second + 1), nullptr};
+}
+
 // Rank 0 tells the others where its store is.
 Meeting through_space(LauncherSpace& space, const Identity& identity, const Environment& environment,
                       const Config& config) {
@@ -196,27 +232,12 @@ Meeting through_space(LauncherSpace& space, const Identity& identity, const Envi
     space.fence();
   }
   Meeting meeting;
-  if (identity.rank == 0) {
-    meeting = serve(local ? kLoopback : own_address(other_host(space, identity.size), config), environment, config);
-    const std::string text = to_hex(meeting.host + " " + std::to_string(meeting.port) + " " + meeting.secret);
-    if (text.size() > space.most_bytes())
-      fail(ErrorKind::kInvalidArgument, "[rendezvous] the secret of " + std::to_string(meeting.secret.size()) +
-                                            " bytes is too long for this launcher: make one with openssl rand -hex 32");
-    space.put("store", text);
-  }
+  if (identity.rank == 0) meeting = announce(space, local, identity, environment, config);
   space.fence();
-  if (identity.rank != 0) {
-    const std::string text = from_hex(space.get(0, "store"));
-    const size_t first = text.find(' '), second = text.find(' ', first + 1);
-    if (first == std::string::npos || second == std::string::npos)
-      fail(ErrorKind::kIo, "[rendezvous] what rank 0 says of its store cannot be read: are all ranks of one version?");
-    meeting.host = text.substr(0, first);
-    meeting.port = static_cast<int>(
-        whole_number("rendezvous", "rank 0's port", text.substr(first + 1, second - first - 1), 1, 65535));
-    meeting.secret = text.substr(second + 1);
-  }
+  std::string text;
+  if (identity.rank != 0) text = from_hex(space.get(0, "store"));
   space.finish();
-  return meeting;
+  return identity.rank == 0 ? meeting : announced(text);
 }
 
 }  // namespace

@@ -346,12 +346,16 @@ TEST(MeetingByPmi, DescriptorThatIsNotTheresIsNamed) {
   ::close(file);
 }
 
-TEST(MeetingByPmi, SecretThatTheLauncherCannotCarryIsRefused) {
-  PlayedPmi pmi(2, 128);
-  expect_error(ErrorKind::kInvalidArgument, with(pmi.variables(0), "PERSEUS_SECRET", std::string(60, 's')),
-               "the secret of 60 bytes is too long for this launcher", {"PERSEUS_MASTER_PORT=20500"});
-  ::close(pmi.theirs(0));
-  ::close(pmi.theirs(1));
+TEST(MeetingByPmi, WhatKeepsRankZeroFromStartingIsToldToAll) {
+  PlayedPmi pmi(2, 256);
+  std::thread other([&pmi] {
+    expect_error(ErrorKind::kIo, pmi.variables(1),
+                 "rank 0 could not start: [rendezvous] the secret of 120 bytes is too long for this launcher");
+  });
+  expect_error(ErrorKind::kInvalidArgument, with(pmi.variables(0), "PERSEUS_SECRET", std::string(120, 's')),
+               "the secret of 120 bytes is too long for this launcher", {"PERSEUS_MASTER_PORT=20500"});
+  other.join();
+  EXPECT_EQ(pmi.finished(), 2);
 }
 
 TEST(MeetingByPmix, LauncherWithoutItIsNamed) {
