@@ -6,6 +6,7 @@
 #include <string>
 
 #include "api/context.h"
+#include "api/launched.h"
 #include "base/clock.h"
 #include "base/fork_guard.h"
 #include "kernels/kernels.h"
@@ -151,6 +152,15 @@ perseus_code perseus_context_create(const perseus_context_options* options, pers
     if (o.interrupted != nullptr) made.interrupted = [&o] { return o.interrupted(o.interrupted_arg) != 0; };
     auto context = std::make_unique<perseus_context>();
     context->context = std::make_unique<perseus::Context>(made);
+    *out = context.release();
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_context_create_launched(const char* job, perseus_context** out) {
+  return guarded([&] {
+    auto context = std::make_unique<perseus_context>();
+    context->context = perseus::create_launched(job == nullptr ? "world" : job);
     *out = context.release();
     return PERSEUS_OK;
   });

@@ -186,6 +186,11 @@ double parse_number(const Variable& variable, const std::string& name, const std
 
 }  // namespace
 
+std::string environment_value(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? "" : value;
+}
+
 const Variable& variable(Var id) { return kTable[static_cast<int>(id)]; }
 
 const char* var_type_name(VarType type) {

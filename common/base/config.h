@@ -72,6 +72,9 @@ struct Variable {
   const char* help;           // one or two sentences for --help and docs/config.md
 };
 
+// Whatever a variable of the environment is to whoever launched this process; "" = not set. Not for the table's.
+std::string environment_value(const std::string& name);
+
 const Variable& variable(Var id);
 const char* var_type_name(VarType type);
 

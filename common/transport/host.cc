@@ -2,7 +2,6 @@
 #include "transport/host.h"
 
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <fstream>
 
@@ -14,12 +13,6 @@ std::string host_identity() {
   struct stat info{};
   stat("/proc/self/ns/net", &info);
   return boot_id + ":" + std::to_string(info.st_ino);
-}
-
-std::string host_name() {
-  char name[256] = "";
-  gethostname(name, sizeof name - 1);
-  return name;
 }
 
 }  // namespace perseus

@@ -7,7 +7,5 @@ namespace perseus {
 
 // Boot id and network namespace: equal exactly where abstract UNIX sockets of one reach the other.
 std::string host_identity();
-// For messages.
-std::string host_name();
 
 }  // namespace perseus

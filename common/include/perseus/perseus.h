@@ -145,6 +145,14 @@ typedef struct perseus_context_options {
 
 /* Blocks until every rank is there or the start timeout passes (the message names the missing ranks). */
 PERSEUS_EXPORT perseus_code perseus_context_create(const perseus_context_options* options, perseus_context** context);
+/* The same for a process that knows nothing of its world: rank, size and the way to the others are those of whatever
+ * launched it (perseusrun, mpirun of Open MPI or MPICH, srun, torchrun's variables); without a launcher, a world of
+ * one. Nothing but the environment and, for Open MPI, its libpmix.so.2 is used, which is opened then. What ranks find
+ * out once serves all worlds of the process; rank 0's process runs the store until it ends. `job` as above; the epoch
+ * counts this process's calls for that job. Under mpirun this process must not initialise MPI afterwards, under MPICH's
+ * not before either. Errors: PERSEUS_INVALID_ARGUMENT for a variable that is wrong or missing, PERSEUS_TIMEOUT when
+ * ranks stay away for HOROVOD_START_TIMEOUT, PERSEUS_IO where the launcher does not answer. */
+PERSEUS_EXPORT perseus_code perseus_context_create_launched(const char* job, perseus_context** context);
 /* Tells all ranks; pending operations everywhere end with PERSEUS_ABORTED "Horovod has been shut down…". Operations
  * already under way on all ranks are finished first. Safe to call twice. */
 PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);

@@ -1,0 +1,14 @@
+// Worlds of processes that know nothing of each other but what launched them. Thread-safe.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "api/context.h"
+
+namespace perseus {
+
+// See perseus_context_create_launched.
+std::unique_ptr<Context> create_launched(const std::string& job);
+
+}  // namespace perseus

@@ -1,0 +1,367 @@
+// How ranks find their store through what launched them: perseusrun's variables, known places, and a PMI that this
+// test plays.
+#include "rendezvous/meeting.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <map>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+constexpr const char* kSecret = "0123456789abcdef0123456789abcdef";
+
+Environment environment_of(Variables variables) {
+  return [variables = std::move(variables)](const std::string& name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? std::string() : found->second;
+  };
+}
+
+Meeting meet_with(const Variables& variables, const std::vector<std::string>& overrides = {}) {
+  const Environment environment = environment_of(variables);
+  return meet(identify(environment), environment, Config(overrides));
+}
+
+// The message, which has to be one line.
+std::string error_of(ErrorKind kind, const Variables& variables, const std::vector<std::string>& overrides = {}) {
+  try {
+    meet_with(variables, overrides);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), kind) << error.what();
+    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
+    return error.what();
+  }
+  return "no error";
+}
+
+void expect_error(ErrorKind kind, const Variables& variables, const std::string& part,
+                  const std::vector<std::string>& overrides = {}) {
+  const std::string message = error_of(kind, variables, overrides);
+  EXPECT_NE(message.find(part), std::string::npos) << message << " has no " << part;
+}
+
+class SecretFile {
+ public:
+  SecretFile(const std::string& text, mode_t mode) : path_(testing::TempDir() + "perseus-secret-XXXXXX") {
+    ::close(::mkstemp(path_.data()));
+    std::ofstream(path_) << text;
+    ::chmod(path_.c_str(), mode);
+  }
+  ~SecretFile() { ::unlink(path_.c_str()); }
+  std::string override() const { return "PERSEUS_SECRET_FILE=" + path_; }
+
+ private:
+  std::string path_;
+};
+
+const Variables kRanks{{"PERSEUS_RANK", "1"}, {"PERSEUS_SIZE", "2"}};
+const Variables kPlaced{{"PERSEUS_RANK", "1"},
+                        {"PERSEUS_SIZE", "2"},
+                        {"PERSEUS_RENDEZVOUS_ADDR", "10.0.0.5"},
+                        {"PERSEUS_RENDEZVOUS_PORT", "6667"}};
+
+Variables with(Variables variables, const std::string& name, const std::string& value) {
+  variables[name] = value;
+  return variables;
+}
+
+TEST(Meeting, PerseusrunSaysWhereTheStoreIs) {
+  const Meeting meeting = meet_with(with(kPlaced, "PERSEUS_SECRET", kSecret));
+  EXPECT_EQ(meeting.host, "10.0.0.5");
+  EXPECT_EQ(meeting.port, 6667);
+  EXPECT_EQ(meeting.secret, kSecret);
+  EXPECT_EQ(meeting.server, nullptr);
+}
+
+TEST(Meeting, PerseusrunsSecretMayBeInAFile) {
+  const SecretFile file(std::string(kSecret) + " \n", 0600);
+  EXPECT_EQ(meet_with(kPlaced, {file.override()}).secret, kSecret);
+  const Variables both = with(kPlaced, "PERSEUS_SECRET", "perseusrun's own secret");
+  EXPECT_EQ(meet_with(both, {file.override()}).secret, "perseusrun's own secret");
+}
+
+TEST(Meeting, SecretThatOthersMayReadOrThatIsShortIsRefused) {
+  const auto refused = [](const SecretFile& file, const std::string& part) {
+    expect_error(ErrorKind::kInvalidArgument, kPlaced, part, {file.override()});
+  };
+  refused(SecretFile(kSecret, 0640), "others may read it; chmod 600 it");
+  refused(SecretFile("too short\n", 0600), "9 bytes are too few, expected at least 16");
+  expect_error(ErrorKind::kInvalidArgument, kPlaced, "PERSEUS_SECRET_FILE='/no/such/file': No such file",
+               {"PERSEUS_SECRET_FILE=/no/such/file"});
+  expect_error(ErrorKind::kInvalidArgument, kPlaced, "PERSEUS_SECRET_FILE='/tmp': Is a directory",
+               {"PERSEUS_SECRET_FILE=/tmp"});
+}
+
+TEST(Meeting, WhatPerseusrunLeftOutIsNamed) {
+  expect_error(ErrorKind::kInvalidArgument, kRanks,
+               "PERSEUS_RENDEZVOUS_ADDR and _PORT not set for rank 1 of 2: start the ranks with perseusrun");
+  expect_error(ErrorKind::kInvalidArgument, kPlaced, "PERSEUS_SECRET not set for rank 1 of 2");
+  expect_error(ErrorKind::kInvalidArgument, with(kPlaced, "PERSEUS_RENDEZVOUS_PORT", "65536"),
+               "PERSEUS_RENDEZVOUS_PORT='65536': expected a whole number 0..65535");
+}
+
+TEST(Meeting, WorldOfOneNeedsNoStore) {
+  EXPECT_EQ(meet_with({}).port, 0);
+  EXPECT_EQ(meet_with({{"PERSEUS_RANK", "0"}, {"PERSEUS_SIZE", "1"}}).port, 0);
+  EXPECT_EQ(meet_with({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}, {"PMI_FD", "9"}}).port, 0);
+}
+
+TEST(Meeting, UnknownLauncherIsNoWorldOfOne) {
+  expect_error(ErrorKind::kInvalidArgument, {{"PMIX_RANK", "3"}}, "PMIX_RANK='3' comes from a launcher");
+  expect_error(ErrorKind::kInvalidArgument, {{"PMI_PORT", "h:1"}}, "start the job with perseusrun");
+}
+
+TEST(Meeting, KnownPlacesNeedASecret) {
+  const Variables torch{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "host7"}};
+  expect_error(ErrorKind::kInvalidArgument, torch, "need a secret they share: name a file in PERSEUS_SECRET_FILE");
+  expect_error(ErrorKind::kInvalidArgument, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "give rank 0's host in MASTER_ADDR");
+  const Meeting meeting = meet_with(with(torch, "PERSEUS_SECRET", kSecret), {"PERSEUS_MASTER_PORT=7001"});
+  EXPECT_EQ(meeting.host, "host7");
+  EXPECT_EQ(meeting.port, 7001);
+  const Variables srun{{"SLURM_PROCID", "1"},
+                       {"SLURM_STEP_ID", "2"},
+                       {"SLURM_STEP_NUM_TASKS", "2"},
+                       {"SLURM_JOB_ID", "1000"},
+                       {"SLURM_STEP_NODELIST", "n[7-8]"}};
+  expect_error(ErrorKind::kInvalidArgument, srun, "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun");
+  const Meeting step = meet_with(with(srun, "PERSEUS_SECRET", kSecret));
+  EXPECT_EQ(step.host, "n7");
+  EXPECT_EQ(step.port, 6666 + (1000 * 37 + 2 * 7) % 10'000);
+}
+
+// ---- a PMI of our own ----
+
+// mpirun's side of PMI-1 for `size` ranks; the ranks' ends are descriptors, as mpirun leaves them.
+class PlayedPmi {
+ public:
+  explicit PlayedPmi(int size, size_t most_bytes = 1024) : most_bytes_(most_bytes) {
+    for (int rank = 0; rank < size; ++rank) {
+      int ends[2];
+      EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+      ours_.push_back(ends[0]);
+      theirs_.push_back(ends[1]);
+    }
+    received_.resize(ours_.size());
+    thread_ = std::thread([this] { serve(); });
+  }
+  // The ranks have closed theirs, or are given up.
+  ~PlayedPmi() {
+    for (const int fd : ours_) ::shutdown(fd, SHUT_RDWR);
+    thread_.join();
+    for (const int fd : ours_) ::close(fd);
+  }
+
+  Variables variables(int rank) const {
+    return {{"PMI_RANK", std::to_string(rank)},
+            {"PMI_SIZE", std::to_string(ours_.size())},
+            {"MPI_LOCALRANKID", std::to_string(rank)},
+            {"MPI_LOCALNRANKS", std::to_string(ours_.size())},
+            {"PMI_FD", std::to_string(theirs_[static_cast<size_t>(rank)])}};
+  }
+  int theirs(int rank) const { return theirs_[static_cast<size_t>(rank)]; }
+  int finished() const { return finished_; }
+
+ private:
+  void serve() {
+    std::vector<pollfd> entries;
+    for (const int fd : ours_) entries.push_back({fd, POLLIN, 0});
+    size_t open = entries.size();
+    while (open > 0) {
+      ::poll(entries.data(), entries.size(), -1);
+      for (size_t rank = 0; rank < entries.size(); ++rank) {
+        if (entries[rank].fd < 0 || entries[rank].revents == 0) continue;
+        char data[512];
+        const ssize_t n = ::recv(entries[rank].fd, data, sizeof data, 0);
+        if (n <= 0) {
+          entries[rank].fd = -1;
+          --open;
+          continue;
+        }
+        received_[rank].append(data, static_cast<size_t>(n));
+        for (size_t end; (end = received_[rank].find('\n')) != std::string::npos;) {
+          answer(rank, received_[rank].substr(0, end));
+          received_[rank].erase(0, end + 1);
+        }
+      }
+    }
+  }
+
+  static std::string word(const std::string& line, const std::string& name) {
+    const size_t begin = line.find(name + "=");
+    EXPECT_NE(begin, std::string::npos) << line;
+    return line.substr(begin + name.size() + 1, line.find(' ', begin) - begin - name.size() - 1);
+  }
+
+  void say(size_t rank, const std::string& text) {
+    // In two pieces, as streams may.
+    for (const std::string& part : {text.substr(0, text.size() / 2), text.substr(text.size() / 2) + "\n"})
+      EXPECT_EQ(::send(ours_[rank], part.data(), part.size(), MSG_NOSIGNAL), static_cast<ssize_t>(part.size()));
+  }
+
+  void answer(size_t rank, const std::string& line) {
+    const std::string command = word(line, "cmd");
+    if (command == "init") say(rank, "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1");
+    else if (command == "get_maxes")
+      say(rank, "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=" + std::to_string(most_bytes_));
+    else if (command == "get_my_kvsname") say(rank, "cmd=my_kvsname rc=0 kvsname=kvs_7");
+    else if (command == "put") {
+      EXPECT_EQ(word(line, "kvsname"), "kvs_7");
+      values_[word(line, "key")] = word(line, "value");
+      say(rank, "cmd=put_result rc=0 msg=success");
+    } else if (command == "get") {
+      const auto found = values_.find(word(line, "key"));
+      say(rank, found == values_.end() ? "cmd=get_result rc=-1 msg=key_not_found"
+                                       : "cmd=get_result rc=0 msg=success value=" + found->second);
+    } else if (command == "barrier_in") {
+      if (++waiting_ < ours_.size()) return;
+      waiting_ = 0;
+      for (size_t each = 0; each < ours_.size(); ++each) say(each, "cmd=barrier_out rc=0");
+    } else if (command == "finalize") {
+      ++finished_;
+      say(rank, "cmd=finalize_ack rc=0");
+    } else {
+      ADD_FAILURE() << "unknown request: " << line;
+    }
+  }
+
+  size_t most_bytes_;
+  std::vector<int> ours_, theirs_;
+  std::vector<std::string> received_;
+  std::map<std::string, std::string> values_;
+  size_t waiting_ = 0;
+  std::atomic<int> finished_{0};
+  std::thread thread_;
+};
+
+std::vector<Meeting> meet_all(const std::vector<Variables>& ranks, const std::vector<std::string>& overrides) {
+  std::vector<Meeting> meetings(ranks.size());
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < ranks.size(); ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        meetings[rank] = meet_with(ranks[rank], overrides);
+      } catch (const Error& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  return meetings;
+}
+
+// All ranks have the store that rank 0 serves.
+void expect_met(const std::vector<Meeting>& meetings) {
+  ASSERT_NE(meetings[0].server, nullptr);
+  EXPECT_EQ(meetings[0].server->port(), meetings[0].port);
+  for (const Meeting& meeting : meetings) {
+    EXPECT_EQ(meeting.host, meetings[0].host);
+    EXPECT_EQ(meeting.port, meetings[0].port);
+    EXPECT_EQ(meeting.secret, meetings[0].secret);
+  }
+  connect_store(meetings[1].host, meetings[1].port, meetings[1].secret, now_ns() + 30 * kSecond)->set("key", "value");
+}
+
+TEST(MeetingByPmi, RanksOfOneHostMeetOnLoopback) {
+  PlayedPmi pmi(3);
+  const std::vector<Meeting> meetings =
+      meet_all({pmi.variables(0), pmi.variables(1), pmi.variables(2)}, {"PERSEUS_MASTER_PORT=20100"});
+  expect_met(meetings);
+  EXPECT_EQ(meetings[0].host, "127.0.0.1");
+  EXPECT_EQ(meetings[0].secret.size(), 64U);  // 32 random bytes in hexadecimal
+  EXPECT_EQ(pmi.finished(), 3);
+}
+
+TEST(MeetingByPmi, RanksThatMayBeElsewhereMeetAtTheNamedInterface) {
+  PlayedPmi pmi(2);
+  std::vector<Variables> ranks{pmi.variables(0), pmi.variables(1)};
+  for (Variables& variables : ranks) variables["MPI_LOCALNRANKS"] = "";
+  const std::vector<Meeting> meetings =
+      meet_all(ranks, {"PERSEUS_MASTER_PORT=20200", "PERSEUS_GLOO_NETWORK_INTERFACE=lo"});
+  expect_met(meetings);
+  EXPECT_EQ(meetings[1].host, "127.0.0.1");
+}
+
+TEST(MeetingByPmi, SrunWithASpaceNeedsNoSecret) {
+  PlayedPmi pmi(2);
+  std::vector<Variables> ranks;
+  for (const char* rank : {"0", "1"})
+    ranks.push_back({{"SLURM_PROCID", rank},
+                     {"SLURM_STEP_ID", "2"},
+                     {"SLURM_STEP_NUM_TASKS", "2"},
+                     {"PMI_RANK", rank},
+                     {"PMI_SIZE", "2"},
+                     {"PMI_FD", std::to_string(pmi.theirs(rank[0] - '0'))}});
+  expect_met(meet_all(ranks, {"PERSEUS_MASTER_PORT=20300"}));
+}
+
+TEST(MeetingByPmi, RankThatStaysAwayIsATimeout) {
+  PlayedPmi pmi(2);
+  expect_error(ErrorKind::kTimeout, pmi.variables(0), "some rank did not arrive within 1 s (HOROVOD_START_TIMEOUT)",
+               {"PERSEUS_MASTER_PORT=20400", "HOROVOD_START_TIMEOUT=1"});
+  ::close(pmi.theirs(0));
+  ::close(pmi.theirs(1));
+}
+
+TEST(MeetingByPmi, LauncherThatEndsIsNoticed) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  ::shutdown(ends[0], SHUT_WR);
+  const Variables variables{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"PMI_FD", std::to_string(ends[1])}};
+  expect_error(ErrorKind::kIo, variables, "mpirun's PMI: closed the connection; start the job with perseusrun");
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(MeetingByPmi, AnswerThatIsARefusalIsShown) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  const std::string refusal = "cmd=response_to_init rc=-1 pmi_version=2\n";
+  ASSERT_EQ(::send(ends[0], refusal.data(), refusal.size(), 0), static_cast<ssize_t>(refusal.size()));
+  const Variables variables{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"PMI_FD", std::to_string(ends[1])}};
+  expect_error(ErrorKind::kIo, variables, "'cmd=response_to_init rc=-1 pmi_version=2' answers 'cmd=init");
+  ::close(ends[0]);
+  ::close(ends[1]);
+}
+
+TEST(MeetingByPmi, DescriptorThatIsNotTheresIsNamed) {
+  const Variables ranks{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}};
+  expect_error(ErrorKind::kInvalidArgument, ranks, "this mpirun left no PMI_FD to meet through");
+  expect_error(ErrorKind::kInvalidArgument, with(ranks, "PMI_FD", "nine"), "PMI_FD='nine': expected a whole number");
+  expect_error(ErrorKind::kIo, with(ranks, "PMI_FD", "99999"), "PMI_FD='99999' is not open here");
+  const int file = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  expect_error(ErrorKind::kIo, with(ranks, "PMI_FD", std::to_string(file)), "is not open here (Socket operation on");
+  ::close(file);
+}
+
+TEST(MeetingByPmi, WhatKeepsRankZeroFromStartingIsToldToAll) {
+  PlayedPmi pmi(2, 256);
+  std::thread other([&pmi] {
+    expect_error(ErrorKind::kIo, pmi.variables(1),
+                 "rank 0 could not start: [rendezvous] the secret of 120 bytes is too long for this launcher");
+  });
+  expect_error(ErrorKind::kInvalidArgument, with(pmi.variables(0), "PERSEUS_SECRET", std::string(120, 's')),
+               "the secret of 120 bytes is too long for this launcher", {"PERSEUS_MASTER_PORT=20500"});
+  other.join();
+  EXPECT_EQ(pmi.finished(), 2);
+}
+
+TEST(MeetingByPmix, LauncherWithoutItIsNamed) {
+  const Variables ranks{{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
+  expect_error(ErrorKind::kInvalidArgument, ranks, "this launcher left no PMIX_RANK to meet through; start the job");
+}
+
+}  // namespace
+}  // namespace perseus
