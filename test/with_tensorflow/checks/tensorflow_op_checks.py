@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
+from resource import RUSAGE_THREAD, getrusage
 
 import numpy as np
 import tensorflow as tf
@@ -26,6 +28,22 @@ from perseus.tensorflow import ops
 def check_nothing_of_tensorflow_was_started_by_init() -> None:
     """First of all: this is refused once TensorFlow runs."""
     tf.config.threading.set_inter_op_parallelism_threads(3)
+
+
+def check_freed_memory_is_there_for_the_next_step() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    size = 30 << 20
+    faults = []
+    for _ in range(2):
+        before = getrusage(RUSAGE_THREAD).ru_minflt
+        block = libc.malloc(size)
+        ctypes.memset(block, 1, size)
+        libc.free(block)
+        faults.append(getrusage(RUSAGE_THREAD).ru_minflt - before)
+    assert faults[1] < 10, faults  # 15 even of huge pages
 
 
 def check_allreduce_of_every_dtype_and_shape() -> None:
