@@ -10,14 +10,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from perseus import basics
 from perseus.compression import Compressor, SettingsCompressor, applied_here
 from perseus.mxnet import ops
-from perseus.mxnet.library import Op, mxnet, push
+from perseus.mxnet.library import Batch, Op, mxnet
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.residuals import Residuals
+
+# Names, priorities, bundles, process set, and whether settings may withhold results.
+_Key = tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], int | None, bool]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class GradientExchange:
         self._number = basics.new_gradients()
         self.residuals = Residuals(self._number, plan.process_set.process_set_id)
         self._sent: list[Any] = []
+        self._made: tuple[list[Any], _Key | None, Batch] = [], None, Batch([])
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
     @property
@@ -91,30 +96,47 @@ class GradientExchange:
         """
         if not gradients or not self.takes_part():
             return Outcomes([])
-        if bundles is None:
-            bundles = [(index,) for index in range(len(gradients))]
         if self.residuals.waiting:
             self.wait()
-        withheld = basics.may_withhold_gradients()
         outer = applied_here(self.plan.compression)
         pairs = [outer.compress(gradient) for gradient in gradients]
-        made, outcomes = [], []
-        for bundle in bundles:
-            op = self._op(
-                [pairs[index][0] for index in bundle],
-                names[bundle[0]],
-                0 if priorities is None else priorities[bundle[0]],
-            )
-            if withheld:
-                outcomes.append(mxnet.nd.zeros((1,), dtype="int32"))
-                op.outcome = outcomes[-1].handle
-            made.append(op)
-        push(*made)
         self._sent = [sent for sent, _ in pairs]
+        withheld = basics.may_withhold_gradients()
+        batch = self._batch(
+            (
+                tuple(names),
+                tuple(priorities or [0] * len(names)),
+                tuple(map(tuple, bundles or [(index,) for index in range(len(names))])),
+                self.plan.process_set.process_set_id,
+                withheld,
+            )
+        )
+        self.residuals.hand_over_known()
+        outcomes = []
+        if withheld:
+            for op in batch.ops:
+                outcomes.append(mxnet.nd.zeros((1,), dtype="int32"))
+                op.outcome = outcomes[-1].handle.value
+        batch.push()
         for gradient, (sent, context) in zip(gradients, pairs, strict=True):
             if sent is not gradient:
                 gradient[:] = outer.decompress(sent, context)
         return Outcomes(outcomes)
+
+    def _batch(self, key: _Key) -> Batch:
+        """The ops, from the step before where all is as it was then: describing them takes long."""
+        arrays, made_for, batch = self._made
+        unchanged = len(arrays) == len(self._sent) and all(map(is_, arrays, self._sent))
+        if not (unchanged and made_for == key):
+            names, priorities, bundles, _, _ = key
+            described = []
+            for bundle in bundles:
+                first = bundle[0]
+                arrays = [self._sent[index] for index in bundle]
+                described.append(self._op(arrays, names[first], priorities[first]))
+            batch = Batch(described)
+            self._made = list(self._sent), key, batch
+        return batch
 
     def wait(self) -> None:
         """Return once all that was started is reduced; MXNetError where a reduction failed."""
@@ -132,7 +154,6 @@ class GradientExchange:
         plan = self.plan
         grouped = len(arrays) > 1
         self.residuals.know(name, name, grouped)
-        self.residuals.hand_over(name)
         made = ops.reduction(
             arrays, arrays, name, op=plan.op, prescale=1.0 / plan.predivide_factor,
             postscale=plan.predivide_factor, priority=priority, process_set=plan.process_set,

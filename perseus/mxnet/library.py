@@ -118,13 +118,20 @@ def _error() -> Exception:
     return failure
 
 
-def push(*ops: Op) -> None:
-    """Hand ops over to the engine, which keeps their arrays; returns at once.
+class Batch:
+    """Ops whose outputs are given, to be pushed together, any number of times."""
 
-    MXNetError for one that makes no sense; other errors come at the next wait for its outputs.
-    """
-    if native.perseus_mxnet_push((Op * len(ops))(*ops), len(ops)) != 0:
-        raise _error()
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.ops = (Op * len(ops))(*ops)
+        self._kept = ops  # what their pointers point to
+
+    def push(self) -> None:
+        """Hand them over to the engine, which keeps their arrays; returns at once.
+
+        MXNetError for one that makes no sense; other errors come at the next wait for its outputs.
+        """
+        if native.perseus_mxnet_push(self.ops, len(self.ops)) != 0:
+            raise _error()
 
 
 class Gathered:

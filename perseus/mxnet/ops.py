@@ -29,11 +29,11 @@ from perseus.mxnet.library import (
     ALLTOALL,
     BROADCAST,
     REDUCESCATTER,
+    Batch,
     Op,
     gather,
     handles,
     mxnet,
-    push,
 )
 from perseus.process_sets import ProcessSet, global_process_set
 
@@ -120,7 +120,7 @@ def allreduce(arrays: Sequence[Any], outputs: Sequence[Any], *args: Any, **kwarg
     The other arguments are those of reduction(). op: Average, Sum, Min, Max, Product or Adasum;
     integers truncate towards zero. prescale, postscale: multiplied in before and after.
     """
-    push(reduction(arrays, outputs, *args, **kwargs))
+    Batch([reduction(arrays, outputs, *args, **kwargs)]).push()
 
 
 def broadcast(
@@ -139,7 +139,7 @@ def broadcast(
     """
     made = _op(BROADCAST, arrays, name, grouped, process_set)
     made.root, made.priority = root_rank, priority
-    push(_into(made, outputs))
+    Batch([_into(made, outputs)]).push()
 
 
 def reducescatter(
@@ -168,7 +168,7 @@ def reducescatter(
             raise ValueError("[mxnet] reducescatter divides dimension 0, which a scalar lacks")
         rows = array.shape[0] // size + (rank < array.shape[0] % size)
         outputs.append(empty(array, (rows, *array.shape[1:])))
-    push(_into(made, outputs))
+    Batch([_into(made, outputs)]).push()
     return outputs
 
 

@@ -96,7 +96,7 @@ def _reduce(given: list[settings.Arrays]) -> list[settings.Arrays]:
     results = []
     for arrays in given:
         gradients = [mx.nd.array(array) for array in arrays]
-        exchange(gradients, NAMES)
+        exchange(gradients, ["large", "small"])
         results.append([gradient.asnumpy() for gradient in gradients])
     return results
 
