@@ -1,8 +1,6 @@
-// One run of a collective: from MXNet's arrays to the core's request and back, in the order of MXNet's engine.
+// One collective on its way: from MXNet's arrays to the core's request and back.
 #pragma once
 
-#include <future>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,7 +29,6 @@ class SharedArray {
   NDArray array_ = nullptr;
 };
 
-// What a caller who waits is given.
 struct Outcome {
   perseus_code code = PERSEUS_OK;
   std::string message;
@@ -39,16 +36,34 @@ struct Outcome {
   bool skipped = false;       // the engine left it out: an input has an error, which a wait for it raises
 };
 
+// Who started a call.
+class CallOwner {
+ public:
+  // Once, on whichever thread makes progress, or within Call::start. Must not block.
+  virtual void ended(Outcome outcome) = 0;
+
+ protected:
+  ~CallOwner() = default;
+};
+
 class Call {
  public:
   // Throws std::runtime_error with what is wrong. Not on the engine's threads.
   explicit Call(const perseus_mxnet_op& op);
 
-  // Hands a call over to the engine: its arrays are read and written in the order in which their ops were pushed.
-  static void push(std::shared_ptr<Call> call);
-  // The same for someone who waits for the results, which the core makes; arrays are read only.
-  static std::future<Outcome> push_waited(const std::shared_ptr<Call>& call);
+  perseus_kind kind() const { return request_.kind; }
+  int priority() const { return request_.priority; }
+  size_t bytes() const { return bytes_; }
+  // The arrays that the engine is to keep from others. What is read only can be in a layout of oneDNN if it has more
+  // than one dimension.
+  template <typename Function>
+  void each_written(Function&& take) const;
+  template <typename Function>
+  void each_read(Function&& take) const;
 
+  // Where the arrays may be used. at_once: it has ended on return. keep_results: they stay with the handle. The
+  // handle, for a moment; 0 where it has ended already.
+  perseus_handle start(CallOwner* owner, bool at_once, bool keep_results);
   // Alive while there is a handle with results.
   perseus_context* context() const { return world_->context(); }
 
@@ -61,26 +76,35 @@ class Call {
   };
 
   void add_tensor(NDArray input, NDArray output);
-  // Runs on the engine; ends later, on whichever thread.
-  void start(const Completion& completion);
   bool read_data(std::string* wrong);
   perseus_code submit(void (*done)(void*, perseus_handle), perseus_handle* handle);
   static void done(void* call, perseus_handle handle);
   void end(Outcome outcome);
 
-  // Called by the engine, which then drops it.
-  static void run(void* run_context, void* on_complete, void* shared_call);
-  static void drop(void* shared_call);
-  static void push_to_engine(const std::shared_ptr<Call>& call);
-
   perseus_request request_ = {};
   std::string name_;
   std::vector<Tensor> tensors_;
+  size_t bytes_ = 0;
   SharedArray gradient_outcome_;
   std::vector<int64_t> splits_;
-  Completion completion_ = {};
+  CallOwner* owner_ = nullptr;
+  bool keep_results_ = false;
   std::optional<WorldUse> world_;
-  std::optional<std::promise<Outcome>> waited_;
 };
+
+template <typename Function>
+void Call::each_written(Function&& take) const {
+  for (const Tensor& tensor : tensors_) {
+    const NDArray output = tensor.in_place ? tensor.input.get() : tensor.output.get();
+    if (output != nullptr) take(output);
+  }
+  if (gradient_outcome_.get() != nullptr) take(gradient_outcome_.get());
+}
+
+template <typename Function>
+void Call::each_read(Function&& take) const {
+  for (const Tensor& tensor : tensors_)
+    if (!tensor.in_place) take(tensor.input.get(), tensor.core.ndim > 1);
+}
 
 }  // namespace perseus::mxnet

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "call.h"
+#include "engine_op.h"
 
 namespace perseus::mxnet {
 
@@ -21,7 +21,7 @@ class Gathered {
   perseus_output output(int index) const;
 
  private:
-  std::shared_ptr<Call> call_;
+  std::shared_ptr<EngineOp> op_;
   Outcome outcome_;
 };
 

@@ -11,6 +11,23 @@ using namespace perseus::mxnet;
 
 thread_local std::string last_error;
 
+// What is pushed together is one op of the engine up to this size: it takes as long to run a small op as to reduce one.
+constexpr size_t kBytesTogether = size_t{1} << 20;
+
+void push_all(const perseus_mxnet_op* ops, int count) {
+  std::vector<std::unique_ptr<Call>> calls;
+  size_t bytes = 0;
+  for (int i = 0; i < count; ++i) {
+    calls.push_back(std::make_unique<Call>(ops[i]));
+    bytes += calls.back()->bytes();
+    const bool is_last = i + 1 == count;
+    if (bytes < kBytesTogether && !is_last) continue;
+    EngineOp::push(std::make_shared<EngineOp>(std::move(calls)), is_last && count > 1);
+    calls.clear();
+    bytes = 0;
+  }
+}
+
 template <typename Function>
 int guarded(const Function& function) {
   try {
@@ -43,11 +60,9 @@ PERSEUS_EXPORT void perseus_mxnet_attach(perseus_context* context) { perseus::te
 // After perseus_context_shutdown and before perseus_context_destroy: blocks until no op uses the context.
 PERSEUS_EXPORT void perseus_mxnet_detach() { perseus::tensorflow::detach_world(); }
 
-// Pushes ops whose outputs are given. When one fails, those before it are under way.
+// Pushes ops of one kind whose outputs are given. When one fails, those before it may be under way.
 PERSEUS_EXPORT int perseus_mxnet_push(const perseus_mxnet_op* ops, int count) {
-  return guarded([ops, count] {
-    for (int i = 0; i < count; ++i) Call::push(std::make_shared<Call>(ops[i]));
-  });
+  return guarded([ops, count] { push_all(ops, count); });
 }
 
 // Runs an op without outputs, and waits for it. 1, without results: one of its inputs has an error, which a wait for
