@@ -144,7 +144,7 @@ test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Pyt
 	done
 
 test-mxnet: build packages-test .venv/mxnet/.ready  ## the Python tests, with MXNet
-	.venv/mxnet/bin/python -m pytest $(if $(PERSEUS_TEST_FULL),,-m "not full") --durations=10 test/with_mxnet </dev/null
+	.venv/mxnet/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_mxnet </dev/null
 
 lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py
