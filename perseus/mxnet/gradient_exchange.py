@@ -64,7 +64,7 @@ class GradientExchange:
         self.plan = plan
         self._number = basics.new_gradients()
         self.residuals = Residuals(self._number, plan.process_set.process_set_id)
-        self._sent: list[Any] = []
+        self._reduced: list[Any] = []
         self._made: tuple[list[Any], _Key | None, Batch] = [], None, Batch([])
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
@@ -86,31 +86,40 @@ class GradientExchange:
         names: Sequence[str],
         priorities: Sequence[int] | None = None,
         bundles: Sequence[Sequence[int]] | None = None,
+        outputs: Sequence[Any] | None = None,
     ) -> Outcomes:
-        """Start reducing gradients in place; later ops on them see the results.
+        """Start reducing gradients; later ops on the outputs see the results.
 
         gradients: dense arrays. names: one for each, unique among all that this process has under
         way, and the same every step. priorities: the higher, the earlier; None: all the same.
         bundles: which are reduced by one operation, under the first one's name, as indices; None:
         each by itself. Names, priorities and bundles are the same on all ranks.
+        outputs: arrays of the same shapes and dtypes; None: in place.
         """
+        results = gradients if outputs is None else outputs
         if not gradients or not self.takes_part():
+            for gradient, result in zip(gradients, results, strict=True):
+                if result is not gradient:
+                    gradient.copyto(result)
             return Outcomes([])
         if self.residuals.waiting:
             self.wait()
         outer = applied_here(self.plan.compression)
         pairs = [outer.compress(gradient) for gradient in gradients]
-        self._sent = [sent for sent, _ in pairs]
+        sent = [array for array, _ in pairs]
+        self._reduced = [
+            result if array is gradient else array
+            for gradient, array, result in zip(gradients, sent, results, strict=True)
+        ]
         withheld = basics.may_withhold_gradients()
-        batch = self._batch(
-            (
-                tuple(names),
-                tuple(priorities or [0] * len(names)),
-                tuple(map(tuple, bundles or [(index,) for index in range(len(names))])),
-                self.plan.process_set.process_set_id,
-                withheld,
-            )
+        key = (
+            tuple(names),
+            tuple(priorities or [0] * len(names)),
+            tuple(map(tuple, bundles or [(index,) for index in range(len(names))])),
+            self.plan.process_set.process_set_id,
+            withheld,
         )
+        batch = self._batch(sent, key)
         self.residuals.hand_over_known()
         outcomes = []
         if withheld:
@@ -118,31 +127,32 @@ class GradientExchange:
                 outcomes.append(mxnet.nd.zeros((1,), dtype="int32"))
                 op.outcome = outcomes[-1].handle.value
         batch.push()
-        for gradient, (sent, context) in zip(gradients, pairs, strict=True):
-            if sent is not gradient:
-                gradient[:] = outer.decompress(sent, context)
+        for (_, context), reduced, result in zip(pairs, self._reduced, results, strict=True):
+            if reduced is not result:
+                result[:] = outer.decompress(reduced, context)
         return Outcomes(outcomes)
 
-    def _batch(self, key: _Key) -> Batch:
+    def _batch(self, sent: list[Any], key: _Key) -> Batch:
         """The ops, from the step before where all is as it was then: describing them takes long."""
         arrays, made_for, batch = self._made
-        unchanged = len(arrays) == len(self._sent) and all(map(is_, arrays, self._sent))
+        now = [*sent, *self._reduced]
+        unchanged = len(arrays) == len(now) and all(map(is_, arrays, now))
         if not (unchanged and made_for == key):
             names, priorities, bundles, _, _ = key
             described = []
             for bundle in bundles:
                 first = bundle[0]
-                arrays = [self._sent[index] for index in bundle]
-                described.append(self._op(arrays, names[first], priorities[first]))
+                inputs, outputs = ([of[i] for i in bundle] for of in (sent, self._reduced))
+                described.append(self._op(inputs, outputs, names[first], priorities[first]))
             batch = Batch(described)
-            self._made = list(self._sent), key, batch
+            self._made = now, key, batch
         return batch
 
     def wait(self) -> None:
         """Return once all that was started is reduced; MXNetError where a reduction failed."""
-        for array in self._sent:
+        for array in self._reduced:
             array.wait_to_read()
-        self._sent = []
+        self._reduced = []
 
     def forget(self) -> None:
         """Drop what the core has summed up and held back, once nothing is under way. See wait."""
@@ -150,12 +160,12 @@ class GradientExchange:
         basics.forget_gradients(self._number)
         self.residuals.replace({})
 
-    def _op(self, arrays: list[Any], name: str, priority: int) -> Op:
+    def _op(self, arrays: list[Any], outputs: list[Any], name: str, priority: int) -> Op:
         plan = self.plan
         grouped = len(arrays) > 1
         self.residuals.know(name, name, grouped)
         made = ops.reduction(
-            arrays, arrays, name, op=plan.op, prescale=1.0 / plan.predivide_factor,
+            arrays, outputs, name, op=plan.op, prescale=1.0 / plan.predivide_factor,
             postscale=plan.predivide_factor, priority=priority, process_set=plan.process_set,
             grouped=grouped,
         )  # fmt: skip

@@ -26,6 +26,8 @@ from perseus.mxnet.gradient_compression import compressor_of
 from perseus.mxnet.kvstore_arguments import (
     Key,
     PerseusOp,
+    alike,
+    check_pushed,
     check_shape,
     checked_op,
     pairs,
@@ -43,11 +45,14 @@ _store_numbers = count(1)
 
 @dataclass
 class _Value:
-    """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update."""
+    """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update.
+    is_given_out: the last sum is not here, see pushpull.
+    """
 
     array: Any
     param_only: bool
     pushed: Any = None
+    is_given_out: bool = False
 
 
 class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
@@ -131,6 +136,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         """
         combine = checked_op(op)
         for each, given in pairs(key, value):
+            self._held(each, "push").is_given_out = False
             with mx.autograd.pause():
                 self._push(each, given, priority, combine)
 
@@ -142,7 +148,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         ignore_sparse: leave row-sparse ones of what an optimizer updates to row_sparse_pull.
         """
         for each, outs in pairs(key, out):
-            held = self._held(each, "pull")
+            held = self._held_here(each, "pull")
             for array in outs:
                 check_shape(each, array, held.array, "pull")
                 updated = self._updater is not None and not held.param_only
@@ -151,9 +157,23 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                         held.array.tostype(array.stype).copyto(array)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """`push`, then `pull` to `out`, or to `value` itself."""
-        self.push(key, value, priority)
-        self.pull(key, value if out is None else out, priority, ignore_sparse=False)
+        """`push`, then `pull` to `out`, or to `value` itself.
+
+        The sum of what no optimizer updates is made in `value` where that is one array and out is
+        None. The store has no copy of it then, and until the next `push` nothing to pull.
+        """
+        if out is not None:
+            self.push(key, value, priority)
+            self.pull(key, out, priority, ignore_sparse=False)
+            return
+        for each, given in pairs(key, value):
+            held = self._held(each, "pushpull")
+            in_place = len(given) == 1 and alike(given[0], held.array)
+            held.is_given_out = in_place and (held.param_only or self._updater is None)
+            with mx.autograd.pause():
+                self._push(each, given, priority, PerseusOp.Sum)
+            if not held.is_given_out:
+                self.pull(each, given, priority, ignore_sparse=False)
 
     def row_sparse_pull(
         self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
@@ -166,7 +186,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         if row_ids is None:
             raise ValueError("[kvstore] row_sparse_pull needs row_ids")
         for each, array, rows in with_rows(key, out, row_ids):
-            held = self._held(each, "row_sparse_pull").array
+            held = self._held_here(each, "row_sparse_pull").array
             check_shape(each, array, held, "row_sparse_pull")
             if array.stype != "row_sparse":
                 raise ValueError(f"[kvstore] row_sparse_pull of {each!r}: out is not row-sparse")
@@ -266,15 +286,18 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             raise ValueError(f"[kvstore] {what} of {key!r}, which was not initialised: call init")
         return self._values[key]
 
+    def _held_here(self, key: Key, what: str) -> _Value:
+        held = self._held(key, what)
+        if held.is_given_out:
+            raise ValueError(
+                f"[kvstore] {what} of {key!r}, whose last sum pushpull has made in the array that "
+                f"it was given and nowhere else: use push(key, array), then pull(key, out)"
+            )
+        return held
+
     def _push(self, key: Key, given: list[Any], priority: int, op: PerseusOp) -> None:
         held = self._held(key, "push")
-        for array in given:
-            check_shape(key, array, held.array, "push")
-            if array.dtype != held.array.dtype:
-                raise ValueError(
-                    f"[kvstore] push of {key!r}: {np.dtype(array.dtype)}, but it was initialised "
-                    f"as {np.dtype(held.array.dtype)}"
-                )
+        check_pushed(key, given, held.array, op)
         updater = None if held.param_only else self._updater
         if updater is not None and op != PerseusOp.Sum:
             raise ValueError(
@@ -291,20 +314,17 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             )
         name = f"{self._scope}.{key}"
         if any(array.stype != "default" for array in given):
-            if op != PerseusOp.Sum or any(array.stype != "row_sparse" for array in given):
-                raise ValueError(
-                    f"[kvstore] push of {key!r}: sparse arrays are row-sparse on all devices and "
-                    f"can only be summed; others become dense by tostype('default')"
-                )
             result, applies = self._pushes.add_rows(
                 given, name, priority=priority, gradient=gradient
             )
             if updater is None:
                 result.tostype(held.array.stype).copyto(held.array)
         else:
+            if updater is not None and held.pushed is None:
+                held.pushed = ops.empty(held.array)
             result = held.array if updater is None else held.pushed
-            if result is None:
-                result = held.pushed = ops.empty(held.array)
+            if held.is_given_out:
+                (result,) = given
             applies = self._pushes.combine(
                 given, result, name, op=op, priority=priority, gradient=gradient
             )

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 
 Key = int | str
 
@@ -75,6 +76,28 @@ def check_shape(key: Key, array: Any, held: Any, what: str) -> None:
             f"[kvstore] {what} of {key!r}: an array of shape {array.shape}, but it was initialised "
             f"with {held.shape}"
         )
+
+
+def check_pushed(key: Key, given: Sequence[Any], held: Any, op: PerseusOp) -> None:
+    """ValueError where the arrays of a push cannot be combined into what the store holds."""
+    for array in given:
+        check_shape(key, array, held, "push")
+        if array.dtype != held.dtype:
+            raise ValueError(
+                f"[kvstore] push of {key!r}: {np.dtype(array.dtype)}, but it was initialised as "
+                f"{np.dtype(held.dtype)}"
+            )
+    kinds = {array.stype for array in given}
+    if kinds != {"default"} and (kinds != {"row_sparse"} or op != PerseusOp.Sum):
+        raise ValueError(
+            f"[kvstore] push of {key!r}: sparse arrays are row-sparse on all devices and can only "
+            f"be summed; others become dense by tostype('default')"
+        )
+
+
+def alike(array: Any, held: Any) -> bool:
+    """Whether what is written to one might as well be written to the other."""
+    return bool(array.stype == held.stype == "default" and array.context == held.context)
 
 
 def _checked(key: Any) -> Key:

@@ -37,13 +37,14 @@ class Pushes:
     ) -> bool:
         """Have `output` become what the arrays of all ranks make; False where it is not to be used.
 
-        given: dense ones of its shape and dtype, for each device. gradient: of a parameter, so that
-        settings for gradients apply. Waits only where these withhold some.
+        given: dense ones of its shape and dtype, for each device; the output may be the only one.
+        gradient: of a parameter, so that settings for gradients apply. Waits only where these
+        withhold some.
         """
-        _join(given, output, op)
+        array = _joined(given, output, op)
         if gradient and np.dtype(output.dtype).kind in "fV":  # V: bfloat16
-            return self._exchange([output], [name], [priority]).applies()
-        ops.allreduce([output], [output], name, op=op, priority=priority)
+            return self._exchange([array], [name], [priority], outputs=[output]).applies()
+        ops.allreduce([array], [output], name, op=op, priority=priority)
         return True
 
     def add_rows(
@@ -55,10 +56,9 @@ class Pushes:
         return total, not (withheld and np.isnan(total.data.asnumpy()).any())
 
 
-def _join(given: list[Any], output: Any, op: PerseusOp) -> None:
-    """Combine the arrays of all devices on that of the output."""
+def _joined(given: list[Any], output: Any, op: PerseusOp) -> Any:
+    """The arrays of all devices as one on that of the output."""
     here = [array.as_in_context(output.context) for array in given]
     if op == PerseusOp.Sum and len(here) > 1:
-        mx.nd.add_n(*here, out=output)
-    else:
-        reduce(mx.nd.maximum if op == PerseusOp.Max else mx.nd.minimum, here).copyto(output)
+        return mx.nd.add_n(*here)
+    return reduce(mx.nd.maximum if op == PerseusOp.Max else mx.nd.minimum, here)

@@ -205,6 +205,24 @@ def check_half_precision_weights_with_a_copy_in_full() -> None:
     assert_equal(_pulled(kv, "w", dtype="float16"), weight.astype(np.float16))
 
 
+def check_a_sum_that_pushpull_makes_in_place() -> None:
+    """The store has none to pull then, until there is one again."""
+    kv, x = _store(), mine(SHAPE)
+    kv.init("g", x)
+    kv.pushpull("g", x)
+    total = everyone(SHAPE).sum(axis=0)
+    assert_equal(x, total)
+    assert "use push(" in raised(ValueError, lambda: kv.pull("g", x))
+    out = mx.nd.zeros(SHAPE)
+    kv.pushpull("g", x, out=out)
+    for array in (out, _pulled(kv, "g")):
+        assert_equal(array, total * hvd.size())
+    assert_equal(x, total)
+    kv._set_updater(lambda _, gradient, stored: stored.__iadd__(gradient))
+    kv.pushpull("g", x)
+    assert_equal(x, 2 * total * hvd.size())
+
+
 def check_compression_of_gradients() -> None:
     assert "'2bit'" not in raised(
         ValueError, lambda: _store().set_gradient_compression({"type": "3bit"})
