@@ -31,6 +31,7 @@ from perseus.mxnet.kvstore_arguments import (
     check_shape,
     checked_op,
     pairs,
+    single_pairs,
     with_rows,
 )
 from perseus.mxnet.pushes import Pushes
@@ -113,16 +114,15 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             are never updated with and never compressed.
         Again for the same key: it begins anew. Collective.
         """
-        for each, given in pairs(key, value):
-            if len(given) != 1:
-                raise ValueError(
-                    f"[kvstore] init of {each!r}: expected one array, got {len(given)}"
-                )
-            self._init(each, given[0], bool(param_only))
+        for each, array in single_pairs(key, value):
+            self._init(each, array, bool(param_only))
+            if not param_only and self._updater is None:
+                self._check_start(each, array)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """`init`, then `pull`."""
-        self.init(key, value)
+        for each, array in single_pairs(key, value):
+            self._init(each, array, param_only=False)
         self.pull(key, out, priority, ignore_sparse=False)
 
     def push(self, key: Any, value: Any, priority: int = 0, op: int = PerseusOp.Sum) -> None:
@@ -261,19 +261,17 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         with mx.autograd.pause():
             held = value.tostype("default").copyto(mx.cpu())
             ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
-            if not param_only and self._updater is None:
-                self._check_start(key, value, held)
             if value.stype == "row_sparse":
                 held = sparse.from_rows(held, np.arange(len(held)), value)
         self._values[key] = _Value(held, param_only)
 
-    def _check_start(self, key: Key, value: Any, held: Any) -> None:
+    def _check_start(self, key: Key, value: Any) -> None:
         """Module does not ask for rank 0's weights where it updates them itself, as in MXNet's own
         stores, so that ranks would train different models.
         """
         if os.environ.get("MXNET_UPDATE_ON_KVSTORE", "1") != "0":
             return
-        same = np.array_equal(value.asnumpy(), held.asnumpy())
+        same = np.array_equal(value.asnumpy(), self._values[key].array.asnumpy())
         if "" in control.gather_lines("same" if same else "", f"{self._scope}.start.{key}"):
             raise ValueError(
                 f"[kvstore] ranks begin with different values of {key!r}, and with "

@@ -36,6 +36,14 @@ def pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
     return list(found.items())
 
 
+def single_pairs(key: Any, value: Any) -> Iterator[tuple[Key, Any]]:
+    """Each key with its only array; ValueError where it has several. The rest as in pairs()."""
+    for each, given in pairs(key, value):
+        if len(given) != 1:
+            raise ValueError(f"[kvstore] init of {each!r}: expected one array, got {len(given)}")
+        yield each, given[0]
+
+
 def with_rows(key: Any, out: Any, row_ids: Any) -> Iterator[tuple[Key, Any, Any]]:
     """(key, array, its row numbers) for every array of `out`; row numbers may serve a whole list.
 

@@ -55,20 +55,23 @@ def _expected(steps=range(STEPS)) -> list[np.ndarray]:
 
 
 def check_a_trainer() -> None:
-    """update_on_kvstore True, False and None; by name, by the store, and by MXNet's arrays."""
+    """update_on_kvstore True, False and None, with the variable; by name and by the store."""
     expected = _expected()
-    for kvstore, where in (
-        ("dist_sync_perseus", None),
-        ("dist-sync-perseus", True),
-        (hvd.create(), False),
-        (hvd.create(), True),
+    for kvstore, where, variable in (
+        ("dist_sync_perseus", None, "1"),
+        ("dist_sync_perseus", None, "0"),
+        ("dist-sync-perseus", True, "1"),
+        (hvd.create(), False, "1"),
+        (hvd.create(), True, "1"),
     ):
+        os.environ["MXNET_UPDATE_ON_KVSTORE"] = variable
         net = _dense(hvd.rank())
         trainer = _trainer(net, kvstore, update_on_kvstore=where)
-        for mine_, right in zip(
-            _train(net, trainer, lambda step: _rows(hvd.rank(), step), 16), expected, strict=True
-        ):
-            assert_equal(mine_, right)
+        results = _train(net, trainer, lambda step: _rows(hvd.rank(), step), 16)
+        assert trainer._update_on_kvstore == (variable == "1" if where is None else where)
+        for array, right in zip(results, expected, strict=True):
+            assert_equal(array, right)
+    del os.environ["MXNET_UPDATE_ON_KVSTORE"]
 
 
 def check_a_trainer_goes_on_with_saved_states() -> None:
