@@ -134,6 +134,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
         Sums of row-sparse arrays block.
         """
+        if isinstance(priority, PerseusOp):  # as a third argument it can mean nothing else
+            priority, op = 0, priority
         combine = checked_op(op)
         for each, given in pairs(key, value):
             self._held(each, "push").is_given_out = False
