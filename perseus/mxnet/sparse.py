@@ -9,11 +9,18 @@ import mxnet as mx
 import numpy as np
 
 from perseus.mxnet import ops
+from perseus.process_sets import ProcessSet, global_process_set
 
 _HEADER = -1  # an index in front of a rank's rows: MXNet has no arrays without elements to send
 
 
-def sum_rows(arrays: Sequence[Any], name: str, priority: int, gradient_of: int) -> Any:
+def sum_rows(
+    arrays: Sequence[Any],
+    name: str,
+    priority: int,
+    gradient_of: int,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """The sum as a new RowSparseNDArray with the rows that any rank has; the same bits everywhere.
 
     arrays: RowSparseNDArrays of one shape and dtype, one for each of this rank's devices; the sum
@@ -29,14 +36,17 @@ def sum_rows(arrays: Sequence[Any], name: str, priority: int, gradient_of: int) 
     header = np.zeros((1, *first.shape[1:]), first.dtype)
     parts = [array.data.asnumpy() for array in arrays]
     values = np.concatenate([header, *(part for part in parts if len(part))])
-    gathered_values = _gather(values, f"{name}.values", priority, gradient_of)
-    gathered_indices = _gather(indices, f"{name}.indices", priority, 0)
-    return _summed(gathered_indices, gathered_values, first)
 
+    def gathered(array: Any, what: str, gradient_of: int) -> Any:
+        given = mx.nd.array(array, dtype=array.dtype)
+        (joined,) = ops.allgather(
+            [given], f"{name}.{what}", priority=priority, gradient_of=gradient_of,
+            process_set=process_set,
+        )  # fmt: skip
+        return joined.asnumpy()
 
-def _gather(array: Any, name: str, priority: int, gradient_of: int) -> Any:
-    given = mx.nd.array(array, dtype=array.dtype)
-    return ops.allgather([given], name, priority=priority, gradient_of=gradient_of)[0].asnumpy()
+    all_values = gathered(values, "values", gradient_of)
+    return _summed(gathered(indices, "indices", 0), all_values, first)
 
 
 def _summed(indices: Any, values: Any, like: Any) -> Any:

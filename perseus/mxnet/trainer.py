@@ -11,12 +11,15 @@ import warnings
 from typing import Any
 
 import mxnet as mx
+import numpy as np
 
+from perseus import basics
 from perseus.compression import Compressor
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
+from perseus.mxnet.sparse import sum_rows
 from perseus.process_sets import ProcessSet, global_process_set
 
 
@@ -37,6 +40,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     num_groups: reduce gradients in so many operations; 0 = each by itself.
     process_set: the ranks that take part; the others train alone.
 
+    Row-sparse gradients (sparse_grad=True) travel as the rows that they have, in full precision,
+    and step() waits for them; PERSEUS_ACCUMULATE_N_STEPS refuses them (MXNetError).
     step(…, ignore_stale_grad=True) updates what has a new gradient on some rank, the others giving
     zeros, so that ranks may use different layers. While PERSEUS_ACCUMULATE_N_STEPS sums up, and
     where a NaN is to be skipped, on all ranks alike, nothing is updated.
@@ -70,10 +75,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 f"[mxnet] DistributedTrainer needs one context for each rank, got {self._contexts}"
             )
         for parameter in self._params:
-            if parameter._grad_stype != "default":
+            if parameter._stype != "default":
                 raise ValueError(
-                    f"[mxnet] the gradient of {parameter.name} is {parameter._grad_stype}, which "
-                    "DistributedTrainer cannot reduce: make it dense (sparse_grad=False)"
+                    f"[mxnet] the weight of {parameter.name} is {parameter._stype}, which needs a "
+                    "store: gluon.Trainer(…, kvstore='dist_sync_perseus')"
                 )
         self._prefix = prefix or ""
         self._num_groups = num_groups
@@ -105,10 +110,22 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         trained = self._trained()
         if not trained or not self._exchange.takes_part():
             return
-        indices = [i for i, _ in trained]
-        gradients = [parameter.list_grad()[0] for _, parameter in trained]
-        bundles, names = bundled(indices, self._num_groups, self._prefix)
-        self._applies = self._exchange(gradients, names, [-i for i in indices], bundles).applies()
+        dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
+        bundles, names = bundled(list(dense), self._num_groups, self._prefix)
+        outcomes = self._exchange(list(dense.values()), names, [-i for i in dense], bundles)
+        # Later, as they are waited for.
+        usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
+        self._applies = outcomes.applies() and all(usable)
+
+    def _average_rows(self, index: int, parameter: Any) -> bool:
+        """Average a row-sparse gradient; whether it may be applied."""
+        exchange, (gradient,) = self._exchange, parameter.list_grad()
+        members = exchange.plan.process_set
+        name = f"{self._prefix}{index}"
+        total = sum_rows([gradient], name, -index, exchange.number, members)
+        (total / members.size()).copyto(gradient)
+        withheld = basics.may_withhold_gradients()
+        return not (withheld and np.isnan(total.data.asnumpy()).any())
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         applies, self._applies = self._applies, True

@@ -16,6 +16,7 @@ MODULES = [
     "mx_failure_checks",
     "mx_gradient_checks",
     "mx_state_checks",
+    "mx_trainer_checks",
     "mx_optimizer_checks",
     "mx_setting_checks",
     "mx_kvstore_checks",

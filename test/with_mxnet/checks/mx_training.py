@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from perseus import control
 
 BATCH = 4  # rows per rank
 COLUMNS = 5
+SGD = {"learning_rate": 0.1, "momentum": 0.9}
 
 
 def global_batch(step: int) -> np.ndarray:
@@ -56,6 +58,18 @@ def values_of(net: gluon.Block) -> list[np.ndarray]:
 def gradients_of(net: gluon.Block) -> list[np.ndarray]:
     """The parameters', in order."""
     return [parameter.grad().asnumpy() for parameter in net.collect_params().values()]
+
+
+@functools.cache
+def on_one_rank(steps: int) -> list[np.ndarray]:
+    """The weights after steps on the global batch."""
+    reference = model()
+    trainer = gluon.Trainer(reference.collect_params(), "sgd", SGD, kvstore=None)
+    for step in range(steps):
+        batch = global_batch(step)
+        backward(reference, batch)
+        trainer.step(len(batch))
+    return values_of(reference)
 
 
 def assert_close(mine: Iterable[np.ndarray], right: Iterable[np.ndarray]) -> None:
