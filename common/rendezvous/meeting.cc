@@ -253,8 +253,7 @@ std::string first_host(const std::string& nodelist) {
   return head + inside.substr(0, inside.find_first_of(",-")) + (tail.empty() || tail[0] == ',' ? "" : first_host(tail));
 }
 
-Meeting meet(const Identity& identity, const Environment& environment, const Config& config,
-             const std::function<bool()>& interrupted) {
+Meeting meet(const Identity& identity, const Environment& environment, const Config& config) {
   if (identity.launcher == Launcher::kPerseusrun) return from_perseusrun(identity, environment, config);
   if (identity.launcher == Launcher::kSingle) refuse_unknown_launcher(environment);
   if (identity.size == 1) return {};
@@ -266,7 +265,7 @@ Meeting meet(const Identity& identity, const Environment& environment, const Con
   if (slurm && (!(pmi || pmix) || !given_secret(environment, config).empty()))
     return through_slurm(identity, environment, config);
   const int64_t limit_s = config.integer(Var::kStartTimeout);
-  const SpaceOptions options{identity, environment, now_ns() + limit_s * kSecond, limit_s, interrupted};
+  const SpaceOptions options{identity, environment, now_ns() + limit_s * kSecond, limit_s};
   const std::unique_ptr<LauncherSpace> space = pmi ? open_pmi_space(options) : open_pmix_space(options);
   return through_space(*space, identity, environment, config);
 }
