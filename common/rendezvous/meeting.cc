@@ -143,9 +143,10 @@ Meeting through_slurm(const Identity& identity, const Environment& environment, 
     };
     port += (id({"SLURM_JOB_ID", "SLURM_JOBID"}) * 37 + id({"SLURM_STEP_ID"}) * 7) % kSlurmPorts;
   }
-  return at_known_place(identity, environment, config, local ? kLoopback : first_host(nodes), static_cast<int>(port),
-                        "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun (or name a file in "
-                        "PERSEUS_SECRET_FILE)");
+  return at_known_place(
+      identity, environment, config, local ? kLoopback : first_host(nodes), static_cast<int>(port),
+      "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun, name a file in PERSEUS_SECRET_FILE, "
+      "or use srun --mpi=pmi2");
 }
 
 // Some PMI or PMIx has started this process with others, without variables that number them: worlds of one each would

@@ -138,7 +138,7 @@ TEST(Meeting, KnownPlacesNeedASecret) {
                        {"SLURM_STEP_NUM_TASKS", "2"},
                        {"SLURM_JOB_ID", "1000"},
                        {"SLURM_STEP_NODELIST", "n[7-8]"}};
-  expect_error(ErrorKind::kInvalidArgument, srun, "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun");
+  expect_error(ErrorKind::kInvalidArgument, srun, "PERSEUS_SECRET_FILE, or use srun --mpi=pmi2");
   const Meeting step = meet_with(with(srun, "PERSEUS_SECRET", kSecret));
   EXPECT_EQ(step.host, "n7");
   EXPECT_EQ(step.port, 6666 + (1000 * 37 + 2 * 7) % 10'000);
