@@ -9,7 +9,6 @@
 namespace perseus {
 
 void check_patience(const SpaceOptions& options, const std::string& what) {
-  if (options.interrupted && options.interrupted()) fail(ErrorKind::kAborted, "[rendezvous] interrupted");
   if (now_ns() < options.deadline_ns) return;
   fail(ErrorKind::kTimeout, "[rendezvous] " + what + " did not arrive within " + std::to_string(options.limit_s) +
                                 " s (HOROVOD_START_TIMEOUT): look at what the ranks printed last");

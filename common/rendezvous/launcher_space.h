@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,7 +13,7 @@ namespace perseus {
 
 // A launcher serves a process once: it may be opened once, and MPI may not be initialised afterwards. All ranks make
 // the same calls to fence and finish. Every call throws Error: kIo where the launcher refuses or is gone, kTimeout
-// where it does not answer by `deadline_ns` (base/clock.h), kAborted when `interrupted` says so.
+// where it does not answer by `deadline_ns`.
 class LauncherSpace {
  public:
   // Without finish() the launcher takes the end of this process for a failure, and ends the others.
@@ -33,9 +32,8 @@ class LauncherSpace {
 struct SpaceOptions {
   Identity identity;
   Environment environment;
-  int64_t deadline_ns = 0;
-  int64_t limit_s = 0;  // what the deadline was made from, for messages
-  std::function<bool()> interrupted;
+  int64_t deadline_ns = 0;  // base/clock.h
+  int64_t limit_s = 0;      // what the deadline was made from, for messages
 };
 
 // Over the socket PMI_FD, in the text protocol PMI-1 that MPICH's Hydra and Slurm's plugin pmi2 speak.
@@ -43,7 +41,7 @@ std::unique_ptr<LauncherSpace> open_pmi_space(const SpaceOptions& options);
 // Through the library libpmix.so.2, opened here: that of this process or of its launcher, else any that is found.
 std::unique_ptr<LauncherSpace> open_pmix_space(const SpaceOptions& options);
 
-// For implementations: throws at the deadline and when interrupted. `what` is what was waited for.
+// For implementations: throws at the deadline. `what` is what was waited for.
 void check_patience(const SpaceOptions& options, const std::string& what);
 // Paths of libraries whose file names begin with `name` that the process `pid` ("self" = this one) has loaded.
 std::vector<std::string> loaded_libraries(const std::string& pid, const std::string& name);

@@ -143,9 +143,10 @@ Meeting through_slurm(const Identity& identity, const Environment& environment, 
     };
     port += (id({"SLURM_JOB_ID", "SLURM_JOBID"}) * 37 + id({"SLURM_STEP_ID"}) * 7) % kSlurmPorts;
   }
-  return at_known_place(identity, environment, config, local ? kLoopback : first_host(nodes), static_cast<int>(port),
-                        "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun (or name a file in "
-                        "PERSEUS_SECRET_FILE)");
+  return at_known_place(
+      identity, environment, config, local ? kLoopback : first_host(nodes), static_cast<int>(port),
+      "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun, name a file in PERSEUS_SECRET_FILE, "
+      "or use srun --mpi=pmi2");
 }
 
 // Some PMI or PMIx has started this process with others, without variables that number them: worlds of one each would
@@ -253,8 +254,7 @@ std::string first_host(const std::string& nodelist) {
   return head + inside.substr(0, inside.find_first_of(",-")) + (tail.empty() || tail[0] == ',' ? "" : first_host(tail));
 }
 
-Meeting meet(const Identity& identity, const Environment& environment, const Config& config,
-             const std::function<bool()>& interrupted) {
+Meeting meet(const Identity& identity, const Environment& environment, const Config& config) {
   if (identity.launcher == Launcher::kPerseusrun) return from_perseusrun(identity, environment, config);
   if (identity.launcher == Launcher::kSingle) refuse_unknown_launcher(environment);
   if (identity.size == 1) return {};
@@ -266,7 +266,7 @@ Meeting meet(const Identity& identity, const Environment& environment, const Con
   if (slurm && (!(pmi || pmix) || !given_secret(environment, config).empty()))
     return through_slurm(identity, environment, config);
   const int64_t limit_s = config.integer(Var::kStartTimeout);
-  const SpaceOptions options{identity, environment, now_ns() + limit_s * kSecond, limit_s, interrupted};
+  const SpaceOptions options{identity, environment, now_ns() + limit_s * kSecond, limit_s};
   const std::unique_ptr<LauncherSpace> space = pmi ? open_pmi_space(options) : open_pmix_space(options);
   return through_space(*space, identity, environment, config);
 }

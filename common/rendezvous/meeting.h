@@ -2,7 +2,6 @@
 // whatever launched them. perseus/rendezvous.py does the same for Python.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -25,8 +24,7 @@ struct Meeting {
 // do this once, before it initialises MPI itself. Throws Error: kInvalidArgument for a setting that is wrong or
 // missing, kTimeout when a rank stays away for HOROVOD_START_TIMEOUT, kIo where the launcher does not answer; one line
 // each, with the remedy.
-Meeting meet(const Identity& identity, const Environment& environment, const Config& config,
-             const std::function<bool()>& interrupted = {});
+Meeting meet(const Identity& identity, const Environment& environment, const Config& config);
 
 // The first of the hosts that Slurm's compressed list names: 'a[01-03,7]-x,b' -> 'a01-x'.
 std::string first_host(const std::string& nodelist);

@@ -189,8 +189,7 @@ class PmixSpace final : public LauncherSpace {
     if (code == kSuccess) return;
     const char* text = library_.error_text(code);
     fail(ErrorKind::kIo, std::string("[rendezvous] ") + call + ": " + (text == nullptr ? "?" : text) + " (" +
-                             std::to_string(code) +
-                             "): where the launcher is still there, start the job with perseusrun");
+                             std::to_string(code) + ")" + kRemedy);
   }
 
   template <class Call>
