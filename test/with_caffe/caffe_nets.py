@@ -46,3 +46,23 @@ def lenet(digits: Path, batch: int, kind: str = "HDF5Data") -> str:
 def lenet_on(layer: str) -> str:
     """The same with another input layer."""
     return f'name: "LeNet"\n{layer}\n{_LENET}'
+
+
+def odd_net(layer: str) -> str:
+    """Two layers with the same weights, and one that learns nothing, on an input of 64 numbers."""
+    shared = 'param { name: "w" } param { name: "b" lr_mult: 2 }'
+    fill = 'weight_filler { type: "xavier" }'
+    return f"""
+{layer}
+layer {{ name: "flat" type: "Flatten" bottom: "data" top: "flat" }}
+layer {{ name: "frozen" type: "InnerProduct" bottom: "flat" top: "f" param {{ lr_mult: 0 }}
+        param {{ lr_mult: 0 }} inner_product_param {{ num_output: 24 {fill} }} }}
+layer {{ name: "first" type: "InnerProduct" bottom: "f" top: "a" {shared}
+        inner_product_param {{ num_output: 24 {fill} }} }}
+layer {{ name: "tanh" type: "TanH" bottom: "a" top: "a" }}
+layer {{ name: "second" type: "InnerProduct" bottom: "a" top: "c" {shared}
+        inner_product_param {{ num_output: 24 {fill} }} }}
+layer {{ name: "last" type: "InnerProduct" bottom: "c" top: "d"
+        inner_product_param {{ num_output: 10 {fill} }} }}
+layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "d" bottom: "label" top: "loss" }}
+"""

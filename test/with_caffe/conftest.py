@@ -26,15 +26,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with digits.txt (HDF5) and digits.lmdb: the same digits in the same order."""
+    """A folder with the same digits in the same order as digits.txt (HDF5), digits.lmdb, and
+    parts.txt (three files of HDF5).
+    """
     folder = tmp_path_factory.mktemp("digits")
     read = load_digits()
     pixels, labels = read.images.astype("uint8")[:, None], read.target
-    with h5py.File(folder / "digits.h5", "w") as file:
-        file["data"] = pixels.astype("float32") / 16
-        file["label"] = labels.astype("float32")
-    (folder / "digits.txt").write_text(f"{folder / 'digits.h5'}\n")
+    parts = {"digits": slice(None), "a": slice(500), "b": slice(500, 801), "c": slice(801, None)}
+    for name, part in parts.items():
+        with h5py.File(folder / f"{name}.h5", "w") as file:
+            file["data"] = pixels[part].astype("float32") / 16
+            file["label"] = labels[part].astype("float32")
+    (folder / "digits.txt").write_text(f"{folder}/digits.h5\n")
+    (folder / "parts.txt").write_text("".join(f"{folder}/{name}.h5\n" for name in "abc"))
     write_lmdb(folder / "digits.lmdb", pixels, labels)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 101 digits as images, list.txt for ImageData, windows.txt for WindowData."""
+    folder = tmp_path_factory.mktemp("images")
+    read = load_digits()
+    lines, windows = [], []
+    for index, (image, label) in enumerate(zip(read.images[:101], read.target, strict=False)):
+        path = folder / f"{index}.pgm"
+        path.write_bytes(b"P5 8 8 255\n" + image.astype("uint8").tobytes())
+        lines.append(f"{path} {label}\n")
+        # A window around the whole of it, and one of background.
+        boxes = f"{label % 9 + 1} 1.0 0 0 7 7\n0 0.1 {index % 4} 1 6 7\n"
+        windows.append(f"# {index}\n{path}\n3\n8\n8\n2\n{boxes}")
+    (folder / "list.txt").write_text("".join(lines))
+    (folder / "windows.txt").write_text("".join(windows))
     return folder
 
 
