@@ -53,7 +53,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / f"{index}.pgm"
         path.write_bytes(b"P5 8 8 255\n" + image.astype("uint8").tobytes())
         lines.append(f"{path} {label}\n")
-        # A window around the whole of it, and one of background.
+        # A window around the whole of it, and one of background. Read in colour: 3 channels.
         boxes = f"{label % 9 + 1} 1.0 0 0 7 7\n0 0.1 {index % 4} 1 6 7\n"
         windows.append(f"# {index}\n{path}\n3\n8\n8\n2\n{boxes}")
     (folder / "list.txt").write_text("".join(lines))

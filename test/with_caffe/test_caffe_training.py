@@ -104,11 +104,11 @@ def test_windows_are_drawn_as_one_process_does_and_shared_out(
     alone: Callable[..., Path], images: Path, tmp_path: Path
 ) -> None:
     def net(batch: int) -> str:
-        source = f'source: "{images}/windows.txt" batch_size: {batch} fg_fraction: 0.25'
+        source = f'source: "{images}/windows.txt" batch_size: {batch} scale: 0.0625'
         return lenet_on(
             input_layer(
                 "WindowData", f"window_data_param {{ {source} }}",
-                "crop_size: 8 mirror: true scale: 0.0625",
+                "crop_size: 8 mirror: true",
             )
         )  # fmt: skip
 
