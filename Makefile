@@ -27,8 +27,8 @@ NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
-.PHONY: help build demo demo-tensorflow demo-mxnet test test-all test-core test-asan test-tsan test-torch test-tensorflow \
-        test-mxnet lint format docs bench clean packages-build packages-test
+.PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-all test-core test-asan test-tsan test-torch \
+        test-tensorflow test-mxnet test-caffe lint format docs bench clean packages-build packages-test packages-caffe
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
@@ -40,6 +40,9 @@ packages-build:
 
 packages-test: packages-build
 	@$(PYTHON) .ci/system_packages.py test
+
+packages-caffe: packages-build
+	@$(PYTHON) .ci/system_packages.py caffe
 
 $(VENV)/.torch: | packages-build
 	@echo "making $(VENV) and installing torch 2.13.0 into it"
@@ -84,14 +87,14 @@ $(BUILD)/build.ninja: $(VENV)/.build
 
 # An editable install: Python modules are used where they are, the libraries are made in perseus/.
 $(VENV)/.perseus: setup.py pyproject.toml CMakeLists.txt $(VENV)/.build | $(BUILD)/build.ninja
-	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet perseus_caffe
 	$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # ---- what people ask for ------------------------------------------------------------------------------------------
 
 build: $(VENV)/.perseus  ## the package, built and installed into .venv/torch (editable)
-	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet
+	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet perseus_caffe
 
 demo: build $(VENV)/.demo  ## train a small CNN on 2 ranks and draw its loss curve
 	mkdir -p build/demo
@@ -103,6 +106,11 @@ demo-tensorflow: build .venv/tensorflow/.ready  ## the same with Keras on Tensor
 demo-mxnet: build .venv/mxnet/.ready  ## the same with gluon on MXNet
 	.venv/mxnet/bin/python -m perseus.run -np 2 .venv/mxnet/bin/python examples/mxnet_mnist.py
 
+demo-caffe: build packages-caffe $(VENV)/.demo  ## the same with Caffe, which is built first, in build/caffe
+	$(PY) .ci/caffe.py build/caffe
+	$(PY) examples/caffe_mnist.py build/demo/caffe
+	cd build/demo/caffe && perseusrun -np 2 $(abspath build/caffe/build/tools/caffe) train --solver lenet_solver.prototxt
+
 # One after the other: they would disturb each other's timings. pytest's summary comes last.
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory lint
@@ -112,6 +120,7 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory test-torch
 	@$(MAKE) --no-print-directory test-tensorflow
 	@$(MAKE) --no-print-directory test-mxnet
+	@$(MAKE) --no-print-directory test-caffe
 
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with the full grids instead of their pairwise-covering part
@@ -145,6 +154,10 @@ test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Pyt
 
 test-mxnet: build packages-test .venv/mxnet/.ready  ## the Python tests, with MXNet
 	.venv/mxnet/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_mxnet </dev/null
+
+test-caffe: build packages-test packages-caffe $(VENV)/.test .venv/mpich/.ready  ## Caffe with our patches, built in build/caffe
+	$(PY) .ci/caffe.py build/caffe
+	$(PY) $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_caffe </dev/null
 
 lint: build $(VENV)/.test  ## layers, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py

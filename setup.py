@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-TARGETS = ["perseus", "_core", "perseus_tensorflow", "perseus_mxnet"]
+TARGETS = ["perseus", "_core", "perseus_tensorflow", "perseus_mxnet", "perseus_caffe"]
 
 
 def version() -> str:

@@ -38,6 +38,12 @@ def header(name: str) -> Callable[[], bool]:
     return lambda: any(Path(root, name).exists() for root in ("/usr/include", "/usr/local/include"))
 
 
+def library(name: str) -> Callable[[], bool]:
+    """Is there a library of that name to link with?"""
+    places = [Path("/usr/lib"), Path("/usr/local/lib"), *Path("/usr/lib").glob("*-linux-gnu")]
+    return lambda: any((place / f"lib{name}.so").exists() for place in places)
+
+
 def python_headers() -> bool:
     return Path(sysconfig.get_paths()["include"], "Python.h").exists()
 
@@ -57,6 +63,27 @@ NEEDS = {
         Need("iproute2", "virtual hosts: network namespaces and rate limits", command("tc")),
         Need("openssh-client", "perseusrun over ssh", command("ssh")),
         Need("openssh-server", "perseusrun over ssh, to virtual hosts", command("sshd")),
+    ],
+    "caffe": [
+        Need("git", "applies the patches of patches/bvlc_caffe", command("git")),
+        Need("protobuf-compiler", "compiles Caffe's messages", command("protoc")),
+        *(
+            Need(f"lib{package}-dev", "builds Caffe", library(name))
+            for package, name in (
+                ("protobuf", "protobuf"),
+                ("boost-system", "boost_system"),
+                ("boost-filesystem", "boost_filesystem"),
+                ("boost-thread", "boost_thread"),
+                ("openblas", "openblas"),
+                ("google-glog", "glog"),
+                ("gflags", "gflags"),
+                ("hdf5", "hdf5_serial"),
+                ("lmdb", "lmdb"),
+                ("opencv-core", "opencv_core"),
+                ("opencv-imgproc", "opencv_imgproc"),
+                ("opencv-imgcodecs", "opencv_imgcodecs"),
+            )
+        ),
     ],
 }
 

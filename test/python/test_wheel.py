@@ -56,7 +56,13 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def libraries(unpacked: Path) -> list[Path]:
     found = sorted(unpacked.rglob("*.so*"))
     names = [path.name.split(".")[0] for path in found]
-    assert names == ["_core", "libperseus", "libperseus_mxnet", "libperseus_tensorflow"]
+    assert names == [
+        "_core",
+        "libperseus-caffe",
+        "libperseus",
+        "libperseus_mxnet",
+        "libperseus_tensorflow",
+    ]
     return found
 
 
@@ -106,8 +112,8 @@ def test_libraries_need_only_libc_each_other_and_their_framework(libraries: list
 
 
 def test_the_core_is_found_beside_what_needs_it(libraries: list[Path]) -> None:
-    extension, core, mxnet, tensorflow = libraries
-    for library in (extension, mxnet, tensorflow):
+    extension, caffe, core, mxnet, tensorflow = libraries
+    for library in (extension, caffe, mxnet, tensorflow):
         assert "libperseus.so" in dynamic_entries(library, "DT_NEEDED")
         assert dynamic_entries(library, "DT_RUNPATH") == ["$ORIGIN"]
     assert dynamic_entries(core, "DT_RUNPATH") + dynamic_entries(core, "DT_RPATH") == []
@@ -122,8 +128,13 @@ def test_no_symbol_is_newer_than_glibc_2_28(libraries: list[Path]) -> None:
 
 
 def test_only_the_interface_is_visible(libraries: list[Path]) -> None:
-    extension, core, mxnet, tensorflow = libraries
+    extension, caffe, core, mxnet, tensorflow = libraries
     assert visible_symbols(extension) == ["PyInit__core"]
+    assert {name.rpartition("_")[0] for name in visible_symbols(caffe)} == {
+        "perseus_exchange",
+        "perseus_exchange_local",
+        "perseus_exchange_error",
+    }
     assert {name.rpartition("_")[0] for name in visible_symbols(tensorflow)} == {
         "perseus_tensorflow",
         "perseus_tensorflow_set",
@@ -153,6 +164,9 @@ def test_the_wheel_is_complete(wheel: Path, unpacked: Path) -> None:
     for folder in ("frameworks/tensorflow/xla", "common/include/perseus"):
         for source in (ROOT / folder).glob("*"):
             assert (package / "sources" / source.relative_to(ROOT)).exists(), source
+    # What a patched Caffe is compiled with.
+    headers = package / "include" / "perseus"
+    assert {path.name for path in headers.iterdir()} == {"caffe.h", "perseus.h"}
     modules = {path.relative_to(ROOT) for path in (ROOT / "perseus").rglob("*.py")}
     modules = {path for path in modules if path.parts[1] != "examples"}
     packed = {path.relative_to(unpacked) for path in package.rglob("*.py")}

@@ -1,0 +1,49 @@
+/* What a Caffe solver needs of Perseus: libperseus-caffe.so, on top of the core's C ABI and with its conventions.
+ *
+ * An exchange is a process's place in the world that its launcher describes; it belongs to one thread. Buffers of the
+ * host only. Requests of the same name on all ranks belong together, whatever order they are started in.
+ */
+#ifndef PERSEUS_CAFFE_H_
+#define PERSEUS_CAFFE_H_
+
+#include "perseus/perseus.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct perseus_exchange perseus_exchange;
+
+/* Joins the world of perseusrun, mpirun or srun; without a launcher, a world of one. Blocks until every rank is there
+ * or the start timeout passes. */
+PERSEUS_EXPORT perseus_code perseus_exchange_create(perseus_exchange** exchange);
+/* Leaves the world, which ends what is in progress on every rank, and frees everything. NULL is fine. */
+PERSEUS_EXPORT void perseus_exchange_destroy(perseus_exchange* exchange);
+
+PERSEUS_EXPORT int perseus_exchange_rank(const perseus_exchange* exchange);
+PERSEUS_EXPORT int perseus_exchange_size(const perseus_exchange* exchange);
+PERSEUS_EXPORT int perseus_exchange_local_rank(const perseus_exchange* exchange);
+
+/* Gives all ranks what rank 0 has in `data`: `count` elements, the same number everywhere. Blocks. */
+PERSEUS_EXPORT perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data,
+                                                       int64_t count, perseus_dtype dtype);
+
+/* Starts to average a gradient over all ranks, in place; settings for gradients apply. Returns at once: the buffer
+ * belongs to the exchange until perseus_exchange_finish. */
+PERSEUS_EXPORT perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data,
+                                                     int64_t count, perseus_dtype dtype);
+/* The same for the largest of all ranks' numbers, element by element; no settings apply. */
+PERSEUS_EXPORT perseus_code perseus_exchange_largest(perseus_exchange* exchange, const char* name, int32_t* data,
+                                                     int64_t count);
+/* Waits until everything started is done and returns the first failure. `applies` is non-zero when the gradients are
+ * averages to be applied; zero, on all ranks, when they were added to a sum (PERSEUS_ACCUMULATE_N_STEPS) or have a NaN
+ * that is to be skipped: then their buffers mean nothing. */
+PERSEUS_EXPORT perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies);
+
+/* perseus_error_message(), for those who link this library alone. */
+PERSEUS_EXPORT const char* perseus_exchange_error_message(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif  // PERSEUS_CAFFE_H_

@@ -1,0 +1,154 @@
+"""What the variables about gradients do when the patched Caffe trains; see docs/config.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from caffe_jobs import (
+    CAFFE,
+    TOLERANCE,
+    distance,
+    finish,
+    launched,
+    start,
+    train,
+    weights,
+    write_solver,
+)
+from caffe_nets import lenet
+
+# Every rank is a host of its own: what goes between hosts goes between all.
+APART = {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "1"}
+EXACT = {**APART, "PERSEUS_ALLREDUCE_DTYPE": "1"}
+
+SHAPES = [
+    {
+        "PERSEUS_ALLREDUCE_MODE": "0",
+        "PERSEUS_ALLREDUCE_STREAMS": "1",
+        "PERSEUS_ALLREDUCE_DTYPE": "1",
+        "PERSEUS_OFFLINE_NEG": "1",
+    },
+    {
+        "PERSEUS_ALLREDUCE_FUSION": "8",
+        "PERSEUS_ALLREDUCE_STREAMS": "12",
+        "PERSEUS_ALLREDUCE_DISABLE_STREAM_TUNING": "1",
+        "PERSEUS_GLOO_NETWORK_INTERFACE": "lo",
+        "PERSEUS_TRANSPORT": "tcp",
+        **EXACT,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def one(alone: Callable[..., Path], digits: Path) -> dict[str, np.ndarray]:
+    """What one process learns."""
+    return weights(alone(lenet(digits, 64)))
+
+
+def _apart_from(one: dict[str, np.ndarray], digits: Path, folder: Path, **variables: str) -> float:
+    """How far two processes are from what one has learned."""
+    write_solver(folder, lenet(digits, 32))
+    train(folder, 2, **variables)
+    return distance(weights(folder), one)
+
+
+@pytest.mark.parametrize("variables", SHAPES, ids=["flat", "tcp"])
+def test_the_shape_of_the_allreduce_is_not_seen_in_weights(
+    variables: dict[str, str], one: dict[str, np.ndarray], digits: Path, tmp_path: Path
+) -> None:
+    assert _apart_from(one, digits, tmp_path, **variables) <= TOLERANCE
+
+
+LOSSY = {
+    # Half precision: numbers of about 0.1 lose digits after the fourth.
+    "float16": (1e-6, 1e-2, {}),
+    "float16-scaled": (1e-6, 1e-2, {"PERSEUS_ALLREDUCE_GRADIENT_SCALE": "8"}),
+    "mixed": (1e-6, 1e-2, {"PERSEUS_ALLREDUCE_DTYPE": "2"}),
+    # What is held back comes later.
+    "rotating": (1e-3, 0.7, {**EXACT, "PERSEUS_DOWNSAMPLE_N_ELEMENTS": "2"}),
+    "rotating-momentum": (
+        1e-3,
+        0.7,
+        {**EXACT, "PERSEUS_DOWNSAMPLE_N_ELEMENTS": "2", "PERSEUS_GRADIENT_MOMENTUM": "0.5"},
+    ),
+    "top-k": (
+        1e-3,
+        1.0,
+        {
+            **EXACT,
+            "LIGHT_TOPK_ALLREDUCE": "1",
+            "LIGHT_TOPK_RATIO": "0.1",
+            "LIGHT_TOPK_THRESHOLD": "1",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in {"float16", "rotating"} else [pytest.mark.full])
+     for name in LOSSY],
+)  # fmt: skip
+def test_lossy_codecs_change_a_little(
+    name: str, one: dict[str, np.ndarray], digits: Path, tmp_path: Path
+) -> None:
+    least, most, variables = LOSSY[name]
+    assert least < _apart_from(one, digits, tmp_path, **{**APART, **variables}) < most
+
+
+def test_accumulation_is_one_larger_batch(
+    one: dict[str, np.ndarray], digits: Path, tmp_path: Path
+) -> None:
+    """Of two steps with half as much each; iterations without an update count, too."""
+    write_solver(
+        tmp_path, lenet(digits, 16), max_iter=60, base_lr=0.025, weight_decay=0.001, display=1
+    )
+    output = train(tmp_path, 2, PERSEUS_ACCUMULATE_N_STEPS="2", HOROVOD_TIMELINE="trace.json")
+    assert distance(weights(tmp_path, 60), one) <= TOLERANCE
+    assert output.count(", lr = ") == 30, "of the updates"
+    assert '"conv1/0"' in json.dumps(json.loads((tmp_path / "trace.json").read_text()))
+
+
+def _with_nan(digits: Path, folder: Path) -> None:
+    """A net whose second digit, rank 1's first, is not a number."""
+    with h5py.File(digits / "digits.h5") as file:
+        data, label = file["data"][()], file["label"][()]
+    data[1] = np.nan
+    with h5py.File(folder / "digits.h5", "w") as file:
+        file["data"], file["label"] = data, label
+    (folder / "digits.txt").write_text(f"{folder}/digits.h5\n")
+    write_solver(folder, lenet(folder, 32).replace("pool: MAX", "pool: AVE"), max_iter=5)
+
+
+@pytest.mark.parametrize("action", ["report", "skip", "raise"])
+def test_a_nan_is_reported_with_tensor_and_rank(action: str, digits: Path, tmp_path: Path) -> None:
+    _with_nan(digits, tmp_path)
+    checks = {"PERSEUS_ALLREDUCE_NANCHECK": "1", "PERSEUS_ALLREDUCE_NANCHECK_ACTION": action}
+    command = [*launched(2), str(CAFFE), "train", "--solver=solver.prototxt"]
+    status, output = finish(start(tmp_path, command, **checks))
+    assert re.search(r"NaN in the gradient of (conv1|ip1|ip2)/[01] on rank 1", output), output
+    assert (status == 0) == (action != "raise"), output
+    if action != "raise":
+        finite = all(np.isfinite(value).all() for value in weights(tmp_path, 5).values())
+        assert finite == (action == "skip")
+
+
+def test_slow_ranks_are_named(digits: Path, tmp_path: Path) -> None:
+    """Rank 1's batches are larger."""
+    for rank, batch in ((0, 16), (1, 1024)):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        write_solver(folder, lenet(digits, batch), max_iter=12)
+    script = f'cd $PERSEUS_RANK; exec "{CAFFE}" train --solver=solver.prototxt'
+    command = [*launched(2), "sh", "-c", script]
+    status, output = finish(start(tmp_path, command, PERSEUS_PERF_CHECK_N_STEPS="5"))
+    assert status == 0, output
+    lines = [line for line in output.splitlines() if "[perf check] slow" in line]
+    assert lines, output
+    assert all(" rank 1 " in line.partition("for each:")[2] for line in lines), lines

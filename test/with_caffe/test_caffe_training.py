@@ -1,0 +1,129 @@
+"""Training by several processes of the patched Caffe gives what one process gives."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from caffe_jobs import (
+    CAFFE,
+    TOLERANCE,
+    distance,
+    finish,
+    launched,
+    start,
+    train,
+    weights,
+    write_solver,
+)
+from caffe_nets import digits_input, input_layer, lenet, lenet_on, odd_net
+
+CASES = [
+    ("perseusrun", "HDF5Data", 1),
+    ("perseusrun", "Data", 2),
+    ("openmpi", "HDF5Data", 1),
+    ("mpich", "Data", 1),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_two_processes_learn_what_one_learns(
+    case: tuple[str, str, int], alone: Callable[..., Path], digits: Path, tmp_path: Path
+) -> None:
+    launcher, kind, passes = case
+    one_lenet = alone(lenet(digits, 64, kind), snapshot=15)
+    write_solver(
+        tmp_path, lenet(digits, 64 // 2 // passes, kind), iter_size=passes, snapshot=15, display=10
+    )
+    output = train(tmp_path, 2, launcher=launcher)
+    assert distance(weights(tmp_path, 15), weights(one_lenet, 15)) <= TOLERANCE
+    assert distance(weights(tmp_path), weights(one_lenet)) <= TOLERANCE
+    # Rank 0 alone reports, and leaves files.
+    assert output.count("Iteration 20 (") == 1, output
+    assert output.count("Optimization Done") == 2, output
+    left = {path.name for path in tmp_path.iterdir()} - {"net.prototxt", "solver.prototxt"}
+    assert left == {
+        f"weights_iter_{iteration}.{kind}.h5"
+        for iteration in (15, 30)
+        for kind in ("caffemodel", "solverstate")
+    }
+
+
+def test_shared_and_frozen_weights_and_clipping(
+    alone: Callable[..., Path], digits: Path, tmp_path: Path
+) -> None:
+    solver = {"clip_gradients": 0.5, "type": '"Nesterov"'}
+    write_solver(tmp_path, odd_net(digits_input(digits, 32)), **solver)
+    output = train(tmp_path, 2)
+    assert "scaling down gradients" in output
+    expected = weights(alone(odd_net(digits_input(digits, 64)), **solver))
+    assert distance(weights(tmp_path), expected) <= TOLERANCE
+
+
+def test_a_snapshot_of_rank_0_is_resumed_by_all(
+    alone: Callable[..., Path], digits: Path, tmp_path: Path
+) -> None:
+    begun = alone(lenet(digits, 64), snapshot=15)
+    resumed = tmp_path / "alone"
+    resumed.mkdir()
+    for folder, batch, ranks in ((resumed, 64, 0), (tmp_path, 32, 2)):
+        # The state names the file of the weights, which lies where it was written.
+        shutil.copy(begun / "weights_iter_15.caffemodel.h5", folder)
+        shutil.copy(begun / "weights_iter_15.solverstate.h5", folder / "state0.h5")
+        write_solver(folder, lenet(digits, batch), max_iter=40)
+        # Only rank 0 has the file.
+        script = (
+            f'exec "{CAFFE}" train --solver=solver.prototxt --snapshot=state${{PERSEUS_RANK:-0}}.h5'
+        )
+        status, output = finish(start(folder, [*launched(ranks), "sh", "-c", script]))
+        assert status == 0, output
+    assert distance(weights(tmp_path, 40), weights(resumed, 40)) <= TOLERANCE
+    assert distance(weights(tmp_path, 40), weights(begun)) > 1e-3
+
+
+def test_images_are_shuffled_as_one_process_does_and_shared_out(
+    alone: Callable[..., Path], images: Path, tmp_path: Path
+) -> None:
+    """101 images: the processes' parts are other ones after every round."""
+
+    def net(batch: int) -> str:
+        source = f'source: "{images}/list.txt" batch_size: {batch} is_color: false'
+        skip = "shuffle: true rand_skip: 5"
+        return lenet_on(
+            input_layer("ImageData", f"image_data_param {{ {source} {skip} }}", "scale: 0.0625")
+        )
+
+    write_solver(tmp_path, net(16))
+    train(tmp_path, 2)
+    assert distance(weights(tmp_path), weights(alone(net(32)))) <= TOLERANCE
+
+
+def test_windows_are_drawn_as_one_process_does_and_shared_out(
+    alone: Callable[..., Path], images: Path, tmp_path: Path
+) -> None:
+    def net(batch: int) -> str:
+        source = f'source: "{images}/windows.txt" batch_size: {batch} scale: 0.0625'
+        return lenet_on(
+            input_layer(
+                "WindowData", f"window_data_param {{ {source} }}",
+                "crop_size: 8 mirror: true",
+            )
+        )  # fmt: skip
+
+    write_solver(tmp_path, net(16))
+    train(tmp_path, 2)
+    assert distance(weights(tmp_path), weights(alone(net(32)))) <= TOLERANCE
+
+
+def test_several_files_of_digits_are_shuffled_as_one_process_does(
+    alone: Callable[..., Path], digits: Path, tmp_path: Path
+) -> None:
+    def net(batch: int) -> str:
+        source = f'source: "{digits}/parts.txt" batch_size: {batch} shuffle: true'
+        return lenet_on(input_layer("HDF5Data", f"hdf5_data_param {{ {source} }}"))
+
+    write_solver(tmp_path, net(32))
+    train(tmp_path, 2)
+    assert distance(weights(tmp_path), weights(alone(net(64)))) <= TOLERANCE
