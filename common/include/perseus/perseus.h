@@ -219,6 +219,9 @@ typedef struct perseus_request {
    * perseus_request_submit refused. */
   void (*done)(void* done_arg, perseus_handle handle);
   void* done_arg;
+  /* NULL, or why this rank cannot do what the others submit under this name: they get it as a PERSEUS_MISMATCH, and so
+   * does this rank. Tensors and splits are not looked at. */
+  const char* refusal;
 } perseus_request;
 
 /* Hands the request over without copying tensors; returns at once. */
