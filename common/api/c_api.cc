@@ -226,6 +226,15 @@ perseus_code perseus_context_stats(const perseus_context* context, perseus_stats
 
 // ---- operations ----
 
+static void refuse(const perseus_request& request, Engine::Submission* submission) {
+  if (request.kind > PERSEUS_REDUCESCATTER)
+    perseus::fail(ErrorKind::kInvalidArgument, "[api] only operations on tensors can be refused");
+  submission->refusal = request.refusal;
+  submission->tensor_count = submission->split_count = 0;
+  submission->splits = nullptr;
+  submission->gradient_of = 0;
+}
+
 perseus_code perseus_request_submit(perseus_context* context, const perseus_request* request, perseus_handle* handle) {
   return guarded([&] {
     context->context->check_process();
@@ -262,6 +271,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     if (r.struct_size > offsetof(perseus_request, gradient_of)) submission.gradient_of = r.gradient_of;
     if (r.struct_size > offsetof(perseus_request, codec_argument)) submission.codec = {r.codec, r.codec_argument};
     if (r.struct_size > offsetof(perseus_request, done_arg)) submission.done = {r.done, r.done_arg};
+    if (r.struct_size > offsetof(perseus_request, refusal) && r.refusal != nullptr) refuse(r, &submission);
     *handle = context->context->engine().submit(submission);
     return PERSEUS_OK;
   });

@@ -231,6 +231,8 @@ void Engine::finish(Entry* entry, const Status& status) {
   if (status.ok && entry->description.kind == Kind::kJoin) {
     slot->outputs.resize(1);
     slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
+    // Those who went on while others had joined have counted further.
+    if (group != groups_.end()) group->second->restart_numbers();
   }
   const Completion done = entry->done;
   const int64_t handle = HandleTable::handle_of(*slot, entry->handle);

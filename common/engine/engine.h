@@ -60,7 +60,8 @@ class Engine {
     uint64_t gradient_of = 0;
     CodecWish codec;
     Completion done;
-    std::vector<uint32_t> times;  // of the tuner's request
+    std::vector<uint32_t> times;    // of the tuner's request
+    const char* refusal = nullptr;  // see perseus_request
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.

@@ -47,6 +47,7 @@ class Group {
   bool round_idle() const { return round_.idle(); }
   // 1, 2, …; any thread.
   int64_t next_number() { return numbers_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  void restart_numbers() { numbers_.store(0, std::memory_order_relaxed); }
   const Speeds& speeds() const { return execution_.speeds(); }
   uint64_t rounds() const { return round_.number(); }
   uint64_t messages() const { return round_.messages(); }

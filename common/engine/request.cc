@@ -120,6 +120,9 @@ bool same_request(const Description& a, const Description& b) {
 
 std::string find_mismatch(const std::string& name, const std::vector<Description>& by_rank,
                           const std::vector<int>& ranks) {
+  for (size_t i = 0; i < by_rank.size(); ++i)
+    if (!by_rank[i].refusal.empty())
+      return "Rank " + std::to_string(ranks[i]) + " cannot take part: " + by_rank[i].refusal + " (tensor " + name + ")";
   for (size_t i = 1; i < by_rank.size(); ++i) {
     const std::string text = compare(by_rank[0], by_rank[i]);
     if (!text.empty())
@@ -164,6 +167,8 @@ void append_request(const std::string& name, const Description& d, std::string* 
   put(blob, static_cast<uint8_t>(d.flush));
   put(blob, static_cast<uint32_t>(d.times.size()));
   for (uint32_t time : d.times) put(blob, time);
+  put(blob, static_cast<uint32_t>(d.refusal.size()));
+  blob->append(d.refusal);
 }
 
 template <typename T>
@@ -182,10 +187,14 @@ size_t BlobReader::take_count(size_t element_bytes) {
   return count;
 }
 
-void BlobReader::read_request(std::string* name, Description* d) {
+std::string BlobReader::take_text() {
   const size_t length = take_count(1);
-  name->assign(at_, length);
   at_ += length;
+  return std::string(at_ - length, length);
+}
+
+void BlobReader::read_request(std::string* name, Description* d) {
+  *name = take_text();
   const uint8_t kind = take<uint8_t>();
   const uint8_t op = take<uint8_t>();
   if (kind >= kKindCount || op > static_cast<uint8_t>(ReduceOp::kProduct))
@@ -229,6 +238,7 @@ void BlobReader::read_request(std::string* name, Description* d) {
   d->flush = static_cast<Flush>(flush);
   d->times.resize(take_count(4));
   for (uint32_t& time : d->times) time = take<uint32_t>();
+  d->refusal = take_text();
 }
 
 }  // namespace perseus

@@ -61,8 +61,9 @@ struct Description {
   std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN
   std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
   Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
+  std::string refusal;          // why this rank cannot do it; then there are no tensors
 
-  bool tells() const { return !nans.empty() || flush != Flush::kNone; }
+  bool tells() const { return !nans.empty() || flush != Flush::kNone || !refusal.empty(); }
 };
 
 // Would a rank that announced `agreed` be served by one that now brings `now`?
@@ -85,6 +86,7 @@ class BlobReader {
   template <typename T>
   T take();
   size_t take_count(size_t element_bytes);
+  std::string take_text();
 
   const char* at_;
   const char* end_;

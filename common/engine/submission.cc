@@ -75,6 +75,13 @@ void check_splits(const Engine::Submission& s, int ranks) {
            std::to_string(t.shape[0]) + ").");
 }
 
+void check_operation(const Engine::Submission& s, const std::vector<int>& ranks) {
+  check_tensors(s);
+  if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
+    refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");
+  if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
+}
+
 // Compression.fp16 and bf16 leave integers as they are, as Horovod's does; others were meant for this very tensor.
 void check_codec_suits(const Engine::Submission& s) {
   if (s.codec.kind < CodecWish::kInt8 || s.codec.kind > CodecWish::kRotate) return;
@@ -101,6 +108,7 @@ void describe(const Engine::Submission& s, Description* d) {
   d->nans.clear();
   d->flush = Flush::kNone;
   d->times = s.times;
+  d->refusal = s.refusal == nullptr ? "" : s.refusal;
 }
 
 }  // namespace
@@ -138,10 +146,7 @@ int64_t Engine::submit(const Submission& s) {
   if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
   const std::shared_ptr<Group> group = find_group(s);
   const std::vector<int>& ranks = group->ranks();
-  check_tensors(s);
-  if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
-    refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");
-  if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
+  if (s.refusal == nullptr) check_operation(s, ranks);
   const bool changes_groups = s.kind == Kind::kAddGroup || s.kind == Kind::kRemoveGroup;
   if (changes_groups && s.group != 0) refuse("[engine] the world adds and removes process sets: group 0");
   if (s.kind == Kind::kAddGroup && s.rank_count == 0) refuse("[engine] a process set needs at least one member");
@@ -182,7 +187,7 @@ int64_t Engine::submit(const Submission& s) {
   if (s.gradient_of != 0) nan_check_.scan(entry);
   if (residuals_.bytes() > 0) ask_for_flush(s, *group, &entry->description);
   entry->splits.assign(s.splits, s.splits + s.split_count);
-  if (s.kind == Kind::kAlltoall && s.splits == nullptr && s.tensors[0].ndim > 0)
+  if (s.kind == Kind::kAlltoall && s.refusal == nullptr && s.splits == nullptr && s.tensors[0].ndim > 0)
     entry->splits.assign(ranks.size(), s.tensors[0].shape[0] / static_cast<int64_t>(ranks.size()));
   const int64_t handle = handles_.open();
   entry->handle = HandleTable::index_of(handle);

@@ -57,6 +57,10 @@ class Call {
   bool checked() { return status_.ok() || fail(TF_GetCode(status_.get()), TF_Message(status_.get())); }
   // The request's handle is done.
   static void done(void* call, perseus_handle handle);
+  // The op has failed on this rank before it began. In a graph the others are told, and it ends when they know: they
+  // would wait for it, and it may come again.
+  void refuse();
+  static void refused(void* call, perseus_handle handle);
   void end();
 
   const Settings& settings_;
@@ -64,11 +68,13 @@ class Call {
   Completion completion_;
   WorldUse world_;
   OwnedStatus status_;
+  std::string failure_;
   std::vector<Tensor> tensors_;
   std::vector<int64_t> splits_;
 };
 
 bool Call::fail(int code, const std::string& what) {
+  failure_ = what;
   const OwnedStatus failure(code, std::string(settings_.label) + ": " + what);
   TF_OpKernelContext_Failure(context_, failure.get());
   return false;
@@ -81,11 +87,11 @@ void Call::end() {
 }
 
 void Call::start() {
-  if (!prepare()) return end();
+  if (!prepare()) return refuse();
   const bool eager = settings_.eager;
   perseus_context* const core = world_.context();
   perseus_handle handle = 0;
-  if (!hand_over(&handle)) return end();
+  if (!hand_over(&handle)) return refuse();
   // Not to be touched from here on, unless there is nobody else: a thread that waits makes progress itself, which is
   // faster than being told. In a graph it has other ops to run.
   if (!eager) return;
@@ -203,6 +209,26 @@ bool Call::hand_over(perseus_handle* handle) {
 void Call::done(void* self, perseus_handle handle) {
   auto* call = static_cast<Call*>(self);
   call->finish(handle);
+  perseus_handle_release(call->world_.context(), handle);
+  call->end();
+}
+
+void Call::refuse() {
+  perseus_request request = {};
+  request.struct_size = sizeof(request);
+  request.kind = settings_.kind;
+  request.group = settings_.group;
+  request.name = settings_.name.c_str();
+  request.refusal = failure_.c_str();
+  request.done = &Call::refused;
+  request.done_arg = this;
+  perseus_handle handle = 0;
+  perseus_context* const core = world_.context();
+  if (settings_.eager || core == nullptr || perseus_request_submit(core, &request, &handle) != PERSEUS_OK) end();
+}
+
+void Call::refused(void* self, perseus_handle handle) {
+  auto* call = static_cast<Call*>(self);
   perseus_handle_release(call->world_.context(), handle);
   call->end();
 }

@@ -149,6 +149,31 @@ class GradientExchange:
         return bundles + [[position] for position in position_of.values()]
 
 
+class Exchanging:
+    """What is put in front of an optimizer's class, whichever Keras it is of."""
+
+    _plan: Plan
+    _exchange: GradientExchange
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
+
+    @property
+    def process_set(self) -> Any:
+        """The ranks that take part."""
+        return self._plan.reduction.process_set
+
+    @property
+    def scale_local_gradients(self) -> bool:
+        """Whether gradients of local variables are divided by the number of ranks."""
+        return self._plan.scale_local_gradients
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable's gradients on this rank; before the first step."""
+        self._exchange.local_variables.append(var)
+
+
 def _own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
     known = owner is None or (basics.is_initialized() and owner == basics.rank())
     return dict(residuals) if known else {}

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras.backend import keras
-from perseus.keras.exchange import GradientExchange, Plan
+from perseus.keras.exchange import Exchanging, GradientExchange, Plan
 from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from perseus.tensorflow.modes import belongs_here, when
 
@@ -59,35 +59,18 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
         return self._exchange.reduce(grads, vars, _Places(vars))
 
 
-class DistributedMixin:
+class DistributedMixin(Exchanging):
     """What is put in front of an optimizer's class."""
 
-    _plan: Plan
-    _exchange: GradientExchange
     _agg_helper: _AggregationHelper | None
     _applies: Any
     _state: tuple[Any, ...]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
         self._agg_helper = _AggregationHelper(self._exchange) if self._plan.passes > 1 else None
         self._applies = None
         self._state = ()
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks that take part."""
-        return self._plan.reduction.process_set
-
-    @property
-    def scale_local_gradients(self) -> bool:
-        """Whether gradients of local variables are divided by the number of ranks."""
-        return self._plan.scale_local_gradients
-
-    def register_local_var(self, var: Any) -> None:
-        """Leave a variable's gradients on this rank; before the first step."""
-        self._exchange.local_variables.append(var)
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: Any = None

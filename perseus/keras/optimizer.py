@@ -14,40 +14,23 @@ import keras
 from perseus.keras import jit, loss_scale
 from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import backend
-from perseus.keras.exchange import GradientExchange, Plan
+from perseus.keras.exchange import Exchanging, Plan
 from perseus.keras.residuals import SavedResiduals
 
 # What is said by calling methods, and so is in no config.
 _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
-class DistributedMixin:
+class DistributedMixin(Exchanging):
     """What is put in front of an optimizer's class."""
 
-    _plan: Plan
-    _exchange: GradientExchange
     _agg_helper: LocalAggregation | None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
         self.perseus_residuals = SavedResiduals(self._exchange)
         passes = self._plan.passes
         self._agg_helper = LocalAggregation(passes) if passes > 1 else None
-
-    @property
-    def process_set(self) -> Any:
-        """The ranks that take part."""
-        return self._plan.reduction.process_set
-
-    @property
-    def scale_local_gradients(self) -> bool:
-        """Whether gradients of local variables are divided by the number of ranks."""
-        return self._plan.scale_local_gradients
-
-    def register_local_var(self, var: Any) -> None:
-        """Leave a variable's gradients on this rank; before the first step."""
-        self._exchange.local_variables.append(var)
 
     def build(self, variables: Sequence[Any]) -> None:
         """As in the wrapped optimizer."""

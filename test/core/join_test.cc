@@ -168,6 +168,16 @@ TEST_P(Join, OtherCollectivesFailWhileARankHasJoined) {
     });
 }
 
+TEST_P(Join, UnnamedRequestsPairAgainWhenAllHaveJoined) {
+  run_world(medium(), 3, [&](int rank, perseus_context* context) {
+    for (int turn = 0; turn < 2; ++turn) {
+      for (int step = 0; step <= rank; ++step) perseus_group_next_number(context, 0);
+      join(context);
+      for (int64_t number = 1; number < 4; ++number) EXPECT_EQ(perseus_group_next_number(context, 0), number);
+    }
+  });
+}
+
 TEST_P(Join, MismatchesAmongTheOthersAreStillFound) {
   run_world(medium(), 3, [&](int rank, perseus_context* context) {
     if (rank != 2) {

@@ -17,6 +17,7 @@ struct Bare {
   std::vector<int64_t> splits;
   std::vector<int> ranks;
   bool null = false;
+  const char* refusal = nullptr;
 
   Outcome run(perseus_context* context, const char* name) const {
     std::vector<std::vector<double>> memory(dtypes.size() * 2, std::vector<double>(1024, 1.0));
@@ -31,6 +32,7 @@ struct Bare {
     r.prescale = prescale;
     r.postscale = postscale;
     r.root = root;
+    r.refusal = refusal;
     if (!splits.empty()) {
       r.splits = splits.data();
       r.split_count = static_cast<int>(splits.size());
@@ -68,7 +70,12 @@ std::vector<Mismatch> mismatches() {
   const Bare spread = bare(PERSEUS_BROADCAST, {5});
   Bare add = bare(PERSEUS_ADD_GROUP, {});
   add.dtypes.clear();
+  const Bare parts = bare(PERSEUS_ALLTOALL, {6});
   return {
+      {with(parts, [](Bare& b) { b.refusal = "its splits are wrong"; }), parts,
+       "Rank 0 cannot take part: its splits are wrong"},
+      {sum, with(sum, [](Bare& b) { b.refusal = "no memory", b.dtypes.clear(); }),
+       "Rank 1 cannot take part: no memory"},
       {sum, with(sum, other_type),
        "Mismatched data types: One rank had type float32, but another rank had type int32."},
       {with(sum, [](Bare& b) { b.dtypes = {PERSEUS_FLOAT16}; }), with(sum, [](Bare& b) { b.dtypes = {PERSEUS_BOOL}; }),

@@ -227,6 +227,9 @@ typedef struct perseus_request {
    * perseus_request_submit refused. */
   void (*done)(void* done_arg, perseus_handle handle);
   void* done_arg;
+  /* NULL, or why this rank cannot do what the others submit under this name: they get it as a PERSEUS_MISMATCH, and so
+   * does this rank. Tensors and splits are not looked at. */
+  const char* refusal;
 } perseus_request;
 
 /* Hands the request over without copying tensors; returns at once. */
@@ -297,8 +300,8 @@ PERSEUS_EXPORT perseus_code perseus_handle_release(perseus_context* context, per
 PERSEUS_EXPORT int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity);
 
 /* 1, 2, … : the next number for the name of a request that its caller gave none. Counted per group as long as that
- * lives, so ranks agree about the numbers when they issue the same unnamed requests there. -1 for a group this rank is
- * not in. */
+ * lives, in the world anew whenever all ranks have joined, so ranks agree about the numbers when they issue the same
+ * unnamed requests there. -1 for a group this rank is not in. */
 PERSEUS_EXPORT int64_t perseus_group_next_number(perseus_context* context, int group);
 
 /* ---- speeds: what PERSEUS_CODEC_AUTO goes by, see docs/algorithms.md ------------------------------------------- */

@@ -113,29 +113,38 @@ def check_an_error_of_one_op_leaves_the_others_of_its_step() -> None:
 
 
 def check_what_one_rank_alone_refuses_is_named_to_the_others() -> None:
-    """They wait, and the stall watch says for whom and what; rank 0's ends the world."""
+    """In a graph at once; else by the stall watch, as they wait; rank 0's ends the world."""
     rank = hvd.rank()
+
+    def exchange():
+        splits = tf.constant([2, 2 + 9 * rank])
+        return mine((4,), tf.float32), hvd.alltoall(tf.ones([4]), splits, "refused by rank 1")
+
+    for _ in range(2):
+        for way in (WAYS["function"], WAYS["session"]):
+            kind = InvalidArgument if rank else FailedPrecondition
+            message = raised(kind, partial(way, exchange))
+            assert "Sum of splits entries is greater than the first dimension" in message
+            if rank == 0:
+                assert "Rank 1 cannot take part: " in message
+                assert re.search("refused.by.rank.1", message), message
+            _usable()
     impatient = {
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1",
     }
-    for way in (WAYS["eager"], WAYS["function"]):
-        basics.shutdown()
-        os.environ["PERSEUS_FLIGHT_RECORDER"] = "off"
-        if rank == 0:
-            os.environ.update(impatient)
-        basics.init()
-
-        def exchange():
-            return hvd.alltoall(tf.ones([4]), [2, 2 + 9 * rank], "refused by rank 1")
-
-        if rank == 1:
-            assert "Sum of splits" in raised(InvalidArgument, partial(way, exchange))
-            exchange = partial(hvd._allreduce, tf.ones([4]), "what it does then")
-        message = raised(tf.errors.UnknownError, partial(way, exchange))
-        assert re.search(r"^1: \[alltoall\.refused.by.rank.1!\]$", message, re.MULTILINE), message
-        for name in (*impatient, "PERSEUS_FLIGHT_RECORDER"):
-            os.environ.pop(name, None)
+    basics.shutdown()
+    os.environ["PERSEUS_FLIGHT_RECORDER"] = "off"
+    if rank == 0:
+        os.environ.update(impatient)
+    basics.init()
+    if rank == 1:
+        assert "Sum of splits" in raised(InvalidArgument, exchange)
+        exchange = partial(hvd._allreduce, tf.ones([4]), "what it does then")
+    message = raised(tf.errors.UnknownError, exchange)
+    assert re.search(r"^1: \[alltoall\.refused.by.rank.1!\]$", message, re.MULTILINE), message
+    for name in (*impatient, "PERSEUS_FLIGHT_RECORDER"):
+        os.environ.pop(name, None)
     basics.shutdown()
     basics.init()
     _usable()
