@@ -9,6 +9,7 @@ horovod.common.process_sets.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -78,6 +79,8 @@ global_process_set = _make_global()
 
 
 _registered: dict[int, ProcessSet] = {}
+_of_host: list[ProcessSet] = []  # of the ranks of this one; empty until somebody asks
+_of_host_lock = threading.Lock()
 _given_to_init: list[ProcessSet] = []
 
 
@@ -129,6 +132,48 @@ def register(process_set: ProcessSet) -> None:
     group = control.add_group(ranks)
     process_set.process_set_id = group
     _registered[group] = process_set
+
+
+def of_host() -> ProcessSet:
+    """The set of the ranks of this host. The first call in a world is collective over all of it.
+
+    Safe from several threads, of which no other may make sets at that moment.
+    """
+    if basics.local_size() == basics.size():
+        return global_process_set
+    with _of_host_lock:
+        if not _of_host:
+            _of_host.extend(_make_of_hosts())
+        return _of_host[0]
+
+
+def _make_of_hosts() -> list[ProcessSet]:
+    """Register what is missing of the hosts' sets; the one of this host."""
+    own = (basics.local_rank(), basics.local_size(), basics.cross_rank())
+    lines = control.gather_lines(json.dumps(own), "process_sets.hosts")
+    hosts = ranks_by_host([tuple(json.loads(line)) for line in lines])
+    known = {tuple(entry.ranks or []): entry for entry in _registered.values()}
+    mine = []
+    for ranks in hosts:
+        found = known.get(tuple(ranks)) or ProcessSet(ranks)
+        if found.process_set_id is None:
+            register(found)
+        if basics.rank() in ranks:
+            mine.append(found)
+    return mine
+
+
+def ranks_by_host(places: Sequence[tuple[int, int, int]]) -> list[list[int]]:
+    """The ranks of each host; places: (local rank, local size, cross rank) of every rank.
+
+    A cross rank counts only the hosts that own the same local rank.
+    """
+    sizes = {cross: size for local, size, cross in places if local == 0}
+    hosts: list[list[int]] = [[] for _ in sizes]
+    for rank, (local, _, cross) in enumerate(places):
+        owners = [host for host in sorted(sizes) if sizes[host] > local]
+        hosts[owners[cross]].append(rank)
+    return hosts
 
 
 def register_at_init(process_sets: Sequence[ProcessSet] | str | None) -> None:
@@ -194,6 +239,7 @@ def _begin() -> None:
     for process_set in _registered.values():
         process_set.process_set_id = None
     _registered.clear()
+    _of_host.clear()
     global_process_set.ranks = list(range(basics.size()))
 
 

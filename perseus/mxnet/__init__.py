@@ -53,6 +53,7 @@ from perseus.mxnet.mpi_ops import (
     reducescatter,
 )
 from perseus.mxnet.optimizer import DistributedOptimizer
+from perseus.mxnet.sync_batch_norm import PerseusSyncBatchNorm
 from perseus.mxnet.trainer import DistributedTrainer
 from perseus.process_sets import (
     ProcessSet,
@@ -71,6 +72,7 @@ __all__ = [
     "Max",
     "Min",
     "PerseusOp",
+    "PerseusSyncBatchNorm",
     "ProcessSet",
     "Product",
     "Sum",

@@ -21,6 +21,7 @@ MODULES = [
     "mx_setting_checks",
     "mx_kvstore_checks",
     "mx_kvstore_training_checks",
+    "mx_sync_batch_norm_checks",
     "mx_example_checks",
 ]
 CASES = [
