@@ -1,11 +1,13 @@
 """Normalisation of a batch by statistics of several ranks, as an operator of MXNet's graphs.
 
 Ranks add up counts, sums and sums of squares in float64: one allreduce in a forward pass while
-training, one in its backward pass. Both are ops of MXNet's engine: no thread waits for them.
+training, one in its backward pass. Each is waited for by a thread of MXNet's for such operators.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from typing import Any
 
@@ -19,6 +21,9 @@ from perseus.process_sets import global_process_set, of_host
 
 # The op_type that saved graphs have: importing this module is what loading them takes.
 OP = "PerseusSyncBatchNorm"
+# Threads for such operators, made when there is work for them: enough for all exchanges that a
+# network may have under way, as they need not come in the same order on all ranks. Default: 16.
+os.environ.setdefault("MXNET_CUSTOM_OP_NUM_THREADS", "512")
 
 
 class _Layer:
@@ -78,7 +83,7 @@ basics.at_init(_layers.clear)
 
 
 class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
-    """One layer in one graph. On MXNet's threads for such ops: hands ops to the engine."""
+    """One layer in one graph; called on MXNet's threads for such operators."""
 
     def __init__(self, settings: _Settings) -> None:
         super().__init__()
@@ -185,8 +190,14 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
     def _allreduce(self, row: Any, direction: str) -> None:
         name = f"sync_batch_norm.{self._settings.exchange}.{direction}"
         group = of_host() if self._settings.comm_scope == 0 else global_process_set
-        if len(group.ranks or []) > 1:
-            ops.allreduce([row], [row], name, op=ops.Sum, process_set=group)
+        if len(group.ranks or []) == 1:
+            return
+        ops.allreduce([row], [row], name, op=ops.Sum, process_set=group)
+        # What this thread pushes from here on takes some of its few buffers for temporary values,
+        # and would keep other layers from beginning, for which the exchange may wait elsewhere.
+        done = row[:1].copy()
+        with contextlib.suppress(mx.base.MXNetError):  # the row, and what comes of it, have it too
+            done.wait_to_read()
 
 
 def _plain(arrays: list[Any]) -> list[Any]:
