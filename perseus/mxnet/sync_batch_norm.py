@@ -67,10 +67,12 @@ class PerseusSyncBatchNorm(mx.gluon.nn.BatchNorm):  # type: ignore[misc]
         is_np = mx.util.is_np_array()
         if is_np:
             arrays = [array.as_nd_ndarray() for array in arrays]
+        arrays[0] = _in_plain_layout(arrays[0])
         outputs = F.Custom(
             *arrays, op_type=OP, exchange=self.prefix, name="fwd", **self._kwargs
         )
-        return outputs[0].as_np_ndarray() if is_np else outputs[0]
+        values = _in_plain_layout(outputs[0])
+        return values.as_np_ndarray() if is_np else values
 
 
 def symbol(
@@ -100,15 +102,19 @@ def symbol(
     name = mx.name.NameManager.current.get(name, OP.lower())
     given = {"data": data, "gamma": gamma, "beta": beta}
     given |= {"moving_mean": moving_mean, "moving_var": moving_var}
-    # The manager that is current would put its prefix before the name again.
+    for argument, value in given.items():
+        if value is None:
+            given[argument] = mx.sym.var(f"{name}_{argument}")
+    # The manager that is current would put its prefix before the names again.
     with mx.name.NameManager():
+        given["data"] = _in_plain_layout(given["data"], name=f"{name}_plain")
         outputs = mx.sym.Custom(
-            **{argument: value for argument, value in given.items() if value is not None},
-            op_type=OP, exchange=name, eps=eps, momentum=momentum, fix_gamma=fix_gamma,
+            **given, op_type=OP, exchange=name, eps=eps, momentum=momentum, fix_gamma=fix_gamma,
             use_global_stats=use_global_stats, comm_scope=_checked_scope(comm_scope),
-            name=name, attr=attr,
+            name=f"{name}_joined", attr=attr,
         )  # fmt: skip
-    return outputs if output_mean_var else outputs[0]
+        values = _in_plain_layout(outputs[0], name=name)
+    return mx.sym.Group([values, outputs[1], outputs[2]]) if output_mean_var else values
 
 
 def ndarray(
@@ -133,12 +139,23 @@ def ndarray(
     name, key: what ranks pair the layer by; layers without either must depend on each other.
     """
     outputs = mx.nd.Custom(
-        data, gamma, beta, moving_mean, moving_var,
+        _in_plain_layout(data), gamma, beta, moving_mean, moving_var,
         op_type=OP, exchange=name or key or "nd", eps=eps, momentum=momentum,
         fix_gamma=fix_gamma, use_global_stats=use_global_stats,
         comm_scope=_checked_scope(comm_scope),
     )  # fmt: skip
-    return outputs if output_mean_var else outputs[0]
+    values = _in_plain_layout(outputs[0])
+    return [values, *outputs[1:]] if output_mean_var else values
+
+
+def _in_plain_layout(array: Any, **options: Any) -> Any:
+    """A copy of an NDArray or Symbol, as of its gradient, in no layout of oneDNN's.
+
+    MXNet 1.9 hands operators in Python a plain copy of such, whose memory it has freed by then.
+    """
+    # Not an operation that may work in place: the memory would keep the layout.
+    module = mx.nd if isinstance(array, mx.nd.NDArray) else mx.sym
+    return module.slice_axis(array, axis=0, begin=0, end=None, **options)
 
 
 def _checked_scope(comm_scope: int) -> int:
