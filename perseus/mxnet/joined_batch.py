@@ -6,9 +6,9 @@ training, one in its backward pass. Each is waited for by a thread of MXNet's fo
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
+from functools import partial
 from typing import Any
 
 import mxnet as mx
@@ -36,7 +36,7 @@ class _Layer:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # collecting garbage inside of it may end a use
         self.open = 0  # uses whose backward pass has not been handed to the engine
         self.last: _Use | None = None
         # The sums of each number: the engine lets one use have them after the other.
@@ -44,8 +44,8 @@ class _Layer:
 
     def begin(self) -> _Use:
         """A new use; the forward pass of the last one is over."""
-        before = -1 if self.last is None else self.last.number()
         with self.lock:
+            before = -1 if self.last is None else self.last.number
             self.last = _Use(self, self.open, before)
             self.open += 1
             return self.last
@@ -56,20 +56,15 @@ class _Use:
 
     def __init__(self, layer: _Layer, others: int, before: int) -> None:
         self.layer, self.others, self._before = layer, others, before
-        self.others_everywhere: Any = None  # their sum over the ranks, (1,)
-        self._number: int | None = None
+        self.number = 0  # the same on all ranks
         self._is_open = True
 
-    def number(self) -> int:
-        """The same on all ranks. Only for those that the forward pass is over for: no waiting."""
-        if self._number is None:
-            try:
-                others = int(self.others_everywhere.asscalar())
-            except mx.base.MXNetError:  # the script's to see, who has the outputs
-                others = 0
-                self.layer.sums.clear()
-            self._number = 0 if others == 0 else self._before + 1
-        return self._number
+    def agree(self, others: float | None) -> None:
+        """others: of all ranks together; None where the exchange has failed."""
+        if others is None:
+            self.layer.sums.clear()
+        elif others:
+            self.number = self._before + 1
 
     def end(self) -> None:
         """The backward pass is with the engine, or will not come."""
@@ -168,8 +163,7 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
         # Sums of squares lose nothing in float64, of which float32 values take half the digits.
         head = nd.array([use.others, count], dtype="float64")
         row = nd.concat(head, mean * count, (variance + mean**2) * count, dim=0)
-        self._allreduce(row, "forward")
-        use.others_everywhere = row[:1].copy()
+        use.agree(self._allreduce(row, "forward"))
         self._count = row[1:2].copy()
         mean, squares = _halves(nd.broadcast_div(row[2:], self._count))
         self._mean = mean.astype(gamma.dtype)
@@ -178,7 +172,7 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
     def _through_statistics(self, data: Any, gamma: Any, of_gamma: Any, of_beta: Any) -> Any:
         """What the gradient of all ranks' outputs by mean and variance adds to the data's."""
         assert self._use is not None
-        number = self._use.number()
+        number = self._use.number
         own = nd.concat(of_gamma, of_beta, dim=0).astype("float64")
         sums = self._use.layer.sums.setdefault(number, nd.zeros_like(own))
         sums[:] = own
@@ -187,17 +181,21 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
         factor = -gamma * (self._variance + self._settings.eps) ** -0.5
         return self._normalised(data, factor * products, factor * totals)
 
-    def _allreduce(self, row: Any, direction: str) -> None:
+    def _allreduce(self, row: Any, direction: str) -> float | None:
+        """Waits; the first of the sums, or None where this fails, as everything made of them."""
         name = f"sync_batch_norm.{self._settings.exchange}.{direction}"
         group = of_host() if self._settings.comm_scope == 0 else global_process_set
-        if len(group.ranks or []) == 1:
-            return
-        ops.allreduce([row], [row], name, op=ops.Sum, process_set=group)
-        # What this thread pushes from here on takes some of its few buffers for temporary values,
-        # and would keep other layers from beginning, for which the exchange may wait elsewhere.
-        done = row[:1].copy()
-        with contextlib.suppress(mx.base.MXNetError):  # the row, and what comes of it, have it too
-            done.wait_to_read()
+        exchange = partial(ops.allreduce, [row], [row], name, op=ops.Sum, process_set=group)
+        exchange()
+        # What this thread pushes afterwards takes some of its few buffers for temporary values, and
+        # would keep other layers from beginning, which other ranks may be waiting for.
+        try:
+            return float(row[:1].copy().asscalar())
+        except mx.base.MXNetError:
+            # Who waits for an error takes it from all arrays that have it. All ranks fail once more,
+            # for the script to see.
+            exchange()
+            return None
 
 
 def _plain(arrays: list[Any]) -> list[Any]:
