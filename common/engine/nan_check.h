@@ -1,7 +1,7 @@
 // The search for NaN in gradients (PERSEUS_ALLREDUCE_NANCHECK): each rank looks at what it submits, the verdict travels
 // with the announcement that the gradient is ready, so all ranks know it before the gradient is reduced. A sum that has
-// become NaN (Inf and -Inf, or one written into a gradient on its way) is seen in the result, whose bits are the same on
-// all ranks. Thread-safe.
+// become NaN (Inf and -Inf, or one written into a gradient on its way) is seen in the result, whose bits are the same
+// on all ranks. Thread-safe.
 #pragma once
 
 #include <vector>
