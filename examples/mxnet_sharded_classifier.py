@@ -20,7 +20,7 @@ CLASSES, FEATURES = 10, 64
 
 
 def build_backbone(batch_norm):
-    """From images (batch, 1, side, side) to features (batch, 64). batch_norm: makes such a layer."""
+    """From images (batch, 1, side, side) to features (batch, 64). batch_norm: makes a layer."""
     layers = gluon.nn
     backbone = layers.HybridSequential()
     backbone.add(
@@ -94,9 +94,7 @@ class ShardedModel:
 
     def __init__(self, learning_rate):
         options = {"learning_rate": learning_rate, "momentum": 0.9}
-        self.backbone = build_backbone(
-            lambda: gluon.contrib.nn.PerseusSyncBatchNorm(comm_scope=1)
-        )
+        self.backbone = build_backbone(lambda: gluon.contrib.nn.PerseusSyncBatchNorm(comm_scope=1))
         hvd.broadcast_parameters(self.backbone.collect_params(), root_rank=0)
         self.trainer = hvd.DistributedTrainer(self.backbone.collect_params(), "sgd", options)
         weight = mx.nd.random.normal(scale=0.1, shape=(CLASSES, FEATURES))

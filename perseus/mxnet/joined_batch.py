@@ -3,6 +3,7 @@
 Ranks add up counts, sums and sums of squares in float64: one allreduce in a forward pass while
 training, one in its backward pass. Each is waited for by a thread of MXNet's for such operators.
 """
+# ruff: noqa: PLR0917 - the signatures are MXNet's
 
 from __future__ import annotations
 
@@ -84,14 +85,21 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
         super().__init__()
         self._settings = settings
         self._use: _Use | None = None
-        self._mean = self._variance = self._count = None
+        self._mean: Any = None
+        self._variance: Any = None
+        self._count: Any = None
 
     def __del__(self) -> None:
         if self._use is not None:
             self._use.end()
 
     def forward(
-        self, is_train: bool, req: list[str], in_data: list[Any], out_data: list[Any], aux: list[Any]
+        self,
+        is_train: bool,
+        req: list[str],
+        in_data: list[Any],
+        out_data: list[Any],
+        aux: list[Any],
     ) -> None:
         """Called by MXNet: the outputs, and in training the running statistics."""
         (data, gamma, beta), running = _plain(in_data), _plain(aux)
@@ -192,8 +200,8 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
         try:
             return float(row[:1].copy().asscalar())
         except mx.base.MXNetError:
-            # Who waits for an error takes it from all arrays that have it. All ranks fail once more,
-            # for the script to see.
+            # Who waits for an error takes it from all arrays that have it. All ranks fail once
+            # more, for the script to see.
             exchange()
             return None
 

@@ -4,6 +4,7 @@ MXNet has it, once this module is imported, as mx.gluon.contrib.nn.PerseusSyncBa
 mx.sym.contrib.PerseusSyncBatchNorm and mx.nd.contrib.PerseusSyncBatchNorm. Ranks pair layers by
 name, in whatever order they run.
 """
+# ruff: noqa: PLR0917, N803 - the signatures are MXNet's
 
 from __future__ import annotations
 
@@ -68,9 +69,7 @@ class PerseusSyncBatchNorm(mx.gluon.nn.BatchNorm):  # type: ignore[misc]
         if is_np:
             arrays = [array.as_nd_ndarray() for array in arrays]
         arrays[0] = _in_plain_layout(arrays[0])
-        outputs = F.Custom(
-            *arrays, op_type=OP, exchange=self.prefix, name="fwd", **self._kwargs
-        )
+        outputs = F.Custom(*arrays, op_type=OP, exchange=self.prefix, name="fwd", **self._kwargs)
         values = _in_plain_layout(outputs[0])
         return values.as_np_ndarray() if is_np else values
 

@@ -22,6 +22,7 @@ MODULES = [
     "mx_kvstore_checks",
     "mx_kvstore_training_checks",
     "mx_sync_batch_norm_checks",
+    "mx_sync_batch_norm_order_checks",
     "mx_sharded_checks",
     "mx_example_checks",
 ]
