@@ -149,6 +149,21 @@ class GradientExchange:
         return bundles + [[position] for position in position_of.values()]
 
 
+class HeldBack:
+    """What lossy codecs hold back of an exchange, for states that bring it back."""
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self._exchange = exchange
+
+    def read(self) -> dict[str, Held]:
+        """Copies of all there are."""
+        return self._exchange.residuals()
+
+    def replace(self, held: Mapping[str, Held]) -> None:
+        """Go on with these, as read() gave them."""
+        self._exchange.go_on_with(held)
+
+
 class Exchanging:
     """What is put in front of an optimizer's class, whichever Keras it is of."""
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras.backend import keras
-from perseus.keras.exchange import Exchanging, GradientExchange, Plan
+from perseus.keras.exchange import Exchanging, GradientExchange, HeldBack, Plan
 from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from perseus.tensorflow.modes import belongs_here, when
 
@@ -68,6 +68,7 @@ class DistributedMixin(Exchanging):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.perseus_residuals = HeldBack(self._exchange)  # for elastic states; files have no room
         self._agg_helper = _AggregationHelper(self._exchange) if self._plan.passes > 1 else None
         self._applies = None
         self._state = ()

@@ -12,30 +12,19 @@ import keras
 import numpy as np
 
 from perseus import basics
-from perseus.keras.exchange import GradientExchange
+from perseus.keras.exchange import HeldBack
 from perseus.residuals import Held
 
 _INDEX = "index"  # JSON: {"rank": who held these, "held": [[name, layout], …]}; beside them 0, 1 …
 
 
-class SavedResiduals(keras.losses.Loss):
+class SavedResiduals(HeldBack, keras.losses.Loss):
     """An optimizer's attribute, which is saved in a group of its own, if there is anything to save.
 
     So it is in .keras files and in .weights.h5, and where a plain optimizer loads those it is not
     looked at. Keras saves attributes of its own kinds only; of these a loss brings nothing along.
     It has no name, since for that alone Keras would make the group.
     """
-
-    def __init__(self, exchange: GradientExchange) -> None:
-        self._exchange = exchange
-
-    def read(self) -> dict[str, Held]:
-        """Copies of all there are."""
-        return self._exchange.residuals()
-
-    def replace(self, held: dict[str, Held]) -> None:
-        """Go on with these, as read() gave them."""
-        self._exchange.go_on_with(held)
 
     def save_own_variables(self, store: Any) -> None:
         """Write this rank's; float32 of shape (2, elements) each."""

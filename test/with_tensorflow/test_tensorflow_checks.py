@@ -23,6 +23,7 @@ KERAS_3_MODULES = [
     "keras_residual_checks",
     "tf_keras_checks",
 ]
+KERAS_2_MODULES = ["keras2_checks", "keras2_residual_checks"]
 MODULES = [
     "tensorflow_op_checks",  # its first check is about TensorFlow's start
     "tensorflow_graph_checks",
@@ -58,6 +59,6 @@ def test_keras_2_on_ranks(run_ranks, tmp_path, monkeypatch):
     if not KERAS_2:
         monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     checks = Path(__file__).parents[1] / "parallel" / "run_checks.py"
-    command = [sys.executable, str(checks), str(tmp_path), "keras2_checks"]
+    command = [sys.executable, str(checks), str(tmp_path), *KERAS_2_MODULES]
     status, output = run_ranks(2, command, timeout=500)
     assert status == 0, output
