@@ -55,7 +55,7 @@ class CleanBuild(build):
 
 
 # What perseus/tensorflow/build_xla.py compiles on the user's machine.
-COMPILED_LATER = ["frameworks/tensorflow", "common/include/perseus"]
+COMPILED_LATER = ["frameworks/tensorflow", "frameworks/world", "common/include/perseus"]
 
 
 class BuildPackage(build_py):

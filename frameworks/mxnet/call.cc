@@ -84,7 +84,7 @@ Call::Call(const perseus_mxnet_op& op) {
   } else {
     // Drawn in the order of the calls, which is the same on all ranks; the engine's need not be.
     const WorldUse world;
-    if (world.context() == nullptr) throw std::runtime_error(perseus::tensorflow::kNotInitialized);
+    if (world.context() == nullptr) throw std::runtime_error(kNotInitialized);
     name_ += "noname." + std::to_string(perseus_group_next_number(world.context(), op.group));
     request_.transient = 1;
   }
@@ -145,7 +145,7 @@ perseus_handle Call::start(CallOwner* owner, bool at_once, bool keep_results) {
   Outcome outcome;
   if (world_->context() == nullptr) {
     outcome.code = PERSEUS_ABORTED;
-    outcome.message = perseus::tensorflow::kNotInitialized;
+    outcome.message = kNotInitialized;
   } else if (!read_data(&outcome.message)) {
     outcome.code = PERSEUS_INTERNAL;
   } else {

@@ -5,14 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "../tensorflow/world.h"
+#include "../world/world.h"
 #include "mx_api.h"
 #include "op.h"
 #include "perseus/perseus.h"
 
 namespace perseus::mxnet {
-
-using perseus::tensorflow::WorldUse;
 
 // An array that stays alive for as long as this does, whatever Python does with its own.
 class SharedArray {

@@ -55,10 +55,10 @@ PERSEUS_EXPORT int perseus_mxnet_load(void* library) {
 }
 
 // Ops go to this context until perseus_mxnet_detach.
-PERSEUS_EXPORT void perseus_mxnet_attach(perseus_context* context) { perseus::tensorflow::attach_world(context); }
+PERSEUS_EXPORT void perseus_mxnet_attach(perseus_context* context) { perseus::attach_world(context); }
 
 // After perseus_context_shutdown and before perseus_context_destroy: blocks until no op uses the context.
-PERSEUS_EXPORT void perseus_mxnet_detach() { perseus::tensorflow::detach_world(); }
+PERSEUS_EXPORT void perseus_mxnet_detach() { perseus::detach_world(); }
 
 // Pushes ops of one kind whose outputs are given. When one fails, those before it may be under way.
 PERSEUS_EXPORT int perseus_mxnet_push(const perseus_mxnet_op* ops, int count) {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "../world/world.h"
 #include "dtypes.h"
 #include "status.h"
-#include "world.h"
 
 namespace perseus::tensorflow {
 namespace {

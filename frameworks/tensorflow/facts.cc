@@ -1,8 +1,8 @@
 // Each kernel is asked from any thread.
 #include "facts.h"
 
+#include "../world/world.h"
 #include "status.h"
-#include "world.h"
 
 namespace perseus::tensorflow {
 

@@ -1,7 +1,7 @@
 // What Python calls, through ctypes. None of it needs the GIL.
+#include "../world/world.h"
 #include "completion.h"
 #include "memory.h"
-#include "world.h"
 
 extern "C" {
 
@@ -15,9 +15,9 @@ PERSEUS_EXPORT void perseus_tensorflow_set_convention(int owned) {
 PERSEUS_EXPORT void perseus_tensorflow_keep_freed_memory() { perseus::tensorflow::keep_freed_memory(); }
 
 // Ops go to this context until perseus_tensorflow_detach.
-PERSEUS_EXPORT void perseus_tensorflow_attach(perseus_context* context) { perseus::tensorflow::attach_world(context); }
+PERSEUS_EXPORT void perseus_tensorflow_attach(perseus_context* context) { perseus::attach_world(context); }
 
 // After perseus_context_shutdown and before perseus_context_destroy: blocks until no op uses the context.
-PERSEUS_EXPORT void perseus_tensorflow_detach() { perseus::tensorflow::detach_world(); }
+PERSEUS_EXPORT void perseus_tensorflow_detach() { perseus::detach_world(); }
 
 }  // extern "C"

@@ -24,11 +24,8 @@ from perseus import basics
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Installed, or of a working tree; setup.py installs the same files.
 _SOURCES = _PACKAGE / "sources" if (_PACKAGE / "sources").is_dir() else _PACKAGE.parent
-FOLDERS = [
-    _SOURCES / "frameworks" / "tensorflow" / "xla",
-    _SOURCES / "frameworks" / "tensorflow",
-    _SOURCES / "common" / "include",
-]
+_ADAPTERS = _SOURCES / "frameworks"
+FOLDERS = [_ADAPTERS / "tensorflow" / "xla", _ADAPTERS / "tensorflow", _SOURCES / "common/include"]
 
 # What the library has. Others' results have shapes that only a run knows.
 _COMPILED = frozenset(
@@ -41,20 +38,21 @@ _COMPILED = frozenset(
 
 
 def sources(tensorflow: Any) -> list[Path]:
-    """What the library is made of for a TensorFlow; all it includes of ours lies in FOLDERS."""
+    """What the library is made of for a TensorFlow; headers of ours are near, or in FOLDERS."""
     typed = Path(tensorflow.sysconfig.get_include(), "xla", "ffi", "api", "ffi.h").exists()
     own = ["kernels", "plan", "compiled_call", "library"]
     own.append("targets_ffi" if typed else "targets_status")
-    shared = ["question", "settings", "world"]
-    return [FOLDERS[0] / f"{name}.cc" for name in own] + [
-        FOLDERS[1] / f"{name}.cc" for name in shared
+    return [
+        *(FOLDERS[0] / f"{name}.cc" for name in own),
+        *(FOLDERS[1] / f"{name}.cc" for name in ("question", "settings")),
+        _ADAPTERS / "world" / "world.cc",
     ]
 
 
 def place(tensorflow: Any) -> Path:
     """Where the library for a TensorFlow is kept, for this user, whether it is there or not."""
     files = {*sources(tensorflow), *(FOLDERS[2] / "perseus").glob("*.h")}
-    for folder in FOLDERS[:2]:
+    for folder in (*FOLDERS[:2], _ADAPTERS / "world"):
         files.update(folder.glob("*.h"))
     digest = hashlib.sha256()
     for path in sorted(files):

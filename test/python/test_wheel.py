@@ -159,7 +159,7 @@ def test_the_wheel_is_complete(wheel: Path, unpacked: Path) -> None:
     for source in sources:
         assert (package / source).read_bytes() == (ROOT / source).read_bytes()
     # What --build-xla compiles.
-    for folder in ("frameworks/tensorflow/xla", "common/include/perseus"):
+    for folder in ("frameworks/tensorflow/xla", "frameworks/world", "common/include/perseus"):
         for source in (ROOT / folder).glob("*"):
             assert (package / "sources" / source.relative_to(ROOT)).exists(), source
     # What a patched Caffe is compiled with.

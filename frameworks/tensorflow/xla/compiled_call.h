@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "plan.h"
-#include "world.h"
+#include "../../world/world.h"
 
 namespace perseus::tensorflow::xla {
 

@@ -1,12 +1,12 @@
 // What each op becomes in a program of XLA for the CPU: calls of targets.h. Used by one compilation each.
 //
 // The only file that sees TensorFlow's own headers, which take a minute to compile.
+#include "../../world/world.h"
 #include "plan.h"
 #include "question.h"
 #include "targets.h"
 #include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
 #include "tensorflow/compiler/tf2xla/xla_op_registry.h"
-#include "world.h"
 
 namespace perseus::tensorflow::xla {
 namespace {

@@ -1,9 +1,9 @@
 // What Python calls, through ctypes, as of libperseus_tensorflow.so.
-#include "world.h"
+#include "../../world/world.h"
 
 extern "C" {
 
-PERSEUS_EXPORT void perseus_xla_attach(perseus_context* context) { perseus::tensorflow::attach_world(context); }
-PERSEUS_EXPORT void perseus_xla_detach() { perseus::tensorflow::detach_world(); }
+PERSEUS_EXPORT void perseus_xla_attach(perseus_context* context) { perseus::attach_world(context); }
+PERSEUS_EXPORT void perseus_xla_detach() { perseus::detach_world(); }
 
 }  // extern "C"

@@ -4,7 +4,7 @@
 #include <condition_variable>
 #include <mutex>
 
-namespace perseus::tensorflow {
+namespace perseus {
 namespace {
 
 struct World {
@@ -14,7 +14,7 @@ struct World {
   int uses = 0;
 };
 
-// Lives as long as the process: threads of TensorFlow may run ops while it ends.
+// Lives as long as the process: threads of the framework may run ops while it ends.
 World& world() {
   static World* const only = new World;
   return *only;
@@ -45,4 +45,4 @@ WorldUse::~WorldUse() {
   if (--world().uses == 0) world().unused.notify_all();
 }
 
-}  // namespace perseus::tensorflow
+}  // namespace perseus

@@ -3,7 +3,7 @@
 
 #include "perseus/perseus.h"
 
-namespace perseus::tensorflow {
+namespace perseus {
 
 inline constexpr const char* kNotInitialized = "Horovod has not been initialized; use hvd.init().";
 
@@ -25,4 +25,4 @@ class WorldUse {
   perseus_context* context_;
 };
 
-}  // namespace perseus::tensorflow
+}  // namespace perseus
