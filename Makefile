@@ -18,7 +18,8 @@ PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S .
 # One build folder per Python version: objects of the core, libperseus.so, the extension and the C++ tests.
 BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
-TEST_DIRS := $(wildcard test/python test/parallel test/hosts test/faults)
+# The longest first, so that none is left for the end.
+TEST_DIRS := $(wildcard test/parallel test/faults test/hosts test/python)
 CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc'
 # As many processes as there are cores; a file's tests stay together (test/conftest.py).
 PYTEST := -m pytest -n $(JOBS) --dist loadgroup --durations=10

@@ -282,12 +282,11 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
   store.set(prefix + "ready/" + std::to_string(world_.rank), encode(engine_->own_place()));
   std::vector<Place> places;
   for (int rank = 0; rank < world_.size; ++rank)
-    places.push_back(decode_place(await_ready(store, rank, options, deadline)));
+    places.push_back(decode_place(await_word(store, "ready", rank, options, deadline)));
   engine_->set_places(std::move(places));
   // Rank 0 goes last: its process may be the one that runs the server.
   if (world_.rank == 0) {
-    for (int rank = 1; rank < world_.size; ++rank)
-      store.get(prefix + "left/" + std::to_string(rank), deadline, options.interrupted);
+    for (int rank = 1; rank < world_.size; ++rank) await_word(store, "left", rank, options, deadline);
   } else {
     try {
       store.set(prefix + "left/" + std::to_string(world_.rank), "");
@@ -297,9 +296,10 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
   }
 }
 
-// Returns what `rank` says about its place.
-std::string Context::await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline) {
-  const std::string key = world_.job + "/" + std::to_string(world_.epoch) + "/ready/" + std::to_string(rank);
+// Returns what `rank` leaves under a word once it has come so far.
+std::string Context::await_word(Store& store, const std::string& word, int rank, const ContextOptions& options,
+                                int64_t deadline) {
+  const std::string key = world_.job + "/" + std::to_string(world_.epoch) + "/" + word + "/" + std::to_string(rank);
   // Connected to all, the engine knows of a rank's death at once.
   const auto hopeless = [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); };
   try {

@@ -57,7 +57,8 @@ class Context {
   void place(const ContextOptions& options, const std::vector<std::string>& hosts);
   void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);
-  std::string await_ready(Store& store, int rank, const ContextOptions& options, int64_t deadline_ns);
+  std::string await_word(Store& store, const std::string& word, int rank, const ContextOptions& options,
+                         int64_t deadline_ns);
 
   World world_;
   Config config_;

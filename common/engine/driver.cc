@@ -180,6 +180,18 @@ bool Driver::wait(const std::function<bool()>& done, int64_t deadline_ns) {
   return done();
 }
 
+// Looks once more soon; false when it has done so in vain for long enough. *until: 0 before the first time.
+bool Driver::spin(int64_t now, int64_t* until) const {
+  if (*until == 0) *until = now + settings_.spin_ns;
+  if (now >= *until) {
+    *until = 0;
+    return false;
+  }
+  if (now > *until - settings_.spin_ns + kPoliteAfter) sched_yield();
+  else cpu_relax();
+  return true;
+}
+
 void Driver::drive(const std::function<bool()>& done, int64_t deadline_ns) {
   int64_t spin_until = 0;
   while (!done() && wanted_.load(std::memory_order_relaxed) == 0) {
@@ -190,14 +202,7 @@ void Driver::drive(const std::function<bool()>& done, int64_t deadline_ns) {
     if (done()) break;
     const int64_t now = now_ns();
     if (now >= deadline_ns) break;
-    if (spin_until == 0) spin_until = now + settings_.spin_ns;
-    if (now < spin_until) {
-      if (now > spin_until - settings_.spin_ns + kPoliteAfter) sched_yield();
-      else cpu_relax();
-      continue;
-    }
-    sleep_as_caller(std::min(deadline_ns - now, kSlice));
-    spin_until = 0;
+    if (!spin(now, &spin_until)) sleep_as_caller(std::min(deadline_ns - now, kSlice));
   }
 }
 
@@ -261,9 +266,15 @@ void Driver::engine_drive() {
   for (;;) {
     state_.store(EngineState::kDriving, std::memory_order_seq_cst);
     bool idle = false;
+    int64_t spin_until = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
-      if (pass(false)) continue;
+      const bool awaited = callbacks_.awaited();
+      if (pass(awaited)) {
+        spin_until = 0;
+        continue;
+      }
       if (waiters_.load(std::memory_order_relaxed) > 0) break;  // a blocked caller drives better
+      if (awaited && spin(now_ns(), &spin_until)) continue;
       waker_.prepare_sleep();
       state_.store(EngineState::kSleeping, std::memory_order_relaxed);
       std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with submitted()

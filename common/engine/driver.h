@@ -22,6 +22,8 @@ class Driver {
     std::function<bool()> busy;
     // Has anything been submitted that no pass has taken over yet? Any thread.
     std::function<bool()> has_submissions;
+    // Is what is under way all that somebody waits for, who does not drive? Any thread.
+    std::function<bool()> awaited;
   };
   struct Settings {
     int64_t spin_ns =
@@ -56,6 +58,7 @@ class Driver {
   void drive(const std::function<bool()>& done, int64_t deadline_ns);
   void step_back();
   bool pass(bool eager);
+  bool spin(int64_t now, int64_t* until) const;
   void wait_for_driver(const std::function<bool()>& done, int64_t deadline_ns);
   void engine_loop();
   void engine_drive();

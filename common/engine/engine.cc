@@ -79,7 +79,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
-                                [this] { return has_submissions(); }}) {
+                                [this] { return has_submissions(); }, [this] { return silent_batch_.complete(); }}) {
   const std::string& named = config.text(Var::kInterfaces);
   interfaces_ = 1 + static_cast<int>(std::count(named.begin(), named.end(), ','));
   if (world.rank == 0 && config.flag(Var::kNcclEnable) && interfaces_ == 1)
@@ -240,7 +240,9 @@ void Engine::finish(Entry* entry, const Status& status) {
   ++operations_;
   HandleTable::complete(slot);
   driver_.completed();
-  if (done.call != nullptr) done.call(done.arg, handle);
+  if (done.call == nullptr) return;
+  silent_batch_.done();
+  done.call(done.arg, handle);
 }
 
 // Every rank of the world gets here with the same request in the same order, so ids agree.

@@ -21,6 +21,7 @@
 #include "engine/nan_check.h"
 #include "engine/perf_check.h"
 #include "engine/residuals.h"
+#include "engine/silent_batch.h"
 #include "engine/timeline.h"
 #include "transport/transport.h"
 #include "transport/waker.h"
@@ -176,6 +177,7 @@ class Engine {
   Division division_;   // changed once, before anything is submitted
   const NanCheck nan_check_;
   PerfCheck perf_check_;
+  SilentBatch silent_batch_;
 
   mutable std::mutex groups_mutex_;
   // Written under groups_mutex_ with the token; read under either. groups_ holds those this rank is a member of.

@@ -191,8 +191,11 @@ int64_t Engine::submit(const Submission& s) {
     entry->splits.assign(ranks.size(), s.tensors[0].shape[0] / static_cast<int64_t>(ranks.size()));
   const int64_t handle = handles_.open();
   entry->handle = HandleTable::index_of(handle);
+  const bool silent = s.done.call != nullptr;
+  const bool all_there = silent && silent_batch_.submitted();
   const Negotiation::Submitted submitted = group->negotiation().submit(s.name, entry);
   if (submitted != Negotiation::Submitted::kYes) {
+    if (silent) silent_batch_.refused();
     HandleTable::complete(handles_.at(entry->handle));
     handles_.release(handle);
     recycle(entry);
@@ -205,7 +208,7 @@ int64_t Engine::submit(const Submission& s) {
         "currently being processed. If you want to request another tensor, use a different tensor name. (" +
         std::string(s.name) + ")");
   }
-  driver_.submitted(group->negotiation().submitted_bytes() >= kBucketsWorth);
+  driver_.submitted(all_there || group->negotiation().submitted_bytes() >= kBucketsWorth);
   return handle;
 }
 
