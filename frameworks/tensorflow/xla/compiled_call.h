@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "plan.h"
 #include "../../world/world.h"
+#include "plan.h"
 
 namespace perseus::tensorflow::xla {
 
