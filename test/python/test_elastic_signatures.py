@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_signatures import _assert_parameters
+from test_signatures import FACE
 
 import perseus.torch.horovod as hvd
 from perseus import elastic
@@ -52,7 +52,7 @@ def test_name_is_there_with_horovods_parameters(module, name):
     facts = FACTS[module][name]
     found = getattr(importlib.import_module(MODULES[module]), name)
     if facts["kind"] == "function":
-        _assert_parameters(name, found, facts["params"])
+        FACE.expect_parameters(name, found, facts["params"])
     elif facts["kind"] == "module":
         assert isinstance(found, types.ModuleType)
     elif facts["kind"] == "constant":
@@ -62,7 +62,7 @@ def test_name_is_there_with_horovods_parameters(module, name):
         assert {base.split(".")[-1] for base in facts["bases"]} <= set(bases)
         for method, method_facts in facts["methods"].items():
             if (name, method) not in MORE_LENIENT:
-                _assert_parameters(method, getattr(found, method), method_facts["params"])
+                FACE.expect_parameters(method, getattr(found, method), method_facts["params"])
 
 
 @pytest.mark.parametrize(("module", "name"), CASES)
