@@ -110,6 +110,8 @@ void run_plan(perseus_context* context, int rank, const Plan& plan, bool leave) 
     ASSERT_FALSE(testing::Test::HasFatalFailure());
   }
   for (Call* call : left_alone) call->finish(context);
+  // A rank that ends shuts the world down: not before the groups that it is no member of are done.
+  EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "done", nullptr, 0)).code, PERSEUS_OK);
 }
 
 TEST_P(Groups, OverlappingGroupsNeedNoCommonOrder) {
