@@ -64,9 +64,9 @@ bool Exchange::step() {
   bool moved = false;
   if (!headers_done_) moved |= check_headers();
   bool all_done = headers_done_;
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    Peer& peer = peers_[i];
-    if (peer.link == nullptr) continue;
+  // Every rank begins with the one after it: else all would send to the same one first, which takes no more than one.
+  for (size_t turn = 1; turn < peers_.size(); ++turn) {
+    Peer& peer = peers_[(static_cast<size_t>(me_) + turn) % peers_.size()];
     for (int burst = 0; burst < kBurst && send_some(peer); ++burst) moved = true;
     if (peer.header_seen && (sink_ == nullptr || headers_done_))
       for (int burst = 0; burst < kBurst && receive_some(peer); ++burst) moved = true;
