@@ -3,8 +3,10 @@
 python benchmarks/exchange_bench.py [--rounds 5] [--steps 60] [SIZES ...]
 
 SIZES: resnet50 (161 tensors, 98 MiB) or small (160 tensors, 18 MiB); default: both. 2 ranks of this
-host. A step computes gradients by the framework's own differentiation and, every other time, has
-the framework's own optimizer or tape average them; the difference of the medians is the exchange.
+host. A step computes gradients by the framework's own differentiation and has the framework's own
+optimizer or tape average them, or, every other time, one number only: so the ranks wait for each
+other in both, and the difference of the medians is what exchanging gradients costs, not that one
+rank has computed longer than the other.
 Frameworks take turns, each in processes of its own, with the environments that `make test` makes
 (.venv/torch, .venv/tensorflow, .venv/mxnet); the ratio is the median of those of the rounds.
 """
@@ -103,7 +105,7 @@ def work(framework: str, sizes: str, steps: int) -> None:
 
 
 def torch_step(shapes: Shapes) -> tuple[Step, int]:
-    """Gradients of a sum, by backward(); a DistributedOptimizer's hooks and synchronize()."""
+    """Gradients of a sum of dot products; a DistributedOptimizer's hooks and synchronize()."""
     import torch
 
     import perseus.torch.horovod as hvd
@@ -112,7 +114,8 @@ def torch_step(shapes: Shapes) -> tuple[Step, int]:
     torch.set_num_threads(1)
     weights = [torch.nn.Parameter(torch.rand(shape)) for shape in shapes]
     alone = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
-    factors = [torch.rand(shape) for shape in shapes]
+    factors = [torch.rand(weight.numel()) for weight in weights]
+    number = torch.zeros(1)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(weights, lr=0.0),
         named_parameters=[(f"w{i}", weight) for i, weight in enumerate(weights)],
@@ -122,9 +125,12 @@ def torch_step(shapes: Shapes) -> tuple[Step, int]:
         used = weights if exchanges else alone
         for weight in used:
             weight.grad = None
-        torch.stack([(w * f).sum() for w, f in zip(used, factors, strict=True)]).sum().backward()
+        products = [w.view(-1).dot(f) for w, f in zip(used, factors, strict=True)]
+        torch.stack(products).sum().backward()
         if exchanges:
             optimizer.synchronize()
+        else:
+            hvd.allreduce_(number, name="number")
 
     return step, hvd.rank()
 
@@ -139,17 +145,23 @@ def tensorflow_step(shapes: Shapes) -> tuple[Step, int]:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
     weights = [tf.Variable(tf.random.uniform(shape)) for shape in shapes]
-    factors = [tf.Variable(tf.random.uniform(shape)) for shape in shapes]
+    factors = [tf.Variable(tf.random.uniform((weight.shape.num_elements(),))) for weight in weights]
 
     def gradients(tape: Any) -> list[Any]:
         with tape:
-            loss = tf.add_n([tf.reduce_sum(w * f) for w, f in zip(weights, factors, strict=True)])
+            flat = [tf.reshape(weight, (-1,)) for weight in weights]
+            loss = tf.add_n([tf.tensordot(w, f, 1) for w, f in zip(flat, factors, strict=True)])
         found: list[Any] = tape.gradient(loss, weights)
         return found
 
+    def alone() -> list[Any]:
+        found = gradients(tf.GradientTape())
+        with tf.control_dependencies(found):
+            return [*found, hvd.allreduce(tf.zeros([1]), name="number")]
+
     functions = {
         True: tf.function(lambda: gradients(hvd.DistributedGradientTape(tf.GradientTape()))),
-        False: tf.function(lambda: gradients(tf.GradientTape())),
+        False: tf.function(alone),
     }
 
     def step(exchanges: bool) -> None:
@@ -168,17 +180,20 @@ def mxnet_step(shapes: Shapes) -> tuple[Step, int]:
     weights = [mx.gluon.Parameter(f"w{i}", shape=shape) for i, shape in enumerate(shapes)]
     for weight in weights:
         weight.initialize(mx.init.Uniform())
-    factors = [mx.nd.random.uniform(shape=shape) for shape in shapes]
+    factors = [mx.nd.random.uniform(shape=(weight.data().size,)) for weight in weights]
+    number = mx.nd.zeros((1,))
     trainer = hvd.DistributedTrainer(weights, "sgd", {"learning_rate": 0.0})
 
     def step(exchanges: bool) -> None:
         with mx.autograd.record():
-            loss = mx.nd.add_n(
-                *[(w.data() * f).sum() for w, f in zip(weights, factors, strict=True)]
-            )
+            flat = [weight.data().reshape(-1) for weight in weights]
+            loss = mx.nd.add_n(*[mx.nd.dot(w, f) for w, f in zip(flat, factors, strict=True)])
         loss.backward()
         if exchanges:
             trainer.allreduce_grads()
+        else:
+            mx.nd.waitall()
+            hvd.allreduce_(number, name="number")
         mx.nd.waitall()
 
     return step, hvd.rank()
