@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from operator import is_
 from typing import Any
 
@@ -37,31 +38,44 @@ class Plan:
     predivide_factor: float = 1.0
 
 
+class Outcome(IntEnum):
+    """enum perseus_gradient: what became of a gradient, or of a step's together."""
+
+    REDUCED = 0
+    HELD = 1  # part of a sum to come (PERSEUS_ACCUMULATE_N_STEPS)
+    SKIPPED = 2  # some rank had a NaN (PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip)
+
+
 class Outcomes:
-    """What became of one step's gradients; nothing is waited for until applies() is called."""
+    """What became of one step's gradients; nothing is waited for until that is asked for."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self._arrays = arrays
 
     def applies(self) -> bool:
-        """Whether the step may be applied; equal on all ranks.
+        """Whether together() is REDUCED, which it must be for the gradients to be used."""
+        return self.together() == Outcome.REDUCED
 
-        If not, the gradients are part of a sum to come (PERSEUS_ACCUMULATE_N_STEPS), or some rank
-        had a NaN (PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip), and must not be used. Waits, where
-        settings are such; else it is True at once. MXNetError where a reduction failed.
+    def together(self) -> Outcome:
+        """What became of the step; equal on all ranks.
+
+        Waits, where settings may withhold gradients; else it is REDUCED at once. MXNetError where a
+        reduction failed.
         """
         numbers = [array.asscalar() for array in self._arrays]  # all, for all their errors
-        return not any(numbers)
+        return Outcome(max(numbers, default=Outcome.REDUCED))
 
 
 class GradientExchange:
     """Reduces lists of gradients by a plan.
 
-    `residuals` has what lossy codecs hold back of them, by name; wait() before reading it.
+    scope: what names begin with that is another thing in another process.
+    `residuals` has what lossy codecs hold back, by names without it; wait() before reading it.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, scope: str = "") -> None:
         self.plan = plan
+        self._scope = scope
         self._number = basics.new_gradients()
         self.residuals = Residuals(self._number, plan.process_set.process_set_id)
         self._reduced: list[Any] = []
@@ -102,8 +116,6 @@ class GradientExchange:
                 if result is not gradient:
                     gradient.copyto(result)
             return Outcomes([])
-        if self.residuals.waiting:
-            self.wait()
         outer = applied_here(self.plan.compression)
         pairs = [outer.compress(gradient) for gradient in gradients]
         sent = [array for array, _ in pairs]
@@ -120,7 +132,8 @@ class GradientExchange:
             withheld,
         )
         batch = self._batch(sent, key)
-        self.residuals.hand_over_known()
+        for op in batch.ops if self.residuals.waiting else ():
+            self.residuals.hand_over(self._key_of(op.name.decode()))
         outcomes = []
         if withheld:
             for op in batch.ops:
@@ -160,10 +173,13 @@ class GradientExchange:
         basics.forget_gradients(self._number)
         self.residuals.replace({})
 
+    def _key_of(self, name: str) -> str:
+        return name.removeprefix(self._scope)
+
     def _op(self, arrays: list[Any], outputs: list[Any], name: str, priority: int) -> Op:
         plan = self.plan
         grouped = len(arrays) > 1
-        self.residuals.know(name, name, grouped)
+        self.residuals.know(self._key_of(name), name, grouped)
         made = ops.reduction(
             arrays, outputs, name, op=plan.op, prescale=1.0 / plan.predivide_factor,
             postscale=plan.predivide_factor, priority=priority, process_set=plan.process_set,

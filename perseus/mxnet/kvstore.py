@@ -9,10 +9,8 @@ Source of the interface: MXNet 1.9, mxnet.kvstore.KVStore.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +19,7 @@ import mxnet as mx
 import numpy as np
 
 from perseus import basics, control
-from perseus.mxnet import ops, sparse
+from perseus.mxnet import ops, sparse, state_files
 from perseus.mxnet.gradient_compression import compressor_of
 from perseus.mxnet.kvstore_arguments import (
     Key,
@@ -34,12 +32,12 @@ from perseus.mxnet.kvstore_arguments import (
     single_pairs,
     with_rows,
 )
-from perseus.mxnet.pushes import Pushes
+from perseus.mxnet.pushes import Pushes, settle
+from perseus.mxnet.starts import check_start
+from perseus.mxnet.steps import Step, Updater
 
 TYPE = "dist_sync_perseus"
 SPELLINGS = (TYPE, "dist-sync-perseus")
-
-Updater = Callable[[Key, Any, Any], None]
 
 _store_numbers = count(1)
 
@@ -47,12 +45,13 @@ _store_numbers = count(1)
 @dataclass
 class _Value:
     """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update.
-    is_given_out: the last sum is not here, see pushpull.
+    reduced: what the last push has written to. is_given_out: that is not here, see pushpull.
     """
 
     array: Any
     param_only: bool
     pushed: Any = None
+    reduced: Any = None
     is_given_out: bool = False
 
 
@@ -74,7 +73,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         self._updater: Updater | None = None
         self._values: dict[Key, _Value] = {}
         self._scope = f"kvstore.{next(_store_numbers)}"
-        self._pushes = Pushes()
+        self._pushes = Pushes(f"{self._scope}.")
+        self._step = Step()
 
     def __del__(self) -> None:
         """Nothing of MXNet's has to be freed."""
@@ -117,7 +117,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         for each, array in single_pairs(key, value):
             self._init(each, array, bool(param_only))
             if not param_only and self._updater is None:
-                self._check_start(each, array)
+                check_start(each, array, self._values[each].array, self._scope)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """`init`, then `pull`."""
@@ -155,8 +155,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 check_shape(each, array, held.array, "pull")
                 updated = self._updater is not None and not held.param_only
                 if array.stype == "default" or not (ignore_sparse and updated):
-                    with mx.autograd.pause():
-                        held.array.tostype(array.stype).copyto(array)
+                    self._step.give(each, partial(sparse.copy, held.array, array))
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, then `pull` to `out`, or to `value` itself.
@@ -193,8 +192,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             if array.stype != "row_sparse":
                 raise ValueError(f"[kvstore] row_sparse_pull of {each!r}: out is not row-sparse")
             wanted = np.unique(rows.asnumpy()).astype(np.int64)
-            with mx.autograd.pause():
-                sparse.chosen_rows(held, wanted).copyto(array)
+            self._step.give(each, partial(sparse.copy_rows, held, wanted, array))
 
     # ---- updates
 
@@ -213,29 +211,31 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Write the optimizer's states, which are the same on every rank, to a file.
 
-        dump_optimizer: the optimizer itself too. Several ranks may write the same file. What codecs
-        hold back is not in it. ValueError without set_optimizer.
+        dump_optimizer: the optimizer itself too. Several ranks may write the same file; what codecs
+        hold back is that of the last one. Waits. ValueError without set_optimizer.
         """
         states = self._states("save").get_states(dump_optimizer)
-        path = Path(fname)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            part.write_bytes(states)
-            part.replace(path)
-        finally:
-            with suppress(FileNotFoundError):
-                part.unlink()
+        self._wait()
+        state_files.write(Path(fname), states, self._pushes.residuals.read())
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Read such a file; every rank must. ValueError without set_optimizer."""
-        self._states("load").set_states(Path(fname).read_bytes())
+        """Read such a file, or one of MXNet's; every rank must. ValueError without set_optimizer.
+
+        What codecs hold back becomes what this rank has written there, or nothing.
+        """
+        updater = self._states("load")
+        content = Path(fname).read_bytes()
+        updater.set_states(content)
+        self._wait()
+        self._pushes.forget()
+        self._pushes.residuals.replace(state_files.held_in(content))
 
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
         """How gradients travel between hosts; the same on all ranks.
 
         MXNet's dictionary, see gradient_compression.compressor_of. ValueError.
         """
-        self._pushes = Pushes(compressor_of(compression_params))
+        self._pushes = Pushes(f"{self._scope}.", compressor_of(compression_params))
 
     # ---- ranks
 
@@ -255,31 +255,26 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             raise ValueError(f"[kvstore] no optimizer's states to {what}: call set_optimizer first")
         return self._updater
 
+    def _wait(self) -> None:
+        """Return once nothing is under way."""
+        for held in self._values.values():
+            for array in (held.array, held.pushed):
+                if array is not None:
+                    array.wait_to_read()
+
     def _init(self, key: Key, value: Any, param_only: bool) -> None:
         if any(isinstance(key, str) != isinstance(other, str) for other in self._values):
             raise ValueError(f"[kvstore] init of {key!r}: keys are either all ints or all strings")
         if value.stype not in ("default", "row_sparse"):
             raise ValueError(f"[kvstore] init of {key!r}: {value.stype} arrays are not served")
+        if key in self._values:
+            settle(self._values[key].array)
         with mx.autograd.pause():
             held = value.tostype("default").copyto(mx.cpu())
             ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
             if value.stype == "row_sparse":
                 held = sparse.from_rows(held, np.arange(len(held)), value)
         self._values[key] = _Value(held, param_only)
-
-    def _check_start(self, key: Key, value: Any) -> None:
-        """Module does not ask for rank 0's weights where it updates them itself, as in MXNet's own
-        stores, so that ranks would train different models.
-        """
-        if os.environ.get("MXNET_UPDATE_ON_KVSTORE", "1") != "0":
-            return
-        same = np.array_equal(value.asnumpy(), self._values[key].array.asnumpy())
-        if "" in control.gather_lines("same" if same else "", f"{self._scope}.start.{key}"):
-            raise ValueError(
-                f"[kvstore] ranks begin with different values of {key!r}, and with "
-                f"MXNET_UPDATE_ON_KVSTORE=0 Module takes no others: unset it, or begin alike "
-                f"everywhere, by mx.random.seed or arg_params"
-            )
 
     def _held(self, key: Key, what: str) -> _Value:
         if key not in self._values:
@@ -314,7 +309,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             )
         name = f"{self._scope}.{key}"
         if any(array.stype != "default" for array in given):
-            result, applies = self._pushes.add_rows(
+            result, outcome = self._pushes.add_rows(
                 given, name, priority=priority, gradient=gradient
             )
             if updater is None:
@@ -325,11 +320,14 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             result = held.array if updater is None else held.pushed
             if held.is_given_out:
                 (result,) = given
-            applies = self._pushes.combine(
+            if held.reduced is not None and held.reduced is not result:
+                settle(held.reduced)
+            held.reduced = result
+            outcome = self._pushes.combine(
                 given, result, name, op=op, priority=priority, gradient=gradient
             )
-        if updater is not None and applies:
-            updater(key, result, held.array)
+        if updater is not None:
+            self._step.update(updater, key, result, held.array, outcome)
 
 
 def create(name: str = TYPE) -> KVStore:

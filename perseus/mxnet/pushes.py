@@ -6,6 +6,7 @@ trains.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
@@ -15,15 +16,23 @@ import numpy as np
 from perseus import basics
 from perseus.compression import Compressor, SettingsCompressor
 from perseus.mxnet import ops, sparse
-from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.mxnet.gradient_exchange import GradientExchange, Outcome, Plan
 from perseus.mxnet.kvstore_arguments import PerseusOp
 
 
 class Pushes:
-    """Of one store. compression: of its gradients, equal on all ranks."""
+    """Of one store.
 
-    def __init__(self, compression: type[Compressor] = SettingsCompressor) -> None:
-        self._exchange = GradientExchange(Plan(op=PerseusOp.Sum, compression=compression))
+    scope: what the names of its arrays begin with. compression: of gradients, equal on all ranks.
+    `residuals` has what codecs hold back, by what follows the scope; to be read, and written after
+    a forget(), while nothing is under way.
+    """
+
+    def __init__(self, scope: str, compression: type[Compressor] = SettingsCompressor) -> None:
+        plan = Plan(op=PerseusOp.Sum, compression=compression)
+        self._exchange = GradientExchange(plan, scope)
+        self.residuals = self._exchange.residuals
+        self.forget = self._exchange.forget
 
     def combine(
         self,
@@ -34,8 +43,8 @@ class Pushes:
         op: PerseusOp,
         priority: int,
         gradient: bool,
-    ) -> bool:
-        """Have `output` become what the arrays of all ranks make; False where it is not to be used.
+    ) -> Outcome:
+        """Have `output` become what the arrays of all ranks make, to be used where it is REDUCED.
 
         given: dense ones of its shape and dtype, for each device; the output may be the only one.
         gradient: of a parameter, so that settings for gradients apply. Waits only where these
@@ -43,17 +52,28 @@ class Pushes:
         """
         array = _joined(given, output, op)
         if gradient and np.dtype(output.dtype).kind in "fV":  # V: bfloat16
-            return self._exchange([array], [name], [priority], outputs=[output]).applies()
+            return self._exchange([array], [name], [priority], outputs=[output]).together()
         ops.allreduce([array], [output], name, op=op, priority=priority)
-        return True
+        return Outcome.REDUCED
 
     def add_rows(
         self, given: list[Any], name: str, *, priority: int, gradient: bool
-    ) -> tuple[Any, bool]:
-        """The sum of row-sparse arrays as a new one, and whether it is to be used; waits."""
+    ) -> tuple[Any, Outcome]:
+        """The sum of row-sparse arrays as a new one, to be used where it is REDUCED; waits."""
         total = sparse.sum_rows(given, name, priority, self._exchange.number if gradient else 0)
-        withheld = gradient and basics.may_withhold_gradients()
-        return total, not (withheld and np.isnan(total.data.asnumpy()).any())
+        skips = gradient and basics.skips_nan_gradients()
+        has_nan = skips and np.isnan(total.data.asnumpy()).any()
+        return total, Outcome.SKIPPED if has_nan else Outcome.REDUCED
+
+
+def settle(array: Any) -> None:
+    """Return once an array is written, or has failed to be.
+
+    For what comes next under the same name and is written elsewhere: the engine orders ops by their
+    arrays, and a name has one op at a time.
+    """
+    with suppress(mx.base.MXNetError):
+        array.wait_to_read()
 
 
 def _joined(given: list[Any], output: Any, op: PerseusOp) -> Any:

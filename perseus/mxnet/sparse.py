@@ -66,9 +66,16 @@ def from_rows(values: Any, rows: Any, like: Any) -> Any:
     return mx.nd.sparse.row_sparse_array((values, rows), shape=like.shape, dtype=like.dtype)
 
 
-def chosen_rows(array: Any, rows: Any) -> Any:
-    """Some rows of a dense or row-sparse array as a row-sparse one. rows: int64, ascending."""
+def copy(array: Any, out: Any) -> None:
+    """Copy an array to another one, which may be of another storage type."""
+    array.tostype(out.stype).copyto(out)
+
+
+def copy_rows(array: Any, rows: Any, out: Any) -> None:
+    """Have a row-sparse array be some rows of a dense or row-sparse one. rows: int64, ascending."""
     numbers = mx.nd.array(rows, dtype=rows.dtype)
     if array.stype == "row_sparse":
-        return mx.nd.sparse.retain(array, numbers)
-    return from_rows(mx.nd.take(array, numbers), rows, array)
+        chosen = mx.nd.sparse.retain(array, numbers)
+    else:
+        chosen = from_rows(mx.nd.take(array, numbers), rows, array)
+    chosen.copyto(out)

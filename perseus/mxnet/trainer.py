@@ -8,6 +8,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import mxnet as mx
@@ -15,6 +16,7 @@ import numpy as np
 
 from perseus import basics
 from perseus.compression import Compressor
+from perseus.mxnet import state_files
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
 from perseus.mxnet.mpi_ops import Max, allreduce
@@ -101,6 +103,25 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 if not parameter.data()._fresh_grad:
                     parameter.zero_grad()
         super().step(batch_size, ignore_stale_grad)
+
+    def save_states(self, fname: str) -> None:
+        """As in gluon, with what codecs hold back on this rank behind it; waits for gradients.
+
+        Plain MXNet reads such a file, too.
+        """
+        super().save_states(fname)
+        self._exchange.wait()
+        path = Path(fname)
+        state_files.write(path, path.read_bytes(), self._exchange.residuals.read())
+
+    def load_states(self, fname: str) -> None:
+        """As in gluon; counting of steps to sum up starts anew.
+
+        What codecs hold back becomes what this rank has written there, or nothing.
+        """
+        super().load_states(fname)
+        self._exchange.forget()
+        self._exchange.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
 
     def _trained(self) -> list[tuple[int, Any]]:
         """What has gradients, with its number."""

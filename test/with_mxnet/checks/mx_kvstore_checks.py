@@ -224,6 +224,13 @@ def check_a_sum_that_pushpull_makes_in_place() -> None:
     kv._set_updater(lambda _, gradient, stored: stored.__iadd__(gradient))
     kv.pushpull("g", x)
     assert_equal(x, 2 * total * hvd.size())
+    kv = _store()
+    kv.init("g", x)
+    arrays = [mine(SHAPE, salt=salt) for salt in range(5)]
+    for array in arrays:  # of one key, so that each has to wait for the one before
+        kv.pushpull("g", array)
+    for salt, array in enumerate(arrays):
+        assert_equal(array, everyone(SHAPE, salt).sum(axis=0))
 
 
 def check_compression_of_gradients() -> None:

@@ -1,0 +1,51 @@
+"""Files with an optimizer's states: MXNet's own, and behind them what lossy codecs hold back.
+
+MXNet reads its part and looks no further, so that it can load these files as well. Stateless.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from perseus import basics
+from perseus.residuals import Held
+
+_LENGTH = struct.Struct("<Q")
+_END = b"perseus.residuals"  # of the file; the number of bytes that precede it is in front
+
+
+def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
+    """Replace a file as a whole: other ranks may be writing, or reading, the same one.
+
+    held: this rank's, see perseus.residuals. Where there is nothing, the file is as MXNet's.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(states + _tail(held))
+        part.replace(path)
+    finally:
+        with suppress(FileNotFoundError):
+            part.unlink()
+
+
+def held_in(content: bytes) -> dict[str, Held]:
+    """What this rank held back when it wrote a file with this content; none of another rank's."""
+    if not content.endswith(_END) or not basics.is_initialized():
+        return {}
+    end = len(content) - len(_END) - _LENGTH.size
+    (length,) = _LENGTH.unpack_from(content, end)
+    rank, held = pickle.loads(content[end - length : end])
+    return dict(held) if rank == basics.rank() else {}
+
+
+def _tail(held: Mapping[str, Held]) -> bytes:
+    if not held:
+        return b""
+    plain = {key: (layout, bytes(numbers)) for key, (layout, numbers) in held.items()}
+    data = pickle.dumps((basics.rank(), plain))
+    return data + _LENGTH.pack(len(data)) + _END
