@@ -1,4 +1,7 @@
-"""The checks of test/with_mxnet/checks on 2 real ranks through perseusrun, in one launch."""
+"""The checks of test/with_mxnet/checks on 2 real ranks through perseusrun, in one launch.
+
+Those that are about several hosts are on 4, in another one.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,21 @@ MODULES = [
     "mx_setting_checks",
     "mx_kvstore_checks",
     "mx_kvstore_training_checks",
+    "mx_kvstore_nan_checks",
+    "mx_residual_checks",
     "mx_sync_batch_norm_checks",
     "mx_sync_batch_norm_order_checks",
     "mx_sharded_checks",
     "mx_example_checks",
 ]
 CASES = [
-    pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
-    for module in MODULES
+    pytest.param(module, check, ranks, id=f"{module.removesuffix('_checks')}-{check}")
+    for ranks, modules in ((2, MODULES), (4, ["mx_host_checks"]))
+    for module in modules
     for check in checks_of(importlib.import_module(module))
 ]
 
 
-@pytest.mark.parametrize("ranks", [2])
-@pytest.mark.parametrize(("module", "check"), CASES)
+@pytest.mark.parametrize(("module", "check", "ranks"), CASES)
 def test_on_ranks(outcome_of, module, check, ranks):
     outcome_of(module, ranks).expect(check)
