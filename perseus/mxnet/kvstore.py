@@ -270,7 +270,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         if key in self._values:
             settle(self._values[key].array)
         with mx.autograd.pause():
-            held = value.tostype("default").copyto(mx.cpu())
+            held = sparse.as_stored(value, "default").copyto(mx.cpu())
             ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
             if value.stype == "row_sparse":
                 held = sparse.from_rows(held, np.arange(len(held)), value)
@@ -313,7 +313,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 given, name, priority=priority, gradient=gradient
             )
             if updater is None:
-                result.tostype(held.array.stype).copyto(held.array)
+                sparse.copy(result, held.array)
         else:
             if updater is not None and held.pushed is None:
                 held.pushed = ops.empty(held.array)

@@ -66,9 +66,18 @@ def from_rows(values: Any, rows: Any, like: Any) -> Any:
     return mx.nd.sparse.row_sparse_array((values, rows), shape=like.shape, dtype=like.dtype)
 
 
+def as_stored(array: Any, stype: str) -> Any:
+    """An array as one of a storage type: itself, or a new one.
+
+    MXNet's tostype() always makes a new one, by an op with temporary memory. Where another op that
+    used it has failed and nobody has waited for that yet, MXNet leaves it out, without a word.
+    """
+    return array if array.stype == stype else array.tostype(stype)
+
+
 def copy(array: Any, out: Any) -> None:
     """Copy an array to another one, which may be of another storage type."""
-    array.tostype(out.stype).copyto(out)
+    as_stored(array, out.stype).copyto(out)
 
 
 def copy_rows(array: Any, rows: Any, out: Any) -> None:

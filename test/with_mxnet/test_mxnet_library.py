@@ -78,4 +78,6 @@ def test_a_rank_dies_while_others_wait(run_ranks, tmp_path):
     command = [sys.executable, str(HERE / "dying_rank.py"), str(found)]
     status, output = run_ranks(2, command)
     assert status == 0, output
-    assert found.read_text().splitlines() == ["MXNetError"] * 2
+    assert found.read_text().splitlines() == [
+        "backward", "forward", "allreduce", "pull", "pushpull", "allgather", "init"
+    ]  # fmt: skip
