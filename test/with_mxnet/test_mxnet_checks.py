@@ -22,6 +22,7 @@ MODULES = [
     "mx_trainer_checks",
     "mx_optimizer_checks",
     "mx_setting_checks",
+    "mx_launch_setting_checks",
     "mx_kvstore_checks",
     "mx_kvstore_training_checks",
     "mx_kvstore_nan_checks",
