@@ -19,7 +19,7 @@ RANK = int(os.environ["HOROVOD_RANK"])
 
 
 def until_there(path: Path) -> None:
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.02)
 

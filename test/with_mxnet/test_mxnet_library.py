@@ -76,7 +76,7 @@ def test_ops_on_engines_that_are_not_the_usual_one(engine):
 def test_a_rank_dies_while_others_wait(run_ranks, tmp_path):
     found = tmp_path / "found"
     command = [sys.executable, str(HERE / "dying_rank.py"), str(found)]
-    status, output = run_ranks(2, command)
+    status, output = run_ranks(2, command, timeout=280)
     assert status == 0, output
     assert found.read_text().splitlines() == [
         "backward", "forward", "allreduce", "pull", "pushpull", "allgather", "init"
