@@ -108,11 +108,11 @@ def update(old: Path, new: Path) -> None:
 def build(folder: Path) -> None:
     """Compiles the command `caffe` as FOLDER/build/tools/caffe."""
     made = folder / "build"
-    if not (made / "build.ninja").is_file():
-        subprocess.run(
-            ["cmake", "-G", "Ninja", "-S", str(folder / "source"), "-B", str(made), *OPTIONS],
-            stdout=subprocess.DEVNULL, check=True,
-        )  # fmt: skip
+    # Each time: that is how CMake hears of a source file that was not there before.
+    subprocess.run(
+        ["cmake", "-G", "Ninja", "-S", str(folder / "source"), "-B", str(made), *OPTIONS],
+        stdout=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
     subprocess.run(["ninja", "-C", str(made), "--quiet", "caffe.bin"], check=True)
 
 

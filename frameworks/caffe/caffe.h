@@ -40,6 +40,11 @@ PERSEUS_EXPORT perseus_code perseus_exchange_largest(perseus_exchange* exchange,
  * that is to be skipped: then their buffers mean nothing. */
 PERSEUS_EXPORT perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies);
 
+/* perseus_residual_read and perseus_residual_write for the averages of residual->name; its other fields that are those
+ * of a request are set here, with struct_size. Not between perseus_exchange_average and perseus_exchange_finish. */
+PERSEUS_EXPORT perseus_code perseus_exchange_residual_read(perseus_exchange* exchange, perseus_residual* residual);
+PERSEUS_EXPORT perseus_code perseus_exchange_residual_write(perseus_exchange* exchange, perseus_residual* residual);
+
 /* perseus_error_message(), for those who link this library alone. */
 PERSEUS_EXPORT const char* perseus_exchange_error_message(void);
 

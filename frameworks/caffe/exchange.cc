@@ -38,6 +38,12 @@ perseus_code wait_and_release(perseus_exchange* exchange, perseus_handle handle)
   return code;
 }
 
+void fill_in(perseus_residual* residual) {
+  residual->struct_size = sizeof *residual;
+  residual->gradient_of = kGradients;
+  residual->group = 0;
+}
+
 }  // namespace
 
 perseus_code perseus_exchange_create(perseus_exchange** exchange) {
@@ -101,6 +107,16 @@ perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies) {
     handles->clear();
   }
   return failed == 0 ? PERSEUS_OK : wait_and_release(exchange, failed);
+}
+
+perseus_code perseus_exchange_residual_read(perseus_exchange* exchange, perseus_residual* residual) {
+  fill_in(residual);
+  return perseus_residual_read(exchange->context, residual);
+}
+
+perseus_code perseus_exchange_residual_write(perseus_exchange* exchange, perseus_residual* residual) {
+  fill_in(residual);
+  return perseus_residual_write(exchange->context, residual);
 }
 
 const char* perseus_exchange_error_message() { return perseus_error_message(); }

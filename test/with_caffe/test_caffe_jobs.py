@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
+import pytest
 from caffe_jobs import CAFFE, finish, launched, start, train, weights, write_solver
 from caffe_nets import lenet
 
@@ -22,10 +24,10 @@ _DYING = (
 _FOR_EVER = {"max_iter": 100_000_000, "display": 1}
 
 
-def _start(directory: Path, digits: Path, script: str) -> subprocess.Popen[str]:
+def _start(directory: Path, digits: Path, script: str, **variables: str) -> subprocess.Popen[str]:
     """A job that trains for ever, when it has begun to."""
     write_solver(directory, lenet(digits, 16), **_FOR_EVER)
-    job = start(directory, [*launched(2), "sh", "-c", script])
+    job = start(directory, [*launched(2), "sh", "-c", script], **variables)
     assert job.stdout is not None
     for line in job.stdout:
         if "Iteration 3 (" in line:
@@ -67,6 +69,19 @@ def test_a_killed_process_ends_the_others_with_one_line(digits: Path, tmp_path: 
     assert "rank 0 on localhost was the first to fail, with exit code 1" in output, output
 
 
+@pytest.mark.full
+def test_a_process_that_stops_ends_the_others(digits: Path, tmp_path: Path) -> None:
+    # Longer than a busy machine keeps a process waiting.
+    job = _start(tmp_path, digits, _WITH_IDS, GLOO_TIMEOUT_SECONDS="7")
+    _signal(tmp_path, 1, signal.SIGSTOP)
+    assert job.stdout is not None
+    said = next(line for line in job.stdout if "GLOO_TIMEOUT_SECONDS" in line)
+    _signal(tmp_path, 1, signal.SIGCONT)
+    status, output = finish(job)
+    assert status != 0, output
+    assert said.startswith("[0]") and "rank 1" in said and "for 7 s" in said, said
+
+
 def test_a_process_without_its_solver_ends_the_others(digits: Path, tmp_path: Path) -> None:
     write_solver(tmp_path, lenet(digits, 16), name="solver0.prototxt", **_FOR_EVER)
     script = f'exec "{CAFFE}" train --solver=solver$PERSEUS_RANK.prototxt'
@@ -93,6 +108,35 @@ def test_a_wrong_variable_is_one_line(digits: Path, tmp_path: Path) -> None:
     assert status == 1
     assert len(output.splitlines()) == 1, output
     assert "PERSEUS_ALLREDUCE_STREAMS='99'" in output, output
+
+
+def test_an_interface_that_is_not_there_is_named(digits: Path, tmp_path: Path) -> None:
+    write_solver(tmp_path, lenet(digits, 16))
+    command = [*launched(2), str(CAFFE), "train", "--solver=solver.prototxt"]
+    settings = {"PERSEUS_TRANSPORT": "tcp", "PERSEUS_NCCL_NETWORK_INTERFACE": "nope0"}
+    status, output = finish(start(tmp_path, command, **settings))
+    assert status != 0
+    assert "names 'nope0', which does not exist" in output, output
+
+
+def test_processes_that_know_their_place_meet_at_the_port(digits: Path, tmp_path: Path) -> None:
+    """torchrun's variables set by hand; PERSEUS_MASTER_PORT is where rank 0 listens."""
+    write_solver(tmp_path, lenet(digits, 16), max_iter=2)
+    command = [str(CAFFE), "train", "--solver=solver.prototxt"]
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    secret = "0123456789abcdef0123456789abcdef"
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        known = {**world, "PERSEUS_SECRET": secret, "PERSEUS_MASTER_PORT": port}
+        status, output = finish(start(tmp_path, command, RANK="0", LOCAL_RANK="0", **known))
+        assert status != 0
+        assert f"port {port} is taken: set PERSEUS_MASTER_PORT" in output, output
+    jobs = [start(tmp_path, command, RANK=rank, LOCAL_RANK=rank, **known) for rank in ("0", "1")]
+    for status, output in map(finish, jobs):
+        assert status == 0, output
+    assert weights(tmp_path, 2)
 
 
 def test_a_world_of_one_by_a_launcher(digits: Path, tmp_path: Path) -> None:
