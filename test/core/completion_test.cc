@@ -22,8 +22,8 @@ class Calls {
   // Outcomes in the order of the calls, once there are so many.
   std::vector<Outcome> wait_for(size_t count) {
     std::unique_lock<std::mutex> lock(mutex_);
-    EXPECT_TRUE(called_.wait_for(lock, std::chrono::seconds(60), [&] { return outcomes_.size() >= count; }))
-        << outcomes_.size() << " of " << count;
+    EXPECT_TRUE(called_.wait_for(lock, std::chrono::seconds(300), [&] { return calls_ >= count; }))
+        << calls_ << " of " << count;
     return outcomes_;
   }
   std::vector<perseus_handle> handles() {
@@ -45,14 +45,16 @@ class Calls {
       count = outcomes_.size();
     }
     if (next) next(count);
-    // Under the lock: the one who waits may destroy this object next.
+    // Only now, and under the lock: the one who waits may destroy this object next.
     std::lock_guard<std::mutex> lock(mutex_);
+    ++calls_;
     called_.notify_all();
   }
 
   perseus_context* context_;
   std::mutex mutex_;
   std::condition_variable called_;
+  size_t calls_ = 0;  // that are over
   std::vector<Outcome> outcomes_;
   std::vector<perseus_handle> handles_;
 };
