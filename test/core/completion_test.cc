@@ -97,6 +97,30 @@ TEST_P(Completion, EveryRequestIsToldOnceAndMaySubmitTheNext) {
   });
 }
 
+TEST_P(Completion, WhoIsToldFindsItCounted) {
+  run_ranks(2, [](int, perseus_context* context) {
+    std::vector<std::pair<uint64_t, uint64_t>> counted;  // operations, buckets
+    Calls calls(context);
+    calls.next = [&](size_t) {
+      perseus_stats stats{};
+      stats.struct_size = sizeof stats;
+      EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
+      counted.emplace_back(stats.operations, stats.buckets);
+    };
+    int64_t memory = 1;
+    const int64_t shape = 1;
+    const perseus_tensor tensor{&memory, &memory, &shape, 1, PERSEUS_INT64};
+    perseus_request request = request_of(PERSEUS_ALLREDUCE, "again", &tensor, 1);
+    calls.ask(&request);
+    for (uint64_t i = 1; i < 6; ++i) {
+      perseus_handle handle = 0;
+      ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
+      calls.wait_for(i);
+      EXPECT_EQ(counted.back(), std::make_pair(i, i));
+    }
+  });
+}
+
 TEST_P(Completion, ErrorsAreToldToo) {
   std::promise<void> submitted;  // what stays pending
   run_ranks(2, [&](int rank, perseus_context* context) {
