@@ -68,7 +68,7 @@ class Running:
         return self.process.returncode, output, errors
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 60) -> bool:
+def eventually(condition: Callable[[], bool], timeout: float = 300) -> bool:
     """Whether `condition` became true in time."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
