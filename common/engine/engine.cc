@@ -185,6 +185,7 @@ bool Engine::pass(bool eager) {
   }
   // Group changes touch the map that was walked above and end what a group still has under way, so they come last.
   if (!finished_.empty() || !mismatched_.empty()) {
+    count();  // who sees its request finished sees it counted
     nan_check_.scan_sums(finished_);
     nan_check_.report(finished_, log_);
     size_t changes = 0;
@@ -196,7 +197,6 @@ bool Engine::pass(bool eager) {
     for (size_t i = 0; i < changes; ++i) finish(finished_[i], Status());
     finished_.clear();
     mismatched_.clear();
-    count();
     moved = true;
   }
   return moved;
@@ -237,7 +237,7 @@ void Engine::finish(Entry* entry, const Status& status) {
   const Completion done = entry->done;
   const int64_t handle = HandleTable::handle_of(*slot, entry->handle);
   recycle(entry);
-  ++operations_;
+  operations_.fetch_add(1, std::memory_order_relaxed);
   HandleTable::complete(slot);
   driver_.completed();
   if (done.call == nullptr) return;
@@ -342,7 +342,6 @@ void Engine::count() {
     stats.buckets += group->buckets();
     stats.staging_bytes += group->staging_bytes();
   }
-  stats.operations = operations_;
   stats.staging_bytes += accumulation_.bytes() + residuals_.bytes();
   std::lock_guard<std::mutex> lock(stats_mutex_);
   stats_ = stats;
@@ -351,6 +350,7 @@ void Engine::count() {
 EngineStats Engine::stats() const {
   std::lock_guard<std::mutex> lock(stats_mutex_);
   EngineStats stats = stats_;
+  stats.operations = operations_.load(std::memory_order_relaxed);
   stats.sleeps = driver_.sleeps();
   return stats;
 }

@@ -198,6 +198,7 @@ class Engine {
   std::atomic<int> first_left_{-1};   // the peer that was first to say goodbye
   mutable std::mutex cause_mutex_;
   std::string cause_;  // guarded by cause_mutex_
+  std::atomic<uint64_t> operations_{0};
 
   // Token held:
   std::vector<bool> left_;                    // peers that said goodbye
@@ -208,7 +209,6 @@ class Engine {
   bool tcp_ = false;
   std::vector<Entry*> finished_;
   std::vector<std::pair<Entry*, std::string>> mismatched_;
-  uint64_t operations_ = 0;
   int64_t tuner_handle_ = 0;  // of what tells the others this rank's times; 0 = not submitted
   const std::string tuner_log_;
 

@@ -22,8 +22,8 @@ class Calls {
   // Outcomes in the order of the calls, once there are so many.
   std::vector<Outcome> wait_for(size_t count) {
     std::unique_lock<std::mutex> lock(mutex_);
-    EXPECT_TRUE(called_.wait_for(lock, std::chrono::seconds(60), [&] { return outcomes_.size() >= count; }))
-        << outcomes_.size() << " of " << count;
+    EXPECT_TRUE(called_.wait_for(lock, std::chrono::seconds(300), [&] { return calls_ >= count; }))
+        << calls_ << " of " << count;
     return outcomes_;
   }
   std::vector<perseus_handle> handles() {
@@ -45,14 +45,16 @@ class Calls {
       count = outcomes_.size();
     }
     if (next) next(count);
-    // Under the lock: the one who waits may destroy this object next.
+    // Only now, and under the lock: the one who waits may destroy this object next.
     std::lock_guard<std::mutex> lock(mutex_);
+    ++calls_;
     called_.notify_all();
   }
 
   perseus_context* context_;
   std::mutex mutex_;
   std::condition_variable called_;
+  size_t calls_ = 0;  // that are over
   std::vector<Outcome> outcomes_;
   std::vector<perseus_handle> handles_;
 };
@@ -92,6 +94,30 @@ TEST_P(Completion, EveryRequestIsToldOnceAndMaySubmitTheNext) {
     EXPECT_EQ(calls.handles(), submitted);
     for (size_t i = 0; i < memory.size(); ++i)
       ASSERT_EQ(memory[i], 100 * kSize * (kSize + 1) / 2 + kSize * static_cast<int64_t>(i)) << i;
+  });
+}
+
+TEST_P(Completion, WhoIsToldFindsItCounted) {
+  run_ranks(2, [](int, perseus_context* context) {
+    std::vector<std::pair<uint64_t, uint64_t>> counted;  // operations, buckets
+    Calls calls(context);
+    calls.next = [&](size_t) {
+      perseus_stats stats{};
+      stats.struct_size = sizeof stats;
+      EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
+      counted.emplace_back(stats.operations, stats.buckets);
+    };
+    int64_t memory = 1;
+    const int64_t shape = 1;
+    const perseus_tensor tensor{&memory, &memory, &shape, 1, PERSEUS_INT64};
+    perseus_request request = request_of(PERSEUS_ALLREDUCE, "again", &tensor, 1);
+    calls.ask(&request);
+    for (uint64_t i = 1; i < 6; ++i) {
+      perseus_handle handle = 0;
+      ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
+      calls.wait_for(i);
+      EXPECT_EQ(counted.back(), std::make_pair(i, i));
+    }
   });
 }
 

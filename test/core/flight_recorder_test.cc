@@ -36,7 +36,7 @@ class FlightRecorder : public testing::Test {
           Call call(operation, rank);
           if (rank == 2) {
             const char* reason = "";
-            for (int i = 0; i < 4000 && perseus_context_failed(context, &reason) == 0; ++i)
+            while (perseus_context_failed(context, &reason) == 0)
               std::this_thread::sleep_for(std::chrono::milliseconds(5));
             return;
           }

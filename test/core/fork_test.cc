@@ -15,7 +15,7 @@ using namespace perseus_test;
 int in_child(const std::function<int()>& body) {
   const pid_t child = fork();
   if (child == 0) {
-    alarm(60);
+    alarm(600);
     _exit(body());
   }
   int status = 0;
@@ -57,7 +57,7 @@ TEST_P(Fork, AChildGetsAClearErrorAndItsEndDisturbsNobody) {
       // One that lives on and still holds whatever fork copied.
       const pid_t sleeper = fork();
       if (sleeper == 0) {
-        alarm(60);
+        alarm(600);
         for (;;) pause();
       }
       EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "forked", nullptr, 0)).code, PERSEUS_OK);
@@ -98,13 +98,13 @@ TEST_P(Fork, AChildDoesNotKeepItsParentsConnectionsOpen) {
   ASSERT_EQ(pipe(pipe_of_worker), 0);
   const pid_t rank_1 = fork();
   if (rank_1 == 0) {
-    alarm(60);
+    alarm(600);
     o.rank = 1;
     perseus_context* context = nullptr;
     if (perseus_context_create(&o, &context) != PERSEUS_OK) _exit(1);
     const pid_t worker = fork();
     if (worker == 0) {
-      alarm(60);
+      alarm(600);
       for (;;) pause();
     }
     if (write(pipe_of_worker[1], &worker, sizeof worker) != sizeof worker) _exit(2);

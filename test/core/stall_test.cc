@@ -135,15 +135,15 @@ void run_until_stall_ends_the_job(const Medium& medium) {
         if (rank == 2) {
           // The cause reaches the rank that never submitted, too.
           const char* reason = "";
-          for (int i = 0; i < 4000 && perseus_context_failed(context, &reason) == 0; ++i)
-            std::this_thread::sleep_for(milliseconds(5));
+          while (perseus_context_failed(context, &reason) == 0) std::this_thread::sleep_for(milliseconds(5));
           EXPECT_NE(std::string(reason).find("2: [t!]"), std::string::npos) << reason;
           const Outcome outcome = call.submit(context);
           EXPECT_EQ(outcome.code, PERSEUS_ABORTED) << outcome.message;
           return;
         }
-        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
-        const Outcome outcome = wait(context, call.handle(), 20000);
+        // On a busy machine the clock may have run out for the other rank that submits, before this one does.
+        Outcome outcome = call.submit(context);
+        if (outcome.code == PERSEUS_OK) outcome = wait(context, call.handle());
         EXPECT_TRUE(outcome.code == PERSEUS_TIMEOUT || outcome.code == PERSEUS_ABORTED) << outcome.code;
         EXPECT_NE(outcome.message.find("2: [t!]"), std::string::npos) << outcome.message;
         EXPECT_NE(outcome.message.find("Will shutdown."), std::string::npos) << outcome.message;

@@ -84,7 +84,7 @@ class Step {
     }
     bool good = true;
     for (size_t i = 0; i < kTensors; ++i) {
-      good = perseus_handle_wait(context, handles[i], 60000) == PERSEUS_OK && good;
+      good = perseus_handle_wait(context, handles[i], 300'000) == PERSEUS_OK && good;
       good = perseus_handle_release(context, handles[i]) == PERSEUS_OK && good;
       good = good && data_[i].front() == 1.5f && data_[i].back() == 1.5f;
     }
@@ -130,7 +130,7 @@ TEST_P(SteadyState, StepsAllocateNothing) {
   std::atomic<int> arrived{0};
   const auto meet = [&](int phase) {
     ++arrived;
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(300);
     while (arrived < 2 * phase && std::chrono::steady_clock::now() < end) std::this_thread::yield();
   };
   run_world(

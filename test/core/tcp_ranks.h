@@ -21,7 +21,7 @@
 
 namespace perseus {
 
-constexpr int64_t kLimit = 30 * kSecond;
+constexpr int64_t kLimit = 120 * kSecond;
 
 inline const char* const kLoopback = "PERSEUS_GLOO_NETWORK_INTERFACE=lo";
 
@@ -53,7 +53,7 @@ struct Rank {
     transport = connect_tcp(world, store, waker, config, others(w.rank, w.size), now_ns() + limit_ns);
   }
 
-  // Drives until `ready`, spinning and now and then sleeping as an engine does; fails the test after 30 s.
+  // Drives until `ready`, spinning and now and then sleeping as an engine does; fails the test after kLimit.
   void drive(const std::function<bool()>& ready) {
     const int64_t deadline = now_ns() + kLimit;
     for (uint64_t pass = 0; now_ns() < deadline; ++pass) {

@@ -66,7 +66,7 @@ def shared_memory_files() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith(_OF_MPI)}
 
 
-def expect_nothing_left(mark: str, held: set[Inode], files: set[str], timeout: float = 5) -> None:
+def expect_nothing_left(mark: str, held: set[Inode], files: set[str], timeout: float = 60) -> None:
     """Fail unless processes, sockets, segments and files go within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while True:

@@ -127,6 +127,16 @@ class Ranks(Marked):
                 env=clean_environment() | self._identity(rank) | self._environment | environment,
             )
 
+    def start_together(self, *numbers: int) -> None:
+        """Start ranks that join at the same time, however long each takes to be up."""
+        hold = Path(self.directory, "hold")
+        hold.touch()
+        for rank in numbers:
+            self.start(rank)
+        for rank in numbers:
+            self.note(rank, "ready")
+        hold.unlink()
+
     def _identity(self, rank: int) -> dict[str, str]:
         return {
             leftovers.MARK: self.mark,
@@ -186,7 +196,7 @@ class Ranks(Marked):
         for process in self.rank.values():
             with contextlib.suppress(OSError):
                 process.kill()
-            process.wait(10)
+            process.wait(PATIENCE)
         assert ended_in_time, "a rank still ran at the end of its test\n" + self.everything_said()
         if kind is None:
             self.expect_nothing_left()
@@ -299,6 +309,6 @@ class Launch(Marked):
             for pid in leftovers.processes(self.mark):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-            self.process.wait(10)
+            self.process.wait(PATIENCE)
         if self._terminal is not None:
             os.close(self._terminal)

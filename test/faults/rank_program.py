@@ -41,6 +41,9 @@ def describe(vector: array.array[float]) -> tuple[int, tuple[int], tuple[int], i
 
 def join() -> None:
     global operations
+    note("ready")
+    while Path(sys.argv[2], "hold").exists():
+        time.sleep(0.005)
     note("joining")
     basics.init()
     operations = basics.operations(lambda *_: None, describe)

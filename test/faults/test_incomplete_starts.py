@@ -24,8 +24,7 @@ def expect_init_error(ranks: Ranks, rank: int, *fragments: str) -> None:
 
 def test_ranks_that_never_come_are_named(tmp_path):
     with Ranks(tmp_path, ["start"], 4, start=False, HOROVOD_START_TIMEOUT=str(LIMIT)) as ranks:
-        ranks.start(0)
-        ranks.start(2)
+        ranks.start_together(0, 2)
         for rank in (0, 2):
             expect_init_error(
                 ranks, rank, "rank 1, 3 of 4 did not appear within 3 s (HOROVOD_START_TIMEOUT)"
@@ -46,8 +45,7 @@ def test_rank_that_dies_while_others_are_still_missing_is_named(tmp_path, transp
         ranks.note(1, "joining")
         time.sleep(0.5)  # it has said that it is there, and waits for the others
         ranks.signal(1, signal.SIGKILL)
-        ranks.start(0)
-        ranks.start(2)
+        ranks.start_together(0, 2)
         for rank in (0, 2):
             expect_init_error(ranks, rank, "rank 1")
         ranks.finish(1)
@@ -72,7 +70,8 @@ def test_rank_killed_at_any_moment_of_the_start_is_named(tmp_path, transport):
         for attempt in range(5):
             directory = tmp_path / str(attempt)
             directory.mkdir()
-            ranks = stack.enter_context(Ranks(directory, scenario, 3, **environment))
+            ranks = stack.enter_context(Ranks(directory, scenario, 3, start=False, **environment))
+            ranks.start_together(0, 1, 2)
             ranks.note(1, "joining")
             time.sleep(0.025 * attempt)
             ranks.signal(1, signal.SIGKILL)

@@ -44,7 +44,7 @@ def holder(mark: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     finally:
         process.kill()
         leftovers.kill(child)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
 
 def test_what_a_killed_process_leaves_to_its_child_is_found():
@@ -55,7 +55,7 @@ def test_what_a_killed_process_leaves_to_its_child_is_found():
         held = leftovers.holdings([process.pid])
         assert len(held) == 2
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(60)
         with pytest.raises(AssertionError) as error:
             leftovers.expect_nothing_left(mark, held, files, timeout=0.2)
         for fact in (f"process {child}: ", f"process {child} has ", "/proc/net/unix: ", mark):

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 
-def run_ranks(ranks: int, command: list[str], timeout: float = 100.0) -> tuple[int, str]:
+def run_ranks(ranks: int, command: list[str], timeout: float = 400.0) -> tuple[int, str]:
     """`perseusrun -np RANKS COMMAND` as (status, output); every process is gone when it returns."""
     environment = os.environ.copy()
     # Tests may run from inside a job; its identity is not theirs.
@@ -43,7 +43,7 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 100.0) -> tuple[i
         late.set()
         os.killpg(process.pid, signal.SIGINT)
         try:
-            process.wait(15)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
 

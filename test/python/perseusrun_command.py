@@ -20,7 +20,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def perseusrun(
     *arguments: str,
-    timeout: float = 120,
+    timeout: float = 300,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
@@ -58,17 +58,17 @@ class Running:
                 self.process.wait(5)
             except subprocess.TimeoutExpired:
                 self.process.send_signal(signal.SIGINT)
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=60)
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
-    def finish(self, timeout: float = 60) -> tuple[int, str, str]:
+    def finish(self, timeout: float = 300) -> tuple[int, str, str]:
         output, errors = self.process.communicate(timeout=timeout)
         return self.process.returncode, output, errors
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 60) -> bool:
+def eventually(condition: Callable[[], bool], timeout: float = 300) -> bool:
     """Whether `condition` became true in time."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:

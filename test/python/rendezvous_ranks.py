@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 # Every variable from which some launcher could be recognised.
@@ -47,17 +50,21 @@ def environment(**variables: str) -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHERS) and name not in TORCH
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "HOROVOD_START_TIMEOUT": "50", **variables}
+    return {**kept, "OMP_NUM_THREADS": "1", "HOROVOD_START_TIMEOUT": "250", **variables}
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody gets who asks for any port, until the ranks are up and take it."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.randrange(max(first - 10_000, 1024), max(first, 2048))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(
-    environments: list[dict[str, str]], program: str, timeout: float = 60
+    environments: list[dict[str, str]], program: str, timeout: float = 300
 ) -> list[subprocess.CompletedProcess[str]]:
     """Each rank's end, all started at once; none is left behind."""
     ranks = [

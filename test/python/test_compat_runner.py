@@ -43,9 +43,9 @@ def test_thread_runs_with_its_arguments_and_may_fail_silently(
 ) -> None:
     done: list[tuple[int, str]] = []
     thread = threads.in_thread(lambda n, name: done.append((n, name)), (3, "x"), name="mine")
-    thread.join(10)
+    thread.join(60)
     assert done == [(3, "x")] and thread.name == "mine" and thread.daemon
-    threads.in_thread(lambda: 1 // 0, silent=True).join(10)
+    threads.in_thread(lambda: 1 // 0, silent=True).join(60)
     assert "ZeroDivisionError" not in capsys.readouterr().err
     with pytest.raises(ValueError, match="args must be a tuple"):
         threads.in_thread(print, [1])  # type: ignore[arg-type]
@@ -56,13 +56,13 @@ def test_function_runs_on_the_event_unless_stopped() -> None:
     event, stop = threading.Event(), threading.Event()
     thread = threads.on_event(event, done.append, (5,), stop=stop, check_stop_interval_s=0.01)
     event.set()
-    thread.join(10)
+    thread.join(60)
     assert done == [5]
     stopped = threads.on_event(
         threading.Event(), done.append, (6,), stop=stop, check_stop_interval_s=0.01
     )
     stop.set()
-    stopped.join(10)
+    stopped.join(60)
     assert not stopped.is_alive() and done == [5]
     with pytest.raises(ValueError, match="Stop event must be given"):
         threads.on_event(event, print, daemon=False)

@@ -114,7 +114,7 @@ def test_ranks_that_know_their_place_meet(rank: str) -> None:
             )
             for i in range(2)
         ]
-        ends = [process.communicate(timeout=60) for process in ranks]
+        ends = [process.communicate(timeout=300) for process in ranks]
         lines = places("".join(output for output, _ in ends))
         assert [line[:6] + line[7:] for line in lines] == [
             [str(i), "2", str(i), "2", "0", "1", *_SUMS[2]] for i in range(2)

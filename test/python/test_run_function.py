@@ -52,7 +52,7 @@ def output_of(tmp_path: Path, code: str) -> list[str]:
     """What a script prints that runs elsewhere than where it lies."""
     result = subprocess.run(
         program(tmp_path, code),
-        capture_output=True, text=True, timeout=60, cwd="/", check=False,
+        capture_output=True, text=True, timeout=300, cwd="/", check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
@@ -60,7 +60,7 @@ def output_of(tmp_path: Path, code: str) -> list[str]:
 
 def announce_and_wait(directory: Path) -> None:
     (directory / f"{os.getpid()}.pid").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def announced(directory: Path) -> list[int]:
@@ -144,7 +144,7 @@ def test_the_rank_that_failed_first_is_named_even_when_it_ends_last(tmp_path: Pa
         if rank() == 1:
             import atexit
 
-            atexit.register(time.sleep, 60)
+            atexit.register(time.sleep, 600)
             atexit.register(answered.touch)  # comes first
             raise KeyError("the reason")
         while not answered.exists():
@@ -226,7 +226,7 @@ def test_signals_end_the_ranks_and_reach_the_caller(
         import perseus
         def work():
             pathlib.Path({str(tmp_path)!r}, f"{{os.getpid()}}.pid").touch()
-            time.sleep(60)
+            time.sleep(600)
         def handle(number, frame):
             print("handled", number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -242,7 +242,7 @@ def test_signals_end_the_ranks_and_reach_the_caller(
         assert eventually(lambda: len(announced(tmp_path)) == 2)
         ranks = announced(tmp_path)
         process.send_signal(number)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert ending in output.splitlines(), output
@@ -268,7 +268,7 @@ def test_threads_may_run_too() -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(run(rank, num_proc=2)))
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert found == [[0, 1]]
 
 

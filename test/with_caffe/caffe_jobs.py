@@ -67,7 +67,7 @@ def start(directory: Path, command: list[str], **variables: str) -> subprocess.P
     )  # fmt: skip
 
 
-def finish(job: subprocess.Popen[str], timeout: float = 120) -> tuple[int, str]:
+def finish(job: subprocess.Popen[str], timeout: float = 300) -> tuple[int, str]:
     """(status, output); a job that takes longer is ended, all of it, and the test with it."""
     try:
         output, _ = job.communicate(timeout=timeout)

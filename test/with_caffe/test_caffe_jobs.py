@@ -19,7 +19,8 @@ _TRAIN = f'"{CAFFE}" train --solver=solver.prototxt'
 _WITH_IDS = f"echo $$ > id$PERSEUS_RANK; exec {_TRAIN}"
 # The launcher hears of rank 1's end later than rank 0 does.
 _DYING = (
-    f"{_TRAIN} & echo $! > id$PERSEUS_RANK; wait $!; code=$?; sleep ${{PERSEUS_RANK}}0; exit $code"
+    f"{_TRAIN} & echo $! > id$PERSEUS_RANK; wait $!; code=$?; touch ended$PERSEUS_RANK; "
+    "while [ ! -e ended0 ]; do sleep 0.1; done; sleep ${PERSEUS_RANK}0; exit $code"
 )
 _FOR_EVER = {"max_iter": 100_000_000, "display": 1}
 
