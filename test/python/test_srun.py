@@ -65,7 +65,8 @@ def test_ranks_meet_by_their_secret(cluster: Cluster, mpi: str, rank: str) -> No
         expect_worlds(result.stdout, [2])
 
 
-@pytest.mark.parametrize("mpi", ["none", "pmi2"])  # PMIx wants nodes on hosts of their own
+# Not with pmix, which failed over two nodes of one host, for a reason that is not known.
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
 def test_ranks_of_two_nodes_meet(cluster: Cluster, mpi: str, rank: str) -> None:
     for program in ([sys.executable, "-W", "ignore", "-c", _HVD], [rank, "2"]):
         command = ["srun", f"--mpi={mpi}", "-n", "3", "-N", "2", "-m", "block", *program]
