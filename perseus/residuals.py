@@ -7,6 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
+import json
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -69,6 +70,37 @@ class Residuals:
     def take_along(self) -> None:
         """The world is about to end, and the next one is to go on with these."""
         self.waiting = self.read()
+
+
+def own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
+    """Those of a file if this rank, or None, held them; else none: others begin with nothing."""
+    known = owner is None or (basics.is_initialized() and owner == basics.rank())
+    return dict(residuals) if known else {}
+
+
+def pack(held: Mapping[str, Held], rank: int) -> bytes:
+    """What a rank holds as one string: a line of JSON, the numbers, and a dot for NumPy's sake."""
+    index = [[key, layout, len(data)] for key, (layout, data) in held.items()]
+    line = json.dumps({"rank": rank, "held": index}).encode()
+    return b"".join([line, b"\n", *(bytes(data) for _, data in held.values()), b"."])
+
+
+def unpack(string: bytes) -> tuple[dict[str, Held], int]:
+    """(what was packed, the rank that held it); ValueError for other strings."""
+    line, found, numbers = bytes(string).partition(b"\n")
+    held: dict[str, Held] = {}
+    try:
+        index = json.loads(line)
+        first = 0
+        for key, layout, length in index["held"]:
+            held[key] = layout, numbers[first : first + length]
+            first += length
+        rank = int(index["rank"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError("[residuals] this is not what Perseus has saved") from error
+    if not found or len(numbers) != first + 1:
+        raise ValueError("[residuals] a part of what Perseus has saved is missing")
+    return held, rank
 
 
 def _mark(key: str, name: str) -> int:

@@ -48,6 +48,7 @@ class Call {
   bool make_output(int index, Tensor* tensor);
   bool read_splits();
   bool hand_over(perseus_handle* handle);
+  void name(perseus_request* request);
   bool finish(perseus_handle handle);
   bool give_tensors(perseus_handle handle);
   bool give_tensor(perseus_handle handle, int index, const perseus_output& output);
@@ -57,8 +58,8 @@ class Call {
   bool checked() { return status_.ok() || fail(TF_GetCode(status_.get()), TF_Message(status_.get())); }
   // The request's handle is done.
   static void done(void* call, perseus_handle handle);
-  // The op has failed on this rank before it began. In a graph the others are told, and it ends when they know: they
-  // would wait for it, and it may come again.
+  // The op has failed on this rank before it began. The others are told, and it ends when they know: they would wait
+  // for it, and it may come again.
   void refuse();
   static void refused(void* call, perseus_handle handle);
   void end();
@@ -69,6 +70,7 @@ class Call {
   WorldUse world_;
   OwnedStatus status_;
   std::string failure_;
+  std::string number_;  // what an op without a name is called
   std::vector<Tensor> tensors_;
   std::vector<int64_t> splits_;
 };
@@ -167,19 +169,24 @@ bool Call::prepare() {
   return !settings_.with_splits || read_splits();
 }
 
+void Call::name(perseus_request* request) {
+  request->name = settings_.name.c_str();
+  if (!settings_.name.empty()) return;
+  if (number_.empty()) {
+    // -1 outside of the group, which the core refuses.
+    const auto number = static_cast<long long>(perseus_group_next_number(world_.context(), settings_.group));
+    number_ = settings_.prefix + "noname." + std::to_string(number);
+  }
+  request->name = number_.c_str();
+  request->transient = 1;
+}
+
 bool Call::hand_over(perseus_handle* handle) {
   perseus_request request = {};
   request.struct_size = sizeof(request);
   request.kind = settings_.kind;
   request.group = settings_.group;
-  std::string name;
-  if (settings_.name.empty()) {
-    // -1 outside of the group, which the core refuses.
-    const auto number = static_cast<long long>(perseus_group_next_number(world_.context(), settings_.group));
-    name = settings_.prefix + "noname." + std::to_string(number);
-    request.transient = 1;
-  }
-  request.name = name.empty() ? settings_.name.c_str() : name.c_str();
+  name(&request);
   std::vector<perseus_tensor> tensors;
   tensors.reserve(tensors_.size());
   for (const Tensor& tensor : tensors_) tensors.push_back(tensor.core);
@@ -214,17 +221,24 @@ void Call::done(void* self, perseus_handle handle) {
 }
 
 void Call::refuse() {
+  perseus_context* const core = world_.context();
+  if (core == nullptr) return end();
+  const bool eager = settings_.eager;
   perseus_request request = {};
   request.struct_size = sizeof(request);
   request.kind = settings_.kind;
   request.group = settings_.group;
-  request.name = settings_.name.c_str();
+  name(&request);
   request.refusal = failure_.c_str();
-  request.done = &Call::refused;
-  request.done_arg = this;
+  if (!eager) {
+    request.done = &Call::refused;
+    request.done_arg = this;
+  }
   perseus_handle handle = 0;
-  perseus_context* const core = world_.context();
-  if (settings_.eager || core == nullptr || perseus_request_submit(core, &request, &handle) != PERSEUS_OK) end();
+  if (perseus_request_submit(core, &request, &handle) != PERSEUS_OK) return end();
+  if (!eager) return;
+  perseus_handle_wait(core, handle, -1);
+  refused(this, handle);
 }
 
 void Call::refused(void* self, perseus_handle handle) {

@@ -14,7 +14,7 @@ from typing import Any
 from perseus import basics, config
 from perseus.keras.backend import Exchange, Reduction, backend
 from perseus.names import unnumbered
-from perseus.residuals import Held
+from perseus.residuals import Held, own
 
 _used_names: Counter[str] = Counter()
 
@@ -45,7 +45,7 @@ class GradientExchange:
     def residuals(self) -> dict[str, Held]:
         """What lossy codecs hold back here, by names that are the same in every process."""
         if self._exchange is None:
-            return _own(*self._loaded)
+            return own(*self._loaded)
         return self._exchange.residuals.read()
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
@@ -57,7 +57,7 @@ class GradientExchange:
             self._loaded = residuals, owner
             return
         self._exchange.forget()
-        self._exchange.residuals.replace(_own(residuals, owner))
+        self._exchange.residuals.replace(own(residuals, owner))
         if basics.is_initialized():
             self._exchange.residuals.hand_over_known()
 
@@ -187,11 +187,6 @@ class Exchanging:
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on this rank; before the first step."""
         self._exchange.local_variables.append(var)
-
-
-def _own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
-    known = owner is None or (basics.is_initialized() and owner == basics.rank())
-    return dict(residuals) if known else {}
 
 
 def _readable(variable: Any) -> str:

@@ -7,18 +7,23 @@ Horovod 0.28.1, horovod._keras.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 import tensorflow as tf
 
+from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras.backend import keras
-from perseus.keras.exchange import Exchanging, GradientExchange, HeldBack, Plan
+from perseus.keras.exchange import Exchanging, GradientExchange, Plan
+from perseus.keras.residuals import SavedResiduals
 from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from perseus.tensorflow.modes import belongs_here, when
+from perseus.tensorflow.residuals import ResidualState
 
 # What is said by calling methods, and so is in no config.
 _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
+_CHILD = "perseus_residuals_state"  # in TensorFlow's checkpoints
 
 
 class _Places:
@@ -64,14 +69,31 @@ class DistributedMixin(Exchanging):
 
     _agg_helper: _AggregationHelper | None
     _applies: Any
+    _reduces_later: bool  # the gradients that apply_gradients gets next
     _state: tuple[Any, ...]
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.perseus_residuals = HeldBack(self._exchange)  # for elastic states; files have no room
+        self.perseus_residuals = SavedResiduals(self._exchange)
+        # Not by assignment, which would make it a part of every checkpoint.
+        self.__dict__[_CHILD] = ResidualState(self._exchange)
         self._agg_helper = _AggregationHelper(self._exchange) if self._plan.passes > 1 else None
         self._applies = None
+        self._reduces_later = False
         self._state = ()
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
+        """As in the wrapped optimizer, and what is held back where there is something."""
+        wrapped: Any = super()
+        children: dict[str, Any] = wrapped._trackable_children(save_type, **kwargs)
+        held = save_type == "checkpoint" and basics.is_initialized() and self._exchange.residuals()
+        return {**children, _CHILD: self.__dict__[_CHILD]} if held else children
+
+    def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
+        wrapped: Any = super()
+        if name == _CHILD:
+            return self.__dict__[_CHILD]
+        return wrapped._lookup_dependency(name, cached_dependencies)
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: Any = None
@@ -89,12 +111,23 @@ class DistributedMixin(Exchanging):
         else:
             pairs = wrapped.compute_gradients(loss, var_list, tape=tape)
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        return list(zip(self._allreduce(gradients, variables), variables, strict=True))
+        return list(zip(self._begin(gradients, variables), variables, strict=True))
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
         """As in the wrapped optimizer, reduced over all ranks; for graphs."""
         wrapped: Any = super()
-        return self._allreduce(wrapped.get_gradients(loss, params), params)
+        return self._begin(wrapped.get_gradients(loss, params), params)
+
+    def _begin(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Reduced gradients; inside a LossScaleOptimizer they are still this rank's.
+
+        What it applies is finite and has no scale, which may be another one in every step: only
+        that may be summed up over steps and held back.
+        """
+        if not getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
+            return self._allreduce(grads, vars)
+        self._reduces_later = True
+        return _finite_everywhere(grads, self._exchange)
 
     def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         grads, vars = list(grads), list(vars)
@@ -106,13 +139,17 @@ class DistributedMixin(Exchanging):
         return grads
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in the wrapped optimizer: it is compute_gradients that reduces.
+        """As in the wrapped optimizer: compute_gradients reduces, unless losses are scaled.
 
         While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
         alike, it is left alone; while backward_passes_per_step does, `iterations` goes on.
         """
         wrapped: Any = super()
         pairs = list(grads_and_vars)
+        if self._reduces_later:
+            self._reduces_later = False
+            gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+            pairs = list(zip(self._allreduce(gradients, variables), variables, strict=True))
 
         def apply() -> Any:
             return wrapped.apply_gradients(pairs, *args, **kwargs)
@@ -150,11 +187,32 @@ class _Legacy(DistributedMixin):
         self._take_over()
 
 
+def _finite_everywhere(grads: Sequence[Any], exchange: GradientExchange) -> list[Any]:
+    """Gradients; NaN in their place if some are not finite on any rank.
+
+    So LossScaleOptimizers, which look at their own rank's only, leave out the same steps.
+    """
+    values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
+    if not values or not exchange.active():
+        return list(grads)
+    here = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
+    finite = exchange.everywhere(here)
+
+    def marked(gradient: Any) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            values = marked(gradient.values)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return (
+            None if gradient is None else tf.where(finite, gradient, tf.cast(nan, gradient.dtype))
+        )
+
+    return [marked(gradient) for gradient in grads]
+
+
 def distribute(optimizer: Any, plan: Plan) -> Any:
     """A distributed optimizer of the class, with the options and the state of `optimizer`.
 
-    A LossScaleOptimizer stays one, around a distributed one: it sees reduced gradients, so that
-    ranks agree whether they are finite.
+    A LossScaleOptimizer stays one, around a distributed one.
     """
     wrapped = type(optimizer)
     if isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):

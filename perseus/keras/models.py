@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from perseus.elastic.variables_state import optimizer_variables
-from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.backend import backend, keras
 from perseus.keras.wrapping import distribute, is_distributed, make_plan
 from perseus.process_sets import global_process_set
 
@@ -36,7 +36,6 @@ def load_model(
         model.optimizer = distribute(optimizer, plan)
         optimizer_variables(model.optimizer, model.trainable_weights)
         inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-        held_back_is_saved = hasattr(inner, "perseus_residuals") and not KERAS_2
-        if held_back_is_saved and str(filepath).endswith(".keras"):
+        if hasattr(inner, "perseus_residuals") and str(filepath).endswith(".keras"):
             model.load_weights(filepath)  # once more, as a plain optimizer knows no residuals
     return model

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import keras
 import numpy as np
 
 from perseus import basics
+from perseus.keras.backend import keras
 from perseus.keras.exchange import HeldBack
 from perseus.residuals import Held
 

@@ -29,6 +29,7 @@ from perseus.tensorflow.gradient_exchange import (
 )
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.ops import Adasum, Average
+from perseus.tensorflow.residuals import GradientResiduals
 
 
 class _AggregationHelper(LocalGradientAggregationHelper):
@@ -62,6 +63,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         groups: Any = None,
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
+        residuals: GradientResiduals | None = None,
     ) -> None:
         name = name or f"Distributed{type(optimizer).__name__}"
         super().__init__(name=name, use_locking=use_locking)
@@ -80,7 +82,11 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             device_dense=device_dense,
             device_sparse=device_sparse,
         )
-        self._exchange = GradientExchange(f"{name}_Allreduce", plan)
+        self._exchange = (
+            GradientExchange(f"{name}_Allreduce", plan)
+            if residuals is None
+            else residuals.exchange(plan)
+        )
         self._agg_helper: _AggregationHelper | None = None
         if backward_passes_per_step > 1:
             if tf.executing_eagerly():
@@ -171,6 +177,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    residuals: GradientResiduals | None = None,
 ) -> Any:
     """An optimizer that reduces gradients over all ranks before it applies them.
 
@@ -193,6 +200,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     process_set: the ranks that take part.
     scale_local_gradients: divide the gradients of variables given to register_local_var() by the
         number of ranks.
+    residuals: keeps what codecs hold back, for checkpoints, with optimizers of tf.compat.v1; see
+        hvd.GradientResiduals. Keras optimizers have them in their own files.
 
     Raises ValueError for arguments that do not fit.
     """
@@ -203,6 +212,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     groups = num_groups or None if groups is None else groups
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         alone = basics.size() == 1 and not config.elastic()
+        if op == Adasum and residuals is not None:
+            raise ValueError("[tensorflow] residuals= is of gradients, op=Adasum combines steps")
         if op == Adasum and process_set.included() and not alone:
             if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
                 raise ValueError(
@@ -217,7 +228,10 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
             optimizer, name, use_locking, device_dense, device_sparse, compression,
             sparse_as_dense, op, gradient_predivide_factor, backward_passes_per_step,
             average_aggregated_gradients, groups, process_set, scale_local_gradients,
+            residuals,
         )  # fmt: skip
+    if residuals is not None:
+        raise ValueError("[tensorflow] residuals= is for the gradients of tf.compat.v1 optimizers")
     if not isinstance(optimizer, _keras_classes()):
         raise ValueError(
             f"[tensorflow] expected an optimizer of tf.compat.v1.train or Keras, got {optimizer!r}"

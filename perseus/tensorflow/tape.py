@@ -25,6 +25,7 @@ from perseus.tensorflow.gradient_exchange import (
     checked_groups,
 )
 from perseus.tensorflow.ops import Average
+from perseus.tensorflow.residuals import GradientResiduals
 
 _WITHHELD = (
     "[tensorflow] PERSEUS_ACCUMULATE_N_STEPS or PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip: on steps "
@@ -56,6 +57,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
     applies: Any
     _plan: Plan
     _local: LocalSources
+    _kept: GradientResiduals | None
 
     def register_local_source(self, source: Any) -> None:
         """Leave the gradient of this variable on its rank."""
@@ -96,9 +98,12 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
             [pair for pair in pairs if not self._local.is_local(pair[0])],
         )
 
+    def _exchange(self) -> GradientExchange:
+        return _exchange(self._plan) if self._kept is None else self._kept.exchange(self._plan)
+
     def _reduced(self, sources: list[Any], gradients: list[Any], generic: bool) -> list[Any]:
         reduced, applies = self._local.around(
-            lambda g, s: _exchange(self._plan)(g, s, generic), gradients, sources
+            lambda g, s: self._exchange()(g, s, generic), gradients, sources
         )
         self.applies = True if applies is None else applies
         if applies is None:
@@ -138,6 +143,7 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    residuals: GradientResiduals | None = None,
 ) -> Any:
     """A tape of the same class whose gradient() reduces over all ranks.
 
@@ -155,6 +161,7 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
         of variables are taken as they are, the rest goes one by one. num_groups is its old name.
     process_set: the ranks that take part.
     scale_local_gradients: divide gradients that stay on their rank by the number of ranks.
+    residuals: keeps what codecs hold back, for checkpoints; see hvd.GradientResiduals.
 
     Returns the tape, with register_local_source() and `applies`. ValueError for arguments that do
     not fit.
@@ -168,6 +175,7 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
     made.process_set = process_set
     made.scale_local_gradients = scale_local_gradients
     made.applies = True
+    made._kept = residuals
     made._local = LocalSources(process_set, scale_local_gradients)
     made._plan = Plan(
         op=op,
@@ -195,6 +203,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name is Horovod's
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    residuals: GradientResiduals | None = None,
 ) -> Any:
     """DistributedGradientTape that leaves the gradients of some layers on their rank.
 
@@ -203,6 +212,7 @@ def PartialDistributedGradientTape(  # noqa: N802 - the name is Horovod's
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
         gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
+        residuals,
     )  # fmt: skip
     if local_layers is None:
         local_layers = []

@@ -32,6 +32,7 @@ MODULES = [
     *([] if KERAS_2 else KERAS_3_MODULES),
     "tf_tape_checks",
     "tf_optimizer_checks",
+    "tf_residual_checks",
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
     "tf_setting_checks",

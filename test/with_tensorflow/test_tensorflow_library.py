@@ -61,9 +61,15 @@ for run in (hvd._allreduce, tf.function(hvd._allreduce)):
     assert found.split() == ["True", "True"]
 
 
-def test_a_rank_dies_while_others_are_in_a_graph(run_ranks, tmp_path):
-    found = tmp_path / "found"
-    command = [sys.executable, str(HERE / "dying_rank.py"), str(found)]
+WAYS = ["function", "session", "eager", "fit"]
+FULL = [pytest.param(way, marks=pytest.mark.full) for way in WAYS[:3]]
+
+
+@pytest.mark.parametrize("first", [*FULL, "fit"])
+def test_a_rank_dies_while_others_train(run_ranks, tmp_path, first):
+    """The first way meets the death, the others come after it."""
+    found, ways = tmp_path / "found", [first, *[way for way in WAYS if way != first]]
+    command = [sys.executable, str(HERE / "dying_rank.py"), str(found), *ways]
     status, output = run_ranks(2, command)
     assert status == 0, output
-    assert found.read_text().splitlines() == ["function UnknownError", "session UnknownError"]
+    assert found.read_text().splitlines() == [f"{way} UnknownError" for way in ways]

@@ -17,7 +17,12 @@ from perseus.tensorflow import gradient_aggregation, gradient_aggregation_eager
 FACE = Face(
     hvd,
     "horovod_tensorflow_api.json",
-    extra={"gradient": ["unconnected_gradients"]},
+    extra={
+        "gradient": ["unconnected_gradients"],
+        "DistributedOptimizer": ["residuals"],
+        "DistributedGradientTape": ["residuals"],
+        "PartialDistributedGradientTape": ["residuals"],
+    },
     compressing={
         "DistributedOptimizer",
         "DistributedGradientTape",

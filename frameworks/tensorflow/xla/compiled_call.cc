@@ -75,7 +75,12 @@ bool CompiledCall::submit(const void* const* inputs, Failure* failure) {
   perseus_handle handle = 0;
   const perseus_code code = perseus_request_submit(core, &request, &handle);
   if (code == PERSEUS_OK) return true;
-  *failure = {tf_code(code), std::string(label_of(plan_.kind)) + ": " + perseus_error_message()};
+  const std::string refusal = perseus_error_message();
+  fail(tf_code(code), refusal);
+  // The others are told, and the call fails when they know: they would wait for it, and it may come again.
+  request.refusal = refusal.c_str();
+  if (perseus_request_submit(core, &request, &handle) == PERSEUS_OK) return true;
+  *failure = *failure_;
   return false;
 }
 
@@ -95,6 +100,7 @@ void CompiledCall::done(void* self, perseus_handle handle) {
 }
 
 void CompiledCall::finish(perseus_handle handle) {
+  if (failure_) return;  // refused by this rank
   perseus_context* core = world_->context();
   const perseus_code code = perseus_handle_wait(core, handle, 0);
   if (code != PERSEUS_OK) return fail(tf_code(code), perseus_error_message());

@@ -87,6 +87,7 @@ from perseus.tensorflow.reductions import (
     grouped_reducescatter,
     reducescatter,
 )
+from perseus.tensorflow.residuals import GradientResiduals
 from perseus.tensorflow.sync_batch_norm import SyncBatchNormalization
 from perseus.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
@@ -97,6 +98,7 @@ __all__ = [
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
+    "GradientResiduals",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "LocalGradientAggregationHelper",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from functools import partial
 
@@ -10,7 +9,9 @@ import numpy as np
 import tensorflow as tf
 from tensorflow_values import WAYS, another_world, assert_equal, everyone, mine, raised
 
+import perseus.tensorflow.horovod.keras as hvd_keras
 from perseus import basics
+from perseus.keras.backend import keras
 from perseus.tensorflow import mpi_ops as hvd
 from perseus.tensorflow import ops
 
@@ -113,41 +114,27 @@ def check_an_error_of_one_op_leaves_the_others_of_its_step() -> None:
 
 
 def check_what_one_rank_alone_refuses_is_named_to_the_others() -> None:
-    """In a graph at once; else by the stall watch, as they wait; rank 0's ends the world."""
     rank = hvd.rank()
 
-    def exchange():
+    def named():
         splits = tf.constant([2, 2 + 9 * rank])
         return mine((4,), tf.float32), hvd.alltoall(tf.ones([4]), splits, "refused by rank 1")
 
-    for _ in range(2):
-        for way in (WAYS["function"], WAYS["session"]):
+    def unnamed():
+        return hvd.broadcast(tf.ones([4]), 7 * rank)
+
+    for way in 2 * [*WAYS.values()]:
+        for exchange, words in (
+            (named, "Sum of splits entries is greater than the first dimension"),
+            (unnamed, "broadcast received invalid root rank 7"),
+        ):
             kind = InvalidArgument if rank else FailedPrecondition
             message = raised(kind, partial(way, exchange))
-            assert "Sum of splits entries is greater than the first dimension" in message
+            assert words in message
             if rank == 0:
                 assert "Rank 1 cannot take part: " in message
-                assert re.search("refused.by.rank.1", message), message
+                assert exchange is unnamed or re.search("refused.by.rank.1", message), message
             _usable()
-    impatient = {
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1",
-    }
-    basics.shutdown()
-    os.environ["PERSEUS_FLIGHT_RECORDER"] = "off"
-    if rank == 0:
-        os.environ.update(impatient)
-    basics.init()
-    if rank == 1:
-        assert "Sum of splits" in raised(InvalidArgument, exchange)
-        exchange = partial(hvd._allreduce, tf.ones([4]), "what it does then")
-    message = raised(tf.errors.UnknownError, exchange)
-    assert re.search(r"^1: \[alltoall\.refused.by.rank.1!\]$", message, re.MULTILINE), message
-    for name in (*impatient, "PERSEUS_FLIGHT_RECORDER"):
-        os.environ.pop(name, None)
-    basics.shutdown()
-    basics.init()
-    _usable()
 
 
 def check_ops_outside_of_a_world() -> None:
@@ -159,6 +146,43 @@ def check_ops_outside_of_a_world() -> None:
             assert "Horovod has not been initialized; use hvd.init()." in message
     basics.init()
     _usable()
+
+
+def check_functions_that_were_traced_in_another_world() -> None:
+    """They wait for init(), and go on in the next world; its process sets must be there again."""
+    basics.shutdown()
+    early = tf.function(lambda: hvd._allreduce(tf.fill([3], hvd.rank_op() + 1)))
+    early = early.get_concrete_function()
+    message = raised(FailedPrecondition, early)
+    assert "Horovod has not been initialized; use hvd.init()." in message
+    basics.init()
+    with another_world(HOROVOD_DYNAMIC_PROCESS_SETS="1"):
+        first = hvd.add_process_set([0])
+        late = tf.function(lambda: hvd._allreduce(mine((3,), tf.float32), process_set=first))
+        late = late.get_concrete_function()
+        assert_equal(early(), np.array([3, 3, 3]))
+        if hvd.rank() == 0:
+            assert_equal(late(), everyone((3,))[0])
+    assert_equal(early(), np.array([3, 3, 3]))
+    assert "Process set provided does not exist" in raised(InvalidArgument, late)
+    _usable()
+
+
+def check_fit_says_that_ranks_disagree() -> None:
+    """In functions and eagerly; the next model trains."""
+    for eagerly in (False, True):
+        for units in (3 + hvd.rank(), 3):
+            dense = keras.layers.Dense(units, use_bias=False)
+            model = keras.Sequential([keras.Input((4,)), dense])
+            optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            model.compile(optimizer, "mse", run_eagerly=eagerly)
+            fit = partial(model.fit, np.ones((8, 4)), np.ones((8, units)), verbose=0)
+            everywhere = hvd.allgather(tf.constant([units]), name="units").numpy()
+            if len({*everywhere}) == 1:
+                fit()
+            else:
+                message = raised(FailedPrecondition, fit)
+                assert "Mismatched ALLREDUCE tensor shapes" in message, message
 
 
 def check_a_world_that_was_shut_down_ends_what_is_pending() -> None:

@@ -137,6 +137,15 @@ def _assert_trains_as_without_xla(train: Callable[[bool], list[np.ndarray]]) -> 
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
+def check_what_one_rank_alone_refuses_is_an_error_of_all() -> None:
+    refused = _compiled(lambda value: mpi_ops.broadcast(value, 7 * hvd.rank(), "refused"))
+    for _ in range(2):
+        message = raised(tf.errors.OpError, lambda: refused(tf.ones([4])))
+        assert "broadcast received invalid root rank 7" in message
+        assert hvd.rank() == 1 or "Rank 1 cannot take part: " in message
+        assert_equal(mpi_ops._allreduce(tf.ones([2])), np.array([2, 2]))
+
+
 def check_settings_for_gradients_act_under_xla() -> None:
     _assert_trains_as_without_xla(_trained)
     settings = [

@@ -1,0 +1,158 @@
+"""Checkpoints have what lossy codecs hold back of tapes' and tf.compat.v1 optimizers' gradients."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import gradient_settings as settings
+import numpy as np
+import tensorflow as tf
+from tf_training import raised
+
+import perseus.tensorflow.horovod as hvd
+from perseus import control
+from perseus.tensorflow import residuals as residual_states
+
+v1 = tf.compat.v1
+CODECS = (hvd.Compression.topk(0.1), hvd.Compression.int8)
+
+
+def _new() -> hvd.GradientResiduals:
+    residual_states._used_names.clear()  # names begin anew, as in another process
+    return hvd.GradientResiduals("model")
+
+
+def _held(residuals) -> dict[str, bytes]:
+    return {name: bytes(data) for name, (_, data) in residuals.residuals().items()}
+
+
+class _Taped:
+    """Variables and what trains them by a tape."""
+
+    def __init__(self, compression, compiled: bool) -> None:
+        self.residuals = _new()
+        self.variables = [tf.Variable(np.zeros(shape, "float32")) for shape in settings.SHAPES]
+        self.optimizer = v1.train.MomentumOptimizer(0.5, 0.5)
+        self.checkpoint = tf.train.Checkpoint(
+            variables=self.variables, optimizer=self.optimizer, residuals=self.residuals
+        )
+        self._compression = compression
+        self._run = tf.function(self._step) if compiled else self._step
+
+    def _step(self, *slopes) -> None:
+        with tf.GradientTape() as tape:
+            products = zip(slopes, self.variables, strict=True)
+            loss = tf.add_n([tf.reduce_sum(slope * variable) for slope, variable in products])
+        tape = hvd.DistributedGradientTape(
+            tape, compression=self._compression, residuals=self.residuals
+        )
+        gradients = tape.gradient(loss, self.variables)
+        self.optimizer.apply_gradients(zip(gradients, self.variables, strict=True))
+
+    def train(self, steps) -> tuple[list[bytes], dict[str, bytes]]:
+        for step in steps:
+            self._run(*map(tf.constant, settings.normal(hvd.rank(), step)))
+        return [variable.numpy().tobytes() for variable in self.variables], _held(self.residuals)
+
+
+def check_a_tape_goes_on_with_what_it_held() -> None:
+    with settings.apart(), tempfile.TemporaryDirectory() as folder:
+        for number, compression in enumerate(CODECS):
+            for compiled in (True, False):
+                first = _Taped(compression, compiled)
+                _, held = first.train(range(3))
+                assert len(held) == 2 and any(any(data) for data in held.values())
+                path = first.checkpoint.save(str(Path(folder) / f"{number}{compiled}"))
+                expected = first.train(range(3, 6))
+                assert expected[1] != held
+                for again in (first, _Taped(compression, compiled)):
+                    again.checkpoint.restore(path)
+                    assert _held(again.residuals) == held
+                    assert again.train(range(3, 6)) == expected
+
+
+def check_an_optimizer_of_a_session_goes_on_with_what_it_held() -> None:
+    with settings.apart(), tempfile.TemporaryDirectory() as folder:
+        for number, compression in enumerate(CODECS):
+            path = str(Path(folder) / str(number))
+            with _session(compression) as first:
+                held = first(range(3))[1]
+                assert len(held) == 2 and any(any(data) for data in held.values())
+                first.saver.save(v1.get_default_session(), path)
+                expected = first(range(3, 6))
+                first.saver.restore(v1.get_default_session(), path)
+                assert first(range(3, 6)) == expected
+            with _session(compression) as again:
+                again.saver.restore(v1.get_default_session(), path)
+                assert again(range(3, 6)) == expected
+
+
+class _session:  # noqa: N801 - used as a function
+    """A session of a graph, and a function that trains in it."""
+
+    def __init__(self, compression) -> None:
+        self._compression = compression
+
+    def __enter__(self) -> _session:
+        self.residuals = _new()
+        self._graph = tf.Graph().as_default()
+        self._graph.__enter__()
+        self.variables = [v1.Variable(np.zeros(s, "float32")) for s in settings.SHAPES]
+        self.slopes = [v1.placeholder(tf.float32, shape) for shape in settings.SHAPES]
+        optimizer = hvd.DistributedOptimizer(
+            v1.train.MomentumOptimizer(0.5, 0.5),
+            compression=self._compression,
+            residuals=self.residuals,
+        )
+        products = zip(self.slopes, self.variables, strict=True)
+        loss = tf.add_n([tf.reduce_sum(slope * variable) for slope, variable in products])
+        self.step = optimizer.minimize(loss)
+        self.saver = v1.train.Saver([*v1.global_variables(), self.residuals.saveable()])
+        self.session = v1.Session()
+        self.session.__enter__()
+        self.session.run(v1.global_variables_initializer())
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.session.__exit__(*exception)
+        self._graph.__exit__(*exception)
+        self.session.close()
+
+    def __call__(self, steps) -> tuple[list[bytes], dict[str, bytes]]:
+        for step in steps:
+            given = dict(zip(self.slopes, settings.normal(hvd.rank(), step), strict=True))
+            self.session.run(self.step, given)
+        values = [value.tobytes() for value in self.session.run(self.variables)]
+        return values, _held(self.residuals)
+
+
+def check_only_the_rank_that_saved_takes_it() -> None:
+    with settings.apart(), tempfile.TemporaryDirectory() as mine:
+        root = Path(control.gather_lines(mine, "folder")[0]) / "root"
+        taped = _Taped(CODECS[0], True)
+        _, held = taped.train(range(2))
+        if hvd.rank() == 0:
+            taped.checkpoint.write(str(root))
+        control.gather_lines("", "saved")
+        taped.checkpoint.read(str(root))
+        assert _held(taped.residuals) == (held if hvd.rank() == 0 else {})
+        control.gather_lines("", "read")
+
+
+def check_residuals_that_cannot_be() -> None:
+    residuals = _new()
+    optimizer = v1.train.GradientDescentOptimizer(1.0)
+    hvd.DistributedOptimizer(optimizer, residuals=residuals)
+    text = raised(
+        ValueError, lambda: hvd.DistributedOptimizer(optimizer, op=hvd.Sum, residuals=residuals)
+    )
+    assert "make a GradientResiduals for each model" in text
+    for other in ({"op": hvd.Adasum}, {"optimizer": tf.keras.optimizers.SGD(0.1)}):
+        arguments = {"optimizer": optimizer, "residuals": _new(), **other}
+        text = raised(ValueError, lambda given=arguments: hvd.DistributedOptimizer(**given))
+        assert "residuals= is " in text
+    for string, words in ((b"", "not what"), (b"{}\n.", "not what"), (b"[1\n", "not what")):
+        assert words in raised(ValueError, lambda given=string: residuals.deserialize(given))
+    whole = residuals.serialize()
+    assert "missing" in raised(ValueError, lambda: residuals.deserialize(whole[:-1]))
