@@ -10,14 +10,12 @@ import json
 import os
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from perseus.addresses import (
@@ -27,11 +25,11 @@ from perseus.addresses import (
     source_address,
 )
 from perseus.identity import Identity
+from perseus.start_settings import given_secret, setting, start_timeout, whole_number
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 6666
 _SLURM_PORTS = 10_000  # jobs that share a node get ports of their own out of this many
-_SHORTEST_SECRET = 16
 _MESSAGE_BYTES = 1024
 
 
@@ -68,58 +66,6 @@ def meet(identity: Identity) -> Rendezvous:
         "slurm": _through_slurm,
     }
     return meetings[identity.launcher](identity)
-
-
-def setting(*names: str, default: str = "") -> str:
-    """The first of these environment variables that is set and not empty, else `default`."""
-    return next((value for name in names if (value := os.environ.get(name))), default)
-
-
-def whole_number(*names: str, default: int, least: int, most: int) -> int:
-    """The same for a number; ValueError naming variable and value."""
-    for name in names:
-        if text := setting(name):
-            if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
-                raise ValueError(
-                    f"[rendezvous] {name}='{text}': expected a whole number {least}..{most}"
-                )
-            return int(text)
-    return default
-
-
-def start_timeout() -> int:
-    """Seconds that ranks wait for each other at the start."""
-    return whole_number(
-        "HOROVOD_START_TIMEOUT", "PERSEUS_START_TIMEOUT", default=60, least=1, most=1_000_000
-    )
-
-
-def given_secret() -> bytes | None:
-    """The secret of PERSEUS_SECRET_FILE, else of PERSEUS_SECRET, else None."""
-    if path := setting("PERSEUS_SECRET_FILE"):
-        try:
-            mode = Path(path).stat().st_mode
-            secret = Path(path).read_bytes().strip()
-        except OSError as error:
-            raise ValueError(
-                f"[rendezvous] PERSEUS_SECRET_FILE='{path}': {error.strerror}"
-            ) from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError(
-                f"[rendezvous] PERSEUS_SECRET_FILE='{path}': others may read it; chmod 600 it"
-            )
-        source = "PERSEUS_SECRET_FILE"
-    elif text := setting("PERSEUS_SECRET"):
-        secret, source = os.fsencode(text), "PERSEUS_SECRET"
-    else:
-        return None
-    if len(secret) < _SHORTEST_SECRET:
-        raise ValueError(
-            f"[rendezvous] {source}: {len(secret)} bytes are too few, expected at least "
-            f"{_SHORTEST_SECRET}; "
-            "make one with: openssl rand -hex 16"
-        )
-    return secret
 
 
 def _from_perseusrun(identity: Identity) -> Rendezvous:
@@ -213,10 +159,7 @@ def _wait_until_listening(host: str, port: int, deadline: float) -> None:
 
 def _through_mpi(identity: Identity) -> Rendezvous:
     if find_spec("mpi4py") is None:
-        raise RuntimeError(
-            "[rendezvous] ranks started by mpirun meet through mpi4py, which is not installed: "
-            "pip install mpi4py, or start the job with perseusrun"
-        )
+        return _through_launcher()
     # Importing it initialises MPI and leaves the end of it to mpi4py's exit hook: the script's own
     # import shares both.
     mpi = import_module("mpi4py.MPI")
@@ -248,6 +191,14 @@ def _through_mpi(identity: Identity) -> Rendezvous:
         message[:] = _to_text(rendezvous).encode().ljust(_MESSAGE_BYTES)
     _finish(world.Ibcast(message, root=0), deadline)
     return _from_text(message, keep=held)
+
+
+def _through_launcher() -> Rendezvous:
+    """By the few words that mpirun and srun keep for their processes, PMI or PMIx.
+
+    A process that has used them can no longer initialise MPI.
+    """
+    return Rendezvous(*import_module("perseus._core").launched_store())
 
 
 def _finish(request: Any, deadline: float) -> None:
@@ -284,10 +235,12 @@ def _through_slurm(identity: Identity) -> Rendezvous:
             "[rendezvous] SLURM_STEP_NODELIST is not set: start the ranks with srun or perseusrun"
         )
     if given_secret() is None:
+        if setting("PMI_FD", "PMIX_RANK") and find_spec("mpi4py") is None:
+            return _through_launcher()
         raise ValueError(
             "[rendezvous] ranks started by srun need a secret they share: "
             "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun (or name a file in "
-            "PERSEUS_SECRET_FILE)"
+            "PERSEUS_SECRET_FILE); without mpi4py, srun --mpi=pmi2 does as well"
         )
     port = _master_port()
     if not setting("PERSEUS_MASTER_PORT"):

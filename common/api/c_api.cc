@@ -166,6 +166,14 @@ perseus_code perseus_context_create_launched(const char* job, perseus_context** 
   });
 }
 
+perseus_code perseus_launched_store(perseus_store_place* place) {
+  return guarded([&] {
+    const perseus::Meeting& meeting = perseus::launched_meeting();
+    *place = {meeting.host.c_str(), meeting.port, meeting.secret.data(), meeting.secret.size()};
+    return PERSEUS_OK;
+  });
+}
+
 void perseus_context_shutdown(perseus_context* context) {
   guarded([&] {
     if (context->context->in_creating_process()) context->context->engine().shutdown();

@@ -8,7 +8,6 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "rendezvous/identity.h"
-#include "rendezvous/meeting.h"
 
 namespace perseus {
 namespace {
@@ -20,10 +19,13 @@ struct Launched {
   std::optional<Error> failure;
   std::map<std::string, uint32_t> epochs;  // worlds built, by job
 
-  void meet() {
+  // With the mutex held.
+  const Meeting& met() {
+    if (failure) throw Error(*failure);
+    if (meeting) return *meeting;
     identity = identify(environment_value);
     try {
-      meeting = perseus::meet(identity, environment_value, Config());
+      return meeting.emplace(perseus::meet(identity, environment_value, Config()));
     } catch (const Error& error) {
       // A setting can be changed; a launcher that we have begun to talk to cannot be asked again.
       if (error.kind() != ErrorKind::kInvalidArgument) failure = error;
@@ -44,11 +46,10 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
   {
     Launched& known = launched();
     std::lock_guard<std::mutex> lock(known.mutex);
-    if (known.failure) throw Error(*known.failure);
-    if (!known.meeting) known.meet();
+    const Meeting& meeting = known.met();
     options.world.rank = known.identity.rank;
     options.world.size = known.identity.size;
-    options.world.secret = known.meeting->secret;
+    options.world.secret = meeting.secret;
     options.world.job = job;
     // Only attempts that the others see count.
     options.world.epoch = known.epochs[job]++;
@@ -56,10 +57,16 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
     options.local_size = known.identity.local_size;
     options.cross_rank = known.identity.cross_rank;
     options.cross_size = known.identity.cross_size;
-    options.store_host = known.meeting->host;
-    options.store_port = known.meeting->port;
+    options.store_host = meeting.host;
+    options.store_port = meeting.port;
   }
   return std::make_unique<Context>(options);
+}
+
+const Meeting& launched_meeting() {
+  Launched& known = launched();
+  std::lock_guard<std::mutex> lock(known.mutex);
+  return known.met();
 }
 
 }  // namespace perseus

@@ -5,10 +5,13 @@
 #include <string>
 
 #include "api/context.h"
+#include "rendezvous/meeting.h"
 
 namespace perseus {
 
 // See perseus_context_create_launched.
 std::unique_ptr<Context> create_launched(const std::string& job);
+// See perseus_launched_store.
+const Meeting& launched_meeting();
 
 }  // namespace perseus

@@ -46,6 +46,17 @@ class StoreServer {
   int port_ = 0;
 };
 
+py::tuple launched_store() {
+  perseus_store_place place = {};
+  perseus_code code = PERSEUS_OK;
+  {
+    py::gil_scoped_release release;
+    code = perseus_launched_store(&place);
+  }
+  check(code);
+  return py::make_tuple(place.host, place.port, py::bytes(static_cast<const char*>(place.secret), place.secret_size));
+}
+
 py::list config_table() {
   py::list rows;
   for (int i = 0; i < perseus_config_count(); ++i) {
@@ -81,6 +92,9 @@ PYBIND11_MODULE(_core, module) {
            py::arg("next_free") = false, py::arg("secret") = py::bytes())
       .def_property_readonly("port", &StoreServer::port)
       .def("close", &StoreServer::close);
+  module.def(
+      "launched_store", &launched_store,
+      "Host, port and secret of the store of the job that this process was launched in, agreed on with all ranks.");
   bind_speeds(module);
   bind_context(module);
   if (!bind_operations(module.ptr())) throw py::error_already_set();

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from perseus.rendezvous import start_timeout
+from perseus.start_settings import start_timeout
 from perseus.run import settings
 from perseus.run.check_build import report
 from perseus.run.horovod import with_alias

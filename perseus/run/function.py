@@ -16,7 +16,7 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from perseus.objects import dumps, loads
-from perseus.rendezvous import start_timeout as usual_start_timeout
+from perseus.start_settings import start_timeout as usual_start_timeout
 from perseus.run.horovod import is_aliased, with_alias
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError

@@ -8,7 +8,8 @@ import pytest
 from rendezvous_ranks import environment, found, free_port, run_ranks, script
 
 from perseus.identity import SINGLE, Identity
-from perseus.rendezvous import first_host, given_secret, meet, start_timeout, whole_number
+from perseus.rendezvous import first_host, meet
+from perseus.start_settings import given_secret, start_timeout, whole_number
 
 SECRET = "0123456789abcdef"
 RANK_OF_TWO = Identity(1, 2, 0, 0, 0, 0, "perseusrun")

@@ -47,12 +47,15 @@ def test_ranks_meet_and_mpi_stays_the_scripts(mpi: tuple[str, list[str], Path], 
     assert len(secrets) == 6 and len(set(secrets)) == 1  # ranks meet once, for all their worlds
 
 
-def test_rank_without_mpi4py_is_told_what_to_do(mpi: tuple[str, list[str], Path]) -> None:
-    _, mpirun, python = mpi
-    hide = "import perseus.rendezvous; perseus.rendezvous.find_spec = lambda name: None"
-    result = run([*mpirun, "-np", "2", str(python), "-c", script(before=hide)])
-    assert result.returncode != 0
-    assert "pip install mpi4py, or start the job with perseusrun" in result.stderr
+def test_ranks_without_mpi4py_meet_through_the_launcher(mpi: tuple[str, list[str], Path]) -> None:
+    kind, mpirun, python = mpi
+    hide = "import sys; sys.modules['mpi4py'] = None"
+    result = run([*mpirun, "-np", "3", str(python), "-c", script(worlds=2, before=hide)])
+    assert result.returncode == 0, result.stderr
+    for rank in range(3):
+        assert len(re.findall(rf"\[{rank}, 3, \d, 3, 0, 1, ", result.stdout)) == 2
+    secrets = re.findall(rf'"([0-9a-f]{{64}})", "{kind}"', result.stdout)
+    assert len(secrets) == 6 and len(set(secrets)) == 1
 
 
 def test_mpi4py_of_another_mpi_is_named(mpi: tuple[str, list[str], Path]) -> None:

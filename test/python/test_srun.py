@@ -93,6 +93,14 @@ def test_python_without_secret_is_told(cluster: Cluster) -> None:
     assert "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun" in result.stderr
 
 
+def test_python_without_mpi4py_meets_by_pmi(cluster: Cluster) -> None:
+    hidden = "import sys; sys.modules['mpi4py'] = None\n" + _HVD
+    command = ["srun", "--mpi=pmi2", "-n", "3", "-N", "2", "-m", "block"]
+    result = cluster.run(*command, sys.executable, "-W", "ignore", "-c", hidden)
+    assert result.returncode == 0, result.stderr
+    expect_worlds(result.stdout, [2, 1])
+
+
 def test_steps_of_a_job_run_side_by_side(cluster: Cluster, rank: str, tmp_path: Path) -> None:
     """Each has a port of its own."""
     batch = tmp_path / "steps"

@@ -153,6 +153,15 @@ PERSEUS_EXPORT perseus_code perseus_context_create(const perseus_context_options
  * not before either. Errors: PERSEUS_INVALID_ARGUMENT for a variable that is wrong or missing, PERSEUS_TIMEOUT when
  * ranks stay away for HOROVOD_START_TIMEOUT, PERSEUS_IO where the launcher does not answer. */
 PERSEUS_EXPORT perseus_code perseus_context_create_launched(const char* job, perseus_context** context);
+typedef struct perseus_store_place {
+  const char* host; /* "" and port 0: a world of one rank, without a store */
+  int port;
+  const void* secret;
+  size_t secret_size;
+} perseus_store_place;
+/* Where that store is, for processes that build their worlds by perseus_context_create. All ranks must ask, as they must
+ * create; the same conditions and errors. The texts stay until the process ends. */
+PERSEUS_EXPORT perseus_code perseus_launched_store(perseus_store_place* place);
 /* Tells all ranks; pending operations everywhere end with PERSEUS_ABORTED "Horovod has been shut down…". Operations
  * already under way on all ranks are finished first. Safe to call twice. */
 PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);
