@@ -16,10 +16,10 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from perseus.objects import dumps, loads
-from perseus.start_settings import start_timeout as usual_start_timeout
 from perseus.run.horovod import is_aliased, with_alias
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError
+from perseus.start_settings import start_timeout as usual_start_timeout
 
 # What a rank's answer begins with: before the result, and before (traceback, pickled exception or
 # None).
