@@ -65,7 +65,7 @@ def test_ranks_meet_by_their_secret(cluster: Cluster, mpi: str, rank: str) -> No
         expect_worlds(result.stdout, [2])
 
 
-# Not with pmix, which failed over two nodes of one host, for a reason that is not known.
+# Not with pmix: Slurm's own plugin launches no step on two nodes that are one host.
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
 def test_ranks_of_two_nodes_meet(cluster: Cluster, mpi: str, rank: str) -> None:
     for program in ([sys.executable, "-W", "ignore", "-c", _HVD], [rank, "2"]):
