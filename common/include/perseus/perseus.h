@@ -159,8 +159,8 @@ typedef struct perseus_store_place {
   const void* secret;
   size_t secret_size;
 } perseus_store_place;
-/* Where that store is, for processes that build their worlds by perseus_context_create. All ranks must ask, as they must
- * create; the same conditions and errors. The texts stay until the process ends. */
+/* Where that store is, for processes that build their worlds by perseus_context_create. All ranks must ask, as they
+ * must create; the same conditions and errors. The texts stay until the process ends. */
 PERSEUS_EXPORT perseus_code perseus_launched_store(perseus_store_place* place);
 /* Tells all ranks; pending operations everywhere end with PERSEUS_ABORTED "Horovod has been shut down…". Operations
  * already under way on all ranks are finished first. Safe to call twice. */
