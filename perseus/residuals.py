@@ -11,7 +11,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from perseus import basics
 
@@ -76,6 +76,22 @@ def own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
     """Those of a file if this rank, or None, held them; else none: others begin with nothing."""
     known = owner is None or (basics.is_initialized() and owner == basics.rank())
     return dict(residuals) if known else {}
+
+
+class Exchange(Protocol):
+    """What reduces gradients. forget(): have the core give up what it has of them."""
+
+    residuals: Residuals
+
+    def forget(self) -> None: ...
+
+
+def go_on_with(exchange: Exchange, residuals: Mapping[str, Held], owner: int | None) -> None:
+    """Have what was read before, by the rank `owner` if it comes from a file, replace what is."""
+    exchange.forget()
+    exchange.residuals.replace(own(residuals, owner))
+    if basics.is_initialized():
+        exchange.residuals.hand_over_known()
 
 
 def pack(held: Mapping[str, Held], rank: int) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 from perseus import basics, config
 from perseus.keras.backend import Exchange, Reduction, backend
 from perseus.names import unnumbered
-from perseus.residuals import Held, own
+from perseus.residuals import Held, go_on_with, own
 
 _used_names: Counter[str] = Counter()
 
@@ -56,10 +56,7 @@ class GradientExchange:
         if self._exchange is None:
             self._loaded = residuals, owner
             return
-        self._exchange.forget()
-        self._exchange.residuals.replace(own(residuals, owner))
-        if basics.is_initialized():
-            self._exchange.residuals.hand_over_known()
+        go_on_with(self._exchange, residuals, owner)
 
     def active(self) -> bool:
         """Whether there is anything to do; where the world may grow, it counts as grown."""

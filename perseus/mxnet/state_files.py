@@ -6,14 +6,13 @@ MXNet reads its part and looks no further, so that it can load these files as we
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from perseus import basics
-from perseus.residuals import Held
+from perseus.residuals import Held, own, pack, unpack
 
 _LENGTH = struct.Struct("<Q")
 _END = b"perseus.residuals"  # of the file; the number of bytes that precede it is in front
@@ -35,17 +34,15 @@ def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
 
 def held_in(content: bytes) -> dict[str, Held]:
     """What this rank held back when it wrote a file with this content; none of another rank's."""
-    if not content.endswith(_END) or not basics.is_initialized():
+    if not content.endswith(_END):
         return {}
     end = len(content) - len(_END) - _LENGTH.size
     (length,) = _LENGTH.unpack_from(content, end)
-    rank, held = pickle.loads(content[end - length : end])
-    return dict(held) if rank == basics.rank() else {}
+    return own(*unpack(content[end - length : end]))
 
 
 def _tail(held: Mapping[str, Held]) -> bytes:
     if not held:
         return b""
-    plain = {key: (layout, bytes(numbers)) for key, (layout, numbers) in held.items()}
-    data = pickle.dumps((basics.rank(), plain))
+    data = pack(held, basics.rank())
     return data + _LENGTH.pack(len(data)) + _END

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.training.saver import BaseSaverBuilder
 
 from perseus import basics
-from perseus.residuals import Held, own, pack, unpack
+from perseus.residuals import Held, go_on_with, own, pack, unpack
 from perseus.tensorflow.gradient_exchange import GradientExchange, Plan
 
 _used_names: Counter[str] = Counter()
@@ -88,10 +88,7 @@ class GradientResiduals(ResidualState):
         if self._exchange is None:
             self._loaded = residuals, owner
             return
-        self._exchange.forget()
-        self._exchange.residuals.replace(own(residuals, owner))
-        if basics.is_initialized():
-            self._exchange.residuals.hand_over_known()
+        go_on_with(self._exchange, residuals, owner)
 
     def saveable(self, name: str = "perseus_residuals") -> Any:
         """What a tf.compat.v1.train.Saver of this graph takes in its list of variables.
