@@ -116,6 +116,10 @@ const Variable kTable[] = {
      "Instruction set of the kernels; every one gives the same bits. auto = the best this processor has."},
     {Var::kMasterPort, "PERSEUS_MASTER_PORT", "", VarType::kInt, "6666", "1..65535", false,
      "Port of the rendezvous server when rank 0 runs it; the next free one is taken when it is busy."},
+    {Var::kUseDdpLauncher, "PERSEUS_USE_DDP_LAUNCHER", "", VarType::kBool, "1", "", false,
+     "Once said whether ranks are those of torch's launcher (1) or of mpirun and perseusrun (0). It changes nothing "
+     "and "
+     "need not be set: ranks are known by the variables of whichever launcher started them (docs/launching.md)."},
     {Var::kSecretFile, "PERSEUS_SECRET_FILE", "", VarType::kString, "", "", false,
      "File with the job's secret, readable by its owner only. Unset = made by the launcher or by rank 0."},
     {Var::kFlightRecorder, "PERSEUS_FLIGHT_RECORDER", "TMPDIR", VarType::kString, "/tmp", "", false,

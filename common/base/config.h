@@ -44,6 +44,7 @@ enum class Var {
   kSpin,
   kSimd,
   kMasterPort,
+  kUseDdpLauncher,
   kSecretFile,
   kFlightRecorder,
   kTimeline,

@@ -78,7 +78,7 @@ class GradientExchange:
         self._scope = scope
         self._number = basics.new_gradients()
         self.residuals = Residuals(self._number, plan.process_set.process_set_id)
-        self._reduced: list[Any] = []
+        self._under_way: dict[str, Any] = {}  # what is being written to, by its name
         self._made: tuple[list[Any], _Key | None, Batch] = [], None, Batch([])
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
@@ -119,7 +119,7 @@ class GradientExchange:
         outer = applied_here(self.plan.compression)
         pairs = [outer.compress(gradient) for gradient in gradients]
         sent = [array for array, _ in pairs]
-        self._reduced = [
+        reduced_here = [
             result if array is gradient else array
             for gradient, array, result in zip(gradients, sent, results, strict=True)
         ]
@@ -131,7 +131,7 @@ class GradientExchange:
             self.plan.process_set.process_set_id,
             withheld,
         )
-        batch = self._batch(sent, key)
+        batch = self._batch(sent, reduced_here, key)
         for op in batch.ops if self.residuals.waiting else ():
             self.residuals.hand_over(self._key_of(op.name.decode()))
         outcomes = []
@@ -139,23 +139,24 @@ class GradientExchange:
             for op in batch.ops:
                 outcomes.append(mxnet.nd.zeros((1,), dtype="int32"))
                 op.outcome = outcomes[-1].handle.value
+        self._under_way.update(zip(names, reduced_here, strict=True))
         batch.push()
-        for (_, context), reduced, result in zip(pairs, self._reduced, results, strict=True):
+        for (_, context), reduced, result in zip(pairs, reduced_here, results, strict=True):
             if reduced is not result:
                 result[:] = outer.decompress(reduced, context)
         return Outcomes(outcomes)
 
-    def _batch(self, sent: list[Any], key: _Key) -> Batch:
+    def _batch(self, sent: list[Any], results: list[Any], key: _Key) -> Batch:
         """The ops, from the step before where all is as it was then: describing them takes long."""
         arrays, made_for, batch = self._made
-        now = [*sent, *self._reduced]
+        now = [*sent, *results]
         unchanged = len(arrays) == len(now) and all(map(is_, arrays, now))
         if not (unchanged and made_for == key):
             names, priorities, bundles, _, _ = key
             described = []
             for bundle in bundles:
                 first = bundle[0]
-                inputs, outputs = ([of[i] for i in bundle] for of in (sent, self._reduced))
+                inputs, outputs = ([of[i] for i in bundle] for of in (sent, results))
                 described.append(self._op(inputs, outputs, names[first], priorities[first]))
             batch = Batch(described)
             self._made = now, key, batch
@@ -163,9 +164,9 @@ class GradientExchange:
 
     def wait(self) -> None:
         """Return once all that was started is reduced; MXNetError where a reduction failed."""
-        for array in self._reduced:
+        under_way, self._under_way = self._under_way, {}
+        for array in under_way.values():
             array.wait_to_read()
-        self._reduced = []
 
     def forget(self) -> None:
         """Drop what the core has summed up and held back, once nothing is under way. See wait."""

@@ -6,14 +6,17 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mxnet as mx
 
 from perseus import basics
 from perseus.extensions import split_list
+from perseus.mxnet import state_files
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
 from perseus.process_sets import ProcessSet, global_process_set
+from perseus.residuals import Held, go_on_with, pack, unpack
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
@@ -27,6 +30,10 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     num_groups: reduce the gradients of a call of update() in so many operations; 0 = each by
         itself. Updaters pass MXNET_OPTIMIZER_AGGREGATION_SIZE of them at a time.
     process_set: the ranks that take part; the others apply their own gradients.
+
+    What lossy codecs hold back on this rank is pickled with the optimizer, so it is in what gluon's
+    Trainer.save_states and Updater.get_states(dump_optimizer=True) give. Module's
+    save_optimizer_states leaves the optimizer out: save_residuals and load_residuals go with it.
 
     Reductions are named by the parameters' indices, so two optimizers must not be at work at the
     same time. PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip is refused with a ValueError: it is about
@@ -52,7 +59,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         # With updaters' states; what the core has summed up of the gradients stays behind.
         plan = self._exchange.plan
         arguments = self._optimizer, plan.predivide_factor, self._num_groups, plan.process_set
-        return DistributedOptimizer, arguments
+        held = self._held()
+        # Nothing, where that is so: __setstate__ is not called then.
+        state = pack(held, basics.rank()) if held and basics.is_initialized() else None
+        return DistributedOptimizer, arguments, state
+
+    def __setstate__(self, state: bytes) -> None:
+        """What a copy goes on with in the rank that has made it; others begin with nothing."""
+        go_on_with(self._exchange, *unpack(state))
 
     def __getattr__(self, item: str) -> Any:
         if item in self._OWN:  # not there yet
@@ -97,6 +111,19 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     def set_wd_mult(self, args_wd_mult: Any) -> None:
         """The wrapped optimizer's."""
         self._optimizer.set_wd_mult(args_wd_mult)
+
+    def save_residuals(self, fname: str) -> None:
+        """Write what codecs hold back on this rank, one file for each; waits for gradients."""
+        state_files.write(Path(fname), b"", self._held())
+
+    def load_residuals(self, fname: str) -> None:
+        """Go on with what this rank has written there; counting of steps to sum up starts anew."""
+        self._exchange.forget()
+        self._exchange.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
+
+    def _held(self) -> dict[str, Held]:
+        self._exchange.wait()
+        return self._exchange.residuals.read()
 
     def _reduce(self, index: Any, grad: Any) -> bool:
         """Whether the gradients, which are on their way, are to be applied."""

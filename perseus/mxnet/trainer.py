@@ -30,7 +30,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     backward() and step() return before MXNet's engine has come to what they ask for: reductions
     start as soon as the engine has written their gradients, the last layers' while the first
-    layers' are being computed. step(batch_size) takes the batch of one rank.
+    layers' are being computed; those of small parameters together with the next ones', by the MiB,
+    so that a model of less than that is reduced after backward. step(batch_size) takes the batch of
+    one rank.
 
     params: `net.collect_params()`, or a list of parameters, which is sorted by name; one context.
     optimizer, optimizer_params: as in gluon. A DistributedOptimizer is unwrapped, with a warning.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable
@@ -108,6 +109,23 @@ def test_a_training_becomes_silent_and_takes_other_names_of_settings(
     assert {args["stream"] for args in sent} == {0, 1}
     assert _largest_fused(sent) <= 512
     assert output.count("[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing") == 1
+
+
+def test_the_stream_tuner_can_be_switched_off(digits: Path, tmp_path: Path) -> None:
+    """PERSEUS_ALLREDUCE_DISABLE_STREAM_TUNING: which numbers of streams were tried."""
+    tried = []
+    for disabled in ("0", "1"):
+        folder = tmp_path / disabled
+        folder.mkdir()
+        write_solver(folder, lenet(digits, 16), max_iter=60)
+        train(
+            folder, 2, HOROVOD_AUTOTUNE="1", HOROVOD_AUTOTUNE_LOG="tuner.csv",
+            PERSEUS_TRANSPORT="tcp", PERSEUS_ALLREDUCE_DISABLE_STREAM_TUNING=disabled,
+        )  # fmt: skip
+        with (folder / "tuner.csv").open(newline="") as log:
+            tried.append({row["streams"] for row in csv.DictReader(log)})
+    assert len(tried[0]) > 1, tried
+    assert tried[1] == {"4"}, tried
 
 
 LOSSY = {

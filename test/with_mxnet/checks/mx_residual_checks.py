@@ -1,11 +1,12 @@
-"""What lossy codecs hold back is in files of states: of a DistributedTrainer and of a KVStore."""
+"""What lossy codecs hold back is in files of states: of a trainer, a KVStore and an optimizer."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import gradient_settings as settings
 import mxnet as mx
@@ -91,6 +92,61 @@ class _Store:
         return {key: bytes(numbers) for key, (_, numbers) in found.items()}
 
 
+class _Updater:
+    """A loop of one's own with a DistributedOptimizer; the updater's file has it all."""
+
+    num_groups = 0
+
+    def __init__(self) -> None:
+        inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(inner, num_groups=self.num_groups)
+        self.updater = mx.optimizer.get_updater(optimizer)
+        self.weights = [mx.nd.zeros(shape) for shape in SHAPES]
+        self.gradients = [mx.nd.zeros(shape) for shape in SHAPES]
+
+    def steps(self, first: int) -> list[np.ndarray]:
+        for step in range(first, first + STEPS):
+            given = settings.normal(hvd.rank(), step)
+            for gradient, numbers in zip(self.gradients, given, strict=True):
+                gradient[:] = numbers
+            if self.num_groups:
+                self.updater(list(range(len(given))), self.gradients, self.weights)
+            else:
+                for index, gradient in enumerate(self.gradients):
+                    self.updater(index, gradient, self.weights[index])
+        return [weight.asnumpy() for weight in self.weights]
+
+    def begin_at(self, weights: list[np.ndarray]) -> None:
+        self.weights = [mx.nd.array(values) for values in weights]
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(self.updater.get_states(dump_optimizer=True))
+
+    def load(self, path: Path) -> None:
+        self.updater.set_states(path.read_bytes())
+
+    def held(self) -> dict[str, bytes]:
+        exchange = self.updater.optimizer._exchange
+        exchange.wait()
+        return {key: bytes(numbers) for key, (_, numbers) in exchange.residuals.read().items()}
+
+
+class _GroupedUpdater(_Updater):
+    num_groups = 1
+
+
+class _UpdaterOfModule(_Updater):
+    """Module.save_optimizer_states has the states alone."""
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(self.updater.get_states())
+        self.updater.optimizer.save_residuals(f"{path}.residuals")
+
+    def load(self, path: Path) -> None:
+        self.updater.set_states(path.read_bytes())
+        self.updater.optimizer.load_residuals(f"{path}.residuals")
+
+
 @contextmanager
 def _folder() -> Iterator[Path]:
     """One for all ranks, there until all are done."""
@@ -105,29 +161,45 @@ def _same(actual: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 
 def check_training_goes_on_bit_by_bit() -> None:
     with settings.apart(), tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "states"
         for make in (_Trainer, lambda: _Trainer(num_groups=1), _Store):
-            whole = make()
-            weights = whole.steps(0)
-            whole.save(path)
-            held = whole.held()
-            assert held and all(any(numbers) for numbers in held.values())
-            expected = whole.steps(STEPS)
-            after = whole.held()
-            assert after != held
-            again = make()
-            again.begin_at(weights)
-            if isinstance(again, _Trainer):  # its names are the same; a new store's are others
-                again.load(path)
-                assert again.held() == held
-                assert _same(again.steps(STEPS), expected)
-                assert again.held() == after
-            whole.begin_at(weights)
-            whole.load(path)
-            assert whole.held() == held
-            assert _same(whole.steps(STEPS), expected)
-            assert whole.held() == after
-            settings.assert_same_everywhere(expected)
+            _goes_on(make, Path(folder) / "states")
+
+
+def check_training_with_an_optimizer_goes_on_bit_by_bit() -> None:
+    """With the codecs of the settings. A rotating subset counts anew, here after whole turns."""
+    for codec in (
+        {"PERSEUS_ALLREDUCE_CODEC": "int8"},
+        {"LIGHT_TOPK_ALLREDUCE": 1, "LIGHT_TOPK_RATIO": 0.1, "LIGHT_TOPK_THRESHOLD": 1},
+        {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": STEPS},
+    ):
+        with settings.apart(**codec), tempfile.TemporaryDirectory() as folder:
+            for make in (_Updater, _GroupedUpdater, _UpdaterOfModule):
+                _goes_on(make, Path(folder) / "states")
+
+
+def _goes_on(make: Callable[[], Any], path: Path) -> None:
+    """Training for as many steps again, through a file, is training for all of them."""
+    whole = make()
+    weights = whole.steps(0)
+    whole.save(path)
+    held = whole.held()
+    assert held and all(any(numbers) for numbers in held.values())
+    expected = whole.steps(STEPS)
+    after = whole.held()
+    assert after != held
+    again = make()
+    again.begin_at(weights)
+    if not isinstance(again, _Store):  # its names are the same; a new store's are others
+        again.load(path)
+        assert again.held() == held
+        assert _same(again.steps(STEPS), expected)
+        assert again.held() == after
+    whole.begin_at(weights)
+    whole.load(path)
+    assert whole.held() == held
+    assert _same(whole.steps(STEPS), expected)
+    assert whole.held() == after
+    settings.assert_same_everywhere(expected)
 
 
 def check_a_new_store_sends_at_once_what_it_loads() -> None:
@@ -179,6 +251,28 @@ def check_files_of_others_and_files_for_others() -> None:
             plain.write_bytes(updater.get_states(dump_optimizer=True))
             ours.load(plain)
             assert not ours.held()
+
+
+def check_gluons_trainer_saves_what_its_optimizer_holds() -> None:
+    """For the rank that wrote the file alone."""
+    with settings.apart(PERSEUS_ALLREDUCE_CODEC="int8"), _folder() as folder:
+        parameter = gluon.Parameter("w", shape=SHAPES[0])
+        parameter.initialize(mx.init.Zero())
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", momentum=0.9))
+        trainer = gluon.Trainer([parameter], optimizer, kvstore=None)
+        with autograd.record():
+            loss = (parameter.data() * mx.nd.array(settings.normal(hvd.rank(), 0)[0])).sum()
+        loss.backward()
+        trainer.step(1)
+        parameter.data().wait_to_read()
+        held = optimizer._exchange.residuals.read()
+        assert any(held["0"][1])
+        if hvd.rank() == 0:
+            trainer.save_states(str(folder / "root"))
+        settings.control.barrier()
+        trainer.load_states(str(folder / "root"))
+        assert trainer.optimizer is not optimizer
+        assert trainer.optimizer._exchange.residuals.read() == (held if hvd.rank() == 0 else {})
 
 
 def check_files_are_as_ever_where_nothing_is_held() -> None:

@@ -241,27 +241,33 @@ class _HoldProperties(mx.operator.CustomOpProp):
 
 
 def check_reductions_run_while_gradients_are_computed() -> None:
-    """The first layer's gradient waits for the reductions of the two others."""
-    with world_with(HOROVOD_TIMELINE="DYNAMIC", PERSEUS_TIMELINE_ALL_RANKS=1):
-        # Of a size that shares no op of the engine with others.
-        layers = [gluon.Parameter(f"layer{i}", shape=(1 << 18,)) for i in range(3)]
-        for parameter in layers:
-            parameter.initialize(mx.init.One())
-        trainer = hvd.DistributedTrainer(layers, "sgd", {"learning_rate": 0.0})
-        folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else ""))
-        hvd.start_timeline(folder / "overlap.json")
-        _Hold.awaited = perseus.stats()["operations"] + 2
-        with autograd.record():
-            held = mx.nd.Custom(layers[0].data() * 2, op_type="perseus_hold")
-            loss = (held * layers[1].data() * layers[2].data()).sum() * (hvd.rank() + 1)
-        loss.backward()
-        trainer.step(1)
-        mean = (hvd.size() + 1) / 2
-        for parameter in layers:
-            assert (parameter.grad().asnumpy() == 2 * mean).all()
-        assert _Hold.in_time
-        hvd.stop_timeline()
-        suffix = f".rank{hvd.rank()}" if hvd.rank() else ""
-        found = {o.name: o for o in read(folder / f"overlap{suffix}.json").operations}
-        first, *others = (found[f"allreduce.{i}"] for i in range(3))
-        assert all(other.ended <= first.submitted for other in others), found
+    """The first layer's gradient waits for the reductions of the others.
+
+    Of those of 64 KiB sixteen share an op of the engine, which fills its MiB.
+    """
+    for count, elements, together in ((3, 1 << 18, 1), (48, 1 << 14, 16)):
+        with world_with(HOROVOD_TIMELINE="DYNAMIC", PERSEUS_TIMELINE_ALL_RANKS=1):
+            layers = [gluon.Parameter(f"layer{i:02}", shape=(elements,)) for i in range(count)]
+            for parameter in layers:
+                parameter.initialize(mx.init.One())
+            trainer = hvd.DistributedTrainer(layers, "sgd", {"learning_rate": 0.0})
+            folder = Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else ""))
+            hvd.start_timeline(folder / "overlap.json")
+            _Hold.awaited = perseus.stats()["operations"] + count - together
+            with autograd.record():
+                product = mx.nd.Custom(layers[0].data() * 2, op_type="perseus_hold")
+                for parameter in layers[1:]:
+                    product = product * parameter.data()
+                loss = product.sum() * (hvd.rank() + 1)
+            loss.backward()
+            trainer.step(1)
+            mean = (hvd.size() + 1) / 2
+            for parameter in layers:
+                assert (parameter.grad().asnumpy() == 2 * mean).all()
+            assert _Hold.in_time
+            hvd.stop_timeline()
+            suffix = f".rank{hvd.rank()}" if hvd.rank() else ""
+            found = {o.name: o for o in read(folder / f"overlap{suffix}.json").operations}
+            reduced = [found[f"allreduce.{i}"] for i in range(count)]
+            first = min(operation.submitted for operation in reduced[:together])
+            assert all(other.ended <= first for other in reduced[together:]), found
