@@ -6,8 +6,11 @@ their arrays are used. Thread-safe after import.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -181,5 +184,16 @@ def gather(op: Op, arrays: Sequence[Any]) -> Gathered:
     return Gathered(handle)
 
 
+def _end_quietly() -> None:
+    """After an uncaught exception: that is what to read, and not what failed because of it.
+
+    Comes after the end of the world, which ends all ops, and before MXNet raises their errors.
+    """
+    if hasattr(sys, "last_type"):
+        with suppress(mxnet.base.MXNetError):
+            mxnet.nd.waitall()
+
+
 mxnet, native = _load()
 basics.at_init(_attach)
+atexit.register(_end_quietly)

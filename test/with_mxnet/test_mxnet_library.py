@@ -81,3 +81,17 @@ def test_a_rank_dies_while_others_wait(run_ranks, tmp_path):
     assert found.read_text().splitlines() == [
         "backward", "forward", "allreduce", "pull", "pushpull", "allgather", "init"
     ]  # fmt: skip
+
+
+def test_an_uncaught_exception_is_all_that_is_said(run_ranks):
+    """What is under way fails with the world, which is not what to look for."""
+    script = (
+        "import mxnet as mx, perseus.mxnet as hvd\n"
+        "hvd.init()\n"
+        "hvd.allreduce(mx.nd.ones((3,)), name=f'of.{hvd.rank()}')\n"
+        "raise ValueError('the cause')\n"
+    )
+    status, output = run_ranks(2, [sys.executable, "-c", script])
+    assert status == 1, output
+    assert "<stderr>:ValueError: the cause\n" in output, output
+    assert "Error" not in output.replace("ValueError: the cause", ""), output
