@@ -164,10 +164,14 @@ def _at_exit() -> None:
 
     The rank that began ends its connections before its process, so that the others could be faster:
     launchers would name one of them as the first to fail, and end the one that has more to say.
+    TensorFlow and MXNet have exceptions of their own for it.
     """
+    ended = world_failure() is not None
     shutdown()
     reason = getattr(sys, "last_value", None)
-    if isinstance(reason, HorovodInternalError) and not isinstance(reason, MismatchError):
+    if isinstance(reason, MismatchError):
+        return
+    if isinstance(reason, HorovodInternalError) or (ended and reason is not None):
         time.sleep(_FIRST_TO_FAIL_SECONDS)
 
 

@@ -11,7 +11,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from perseus import basics
 
@@ -76,6 +76,20 @@ def own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
     """Those of a file if this rank, or None, held them; else none: others begin with nothing."""
     known = owner is None or (basics.is_initialized() and owner == basics.rank())
     return dict(residuals) if known else {}
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where they are, for those who save them."""
+
+    def residuals(self) -> dict[str, Held]:
+        """Copies of all there are."""
+
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """Have these, as residuals() gave them, take the place of all that was before.
+
+        owner: the rank that held them, where they come from a file; others begin with nothing.
+        """
 
 
 class Exchange(Protocol):

@@ -11,13 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from perseus.elastic.state import ObjectState
+from perseus.residuals import Held, Source
 
 
 class VariablesState(ObjectState):
     """Variables beside plain values.
 
     variables: those to keep, or a function that lists them. broadcast: gives variables rank 0's
-    values. bcast_object, get_rank, kwargs: as for ObjectState.
+    values. bcast_object, get_rank, kwargs: as for ObjectState; where one is a Source, what this
+    rank's codecs hold back of gradients is kept, and other ranks' never taken over.
     """
 
     def __init__(
@@ -30,17 +32,24 @@ class VariablesState(ObjectState):
     ) -> None:
         self._broadcast = broadcast
         self._variables = variables if callable(variables) else lambda: variables
-        self._values = self._read(self._variables())
+        sources = {name: value for name, value in kwargs.items() if isinstance(value, Source)}
+        self._source_names = list(sources)
+        for name, source in sources.items():
+            setattr(self, name, source)
+            del kwargs[name]
+        self._copy()
         super().__init__(bcast_object, get_rank, **kwargs)
 
     def save(self) -> None:
-        """Copy all values into host memory."""
-        self._values = self._read(self._variables())
+        """Copy all values into host memory, and what this rank's codecs hold back of gradients."""
+        self._copy()
         super().save()
 
     def restore(self) -> None:
         """Assign the copies."""
         self._write(self._variables(), self._values)
+        for source, held in zip(self._sources(), self._held, strict=True):
+            source.go_on_with(held)
         super().restore()
 
     def sync(self) -> None:
@@ -48,6 +57,13 @@ class VariablesState(ObjectState):
         self._broadcast(self._variables())
         super().sync()
         self.save()
+
+    def _sources(self) -> list[Source]:
+        return [getattr(self, name) for name in self._source_names]
+
+    def _copy(self) -> None:
+        self._values = self._read(self._variables())
+        self._held: list[dict[str, Held]] = [source.residuals() for source in self._sources()]
 
     def _read(self, variables: Sequence[Any]) -> list[Any]:
         # What numpy() gives may be the variable's own memory.
@@ -63,6 +79,7 @@ class ModelState(VariablesState):
 
     model: built, or ValueError. optimizer: None = the one it is compiled with. It is built at once,
     so that there is nothing to be added later. backend: kept as an attribute for Horovod's sake.
+    NotImplementedError for Keras 2 without eager execution.
     """
 
     def __init__(
@@ -83,29 +100,20 @@ class ModelState(VariablesState):
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
         self.backend = backend
-        super().__init__(bcast_object, get_rank, broadcast, self._listed, **kwargs)
-        self._held = self._read_residuals()
+        try:
+            super().__init__(bcast_object, get_rank, broadcast, self._listed, **kwargs)
+        except NotImplementedError as error:  # by numpy()
+            raise NotImplementedError(
+                "[elastic] states of Keras models need eager execution; without it use "
+                "hvd.elastic.TensorFlowState([*model.weights, *optimizer.variables()], "
+                "session=tf.compat.v1.keras.backend.get_session()) after a first batch"
+            ) from error
 
-    def save(self) -> None:
-        """Copy all values into host memory, and what this rank's codecs hold back of gradients."""
-        super().save()
-        self._held = self._read_residuals()
-
-    def restore(self) -> None:
-        """Assign the copies; other ranks' residuals are never taken over."""
-        super().restore()
-        residuals = self._residuals()
-        if residuals is not None:
-            residuals.replace(self._held)
-
-    def _residuals(self) -> Any:
-        """Of a distributed optimizer, which may be inside one that scales losses; else None."""
+    def _sources(self) -> list[Source]:
+        """Of a distributed optimizer, which may be inside one that scales losses, too."""
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        return getattr(inner, "perseus_residuals", None)
-
-    def _read_residuals(self) -> dict[str, Any]:
-        residuals = self._residuals()
-        return {} if residuals is None else dict(residuals.read())
+        found = getattr(inner, "perseus_residuals", None)
+        return [*super()._sources(), *([] if found is None else [found])]
 
     def _listed(self) -> list[Any]:
         optimizer = self.optimizer

@@ -13,7 +13,7 @@ import numpy as np
 
 from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
-from perseus.keras.backend import backend, keras
+from perseus.keras.backend import KERAS_2, backend, keras
 
 __all__ = [
     "BestModelCheckpoint",
@@ -154,7 +154,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             logs["lr"] = self._rate()
 
     def _rate(self) -> float:
-        return float(self.model.optimizer.learning_rate)
+        return float(_value(self.model.optimizer.learning_rate))
 
     def _set(self, factor: float) -> None:
         before = self._rate()
@@ -163,11 +163,23 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if not self.momentum_correction or before in (0.0, rate):
             return
-        if getattr(optimizer, "momentum", None):
+        if _value(getattr(optimizer, "momentum", None)):
             # Keras has the coefficient as a constant in its graphs. What it is multiplied with is a
             # variable, and contains the old rate.
             for velocity in _velocities(optimizer, self.model.trainable_weights):
-                velocity.assign(velocity * (rate / before))
+                _multiply(velocity, rate / before)
+
+
+def _value(variable: Any) -> Any:
+    """Without eager execution, too, which Keras 2 does not need."""
+    return keras.backend.get_value(variable) if KERAS_2 else variable
+
+
+def _multiply(variable: Any, factor: float) -> None:
+    if KERAS_2:
+        keras.backend.set_value(variable, _value(variable) * factor)
+    else:
+        variable.assign(variable * factor)
 
 
 def _velocities(optimizer: Any, weights: Iterable[Any]) -> list[Any]:

@@ -43,16 +43,13 @@ class GradientExchange:
         self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
 
     def residuals(self) -> dict[str, Held]:
-        """What lossy codecs hold back here, by names that are the same in every process."""
+        """See Source. By names that are the same in every process."""
         if self._exchange is None:
             return own(*self._loaded)
         return self._exchange.residuals.read()
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
-        """Have these, as residuals() gave them, take the place of all that was before.
-
-        owner: the rank that held them, where they come from a file; others begin with nothing.
-        """
+        """See Source."""
         if self._exchange is None:
             self._loaded = residuals, owner
             return
@@ -144,21 +141,6 @@ class GradientExchange:
             found = sorted(member for member in members if member is not None)
             bundles += [found] if found else []
         return bundles + [[position] for position in position_of.values()]
-
-
-class HeldBack:
-    """What lossy codecs hold back of an exchange, for states that bring it back."""
-
-    def __init__(self, exchange: GradientExchange) -> None:
-        self._exchange = exchange
-
-    def read(self) -> dict[str, Held]:
-        """Copies of all there are."""
-        return self._exchange.residuals()
-
-    def replace(self, held: Mapping[str, Held]) -> None:
-        """Go on with these, as read() gave them."""
-        self._exchange.go_on_with(held)
 
 
 class Exchanging:

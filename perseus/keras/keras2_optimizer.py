@@ -57,6 +57,12 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
         )
         self._exchange = exchange
 
+    def _variable(self, initial: Any, name: str) -> Any:
+        made = super()._variable(initial, name)
+        # In a graph Keras initialises what it knows.
+        keras.__internal__.backend.track_variable(made)
+        return made
+
     def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
         """As the exchange says."""
         if not self._exchange.active():
@@ -166,8 +172,7 @@ class DistributedMixin(Exchanging):
         """Go on where the wrapped optimizer was, now that there are variables."""
         values, self._state = self._state, ()
         if values:
-            for mine, value in zip(optimizer_variables(self), values, strict=True):
-                mine.assign(value)
+            keras.backend.batch_set_value(list(zip(optimizer_variables(self), values, strict=True)))
 
 
 class _Current(DistributedMixin):
@@ -215,6 +220,11 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
     A LossScaleOptimizer stays one, around a distributed one.
     """
     wrapped = type(optimizer)
+    if not (tf.executing_eagerly() or isinstance(optimizer, keras.optimizers.legacy.Optimizer)):
+        raise NotImplementedError(
+            f"[keras] without eager execution Keras 2 trains with its legacy optimizers only: use "
+            f"keras.optimizers.legacy.{wrapped.__name__}"
+        )
     if isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
         inner = distribute(optimizer.inner_optimizer, plan)
         return wrapped(**{**optimizer.get_config(), "inner_optimizer": inner})
@@ -227,5 +237,5 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
         if hasattr(optimizer, name):
             setattr(made, name, getattr(optimizer, name))
     if getattr(optimizer, "_built", False) or getattr(optimizer, "_hypers_created", False):
-        made._state = tuple(variable.numpy() for variable in optimizer_variables(optimizer))
+        made._state = tuple(keras.backend.batch_get_value(optimizer_variables(optimizer)))
     return made

@@ -6,25 +6,37 @@ Belongs to the thread that trains.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from perseus import basics
 from perseus.keras.backend import keras
-from perseus.keras.exchange import HeldBack
+from perseus.keras.exchange import GradientExchange
 from perseus.residuals import Held
 
 _INDEX = "index"  # JSON: {"rank": who held these, "held": [[name, layout], …]}; beside them 0, 1 …
 
 
-class SavedResiduals(HeldBack, keras.losses.Loss):
+class SavedResiduals(keras.losses.Loss):
     """An optimizer's attribute, which is saved in a group of its own, if there is anything to save.
 
     So it is in .keras files and in .weights.h5, and where a plain optimizer loads those it is not
     looked at. Keras saves attributes of its own kinds only; of these a loss brings nothing along.
-    It has no name, since for that alone Keras would make the group.
+    It has no name, since for that alone Keras would make the group. It is a Source, too.
     """
+
+    def __init__(self, exchange: GradientExchange) -> None:
+        self._exchange = exchange
+
+    def residuals(self) -> dict[str, Held]:
+        """See Source."""
+        return self._exchange.residuals()
+
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """See Source."""
+        self._exchange.go_on_with(residuals, owner)
 
     def save_own_variables(self, store: Any) -> None:
         """Write this rank's; float32 of shape (2, elements) each."""

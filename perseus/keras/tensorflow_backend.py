@@ -73,6 +73,13 @@ def divided_by_size(gradient: Any, process_set: ProcessSet) -> Any:
     return reductions.divided_by_size(gradient, process_set)
 
 
+def _evaluated(result: Any) -> Any:
+    """What an operation gives: Keras 2 without eager execution has a session to run it in."""
+    if tf.compat.v1.executing_eagerly_outside_functions():
+        return result
+    return tf.compat.v1.keras.backend.get_session().run(result)
+
+
 def everywhere(flag: Any, name: str, process_set: ProcessSet) -> Any:
     """See Backend."""
     number = tf.cast(flag, tf.int32)
@@ -85,12 +92,12 @@ def average(values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
     outputs, _ = ops.allreduce(
         [tf.constant(values)], [name], op=Average, process_set=global_process_set
     )
-    return np.asarray(outputs[0])
+    return np.asarray(_evaluated(outputs[0]))
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, prefix: str) -> None:
     """See Backend."""
-    functions.broadcast_variables(variables, root_rank)
+    _evaluated(functions.broadcast_variables(variables, root_rank))
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -112,26 +119,28 @@ def allreduce(  # noqa: PLR0917 - all are given
     compression: type[Compressor],
 ) -> Any:
     """See Backend."""
-    return reductions.allreduce(
-        tf.convert_to_tensor(value),
-        name=name,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=compression,
+    return _evaluated(
+        reductions.allreduce(
+            tf.convert_to_tensor(value),
+            name=name,
+            op=op,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            compression=compression,
+        )
     )
 
 
 def allgather(value: Any, name: str | None) -> Any:
     """See Backend."""
-    return mpi_ops.allgather(tf.convert_to_tensor(value), name=name)
+    return _evaluated(mpi_ops.allgather(tf.convert_to_tensor(value), name=name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None) -> Any:
     """See Backend."""
-    return mpi_ops.broadcast(tf.convert_to_tensor(value), root_rank, name=name)
+    return _evaluated(mpi_ops.broadcast(tf.convert_to_tensor(value), root_rank, name=name))
 
 
 def reducescatter(value: Any, name: str | None, op: int) -> Any:
     """See Backend."""
-    return reductions.reducescatter(tf.convert_to_tensor(value), name=name, op=op)
+    return _evaluated(reductions.reducescatter(tf.convert_to_tensor(value), name=name, op=op))

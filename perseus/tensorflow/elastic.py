@@ -71,7 +71,8 @@ class TensorFlowKerasState(ModelState):
     """A Keras model, its optimizer and plain values: `TensorFlowKerasState(model, epoch=0)`.
 
     model: built, or ValueError. optimizer: None = the one of compile(). backend: accepted for
-    Horovod's sake. kwargs: attributes and their first values; picklable.
+    Horovod's sake. kwargs: attributes and their first values; picklable, or, for models that a
+    DistributedGradientTape trains, hvd.GradientResiduals, of which every rank keeps its own.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class TensorFlowState(VariablesState):
     """Variables and plain values: `TensorFlowState(variables, step=0)`.
 
     variables: None = TensorFlow 1's global variables. session: in graphs, what reads and writes
-    them; None = the default session. kwargs: attributes and their first values; picklable.
+    them; None = the default session. kwargs: attributes and their first values; picklable, or
+    hvd.GradientResiduals, of which every rank keeps its own.
     """
 
     def __init__(

@@ -105,7 +105,8 @@ class LocalGradientAggregationHelper:
             lambda: self._complete(sums, vars),
             lambda: (*sums, tf.constant(False)),
         )
-        *results, self._applies = outcome
+        # Keras 2 in a graph takes what it finds behind gradients for trainable variables.
+        *results, self._applies = [tf.stop_gradient(tensor) for tensor in outcome]
         full: list[Any] = [None] * len(dense)
         for index, gradient in zip(self.not_none_indexes, results, strict=True):
             full[index] = gradient

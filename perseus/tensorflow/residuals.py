@@ -6,26 +6,17 @@ Belongs to the thread that trains.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.training.saver import BaseSaverBuilder
 
 from perseus import basics
-from perseus.residuals import Held, go_on_with, own, pack, unpack
+from perseus.residuals import Held, Source, go_on_with, own, pack, unpack
 from perseus.tensorflow.gradient_exchange import GradientExchange, Plan
 
 _used_names: Counter[str] = Counter()
-
-
-class Source(Protocol):
-    """Where they are."""
-
-    def residuals(self) -> dict[str, Held]:
-        """Copies of all there are."""
-
-    def go_on_with(self, residuals: dict[str, Held], owner: int | None = None) -> None:
-        """Have these of a rank, `owner`, take the place of all that was before."""
 
 
 class ResidualState(tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -51,7 +42,8 @@ class GradientResiduals(ResidualState):
     Of every hvd.DistributedGradientTape of the model's, which have equal arguments, or of one
     hvd.DistributedOptimizer of tf.compat.v1. It is a part of checkpoints as
     `tf.train.Checkpoint(model=model, residuals=residuals)`, of tf.compat.v1.train.Saver's by
-    saveable(). A rank takes only what it has saved itself; others begin with nothing.
+    saveable(), and of elastic states as `TensorFlowState(variables, residuals=residuals)`. A rank
+    takes only what it has saved itself; others begin with nothing.
 
     name: equal on all ranks and in all runs, another one for each model. While gradients have it,
         no two reductions of the same variable may be in flight, as in loops that do not assign it.
@@ -63,7 +55,7 @@ class GradientResiduals(ResidualState):
         _used_names[name] += 1
         self._scope = f"{name}_{number}_Allreduce" if number else f"{name}_Allreduce"
         self._exchange: GradientExchange | None = None
-        self._loaded: tuple[dict[str, Held], int | None] = ({}, None)  # before _exchange
+        self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
 
     def exchange(self, plan: Plan) -> GradientExchange:
         """The one that reduces; ValueError where another plan has been given before."""
@@ -83,7 +75,7 @@ class GradientResiduals(ResidualState):
             return own(*self._loaded)
         return self._exchange.residuals.read()
 
-    def go_on_with(self, residuals: dict[str, Held], owner: int | None = None) -> None:
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
         """See Source."""
         if self._exchange is None:
             self._loaded = residuals, owner

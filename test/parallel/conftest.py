@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -28,6 +29,14 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 400.0) -> tuple[i
             del environment[name]
     # Threads that spin for each other crawl where tests share the cores.
     environment["OMP_NUM_THREADS"] = "1"
+    # TensorFlow's functions have files there, which stay where a rank is ended by a signal.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as environment["TMPDIR"]:
+        return _run(ranks, command, timeout, environment)
+
+
+def _run(
+    ranks: int, command: list[str], timeout: float, environment: dict[str, str]
+) -> tuple[int, str]:
     process = subprocess.Popen(
         [sys.executable, "-m", "perseus.run", "-np", str(ranks), *command],
         stdout=subprocess.PIPE,

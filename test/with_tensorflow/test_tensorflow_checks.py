@@ -23,7 +23,7 @@ KERAS_3_MODULES = [
     "keras_residual_checks",
     "tf_keras_checks",
 ]
-KERAS_2_MODULES = ["keras2_checks", "keras2_residual_checks"]
+KERAS_2_MODULES = [["keras2_checks", "keras2_residual_checks"], ["keras2_graph_checks"]]
 MODULES = [
     "tensorflow_op_checks",  # its first check is about TensorFlow's start
     "tensorflow_graph_checks",
@@ -33,6 +33,7 @@ MODULES = [
     "tf_tape_checks",
     "tf_optimizer_checks",
     "tf_residual_checks",
+    "tf_loss_scale_checks",
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
     "tf_setting_checks",
@@ -56,10 +57,11 @@ def test_on_ranks(outcome_of, module, check, ranks):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not (KERAS_2 or find_spec("tf_keras")), reason="needs Keras 2")
-def test_keras_2_on_ranks(run_ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("modules", KERAS_2_MODULES, ids=["eager", "graph"])
+def test_keras_2_on_ranks(run_ranks, tmp_path, monkeypatch, modules):
     if not KERAS_2:
         monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     checks = Path(__file__).parents[1] / "parallel" / "run_checks.py"
-    command = [sys.executable, str(checks), str(tmp_path), *KERAS_2_MODULES]
+    command = [sys.executable, str(checks), str(tmp_path), *modules]
     status, output = run_ranks(2, command, timeout=500)
     assert status == 0, output

@@ -35,7 +35,7 @@ def _fit(model, *callbacks) -> list[np.ndarray]:
 
 
 def _held(model) -> dict[str, bytes]:
-    held = model.optimizer.perseus_residuals.read()
+    held = model.optimizer.perseus_residuals.residuals()
     return {name: bytes(data) for name, (_, data) in held.items()}
 
 
@@ -119,10 +119,10 @@ def check_what_comes_under_another_name_is_sent_at_once() -> None:
             optimizer = hvd.DistributedOptimizer(
                 keras.optimizers.SGD(1.0), compression=hvd.Compression.topk(0.02), op=hvd.Sum
             )
-            optimizer.perseus_residuals.replace(held)
+            optimizer.perseus_residuals.go_on_with(held)
             given = settings.whole(hvd.rank(), step)
             optimizer.apply([keras.ops.convert_to_tensor(array) for array in given], variables)
-            held = optimizer.perseus_residuals.read()
+            held = optimizer.perseus_residuals.residuals()
             for rank in range(hvd.size()):
                 total = [a + b for a, b in zip(total, settings.whole(rank, step), strict=True)]
             complete = [

@@ -33,7 +33,7 @@ def main(folder: str) -> None:
     results = path.with_suffix(".npz")
     if path.exists():
         model = hvd.load_model(path, compression=hvd.Compression.topk(0.1))
-        assert model.optimizer.perseus_residuals.read()
+        assert model.optimizer.perseus_residuals.residuals()
         with np.load(results) as expected:
             for weight, right in zip(_fit(model), expected.values(), strict=True):
                 assert np.array_equal(weight, right)

@@ -30,7 +30,7 @@ def _check(kind) -> None:
     model.compile(optimizer, "mse")
 
     def held(optimizer=optimizer) -> dict[str, bytes]:
-        found = optimizer.perseus_residuals.read()
+        found = optimizer.perseus_residuals.residuals()
         return {name: bytes(data) for name, (_, data) in found.items()}
 
     state = hvd.elastic.KerasState(model)
@@ -61,7 +61,7 @@ def _compiled(make, **options):
 
 def _held(model) -> dict[str, bytes]:
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    return {name: bytes(data) for name, (_, data) in inner.perseus_residuals.read().items()}
+    return {name: bytes(data) for name, (_, data) in inner.perseus_residuals.residuals().items()}
 
 
 def check_saved_models_go_on_with_what_they_held() -> None:
@@ -153,7 +153,7 @@ def _train(kind, scales: bool, **options):
         if scales:
             scales_seen.add(float(optimizer.loss_scale))
     assert len(scales_seen) == (5 if scales else 0), scales_seen
-    held = distributed.perseus_residuals.read()
+    held = distributed.perseus_residuals.residuals()
     assert len(held) == len(variables) and any(any(data) for _, data in held.values())
     bits = {name: bytes(data) for name, (_, data) in held.items()}
     return bits, [variable.numpy().tobytes() for variable in variables]

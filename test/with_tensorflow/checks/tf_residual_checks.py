@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gradient_settings as settings
 import numpy as np
@@ -125,6 +126,51 @@ class _session:  # noqa: N801 - used as a function
             self.session.run(self.step, given)
         values = [value.tobytes() for value in self.session.run(self.variables)]
         return values, _held(self.residuals)
+
+
+def check_elastic_states_keep_what_each_rank_held() -> None:
+    """From the last commit on the next world trains as if nothing had happened."""
+    with settings.apart():
+        for compression in CODECS:
+            expected = _Taped(compression, True).train(range(6))
+            for of_model in (False, True):
+                taped = _Taped(compression, not of_model)
+                taped.train([0])
+                assert _trained(taped, _state(taped, of_model)) == expected
+
+
+def _state(taped: _Taped, of_model: bool):
+    slots, values = taped.optimizer.variables(), {"step": 1, "held": taped.residuals}
+    assert len(slots) == len(taped.variables)
+    if not of_model:
+        return hvd.elastic.TensorFlowState([*taped.variables, *slots], **values)
+    model = SimpleNamespace(built=True, weights=taped.variables, trainable_weights=taped.variables)
+    optimizer = SimpleNamespace(build=None, built=True, variables=slots)
+    return hvd.elastic.TensorFlowKerasState(model, optimizer, **values)
+
+
+def _trained(taped: _Taped, state) -> tuple[list[bytes], dict[str, bytes]]:
+    """After 6 steps; rank 0 breaks the world after the fifth, the last commit is the third."""
+    worlds, held = [], {}
+
+    @hvd.elastic.run
+    def train(state):
+        worlds.append(state.step)
+        assert _held(taped.residuals) == held or len(worlds) == 1
+        while state.step < 6:
+            found = taped.train([state.step])
+            state.step += 1
+            if state.step == 3:
+                state.commit()
+                held.update(found[1])
+            if state.step == 5 and len(worlds) == 1 and hvd.rank() == 0:
+                assert found[1] != held
+                raise hvd.elastic.HorovodInternalError("injected")
+        return found
+
+    outcome = train(state)
+    assert worlds == [1, 3]
+    return outcome
 
 
 def check_only_the_rank_that_saved_takes_it() -> None:
