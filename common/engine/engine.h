@@ -155,6 +155,7 @@ class Engine {
   void wind_down();
   void say_goodbye();
   std::string shutdown_text() const;
+  void note_cause(const std::string& text);  // what failure() says from now on
 
   const World world_;
   const Log log_;

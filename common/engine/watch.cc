@@ -112,10 +112,7 @@ void Engine::check_stalls(int64_t now) {
 
 void Engine::abort(const Error& cause, bool tell) {
   if (failed_.load(std::memory_order_relaxed)) return;
-  {
-    std::lock_guard<std::mutex> lock(cause_mutex_);
-    cause_ = cause.what();
-  }
+  note_cause(cause.what());
   failed_.store(true, std::memory_order_release);
   drained_.store(true, std::memory_order_release);
   if (tell)
@@ -161,6 +158,7 @@ void Engine::wind_down() {
     if (scheduled && !peer_left) group->negotiation().break_schedule();
     if (peer_left && !round_goes_on) {
       const Status status{false, ErrorKind::kAborted, shutdown_text()};
+      note_cause(status.message);  // whoever hears of it may ask why the world ends, before all groups are done
       fail_pending(group.get(), true, status);
       if (scheduled) give_up(group.get(), status);
     }
@@ -168,12 +166,14 @@ void Engine::wind_down() {
   }
   drained_.store(!moving, std::memory_order_release);
   if (!moving && first_left_ >= 0) {
-    {
-      std::lock_guard<std::mutex> lock(cause_mutex_);
-      cause_ = shutdown_text();
-    }
+    note_cause(shutdown_text());
     failed_.store(true, std::memory_order_release);
   }
+}
+
+void Engine::note_cause(const std::string& text) {
+  std::lock_guard<std::mutex> lock(cause_mutex_);
+  cause_ = text;
 }
 
 std::string Engine::shutdown_text() const {

@@ -58,7 +58,7 @@ def allreduce(
 
     tensor: tf.Tensor or variable of any shape, equal on all ranks. tf.IndexedSlices: values and
         indices of all ranks are joined instead, and Average divides the values by the number of
-        ranks; NotImplementedError for other ops and factors.
+        ranks, integers into floats; NotImplementedError for other ops and factors.
     average: Horovod's deprecated form of op. compression: applies to what is sent. The rest: see
         the module.
     """
@@ -145,9 +145,13 @@ def set_size(process_set: ProcessSet, dtype: tf.DType) -> Any:
 
 
 def divided_by_size(tensor: Any, process_set: ProcessSet) -> Any:
-    """A tensor or tf.IndexedSlices divided by the number of ranks; integers truncate."""
+    """A tensor or tf.IndexedSlices divided by the number of ranks.
+
+    Integers truncate in a tensor. In slices they become floats, as Horovod's do: rows of one index
+    are still to be added, and truncated parts would add up to something else than the mean.
+    """
     if isinstance(tensor, tf.IndexedSlices):
-        values = divided_by_size(tensor.values, process_set)
+        values = tensor.values / set_size(process_set, tensor.values.dtype)
         return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
     if tensor.dtype.is_integer:
         return tf.truncatediv(tensor, set_size(process_set, tensor.dtype))

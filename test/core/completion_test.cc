@@ -140,8 +140,12 @@ TEST_P(Completion, ErrorsAreToldToo) {
     EXPECT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
     perseus_handle second = 0;
     EXPECT_EQ(submit(context, request, &second).code, PERSEUS_INVALID_ARGUMENT);
+    // Who is told of the world's end finds its reason there.
+    int reasons = 0;
+    calls.next = [&](size_t) { reasons += perseus_context_failed(context, nullptr); };
     submitted.set_value();
     EXPECT_EQ(calls.wait_for(2)[1].code, PERSEUS_ABORTED);
+    EXPECT_EQ(reasons, 1);
     perseus_context_shutdown(context);
     EXPECT_EQ(calls.handles().size(), 2u);
     EXPECT_EQ(calls.handles()[1], handle);

@@ -140,6 +140,17 @@ def check_allreduce_of_slices() -> None:
     )
 
 
+def check_the_mean_of_integer_slices_keeps_its_halves() -> None:
+    for dtype in (tf.int32, tf.int64):
+        rows = tf.constant([[2 * hvd.rank() + 1], [4 * hvd.rank()]], dtype)
+        slices = tf.IndexedSlices(rows, tf.constant([3, hvd.rank()]), tf.constant([4, 1]))
+        mean = hvd.allreduce(slices, op=hvd.Average)
+        assert mean.values.dtype == tf.float64
+        # Every rank has a row 3: 1, 3, 5, ... together are size * size.
+        row = tf.math.unsorted_segment_sum(mean.values, mean.indices, 4)[3]
+        np.testing.assert_allclose(row, [hvd.size()], rtol=1e-15)
+
+
 def check_local_variables() -> None:
     for scale in (True, False):
         shared, own = tf.Variable([1.0]), tf.Variable([1.0])
