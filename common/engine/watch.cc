@@ -147,6 +147,11 @@ void Engine::give_up(Group* group, const Status& status) {
 // While closing: rounds that all ranks take part in are finished, and what they made ready; the rest fails.
 void Engine::wind_down() {
   if (failed_.load(std::memory_order_relaxed)) return;
+  if (first_left_ >= 0) {
+    // Before the first operation fails of it: who asks then why is to be told.
+    std::lock_guard<std::mutex> lock(cause_mutex_);
+    cause_ = shutdown_text();
+  }
   bool moving = false;
   for (auto& [id, group] : groups_) {
     group->close();
@@ -167,13 +172,7 @@ void Engine::wind_down() {
     moving |= round_goes_on || group->executing() || (scheduled && !peer_left);
   }
   drained_.store(!moving, std::memory_order_release);
-  if (!moving && first_left_ >= 0) {
-    {
-      std::lock_guard<std::mutex> lock(cause_mutex_);
-      cause_ = shutdown_text();
-    }
-    failed_.store(true, std::memory_order_release);
-  }
+  if (!moving && first_left_ >= 0) failed_.store(true, std::memory_order_release);
 }
 
 std::string Engine::shutdown_text() const {
