@@ -31,6 +31,8 @@ def run_ranks(ranks: int, command: list[str], timeout: float = 400.0) -> tuple[i
     environment["OMP_NUM_THREADS"] = "1"
     # TensorFlow's functions have files there, which stay where a rank is ended by a signal.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as environment["TMPDIR"]:
+        # An XLA library that this user has made, in the home folder, is not the tests'.
+        environment.setdefault("XDG_CACHE_HOME", environment["TMPDIR"])
         return _run(ranks, command, timeout, environment)
 
 
