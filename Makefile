@@ -29,10 +29,11 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
 .PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-all test-core test-asan test-tsan test-torch \
-        test-tensorflow test-mxnet test-caffe lint format docs bench clean packages-build packages-test packages-caffe
+        test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
+        packages-build packages-test packages-caffe packages-aarch64
 
 help:  ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
 
 # ---- what everything stands on ----------------------------------------------------------------------------------
 
@@ -44,6 +45,9 @@ packages-test: packages-build
 
 packages-caffe: packages-build
 	@$(PYTHON) .ci/system_packages.py caffe
+
+packages-aarch64: packages-test
+	@$(PYTHON) .ci/system_packages.py aarch64
 
 $(VENV)/.torch: | packages-build
 	@echo "making $(VENV) and installing torch 2.13.0 into it"
@@ -126,6 +130,7 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with the full grids instead of their pairwise-covering part
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory check-aarch64
 
 test-core: packages-test $(BUILD)/build.ninja  ## the C++ tests
 	@$(BIN)/cmake -DPERSEUS_TESTS=ON $(BUILD) >/dev/null
@@ -141,6 +146,18 @@ test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 	@$(CMAKE) -B build/tsan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=thread >/dev/null
 	$(BIN)/cmake --build build/tsan -j $(JOBS) --target perseus_tests
 	$(NO_ASLR) $(BIN)/ctest -j $(TEST_JOBS) --test-dir build/tsan --output-on-failure
+
+# Of Python's headers this machine's serve: they differ in names only.
+AARCH64_TESTS := kernels_test codec_kernels_test gradient_kernels_test half_test codec_test codec_formats_test ring_test \
+                 collectives_test groups_test tcp_test
+check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch64, run some C++ tests under qemu
+	@$(CMAKE) -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=.ci/aarch64.cmake -DPERSEUS_TESTS=ON -DPERSEUS_PYTHON=ON \
+	  -DPERSEUS_PACKAGE_DIR=$(abspath build/aarch64/perseus) -DPython_EXECUTABLE=$(abspath $(PY)) \
+	  -DPython_INCLUDE_DIR=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("include"))') >/dev/null
+	$(BIN)/cmake --build build/aarch64 -j $(JOBS) \
+	  --target perseus _core perseus_tensorflow perseus_mxnet perseus_caffe $(AARCH64_TESTS)
+	env -u PERSEUS_TEST_FULL $(BIN)/ctest -j $(JOBS) --test-dir build/aarch64 --output-on-failure \
+	  -R "^($$(tr ' ' '|' <<<'$(strip $(AARCH64_TESTS))'))$$"
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PY) $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") $(TEST_DIRS) </dev/null

@@ -64,6 +64,10 @@ NEEDS = {
         Need("openssh-client", "perseusrun over ssh", command("ssh")),
         Need("openssh-server", "perseusrun over ssh, to virtual hosts", command("sshd")),
     ],
+    "aarch64": [
+        Need("g++-aarch64-linux-gnu", "compiles for aarch64", command("aarch64-linux-gnu-g++")),
+        Need("qemu-user-static", "runs that here", command("qemu-aarch64-static")),
+    ],
     "caffe": [
         Need("git", "applies the patches of patches/bvlc_caffe", command("git")),
         Need("protobuf-compiler", "compiles Caffe's messages", command("protoc")),
