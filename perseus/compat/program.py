@@ -18,6 +18,8 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any
 
+from perseus.compat.names import MODULES
+
 USAGE = "usage: python -m perseus.compat.horovod (SCRIPT | -m MODULE | -c CODE) [ARGUMENTS ...]"
 _ENTRY = "perseus.compat.horovod"
 # What the main module is, for worker processes: "script:PATH" or "module:NAME".
@@ -81,6 +83,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
 
 
 def _run_module(name: str, arguments: list[str]) -> None:
+    name = MODULES.get(name) or name
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")

@@ -13,6 +13,7 @@ from horovod_face import Face
 
 import perseus.tensorflow.horovod as hvd
 from perseus.tensorflow import gradient_aggregation, gradient_aggregation_eager
+from perseus.tensorflow.data import compute_service, compute_worker
 
 FACE = Face(
     hvd,
@@ -30,6 +31,8 @@ FACE = Face(
     },
 )
 MODULES = {
+    "data.compute_service": compute_service,
+    "data.compute_worker": compute_worker,
     "gradient_aggregation": gradient_aggregation,
     "gradient_aggregation_eager": gradient_aggregation_eager,
 }
@@ -64,10 +67,10 @@ def test_sync_batch_normalization():
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_helpers_of_gradient_aggregation(module):
+def test_modules_behind_the_face(module):
     for name, facts in FACE.facts["modules"][module].items():
         made = getattr(MODULES[module], name)
-        if facts["kind"] == "function":
+        if facts["kind"] in ("function", "contextmanager"):
             FACE.expect_parameters(name, made, facts["params"])
         for method, described in facts.get("methods", {}).items():
             FACE.expect_parameters(method, getattr(made, method), described["params"])

@@ -1,0 +1,327 @@
+"""Where the parts of a data service find each other: dispatchers, workers and those who train.
+
+Requests are JSON over HTTP. They and their answers carry an HMAC, so that a stranger is neither
+heard nor believed. ComputeService answers each request in a thread of its own; ComputeClient is
+thread-safe. Source of behaviour: Horovod 0.28.1, horovod.runner.common.service.compute_service.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import http.client
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from perseus.addresses import interface_address
+
+_SIGNATURE = "X-Perseus-Signature"
+_MOST_BYTES = 1 << 16  # of a request or an answer
+_SLICE_SECONDS = 5.0  # of a wait without a limit, so that a service that died is noticed
+_ANSWER_SECONDS = 30.0  # for everything but what a request waits for
+
+Addresses = Mapping[str, Sequence[tuple[str, int]]]
+
+
+class TimeoutException(TimeoutError):  # noqa: N818 - Horovod's name
+    """What was waited for did not come in time."""
+
+
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (IndexError, ValueError, TimeoutException)
+}
+
+
+class ComputeService:
+    """Knows who has registered, until shutdown().
+
+    dispatchers, workers_per_dispatcher: how many there will be; ValueError unless positive. key:
+    the secret that clients need. nics: the interfaces whose addresses clients get, ValueError for
+    one that has none; None = all that have.
+    """
+
+    NAME = "Compute service"
+
+    def __init__(
+        self,
+        dispatchers: int,
+        workers_per_dispatcher: int,
+        key: bytes,
+        nics: Iterable[str] | None = None,
+    ) -> None:
+        for what, number in (
+            ("dispatchers", dispatchers),
+            ("workers per dispatcher", workers_per_dispatcher),
+        ):
+            if number <= 0:
+                raise ValueError(f"The number of {what} must be larger than 0: {number}")
+        self._hosts = _addresses_of(nics)
+        self._workers_per_dispatcher = workers_per_dispatcher
+        self._dispatchers: list[str | None] = [None] * dispatchers
+        self._workers: list[set[int]] = [set() for _ in range(dispatchers)]
+        self._over = False
+        self._answering = 0  # requests that have no answer yet
+        self._changed = threading.Condition()  # guards all of the above
+        self._server = _Server(key, self)
+        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+
+    def get_port(self) -> int:
+        """The TCP port, the same on all interfaces."""
+        return int(self._server.server_address[1])
+
+    def addresses(self) -> dict[str, list[tuple[str, int]]]:
+        """By interface."""
+        return {name: [(host, self.get_port())] for name, host in self._hosts.items()}
+
+    def shutdown(self) -> None:
+        """End all waits for it, answer what was asked, and close. May be called again."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._answering, _ANSWER_SECONDS)
+        self._server.shutdown()
+        self._server.server_close()
+
+    @contextlib.contextmanager
+    def answering(self) -> Any:
+        """While a request is being answered: shutdown() waits for its end."""
+        with self._changed:
+            self._answering += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answering -= 1
+                self._changed.notify_all()
+
+    def register_dispatcher(self, dispatcher_id: int, address: str) -> None:
+        """See ComputeClient, here and below."""
+        with self._changed:
+            known = self._dispatchers[self._checked(dispatcher_id)]
+            if known not in (None, address):
+                raise ValueError(
+                    f"Dispatcher with id {dispatcher_id} has already been registered under "
+                    f"different address {known}: {address}"
+                )
+            self._dispatchers[dispatcher_id] = address
+            self._changed.notify_all()
+
+    def register_worker(self, dispatcher_id: int, worker_id: int) -> None:
+        with self._changed:
+            self._workers[self._checked(dispatcher_id)].add(worker_id)
+            self._changed.notify_all()
+
+    def wait_for_dispatcher(self, dispatcher_id: int, seconds: float) -> str:
+        with self._changed:
+            self._checked(dispatcher_id)
+            self._wait(
+                lambda: self._dispatchers[dispatcher_id] is not None,
+                seconds,
+                f"dispatcher {dispatcher_id} to register",
+                "the dispatcher",
+            )
+            return str(self._dispatchers[dispatcher_id])
+
+    def wait_for_workers(self, dispatcher_id: int, seconds: float) -> None:
+        with self._changed:
+            # Who trains asks with its own rank where all share one dispatcher.
+            asked = self._checked(dispatcher_id if len(self._dispatchers) > 1 else 0)
+            self._wait(
+                lambda: len(self._workers[asked]) >= self._workers_per_dispatcher,
+                seconds,
+                f"workers for dispatcher {asked} to register",
+                "the workers",
+            )
+
+    def wait_for_shutdown(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._over, seconds)
+
+    def request_shutdown(self) -> None:
+        # It waits for the answer to this request, too.
+        threading.Thread(target=self.shutdown, daemon=True).start()
+
+    def _checked(self, dispatcher_id: int) -> int:
+        last = len(self._dispatchers) - 1
+        if not 0 <= dispatcher_id <= last:
+            raise IndexError(f"Dispatcher id must be within [0..{last}]: {dispatcher_id}")
+        return dispatcher_id
+
+    def _wait(self, done: Callable[[], bool], seconds: float, activity: str, who: str) -> None:
+        self._changed.wait_for(lambda: done() or self._over, seconds)
+        if not done():
+            why = (
+                "The compute service was shut down."
+                if self._over
+                else f"Timeout after {seconds} seconds."
+            )
+            raise TimeoutException(
+                f"Timed out waiting for {activity}. Try to find out what takes {who} so long to "
+                f"register or increase timeout. {why}"
+            )
+
+
+class ComputeClient:
+    """Talks to a ComputeService; ConnectionError where none that knows the key is to be reached.
+
+    compute_addresses: as the service's addresses() gives them. verbose: for Horovod's sake.
+    """
+
+    def __init__(self, compute_addresses: Addresses, key: bytes, verbose: int = 1) -> None:
+        self._key = key
+        self._reachable: dict[str, list[tuple[str, int]]] = {}
+        for interface, places in compute_addresses.items():
+            good = [(str(host), int(port)) for host, port in places if self._reach(host, port)]
+            if good:
+                self._reachable[interface] = good
+        if not self._reachable:
+            tried = ", ".join(
+                f"{h}:{p}" for places in compute_addresses.values() for h, p in places
+            )
+            raise ConnectionError(
+                f"[compute service] none answers at {tried or 'no address'} that has this key: is "
+                "the job of compute workers running, and the config file from this run of it?"
+            )
+
+    def addresses(self) -> dict[str, list[tuple[str, int]]]:
+        """Those under which the service answers."""
+        return self._reachable
+
+    def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
+        """Tell where it is; ValueError where it is elsewhere already, IndexError if unknown."""
+        self._call("register_dispatcher", dispatcher_id, dispatcher_address)
+
+    def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
+        """Return where it is; TimeoutException after `timeout` seconds."""
+        return str(self._call("wait_for_dispatcher", dispatcher_id, timeout, wait=timeout))
+
+    def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
+        """Tell that it is ready; IndexError for an unknown dispatcher."""
+        self._call("register_worker", dispatcher_id, worker_id)
+
+    def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
+        """Return once all its workers are ready; TimeoutException after `timeout` seconds."""
+        self._call("wait_for_workers", dispatcher_id, timeout, wait=timeout)
+
+    def shutdown(self) -> None:
+        """Have the service end, and with it all that wait for that."""
+        self._call("request_shutdown")
+
+    def wait_for_shutdown(self) -> None:
+        """Return once the service ends, however it does."""
+        with contextlib.suppress(ConnectionError):
+            while not self._call("wait_for_shutdown", _SLICE_SECONDS, wait=_SLICE_SECONDS):
+                pass
+
+    def _reach(self, host: str, port: int) -> bool:
+        try:
+            _ask((host, port), self._key, "wait_for_shutdown", (0.0,), _SLICE_SECONDS)
+        except ConnectionError:
+            return False
+        return True
+
+    def _call(self, name: str, *arguments: Any, wait: float = 0.0) -> Any:
+        place = next(iter(self._reachable.values()))[0]
+        answer = _ask(place, self._key, name, arguments, wait + _ANSWER_SECONDS)
+        if "error" in answer:
+            raise _ERRORS[answer["error"]](answer["text"])
+        return answer["result"]
+
+
+# What a request may name.
+_CALLS = frozenset(
+    {
+        "register_dispatcher",
+        "register_worker",
+        "request_shutdown",
+        "wait_for_dispatcher",
+        "wait_for_shutdown",
+        "wait_for_workers",
+    }
+)
+
+
+def _addresses_of(nics: Iterable[str] | None) -> dict[str, str]:
+    if nics is not None:
+        return {name: interface_address(name) for name in nics}
+    found = {}
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ValueError):
+            found[name] = interface_address(name)
+    return found
+
+
+def _signature(key: bytes, *parts: bytes) -> str:
+    return hmac.new(key, b"\n".join(parts), "sha256").hexdigest()
+
+
+def _ask(
+    place: tuple[str, int], key: bytes, name: str, arguments: tuple[Any, ...], seconds: float
+) -> dict[str, Any]:
+    """One request and its answer; ConnectionError where there is none that has the key."""
+    # An answer belongs to one request: the random number makes every one another.
+    body = json.dumps([name, arguments, secrets.token_hex(16)]).encode()
+    connection = http.client.HTTPConnection(*place, timeout=seconds)
+    try:
+        connection.request("POST", "/", body, {_SIGNATURE: _signature(key, body)})
+        response = connection.getresponse()
+        text = response.read(_MOST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise ConnectionError(f"[compute service] {place[0]}:{place[1]}: {error}") from error
+    finally:
+        connection.close()
+    signed = response.headers.get(_SIGNATURE, "")
+    if not hmac.compare_digest(signed, _signature(key, body, text)):
+        raise ConnectionError(f"[compute service] {place[0]}:{place[1]} does not have this key")
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True  # a stranger who says nothing keeps nobody
+
+    def __init__(self, key: bytes, service: ComputeService) -> None:
+        self.key, self.service = key, service
+        super().__init__(("", 0), _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: who asked is gone, or was a stranger."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _ANSWER_SECONDS  # for a request to arrive
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length", "")
+        body = (
+            self.rfile.read(int(length)) if length.isdigit() and int(length) <= _MOST_BYTES else b""
+        )
+        key = self.server.key
+        if not hmac.compare_digest(self.headers.get(_SIGNATURE, ""), _signature(key, body)):
+            self.send_error(403)
+            return
+        with self.server.service.answering():
+            text = json.dumps(self._answer(body)).encode()
+            self.send_response(200)
+            self.send_header(_SIGNATURE, _signature(key, body, text))
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+    def _answer(self, body: bytes) -> dict[str, Any]:
+        name, arguments, _ = json.loads(body)
+        try:
+            if name not in _CALLS:
+                raise ValueError(f"[compute service] no such request: {name}")
+            return {"result": getattr(self.server.service, name)(*arguments)}
+        except tuple(_ERRORS.values()) as error:
+            return {"error": type(error).__name__, "text": str(error)}
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing."""

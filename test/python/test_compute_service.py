@@ -1,0 +1,154 @@
+"""The service through which the parts of a data service find each other."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from perseus.compute_service import ComputeClient, ComputeService, TimeoutException
+
+KEY = b"a key of this test"
+
+
+@pytest.fixture
+def service() -> Iterator[ComputeService]:
+    made = ComputeService(2, 2, KEY, nics=["lo"])
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def client(service: ComputeService) -> ComputeClient:
+    return ComputeClient(service.addresses(), KEY)
+
+
+def test_registered_dispatchers_are_found(client, service):
+    assert service.addresses() == {"lo": [("127.0.0.1", service.get_port())]}
+    assert client.addresses() == service.addresses()
+    client.register_dispatcher(0, "grpc://a:1")
+    client.register_dispatcher(1, "grpc://b:2")
+    client.register_dispatcher(1, "grpc://b:2")
+    assert client.wait_for_dispatcher_registration(0, 1) == "grpc://a:1"
+    assert client.wait_for_dispatcher_registration(1, 1) == "grpc://b:2"
+    with pytest.raises(ValueError, match=re.escape("different address grpc://b:2: grpc://c:3")):
+        client.register_dispatcher(1, "grpc://c:3")
+    assert client.wait_for_dispatcher_registration(1, 1) == "grpc://b:2"
+
+
+def test_a_dispatcher_that_comes_later_is_waited_for(client, service):
+    found = []
+    other = ComputeClient(service.addresses(), KEY)
+    waiting = threading.Thread(
+        target=lambda: found.append(other.wait_for_dispatcher_registration(1, 60))
+    )
+    waiting.start()
+    client.register_dispatcher(0, "grpc://a:1")
+    client.register_dispatcher(1, "grpc://b:2")
+    waiting.join(60)
+    assert found == ["grpc://b:2"]
+
+
+def test_workers_count_for_their_dispatcher_only(client):
+    for worker in (0, 1, 1):
+        client.register_worker_for_dispatcher(0, worker)
+    client.register_worker_for_dispatcher(1, 2)
+    client.wait_for_dispatcher_worker_registration(0, 1)
+    with pytest.raises(TimeoutException, match="workers for dispatcher 1 to register"):
+        client.wait_for_dispatcher_worker_registration(1, 0.01)
+    client.register_worker_for_dispatcher(1, 3)
+    client.wait_for_dispatcher_worker_registration(1, 1)
+
+
+def test_a_wait_ends_in_time(client):
+    with pytest.raises(
+        TimeoutException,
+        match=re.escape(
+            "Timed out waiting for dispatcher 0 to register. Try to find out what takes the "
+            "dispatcher so long to register or increase timeout. Timeout after 0.01 seconds."
+        ),
+    ):
+        client.wait_for_dispatcher_registration(0, 0.01)
+
+
+@pytest.mark.parametrize("dispatcher", [-1, 2])
+def test_a_dispatcher_that_does_not_exist_is_an_error(client, dispatcher):
+    text = re.escape(f"Dispatcher id must be within [0..1]: {dispatcher}")
+    for ask in (
+        lambda: client.register_dispatcher(dispatcher, "grpc://a:1"),
+        lambda: client.register_worker_for_dispatcher(dispatcher, 0),
+        lambda: client.wait_for_dispatcher_registration(dispatcher, 1),
+        lambda: client.wait_for_dispatcher_worker_registration(dispatcher, 1),
+    ):
+        with pytest.raises(IndexError, match=text):
+            ask()
+
+
+def test_who_trains_may_ask_with_any_rank_for_the_only_dispatcher():
+    service = ComputeService(1, 1, KEY, nics=["lo"])
+    client = ComputeClient(service.addresses(), KEY)
+    client.register_worker_for_dispatcher(0, 0)
+    client.wait_for_dispatcher_worker_registration(5, 1)
+    service.shutdown()
+
+
+def test_shutdown_ends_all_waits(service):
+    clients = [ComputeClient(service.addresses(), KEY) for _ in range(4)]
+    ended = []
+
+    def wait(client: ComputeClient) -> None:
+        client.wait_for_shutdown()
+        ended.append(client)
+
+    def wait_for_dispatcher() -> None:
+        with pytest.raises(TimeoutException, match="was shut down"):
+            clients[2].wait_for_dispatcher_registration(0, 300)
+        ended.append(clients[2])
+
+    threads = [threading.Thread(target=wait, args=(client,)) for client in clients[:2]]
+    threads.append(threading.Thread(target=wait_for_dispatcher))
+    for thread in threads:
+        thread.start()
+    clients[3].shutdown()
+    for thread in threads:
+        thread.join(60)
+    assert len(ended) == 3
+    clients[0].wait_for_shutdown()
+    with pytest.raises(ConnectionError):
+        ComputeClient(service.addresses(), KEY)
+    service.shutdown()
+
+
+def test_who_does_not_know_the_key_is_neither_heard_nor_believed(service):
+    with pytest.raises(
+        ConnectionError, match=rf"none answers at 127\.0\.0\.1:{service.get_port()}"
+    ):
+        ComputeClient(service.addresses(), b"another key")
+    connection = http.client.HTTPConnection("127.0.0.1", service.get_port(), timeout=60)
+    connection.request("POST", "/", b'["register_dispatcher", [0, "grpc://evil:1"], ""]')
+    assert connection.getresponse().status == 403
+    connection.close()
+    client = ComputeClient(service.addresses(), KEY)
+    with pytest.raises(TimeoutException):
+        client.wait_for_dispatcher_registration(0, 0)
+
+
+def test_a_stranger_who_says_nothing_keeps_nobody(service, client):
+    with socket.create_connection(("127.0.0.1", service.get_port())):
+        client.register_dispatcher(0, "grpc://a:1")
+        service.shutdown()
+
+
+@pytest.mark.parametrize(("dispatchers", "workers"), [(0, 1), (-1, 1), (1, 0)])
+def test_numbers_must_be_positive(dispatchers, workers):
+    with pytest.raises(ValueError, match="must be larger than 0: "):
+        ComputeService(dispatchers, workers, KEY)
+
+
+def test_an_interface_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="network interface 'eth77'"):
+        ComputeService(1, 1, KEY, nics=["eth77"])
