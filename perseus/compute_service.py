@@ -14,6 +14,7 @@ import json
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -64,8 +65,9 @@ class ComputeService:
         self._workers_per_dispatcher = workers_per_dispatcher
         self._dispatchers: list[str | None] = [None] * dispatchers
         self._workers: list[set[int]] = [set() for _ in range(dispatchers)]
-        self._over = False
-        self._answering = 0  # requests that have no answer yet
+        self._over = False  # nothing else is waited for
+        self._ended = False  # and all that was asked is answered, but for waits for this
+        self._answering: Counter[str] = Counter()  # requests that have no answer yet, by name
         self._changed = threading.Condition()  # guards all of the above
         self._server = _Server(key, self)
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
@@ -83,20 +85,27 @@ class ComputeService:
         with self._changed:
             self._over = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._answering, _ANSWER_SECONDS)
+            # Who hears of the end may stop servers in this process, which then answers nobody.
+            self._changed.wait_for(
+                lambda: self._answering.total() == self._answering["wait_for_shutdown"],
+                _ANSWER_SECONDS,
+            )
+            self._ended = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._answering.total(), _ANSWER_SECONDS)
         self._server.shutdown()
         self._server.server_close()
 
     @contextlib.contextmanager
-    def answering(self) -> Any:
+    def answering(self, name: str) -> Any:
         """While a request is being answered: shutdown() waits for its end."""
         with self._changed:
-            self._answering += 1
+            self._answering[name] += 1
         try:
             yield
         finally:
             with self._changed:
-                self._answering -= 1
+                self._answering[name] -= 1
                 self._changed.notify_all()
 
     def register_dispatcher(self, dispatcher_id: int, address: str) -> None:
@@ -140,7 +149,7 @@ class ComputeService:
 
     def wait_for_shutdown(self, seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._over, seconds)
+            return self._changed.wait_for(lambda: self._ended, seconds)
 
     def request_shutdown(self) -> None:
         # It waits for the answer to this request, too.
@@ -306,16 +315,16 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(self.headers.get(_SIGNATURE, ""), _signature(key, body)):
             self.send_error(403)
             return
-        with self.server.service.answering():
-            text = json.dumps(self._answer(body)).encode()
+        name, arguments, _ = json.loads(body)
+        with self.server.service.answering(name):
+            text = json.dumps(self._answer(name, arguments)).encode()
             self.send_response(200)
             self.send_header(_SIGNATURE, _signature(key, body, text))
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
 
-    def _answer(self, body: bytes) -> dict[str, Any]:
-        name, arguments, _ = json.loads(body)
+    def _answer(self, name: str, arguments: list[Any]) -> dict[str, Any]:
         try:
             if name not in _CALLS:
                 raise ValueError(f"[compute service] no such request: {name}")

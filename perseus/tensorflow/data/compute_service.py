@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from perseus import basics
+from perseus import basics, control
 from perseus.addresses import source_address
 from perseus.compute_service import ComputeClient
 
@@ -150,6 +150,8 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
         servers.callback(_stop, worker)
         compute.register_worker_for_dispatcher(dispatcher_id, index)
         compute.wait_for_shutdown()
+        # TensorFlow stops a server under Python's lock: by then all have heard what this one says.
+        control.barrier()
 
 
 def checked_side(side: str) -> str:
