@@ -27,6 +27,12 @@ cannot be read is an error at start that names the variable and the value:
 [config] PERSEUS_ALLREDUCE_STREAMS='40': expected a whole number 1..12
 ```
 
+A name that is none of these, but nearly one, is warned of:
+
+```
+[config] PERSEUS_ALREDUCE_DTYPE is no variable: is PERSEUS_ALLREDUCE_DTYPE meant?
+```
+
 Yes/no variables take 1, true, on, yes and 0, false, off, no.
 """
 

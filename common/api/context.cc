@@ -120,6 +120,8 @@ Context::Context(const ContextOptions& options)
   if (world_.size < 1 || world_.rank < 0 || world_.rank >= world_.size)
     fail(ErrorKind::kInvalidArgument, "[context] rank " + std::to_string(world_.rank) + " of " +
                                           std::to_string(world_.size) + ": expected 0 <= rank < size");
+  if (world_.rank == 0)
+    for (const std::string& text : misspelt_variables()) log_.warning("[config] " + text);
   force_variant(config_.text(Var::kSimd));
   const int64_t deadline = now_ns() + config_.integer(Var::kStartTimeout) * kSecond;
   if (!options.memory_world.empty() || world_.size == 1) {

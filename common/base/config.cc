@@ -1,9 +1,13 @@
 // The table of variables and the parser that gives every one of them the same rules.
 #include "base/config.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <sstream>
 
 #include "base/error.h"
@@ -170,6 +174,28 @@ std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
+// The name and its aliases.
+std::vector<std::string> names_of(const Variable& entry) {
+  std::vector<std::string> names = split(entry.aliases, ',');
+  names.insert(names.begin(), entry.name);
+  return names;
+}
+
+// Letters to insert, remove or replace to make one of the other (Levenshtein 1966).
+size_t distance(const std::string& a, const std::string& b) {
+  std::vector<size_t> row(b.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < a.size(); ++i) {
+    size_t diagonal = row[0]++;
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t replaced = diagonal + (a[i] == b[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
+    }
+  }
+  return row.back();
+}
+
 [[noreturn]] void refuse(const std::string& name, const std::string& value, const std::string& expected) {
   fail(ErrorKind::kInvalidArgument, "[config] " + name + "='" + value + "': expected " + expected);
 }
@@ -196,6 +222,26 @@ std::string environment_value(const std::string& name) {
   return value == nullptr ? "" : value;
 }
 
+std::vector<std::string> misspelt_variables() {
+  // So that PERSEUS_SIZE, of a launcher, is not taken for PERSEUS_SIMD.
+  constexpr size_t kLettersForOneWrong = 8;
+  constexpr const char* kPrefixes[] = {"PERSEUS_", "HOROVOD_", "LIGHT_", "TIACC_"};
+  std::vector<std::string> known, found;
+  for (const Variable& entry : kTable)
+    for (const std::string& name : names_of(entry)) known.push_back(name);
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string name(*entry, std::strcspn(*entry, "="));
+    const auto begins = [&](const std::string& prefix) { return name.compare(0, prefix.size(), prefix) == 0; };
+    if (std::none_of(std::begin(kPrefixes), std::end(kPrefixes), begins)) continue;
+    const auto nearer = [&](const auto& a, const auto& b) { return distance(name, a) < distance(name, b); };
+    const std::string& meant = *std::min_element(known.begin(), known.end(), nearer);
+    const size_t wrong = distance(name, meant);
+    if (wrong > 0 && wrong <= name.size() / kLettersForOneWrong)
+      found.push_back(name + " is no variable: is " + meant + " meant?");
+  }
+  return found;
+}
+
 const Variable& variable(Var id) { return kTable[static_cast<int>(id)]; }
 
 const char* var_type_name(VarType type) {
@@ -207,8 +253,7 @@ Config::Config(const std::vector<std::string>& overrides) {
   for (const Variable& entry : kTable) {
     std::string source = entry.name;
     std::string value = entry.default_value;
-    std::vector<std::string> names = split(entry.aliases, ',');
-    names.insert(names.begin(), entry.name);
+    const std::vector<std::string> names = names_of(entry);
     const auto overridden = [&](const std::string& name) -> const char* {
       for (const std::string& text : overrides)
         if (text.compare(0, name.size() + 1, name + "=") == 0) return text.c_str() + name.size() + 1;

@@ -76,6 +76,10 @@ struct Variable {
 // Whatever a variable of the environment is to whoever launched this process; "" = not set. Not for the table's.
 std::string environment_value(const std::string& name);
 
+// "NAME is no variable: is OTHER meant?" for every name of the environment that is none of the table's, but at most one
+// letter in eight away from one.
+std::vector<std::string> misspelt_variables();
+
 const Variable& variable(Var id);
 const char* var_type_name(VarType type);
 

@@ -17,7 +17,7 @@ class Collectives : public testing::TestWithParam<std::tuple<int, int>> {
  protected:
   // Under a sanitizer one world in three: every test meets every medium and every size, every medium every size.
   void SetUp() override {
-    if (!kSanitizer || full_grid()) return;
+    if (!thin_grid()) return;
     const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
     if ((name.find('/') + turn()) % 3 != 0) GTEST_SKIP() << "PERSEUS_TEST_FULL=1 runs this in every world";
   }

@@ -102,6 +102,20 @@ TEST(Config, AContextChecksTheEnvironmentAndItsOverrides) {
   EXPECT_NE(std::string(perseus_error_message()).find("PERSEUS_TRANSPORT='infiniband'"), std::string::npos);
 }
 
+TEST(Config, ANameThatIsAlmostAVariablesIsWarnedOf) {
+  const SetVariable almost[] = {
+      {"PERSEUS_ALREDUCE_DTYPE", "1"}, {"LIGHT_TOPK_RATIOS", "0.1"}, {"HOROVOD_TIMELIME", "x"}};
+  const SetVariable others[] = {{"PERSEUS_RANK_ZERO", "1"}, {"HOROVOD_CACHE_CAPACITY", "1"}, {"TOPK_RATIO", "1"}};
+  testing::internal::CaptureStderr();
+  run_world(all_media()[0], 2, [](int, perseus_context*) {});
+  const std::string text = testing::internal::GetCapturedStderr();
+  for (const char* expected : {"PERSEUS_ALREDUCE_DTYPE is no variable: is PERSEUS_ALLREDUCE_DTYPE meant?",
+                               "LIGHT_TOPK_RATIOS is no variable: is LIGHT_TOPK_RATIO meant?",
+                               "HOROVOD_TIMELIME is no variable: is HOROVOD_TIMELINE meant?"})
+    EXPECT_NE(text.find(expected), std::string::npos) << text;
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 3) << "by one rank, of no other name: " << text;
+}
+
 TEST(Config, RanksThatAreConfiguredDifferentlyAreToldWhatAndWho) {
   perseus_store_server* server = nullptr;
   ASSERT_EQ(perseus_store_server_create("127.0.0.1", 0, 0, "key", 3, &server), PERSEUS_OK) << perseus_error_message();

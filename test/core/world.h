@@ -25,11 +25,7 @@ struct Medium {
 };
 inline std::vector<Medium> all_media() { return {{"mem", "auto"}, {"shm", "shm"}, {"tcp", "tcp"}}; }
 
-// The whole grid (make test-all) instead of a part that covers all pairs.
-inline bool full_grid() { return std::getenv("PERSEUS_TEST_FULL") != nullptr; }
-
-// ThreadSanitizer makes the tests 15 times slower, AddressSanitizer 4 times: grids of dtypes and shapes, which run
-// plain, are thinned out under them.
+// ThreadSanitizer makes the tests 15 times slower, AddressSanitizer 4 times.
 #ifdef __SANITIZE_THREAD__
 constexpr bool kThreadSanitizer = true;
 #else
@@ -40,6 +36,12 @@ constexpr bool kSanitizer = true;
 #else
 constexpr bool kSanitizer = kThreadSanitizer;
 #endif
+
+// How much of a grid of dtypes, sizes and shapes is run. make test: a part that covers all pairs, thinned out under
+// sanitizers; make test-all: the whole grid, under sanitizers the part that covers all pairs.
+inline bool test_all() { return std::getenv("PERSEUS_TEST_FULL") != nullptr; }
+inline bool full_grid() { return test_all() && !kSanitizer; }
+inline bool thin_grid() { return !test_all() && kSanitizer; }
 
 std::string unique_name();
 

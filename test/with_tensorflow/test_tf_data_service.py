@@ -13,6 +13,10 @@ import pytest
 pytest.importorskip("tensorflow")
 
 PROGRAM = str(Path(__file__).resolve().parent / "data_service_rank.py")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "test" / "hosts"))
+from virtual_hosts import VirtualHosts, unavailable
+
 WORKER = [sys.executable, "-m", "perseus.tensorflow.data.compute_worker"]
 EVERYTHING = [3 * x + 1 for x in range(1001)]
 
@@ -44,6 +48,25 @@ def test_every_element_is_there(run_ranks, tmp_path, dispatchers, side, own):
         assert found == [EVERYTHING, EVERYTHING]
     assert stat.S_IMODE(config.stat().st_mode) == 0o600
     assert len(bytes.fromhex(json.loads(config.read_text())["key"])) == 32
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("side", ["compute", "training"])
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_every_element_reaches_other_hosts(tmp_path, side):
+    """A dispatcher and a worker on each of two hosts, who all reach both."""
+    config, out = tmp_path / "compute.json", tmp_path / "found"
+    launch = ["-m", "perseus.run", "-np", "2", "-H", "host0:1,host1:1"]
+    over = [sys.executable, *launch, sys.executable]
+    worker = [*WORKER[1:], str(config), "--dispatchers=2", f"--dispatcher-side={side}"]
+    with VirtualHosts(2) as hosts, ThreadPoolExecutor(2) as jobs:
+        env = {**hosts.environment(), "OMP_NUM_THREADS": "1"}
+        commands = [[*over, *worker], [*over, PROGRAM, str(config), side, "own", str(out)]]
+        runs = [jobs.submit(hosts.run, 0, c, env=env, timeout=200) for c in commands]
+        for run in [job.result() for job in runs]:
+            assert run.returncode == 0, run.stdout + run.stderr
+    for rank in (0, 1):
+        assert list(map(int, Path(f"{out}.{rank}").read_text().split())) == EVERYTHING
 
 
 def test_dispatchers_that_do_not_divide_the_ranks_are_an_error(run_ranks, tmp_path):

@@ -19,7 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics, control
-from perseus.addresses import source_address
+from perseus.addresses import is_loopback, source_address
 from perseus.compute_service import ComputeClient
 
 _LOOK_AGAIN_SECONDS = 0.2
@@ -175,7 +175,9 @@ def _dispatcher(compute: ComputeClient, dispatcher_id: int) -> Iterator[None]:
 
 def _own_host(compute: ComputeClient) -> str:
     """Under which this host talks to the service, and others to it."""
-    ((service, _), *_), *_ = compute.addresses().values()
+    hosts = [host for places in compute.addresses().values() for host, _ in places]
+    # The service's own host reaches it over loopback, too, which is of no use to others.
+    service = next((host for host in hosts if not is_loopback(host)), hosts[0])
     return source_address(service) or "localhost"
 
 
