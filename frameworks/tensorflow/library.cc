@@ -1,7 +1,6 @@
 // What Python calls, through ctypes. None of it needs the GIL.
 #include "../world/world.h"
 #include "completion.h"
-#include "memory.h"
 
 extern "C" {
 
@@ -10,9 +9,6 @@ PERSEUS_EXPORT void perseus_tensorflow_set_convention(int owned) {
   using perseus::tensorflow::Convention;
   perseus::tensorflow::set_convention(owned != 0 ? Convention::kOwned : Convention::kBorrowed);
 }
-
-// See memory.h.
-PERSEUS_EXPORT void perseus_tensorflow_keep_freed_memory() { perseus::tensorflow::keep_freed_memory(); }
 
 // Ops go to this context until perseus_tensorflow_detach.
 PERSEUS_EXPORT void perseus_tensorflow_attach(perseus_context* context) { perseus::attach_world(context); }

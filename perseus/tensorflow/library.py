@@ -9,11 +9,11 @@ Thread-safe after import.
 from __future__ import annotations
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
 from perseus import basics
+from perseus.memory import keep_freed_memory
 from perseus.tensorflow import xla
 
 _OLDEST = (2, 15)
@@ -54,13 +54,6 @@ def _import_tensorflow() -> tuple[Any, tuple[int, int]]:
     return tensorflow, (major, minor)
 
 
-def _user_tunes_malloc() -> bool:
-    """Whether the environment says how malloc deals with freed memory."""
-    thresholds = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return bool(thresholds & os.environ.keys()) or "glibc.malloc." in tunables
-
-
 def _load() -> tuple[Any, ctypes.CDLL]:
     """The generated functions of the ops, and the library's own."""
     tensorflow, version = _import_tensorflow()
@@ -82,8 +75,7 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     library.perseus_tensorflow_attach.restype = None
     library.perseus_tensorflow_detach.restype = None
     library.perseus_tensorflow_set_convention(int(version >= _OWNED_COMPLETIONS))
-    if not _user_tunes_malloc():
-        library.perseus_tensorflow_keep_freed_memory()
+    keep_freed_memory()
     return functions, library
 
 

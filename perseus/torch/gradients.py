@@ -17,6 +17,7 @@ import torch
 
 from perseus import basics
 from perseus.compression import Compressor
+from perseus.memory import keep_freed_memory
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
 from perseus.torch.functions import broadcast_object
@@ -98,6 +99,7 @@ class GradientReducer:
                 _attach(self, bundle, index, parameter)
         _living.add(self)
         if parameters:
+            keep_freed_memory()
             weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
     def reset(self) -> None:

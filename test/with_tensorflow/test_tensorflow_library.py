@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from freed_memory import KEPT, page_faults
 
 pytest.importorskip("tensorflow")
 
@@ -34,6 +35,11 @@ except ImportError as error:
 def test_tensorflow_is_missing():
     found = said(f"import sys; sys.modules['tensorflow'] = None\n{IMPORT}")
     assert "TensorFlow is not installed: pip install tensorflow-cpu (2.15 or newer)" in found
+
+
+def test_freed_memory_is_kept():
+    least, most = KEPT
+    assert least < page_faults("import perseus.tensorflow.library") < most
 
 
 def test_tensorflow_is_too_old():
