@@ -12,20 +12,24 @@ constexpr uint32_t kMagic = 0x50584348;  // "PXCH"
 // Results larger than this will not be read again from the cache: write around it, but not into lines that have just
 // been read (in place), where that is slower.
 constexpr size_t kStreamBytes = 8 * 1024 * 1024;
-// Turns a result trails its contribution. Rings hold 2 * lag + 2 chunks and the gap at their end; sockets buffer more.
+// Turns a result trails its contribution. Rings hold 2 * lag + 2 chunks and the gap at their end; sockets buffer more,
+// but what all peers send to one rank at once meets in one queue of the network, and what overflows there is sent
+// again.
 constexpr uint64_t kWindowLag = 2;
-constexpr uint64_t kStreamLag = 8;
+constexpr uint64_t kStreamLag = 8, kLeastStreamLag = 2;  // of all peers together; of each
 static_assert((2 * kWindowLag + 3) * kChunkBytes <= 512 * 1024, "see the argument in exchange.h");
 
 }  // namespace
 
 Exchange::Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel)
     : peers_(links.size()), me_(me), epoch_(epoch), channel_(channel), even_(links.size()), sources_(links.size()) {
+  const uint64_t peers = std::max<size_t>(2, links.size()) - 1;
+  const uint64_t stream_lag = std::max(kLeastStreamLag, kStreamLag / peers);
   for (size_t i = 0; i < links.size(); ++i) {
     peers_[i].link = static_cast<int>(i) == me ? nullptr : links[i];
     if (peers_[i].link == nullptr) continue;
     peers_[i].windows = links[i]->has_windows();
-    peers_[i].lag = peers_[i].windows ? kWindowLag : kStreamLag;
+    peers_[i].lag = peers_[i].windows ? kWindowLag : stream_lag;
   }
   windows_.reserve(links.size());
 }
