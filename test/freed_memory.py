@@ -24,7 +24,8 @@ for size in range(12, 32, 2):
 print(faults() - before)
 """
 
-KEPT, GIVEN_BACK = (0, 60 << 8), (200 << 8, 260 << 8)  # pages of 4 KiB, at least and at most
+# Pages of 4 KiB: less than 60 MiB of them, and 200 to 260 MiB.
+KEPT, GIVEN_BACK = range(60 << 8), range(200 << 8, 260 << 8)
 
 
 def page_faults(setup: str, **environment: str) -> int:

@@ -105,7 +105,7 @@ TEST(Config, AContextChecksTheEnvironmentAndItsOverrides) {
 TEST(Config, ANameThatIsAlmostAVariablesIsWarnedOf) {
   const SetVariable almost[] = {
       {"PERSEUS_ALREDUCE_DTYPE", "1"}, {"LIGHT_TOPK_RATIOS", "0.1"}, {"HOROVOD_TIMELIME", "x"}};
-  const SetVariable others[] = {{"PERSEUS_RANK_ZERO", "1"}, {"HOROVOD_CACHE_CAPACITY", "1"}, {"TOPK_RATIO", "1"}};
+  const SetVariable others[] = {{"PERSEUS_SIZE", "1"}, {"HOROVOD_CACHE_CAPACITY", "1"}, {"IGHT_TOPK_RATIO", "1"}};
   testing::internal::CaptureStderr();
   run_world(all_media()[0], 2, [](int, perseus_context*) {});
   const std::string text = testing::internal::GetCapturedStderr();

@@ -106,6 +106,8 @@ def test_models_have_their_published_sizes(model: str, tensors: int, parameters:
 def test_counters_that_do_not_match_are_noticed() -> None:
     payload = 64 << 20
     assert counters_match(payload + payload // 500, payload)
+    assert counters_match(payload + payload * 7 // 100, payload)  # some packets were lost
+    assert not counters_match(payload + payload // 5, payload)
     assert not counters_match(payload // 2, payload)  # half of it went another way
     assert not counters_match(2 * payload, payload)
     assert counters_match(None, payload)  # one host

@@ -16,20 +16,17 @@ hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.named_parame
 
 
 def test_without_it_memory_is_given_back():
-    least, most = GIVEN_BACK
-    assert least < page_faults("") < most
+    assert page_faults("") in GIVEN_BACK
 
 
 def test_freed_memory_is_kept():
-    least, most = KEPT
-    assert least < page_faults(KEEP) < most
+    assert page_faults(KEEP) in KEPT
 
 
 def test_a_distributed_optimizer_keeps_it():
     pytest.importorskip("torch")
-    least, most = KEPT
     # So that there is something to do for a rank that is alone.
-    assert least < page_faults(TRAIN, PERSEUS_ACCUMULATE_N_STEPS="2") < most
+    assert page_faults(TRAIN, PERSEUS_ACCUMULATE_N_STEPS="2") in KEPT
 
 
 @pytest.mark.parametrize(
@@ -42,5 +39,4 @@ def test_a_distributed_optimizer_keeps_it():
     ],
 )
 def test_what_the_user_says_of_malloc_holds(name, value):
-    least, most = GIVEN_BACK
-    assert least < page_faults(KEEP, **{name: value}) < most
+    assert page_faults(KEEP, **{name: value}) in GIVEN_BACK
