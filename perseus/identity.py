@@ -125,9 +125,8 @@ def _from_slurm(env: Mapping[str, str]) -> Identity:
     if sum(counts) != size or node >= len(counts) or local_rank >= counts[node]:
         raise ValueError(
             f"[identity] {tasks}='{env[tasks]}': expected {size} tasks in all and more than "
-            f"{local_rank} "
-            f"on node {node} (SLURM_STEP_NUM_TASKS={size}, SLURM_LOCALID={local_rank}, "
-            f"SLURM_NODEID={node})"
+            f"{local_rank} on node {node} (SLURM_STEP_NUM_TASKS={size}, "
+            f"SLURM_LOCALID={local_rank}, SLURM_NODEID={node})"
         )
     owners = [i for i, count in enumerate(counts) if count > local_rank]
     return Identity(rank, size, local_rank, counts[node], owners.index(node), len(owners), "slurm")

@@ -114,8 +114,7 @@ def _through_torch(identity: Identity) -> Rendezvous:
 
 
 def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> Any:
-    """torch's key-value store at MASTER_ADDR:MASTER_PORT, shared with the script's own use of "
-    "it."""
+    """torch's key-value store at MASTER_ADDR:MASTER_PORT, which the script's own use shares."""
     master = identity.rank == 0 and setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not master:
         _wait_until_listening(host, port, deadline)
@@ -170,9 +169,8 @@ def _through_mpi(identity: Identity) -> Rendezvous:
         library = mpi.Get_library_version().split(",")[0].split("\n")[0].strip("\0 ")
         raise RuntimeError(
             f"[rendezvous] mpirun started {identity.size} ranks, but mpi4py sees "
-            f"{world.Get_size()}: it runs on "
-            f"'{library}', not on this mpirun's library; pip install an mpi4py for it, or start "
-            f"with perseusrun"
+            f"{world.Get_size()}: it runs on '{library}', not on this mpirun's library; pip "
+            f"install an mpi4py for it, or start with perseusrun"
         )
     deadline = time.monotonic() + start_timeout()
     local = identity.local_size == identity.size
@@ -268,9 +266,8 @@ def _at_known_place(identity: Identity, host: str, port: int) -> Rendezvous:
     if secret is None:
         raise ValueError(
             "[rendezvous] without PyTorch to meet through, the ranks need a secret they share: "
-            "name a file "
-            "in PERSEUS_SECRET_FILE (openssl rand -hex 16 > FILE; chmod 600 FILE), or start with "
-            "perseusrun"
+            "name a file in PERSEUS_SECRET_FILE (openssl rand -hex 16 > FILE; chmod 600 FILE), or "
+            "start with perseusrun"
         )
     if identity.rank != 0:
         return Rendezvous(host, port, secret)

@@ -58,7 +58,6 @@ def given_secret() -> bytes | None:
     if len(secret) < _SHORTEST_SECRET:
         raise ValueError(
             f"[rendezvous] {source}: {len(secret)} bytes are too few, expected at least "
-            f"{_SHORTEST_SECRET}; "
-            "make one with: openssl rand -hex 16"
+            f"{_SHORTEST_SECRET}; make one with: openssl rand -hex 16"
         )
     return secret

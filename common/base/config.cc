@@ -19,8 +19,7 @@ const Variable kTable[] = {
     {Var::kStreams, "PERSEUS_ALLREDUCE_STREAMS", "TIACC_TRAINING_NUM_NCCL_STREAMS,HOROVOD_NUM_NCCL_STREAMS",
      VarType::kInt, "4", "1..12", true,
      "Most buckets in flight at once, each on connections of its own. Up to 8 pays on links of 32 Gbit/s and more. "
-     "When it "
-     "is not given, the tuner also tries half and twice as many (HOROVOD_AUTOTUNE)."},
+     "When it is not given, the tuner also tries half and twice as many (HOROVOD_AUTOTUNE)."},
     {Var::kFusionThreshold, "HOROVOD_FUSION_THRESHOLD", "TIACC_TRAINING_FUSION_THRESHOLD", VarType::kInt, "134217728",
      "0..1099511627776", true,
      "Bytes: tensors that become ready together are fused into buckets of at most this size. 0 = no fusion."},
@@ -30,8 +29,7 @@ const Variable kTable[] = {
      "1 = the tuner tries no other number of streams."},
     {Var::kAutotune, "HOROVOD_AUTOTUNE", "", VarType::kChoice, "auto", "auto|0|1", true,
      "In the first steps a few bucket sizes and numbers of streams are tried, where they were not given, and the best "
-     "are "
-     "kept: 0 = never, 1 = always, auto = between hosts, for gradients of at least 4 MiB. Results do not depend on "
+     "are kept: 0 = never, 1 = always, auto = between hosts, for gradients of at least 4 MiB. Results do not depend on "
      "it."},
     {Var::kAutotuneLog, "HOROVOD_AUTOTUNE_LOG", "PERSEUS_AUTOTUNE_LOG", VarType::kString, "", "", false,
      "File into which rank 0 writes what the tuner tried and chose, as CSV."},
@@ -49,14 +47,12 @@ const Variable kTable[] = {
      "auto = as they are, as float16, int8 or top-k (LIGHT_TOPK_*), whichever the measured links make fastest; what "
      "int8 and top-k leave out is added to the next gradient."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
-     "Speed of the links between hosts in Gbit/s that auto reckons with, for choices that are the same in every run. "
-     "0 = "
-     "measured when the first gradient is sent."},
+     "Speed of the links between hosts in Gbit/s that auto reckons with, for choices that are the same in every run. 0 "
+     "= measured when the first gradient is sent."},
     {Var::kGradientScale, "PERSEUS_ALLREDUCE_GRADIENT_SCALE", "", VarType::kFloat, "0", "0..1000000000000", true,
      "Multiplied in before gradients become float16 and divided out after. 0 = a power of two for every 16384 "
-     "elements, "
-     "so that none overflows. With a value of your own, first losses that are very large and NaN ask for a smaller "
-     "one."},
+     "elements, so that none overflows. With a value of your own, first losses that are very large and NaN ask for a "
+     "smaller one."},
     {Var::kTopK, "LIGHT_TOPK_ALLREDUCE", "", VarType::kBool, "0", "", true,
      "1 = only the largest elements of a gradient travel between hosts, the rest is kept and added to the next one."},
     {Var::kTopKRatio, "LIGHT_TOPK_RATIO", "", VarType::kFloat, "0.01", "0.000001..1", true,
@@ -73,23 +69,20 @@ const Variable kTable[] = {
      "what is old."},
     {Var::kChangeAllgather, "PERSEUS_CHANGE_HVD_ALLGATHER", "", VarType::kChoice, "auto", "auto|0|1", true,
      "What allgather makes of the tensors of all ranks: 0 = stacks them, so that all must be of one shape and the "
-     "result "
-     "has one dimension more, 1 = joins them along the first dimension, auto = as the interface that is used does: "
-     "Horovod's joins. What Perseus gathers for itself does not depend on it."},
+     "result has one dimension more, 1 = joins them along the first dimension, auto = as the interface that is used "
+     "does: Horovod's joins. What Perseus gathers for itself does not depend on it."},
     {Var::kAllreduceMode, "PERSEUS_ALLREDUCE_MODE", "HOROVOD_HIERARCHICAL_ALLREDUCE", VarType::kChoice, "auto",
      "auto|0|1", true,
      "How allreduce uses hosts of several ranks: 0 = all ranks alike, 1 = one rank of each host speaks for it, auto = "
      "every rank carries a part of the data between the hosts (2D)."},
     {Var::kTwoD, "LIGHT_2D_ALLREDUCE", "HOROVOD_TORUS_ALLREDUCE", VarType::kChoice, "auto", "auto|0|1", true,
      "1 = reduce inside groups of LIGHT_INTRA_SIZE ranks of a host, then across the groups, 0 = all ranks alike, auto "
-     "= "
-     "as PERSEUS_ALLREDUCE_MODE says."},
+     "= as PERSEUS_ALLREDUCE_MODE says."},
     {Var::kAllreduceAlgorithm, "PERSEUS_ALLREDUCE_ALGORITHM", "", VarType::kChoice, "auto",
      "auto|pairwise|halving_doubling|ring|recursive_doubling", true,
      "How exact allreduces go between hosts, or between all ranks where PERSEUS_ALLREDUCE_MODE says that they are "
-     "alike. auto = by cost: "
-     "pairwise, or halving_doubling (recursive_doubling for small ones) where there are many hosts (5 at least) for "
-     "few bytes."},
+     "alike. auto = by cost: pairwise, or halving_doubling (recursive_doubling for small ones) where there are many "
+     "hosts (5 at least) for few bytes."},
     {Var::kIntraSize, "LIGHT_INTRA_SIZE", "", VarType::kInt, "8", "1..1000000", true,
      "Ranks of an inner group when LIGHT_2D_ALLREDUCE is 1."},
     {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824", "0..1099511627776",
@@ -122,8 +115,7 @@ const Variable kTable[] = {
      "Port of the rendezvous server when rank 0 runs it; the next free one is taken when it is busy."},
     {Var::kUseDdpLauncher, "PERSEUS_USE_DDP_LAUNCHER", "", VarType::kBool, "1", "", false,
      "Once said whether ranks are those of torch's launcher (1) or of mpirun and perseusrun (0). It changes nothing "
-     "and "
-     "need not be set: ranks are known by the variables of whichever launcher started them (docs/launching.md)."},
+     "and need not be set: ranks are known by the variables of whichever launcher started them (docs/launching.md)."},
     {Var::kSecretFile, "PERSEUS_SECRET_FILE", "", VarType::kString, "", "", false,
      "File with the job's secret, readable by its owner only. Unset = made by the launcher or by rank 0."},
     {Var::kFlightRecorder, "PERSEUS_FLIGHT_RECORDER", "TMPDIR", VarType::kString, "/tmp", "", false,
@@ -131,8 +123,7 @@ const Variable kTable[] = {
      "off = nowhere."},
     {Var::kTimeline, "HOROVOD_TIMELINE", "", VarType::kString, "", "", false,
      "File into which rank 0 writes a Chrome trace of every operation from init() on; it opens in Perfetto at any "
-     "time. "
-     "DYNAMIC = only between start_timeline() and stop_timeline(), which need this variable."},
+     "time. DYNAMIC = only between start_timeline() and stop_timeline(), which need this variable."},
     {Var::kTimelineMarkCycles, "HOROVOD_TIMELINE_MARK_CYCLES", "", VarType::kBool, "0", "", false,
      "1 = marks in the timeline where negotiation rounds begin."},
     {Var::kTimelineAllRanks, "PERSEUS_TIMELINE_ALL_RANKS", "", VarType::kBool, "0", "", false,
@@ -140,8 +131,7 @@ const Variable kTable[] = {
      "trace.rank1.json of rank 1, for perseus-report."},
     {Var::kAccumulateSteps, "PERSEUS_ACCUMULATE_N_STEPS", "", VarType::kInt, "1", "1..1000000", true,
      "Steps whose gradients are added up on each rank before the sum is averaged over the ranks and the optimizer "
-     "takes "
-     "one step: 1/N of the traffic. The batch is N times as large, so adapt the learning rate."},
+     "takes one step: 1/N of the traffic. The batch is N times as large, so adapt the learning rate."},
     {Var::kOfflineNegotiation, "PERSEUS_OFFLINE_NEG", "", VarType::kBool, "0", "", true,
      "1 = learn the order of named allreduces during the first steps, then run without negotiation: only data is sent "
      "until a rank does something else."},
@@ -152,8 +142,7 @@ const Variable kTable[] = {
      "warning, and no rank takes the optimizer's step."},
     {Var::kPerfCheckSteps, "PERSEUS_PERF_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
      "Every so many steps the ranks compare the time they compute, without what they wait for each other, and slow "
-     "ones "
-     "are named on rank 0. 100 is a good value, 0 = off."},
+     "ones are named on rank 0. 100 is a good value, 0 = off."},
     {Var::kLogLevel, "PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL", VarType::kChoice, "warning",
      "trace|debug|info|warning|error|fatal", false, "Least severe message that is written to standard error."},
     {Var::kLogHideTime, "HOROVOD_LOG_HIDE_TIME", "", VarType::kBool, "0", "", false,

@@ -1,7 +1,6 @@
-// An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, allgather
-// inside
-// ("2D"; with one shard "two-level"). The middle one may be encoded. Every stage folds in rank order, so bits depend on
-// the division alone. Used by one driver.
+// An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, and an
+// allgather inside each host ("2D"; with one shard, "two-level"). The middle stage may be encoded. Every stage reduces
+// in rank order, so the bits depend on the topology alone. Used by one driver.
 #pragma once
 
 #include <memory>

@@ -95,8 +95,7 @@ void Engine::check_stalls(int64_t now) {
   }
   std::string text =
       "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting "
-      "for "
-      "remainder of ranks for more than " +
+      "for remainder of ranks for more than " +
       std::to_string(age / kSecond) + " seconds. A rank that is busy will be waited for.\nMissing ranks:";
   for (const auto& [rank, names] : missing) text += "\n" + std::to_string(rank) + ": [" + names + "]";
   if (end) fail(ErrorKind::kTimeout, text + "\nWill shutdown.");

@@ -54,8 +54,7 @@ bool has_nan_any(DType dtype, const unsigned char* data, size_t count) {
   }
 }
 
-// ---- sums of 16-bit floats
-// --------------------------------------------------------------------------------------------
+// ---- sums of 16-bit floats ------------------------------------------------------------------------------------------
 
 template <class Format>
 class HalfSum {

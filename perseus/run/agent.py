@@ -98,9 +98,8 @@ class Agent:
         self._reports = reports
         self._muted = False
         self._ranks: list[Rank] = []
-        self._lock = (
-            threading.Lock()
-        )  # guards signalling against reaping: a pid must not be reused between
+        # Guards signalling against reaping: a pid must not be reused in between.
+        self._lock = threading.Lock()
         self._ending = False
         self._exits: queue.SimpleQueue[tuple[Rank, int]] = queue.SimpleQueue()
         self._wake, self._waker = os.pipe()

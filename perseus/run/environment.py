@@ -1,5 +1,7 @@
-"""The environment that ranks get: the user's, their identity, and what the flags say. Pure "
-"functions."""
+"""The environment of the ranks: the user's, their identity and the flags' settings.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Where ranks go: parses host lists and places ranks on their slots. Pure functions, "
-"thread-safe."""
+"""Parses host lists and places ranks on their slots. Pure functions, thread-safe."""
 
 from __future__ import annotations
 
@@ -22,8 +21,11 @@ class Host:
 
 @dataclass(frozen=True)
 class Slot:
-    """One rank's place: its index on its host, and its host's index among those with that local "
-    "rank."""
+    """One rank's place.
+
+    local_rank is its index on its host; cross_rank is its host's index among the hosts that have
+    this local rank.
+    """
 
     rank: int
     host: str
@@ -39,8 +41,10 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def parse_hostfile(path: str) -> list[Host]:
-    """Lines 'host', 'host:2' or 'host slots=2'; '#' starts a comment. ValueError names file and "
-    "line."""
+    """Reads lines 'host', 'host:2' or 'host slots=2'; '#' starts a comment.
+
+    A ValueError names the file and the line.
+    """
     hosts = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -65,8 +69,10 @@ def parse_hostfile(path: str) -> list[Host]:
 
 
 def place(hosts: list[Host], ranks: int) -> list[Slot]:
-    """Ranks in the hosts' order, every host filled before the next. ValueError when slots do not "
-    "suffice."""
+    """Places ranks in the hosts' order and fills every host before the next.
+
+    Raises ValueError when there are too few slots.
+    """
     available = sum(host.slots for host in hosts)
     if ranks > available:
         names = ", ".join(f"{host.name}:{host.slots}" for host in hosts)

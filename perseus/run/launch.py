@@ -32,8 +32,7 @@ _LAST_GRACE = 5.0  # seconds an agent gets beyond the grace it gives its ranks
 
 
 class LaunchError(Exception):
-    """The job could not be started; one line that says why. `code` is the launcher's exit "
-    "status."""
+    """The job could not start; one line says why. `code` is the launcher's exit status."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
@@ -138,8 +137,7 @@ class Launcher:
         )
         return 1
 
-    # ---- starting
-    # ----------------------------------------------------------------------------------------
+    # ---- starting --------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signalled is not None:
@@ -233,8 +231,7 @@ class Launcher:
         return threads
 
     def _own_address(self) -> str:
-        """Where all hosts reach the store: loopback if there is one host only, else the way to "
-        "the first other."""
+        """The store's address for all hosts: loopback on one host, else towards the first other."""
         others = [host for host in self._hosts if not host.local]
         if self._job.interfaces:
             try:
@@ -249,8 +246,7 @@ class Launcher:
             return seen
         return source_address(real_name(others[0].name)) or seen
 
-    # ---- running
-    # -----------------------------------------------------------------------------------------
+    # ---- running ---------------------------------------------------------------------------------
 
     def _loop(self, done: Callable[[], bool]) -> None:
         """Handle what comes until `done` or until every agent is gone."""

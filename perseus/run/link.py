@@ -1,5 +1,4 @@
-"""The launcher's end of one host: the agent as a local child, or at the other end of ssh. One "
-"thread."""
+"""The launcher's end of one host: its agent, a local child or over ssh. One thread."""
 
 from __future__ import annotations
 
@@ -94,8 +93,10 @@ class HostLink:
 
 
 def is_local(name: str) -> bool:
-    """Whether `name` is this very host, so that no ssh is needed. An alias in ssh's configuration "
-    "is not."""
+    """Whether `name` is this very host, so that no ssh is needed.
+
+    An alias from ssh's configuration does not count.
+    """
     here = socket.gethostname()
     if name in ("localhost", "127.0.0.1", "::1", here, here.partition(".")[0]):
         return True

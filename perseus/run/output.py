@@ -21,12 +21,16 @@ _CLEAR_LINE = b"\r\x1b[K"
 
 
 class Console:
-    """This process's stdout and stderr. On a terminal an unfinished line is erased before the "
-    "next."""
+    """This process's stdout and stderr.
+
+    On a terminal, an unfinished line is erased before the next one.
+    """
 
     def __init__(self, stop: Callable[[], bool], wake: int) -> None:
-        """stop: asked while a write blocks, true drops it; wake: readable when it is worth "
-        "asking."""
+        """stop is asked while a write blocks, and true drops what is left.
+
+        wake becomes readable when it is worth asking.
+        """
         self._stop = stop
         self._wake = wake
         self._terminals = {fd: os.isatty(fd) for fd in (STDOUT, STDERR)}
@@ -133,8 +137,10 @@ class Stream:
 
 
 def _line_end(data: bytes, start: int) -> int:
-    """The index after the first line end at or after `start`; -1 = none, or a \\r that may become "
-    "\\r\\n."""
+    """The index after the first line end at or after `start`.
+
+    -1 if there is none, or a \\r that may become \\r\\n.
+    """
     newline = data.find(b"\n", start)
     carriage = data.find(b"\r", start, newline if newline >= 0 else len(data))
     if carriage < 0:

@@ -1,5 +1,7 @@
-"""Flags that only set a variable for the ranks: one table, names and ranges as in horovodrun. "
-"Immutable."""
+"""Flags that only set a variable for the ranks: one table, with horovodrun's names and ranges.
+
+Immutable.
+"""
 
 from __future__ import annotations
 

@@ -93,8 +93,7 @@ std::vector<Mismatch> mismatches() {
       {sum, bare(PERSEUS_ALLREDUCE, {0, 3}), "Mismatched ALLREDUCE tensor shapes: "},
       {spread, bare(PERSEUS_BROADCAST, {}),
        "Mismatched BROADCAST tensor shapes: One rank sent a tensor of shape [5], but another rank sent a tensor of "
-       "shape "
-       "[]."},
+       "shape []."},
       {bare(PERSEUS_REDUCESCATTER, {5}), bare(PERSEUS_REDUCESCATTER, {6}),
        "Mismatched REDUCESCATTER tensor shapes: One rank sent a tensor of shape [5], but another rank sent a tensor of "
        "shape [6]."},
@@ -115,12 +114,10 @@ std::vector<Mismatch> mismatches() {
        "3."},
       {gather, bare(PERSEUS_ALLGATHER, {3, 20}),
        "Mismatched ALLGATHER tensor shapes: One rank sent a tensor with dimension 1 equal to 10, but another rank sent "
-       "a "
-       "tensor with dimension 1 equal to 20."},
+       "a tensor with dimension 1 equal to 20."},
       {bare(PERSEUS_ALLTOALL, {3, 10}), bare(PERSEUS_ALLTOALL, {6, 20}),
        "Mismatched ALLTOALL tensor shapes: One rank sent a tensor with dimension 1 equal to 10, but another rank sent "
-       "a "
-       "tensor with dimension 1 equal to 20."},
+       "a tensor with dimension 1 equal to 20."},
       {spread, with(spread, [](Bare& b) { b.root = 1; }),
        "Mismatched BROADCAST root ranks: One rank specified root rank 0, but another rank specified root rank 1."},
       {with(sum, [](Bare& b) { b.dtypes = {PERSEUS_FLOAT32, PERSEUS_INT8}; }), sum,

@@ -27,8 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def hold(hostname: str, hosts_file: str, remove: str | None) -> int:
-    """Make the namespaces, print the number of the process that stands for them, and wait for the "
-    "end."""
+    """Makes the namespaces, prints the number of the process that holds them, and waits."""
     _check(
         _libc.unshare(_NEW_MOUNTS | _NEW_HOSTNAME | _NEW_IPC | _NEW_PIDS | _NEW_NETWORK), "unshare"
     )

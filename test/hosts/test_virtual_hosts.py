@@ -1,5 +1,4 @@
-"""Virtual hosts are hosts: apart from each other, as slow as asked for, and gone with their "
-"owner."""
+"""Virtual hosts behave as hosts: separate, as slow as asked for, and gone with their owner."""
 
 from __future__ import annotations
 

@@ -41,8 +41,10 @@ _START_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Counters:
-    """What an interface has carried. Frames that the kernel handles in one go share one header "
-    "here."""
+    """What an interface has carried.
+
+    Frames that the kernel handles in one go share one header here.
+    """
 
     received_bytes: int
     sent_bytes: int
@@ -86,14 +88,15 @@ def unavailable() -> str | None:
 
 
 class VirtualHosts:
-    """A set of hosts named host0, host1, … that exists between start() and close(), or within "
-    "`with`."""
+    """Hosts named host0, host1, … that exist between start() and close(), or within `with`."""
 
     def __init__(
         self, count: int = 2, rate: str | None = None, links: int = 1, ssh: bool = True
     ) -> None:
-        """rate: of each link, each way, as in "1gbit" or "100mbit"; None = as fast as the "
-        "machine."""
+        """rate is that of each link in each direction, such as "1gbit" or "100mbit".
+
+        None leaves the links as fast as the machine.
+        """
         if not (1 <= count <= 200 and 1 <= links <= 8):
             raise ValueError(f"{count} hosts with {links} links: expected 1..200 and 1..8")
         self.count = count
@@ -224,8 +227,10 @@ class VirtualHosts:
         (self._directory / "hosts").write_text("\n".join(lines) + "\n")
 
     def _hold(self, host: int) -> subprocess.Popen[str]:
-        """The process that keeps a host's namespaces; host -1 is the switch, which also tidies "
-        "up."""
+        """The process that keeps a host's namespaces.
+
+        Host -1 is the switch, which also cleans up.
+        """
         command = [sys.executable, "-S", "-E", _NAMESPACES, "hold"]
         command += ["switch" if host < 0 else f"host{host}", str(self._directory / "hosts")]
         command += ["--remove", str(self._directory)] if host < 0 else []
@@ -379,8 +384,10 @@ def _find(tool: str) -> str | None:
 
 
 def _start_time(pid: int) -> int:
-    """In clock ticks since boot, so that a reused process number is told from the old one; 0 = no "
-    "such process."""
+    """The start in clock ticks since boot, which tells a reused process number from the old one.
+
+    0 if there is no such process.
+    """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:

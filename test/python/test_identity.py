@@ -1,5 +1,4 @@
-"""Who am I: every launcher's variables, their precedence, and one clear error for values that do "
-"not fit."""
+"""Every launcher's variables, their precedence, and one clear error for inconsistent values."""
 
 from __future__ import annotations
 

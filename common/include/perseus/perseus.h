@@ -302,8 +302,7 @@ PERSEUS_EXPORT void perseus_buffer_free(void* data);
 /* Forgets a handle that is done. Releasing one in progress is an error. */
 PERSEUS_EXPORT perseus_code perseus_handle_release(perseus_context* context, perseus_handle handle);
 
-/* ---- groups: made by submitting PERSEUS_ADD_GROUP / PERSEUS_REMOVE_GROUP on all ranks of the world
- * -------------------- */
+/* ---- groups: made by submitting PERSEUS_ADD_GROUP / PERSEUS_REMOVE_GROUP on all ranks of the world --------------- */
 
 /* Members in group order; returns how many, -1 for an unknown group; fills at most `capacity`. */
 PERSEUS_EXPORT int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity);
@@ -336,8 +335,7 @@ PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int 
 /* The perseus_codec that AUTO takes for such a tensor. */
 PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes);
 
-/* ---- timeline: a Chrome trace of every operation, see docs/timeline.md
- * ------------------------------------------------- */
+/* ---- timeline: a Chrome trace of every operation, see docs/timeline.md ------------------------------------------- */
 
 /* Records into the file `path` from here on; a recording into another file ends, one into the same file goes on. All of
  * it has happened on return. Each rank decides for itself: rank 0 has the file as named, the others (trace.rank1.json)
