@@ -72,6 +72,7 @@ def _job(given: argparse.Namespace) -> Job:
         start_timeout=given.start_timeout or start_timeout(),
         ssh_port=given.ssh_port,
         ssh_identity_file=given.ssh_identity_file,
+        ssh_accept_new_keys=given.ssh_accept_new_keys,
         interfaces=list(dict.fromkeys(name for names in given.nics or () for name in names)),
         flags=flags,
         output_directory=given.output_filename,
@@ -161,6 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     ssh = parser.add_argument_group("ssh (host names are passed on exactly as written)")
     ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="of every host")
     ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key")
+    ssh.add_argument(
+        "--ssh-accept-new-keys",
+        action="store_true",
+        help="also trust hosts that known_hosts does not list (StrictHostKeyChecking=accept-new); "
+        "default: as ssh is configured",
+    )
     settings.add_to(parser)
     add("command", nargs=argparse.REMAINDER, help="program and arguments, run by every rank")
     return parser

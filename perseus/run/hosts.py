@@ -105,9 +105,11 @@ def place(hosts: list[Host], ranks: int) -> list[Slot]:
 
 def _parse_host(text: str, where: str) -> Host:
     match = _HOST.fullmatch(text)
-    if match is None:
+    name = match["name"].strip("[]") if match else ""
+    # ssh would take what begins with a dash for an option.
+    if match is None or any(part.startswith("-") for part in (name, name.rpartition("@")[2])):
         raise ValueError(f"Invalid host input in {where}: '{text}': expected name or name:slots")
-    return Host(match["name"].strip("[]"), _slots(match["slots"] or "1", where))
+    return Host(name, _slots(match["slots"] or "1", where))
 
 
 def _slots(text: str, where: str) -> int:

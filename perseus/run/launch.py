@@ -28,6 +28,7 @@ from perseus.run.link import HostLink, is_local, local_command, real_name, ssh_c
 from perseus.run.output import STDERR, STDOUT, Console, Stream
 
 _CHUNK = 1 << 16
+_UNTRUSTED = "Host key verification failed"  # ssh's words for a host key it does not accept
 _LAST_GRACE = 5.0  # seconds an agent gets beyond the grace it gives its ranks
 
 
@@ -48,6 +49,7 @@ class Job:
     start_timeout: int = 60
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
+    ssh_accept_new_keys: bool = False
     interfaces: list[str] = field(default_factory=list)
     flags: dict[str, str] = field(default_factory=dict)  # environment variables set by flags
     output_directory: str | None = None
@@ -185,7 +187,13 @@ class Launcher:
 
     def _ssh_command(self, name: str) -> list[str]:
         job = self._job
-        return ssh_command(name, job.start_timeout, job.ssh_port, job.ssh_identity_file)
+        return ssh_command(
+            name,
+            job.start_timeout,
+            job.ssh_port,
+            job.ssh_identity_file,
+            job.ssh_accept_new_keys,
+        )
 
     def _start_ranks(self) -> None:
         secret = secrets.token_hex(32)
@@ -338,7 +346,13 @@ class Launcher:
                 fact = f"{host.name}: the connection broke while ranks {sorted(host.running)} ran"
             if host.local:
                 fact = f"{host.name}: the process that runs the ranks ended with status {status}"
-            self._fail(LaunchError(fact + (f": {host.last_words}" if host.last_words else "")))
+            fact += f": {host.last_words}" if host.last_words else ""
+            if host.last_words.startswith(_UNTRUSTED):
+                fact += (
+                    f"; 'ssh {host.name}' shows why: accept the key there if the host is new, or "
+                    f"give --ssh-accept-new-keys"
+                )
+            self._fail(LaunchError(fact))
 
     def _fail(self, error: LaunchError) -> None:
         if self._error is None and not self._ending:

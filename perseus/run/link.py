@@ -108,27 +108,36 @@ def local_command() -> list[str]:
 
 
 def ssh_command(
-    name: str, timeout: int, port: int | None = None, identity_file: str | None = None
+    name: str,
+    timeout: int,
+    port: int | None = None,
+    identity_file: str | None = None,
+    accept_new_keys: bool = False,
 ) -> list[str]:
-    """ssh that runs the agent it reads from standard input: no command line has a secret."""
+    """ssh that runs the agent it reads from standard input: no command line has a secret.
+
+    The user's ssh configuration decides which host keys are good, unless accept_new_keys also
+    admits hosts that known_hosts does not list.
+    """
     bootstrap = "import sys;r=sys.stdin.buffer;exec(r.read(int(r.readline())))"
     shell = f'p={shlex.quote(sys.executable)}; [ -x "$p" ] || p=python3; '
     shell += f'exec "$p" -S -E -c "{bootstrap}"'
-    command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"]
-    command += ["-o", "LogLevel=ERROR", "-o", "ServerAliveInterval=15"]
-    command += ["-o", f"ConnectTimeout={timeout}"]
+    command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
+    command += ["-o", "ServerAliveInterval=15", "-o", f"ConnectTimeout={timeout}"]
+    if accept_new_keys:
+        command += ["-o", "StrictHostKeyChecking=accept-new"]
     if port is not None:
         command += ["-p", str(port)]
     if identity_file is not None:
         command += ["-i", identity_file]
-    return [*command, name, "exec /bin/sh -c " + shlex.quote(shell)]
+    return [*command, "--", name, "exec /bin/sh -c " + shlex.quote(shell)]
 
 
 def real_name(name: str) -> str:
     """The host name that ssh's configuration gives for `name`, else `name`."""
     try:
         output = subprocess.run(
-            ["ssh", "-G", name], capture_output=True, text=True, timeout=10, check=True
+            ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -175,6 +176,44 @@ def test_unreachable_host_is_named_in_one_line(hosts: VirtualHosts) -> None:
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert "host9: could not be reached by ssh: " in result.stderr
+
+
+@pytest.mark.parametrize("known", ["unknown", "another key"])
+def test_host_with_a_key_that_ssh_does_not_trust_gets_nothing(
+    hosts: VirtualHosts, tmp_path: Path, known: str
+) -> None:
+    """ssh's configuration decides; --ssh-accept-new-keys admits new hosts, never a wrong key."""
+    true_keys = hosts.ssh_config.with_name("known_hosts").read_text().splitlines()
+    address, kind, key = true_keys[1].split()
+    others = true_keys[0].split()[2]
+    entry = f"{address} {kind} {others}\n" if known == "another key" else ""
+    list_of_keys = tmp_path / "known_hosts"
+    list_of_keys.write_text(entry)
+    wrapper = tmp_path / "ssh"
+    ssh = shutil.which("ssh", path=hosts.environment()["PATH"])
+    wrapper.write_text(f'#!/bin/sh\nexec {ssh} -o UserKnownHostsFile={list_of_keys} "$@"\n')
+    wrapper.chmod(0o755)
+    env = environment(hosts)
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    seen = tmp_path / "ran"
+    tell = f"echo $PERSEUS_SECRET > {seen}$PERSEUS_RANK"
+    job = ["-np", "2", "-H", "host0,host1", "sh", "-c", tell]
+    refused = perseusrun(hosts, *job, env=env)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines() == [
+        "perseusrun: error: host1: could not be reached by ssh: Host key verification failed.; "
+        "'ssh host1' shows why: accept the key there if the host is new, or give "
+        "--ssh-accept-new-keys"
+    ]
+    assert not list(tmp_path.glob("ran*")) and list_of_keys.read_text() == entry
+    accepted = perseusrun(hosts, "--ssh-accept-new-keys", *job, env=env)
+    if known == "unknown":
+        assert accepted.returncode == 0, accepted.stderr
+        assert len(list(tmp_path.glob("ran*"))) == 2
+        assert key in list_of_keys.read_text()
+    else:
+        assert accepted.stderr == refused.stderr
+        assert not list(tmp_path.glob("ran*")) and list_of_keys.read_text() == entry
 
 
 def test_silent_host_is_given_up_after_the_start_timeout(hosts: VirtualHosts) -> None:

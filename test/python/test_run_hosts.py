@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
+from perseus.run.link import ssh_command
 
 
 def test_host_list_takes_names_with_and_without_slots() -> None:
@@ -19,8 +20,10 @@ def test_slots_of_a_host_named_twice_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a:", "a:x", ":2", "", "a,,b", "-oProxyCommand=x:2", "a:2:3", "a b:2"]
-)
+    "text",
+    ["a:", "a:x", ":2", "", "a,,b", "-oProxyCommand=x:2", "a:2:3", "a b:2",
+     "[-oProxyCommand=x]", "[[-oProxyCommand=x]]:2", "me@-oProxyCommand", "[me@-oProxy=x]:2"],
+)  # fmt: skip
 def test_bad_host_is_named(text: str) -> None:
     with pytest.raises(ValueError, match="Invalid host input"):
         parse_hosts(text)
@@ -36,6 +39,19 @@ def test_hostfile_takes_all_three_forms_and_comments(tmp_path: Path) -> None:
     file.write_text("# cluster\n\na slots=2\nb:3  # the new one\n  c\nd slots = 4 max_slots=8\n")
     expected = [Host("a", 2), Host("b", 3), Host("c", 1), Host("d", 4)]
     assert parse_hostfile(str(file)) == expected
+
+
+def test_option_of_ssh_is_no_host_in_a_hostfile_either(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a\n[-oProxyCommand=x] slots=2\n")
+    with pytest.raises(ValueError, match=r"Invalid host input in .*hosts, line 2: "):
+        parse_hostfile(str(file))
+
+
+def test_name_of_a_host_cannot_become_an_option() -> None:
+    command = ssh_command("host1", 60)
+    assert command[-3:-1] == ["--", "host1"]
+    assert not any("StrictHostKeyChecking" in word for word in command)
 
 
 def test_bad_hostfile_line_is_named_with_its_number(tmp_path: Path) -> None:
