@@ -16,7 +16,7 @@ from pickle import UnpicklingError
 from typing import Any, NoReturn
 
 from perseus.objects import dumps, loads
-from perseus.run.horovod import is_aliased, with_alias
+from perseus.run.horovod import WITHOUT_HOROVOD, is_aliased, with_alias
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError
 from perseus.start_settings import start_timeout as usual_start_timeout
@@ -26,6 +26,11 @@ from perseus.start_settings import start_timeout as usual_start_timeout
 RETURNED, FAILED = b"r", b"f"
 
 _ELASTIC = "is for elastic jobs, which Perseus does not start yet: give num_proc alone"
+_TRACE_HEAD = "Traceback (most recent call last):\n"
+_HOROVOD_HINT = (
+    "the function imports horovod, which is not installed: start this program with "
+    "'python -m perseus.compat.horovod', and it finds Perseus under that name"
+)
 _MPI = (
     "Perseus starts the ranks by itself: leave it out, or start a script with mpirun "
     "(docs/launching.md)"
@@ -168,15 +173,15 @@ def _results(job: Job) -> list[Any]:
     answers = _Answers()
     launcher = Launcher(job, answers.hear)
     try:
-        status = launcher.run()
+        launcher.run()
     except LaunchError as error:
         kind = ValueError if error.code == 2 else RuntimeError
         raise kind(f"[run] {error}") from None
-    if status == 128 + signal.SIGPIPE:
+    if launcher.signalled == signal.SIGPIPE:
         raise BrokenPipeError("[run] nobody reads what the ranks print")
-    if status > 128:
-        signal.raise_signal(status - 128)  # to whoever handles it in this process
-        raise RuntimeError(f"[run] ended by {signal.Signals(status - 128).name}")
+    if launcher.signalled is not None:
+        signal.raise_signal(launcher.signalled)  # to whoever handles it in this process
+        raise RuntimeError(f"[run] ended by {signal.Signals(launcher.signalled).name}")
     if launcher.first_failure is not None:
         _raise_failure(job, answers, *launcher.first_failure)
     for slot in job.slots:
@@ -203,6 +208,8 @@ def _raise_failure(job: Job, answers: _Answers, rank: int, status: int) -> NoRet
     # The first to say so: a rank that fails ends only when it has let go of everything.
     rank = answers.failures[0]
     trace, cause = _told(answers.content(rank))
+    if WITHOUT_HOROVOD in trace:
+        trace += f"({_HOROVOD_HINT})\n"
     raise RuntimeError(f"[run] rank {rank} on {job.slots[rank].host} failed:\n{trace}") from cause
 
 
@@ -212,6 +219,8 @@ def _told(content: memoryview) -> tuple[str, BaseException | None]:
         trace, pickled = loads(content)
     except (EOFError, UnpicklingError):
         return "(it was ended before it could say why; what it printed comes before)", None
+    # Where it is printed, the head of the caller's own traceback stands above.
+    trace = trace.removeprefix(_TRACE_HEAD)
     try:
         return trace, None if pickled is None else loads(pickled)
     except Exception:  # an exception whose constructor wants other arguments

@@ -10,6 +10,13 @@ import os
 import re
 import sys
 
+# What Python says where a script wants Horovod and there is none, and what the user can do.
+WITHOUT_HOROVOD = "No module named 'horovod'"
+HOROVOD_HINT = (
+    "the script imports horovod, which is not installed: with 'perseusrun --horovod' it finds "
+    "Perseus under that name"
+)
+
 _ENTRY = ("-m", "perseus.compat.horovod")
 _INTERPRETER = re.compile(r"(python|pypy)(\d+(\.\d+)?)?t?")
 # Short options up to the one with a value: -c and -m name the program, -W and -X do not.

@@ -23,6 +23,7 @@ from typing import Any
 from perseus.addresses import interface_address, is_own_address, source_address
 from perseus.extensions import env
 from perseus.run import agent, environment, signals
+from perseus.run.horovod import HOROVOD_HINT, WITHOUT_HOROVOD
 from perseus.run.hosts import Slot
 from perseus.run.link import HostLink, is_local, local_command, real_name, ssh_command
 from perseus.run.output import STDERR, STDOUT, Console, Stream
@@ -71,10 +72,13 @@ class Launcher:
         self._hosts: list[HostLink] = []
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._console = Console(lambda: self._signalled is not None, self._wake)
+        self._console = Console(lambda: self.signalled is not None, self._wake)
         self._streams: dict[tuple[int, bytes], Stream] = {}
-        self._signalled: int | None = None
+        self.signalled: int | None = None
         self.first_failure: tuple[int, int] | None = None  # rank, status
+        self._failed_at = 0.0
+        self._left: list[tuple[int, float]] = []  # ranks that ended well, and when
+        self._misses_horovod = False
         self._error: LaunchError | None = None
         self._ending = False
         self._last_moment: float | None = None  # when agents that do not end are killed
@@ -82,7 +86,8 @@ class Launcher:
         self._server: Any = None
 
     def run(self) -> int:
-        """The launcher's exit status: 0, 1 when a rank failed, 128 + n when signal n ended the job.
+        """The launcher's exit status: 0, that of the first rank that failed, or 128 + n when signal
+        n ended the job.
 
         Raises LaunchError when the job could not be started.
         """
@@ -123,31 +128,48 @@ class Launcher:
             host.close()
 
     def _verdict(self) -> int:
-        if self._signalled is not None:
-            return 128 + self._signalled
-        if self._console.broken:
-            return 128 + signal.SIGPIPE
+        if self._console.broken and self.signalled is None:
+            self.signalled = signal.SIGPIPE
+        if self.signalled is not None:
+            return 128 + self.signalled
         if self._error is not None:
             raise self._error
         if self.first_failure is None:
             return 0
         rank, status = self.first_failure
-        host = self._job.slots[rank].host
         self._say(
-            f"rank {rank} on {host} was the first to fail, with exit code {status}"
+            f"{self._name(rank)} was the first to fail, with exit code {status}"
             + (f" ({signal.Signals(status - 128).name})" if _is_signal(status) else "")
+            + self._who_left_before()
         )
-        return 1
+        if self._misses_horovod:
+            self._say(HOROVOD_HINT)
+        return status
+
+    def _who_left_before(self) -> str:
+        """Names the rank that ended first, without an error: others may have failed for want of
+        it."""
+        if not self._left:
+            return ""
+        rank, moment = self._left[0]
+        others = f" (and {len(self._left) - 1} more after it)" if len(self._left) > 1 else ""
+        return (
+            f"; {self._name(rank)} had left {self._failed_at - moment:.1f} s earlier, with exit "
+            f"code 0{others}"
+        )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._job.slots[rank].host}"
 
     # ---- starting --------------------------------------------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._signalled is not None:
+        if self.signalled is not None:
             for host in self._hosts:
                 host.kill_ranks()
             if self._job.call is None:  # else the process is the caller's, not ours to end
                 os._exit(128 + number)
-        self._signalled = number
+        self.signalled = number
 
     def _open_streams(self) -> None:
         width = len(str(self._size - 1))
@@ -163,8 +185,12 @@ class Launcher:
                         raise LaunchError(
                             f"--output-filename {directory}: {error.strerror}"
                         ) from None
-                stream = Stream(self._console, slot.rank, fd, self._job.timestamps, file)
+                look = self._look_for_horovod if fd == STDERR else None
+                stream = Stream(self._console, slot.rank, fd, self._job.timestamps, file, look=look)
                 self._streams[slot.rank, kind] = stream
+
+    def _look_for_horovod(self, line: bytes) -> None:
+        self._misses_horovod = self._misses_horovod or WITHOUT_HOROVOD.encode() in line
 
     def _connect(self) -> None:
         for name in dict.fromkeys(slot.host for slot in self._job.slots):
@@ -283,7 +309,7 @@ class Launcher:
         for stream in self._streams.values():
             if (moment := stream.due()) and moment <= now:
                 stream.show_rest()
-        if self._signalled is not None or self._console.broken:
+        if self.signalled is not None or self._console.broken:
             self._end()
         if not self._started() and now >= self._start_by and not self._ending:
             late = ", ".join(host.name for host in self._hosts if host.hello is None)
@@ -325,9 +351,12 @@ class Launcher:
         host.running.discard(rank)
         for kind in (agent.OUT, agent.ERR):
             self._streams[rank, kind].flush()
-        if status == 0 or self._ending:
+        if self._ending:
             return
-        self.first_failure = (rank, status)
+        if status == 0:
+            self._left.append((rank, time.monotonic()))
+            return
+        self.first_failure, self._failed_at = (rank, status), time.monotonic()
         self._say(f"Process {rank} exit with status code {status}.", "")
         if any(other.running for other in self._hosts):
             self._say(f"Terminating remaining workers after failure of Process {rank}.", "")

@@ -69,13 +69,22 @@ class Stream:
     """One rank's stdout or stderr: cuts it after \\n and \\r and passes on whole lines."""
 
     def __init__(
-        self, console: Console, rank: int, fd: int, timestamps: bool, file: BinaryIO | None
+        self,
+        console: Console,
+        rank: int,
+        fd: int,
+        timestamps: bool,
+        file: BinaryIO | None,
+        *,
+        look: Callable[[bytes], None] | None = None,
     ) -> None:
+        """look: sees every whole line."""
         self._console = console
         self._fd = fd
         self._prefix = b"[%d]<%s>:" % (rank, _NAMES[fd])
         self._timestamps = timestamps
         self._file = file
+        self._look = look
         self._rest = b""
         self._due: float | None = None  # when to show an unfinished line on a terminal
 
@@ -126,6 +135,8 @@ class Stream:
     def _emit(self, line: bytes) -> None:
         if line == b"\r":  # many a progress bar begins with one: nothing to see
             return
+        if self._look is not None:
+            self._look(line)
         line = self._head() + line
         if self._file is not None:
             self._file.write(line)

@@ -47,9 +47,8 @@ def _answer(request: bytes) -> tuple[bytes, int]:
         assert error.__traceback__ is not None
         # The first frame is this one.
         trace = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-        text = "".join(trace)
-        print(text, end="", file=sys.stderr, flush=True)
-        return FAILED + dumps((text, _pickled(error))), 1
+        # Not printed here: the caller raises it, and shows it once.
+        return FAILED + dumps(("".join(trace), _pickled(error))), 1
 
 
 def _pickled(error: BaseException) -> bytes | None:

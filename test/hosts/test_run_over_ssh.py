@@ -121,7 +121,7 @@ def test_working_directory_is_the_launchers(hosts: VirtualHosts, tmp_path: Path)
 def test_failure_on_another_host_ends_the_job_and_leaves_nothing(hosts: VirtualHosts) -> None:
     script = "[ $PERSEUS_RANK = 1 ] && exit 5; sleep 601 & sleep 601"
     result = perseusrun(hosts, "-np", "3", "-H", "host0,host1:2", "sh", "-c", script)
-    assert result.returncode == 1
+    assert result.returncode == 5
     assert "Process 1 exit with status code 5." in result.stderr
     assert "rank 1 on host1 was the first to fail" in result.stderr
     for host in range(2):

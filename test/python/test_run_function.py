@@ -137,6 +137,28 @@ def test_an_exception_is_raised_here_with_its_ranks_traceback(tmp_path: Path) ->
     assert not any(alive(pid) for pid in announced(tmp_path))
 
 
+def test_an_exception_that_nobody_catches_is_shown_once(tmp_path: Path) -> None:
+    code = """
+        import perseus
+        def work():
+            raise LookupError("the reason")
+        if __name__ == "__main__":
+            perseus.run(work, num_proc=1)
+    """
+    result = subprocess.run(
+        program(tmp_path, code), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    assert result.stderr.count(", in work\n") == 1
+    assert result.stderr.endswith('raise LookupError("the reason")\nLookupError: the reason\n\n')
+
+
+def test_a_rank_that_returns_129_ended_no_signal() -> None:
+    with pytest.raises(RuntimeError, match="exit code 129 and without a result"):
+        run(lambda: os._exit(129))
+
+
 def test_the_rank_that_failed_first_is_named_even_when_it_ends_last(tmp_path: Path) -> None:
     answered = tmp_path / "answered"
 
@@ -363,5 +385,6 @@ def test_under_horovods_name_the_ranks_find_perseus_as_horovod_too(tmp_path: Pat
     expected = [(3, "0.28.1", "perseus.horovod_basics")] * 2
     assert output_of(tmp_path, code) == [str(expected)]
     if find_spec("horovod") is None:
-        with pytest.raises(RuntimeError, match="No module named 'horovod'"):
+        message = "(?s)No module named 'horovod'.*python -m perseus.compat.horovod"
+        with pytest.raises(RuntimeError, match=message):
             run(lambda: __import__("horovod"))

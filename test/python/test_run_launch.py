@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -116,7 +117,7 @@ def test_first_failure_is_named_and_the_rest_ended(tmp_path: Path) -> None:
         f"if [ $PERSEUS_RANK = 1 ]; then {wait_for_all}; exit 3; fi; sleep 600 & wait"
     )
     result = perseusrun("-np", "3", "sh", "-c", script)
-    assert result.returncode == 1
+    assert result.returncode == 3
     lines = result.stderr.splitlines()
     assert lines[0] == "Process 1 exit with status code 3."
     assert lines[1] == "Terminating remaining workers after failure of Process 1."
@@ -127,9 +128,36 @@ def test_first_failure_is_named_and_the_rest_ended(tmp_path: Path) -> None:
 
 def test_death_by_signal_is_reported_as_128_plus_its_number() -> None:
     result = perseusrun("-np", "2", "sh", "-c", "[ $PERSEUS_RANK = 0 ] && kill -SEGV $$; sleep 600")
-    assert result.returncode == 1
+    assert result.returncode == 139
     assert "Process 0 exit with status code 139." in result.stderr
     assert "139 (SIGSEGV)" in result.stderr
+
+
+def test_rank_that_left_before_the_failure_is_named(tmp_path: Path) -> None:
+    # A rank that has ended is a zombie until the job is over.
+    gone = f"grep -q ') Z' /proc/$(cat {tmp_path}/$1)/stat"
+    script = (
+        f"say() {{ echo $$ > {tmp_path}/t$1; mv {tmp_path}/t$1 {tmp_path}/$1; }}\n"
+        f"left() {{ until [ -f {tmp_path}/$1 ] && {gone}; do sleep 0.01; done; sleep 0.2; }}\n"
+        "case $PERSEUS_RANK in 1) say 1;; 0) left 1; say 0;; 2) left 0; exit 6;; esac"
+    )
+    result = perseusrun("-np", "3", "sh", "-c", script)
+    assert result.returncode == 6
+    assert re.search(
+        r"rank 2 on localhost was the first to fail, with exit code 6; rank 1 on localhost had "
+        r"left 0\.\d s earlier, with exit code 0 \(and 1 more after it\)\n",
+        result.stderr,
+    ), result.stderr
+
+
+def test_script_that_wants_horovod_is_told_how() -> None:
+    missing = "raise ModuleNotFoundError(\"No module named 'horovod'\")"
+    result = perseusrun("-np", "2", sys.executable, "-c", missing)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "perseusrun: the script imports horovod, which is not installed: with 'perseusrun "
+        "--horovod' it finds Perseus under that name"
+    )
 
 
 def test_last_words_come_before_the_verdict() -> None:
