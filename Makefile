@@ -177,9 +177,10 @@ test-caffe: build packages-test packages-caffe $(VENV)/.test .venv/mpich/.ready 
 	$(PY) .ci/caffe.py build/caffe
 	$(PY) $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_caffe </dev/null
 
-lint: build $(VENV)/.test  ## layers, comments, ruff, mypy --strict, clang-format
+lint: build $(VENV)/.test  ## layers, comments, commit messages, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py
 	$(PY) .ci/check_comments.py
+	$(PY) .ci/check_commits.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
