@@ -136,8 +136,8 @@ void Driver::arm_standby(int64_t delay_ns) {
 
 void Driver::nudge() {
   if (!try_take()) return;
+  const Hold hold(this, &Driver::leave);
   pass(true);
-  leave();
 }
 
 void Driver::exclusively(const std::function<void()>& action) {
@@ -148,9 +148,9 @@ void Driver::exclusively(const std::function<void()>& action) {
     wait_for_driver([] { return false; }, now_ns() + kMillisecond);
   }
   wanted_.fetch_sub(1, std::memory_order_relaxed);
+  const Hold hold(this, &Driver::leave);
   action();
   pass(true);  // also tells waiters what the action completed
-  leave();
 }
 
 bool Driver::take_over(const std::function<bool()>& done) {
@@ -170,10 +170,10 @@ bool Driver::wait(const std::function<bool()>& done, int64_t deadline_ns) {
     } else {
       // Peers need not ring while we look for ourselves, and the engine thread stands by: did it keep listening between
       // two calls of a busy caller, every message would wake it for nothing.
+      const Hold hold(this, &Driver::step_back);
       waker_.cancel_sleep();
       if (state_.load(std::memory_order_relaxed) == EngineState::kSleeping) waker_.kick();
       drive(done, deadline_ns);
-      step_back();
     }
     if (now_ns() >= deadline_ns) break;
   }

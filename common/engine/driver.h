@@ -15,6 +15,7 @@ namespace perseus {
 
 class Driver {
  public:
+  // None of these may throw.
   struct Callbacks {
     // One pass over everything in flight; true when anything moved. Token held. eager: a caller is waiting.
     std::function<bool(bool eager)> pass;
@@ -39,7 +40,8 @@ class Driver {
   bool wait(const std::function<bool()>& done, int64_t deadline_ns);
   // One pass if nobody drives.
   void nudge();
-  // Calls `action` with the token held, so that no pass runs meanwhile. Callers that drive step back for it.
+  // Calls `action` with the token held, so that no pass runs meanwhile. Callers that drive step back for it. What the
+  // action throws reaches the caller.
   void exclusively(const std::function<void()>& action);
   // Handles were completed: callers that do not drive may be waiting for them. Token held.
   void completed() { completed_ = true; }
@@ -50,6 +52,19 @@ class Driver {
 
  private:
   enum class EngineState { kStandby, kDriving, kSleeping };
+
+  // A caller's hold on the progress lock, which it has taken: given back whatever happens meanwhile.
+  class Hold {
+   public:
+    Hold(Driver* driver, void (Driver::*give_back)()) : driver_(driver), give_back_(give_back) {}
+    ~Hold() { (driver_->*give_back_)(); }
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+
+   private:
+    Driver* const driver_;
+    void (Driver::* const give_back_)();
+  };
 
   bool seize();
   bool try_take();

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 
 #include "base/clock.h"
 
@@ -47,6 +48,20 @@ std::vector<const char*> names_of(const std::vector<Transport*>& route) {
   std::vector<const char*> names;
   for (const Transport* transport : route) names.push_back(transport == nullptr ? "none" : transport->name());
   return names;
+}
+
+// The one place where exceptions of a pass stop: what `action` threw. Whoever calls must end the world with it, and
+// complete all the same what a caller waits for.
+template <class Action>
+std::optional<Error> trouble_of(const Action& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::exception& error) {  // out of memory, most likely
+    return Error(ErrorKind::kInternal, std::string("[engine] ") + error.what());
+  }
+  return std::nullopt;
 }
 
 bool changes_groups(const Entry& entry) {
@@ -120,14 +135,20 @@ void Engine::set_places(std::vector<Place> places) {
 }
 
 void Engine::add_group(int id, std::vector<int> ranks) {
-  std::lock_guard<std::mutex> lock(groups_mutex_);
-  members_[id] = ranks;
   const uint32_t channels = groups_made_++;
-  if (std::find(ranks.begin(), ranks.end(), world_.rank) == ranks.end()) return;
+  // Connecting to the members may take a while, or fail: neither must be with the list locked or changed.
+  std::shared_ptr<Group> group;
+  if (std::find(ranks.begin(), ranks.end(), world_.rank) != ranks.end()) group = make_group(id, channels, ranks);
+  std::lock_guard<std::mutex> lock(groups_mutex_);
+  members_[id] = std::move(ranks);
+  if (group) groups_[id] = std::move(group);
+}
+
+std::shared_ptr<Group> Engine::make_group(int id, uint32_t channels, const std::vector<int>& ranks) {
   ExecutionSettings settings = execution_settings_;
   if (id != 0) settings.tuner.buckets = settings.tuner.streams = false;  // its members may be busy elsewhere
-  groups_[id] = std::make_shared<Group>(
-      channels, std::move(ranks), world_.rank, world_.epoch, settings, cycle_ns_,
+  return std::make_shared<Group>(
+      channels, ranks, world_.rank, world_.epoch, settings, cycle_ns_,
       [this](int rank, Channel channel) -> Link& { return route_[rank]->link(rank, channel); },
       [this, id] {
         Entry* entry = take_entry();
@@ -153,52 +174,54 @@ bool Engine::has_submissions() const {
 }
 
 bool Engine::pass(bool eager) {
-  const int64_t now = now_ns();
   bool moved = false;
-  try {
-    bool woken = false;
-    if (tcp_ || now - events_ns_ > kLookForEvents) {
-      woken = waker_->take_events();
-      events_ns_ = now;
-    }
-    for (auto& transport : transports_) transport->poll(woken);
-    read_notices();
-    if (!failed_.load(std::memory_order_relaxed)) {
-      for (auto& [id, group] : groups_) {
-        const uint64_t rounds = group->rounds();
-        moved |= group->step(eager, kBucketsWorth, &finished_, &mismatched_);
-        if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
-        if (group->called()) waker_->arm_timer(Group::kJoinWithin);
-        if (eager && group->holds()) waker_->arm_timer(Negotiation::kPatience);
-        if (id == 0) keep_tuning(group.get());
-      }
-      if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
-    }
-    if (now - housekeeping_ns_ > kHousekeeping) housekeeping(now);
-    if (closing_.load(std::memory_order_relaxed)) wind_down();
-  } catch (const Error& error) {
-    abort(error, true);
-    moved = true;
-  } catch (const std::exception& error) {  // out of memory, most likely
-    abort(Error(ErrorKind::kInternal, std::string("[engine] ") + error.what()), true);
+  if (const auto trouble = trouble_of([&] { moved = advance(eager); })) {
+    abort(*trouble, true);
     moved = true;
   }
-  // Group changes touch the map that was walked above and end what a group still has under way, so they come last.
-  if (!finished_.empty() || !mismatched_.empty()) {
+  if (finished_.empty() && mismatched_.empty()) return moved;
+  const auto trouble = trouble_of([this] {
     count();  // who sees its request finished sees it counted
     nan_check_.scan_sums(finished_);
     nan_check_.report(finished_, log_);
-    size_t changes = 0;
-    for (Entry* entry : finished_) {
-      if (changes_groups(*entry)) finished_[changes++] = entry;
-      else finish(entry, Status());
-    }
-    for (auto& [entry, text] : mismatched_) finish(entry, Status{false, ErrorKind::kMismatch, text});
-    for (size_t i = 0; i < changes; ++i) finish(finished_[i], Status());
-    finished_.clear();
-    mismatched_.clear();
-    moved = true;
+  });
+  if (trouble) abort(*trouble, true);
+  // Group changes touch the map that was walked above and end what a group still has under way, so they come last.
+  size_t changes = 0;
+  for (Entry* entry : finished_) {
+    if (changes_groups(*entry)) finished_[changes++] = entry;
+    else finish(entry, Status());
   }
+  for (auto& [entry, text] : mismatched_) finish(entry, Status{false, ErrorKind::kMismatch, text});
+  for (size_t i = 0; i < changes; ++i) finish(finished_[i], Status());
+  finished_.clear();
+  mismatched_.clear();
+  return true;
+}
+
+// Moves everything that is in flight; true when anything moved.
+bool Engine::advance(bool eager) {
+  const int64_t now = now_ns();
+  bool moved = false, woken = false;
+  if (tcp_ || now - events_ns_ > kLookForEvents) {
+    woken = waker_->take_events();
+    events_ns_ = now;
+  }
+  for (auto& transport : transports_) transport->poll(woken);
+  read_notices();
+  if (!failed_.load(std::memory_order_relaxed)) {
+    for (auto& [id, group] : groups_) {
+      const uint64_t rounds = group->rounds();
+      moved |= group->step(eager, kBucketsWorth, &finished_, &mismatched_);
+      if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
+      if (group->called()) waker_->arm_timer(Group::kJoinWithin);
+      if (eager && group->holds()) waker_->arm_timer(Negotiation::kPatience);
+      if (id == 0) keep_tuning(group.get());
+    }
+    if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
+  }
+  if (now - housekeeping_ns_ > kHousekeeping) housekeeping(now);
+  if (closing_.load(std::memory_order_relaxed)) wind_down();
   return moved;
 }
 
@@ -218,31 +241,40 @@ void Engine::finish(Entry* entry, const Status& status) {
     return;
   }
   HandleTable::Slot* slot = handles_.at(entry->handle);
-  slot->status = status;
-  if (status.ok) nan_check_.judge(*entry, slot);
-  flight_recorder_.record(*entry, entry->name->text, status.ok);
+  auto trouble = trouble_of([&] {
+    slot->status = status;
+    if (status.ok) nan_check_.judge(*entry, slot);
+    flight_recorder_.record(*entry, entry->name->text, status.ok);
+  });
   // Its group may be the one that goes.
   const auto group = groups_.find(entry->group);
   if (group != groups_.end()) group->second->negotiation().retire(entry);
-  if (status.ok && changes_groups(*entry)) {
-    slot->outputs.resize(1);
-    slot->status = change_groups(*entry, &slot->outputs[0]);
+  if (status.ok && !trouble) {
+    trouble = trouble_of([&] {
+      if (changes_groups(*entry)) {
+        slot->outputs.resize(1);
+        slot->status = change_groups(*entry, &slot->outputs[0]);
+      } else if (entry->description.kind == Kind::kJoin) {
+        slot->outputs.resize(1);
+        slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
+        // Those who went on while others had joined have counted further.
+        if (group != groups_.end()) group->second->restart_numbers();
+      }
+    });
   }
-  if (status.ok && entry->description.kind == Kind::kJoin) {
-    slot->outputs.resize(1);
-    slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
-    // Those who went on while others had joined have counted further.
-    if (group != groups_.end()) group->second->restart_numbers();
-  }
+  if (trouble) slot->status = Status::from(*trouble);
   const Completion done = entry->done;
   const int64_t handle = HandleTable::handle_of(*slot, entry->handle);
   recycle(entry);
   operations_.fetch_add(1, std::memory_order_relaxed);
   HandleTable::complete(slot);
   driver_.completed();
-  if (done.call == nullptr) return;
-  silent_batch_.done();
-  done.call(done.arg, handle);
+  if (done.call != nullptr) {
+    silent_batch_.done();
+    const auto other = trouble_of([&] { done.call(done.arg, handle); });
+    if (!trouble) trouble = other;
+  }
+  if (trouble) abort(*trouble, true);
 }
 
 // Every rank of the world gets here with the same request in the same order, so ids agree.

@@ -130,12 +130,16 @@ class Engine {
   void ask_for_flush(const Submission& submission, const Group& group, Description* description);
 
   // ---- driving (engine.cc); token held ----
+  // Throws nothing: what goes wrong ends the world.
   bool pass(bool eager);
+  bool advance(bool eager);
   bool busy();
   bool has_submissions() const;  // any thread
+  // Completes the handle in any case: what goes wrong meanwhile ends the world.
   void finish(Entry* entry, const Status& status);
   Status change_groups(const Entry& entry, Output* output);
   void add_group(int id, std::vector<int> ranks);
+  std::shared_ptr<Group> make_group(int id, uint32_t channels, const std::vector<int>& ranks);
   void count();
 
   // ---- tuning (tuning.cc); token held ----

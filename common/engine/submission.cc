@@ -127,6 +127,7 @@ Entry* Engine::take_entry() {
   std::lock_guard<std::mutex> lock(entries_mutex_);
   if (free_entries_.empty()) {
     entries_.push_back(std::make_unique<Entry>());
+    free_entries_.reserve(entries_.capacity());  // giving one back must not fail
     return entries_.back().get();
   }
   Entry* entry = free_entries_.back();

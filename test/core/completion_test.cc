@@ -177,6 +177,42 @@ TEST_P(Completion, WhatIsHeldIsToldWhileItIsSubmitted) {
             {"PERSEUS_ACCUMULATE_N_STEPS=2"});
 }
 
+TEST_P(Completion, ACallbackThatThrowsEndsTheWorldAndCompletesEveryRequest) {
+  static constexpr int kRequests = 6;
+  run_ranks(2, [](int rank, perseus_context* context) {
+    std::atomic<int> told{0};
+    std::vector<int64_t> memory(kRequests);
+    std::vector<perseus_handle> handles(kRequests);
+    const int64_t shape = 1;
+    for (size_t i = 0; i < kRequests; ++i) {
+      const std::string name = "t" + std::to_string(i);
+      const perseus_tensor tensor{&memory[i], &memory[i], &shape, 1, PERSEUS_INT64};
+      perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
+      request.done_arg = &told;
+      request.done = [](void* arg, perseus_handle) { ++*static_cast<std::atomic<int>*>(arg); };
+      if (rank == 0 && i == 0)
+        request.done = [](void* arg, perseus_handle) {
+          ++*static_cast<std::atomic<int>*>(arg);
+          throw std::runtime_error("thrown by a callback");
+        };
+      // Nothing more may be taken once the world has ended.
+      if (submit(context, request, &handles[i]).code != PERSEUS_OK) ++told;
+    }
+    for (perseus_handle handle : handles) {
+      const Outcome outcome = wait(context, handle);
+      EXPECT_NE(outcome.code, PERSEUS_IN_PROGRESS);
+    }
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (told < kRequests && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    EXPECT_EQ(told, kRequests);
+    perseus_handle late = 0;
+    Outcome outcome;
+    do outcome = submit(context, request_of(PERSEUS_BARRIER, "late", nullptr, 0), &late);
+    while (outcome.code == PERSEUS_OK && (outcome = wait(context, late)).code == PERSEUS_OK);
+    EXPECT_NE(outcome.message.find("thrown by a callback"), std::string::npos) << outcome.message;
+  });
+}
+
 // Nobody asks for a handle, so nobody is seen to wait when a step leaves out what its batch was learnt with.
 TEST(CompletionOffline, AStepThatLeavesAScheduleIsFinished) {
   constexpr int kTensors = 4, kSteps = 12;

@@ -1,5 +1,10 @@
 // Who drives: callers that wait, poll, leave or never look again, several threads of a rank at once, several contexts
 // of a thread at once. Everything ends, and soon.
+#include "engine/driver.h"
+
+#include <future>
+#include <stdexcept>
+
 #include "operation.h"
 
 namespace {
@@ -202,6 +207,24 @@ TEST_P(Drivers, TwoContextsOfAThreadAreUsedInTurnsAndInOppositeOrders) {
     Operation last(PERSEUS_ALLREDUCE, "last", ranks_up_to(3), {{PERSEUS_FLOAT32, {10}}});
     Call(last, rank).run(first);
   });
+}
+
+TEST(ProgressLock, IsGivenBackByAnActionThatThrows) {
+  perseus::Waker waker;
+  perseus::Driver driver(
+      waker, {}, {[](bool) { return false; }, [] { return false; }, [] { return false; }, [] { return false; }});
+  EXPECT_THROW(driver.exclusively([] { throw std::runtime_error("no"); }), std::runtime_error);
+  EXPECT_THROW(driver.wait([]() -> bool { throw std::runtime_error("no"); }, 0), std::runtime_error);
+  // A wait that gets as far as driving before its condition throws.
+  int looks = 0;
+  const auto throws_later = [&]() -> bool { return ++looks < 3 ? false : throw std::runtime_error("no"); };
+  EXPECT_THROW(driver.wait(throws_later, INT64_MAX), std::runtime_error);
+  auto* ran = new std::promise<void>;  // outlives a thread that never gets the lock
+  std::thread([&driver, ran] { driver.exclusively([ran] { ran->set_value(); }); }).detach();
+  if (ran->get_future().wait_for(std::chrono::seconds(60)) != std::future_status::ready) {
+    std::fprintf(stderr, "the progress lock was never given back\n");
+    std::_Exit(1);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Media, Drivers, testing::Range(0, 3),
