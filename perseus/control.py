@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus import basics
+from perseus.arguments import checked_root
 from perseus.errors import NOT_INITIALIZED
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def gather_bytes(data: bytes, name: str, group: int) -> list[bytes]:
 
 def broadcast_bytes(data: bytes, root_rank: int, name: str, group: int) -> bytes:
     """The root's bytes; what others pass is ignored. root_rank: a global rank."""
-    is_root = basics.rank() == root_rank
+    is_root = basics.rank() == checked_root(root_rank, "broadcast")
     size = (ctypes.c_char * 8).from_buffer_copy(len(data).to_bytes(8, "little"))
     _run(_BROADCAST, f"{name}.sz", size, output=size, root=root_rank, group=group)
     length = int.from_bytes(size.raw, "little")

@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from perseus import basics
+from perseus.arguments import checked_op
 from perseus.errors import HorovodVersionMismatchError, get_version_mismatch_message
 
 __all__ = [
@@ -157,7 +158,7 @@ def get_average_backwards_compatibility_fun(
     def resolve(op: int | None, average: bool | None) -> int:
         """The reduction that is meant; see get_average_backwards_compatibility_fun."""
         if average is None:
-            return int(reduce_ops.Average if op is None else op)
+            return checked_op(reduce_ops.Average if op is None else op, "allreduce")
         if op is not None:
             raise ValueError(
                 "The op parameter supersedes average. Please provide only one of them."

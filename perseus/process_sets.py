@@ -78,6 +78,35 @@ def _make_global() -> ProcessSet:
 global_process_set = _make_global()
 
 
+def checked(process_set: Any) -> ProcessSet:
+    """The set itself; TypeError for its number, its ranks and other things given for it."""
+    if isinstance(process_set, ProcessSet):
+        return process_set
+    raise TypeError(
+        f"[process_sets] process_set={process_set!r}: expected a ProcessSet; keep what "
+        f"hvd.add_process_set([0, 1]) returns, and pass that"
+    )
+
+
+def number_of(process_set: ProcessSet) -> int | None:
+    """A set's number, as it is; None while it is not registered. TypeError as from checked()."""
+    try:
+        return process_set.process_set_id
+    except AttributeError:
+        checked(process_set)
+        raise
+
+
+def group_id(process_set: ProcessSet) -> int:
+    """The number of a set; ValueError while it is not registered, and when it has gone."""
+    number = number_of(process_set)
+    if number is None:
+        raise ValueError("Process set provided does not exist, or has not been registered.")
+    if number != 0:
+        process_set.size()  # looks for it
+    return number
+
+
 _registered: dict[int, ProcessSet] = {}
 _of_host: list[ProcessSet] = []  # of the ranks of this one; empty until somebody asks
 _of_host_lock = threading.Lock()
@@ -115,7 +144,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
             "Dynamic process sets are disabled: Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call "
             'init(process_sets="dynamic").'
         )
-    group = process_set.process_set_id
+    group = number_of(process_set)
     if group is None or group == 0:
         return False
     control.remove_group(group)

@@ -25,6 +25,9 @@ constexpr const char* kGroupedPrefix[] = {"grouped_allreduce.",
                                           "",
                                           ""};
 constexpr int kKinds = 9;
+constexpr int kReductions = 6;
+constexpr const char* kExpectedOp = "op: expected hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product";
+constexpr const char* kExpectedRoot = "root_rank: expected the number of a rank";
 
 Layout layout_for(perseus_kind kind) {
   return kind == PERSEUS_ALLREDUCE || kind == PERSEUS_BROADCAST ? Layout::kDense : Layout::kRowMajor;
@@ -42,6 +45,10 @@ class RequestName {
                     static_cast<long long>(unnamed));
       request->transient = 1;
       return true;
+    }
+    if (!PyUnicode_Check(name)) {
+      PyErr_Format(PyExc_TypeError, "[python] name=%R: expected a str", name);
+      return false;
     }
     Py_ssize_t size = 0;
     const char* text = PyUnicode_AsUTF8AndSize(name, &size);
@@ -65,10 +72,13 @@ class RequestName {
   std::string long_name_;
 };
 
-// An integer argument; true when it was read.
-bool read_int(PyObject* value, int* number) {
+// An integer argument, what messages about it say; true when it was read.
+bool read_int(PyObject* value, const char* expected, int* number) {
   const long read = PyLong_AsLong(value);
-  if (read == -1 && PyErr_Occurred()) return false;
+  if (read == -1 && PyErr_Occurred()) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError)) PyErr_Format(PyExc_TypeError, "[python] %s, got %R", expected, value);
+    return false;
+  }
   if (read != static_cast<int>(read)) {
     PyErr_SetString(PyExc_OverflowError, "[python] the number does not fit 32 bits");
     return false;
@@ -79,7 +89,7 @@ bool read_int(PyObject* value, int* number) {
 
 // The id of a process set, which is None while that is not registered.
 bool read_group(PyObject* value, int* group) {
-  if (value != Py_None) return read_int(value, group);
+  if (value != Py_None) return read_int(value, "expected the number of a process set", group);
   PyErr_SetString(PyExc_ValueError, "Process set provided does not exist, or has not been registered.");
   return false;
 }
@@ -113,13 +123,17 @@ struct Parsed {
   bool parse(PyObject* const* arguments, bool grouped, int64_t unnamed) {
     request.struct_size = sizeof(request);
     int kind = 0, op = 0;
-    if (!read_int(arguments[kKind], &kind) || !read_int(arguments[kOp], &op) ||
-        !read_double(arguments[kPrescale], &request.prescale) ||
-        !read_double(arguments[kPostscale], &request.postscale) || !read_int(arguments[kRoot], &request.root) ||
-        !read_group(arguments[kGroup], &request.group))
+    if (!read_int(arguments[kKind], "expected a kind of operation", &kind) ||
+        !read_int(arguments[kOp], kExpectedOp, &op) || !read_double(arguments[kPrescale], &request.prescale) ||
+        !read_double(arguments[kPostscale], &request.postscale) ||
+        !read_int(arguments[kRoot], kExpectedRoot, &request.root) || !read_group(arguments[kGroup], &request.group))
       return false;
     if (kind < 0 || kind >= kKinds) {
       PyErr_SetString(PyExc_ValueError, "[python] unknown kind of operation");
+      return false;
+    }
+    if (op < 0 || op >= kReductions) {
+      PyErr_Format(PyExc_ValueError, "[python] %s, got %R", kExpectedOp, arguments[kOp]);
       return false;
     }
     request.kind = static_cast<perseus_kind>(kind);

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from perseus import basics
+from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras.backend import KERAS_2, backend, keras
 
@@ -38,7 +39,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         self.backend = backend
-        self.root_rank = root_rank
+        self.root_rank = checked_root(root_rank, "keras")
         self.device = device
         self.broadcast_done = False
         self._local_variables = list(local_variables or ())

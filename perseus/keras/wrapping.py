@@ -7,8 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from perseus.arguments import (
+    checked_compression,
+    checked_op,
+    checked_passes,
+    checked_predivide_factor,
+    not_an_optimizer,
+    wrapped_twice,
+)
 from perseus.keras.backend import KERAS_2, Reduction, backend, keras
 from perseus.keras.exchange import Plan
+from perseus.process_sets import checked
 
 if KERAS_2:
     from perseus.keras import keras2_optimizer as _kind
@@ -27,16 +36,20 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
     A LossScaleOptimizer stays one, around a distributed one. ValueError for what is no optimizer.
     """
     if is_distributed(optimizer):
-        raise ValueError("[keras] the optimizer is a DistributedOptimizer already")
+        raise wrapped_twice("keras")
     optimizers = keras.optimizers
     classes = (
         (optimizers.Optimizer, optimizers.legacy.Optimizer) if KERAS_2 else optimizers.Optimizer
     )
     if not isinstance(optimizer, classes):
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        hint = "; for those of tf_keras set TF_USE_LEGACY_KERAS=1" if "tf_keras" in kind else ""
-        raise ValueError(
-            f"[keras] expected an optimizer of Keras {keras.__version__}, got {kind}{hint}"
+        hint = ""
+        if type(optimizer).__module__.startswith("tf_keras"):
+            hint = " (for those of tf_keras set TF_USE_LEGACY_KERAS=1)"
+        raise not_an_optimizer(
+            optimizer,
+            "keras",
+            f"an optimizer of Keras {keras.__version__}{hint}",
+            "keras.optimizers.SGD(0.01)",
         )
     return _kind.distribute(optimizer, plan)
 
@@ -57,12 +70,12 @@ def make_plan(  # noqa: PLR0917 - all are given
     scale_local_gradients: bool,
 ) -> Plan:
     """The arguments of DistributedOptimizer, checked: ValueError for those that do not fit."""
-    if op not in (backend.Average, backend.Sum):
+    if checked_op(op, "keras") not in (backend.Average, backend.Sum):
         raise ValueError("[keras] op: expected Average or Sum; Adasum is not supported with Keras")
-    if gradient_predivide_factor != 1.0 and op != backend.Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+    checked_predivide_factor(gradient_predivide_factor, op, "keras")
+    checked_passes(backward_passes_per_step, "keras")
+    checked_compression(compression, "keras")
+    checked(process_set)
     groups = num_groups or None if groups is None else groups
     if isinstance(groups, int) and groups <= 0:
         raise ValueError("groups should be a positive integer or a list of lists of variables")

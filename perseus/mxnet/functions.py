@@ -12,6 +12,7 @@ from typing import Any
 from mxnet.gluon.parameter import Parameter, ParameterDict
 
 from perseus import basics, control, objects
+from perseus.arguments import checked_root
 from perseus.mxnet.mpi_ops import broadcast_
 
 
@@ -28,7 +29,10 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     MXNetError where ranks disagree, or the world has broken.
     """
     if not isinstance(params, (Mapping, ParameterDict)):
-        raise ValueError(f"invalid params of type: {type(params)}: expected a dict")
+        raise ValueError(
+            f"invalid params of type: {type(params)}: expected a dict, such as net.collect_params()"
+        )
+    checked_root(root_rank, "mxnet")
     if basics.size() == 1:
         return
     sent = []

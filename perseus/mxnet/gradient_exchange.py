@@ -18,7 +18,7 @@ from perseus import basics
 from perseus.compression import Compressor, SettingsCompressor, applied_here
 from perseus.mxnet import ops
 from perseus.mxnet.library import Batch, Op, mxnet
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.residuals import Residuals
 
 # Names, priorities, bundles, process set, and whether settings may withhold results.
@@ -89,7 +89,7 @@ class GradientExchange:
 
     def takes_part(self) -> bool:
         """Whether this rank has anything to reduce; ValueError where the set is not registered."""
-        ops.group_id(self.plan.process_set)
+        group_id(self.plan.process_set)
         if not self.plan.process_set.included():
             return False
         return (self.plan.process_set.size() or 1) > 1 or basics.settings_act_on_gradients()

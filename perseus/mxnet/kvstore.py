@@ -202,6 +202,11 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         Sums are not divided by the number of ranks: rescale_grad is for that. Module sets it by
         num_workers; a Trainer's step() takes the batch of all ranks together.
         """
+        if not isinstance(optimizer, mx.optimizer.Optimizer):
+            raise ValueError(
+                f"[kvstore] set_optimizer expected an mx.optimizer.Optimizer, got {optimizer!r}; "
+                f"write, for example, mx.optimizer.create('sgd', learning_rate=0.01)"
+            )
         self._set_updater(mx.optimizer.get_updater(optimizer))
 
     def _set_updater(self, updater: Updater | None) -> None:

@@ -23,6 +23,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from perseus.arguments import checked_op, checked_root
 from perseus.mxnet.library import (
     ALLGATHER,
     ALLREDUCE,
@@ -35,7 +36,7 @@ from perseus.mxnet.library import (
     handles,
     mxnet,
 )
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, global_process_set, group_id
 
 # enum perseus_reduce_op, with Horovod's numbers.
 Average = 0
@@ -44,16 +45,6 @@ Adasum = 2
 Min = 3
 Max = 4
 Product = 5
-
-
-def group_id(process_set: ProcessSet) -> int:
-    """The number of a set; ValueError while it is not registered, and when it has gone."""
-    number = process_set.process_set_id
-    if number is None:
-        raise ValueError("Process set provided does not exist, or has not been registered.")
-    if number != 0:
-        process_set.size()  # looks for it
-    return number
 
 
 def check_array(array: Any) -> None:
@@ -73,6 +64,8 @@ def check_array(array: Any) -> None:
 
 def empty(like: Any, shape: tuple[int, ...] | None = None) -> Any:
     """A new array of the class, dtype and (unless given) shape of another one."""
+    if not isinstance(like, mxnet.nd.NDArray):
+        check_array(like)
     handle = mxnet.nd.ndarray._new_alloc_handle(
         like.shape if shape is None else shape, like.ctx, False, like.dtype
     )
@@ -110,7 +103,8 @@ def reduction(
 ) -> Op:
     """An allreduce that is still to be pushed."""
     made = _op(ALLREDUCE, arrays, name, grouped, process_set)
-    made.op, made.prescale, made.postscale, made.priority = op, prescale, postscale, priority
+    made.op = checked_op(op, "mxnet")
+    made.prescale, made.postscale, made.priority = prescale, postscale, priority
     return _into(made, outputs)
 
 
@@ -138,7 +132,7 @@ def broadcast(
     root_rank: a global rank, also inside a process set.
     """
     made = _op(BROADCAST, arrays, name, grouped, process_set)
-    made.root, made.priority = root_rank, priority
+    made.root, made.priority = checked_root(root_rank, "mxnet"), priority
     Batch([_into(made, outputs)]).push()
 
 
@@ -157,7 +151,7 @@ def reducescatter(
 
     op: Average or Sum. At least one dimension; ValueError.
     """
-    if op not in (Average, Sum):
+    if checked_op(op, "mxnet") not in (Average, Sum):
         raise ValueError("[mxnet] Reducescatter only supports AVERAGE and SUM")
     made = _op(REDUCESCATTER, arrays, name, grouped, process_set)
     made.op, made.prescale, made.postscale, made.priority = op, prescale, postscale, priority

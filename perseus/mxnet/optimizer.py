@@ -12,10 +12,11 @@ from typing import Any
 import mxnet as mx
 
 from perseus import basics
+from perseus.arguments import checked_predivide_factor, not_an_optimizer, wrapped_twice
 from perseus.extensions import split_list
-from perseus.mxnet import state_files
+from perseus.mxnet import ops, state_files
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, checked, global_process_set
 from perseus.residuals import Held, go_on_with, pack, unpack
 
 
@@ -49,6 +50,17 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise wrapped_twice("mxnet")
+        if not isinstance(optimizer, mx.optimizer.Optimizer):
+            raise not_an_optimizer(
+                optimizer,
+                "mxnet",
+                "an mx.optimizer.Optimizer",
+                "mx.optimizer.create('sgd', learning_rate=0.01)",
+            )
+        checked_predivide_factor(gradient_predivide_factor, ops.Average, "mxnet")
+        checked(process_set)
         self._optimizer = optimizer
         self._num_groups = num_groups
         self._exchange = GradientExchange(

@@ -15,14 +15,15 @@ import mxnet as mx
 import numpy as np
 
 from perseus import basics
+from perseus.arguments import checked_compression, checked_predivide_factor
 from perseus.compression import Compressor
-from perseus.mxnet import state_files
+from perseus.mxnet import ops, state_files
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
 from perseus.mxnet.sparse import sum_rows
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
@@ -71,6 +72,14 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 stacklevel=2,
             )
             optimizer = optimizer._optimizer
+        if not isinstance(optimizer, (str, mx.optimizer.Optimizer)):
+            raise ValueError(
+                f"[mxnet] DistributedTrainer expected an optimizer or its name, such as 'sgd', got "
+                f"{optimizer!r}"
+            )
+        checked_compression(compression, "mxnet")
+        checked_predivide_factor(gradient_predivide_factor, ops.Average, "mxnet")
+        checked(process_set)
         if isinstance(params, list):
             params = sorted(params, key=lambda parameter: str(parameter.name))
         super().__init__(params, optimizer, optimizer_params, kvstore=None)

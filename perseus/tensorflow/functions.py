@@ -12,7 +12,8 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics, control, objects
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.arguments import checked_root
+from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import on_device, tf_variable
 
@@ -38,7 +39,16 @@ def broadcast_variables(
 
     In eager mode it is done on return (None). In a graph, returns the operation that does it.
     """
+    if not isinstance(variables, Iterable):
+        raise ValueError(
+            f"[tensorflow] broadcast_variables expected a list of variables, such as "
+            f"model.variables, got {type(variables)}"
+        )
+    checked_root(root_rank, "tensorflow")
     targets = [tf_variable(variable) for variable in variables]
+    for target in targets:
+        if not hasattr(target, "assign"):
+            raise ValueError(f"[tensorflow] broadcast_variables expected variables, got {target!r}")
     if not targets:
         return None if tf.executing_eagerly() else tf.no_op()
     if inplace and not any(v.dtype.base_dtype in _SAME_WIDTH for v in targets):
@@ -122,7 +132,7 @@ def broadcast_object(
     is_root = basics.rank() == root_rank
     payload = objects.dumps(obj) if is_root else b""
     data = control.broadcast_bytes(
-        payload, root_rank, name or objects.default_name(obj), ops.group_id(process_set)
+        payload, root_rank, name or objects.default_name(obj), group_id(process_set)
     )
     return obj if is_root else objects.loads(data)
 
@@ -146,6 +156,6 @@ def allgather_object(
     """Every rank's object, in rank order, on every rank. See broadcast_object."""
     del session
     parts = control.gather_bytes(
-        objects.dumps(obj), name or objects.default_name(obj), ops.group_id(process_set)
+        objects.dumps(obj), name or objects.default_name(obj), group_id(process_set)
     )
     return [objects.loads(part) for part in parts]

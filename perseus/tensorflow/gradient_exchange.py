@@ -14,10 +14,11 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics, config
+from perseus.arguments import checked_compression, checked_op, checked_predivide_factor
 from perseus.compression import Compressor, applied_here
 from perseus.extensions import split_list
 from perseus.names import unnumbered
-from perseus.process_sets import ProcessSet
+from perseus.process_sets import ProcessSet, checked
 from perseus.residuals import Residuals
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
@@ -42,10 +43,12 @@ class Plan:
     device_sparse: str = ""
 
 
-def check_arguments(op: int, predivide_factor: float) -> None:
-    """ValueError for what cannot be combined."""
-    if predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
+def check_arguments(op: int, predivide_factor: float, compression: Any, process_set: Any) -> None:
+    """ValueError for what is wrong or cannot be combined, TypeError for what is no process set."""
+    number = checked_op(op, "tensorflow")
+    checked_predivide_factor(predivide_factor, number, "tensorflow")
+    checked_compression(compression, "tensorflow")
+    checked(process_set)
 
 
 def checked_groups(groups: Any, num_groups: int) -> int | tuple[tuple[Any, ...], ...] | None:

@@ -28,7 +28,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.arguments import checked_op, checked_root
+from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow.library import native
 
 # enum perseus_reduce_op, with Horovod's numbers.
@@ -55,16 +56,6 @@ def real(number: int) -> float:
 def normalize_name(name: str) -> str:
     """The name with everything but letters, digits and underscores made an underscore."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
-
-
-def group_id(process_set: ProcessSet) -> int:
-    """The number of a set; ValueError while it is not registered, and when it has gone."""
-    number = process_set.process_set_id
-    if number is None:
-        raise ValueError("Process set provided does not exist, or has not been registered.")
-    if number != 0:
-        process_set.size()  # looks for it
-    return number
 
 
 def naming(word: str, name: str | None, tensors: Sequence[Any], ignore: bool) -> dict[str, Any]:
@@ -149,7 +140,7 @@ def allreduce(
     for part, name in _in_parts(members, names, grouped):
         reduced, outcome = native.perseus_allreduce(
             part,
-            reduce_op=op,
+            reduce_op=checked_op(op, "tensorflow"),
             outcomes=1 if gradient_of else 0,
             prescale=bits(prescale),
             postscale=bits(postscale),
@@ -215,7 +206,7 @@ def broadcast(
     for part, name in _in_parts(_as_tensors(tensors), names, grouped):
         copied = native.perseus_broadcast(
             part,
-            root_rank=root_rank,
+            root_rank=checked_root(root_rank, "tensorflow"),
             process_set_id=group_id(process_set),
             grouped=grouped,
             **naming("HorovodBroadcast", name, part, ignore_name_scope),
@@ -295,7 +286,7 @@ def reducescatter(
     for part, name in _in_parts(_as_tensors(tensors), names, grouped):
         scattered = native.perseus_reducescatter(
             part,
-            reduce_op=op,
+            reduce_op=checked_op(op, "tensorflow"),
             prescale=bits(prescale),
             postscale=bits(postscale),
             process_set_id=group_id(process_set),

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics, config
+from perseus.arguments import checked_passes, not_an_optimizer, wrapped_twice
 from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.adasum import AdasumOptimizer
@@ -205,9 +206,10 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 
     Raises ValueError for arguments that do not fit.
     """
-    check_arguments(op, gradient_predivide_factor)
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+    check_arguments(op, gradient_predivide_factor, compression, process_set)
+    checked_passes(backward_passes_per_step, "tensorflow")
+    if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):
+        raise wrapped_twice("tensorflow")
     checked_groups(groups, num_groups)
     groups = num_groups or None if groups is None else groups
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -233,8 +235,11 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     if residuals is not None:
         raise ValueError("[tensorflow] residuals= is for the gradients of tf.compat.v1 optimizers")
     if not isinstance(optimizer, _keras_classes()):
-        raise ValueError(
-            f"[tensorflow] expected an optimizer of tf.compat.v1.train or Keras, got {optimizer!r}"
+        raise not_an_optimizer(
+            optimizer,
+            "tensorflow",
+            "an optimizer of Keras or tf.compat.v1.train",
+            "tf.keras.optimizers.SGD(0.01)",
         )
     if op == Adasum:
         raise ValueError("op == Adasum is not supported yet with Keras")

@@ -25,9 +25,10 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import config
+from perseus.arguments import checked_compression
 from perseus.compression import Compressor, applied_here
 from perseus.extensions import get_average_backwards_compatibility_fun
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow import ops
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.modes import on_device
@@ -129,7 +130,11 @@ def grouped_allreduce(
 
 
 def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]:
-    if compression.stateful and name is None and tf.executing_eagerly():
+    if (
+        checked_compression(compression, "tensorflow").stateful
+        and name is None
+        and tf.executing_eagerly()
+    ):
         raise ValueError(
             f"[tensorflow] {compression.__name__} keeps what it holds back under the tensor's "
             "name: pass name=, the same one every time"
@@ -140,7 +145,7 @@ def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]
 def set_size(process_set: ProcessSet, dtype: tf.DType) -> Any:
     """How many ranks a set has; read when the graph runs where elastic training may change it."""
     if config.elastic():
-        return tf.cast(ops.size_op(ops.group_id(process_set)), dtype)
+        return tf.cast(ops.size_op(group_id(process_set)), dtype)
     return tf.constant(process_set.size(), dtype)
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import tensorflow as tf
 
+from perseus.arguments import wrapped_twice
 from perseus.compression import Compressor
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
@@ -166,7 +167,14 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
     Returns the tape, with register_local_source() and `applies`. ValueError for arguments that do
     not fit.
     """
-    check_arguments(op, gradient_predivide_factor)
+    check_arguments(op, gradient_predivide_factor, compression, process_set)
+    if isinstance(gradtape, _DistributedGradientTape):
+        raise wrapped_twice("tensorflow", "tape")
+    if not isinstance(gradtape, tf.GradientTape):
+        raise ValueError(
+            f"[tensorflow] DistributedGradientTape expected a tf.GradientTape, got {gradtape!r}; "
+            f"write hvd.DistributedGradientTape(tape) after `with tf.GradientTape() as tape:`"
+        )
     wrapped = type(gradtape)
     made_class = type(wrapped.__name__, (_DistributedGradientTape, wrapped), {})
     made = cast(_DistributedGradientTape, cast(Any, made_class).__new__(made_class))

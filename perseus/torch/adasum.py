@@ -21,7 +21,7 @@ from perseus.process_sets import ProcessSet
 from perseus.torch.session import ALLREDUCE, Adasum, session, synchronize
 
 
-class _AdasumOptimizer(torch.optim.Optimizer):
+class AdasumOptimizer(torch.optim.Optimizer):
     """What adasum_optimizer puts in front of the wrapped optimizer's class."""
 
     _names: dict[torch.Tensor, str]
@@ -126,9 +126,9 @@ def adasum_optimizer(
     """
     wrapped = type(optimizer)
     made_class = type(
-        wrapped.__name__, (_AdasumOptimizer, wrapped), {"__module__": wrapped.__module__}
+        wrapped.__name__, (AdasumOptimizer, wrapped), {"__module__": wrapped.__module__}
     )
-    made = cast(_AdasumOptimizer, cast(Any, made_class).__new__(made_class))
+    made = cast(AdasumOptimizer, cast(Any, made_class).__new__(made_class))
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)  # bound to the wrapped optimizer by a scheduler made before
     made.state = defaultdict(dict)

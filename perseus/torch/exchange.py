@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from perseus import basics
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, global_process_set, number_of
 from perseus.torch.reductions import allreduce
 from perseus.torch.session import (
     ALLGATHER,
@@ -45,7 +45,7 @@ def allgather_async(
     tensor: contiguous, at least one dimension; only the first may differ across ranks, and be 0.
     """
     return session.submit(
-        ALLGATHER, name, tensor, None, 0, 1.0, 1.0, 0, None, process_set.process_set_id
+        ALLGATHER, name, tensor, None, 0, 1.0, 1.0, 0, None, number_of(process_set)
     )
 
 
@@ -76,7 +76,7 @@ def grouped_allgather_async(
     if not members:
         raise ValueError("[torch] a grouped operation needs at least one tensor, got none")
     return session.submit(
-        ALLGATHER, name, members, None, 0, 1.0, 1.0, 0, None, process_set.process_set_id
+        ALLGATHER, name, members, None, 0, 1.0, 1.0, 0, None, number_of(process_set)
     )
 
 
@@ -162,7 +162,7 @@ def broadcast_async_(
     root_rank: a global rank, also inside a process set. tensor: equal shape and dtype on all ranks.
     """
     return session.submit(
-        BROADCAST, name, tensor, tensor, 0, 1.0, 1.0, root_rank, None, process_set.process_set_id
+        BROADCAST, name, tensor, tensor, 0, 1.0, 1.0, root_rank, None, number_of(process_set)
     )
 
 
@@ -175,7 +175,7 @@ def broadcast_async(
     """Start copying the root's tensor into a new one; returns a handle. See broadcast_async_."""
     return session.submit(
         BROADCAST, name, tensor, torch.empty_like(tensor), 0, 1.0, 1.0, root_rank, None,
-        process_set.process_set_id,
+        number_of(process_set),
     )  # fmt: skip
 
 
@@ -280,7 +280,7 @@ def alltoall_async(
     values = _checked_splits(tensor, splits, place(process_set)[1])
     return session.submit(
         ALLTOALL, name, tensor, None, 0, 1.0, 1.0, 0, None if splits is None else values,
-        process_set.process_set_id,
+        number_of(process_set),
     )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the set is here. Operations still pending are not affected."""
     session.synchronize(
         session.submit(
-            BARRIER, "barrier.noname", None, None, 0, 1.0, 1.0, 0, None, process_set.process_set_id
+            BARRIER, "barrier.noname", None, None, 0, 1.0, 1.0, 0, None, number_of(process_set)
         )
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from perseus import basics, objects
+from perseus.arguments import checked_root
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.exchange import allgather, broadcast_, broadcast_async_
 from perseus.torch.session import synchronize
@@ -50,6 +51,7 @@ def broadcast_object(
     obj: anything cloudpickle can write; ignored on the others. name: without one, ranks must pass
     objects of the same type, whose name is used. root_rank: a global rank.
     """
+    checked_root(root_rank, "torch")
     name = objects.default_name(obj) if name is None else name
     is_root = basics.rank() == root_rank
     payload = objects.dumps(obj) if is_root else b""
@@ -98,8 +100,14 @@ def broadcast_optimizer_state(
     The parameters must be the same, in the same order. State that only the root has yet, e.g. after
     loading a checkpoint there, is created elsewhere. Where the root has no state, missing gradients
     become zeros, as Horovod leaves them. model: accepted for Horovod's sake.
-    ValueError for LBFGS, whose state is not per parameter.
+    ValueError for LBFGS, whose state is not per parameter, and for what is no optimizer.
     """
+    checked_root(root_rank, "torch")
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(
+            f"[torch] broadcast_optimizer_state expected an optimizer, got {type(optimizer)}; "
+            f"broadcast_parameters(model.state_dict(), root_rank) is for models"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     is_root = basics.rank() == root_rank

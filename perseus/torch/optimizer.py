@@ -15,10 +15,18 @@ from typing import Any, cast
 import torch
 
 from perseus import basics, config
+from perseus.arguments import (
+    checked_compression,
+    checked_op,
+    checked_passes,
+    checked_predivide_factor,
+    not_an_optimizer,
+    wrapped_twice,
+)
 from perseus.compression import Compressor
 from perseus.errors import HorovodInternalError, MismatchError
-from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch.adasum import adasum_optimizer
+from perseus.process_sets import ProcessSet, checked, global_process_set
+from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.gradients import GradientReducer, Plan
 from perseus.torch.session import Adasum, Average
@@ -192,8 +200,11 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     Returns an object with synchronize(), skip_synchronize(), set_backward_passes_per_step(). Raises
     ValueError for arguments that do not fit.
     """
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    _check_optimizer(optimizer)
+    op = checked_op(op, "torch")
+    checked_predivide_factor(gradient_predivide_factor, op, "torch")
+    checked_compression(compression, "torch")
+    checked(process_set)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups`.",
@@ -201,8 +212,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
             stacklevel=2,
         )
         groups = num_groups if groups is None else groups
-    if backward_passes_per_step <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
+    checked_passes(backward_passes_per_step, "torch")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = _names(optimizer, parameters, named_parameters)
     plan = Plan(
@@ -244,6 +254,19 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     return made
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    """ValueError for what cannot be wrapped."""
+    if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):
+        raise wrapped_twice("torch")
+    if not hasattr(optimizer, "param_groups"):
+        raise not_an_optimizer(
+            optimizer,
+            "torch",
+            "an optimizer of torch.optim",
+            "torch.optim.SGD(model.parameters(), lr=0.01)",
+        )
+
+
 def _names(
     optimizer: torch.optim.Optimizer,
     parameters: list[torch.Tensor],
@@ -255,8 +278,11 @@ def _names(
             for i, group in enumerate(optimizer.param_groups)
             for j, p in enumerate(group["params"])
         }
-    named = list(named_parameters)
-    if any(not isinstance(item, tuple) for item in named):
+    named = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
+    if not all(
+        isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)
+        for item in named
+    ):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced "
             "by model.named_parameters()."

@@ -26,9 +26,10 @@ from typing import Any
 
 import torch
 
+from perseus.arguments import checked_compression
 from perseus.compression import EXACT, applied_here
 from perseus.extensions import get_average_backwards_compatibility_fun
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, global_process_set, number_of
 from perseus.torch import session as session_module
 from perseus.torch.compression import Compression, Compressor
 from perseus.torch.session import (
@@ -59,7 +60,7 @@ def allreduce_async_(
         op = _resolve_op(op, average)
     return session.submit(
         ALLREDUCE, name, tensor, tensor, op, prescale_factor, postscale_factor, 0, None,
-        process_set.process_set_id,
+        number_of(process_set),
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def allreduce_async(
         op = _resolve_op(op, average)
     return session.submit(
         ALLREDUCE, name, tensor, torch.empty_like(tensor), op, prescale_factor, postscale_factor, 0,
-        None, process_set.process_set_id,
+        None, number_of(process_set),
     )  # fmt: skip
 
 
@@ -125,12 +126,12 @@ def _start(
 ) -> int:
     return session.submit(
         ALLREDUCE, name, sent, output, op, prescale_factor, postscale_factor, 0, None,
-        process_set.process_set_id, 0, *codec,
+        number_of(process_set), 0, *codec,
     )  # fmt: skip
 
 
 def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]:
-    if compression.stateful and name is None:
+    if checked_compression(compression, "torch").stateful and name is None:
         raise ValueError(
             f"[torch] {compression.__name__} keeps what it holds back under the tensor's name: "
             "pass name=, the same one every time"
@@ -219,7 +220,7 @@ def grouped_allreduce_async_(
         op = _resolve_op(op, average)
     return session.submit(
         ALLREDUCE, name, members, members, op, prescale_factor, postscale_factor, 0, None,
-        process_set.process_set_id,
+        number_of(process_set),
     )  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def grouped_allreduce_async(
     outputs = tuple(torch.empty_like(tensor) for tensor in members)
     return session.submit(
         ALLREDUCE, name, members, outputs, op, prescale_factor, postscale_factor, 0, None,
-        process_set.process_set_id,
+        number_of(process_set),
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from perseus.errors import HorovodInternalError
-from perseus.process_sets import ProcessSet, global_process_set
+from perseus.process_sets import ProcessSet, global_process_set, number_of
 from perseus.torch.compression import Compression, Compressor
 from perseus.torch.exchange import allgather, grouped_allgather
 from perseus.torch.reductions import group_members
@@ -58,7 +58,7 @@ def reducescatter_async(
     output = _scattered(tensor, *place(process_set))
     return session.submit(
         REDUCESCATTER, name, tensor, output, op, prescale_factor, postscale_factor, 0, None,
-        process_set.process_set_id,
+        number_of(process_set),
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def grouped_reducescatter_async(
     outputs = tuple(_scattered(tensor, rank, size) for tensor in members)
     return session.submit(
         REDUCESCATTER, name, members, outputs, op, prescale_factor, postscale_factor, 0, None,
-        process_set.process_set_id,
+        number_of(process_set),
     )  # fmt: skip
 
 

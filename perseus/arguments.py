@@ -1,0 +1,103 @@
+"""Arguments that cannot work, answered by what to write instead, alike in every framework.
+
+Stateless, thread-safe. `where` is the component in front of a message.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+# enum perseus_reduce_op, with Horovod's names.
+OPS = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+_MEANT = {"mean": "Average", "avg": "Average", "add": "Sum", "prod": "Product"}
+
+
+def checked_op(op: Any, where: str) -> int:
+    """A reduction's number; ValueError for anything else."""
+    try:
+        number = index(op)
+    except TypeError:
+        number = -1
+    if 0 <= number < len(OPS) and not isinstance(op, bool):
+        return number
+    word = op.lower() if isinstance(op, str) else ""
+    meant = _MEANT.get(word, word.capitalize())
+    remedy = f"; write op=hvd.{meant}" if meant in OPS else ""
+    raise ValueError(
+        f"[{where}] op={op!r}: expected {', '.join(f'hvd.{name}' for name in OPS)}{remedy}"
+    )
+
+
+def checked_root(root_rank: Any, where: str) -> int:
+    """A rank's number, which the core compares with the ranks there are; TypeError."""
+    try:
+        return index(root_rank)
+    except TypeError:
+        raise TypeError(
+            f"[{where}] root_rank={root_rank!r}: expected the number of a rank, such as root_rank=0"
+        ) from None
+
+
+def checked_compression(compression: Any, where: str) -> Any:
+    """A compressor; ValueError for its name, a function that makes one, and other things."""
+    if all(hasattr(compression, name) for name in ("compress", "decompress", "in_core")):
+        return compression
+    if isinstance(compression, str):
+        remedy = f"write compression=hvd.Compression.{compression.lower()}"
+        if compression.lower() not in ("none", "fp16", "bf16", "int8", "auto", "settings"):
+            remedy = "write, for example, compression=hvd.Compression.fp16"
+    elif compression is None:
+        remedy = "leave it out, or write compression=hvd.Compression.none for full precision"
+    elif callable(compression) and compression.__name__ in ("top_k", "rotate"):
+        example = "topk(0.01)" if compression.__name__ == "top_k" else "rotate(4)"
+        remedy = f"call it: compression=hvd.Compression.{example}"
+    else:
+        remedy = "derive your own from hvd.Compression.none or perseus.compression.Compressor"
+    raise ValueError(
+        f"[{where}] compression={compression!r}: expected a class of hvd.Compression; {remedy}"
+    )
+
+
+def checked_passes(passes: Any, where: str) -> int:
+    """backward_passes_per_step; ValueError for what is not a whole number above 0."""
+    try:
+        number = index(passes)
+    except TypeError:
+        raise ValueError(
+            f"[{where}] backward_passes_per_step={passes!r}: expected a whole number, 1 or more"
+        ) from None
+    if number <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    return number
+
+
+def checked_predivide_factor(factor: Any, op: int, where: str) -> float:
+    """gradient_predivide_factor; ValueError for 0, no number, and other ops than Average."""
+    if not isinstance(factor, int | float) or not factor:
+        raise ValueError(
+            f"[{where}] gradient_predivide_factor={factor!r}: expected a number other than 0"
+        )
+    if factor != 1.0 and OPS[op] != "Average":
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    return factor
+
+
+def wrapped_twice(where: str, what: str = "optimizer") -> ValueError:
+    """The error for an optimizer, or a tape, that is distributed already."""
+    name = "DistributedOptimizer" if what == "optimizer" else "DistributedGradientTape"
+    return ValueError(
+        f"[{where}] the {what} is a {name} already, and its gradients are reduced once: call "
+        f"hvd.{name} once, and use what it returned"
+    )
+
+
+def not_an_optimizer(given: Any, where: str, expected: str, example: str) -> ValueError:
+    """The error for what is wrapped and is no optimizer."""
+    kind = type(given)
+    name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+    got = "None" if given is None else name
+    return ValueError(
+        f"[{where}] DistributedOptimizer expected {expected}, got {got}; write, for example, "
+        f"hvd.DistributedOptimizer({example})"
+    )

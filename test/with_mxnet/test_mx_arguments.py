@@ -1,0 +1,96 @@
+"""MXNet: an argument that cannot work is answered by what is wrong and what to write."""
+
+from __future__ import annotations
+
+import pytest
+
+mx = pytest.importorskip("mxnet")
+
+import perseus.mxnet as hvd
+
+
+@pytest.fixture(autouse=True)
+def world():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def _parameters():
+    net = mx.gluon.nn.Dense(2, in_units=2)
+    net.initialize()
+    return net.collect_params()
+
+
+def test_an_optimizer_is_wrapped_once():
+    wrapped = hvd.DistributedOptimizer(mx.optimizer.create("sgd"))
+    with pytest.raises(ValueError, match=r"\[mxnet\] the optimizer is a DistributedOptimizer alre"):
+        hvd.DistributedOptimizer(wrapped)
+
+
+@pytest.mark.parametrize("given", [None, "sgd"])
+def test_what_is_no_optimizer_is_named_with_an_example(given):
+    with pytest.raises(ValueError, match=r"expected an mx\.optimizer\.Optimizer, got .*create\('s"):
+        hvd.DistributedOptimizer(given)
+
+
+def test_what_is_no_optimizer_of_a_trainer_is_named():
+    with pytest.raises(ValueError, match=r"expected an optimizer or its name, such as 'sgd', got "):
+        hvd.DistributedTrainer(_parameters(), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compression": "fp16"}, r"write compression=hvd\.Compression\.fp16$"),
+        ({"gradient_predivide_factor": 0}, r"gradient_predivide_factor=0: expected a number oth"),
+    ],
+)
+def test_arguments_of_a_trainer(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        hvd.DistributedTrainer(_parameters(), "sgd", **arguments)
+
+
+@pytest.mark.parametrize("process_set", [1, [0]])
+def test_a_process_set_is_an_object(process_set):
+    optimizer = mx.optimizer.create("sgd")
+    for call in (
+        lambda: hvd.DistributedOptimizer(optimizer, process_set=process_set),
+        lambda: hvd.DistributedTrainer(_parameters(), "sgd", process_set=process_set),
+        lambda: hvd.allreduce(mx.nd.ones(2), process_set=process_set),
+    ):
+        with pytest.raises(TypeError, match=r"expected a ProcessSet; keep what hvd\.add_process"):
+            call()
+
+
+@pytest.mark.parametrize("op", ["sum", 9])
+def test_operations_say_which_reductions_there_are(op):
+    for call in (
+        lambda: hvd.allreduce(mx.nd.ones(2), op=op),
+        lambda: hvd.grouped_allreduce([mx.nd.ones(2)], op=op),
+        lambda: hvd.reducescatter(mx.nd.ones(2), op=op),
+    ):
+        with pytest.raises(ValueError, match=r"op=\S+ expected hvd\.Average"):
+            call()
+
+
+@pytest.mark.parametrize("root", ["0", None])
+def test_a_root_is_a_number(root):
+    for call in (
+        lambda: hvd.broadcast(mx.nd.ones(2), root),
+        lambda: hvd.broadcast_object({}, root),
+        lambda: hvd.broadcast_parameters(_parameters(), root),
+    ):
+        with pytest.raises(TypeError, match=r"root_rank=\S+ expected the number of a rank"):
+            call()
+
+
+def test_what_is_no_array_is_named():
+    for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather):
+        with pytest.raises(ValueError, match=r"expected mx\.nd\.NDArray or mx\.np\.ndarray, got"):
+            call("x")
+
+
+def test_a_store_takes_optimizers_only():
+    with pytest.raises(ValueError, match=r"set_optimizer expected an mx\.optimizer\.Optimizer"):
+        hvd.create().set_optimizer("sgd")
