@@ -84,5 +84,6 @@ class _Alias(Loader):
 def _exists(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that it would be in
-        return False
+    except ModuleNotFoundError as error:  # of a package that it would be in
+        # A framework that is missing: importing the module says how to install it.
+        return not str(error.name).startswith("perseus")

@@ -14,13 +14,27 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from perseus.compression import Compressor
+from perseus.installed import missing, require
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
 
-# What tf.keras is; keras where TensorFlow does not matter.
-keras: Any = import_module(
-    "tf_keras" if os.environ.get("TF_USE_LEGACY_KERAS") in {"1", "true", "True"} else "keras"
-)
+
+def _import_keras() -> Any:
+    """What tf.keras is; keras where TensorFlow does not matter."""
+    legacy = os.environ.get("TF_USE_LEGACY_KERAS") in {"1", "true", "True"}
+    name = "tf_keras" if legacy else "keras"
+    require(name)
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:  # of what it runs on
+        framework = str(error.name).partition(".")[0]
+        if framework not in ("tensorflow", "torch"):
+            raise
+        other = "" if legacy else "; or choose the other one by KERAS_BACKEND=tensorflow or torch"
+        raise missing(framework, f", which Keras runs on here{other}") from None
+
+
+keras: Any = _import_keras()
 KERAS_2 = keras.__version__.startswith("2.")
 
 

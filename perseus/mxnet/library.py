@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus import basics
+from perseus.installed import require
 
 _SERVED = (1, 9)
 path = Path(__file__).resolve().parent.parent / "libperseus_mxnet.so"
@@ -50,14 +51,9 @@ class Op(ctypes.Structure):
 
 def _import_mxnet() -> Any:
     """MXNet; ImportError where it is missing or of a version whose engine is another one."""
-    try:
-        import mxnet
-    except ModuleNotFoundError as error:
-        if error.name != "mxnet":
-            raise
-        raise ImportError(
-            '[mxnet] MXNet is not installed: pip install mxnet==1.9.1 "numpy<1.24"'
-        ) from None
+    require("mxnet")
+    import mxnet
+
     if tuple(int(part) for part in mxnet.__version__.split(".")[:2]) != _SERVED:
         raise ImportError(
             f"[mxnet] MXNet {mxnet.__version__} is not served, its engine is called in another "

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from perseus.installed import require
 from perseus.run import settings
 from perseus.run.check_build import report
 from perseus.run.horovod import with_alias
@@ -33,12 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report(_version()))
             return 0
         if given.build_xla:
+            require("tensorflow")
             # TensorFlow is its own, not the launcher's.
             module = "perseus.tensorflow.build_xla"
             return subprocess.run([sys.executable, "-m", module]).returncode
         job = _job(given)
     except ValueError as error:
         return _complain(str(error), _USAGE_ERROR)
+    except ModuleNotFoundError as error:
+        return _complain(str(error), 1)
     try:
         return Launcher(job).run()
     except LaunchError as error:

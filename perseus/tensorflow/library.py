@@ -36,15 +36,9 @@ OPS = (
 
 
 def _import_tensorflow() -> tuple[Any, tuple[int, int]]:
-    """TensorFlow and its version; ImportError where it is missing or too old."""
-    try:
-        import tensorflow
-    except ModuleNotFoundError as error:
-        if error.name != "tensorflow":
-            raise
-        raise ImportError(
-            "[tensorflow] TensorFlow is not installed: pip install tensorflow-cpu (2.15 or newer)"
-        ) from None
+    """TensorFlow and its version; ImportError where it is too old."""
+    import tensorflow
+
     major, minor = (int(part) for part in tensorflow.__version__.split(".")[:2])
     if (major, minor) < _OLDEST:
         raise ImportError(

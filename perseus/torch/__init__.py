@@ -1,1 +1,5 @@
 """PyTorch on Perseus; `import perseus.torch.horovod as hvd` is the public face."""
+
+from perseus.installed import require
+
+require("torch")
