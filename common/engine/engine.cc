@@ -212,7 +212,7 @@ bool Engine::advance(bool eager) {
   if (!failed_.load(std::memory_order_relaxed)) {
     for (auto& [id, group] : groups_) {
       const uint64_t rounds = group->rounds();
-      moved |= group->step(eager, kBucketsWorth, &finished_, &mismatched_);
+      moved |= group->step(now, eager, kBucketsWorth, &finished_, &mismatched_);
       if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
       if (group->called()) waker_->arm_timer(Group::kJoinWithin);
       if (eager && group->holds()) waker_->arm_timer(Negotiation::kPatience);

@@ -157,6 +157,7 @@ class Engine {
   void fail_pending(Group* group, bool close, const Status& status);
   void give_up(Group* group, const Status& status);
   void wind_down();
+  bool never_ends(const Group& group) const;  // the round in flight
   void say_goodbye();
   std::string shutdown_text() const;
   void note_cause(const std::string& text);  // what failure() says from now on

@@ -102,10 +102,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
       if (before != 0) stream.first_byte_ns = before;
       stream.moved_ns = 0;
       stream.open = stream.open && !stream.exchange()->agreed();
-    } else if (!stream.open && settings_.timeout_ns > 0) {
-      const int64_t now = now_ns();
-      if (stream.moved_ns == 0) stream.moved_ns = now;
-      if (now - stream.moved_ns > settings_.timeout_ns) report_silence(stream);
+    } else if (!stream.open && stream.moved_ns == 0) {
+      stream.moved_ns = now_ns();
     }
     if (!stream.exchange()->done() || begin_next(&stream, static_cast<uint32_t>(i))) continue;
     const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
@@ -123,6 +121,14 @@ bool Execution::step(std::vector<Entry*>* finished) {
     if (probed) finish_probe(finished);
   }
   return moved;
+}
+
+void Execution::check_progress(int64_t now, int64_t since_ns) const {
+  if (settings_.timeout_ns == 0) return;
+  for (const Stream& stream : streams_)
+    if (!stream.queue.empty() && !stream.open && stream.moved_ns != 0 &&
+        now - std::max(stream.moved_ns, since_ns) > settings_.timeout_ns)
+      report_silence(stream);
 }
 
 void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries) {

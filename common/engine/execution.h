@@ -84,9 +84,11 @@ class Execution {
   void take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries);
   // Does a bucket of a schedule wait since before `since_ns` for other ranks to begin it?
   bool waits_since(int64_t since_ns) const;
-  // Moves what can be moved; true when anything did. Throws Error(kTimeout) when an operation under way has not moved a
-  // byte for the time limit.
+  // Moves what can be moved; true when anything did.
   bool step(std::vector<Entry*>* finished);
+  // Throws Error(kTimeout) when an operation under way has not moved a byte for the time limit. Silence before
+  // `since_ns` proves nothing: this process itself did not run then.
+  void check_progress(int64_t now, int64_t since_ns) const;
   bool busy() const { return in_flight_ > 0 || !waiting_.empty(); }
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries);
@@ -108,7 +110,7 @@ class Execution {
 
     Exchange* exchange() const { return exchanges[level].get(); }
     CodedBuffers coded;
-    int64_t moved_ns = 0;
+    int64_t moved_ns = 0;                     // the first look in vain after bytes moved; 0 = none yet
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way
     bool plan_follows = false;                // after headers that were exchanged alone
     bool open = false;                        // it is of a schedule, and not all ranks have begun it, as far as we know

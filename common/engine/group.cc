@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "base/error.h"
+
 namespace perseus {
 namespace {
 
@@ -12,6 +14,9 @@ int index_in(const std::vector<int>& ranks, int rank) {
 
 // After so long without a word from other ranks we tell them that we wait: maybe they wait for us, elsewhere.
 constexpr int64_t kTellAfter = 5 * kSecond;
+// In a round that stands still most ranks wait for ranks that wait themselves. The one whose bytes do not arrive knows
+// where it breaks, and is given so much time to say it first.
+constexpr int64_t kHearsay = 500 * kMillisecond;
 
 ExecutionSettings aside(ExecutionSettings settings) {
   settings.first_stream = static_cast<uint32_t>(Tuner(settings.tuner).most_streams());
@@ -42,6 +47,8 @@ Group::Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, c
       ranks_(std::move(ranks)),
       me_(index_in(ranks_, my_rank)),
       cycle_ns_(cycle_ns),
+      timeout_ns_(settings.timeout_ns),
+      silent_ns_(settings.silent_ns),
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to), dissemination_links(ranks_, me_, -1, id, link_to),
              static_cast<int>(ranks_.size()), me_, epoch, id),
@@ -57,10 +64,10 @@ Execution::MakeLinks Group::links_of(const LinkTo& link_to) {
   };
 }
 
-bool Group::may_begin(bool eager, size_t enough_bytes) const {
+bool Group::may_begin(int64_t now, bool eager, size_t enough_bytes) const {
   if (negotiation_.has_urgent_news()) return true;
   if (closed_ || !negotiation_.has_news()) return false;
-  if (cycle_ns_ > 0 && now_ns() - begun_ns_ < cycle_ns_) return false;
+  if (cycle_ns_ > 0 && now - begun_ns_ < cycle_ns_) return false;
   const bool idle = negotiation_.scheduled() ? !aside_.busy() : !execution_.busy();
   return eager || idle || negotiation_.news_bytes() >= enough_bytes;
 }
@@ -68,36 +75,66 @@ bool Group::may_begin(bool eager, size_t enough_bytes) const {
 // Is a peer's round to be joined now? Without anything of ours to offer, nothing can become ready in it: then it is
 // cheaper to wait until we submit something, so that one round serves both. Not for long: peers want to know who is
 // missing, and what is wrong.
-bool Group::joins() {
+bool Group::joins(int64_t now) {
   if (!round_.called()) {
     called_ns_ = 0;
     return false;
   }
   if (closed_ || negotiation_.has_pending()) return true;
-  const int64_t now = now_ns();
   if (called_ns_ == 0) called_ns_ = now;
   return now - called_ns_ >= kJoinWithin;
 }
 
-bool Group::step(bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
+bool Group::step(int64_t now, bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
                  std::vector<std::pair<Entry*, std::string>>* failed) {
   bool moved = negotiation_.collect();
-  if (round_.idle() && (may_begin(eager, enough_bytes) || joins())) {
+  if (round_.idle() && (may_begin(now, eager, enough_bytes) || joins(now))) {
     called_ns_ = 0;
     negotiation_.snapshot(&round_.content());
-    if (cycle_ns_ > 0) begun_ns_ = now_ns();
+    begun_ns_ = round_moved_ns_ = now;
     round_.begin();
     moved = true;
     if (round_.idle()) apply(finished, failed);  // a group of one
   }
-  if (!round_.idle()) {
-    moved |= round_.step();
+  if (!round_.idle() && round_.step()) {
+    moved = true;
+    round_moved_ns_ = now;
     if (round_.idle()) apply(finished, failed);
   }
   if (negotiation_.scheduled()) keep_schedule(finished);
   moved |= execution_.step(finished);
   moved |= aside_.step(finished);
   return moved;
+}
+
+void Group::check_progress(int64_t now, int64_t since_ns, bool round_ends) const {
+  if (round_ends) check_round(now, since_ns);
+  execution_.check_progress(now, since_ns);
+  aside_.check_progress(now, since_ns);
+}
+
+void Group::check_round(int64_t now, int64_t since_ns) const {
+  if (timeout_ns_ == 0 || round_.idle()) return;
+  const int64_t silence = now - std::max(round_moved_ns_, since_ns);
+  if (silence <= timeout_ns_) return;
+  std::vector<int> members;
+  for (size_t i = 0; i < ranks_.size(); ++i)
+    if (static_cast<int>(i) != me_ && silent_ns_(ranks_[i]) > timeout_ns_ / 2) members.push_back(static_cast<int>(i));
+  std::string why;
+  if (members.empty()) {
+    members = round_.unreached();
+    if (!members.empty())
+      why = ": its host has not acknowledged what rank " + std::to_string(ranks_[static_cast<size_t>(me_)]) + " sent";
+  }
+  if (members.empty()) {
+    if (silence <= timeout_ns_ + kHearsay) return;
+    members = round_.waiting_for();
+  }
+  std::string who;
+  for (int member : members) who += (who.empty() ? "" : ", ") + std::to_string(ranks_[static_cast<size_t>(member)]);
+  fail(ErrorKind::kTimeout, "[negotiation] agreeing on what is ready: no data to or from rank " + who + " for " +
+                                std::to_string(timeout_ns_ / kSecond) + " s (GLOO_TIMEOUT_SECONDS)" + why +
+                                "; a living rank answers whatever its script does, so look at the network");
 }
 
 void Group::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {

@@ -30,10 +30,15 @@ class Group {
   const Negotiation& negotiation() const { return negotiation_; }
   Tuner& tuner() { return execution_.tuner(); }
 
-  // One pass. `eager`: somebody is waiting, so begin a round for whatever is new; else only for `enough_bytes`, or when
-  // nothing is under way. Appends what finished and what failed.
-  bool step(bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
+  // One pass, at `now`. `eager`: somebody is waiting, so begin a round for whatever is new; else only for
+  // `enough_bytes`, or when nothing is under way. Appends what finished and what failed.
+  bool step(int64_t now, bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
             std::vector<std::pair<Entry*, std::string>>* failed);
+  // The transfer clock: throws Error(kTimeout), naming a rank, when the round or an operation under way has moved no
+  // byte for the time limit. Every living rank answers rounds, whatever its script does, so waiting for a rank to
+  // submit never gets here. Silence before `since_ns` proves nothing: this process itself did not run then.
+  // `round_ends`: no rank that it needs has left.
+  void check_progress(int64_t now, int64_t since_ns, bool round_ends) const;
   // Work that needs driving, or news that others should hear?
   bool busy() const { return moving() || negotiation_.has_news(); }
   // Has this rank submitted something that waits for its turn in a schedule?
@@ -58,8 +63,9 @@ class Group {
 
  private:
   Execution::MakeLinks links_of(const LinkTo& link_to);
-  bool may_begin(bool eager, size_t enough_bytes) const;
-  bool joins();
+  bool may_begin(int64_t now, bool eager, size_t enough_bytes) const;
+  bool joins(int64_t now);
+  void check_round(int64_t now, int64_t since_ns) const;
   void apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed);
   void keep_schedule(std::vector<Entry*>* finished);
   void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed);
@@ -67,14 +73,16 @@ class Group {
   const uint32_t id_;
   const std::vector<int> ranks_;
   const int me_;
-  const int64_t cycle_ns_;
+  const int64_t cycle_ns_, timeout_ns_;
+  const std::function<int64_t(int rank)> silent_ns_;
   Negotiation negotiation_;
   Round round_;
   Execution execution_;
   Execution aside_;  // while a schedule has execution_: what is agreed on in rounds, on a stream of its own
   bool closed_ = false;
   int64_t begun_ns_ = 0;
-  int64_t called_ns_ = 0;  // since when a peer's round waits for us; 0 = none does
+  int64_t round_moved_ns_ = 0;  // when the round in flight last moved a byte
+  int64_t called_ns_ = 0;       // since when a peer's round waits for us; 0 = none does
   std::vector<Entry*> ready_;
   std::atomic<int64_t> numbers_{0};
 };

@@ -154,6 +154,21 @@ bool Round::receive_some() {
   return true;
 }
 
+std::vector<int> Round::waiting_for() const {
+  std::vector<int> members;
+  const int distance = 1 << step_;
+  if (!in_done_) members.push_back((me_ - distance + size_) % size_);
+  if (out_sent_ < out_.size()) members.push_back((me_ + distance) % size_);
+  return members;
+}
+
+std::vector<int> Round::unreached() const {
+  std::vector<int> members;
+  for (size_t s = 0; s < send_links_.size(); ++s)
+    if (!send_links_[s]->delivered()) members.push_back((me_ + (1 << s)) % size_);
+  return members;
+}
+
 void Round::merge(const char* body, size_t bytes, size_t words) {
   const char* const end = body + bytes;
   // Slots are agreed, but a rank that is about to learn of new ones may know fewer: a missing word is not ready.

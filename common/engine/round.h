@@ -35,6 +35,11 @@ class Round {
   // Moves what can be moved; true when anything did. After the last step idle() holds and content() is merged.
   bool step();
 
+  // Of the round in flight: members whose part of this step is missing, or that do not take ours.
+  std::vector<int> waiting_for() const;
+  // Members whose hosts have not acknowledged what was sent to them.
+  std::vector<int> unreached() const;
+
  private:
   // Fixed first message of every step: small bodies ride inside.
   struct Frame {

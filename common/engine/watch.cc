@@ -65,6 +65,7 @@ void Engine::housekeeping(int64_t now) {
   if (timeout_ns_ > 0) {
     if (paused) alive_since_ns_ = now;
     check_liveness(now);
+    for (auto& [id, group] : groups_) group->check_progress(now, alive_since_ns_, !never_ends(*group));
   }
   if (stall_ns_ > 0 || stall_shutdown_ns_ > 0) check_stalls(now);
 }
@@ -148,10 +149,8 @@ void Engine::wind_down() {
     group->close();
     const auto last = last_rounds_.find(group->id());
     const bool peer_left = first_left_ >= 0;
-    // A round after the last one of somebody who left never ends.
-    const bool hopeless = last != last_rounds_.end() && !group->round_idle() && group->rounds() > last->second;
     const bool behind = last != last_rounds_.end() && group->round_idle() && group->rounds() < last->second;
-    const bool round_goes_on = behind || (!group->round_idle() && !hopeless);
+    const bool round_goes_on = behind || (!group->round_idle() && !never_ends(*group));
     // What some rank has not begun nobody will finish. Who leaves ends a schedule first, unless there is no time.
     const bool scheduled = group->negotiation().scheduled();
     if (scheduled && !peer_left) group->negotiation().break_schedule();
@@ -168,6 +167,12 @@ void Engine::wind_down() {
     note_cause(shutdown_text());
     failed_.store(true, std::memory_order_release);
   }
+}
+
+// It is one after the last one of somebody who left.
+bool Engine::never_ends(const Group& group) const {
+  const auto last = last_rounds_.find(group.id());
+  return last != last_rounds_.end() && !group.round_idle() && group.rounds() > last->second;
 }
 
 void Engine::note_cause(const std::string& text) {

@@ -6,7 +6,9 @@
 #include <netinet/tcp.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 
 #include "base/fork_guard.h"
@@ -181,11 +183,14 @@ Socket accept_one(int listener) {
   }
 }
 
-void keep_alive(int fd) {
+void keep_alive(int fd, int seconds) {
+  constexpr int kLongest = 60;  // between two probes, however long the limit
+  const int pause = std::clamp(seconds / 6, 1, kLongest);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 2 * pause);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, pause);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);  // unless the next line says otherwise, which every Linux does
+  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(std::min<int64_t>(int64_t{seconds} * 1000, INT_MAX)));
 }
 
 ssize_t send_some(int fd, const void* data, size_t size) {

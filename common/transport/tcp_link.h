@@ -43,6 +43,7 @@ class TcpLink : public Link {
   ConstSpan recv_window(size_t n) override;
   void recv_release(size_t n) override;
   size_t try_recv(const iovec* pieces, int count) override;
+  bool delivered() const override;
 
  private:
   void measure_segment();

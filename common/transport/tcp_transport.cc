@@ -28,6 +28,14 @@ constexpr int64_t kTimeCheckPause = 100 * kMillisecond;
 constexpr int64_t kDialLimit = 10 * kSecond;
 // A rank that was stopped between connecting and saying who it is finds the door closed; it may knock again.
 constexpr int kMaxDials = 10;
+// The engine's clocks, which know what was under way, speak first; the kernel's are for connections nobody waits for.
+// Besides, a living rank may leave what it is sent unread for 5 s, until a schedule is broken for it.
+constexpr int kBehindClocks = 10;
+
+int keep_alive_seconds(const Config& config) {
+  const int64_t limit = config.integer(Var::kTimeout);
+  return limit == 0 ? 0 : static_cast<int>(limit) + kBehindClocks;
+}
 
 }  // namespace
 
@@ -78,6 +86,7 @@ class TcpTransport::Dial : public TcpEventHandler {
 TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const Config& config,
                            const std::vector<int>& peers)
     : world_(world),
+      keep_alive_s_(keep_alive_seconds(config)),
       waker_(waker),
       log_(static_cast<LogLevel>(config.integer(Var::kLogLevel)), config.flag(Var::kLogHideTime), world.rank) {
   traffic_.now_ns = now_ns();
@@ -191,6 +200,7 @@ void TcpTransport::end_dial(Dial* dial) {
 
 void TcpTransport::attach(TcpLink& link, Socket socket) {
   const int fd = socket.fd();
+  if (keep_alive_s_ > 0) keep_alive(fd, keep_alive_s_);
   link.attach(std::move(socket));
   waker_.watch(fd);
   --unattached_;
@@ -215,6 +225,7 @@ const SideKeys* TcpTransport::keys_of(int rank) {
 void TcpTransport::on_side(int rank, Socket socket, SideKeys keys) {
   Peer& peer = peer_of(rank);
   peer.address = peer_address(socket.fd());
+  if (keep_alive_s_ > 0) keep_alive(socket.fd(), keep_alive_s_);
   peer.side =
       std::make_unique<TcpSide>(events_, traffic_, *this, peer.heard_ns, rank, std::move(socket), std::move(keys));
 }

@@ -84,6 +84,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   void on_gone(int peer, const std::string& why) override;
 
   const World world_;
+  const int keep_alive_s_;  // 0 = off
   Waker& waker_;
   const Log log_;
   TcpTraffic traffic_;

@@ -67,6 +67,9 @@ class Link {
 
   // Fills as much of the pieces as has arrived, in order; returns how many bytes. Not for links with windows.
   virtual size_t try_recv(const iovec* pieces, int count) = 0;
+
+  // Has all that was sent arrived at the peer's host, as far as this one knows? Costs a system call: for messages.
+  virtual bool delivered() const { return true; }
 };
 
 // Out-of-band word from or about a peer.
