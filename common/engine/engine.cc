@@ -318,7 +318,7 @@ HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   HandleTable::Slot* slot = handles_.find(handle);
   const WaitTimer timer(perf_check_);
   if (slot != nullptr) slot->awaited.store(true, std::memory_order_release);
-  if (slot != nullptr) driver_.wait([slot] { return HandleTable::is_done(*slot); }, deadline_ns);
+  if (slot != nullptr) driver_.wait([slot, handle] { return HandleTable::is_over(*slot, handle); }, deadline_ns);
   return slot;
 }
 
