@@ -1,14 +1,13 @@
 // The C ABI: the only place where exceptions become codes.
-#include <cstddef>
+#include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 #include <string>
 
 #include "api/context.h"
 #include "api/launched.h"
+#include "api/sized.h"
 #include "base/clock.h"
-#include "base/fork_guard.h"
 #include "kernels/kernels.h"
 #include "perseus/perseus.h"
 #include "rendezvous/store.h"
@@ -26,6 +25,7 @@ namespace {
 using perseus::Engine;
 using perseus::Error;
 using perseus::ErrorKind;
+using perseus::Given;
 using perseus::HandleTable;
 
 static_assert(static_cast<int>(perseus::DType::kBool) == PERSEUS_BOOL, "same numbers");
@@ -59,6 +59,32 @@ perseus_code guarded(Body body) {
   } catch (const std::exception& error) {
     return fail_with(ErrorKind::kInternal, error.what());
   }
+}
+
+// Every entry point that works on a context goes through here or through answer(). In a forked child none of it may be
+// touched: other threads of the parent may have held its locks.
+template <typename Body>
+perseus_code in_context(const perseus_context* context, Body body) {
+  return guarded([&] {
+    context->context->check_process();
+    return body(*context->context);
+  });
+}
+
+// The same for entry points that return no code; `otherwise` stands for every failure.
+template <typename Result, typename Body>
+Result answer(const perseus_context* context, Result otherwise, Body body) {
+  Result result = otherwise;
+  in_context(context, [&](perseus::Context& c) {
+    result = body(c);
+    return PERSEUS_OK;
+  });
+  return result;
+}
+
+[[noreturn]] void fail_unknown(perseus_handle handle) {
+  perseus::fail(ErrorKind::kInvalidArgument,
+                "[api] handle " + std::to_string(handle) + " was not created or has been cleared");
 }
 
 int public_codec(int auto_codec) {
@@ -96,12 +122,14 @@ perseus_code perseus_config_describe(int index, perseus_config_variable* out) {
     if (index < 0 || index >= perseus_config_count())
       perseus::fail(ErrorKind::kInvalidArgument, "[config] no variable number " + std::to_string(index));
     const perseus::Variable& entry = perseus::variable(static_cast<perseus::Var>(index));
-    out->name = entry.name;
-    out->aliases = entry.aliases;
-    out->type = perseus::var_type_name(entry.type);
-    out->default_value = entry.default_value;
-    out->allowed = entry.allowed;
-    out->help = entry.help;
+    perseus_config_variable found = {};
+    found.name = entry.name;
+    found.aliases = entry.aliases;
+    found.type = perseus::var_type_name(entry.type);
+    found.default_value = entry.default_value;
+    found.allowed = entry.allowed;
+    found.help = entry.help;
+    perseus::give(found, out, "perseus_config_variable");
     return PERSEUS_OK;
   });
 }
@@ -133,7 +161,8 @@ void perseus_store_server_destroy(perseus_store_server* server) { delete server;
 
 perseus_code perseus_context_create(const perseus_context_options* options, perseus_context** out) {
   return guarded([&] {
-    const perseus_context_options& o = *options;
+    const Given<perseus_context_options> given(options, "perseus_context_options");
+    const perseus_context_options& o = *given;
     perseus::ContextOptions made;
     made.world.rank = o.rank;
     made.world.size = o.size;
@@ -175,8 +204,8 @@ perseus_code perseus_launched_store(perseus_store_place* place) {
 }
 
 void perseus_context_shutdown(perseus_context* context) {
-  guarded([&] {
-    if (context->context->in_creating_process()) context->context->engine().shutdown();
+  in_context(context, [](perseus::Context& c) {
+    c.engine().shutdown();
     return PERSEUS_OK;
   });
 }
@@ -191,6 +220,9 @@ void perseus_context_destroy(perseus_context* context) {
   });
 }
 
+int perseus_context_forked(const perseus_context* context) { return context->context->in_creating_process() ? 0 : 1; }
+
+// What never changes can be read in a forked child, too.
 int perseus_context_rank(const perseus_context* context) { return context->context->rank(); }
 int perseus_context_size(const perseus_context* context) { return context->context->size(); }
 int perseus_context_local_rank(const perseus_context* context) { return context->context->local_rank(); }
@@ -201,33 +233,40 @@ int perseus_context_is_homogeneous(const perseus_context* context) { return cont
 
 int perseus_context_failed(const perseus_context* context, const char** reason) {
   static thread_local std::string text;
-  text = context->context->engine().failure();
+  const perseus_code code = in_context(context, [&](perseus::Context& c) {
+    text = c.engine().failure();
+    return PERSEUS_OK;
+  });
+  if (code != PERSEUS_OK) text = last_error;
   if (reason != nullptr) *reason = text.c_str();
-  return text.empty() ? 0 : 1;
+  return code == PERSEUS_OK && text.empty() ? 0 : 1;
 }
 
 int64_t perseus_context_setting(const perseus_context* context, const char* name) {
-  return context->context->setting(name);
+  return answer<int64_t>(context, -1, [&](perseus::Context& c) { return c.setting(name); });
 }
 
 const char* perseus_context_transport(const perseus_context* context, int peer) {
-  if (peer < 0 || peer >= context->context->size()) return "none";
-  return context->context->engine().transport_name(peer);
+  return answer<const char*>(context, "none", [&](perseus::Context& c) {
+    return peer < 0 || peer >= c.size() ? "none" : c.engine().transport_name(peer);
+  });
 }
 
 perseus_code perseus_context_stats(const perseus_context* context, perseus_stats* out) {
-  return guarded([&] {
-    const perseus::EngineStats stats = context->context->engine().stats();
-    out->shm_bytes_sent = stats.shm_sent;
-    out->tcp_bytes_sent = stats.tcp_sent;
-    out->shm_bytes_received = stats.shm_received;
-    out->tcp_bytes_received = stats.tcp_received;
-    out->rounds = stats.rounds;
-    out->buckets = stats.buckets;
-    out->operations = stats.operations;
-    out->sleeps = stats.sleeps;
-    out->staging_bytes = stats.staging_bytes;
-    out->messages = stats.messages;
+  return in_context(context, [&](perseus::Context& c) {
+    const perseus::EngineStats stats = c.engine().stats();
+    perseus_stats found = {};
+    found.shm_bytes_sent = stats.shm_sent;
+    found.tcp_bytes_sent = stats.tcp_sent;
+    found.shm_bytes_received = stats.shm_received;
+    found.tcp_bytes_received = stats.tcp_received;
+    found.rounds = stats.rounds;
+    found.buckets = stats.buckets;
+    found.operations = stats.operations;
+    found.sleeps = stats.sleeps;
+    found.staging_bytes = stats.staging_bytes;
+    found.messages = stats.messages;
+    perseus::give(found, out, "perseus_stats");
     return PERSEUS_OK;
   });
 }
@@ -244,9 +283,9 @@ static void refuse(const perseus_request& request, Engine::Submission* submissio
 }
 
 perseus_code perseus_request_submit(perseus_context* context, const perseus_request* request, perseus_handle* handle) {
-  return guarded([&] {
-    context->context->check_process();
-    const perseus_request& r = *request;
+  return in_context(context, [&](perseus::Context& c) {
+    const Given<perseus_request> given(request, "perseus_request");
+    const perseus_request& r = *given;
     if (r.kind < PERSEUS_ALLREDUCE || r.kind > PERSEUS_JOIN || r.op < PERSEUS_AVERAGE || r.op > PERSEUS_PRODUCT)
       perseus::fail(ErrorKind::kInvalidArgument, "[api] unknown kind or reduction of a request");
     Engine::Submission::Tensor few[8];
@@ -276,106 +315,101 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.split_count = r.splits == nullptr ? 0 : r.split_count;
     submission.ranks = r.ranks;
     submission.rank_count = r.ranks == nullptr ? 0 : r.rank_count;
-    if (r.struct_size > offsetof(perseus_request, gradient_of)) submission.gradient_of = r.gradient_of;
-    if (r.struct_size > offsetof(perseus_request, codec_argument)) submission.codec = {r.codec, r.codec_argument};
-    if (r.struct_size > offsetof(perseus_request, done_arg)) submission.done = {r.done, r.done_arg};
-    if (r.struct_size > offsetof(perseus_request, refusal) && r.refusal != nullptr) refuse(r, &submission);
-    *handle = context->context->engine().submit(submission);
+    submission.gradient_of = r.gradient_of;
+    submission.codec = {r.codec, r.codec_argument};
+    submission.done = {r.done, r.done_arg};
+    if (r.refusal != nullptr) refuse(r, &submission);
+    *handle = c.engine().submit(submission);
     return PERSEUS_OK;
   });
 }
 
 int perseus_handle_poll(perseus_context* context, perseus_handle handle) {
-  int result = -1;
-  guarded([&] {
-    context->context->check_process();
-    const HandleTable::Slot* slot = context->context->engine().poll(handle);
-    if (slot != nullptr) result = HandleTable::is_done(*slot) ? 1 : 0;
-    return PERSEUS_OK;
+  return answer(context, -1, [&](perseus::Context& c) {
+    const HandleTable::Slot* slot = c.engine().poll(handle);
+    return slot == nullptr ? -1 : HandleTable::is_over(*slot, handle) ? 1 : 0;
   });
-  return result;
 }
 
 perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle, int timeout_ms) {
-  return guarded([&] {
-    context->context->check_process();
+  return in_context(context, [&](perseus::Context& c) {
     const int64_t deadline = timeout_ms < 0 ? INT64_MAX : perseus::now_ns() + timeout_ms * perseus::kMillisecond;
-    const HandleTable::Slot* slot = context->context->engine().wait(handle, deadline);
-    if (slot == nullptr)
-      perseus::fail(ErrorKind::kInvalidArgument,
-                    "[api] handle " + std::to_string(handle) + " was not created or has been cleared");
-    if (!HandleTable::is_done(*slot)) return PERSEUS_IN_PROGRESS;
-    if (!slot->status.ok) return fail_with(slot->status.kind, slot->status.message.c_str());
-    return PERSEUS_OK;
+    const HandleTable::Slot* slot = c.engine().wait(handle, deadline);
+    if (slot == nullptr) fail_unknown(handle);
+    if (!HandleTable::is_over(*slot, handle)) return PERSEUS_IN_PROGRESS;
+    const auto outcome = c.engine().handles().outcome(handle);
+    if (!outcome) fail_unknown(handle);
+    return outcome->ok ? PERSEUS_OK : fail_with(outcome->kind, outcome->message.c_str());
   });
 }
 
 int perseus_handle_gradient(perseus_context* context, perseus_handle handle) {
-  const HandleTable::Slot* slot = context->context->engine().handles().find(handle);
-  return slot == nullptr || !HandleTable::is_done(*slot) ? -1 : static_cast<int>(slot->gradient);
+  return answer(context, -1, [&](perseus::Context& c) {
+    const HandleTable::Slot* slot = c.engine().handles().find(handle);
+    return slot == nullptr || !HandleTable::is_done(*slot) ? -1 : static_cast<int>(slot->gradient);
+  });
 }
 
 void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of) {
-  guarded([&] {
-    context->context->engine().forget_gradients(gradient_of);
+  in_context(context, [&](perseus::Context& c) {
+    c.engine().forget_gradients(gradient_of);
     return PERSEUS_OK;
   });
 }
 
-perseus_code perseus_residual_read(perseus_context* context, perseus_residual* r) {
-  return guarded([&] {
-    const size_t held =
-        context->context->engine().read_residual(r->gradient_of, r->group, r->name, r->data, r->count, &r->layout);
-    r->count = 2 * held;
+perseus_code perseus_residual_read(perseus_context* context, perseus_residual* residual) {
+  return in_context(context, [&](perseus::Context& c) {
+    perseus_residual r = *Given<perseus_residual>(residual, "perseus_residual");
+    r.count = 2 * c.engine().read_residual(r.gradient_of, r.group, r.name, r.data, r.count, &r.layout);
+    perseus::give(r, residual, "perseus_residual");
     return PERSEUS_OK;
   });
 }
 
-perseus_code perseus_residual_write(perseus_context* context, const perseus_residual* r) {
-  return guarded([&] {
-    context->context->engine().write_residual(r->gradient_of, r->group, r->name, r->data, r->count, r->layout);
+perseus_code perseus_residual_write(perseus_context* context, const perseus_residual* residual) {
+  return in_context(context, [&](perseus::Context& c) {
+    const Given<perseus_residual> r(residual, "perseus_residual");
+    c.engine().write_residual(r->gradient_of, r->group, r->name, r->data, r->count, r->layout);
     return PERSEUS_OK;
   });
 }
 
 perseus_code perseus_residuals_flush(perseus_context* context) {
-  return guarded([&] {
-    context->context->engine().flush_residuals();
+  return in_context(context, [&](perseus::Context& c) {
+    c.engine().flush_residuals();
     return PERSEUS_OK;
   });
 }
 
 perseus_code perseus_handle_output(perseus_context* context, perseus_handle handle, int index, perseus_output* out) {
-  return guarded([&] {
-    HandleTable::Slot* slot = context->context->engine().handles().find(handle);
+  return in_context(context, [&](perseus::Context& c) {
+    const HandleTable::Slot* slot = c.engine().handles().find(handle);
     if (slot == nullptr || !HandleTable::is_done(*slot) || index < 0 || index >= static_cast<int>(slot->outputs.size()))
       perseus::fail(ErrorKind::kInvalidArgument,
                     "[api] no such output: the handle is unknown, in progress or has none");
     const perseus::Output& output = slot->outputs[index];
-    out->data = output.data;
-    out->size = output.bytes;
-    out->shape = output.shape.data();
-    out->ndim = static_cast<int>(output.shape.size());
-    out->received_splits = output.received_splits.data();
-    out->received_split_count = static_cast<int>(output.received_splits.size());
+    perseus_output found = {};
+    found.data = output.data;
+    found.size = output.bytes;
+    found.shape = output.shape.data();
+    found.ndim = static_cast<int>(output.shape.size());
+    found.received_splits = output.received_splits.data();
+    found.received_split_count = static_cast<int>(output.received_splits.size());
+    perseus::give(found, out, "perseus_output");
     return PERSEUS_OK;
   });
 }
 
 void* perseus_handle_take_output(perseus_context* context, perseus_handle handle, int index) {
-  HandleTable::Slot* slot = context->context->engine().handles().find(handle);
-  if (slot == nullptr || !HandleTable::is_done(*slot) || index < 0 || index >= static_cast<int>(slot->outputs.size()))
-    return nullptr;
-  void* data = slot->outputs[index].data;
-  slot->outputs[index].data = nullptr;
-  return data;
+  return answer<void*>(context, nullptr,
+                       [&](perseus::Context& c) { return c.engine().handles().take_output(handle, index); });
 }
 
 void perseus_buffer_free(void* data) { std::free(data); }
 
 perseus_code perseus_handle_release(perseus_context* context, perseus_handle handle) {
-  return guarded([&] {
-    if (!context->context->engine().handles().release(handle))
+  return in_context(context, [&](perseus::Context& c) {
+    if (!c.engine().handles().release(handle))
       perseus::fail(ErrorKind::kInvalidArgument,
                     "[api] handle " + std::to_string(handle) + " is unknown or still in progress");
     return PERSEUS_OK;
@@ -383,66 +417,73 @@ perseus_code perseus_handle_release(perseus_context* context, perseus_handle han
 }
 
 int64_t perseus_group_next_number(perseus_context* context, int group) {
-  return context->context->engine().next_number(group);
+  return answer<int64_t>(context, -1, [&](perseus::Context& c) { return c.engine().next_number(group); });
 }
 
 int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity) {
-  int count = -1;
-  guarded([&] {
-    const std::vector<int> members = context->context->engine().group_ranks(group);
-    if (members.empty()) return PERSEUS_OK;
-    for (int i = 0; i < capacity && i < static_cast<int>(members.size()); ++i) ranks[i] = members[i];
-    count = static_cast<int>(members.size());
-    return PERSEUS_OK;
+  return answer(context, -1, [&](perseus::Context& c) {
+    const std::vector<int> members = c.engine().group_ranks(group);
+    const int count = static_cast<int>(members.size());
+    std::copy_n(members.begin(), std::clamp(capacity, 0, count), ranks);
+    return count == 0 ? -1 : count;
   });
-  return count;
 }
 
 // ---- speeds ----
 
 perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_speeds* out) {
-  return guarded([&] {
-    context->context->check_process();
-    const perseus::Speeds speeds = context->context->engine().speeds(group);
-    out->measurement = speeds.link.number;
-    out->groups = speeds.groups;
-    out->shards = speeds.shards;
-    out->latency_s = speeds.link.latency_s;
-    out->seconds_per_byte = speeds.link.seconds_per_byte;
-    out->sparse_from = speeds.sparse_from;
+  return in_context(context, [&](perseus::Context& c) {
+    const perseus::Speeds speeds = c.engine().speeds(group);
+    perseus_speeds found = {};
+    found.measurement = speeds.link.number;
+    found.groups = speeds.groups;
+    found.shards = speeds.shards;
+    found.latency_s = speeds.link.latency_s;
+    found.seconds_per_byte = speeds.link.seconds_per_byte;
+    found.sparse_from = speeds.sparse_from;
     for (size_t i = 0; i < speeds.codecs.size(); ++i) {
-      out->encode_s[i] = speeds.codecs[i].encode_s;
-      out->decode_s[i] = speeds.codecs[i].decode_s;
-      out->wire[i] = speeds.codecs[i].wire;
+      found.encode_s[i] = speeds.codecs[i].encode_s;
+      found.decode_s[i] = speeds.codecs[i].decode_s;
+      found.wire[i] = speeds.codecs[i].wire;
     }
+    perseus::give(found, out, "perseus_speeds");
     return PERSEUS_OK;
   });
 }
 
 double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes) {
-  for (int i = 0; i < perseus::kAutoCodecs; ++i)
-    if (public_codec(i) == codec) return perseus::estimated_seconds(speeds_of(*speeds), i, bytes);
-  return -1;
+  double seconds = -1;
+  guarded([&] {
+    const Given<perseus_speeds> given(speeds, "perseus_speeds");
+    for (int i = 0; i < perseus::kAutoCodecs; ++i)
+      if (public_codec(i) == codec) seconds = perseus::estimated_seconds(speeds_of(*given), i, bytes);
+    return PERSEUS_OK;
+  });
+  return seconds;
 }
 
 int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes) {
-  return public_codec(perseus::choose_codec(speeds_of(*speeds), bytes));
+  int codec = -1;
+  guarded([&] {
+    const Given<perseus_speeds> given(speeds, "perseus_speeds");
+    codec = public_codec(perseus::choose_codec(speeds_of(*given), bytes));
+    return PERSEUS_OK;
+  });
+  return codec;
 }
 
 // ---- timeline ----
 
 perseus_code perseus_timeline_start(perseus_context* context, const char* path, int mark_cycles) {
-  return guarded([&] {
-    context->context->check_process();
-    context->context->engine().start_timeline(path == nullptr ? "" : path, mark_cycles != 0);
+  return in_context(context, [&](perseus::Context& c) {
+    c.engine().start_timeline(path == nullptr ? "" : path, mark_cycles != 0);
     return PERSEUS_OK;
   });
 }
 
 perseus_code perseus_timeline_stop(perseus_context* context) {
-  return guarded([&] {
-    context->context->check_process();
-    context->context->engine().stop_timeline();
+  return in_context(context, [&](perseus::Context& c) {
+    c.engine().stop_timeline();
     return PERSEUS_OK;
   });
 }

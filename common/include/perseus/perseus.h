@@ -6,8 +6,12 @@
  * - Strings are NUL-terminated UTF-8; returned ones stay valid until the calling thread's next call unless said
  * otherwise.
  * - Structs start with `struct_size` = sizeof of the caller's version; zero-initialise them. Fields are only ever added
- *   at the end.
+ *   at the end, and 0 means what it meant before a field was there. The library reads and writes no more of a struct
+ *   than its size; a field that is set but unknown to the library is PERSEUS_INVALID_ARGUMENT. perseus_tensor and
+ *   perseus_store_place have no size and never change.
  * - A context may be used by any number of threads. Several contexts (several ranks) may live in one process.
+ * - In a process that was forked after perseus_context_create, a context can be destroyed and asked for ranks and
+ *   sizes; every other call fails at once with PERSEUS_ABORTED, or with what it returns for an unknown handle or group.
  * - Buffers belong to the caller and must stay valid and untouched until the handle is done: a handle that is done,
  *   with success or error, is no longer used by any thread or peer.
  */
@@ -168,6 +172,8 @@ PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);
 /* Shuts down if that was not done, waits for threads, frees everything; handles die with it. */
 PERSEUS_EXPORT void perseus_context_destroy(perseus_context* context);
 
+/* Non-zero in a process that was forked after the context was created: no thread works on it here. */
+PERSEUS_EXPORT int perseus_context_forked(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_rank(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_size(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_local_rank(const perseus_context* context);
@@ -299,7 +305,7 @@ PERSEUS_EXPORT perseus_code perseus_handle_output(perseus_context* context, pers
 /* Detaches the buffer `data` of perseus_handle_output from the handle; free it with perseus_buffer_free. */
 PERSEUS_EXPORT void* perseus_handle_take_output(perseus_context* context, perseus_handle handle, int index);
 PERSEUS_EXPORT void perseus_buffer_free(void* data);
-/* Forgets a handle that is done. Releasing one in progress is an error. */
+/* Forgets a handle that is done. Releasing one in progress, or a second time, is an error. */
 PERSEUS_EXPORT perseus_code perseus_handle_release(perseus_context* context, perseus_handle handle);
 
 /* ---- groups: made by submitting PERSEUS_ADD_GROUP / PERSEUS_REMOVE_GROUP on all ranks of the world --------------- */
@@ -330,9 +336,9 @@ typedef struct perseus_speeds {
 } perseus_speeds;
 PERSEUS_EXPORT perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_speeds* speeds);
 /* Seconds that an allreduce of a float32 tensor of so many bytes takes between the groups; -1 for a codec that AUTO
- * does not choose. A pure function, as is the next. */
+ * does not choose, or when struct_size is wrong. A pure function, as is the next. */
 PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes);
-/* The perseus_codec that AUTO takes for such a tensor. */
+/* The perseus_codec that AUTO takes for such a tensor; -1 when struct_size is wrong. */
 PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes);
 
 /* ---- timeline: a Chrome trace of every operation, see docs/timeline.md ------------------------------------------- */
