@@ -95,6 +95,11 @@ void ContextOwner::shutdown() {
 void ContextOwner::close() {
   perseus_context* context = std::exchange(raw_, nullptr);
   if (context == nullptr) return;
+  if (perseus_context_forked(context) != 0) {
+    // Uses of the parent's other threads are counted, and those threads are not here to end them.
+    perseus_context_destroy(context);
+    return;
+  }
   {
     py::gil_scoped_release release;
     perseus_context_shutdown(context);  // ends the waits of the threads that use it

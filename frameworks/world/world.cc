@@ -1,8 +1,11 @@
-// A pointer and how many use it, behind one lock.
+// A pointer and how many use it, behind one lock. A forked child starts without uses: their threads stayed behind.
 #include "world.h"
+
+#include <pthread.h>
 
 #include <condition_variable>
 #include <mutex>
+#include <new>
 
 namespace perseus {
 namespace {
@@ -12,11 +15,22 @@ struct World {
   std::condition_variable unused;
   perseus_context* context = nullptr;
   int uses = 0;
+  int generation = 0;  // of forks
 };
 
 // Lives as long as the process: threads of the framework may run ops while it ends.
 World& world() {
-  static World* const only = new World;
+  static World* const only = [] {
+    pthread_atfork([] { world().mutex.lock(); }, [] { world().mutex.unlock(); },
+                   [] {
+                     // Threads of the parent may wait on the condition, too.
+                     new (&world().unused) std::condition_variable;
+                     world().uses = 0;
+                     ++world().generation;
+                     world().mutex.unlock();
+                   });
+    return new World;
+  }();
   return *only;
 }
 
@@ -36,13 +50,14 @@ void detach_world() {
 WorldUse::WorldUse() {
   std::lock_guard<std::mutex> lock(world().mutex);
   context_ = world().context;
+  generation_ = world().generation;
   if (context_ != nullptr) ++world().uses;
 }
 
 WorldUse::~WorldUse() {
   if (context_ == nullptr) return;
   std::lock_guard<std::mutex> lock(world().mutex);
-  if (--world().uses == 0) world().unused.notify_all();
+  if (generation_ == world().generation && --world().uses == 0) world().unused.notify_all();
 }
 
 }  // namespace perseus

@@ -23,6 +23,7 @@ class WorldUse {
 
  private:
   perseus_context* context_;
+  int generation_ = 0;  // of the process that counts this use
 };
 
 }  // namespace perseus

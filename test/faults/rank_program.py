@@ -13,7 +13,9 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +200,69 @@ def fork(*_: str) -> None:
     note("passed")
 
 
+def fork_while_synchronizing(way: str) -> None:
+    """Rank 0 forks while a thread of its waits for rank 1; the child then ends in some way."""
+    reduce_and_check(0, "warm")
+    done = Path(sys.argv[2], "done")
+    vector = values(RANK, 1)
+    if RANK == 1:
+        while not done.exists():
+            time.sleep(0.005)
+        allreduce(vector, "late")
+        note("passed")
+        return
+    # The thread keeps the GIL until it waits inside the core, and holds it whenever it does not.
+    sys.setswitchinterval(1000)
+    begun = threading.Event()
+
+    def wait_in_the_core() -> None:
+        handle = submit(vector, "late")
+        begun.set()
+        synchronize(handle)
+
+    thread = threading.Thread(target=wait_in_the_core)
+    thread.start()
+    begun.wait()
+    {"load_data": _load_in_children, "pool": _pool_of_children}.get(way, _fork_child)(way)
+    done.touch()
+    thread.join()
+    check_sum(vector, 1)
+    note("passed")
+
+
+def _fork_child(way: str) -> None:
+    child = os.fork()
+    if child == 0:
+        ways: dict[str, Callable[[], object]] = {
+            "exit": lambda: None,
+            "collective": lambda: allreduce(values(RANK, 2), "from.a.child"),
+            "shutdown": basics.shutdown,
+        }
+        try:
+            ways[way]()
+        except Exception as error:
+            note("child", kind=type(error).__name__, text=str(error))
+        sys.exit(7)
+    _, status = os.waitpid(child, 0)
+    note("child.ended", status=os.waitstatus_to_exitcode(status))
+
+
+def _load_in_children(_: str) -> None:
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork")
+    assert [batch.tolist()[0] for batch in loader] == list(range(0, 64, 8))
+    note("child.ended", status=7)
+
+
+def _pool_of_children(_: str) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+        pool.close()
+        pool.join()
+    note("child.ended", status=7)
+
+
 def load_data() -> None:
     """Steps on batches that two worker processes per rank prepare."""
     from torch.utils.data import DataLoader
@@ -280,6 +345,7 @@ SCENARIOS = {
         start,
         keep_going,
         fork,
+        fork_while_synchronizing,
         load_data,
         fail_alone,
         leave,

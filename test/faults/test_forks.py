@@ -25,6 +25,22 @@ def test_forked_child_gets_one_clear_error_and_holds_nothing(tmp_path, transport
             assert ranks.finish(rank) == 0
 
 
+@pytest.mark.parametrize("way", ["exit", "collective", "shutdown", "load_data", "pool"])
+def test_child_ends_although_a_thread_of_its_parent_was_synchronizing(tmp_path, way):
+    if way == "load_data":
+        pytest.importorskip("torch")
+    with Ranks(tmp_path, ["fork_while_synchronizing", way], 2) as ranks:
+        assert ranks.note(0, "child.ended")["status"] == 7
+        for rank in range(2):
+            ranks.note(rank, "passed")
+            assert ranks.finish(rank) == 0
+        errors = [note for note in ranks.notes(0) if note["event"] == "child"]
+        assert len(errors) == (way == "collective")
+        for error in errors:
+            assert error["kind"] == "AbortedError"
+            assert "this process was forked after init(): Perseus stays with" in error["text"]
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_death_is_noticed_although_loader_workers_live_on(tmp_path, transport):
     pytest.importorskip("torch")
