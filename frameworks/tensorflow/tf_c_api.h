@@ -27,6 +27,7 @@ inline constexpr int TF_HALF = 19;
 inline constexpr int TF_OK = 0;
 inline constexpr int TF_UNKNOWN = 2;
 inline constexpr int TF_INVALID_ARGUMENT = 3;
+inline constexpr int TF_RESOURCE_EXHAUSTED = 8;
 inline constexpr int TF_FAILED_PRECONDITION = 9;
 inline constexpr int TF_ABORTED = 10;
 inline constexpr int TF_INTERNAL = 13;

@@ -31,37 +31,37 @@ CompiledCall* CompiledCall::start(Plan plan, const void* const* inputs, Failure*
   return nullptr;
 }
 
-bool CompiledCall::submit(const void* const* inputs, Failure* failure) {
-  const auto allocate = [](size_t bytes) {
-    return Memory(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
+// False when there is no memory for a tensor.
+bool CompiledCall::prepare(const void* const* inputs, std::vector<perseus_tensor>* tensors) {
+  const auto allocate = [](std::vector<Memory>* list, size_t bytes) {
+    list->emplace_back(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
+    return list->back().get();
   };
+  for (size_t i = 0; i < plan_.tensors.size(); ++i) {
+    const PlannedTensor& planned = plan_.tensors[i];
+    const size_t bytes = bytes_of(planned.dtype, planned.shape);
+    void* const input = allocate(&inputs_, bytes);
+    void* output = plan_.kind == PERSEUS_ALLGATHER ? nullptr : input;
+    if (plan_.kind == PERSEUS_REDUCESCATTER) output = allocate(&results_, bytes_of(planned.dtype, planned.result));
+    if (input == nullptr || (output == nullptr && plan_.kind != PERSEUS_ALLGATHER)) return false;
+    if (bytes != 0) std::memcpy(input, inputs[i], bytes);
+    tensors->push_back({input, output, planned.shape.data(), static_cast<int>(planned.shape.size()), planned.dtype});
+  }
+  return true;
+}
+
+bool CompiledCall::submit(const void* const* inputs, Failure* failure) {
   world_.emplace();
   perseus_context* const core = world_->context();
   if (core == nullptr) {
     *failure = {TF_FAILED_PRECONDITION, std::string(label_of(plan_.kind)) + ": " + kNotInitialized};
     return false;
   }
-  std::vector<perseus_tensor> tensors;
-  for (size_t i = 0; i < plan_.tensors.size(); ++i) {
-    const PlannedTensor& planned = plan_.tensors[i];
-    const size_t bytes = bytes_of(planned.dtype, planned.shape);
-    inputs_.push_back(allocate(bytes));
-    if (bytes != 0) std::memcpy(inputs_[i].get(), inputs[i], bytes);
-    void* output = plan_.kind == PERSEUS_ALLGATHER ? nullptr : inputs_[i].get();
-    if (plan_.kind == PERSEUS_REDUCESCATTER) {
-      results_.push_back(allocate(bytes_of(planned.dtype, planned.result)));
-      output = results_[i].get();
-    }
-    const int ndim = static_cast<int>(planned.shape.size());
-    tensors.push_back({inputs_[i].get(), output, planned.shape.data(), ndim, planned.dtype});
-  }
   perseus_request request = {};
   request.struct_size = sizeof(request);
   request.kind = plan_.kind;
   request.group = plan_.group;
   request.name = plan_.name.c_str();
-  request.tensors = tensors.data();
-  request.tensor_count = static_cast<int>(tensors.size());
   request.op = static_cast<perseus_reduce_op>(plan_.op);
   request.prescale = plan_.prescale;
   request.postscale = plan_.postscale;
@@ -73,10 +73,19 @@ bool CompiledCall::submit(const void* const* inputs, Failure* failure) {
   request.done = &CompiledCall::done;
   request.done_arg = this;
   perseus_handle handle = 0;
-  const perseus_code code = perseus_request_submit(core, &request, &handle);
-  if (code == PERSEUS_OK) return true;
-  const std::string refusal = perseus_error_message();
-  fail(tf_code(code), refusal);
+  std::vector<perseus_tensor> tensors;
+  std::string refusal;
+  if (prepare(inputs, &tensors)) {
+    request.tensors = tensors.data();
+    request.tensor_count = static_cast<int>(tensors.size());
+    const perseus_code code = perseus_request_submit(core, &request, &handle);
+    if (code == PERSEUS_OK) return true;
+    refusal = perseus_error_message();
+    fail(tf_code(code), refusal);
+  } else {
+    refusal = "out of memory for '" + plan_.name + "': make batches or the model smaller";
+    fail(TF_RESOURCE_EXHAUSTED, refusal);
+  }
   // The others are told, and the call fails when they know: they would wait for it, and it may come again.
   request.refusal = refusal.c_str();
   if (perseus_request_submit(core, &request, &handle) == PERSEUS_OK) return true;

@@ -44,6 +44,7 @@ class CompiledCall {
   explicit CompiledCall(Plan plan) : plan_(std::move(plan)) {}
   ~CompiledCall();
 
+  bool prepare(const void* const* inputs, std::vector<perseus_tensor>* tensors);
   bool submit(const void* const* inputs, Failure* failure);
   static void done(void* call, perseus_handle handle);
   void finish(perseus_handle handle);
