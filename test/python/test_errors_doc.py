@@ -13,7 +13,7 @@ JOINT = re.compile(r'"\s*(?:\\\s*)?[fr]?"')
 
 
 def messages_of_the_sources() -> str:
-    patterns = {"common": "*.cc", "frameworks": "*.[ch]*", "perseus": "*.py"}
+    patterns = {"common": "*.[ch]*", "frameworks": "*.[ch]*", "perseus": "*.py"}
     files = [
         path for folder, pattern in patterns.items() for path in (ROOT / folder).rglob(pattern)
     ]
