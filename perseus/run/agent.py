@@ -1,12 +1,15 @@
 """Runs the ranks of one host for perseusrun: starts them, forwards output, reports and ends them.
 
 perseusrun starts it locally, or sends this very source through ssh to any Python 3.7 or later:
-standard library only, nothing of Perseus imported. The main thread does everything but two things:
-one thread listens to perseusrun, and one waits for each rank.
+standard library only, nothing of Perseus imported. The main thread does everything but three
+things: one thread listens to perseusrun, one watches how long it has been silent, and one waits for
+each rank.
 
 Talk: standard input carries one JSON line with the job, then lines END (SIGTERM, and SIGKILL when
 the grace is over) or KILL; its end means END. Standard output carries MARK, then frames: FRAME
-(kind, rank, size) and content.
+(kind, rank, size) and content. When a host or a network vanishes, neither side sees an end, so both
+send heartbeats, empty lines and ALIVE frames: silence for as long as the argument says means END,
+too. A line WAIT suspends the clock until the next line: perseusrun itself is being stopped.
 
 A job with a call (perseus.run() of Python) gives every rank that call on standard input, and takes
 what it answers on the descriptor that ANSWER_VARIABLE names.
@@ -28,14 +31,16 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MARK = b"\0perseusrun agent\0"  # what a login shell prints before it is no frame
 FRAME = struct.Struct(">cII")
-HELLO, OUT, ERR, ANSWER, EXIT, FAILED = b"h", b"o", b"e", b"a", b"x", b"f"
+HELLO, OUT, ERR, ANSWER, EXIT, FAILED, ALIVE = b"h", b"o", b"e", b"a", b"x", b"f", b"l"
 ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
 GRACE_SECONDS = 5.0
+HEARTBEATS = 6  # in the time after which silence counts as the other side's end
 _CHUNK = 65536
 
 
@@ -93,9 +98,14 @@ class Rank:
 class Agent:
     """Owns this host's ranks from start to end. run() belongs to the main thread."""
 
-    def __init__(self, orders: BinaryIO, reports: int) -> None:
+    def __init__(self, orders: Any, reports: int, silence: float) -> None:
+        """silence: seconds after which perseusrun counts as lost; 0 = never."""
         self._orders = orders
         self._reports = reports
+        self._silence = silence
+        self._lost_at = float("inf")  # unless something is heard before
+        self._beat_at = 0.0
+        self._has_job = False
         self._muted = False
         self._ranks: list[Rank] = []
         # Guards signalling against reaping: a pid must not be reused in between.
@@ -113,11 +123,14 @@ class Agent:
         }
         self._write(MARK)
         self._report(HELLO, 0, json.dumps(hello).encode())
-        line = self._orders.readline()
-        if not line.startswith(b"{"):  # ended before it began
+        lines = self._lines()
+        job = self._wait_for_job(lines)
+        if job is None:
             return 0
-        started = self._start(json.loads(line))
-        threading.Thread(target=self._listen, daemon=True).start()
+        started = self._start(job)
+        threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
+        if self._silence:
+            threading.Thread(target=self._watch, daemon=True).start()
         if not started:
             self._kill(signal.SIGKILL)
         for rank in self._ranks:
@@ -130,6 +143,43 @@ class Agent:
             self._ranks = []
         return 0
 
+    def _lines(self) -> Iterator[bytes]:
+        """What perseusrun sends; each piece of it is a sign of life."""
+        rest = bytearray()
+        self._heard()
+        while True:
+            data = self._orders.read1(_CHUNK)
+            self._heard()
+            if not data:
+                return
+            rest += data
+            if b"\n" in data:
+                *lines, last = bytes(rest).split(b"\n")
+                rest = bytearray(last)
+                for line in lines:
+                    if line == b"WAIT":
+                        self._wait()
+                    elif line:
+                        yield line
+
+    def _heard(self) -> None:
+        if self._silence:
+            self._lost_at = time.monotonic() + self._silence
+            if not self._has_job:  # no rank to end yet: SIGALRM may simply end this process
+                signal.setitimer(signal.ITIMER_REAL, self._silence)
+
+    def _wait(self) -> None:
+        self._lost_at = float("inf")
+        if not self._has_job:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _wait_for_job(self, lines: Iterator[bytes]) -> dict[str, Any] | None:
+        """None: ended before it began."""
+        line = next(lines, b"")
+        self._has_job = True
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return json.loads(line) if line.startswith(b"{") else None
+
     def _start(self, job: dict[str, Any]) -> bool:
         base = dict(os.environ) if job["keep_environment"] else {}
         base.update(job["environment"])
@@ -141,15 +191,26 @@ class Agent:
                 return False
         return True
 
-    def _listen(self) -> None:
-        while True:
-            order = self._orders.readline()
-            if order == b"KILL\n":
+    def _listen(self, lines: Iterator[bytes]) -> None:
+        for order in lines:
+            if order == b"KILL":
                 self._kill(signal.SIGKILL)
-            elif order in (b"END\n", b""):
+            elif order == b"END":
                 self._end()
-            if not order:
-                return
+        self._end()
+
+    def _watch(self) -> None:
+        """Ends everything once perseusrun has been silent for too long."""
+        while True:
+            left = self._lost_at - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(left, self._silence))
+        self._muted = True
+        self._end()
+        time.sleep(GRACE_SECONDS + 1.0)
+        self._kill(signal.SIGKILL)
+        os._exit(1)  # the main thread may be stuck in a report that nobody takes
 
     def _end(self) -> None:
         if not self._ending:
@@ -201,12 +262,17 @@ class Agent:
                     self._kill(signal.SIGKILL)
                     self._drain()
                     return
-            for key, _ in self._selector.select(0.05 if give_up else None):
+            if self._silence and time.monotonic() >= self._beat_at:
+                self._report(ALIVE, 0, b"")
+            for key, _ in self._selector.select(0.05 if give_up else self._until_heartbeat()):
                 if key.data is not None:
                     self._pass_on(key.fileobj, *key.data)
                 else:
                     os.read(self._wake, 1)
                     self._note_exit(*self._exits.get())
+
+    def _until_heartbeat(self) -> float | None:
+        return max(0.0, self._beat_at - time.monotonic()) if self._silence else None
 
     def _note_exit(self, rank: Rank, status: int) -> None:
         self._drain(rank)
@@ -238,6 +304,7 @@ class Agent:
         self._write(FRAME.pack(kind, rank, len(data)) + data)
 
     def _write(self, data: bytes) -> None:
+        self._beat_at = time.monotonic() + self._silence / HEARTBEATS
         view = memoryview(data)
         while view and not self._muted:
             try:
@@ -300,7 +367,7 @@ def _explain(error: Exception, job: dict[str, Any]) -> str:
 
 def main() -> int:
     try:
-        return Agent(sys.stdin.buffer, 1).run()
+        return Agent(sys.stdin.buffer, 1, float(sys.argv[1])).run()
     except Exception:
         traceback.print_exc()
         return 1

@@ -1,6 +1,7 @@
 """Starts a job's ranks through an agent per host, passes on their output, ends them together.
 
-One thread and one selector; signals wake it through a pipe.
+One selector; signals wake it through a pipe. A second thread sends heartbeats, for the first may
+wait long for somebody to read what the ranks print.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 import selectors
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +27,14 @@ from perseus.extensions import env
 from perseus.run import agent, environment, signals
 from perseus.run.horovod import HOROVOD_HINT, WITHOUT_HOROVOD
 from perseus.run.hosts import Slot
-from perseus.run.link import HostLink, is_local, local_command, real_name, ssh_command
+from perseus.run.link import (
+    SILENCE_SECONDS,
+    HostLink,
+    is_local,
+    local_command,
+    real_name,
+    ssh_command,
+)
 from perseus.run.output import STDERR, STDOUT, Console, Stream
 
 _CHUNK = 1 << 16
@@ -48,6 +57,8 @@ class Job:
     command: list[str]
     slots: list[Slot]
     start_timeout: int = 60
+    # Seconds without a sign of life after which launcher and other hosts take each other for lost.
+    silence: float = SILENCE_SECONDS
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     ssh_accept_new_keys: bool = False
@@ -82,6 +93,7 @@ class Launcher:
         self._error: LaunchError | None = None
         self._ending = False
         self._last_moment: float | None = None  # when agents that do not end are killed
+        self._heartbeat_ends = threading.Event()
         self._core: Any = None
         self._server: Any = None
 
@@ -91,7 +103,7 @@ class Launcher:
 
         Raises LaunchError when the job could not be started.
         """
-        restore_signals = signals.catch(self._on_signal, self._waker)
+        restore_signals = signals.catch(self._on_signal, self._on_stop, self._waker)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             self._run()
@@ -105,11 +117,13 @@ class Launcher:
             self._core = _checked_core(self._job.flags)
             self._open_streams()
             self._connect()
+            threading.Thread(target=self._send_heartbeats, daemon=True).start()
             self._loop(lambda: all(host.hello is not None for host in self._hosts))
             if not self._ending:
                 self._start_ranks()
             self._loop(lambda: False)
         finally:
+            self._heartbeat_ends.set()
             for host in self._hosts:
                 host.kill()
                 host.process.wait()
@@ -171,6 +185,18 @@ class Launcher:
                 os._exit(128 + number)
         self.signalled = number
 
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z stops this process alone; the ranks go on without its heartbeats."""
+        suspended = [host for host in self._hosts if host.suspend()]
+        signals.stop(number)
+        for host in suspended:
+            host.resume()
+
+    def _send_heartbeats(self) -> None:
+        while not self._heartbeat_ends.wait(self._job.silence / agent.HEARTBEATS):
+            for host in self._hosts:
+                host.beat()
+
     def _open_streams(self) -> None:
         width = len(str(self._size - 1))
         for slot in self._job.slots:
@@ -218,7 +244,8 @@ class Launcher:
             job.start_timeout,
             job.ssh_port,
             job.ssh_identity_file,
-            job.ssh_accept_new_keys,
+            accept_new_keys=job.ssh_accept_new_keys,
+            silence=job.silence,
         )
 
     def _start_ranks(self) -> None:
@@ -252,6 +279,7 @@ class Launcher:
                 ],
             }
             host.send(json.dumps(job).encode() + b"\n")
+            host.heard_at = time.monotonic()
 
     def _share_cores(self) -> dict[str, int]:
         """OMP_NUM_THREADS of each host, and one line about it."""
@@ -285,19 +313,26 @@ class Launcher:
     def _loop(self, done: Callable[[], bool]) -> None:
         """Handle what comes until `done` or until every agent is gone."""
         while not done() and not all(host.gone for host in self._hosts):
-            for key, _ in self._selector.select(self._patience()):
+            # A process that was stopped may see nothing, for once, of what came meanwhile.
+            before = time.monotonic()
+            events = self._selector.select(self._patience())
+            now = time.monotonic()
+            for key, _ in events:
                 data = os.read(key.fd, _CHUNK)
                 if key.data is not None:
                     act, host = key.data
+                    host.heard_at = max(host.heard_at, now)
                     if not data:
                         self._selector.unregister(key.fileobj)
                     act(host, data)
             self._attend()
+            self._give_up_silent_hosts(before)
 
     def _patience(self) -> float:
         moments = [moment for stream in self._streams.values() if (moment := stream.due())]
         moments += [self._last_moment] if self._last_moment else []
         moments += [self._start_by] if not self._started() else []
+        moments += [host.heard_at + self._job.silence for host in self._heartbeating()]
         return max(0.0, min(moments) - time.monotonic()) if moments else 3600.0
 
     def _started(self) -> bool:
@@ -322,6 +357,23 @@ class Launcher:
             for host in self._hosts:
                 host.kill()
             self._last_moment = None
+
+    def _heartbeating(self) -> list[HostLink]:
+        """The hosts that should give signs of life."""
+        return [host for host in self._hosts if not (host.local or host.gone)]
+
+    def _give_up_silent_hosts(self, now: float) -> None:
+        """now: a moment whose reports have been taken notice of."""
+        for host in self._heartbeating():
+            if now >= host.heard_at + self._job.silence:
+                self._fail(
+                    LaunchError(
+                        f"{host.name}: no sign of life for {self._job.silence:g} s while ranks "
+                        f"{sorted(host.running)} ran: the host or the network to it is down; its "
+                        f"ranks end by themselves"
+                    )
+                )
+                host.kill()
 
     def _hear(self, host: HostLink, data: bytes) -> None:
         for kind, rank, content in host.frames(data):

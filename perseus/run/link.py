@@ -1,13 +1,18 @@
-"""The launcher's end of one host: its agent, a local child or over ssh. One thread."""
+"""The launcher's end of one host: its agent, a local child or over ssh.
+
+One thread, but beat().
+"""
 
 from __future__ import annotations
 
 import os
+import select
 import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +21,7 @@ from perseus.run import agent
 from perseus.run.hosts import Slot
 
 _KILL_SECONDS = 2.0
+SILENCE_SECONDS = 30.0
 
 
 class HostLink:
@@ -28,6 +34,8 @@ class HostLink:
         self.hello: dict[str, Any] | None = None
         self.running = {slot.rank for slot in slots}
         self.gone = False  # nothing more will be reported
+        self.heard_at = float("inf")  # when it last showed a sign of life, once it has a job
+        self._sending = threading.Lock()
         self.last_words = ""  # of ssh or of the agent itself
         self._received = b""
         self._marked = False
@@ -44,11 +52,43 @@ class HostLink:
 
     def send(self, data: bytes) -> None:
         pipe = _present(self.process.stdin)
+        with self._sending:
+            try:
+                pipe.write(data)
+                pipe.flush()
+            except OSError:
+                pass  # its end is noticed where its reports are read
+
+    def beat(self) -> None:
+        """A sign of life, unless one is under way already; never blocks, from any thread."""
+        if self._sending.acquire(blocking=False):
+            try:
+                pipe = _present(self.process.stdin)
+                room = select.poll()
+                room.register(pipe, select.POLLOUT)
+                if room.poll(0):
+                    os.write(pipe.fileno(), b"\n")
+            except (OSError, ValueError):  # it has ended, or its pipes are closed
+                pass
+            finally:
+                self._sending.release()
+
+    def suspend(self) -> bool:
+        """Have the agent expect no sign of life until resume(), which must follow if this is true.
+
+        Also from within a signal handler: gives up where the interrupted code is sending.
+        """
+        if not self._sending.acquire(timeout=_KILL_SECONDS / 4):
+            return False
         try:
-            pipe.write(data)
-            pipe.flush()
-        except OSError:
-            pass  # its end is noticed where its reports are read
+            os.write(_present(self.process.stdin).fileno(), b"WAIT\n")
+        except (OSError, ValueError):
+            pass
+        return True
+
+    def resume(self) -> None:
+        self._sending.release()
+        self.beat()
 
     def frames(self, data: bytes) -> list[tuple[bytes, int, bytes]]:
         """The whole frames that `data` completes: (kind, rank, content)."""
@@ -104,7 +144,8 @@ def is_local(name: str) -> bool:
 
 
 def local_command() -> list[str]:
-    return [sys.executable, "-S", "-E", agent.__file__]
+    # The end of its standard input alone tells it of the launcher's end.
+    return [sys.executable, "-S", "-E", agent.__file__, "0"]
 
 
 def ssh_command(
@@ -112,16 +153,19 @@ def ssh_command(
     timeout: int,
     port: int | None = None,
     identity_file: str | None = None,
+    *,
     accept_new_keys: bool = False,
+    silence: float = SILENCE_SECONDS,
 ) -> list[str]:
     """ssh that runs the agent it reads from standard input: no command line has a secret.
 
+    silence: seconds after which agent and launcher take each other for lost.
     The user's ssh configuration decides which host keys are good, unless accept_new_keys also
     admits hosts that known_hosts does not list.
     """
     bootstrap = "import sys;r=sys.stdin.buffer;exec(r.read(int(r.readline())))"
     shell = f'p={shlex.quote(sys.executable)}; [ -x "$p" ] || p=python3; '
-    shell += f'exec "$p" -S -E -c "{bootstrap}"'
+    shell += f'exec "$p" -S -E -c "{bootstrap}" {silence:g}'
     command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
     command += ["-o", "ServerAliveInterval=15", "-o", f"ConnectTimeout={timeout}"]
     if accept_new_keys:

@@ -1,7 +1,11 @@
-"""The signals that end a job, for as long as it runs: Ctrl-C, SIGTERM, SIGHUP. Main thread only."""
+"""The signals that end or stop a job, for as long as it runs: Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z.
+
+Main thread only.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -10,8 +14,11 @@ from types import FrameType
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def catch(handler: Callable[[int, FrameType | None], None], waker: int) -> Callable[[], None]:
-    """Have `handler` called for them; returns what puts back everything that was there.
+Handler = Callable[[int, FrameType | None], None]
+
+
+def catch(on_end: Handler, on_stop: Handler, waker: int) -> Callable[[], None]:
+    """Have `on_end` and `on_stop` called; returns what puts back everything that was there.
 
     waker: a pipe's end that gets a byte then. In other threads than the main one, whose they are,
     nothing changes.
@@ -20,9 +27,9 @@ def catch(handler: Callable[[int, FrameType | None], None], waker: int) -> Calla
         return lambda: None
     old_waker = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     old = {}
-    for number in _ENDING:
+    for number in (*_ENDING, signal.SIGTSTP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
-            old[number] = signal.signal(number, handler)
+            old[number] = signal.signal(number, on_end if number in _ENDING else on_stop)
 
     def restore() -> None:
         for number, before in old.items():
@@ -30,3 +37,10 @@ def catch(handler: Callable[[int, FrameType | None], None], waker: int) -> Calla
         signal.set_wakeup_fd(old_waker)
 
     return restore
+
+
+def stop(number: int) -> None:
+    """Do what the signal would have done; returns when this process is continued."""
+    handler = signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    signal.signal(number, handler)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -150,6 +151,86 @@ def test_end_of_the_launcher_ends_ranks_of_other_hosts(hosts: VirtualHosts, numb
     while any("sleep 602" in hosts.command_lines(host) for host in range(2)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+# perseusrun with a shorter clock: as many seconds of silence as its first argument says.
+_IMPATIENT = """
+import sys
+from perseus.run.hosts import parse_hosts, place
+from perseus.run.launch import Job, Launcher, LaunchError
+slots = place(parse_hosts("host0,host1"), 2)
+try:
+    sys.exit(Launcher(Job(sys.argv[2:], slots, silence=float(sys.argv[1]))).run())
+except LaunchError as error:
+    sys.exit(str(error))
+"""
+
+
+def job_with_a_short_clock(
+    hosts: VirtualHosts, seconds: float, script: str
+) -> subprocess.Popen[str]:
+    launcher = [sys.executable, "-c", _IMPATIENT, str(seconds), "sh", "-c", script]
+    # Signals reach the launcher through its own host.
+    return hosts.popen(
+        0,
+        ["sh", "-c", 'echo $$; exec "$@"', "sh", *launcher],
+        env=environment(hosts),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("script", ["sleep 604", "sleep 604 & yes"])
+def test_both_sides_end_when_the_network_between_them_vanishes(
+    hosts: VirtualHosts, script: str, tmp_path: Path
+) -> None:
+    """No end of a connection tells them. The second script's agent is stuck in a report."""
+    job = job_with_a_short_clock(hosts, 3, f"touch {tmp_path}/$PERSEUS_RANK; {script}")
+    assert job.stdout is not None and job.stderr is not None
+    drain = threading.Thread(target=job.stdout.read)
+    drain.start()
+    deadline = time.monotonic() + 300
+    while len(list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    hosts.set_link(0, up=False)
+    try:
+        errors = job.stderr.read()
+        assert job.wait(300) == 1
+        while any("sleep 604" in line or "r.readline" in line for line in hosts.command_lines(1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert "sleep 604" not in hosts.command_lines(0)
+    finally:
+        hosts.set_link(0, up=True)
+        while hosts.run(0, ["ssh", "host1", "true"]).returncode != 0:
+            assert time.monotonic() < deadline
+    drain.join()
+    job.communicate()  # closes its pipes
+    assert errors.splitlines() == [
+        "host1: no sign of life for 3 s while ranks [1] ran: the host or the network to it is "
+        "down; its ranks end by themselves"
+    ]
+
+
+def test_stopped_launcher_is_not_taken_for_lost(hosts: VirtualHosts, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    script = f"echo up; until [ -f {go} ]; do sleep 0.05; done; [ $PERSEUS_RANK = 0 ] || exit 7"
+    job = job_with_a_short_clock(hosts, 3, script)
+    assert job.stdout is not None and job.stderr is not None
+    pid = job.stdout.readline().strip()
+    lines = [job.stdout.readline()[3:] for _ in range(2)]
+    assert lines == ["<stdout>:up\n"] * 2, job.stderr.read()
+    hosts.run(0, ["kill", "-TSTP", pid])
+    stopped = ["sh", "-c", f"until grep -q ') T' /proc/{pid}/stat; do sleep 0.01; done"]
+    assert hosts.run(0, stopped).returncode == 0
+    time.sleep(5)
+    assert any(str(go) in line for line in hosts.command_lines(1))
+    hosts.run(0, ["kill", "-CONT", pid])
+    go.touch()
+    _, errors = job.communicate(timeout=300)
+    assert job.returncode == 7, errors
 
 
 def test_results_of_functions_come_from_other_hosts(hosts: VirtualHosts) -> None:

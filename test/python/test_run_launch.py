@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from perseusrun_command import COMMAND, Running, alive, environment, eventually, perseusrun
+
+from perseus.run import agent
 
 Quickly = Callable[[float, Callable[[Path], float]], None]  # the fixture of test/conftest.py
 SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
@@ -255,6 +258,24 @@ def test_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
         processes = pids(tmp_path, 4)
         job.signal(signal.SIGKILL)
         assert eventually(lambda: not any(alive(pid) for pid in processes))
+
+
+def test_agent_that_hears_nothing_before_it_has_a_job_ends() -> None:
+    command = [sys.executable, "-S", "-E", agent.__file__, "1"]
+    for sign_of_life, status in ((b"", -signal.SIGALRM), (b"\n", 0)):
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        assert process.stdin is not None
+        until = time.monotonic() + 2
+        while sign_of_life and time.monotonic() < until:
+            process.stdin.write(sign_of_life)
+            process.stdin.flush()
+            time.sleep(0.1)
+        if sign_of_life:
+            assert process.poll() is None
+            process.stdin.write(b"END\n")
+            process.stdin.close()
+        assert process.wait(300) == status
+        process.stdin.close()
 
 
 def test_what_a_rank_leaves_running_ends_with_it(tmp_path: Path) -> None:
