@@ -20,7 +20,7 @@ import torch
 
 import perseus.torch.horovod as hvd
 from perseus.bench.nets import BATCH, CLASSES, NETS
-from perseus.bench.virtual import load
+from perseus.bench.virtual_hosts import VirtualHosts
 
 _WARM, _TIMED = 2, 3  # steps of a turn
 
@@ -36,7 +36,7 @@ def main() -> int:
     if "PERSEUS_RANK" in os.environ:
         _work(given)
         return 0
-    with load().VirtualHosts(2, given.rate) as hosts:
+    with VirtualHosts(2, given.rate) as hosts:
         launcher = [sys.executable, "-m", "perseus.run", "-np", "2", "-H", "host0,host1", "--"]
         environment = {**hosts.environment(), "OMP_NUM_THREADS": "1"}
         process = hosts.popen(0, [*launcher, sys.executable, *sys.argv], env=environment)

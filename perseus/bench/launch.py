@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from perseus.bench.plan import MARK, NEED_MPIRUN, Plan
-from perseus.bench.virtual import HostsUnavailableError, load
+from perseus.bench.virtual_hosts import HostsUnavailableError, VirtualHosts, bits_per_second
 
 _LAST_GRACE = 20.0  # seconds for a job to end once it was told to
 
@@ -134,9 +134,8 @@ def _place(
         }
         yield (lambda command, env: subprocess.Popen(command, env={**mpi, **env}, **options)), _same
         return
-    tool = load()
-    with tool.VirtualHosts(job.hosts, job.rate, job.plan.links) as hosts:
-        rate = None if job.rate is None else tool.bits_per_second(job.rate) / 1e9
+    with VirtualHosts(job.hosts, job.rate, job.plan.links) as hosts:
+        rate = None if job.rate is None else bits_per_second(job.rate) / 1e9
         yield (
             lambda command, env: hosts.popen(
                 0, command, env={**env, "PATH": hosts.environment()["PATH"]}, **options

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from launched_ranks import compile_rank, places
 from mpi_launchers import mpi_or_skip
-from virtual_hosts import VirtualHosts, unavailable
+
+from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)

@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from virtual_hosts import VirtualHosts, unavailable
+
+from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)

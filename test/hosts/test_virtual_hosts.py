@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from virtual_hosts import VirtualHosts, bits_per_second, sweep, unavailable
+
+from perseus.bench.virtual_hosts import VirtualHosts, bits_per_second, sweep, unavailable
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
-
-_TOOL = str(Path(__file__).with_name("virtual_hosts.py"))
 
 # One connection that carries this many bytes from host 1 to host 0, and the seconds it took.
 _BYTES = 5_000_000
@@ -142,10 +141,9 @@ def test_killed_host_takes_its_processes_along() -> None:
         assert pair.run(0, ["hostname"]).stdout == "host0\n"
 
 
-_OWNER = f"""
+_OWNER = """
 import sys, time
-sys.path.insert(0, {str(Path(_TOOL).parent)!r})
-from virtual_hosts import VirtualHosts
+from perseus.bench.virtual_hosts import VirtualHosts
 hosts = VirtualHosts(2).start()
 background = hosts.popen(1, ["sh", "-c", "sleep 60 & sleep 60"])
 print(hosts.ssh_config.parent, flush=True)
@@ -214,7 +212,18 @@ def test_rates_are_read() -> None:
 
 
 def test_command_line_runs_on_every_host() -> None:
-    command = [sys.executable, _TOOL, "run", "--hosts", "2", "--", "sh", "-c", "hostname; exit 3"]
+    command = [
+        sys.executable,
+        "-m",
+        "perseus.bench.virtual_hosts",
+        "run",
+        "--hosts",
+        "2",
+        "--",
+        "sh",
+        "-c",
+        "hostname; exit 3",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 3
     assert sorted(result.stdout.splitlines()) == ["host0", "host1"]

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from perseus.bench.launch import HostsUnavailableError
 from perseus.bench.plan import Plan
-from perseus.bench.virtual import load
+from perseus.bench.virtual_hosts import unavailable
 
 
 def bench(*arguments: str, timeout: float = 120, **variables: str) -> Any:
@@ -156,10 +155,8 @@ def test_a_plan_survives_its_way_to_the_ranks() -> None:
 
 
 def test_a_codec_halves_what_goes_over_the_wire(tmp_path: Path) -> None:
-    try:
-        load()
-    except HostsUnavailableError as error:
-        pytest.skip(str(error))
+    if reason := unavailable():
+        pytest.skip(reason)
     arguments = ["gradients", "--codec", "fp16", "--hosts", "2", "--sizes", "8M", "--peer", ""]
     found = bench(*arguments, "--seconds", "0.1", "--json", str(tmp_path / "r.json"))
     assert found.returncode == 0, found.stdout + found.stderr
@@ -171,10 +168,8 @@ def test_a_codec_halves_what_goes_over_the_wire(tmp_path: Path) -> None:
 
 
 def test_virtual_hosts_count_what_goes_over_the_wire(tmp_path: Path) -> None:
-    try:
-        load()
-    except HostsUnavailableError as error:
-        pytest.skip(str(error))
+    if reason := unavailable():
+        pytest.skip(reason)
     arguments = ["network", "--hosts", "2", "--rate", "1gbit", "--sizes", "4M", "--seconds", "0.1"]
     found = bench(*arguments, "--json", str(tmp_path / "r.json"))
     assert found.returncode == 0, found.stderr

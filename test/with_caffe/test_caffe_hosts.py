@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from caffe_jobs import CAFFE, ROOT, TOLERANCE, distance, environment, weights, write_solver
+from caffe_jobs import CAFFE, TOLERANCE, distance, environment, weights, write_solver
 from caffe_nets import lenet
 from mpi_launchers import mpi_or_skip
 
-sys.path.insert(0, str(ROOT / "test" / "hosts"))
-from virtual_hosts import VirtualHosts, unavailable
+from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from perseus.bench.virtual_hosts import VirtualHosts, unavailable
+
 pytest.importorskip("mxnet")
 
 from run_checks import checks_of
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "test" / "hosts"))
-from virtual_hosts import VirtualHosts, unavailable
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from perseus.bench.virtual_hosts import VirtualHosts, unavailable
+
 pytest.importorskip("tensorflow")
 
 PROGRAM = str(Path(__file__).resolve().parent / "data_service_rank.py")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "test" / "hosts"))
-from virtual_hosts import VirtualHosts, unavailable
 
 WORKER = [sys.executable, "-m", "perseus.tensorflow.data.compute_worker"]
 EVERYTHING = [3 * x + 1 for x in range(1001)]
