@@ -199,6 +199,6 @@ bench: build packages-test $(VENV)/.demo  ## measure against torch gloo and writ
 	perseus-bench --readme README.md --json build/bench/records.jsonl --plot build/bench/records.png
 
 clean:  ## remove what was built; .venv stays
-	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples
+	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples perseus/patches
 	rm -rf .pytest_cache .mypy_cache .ruff_cache
 	rm -f $(VENV)/.perseus

@@ -1,4 +1,4 @@
-"""Builds libperseus.so and what loads it with CMake; puts them and the examples into the wheel.
+"""Builds libperseus.so and what loads it with CMake, for a wheel with examples and patches.
 
 Everything declarative is in pyproject.toml. PERSEUS_BUILD_DIR names a CMake build folder to use
 and keep (the Makefile's); without it setuptools' temporary folder is used.
@@ -56,19 +56,23 @@ class CleanBuild(build):
 
 # What perseus/tensorflow/build_xla.py compiles on the user's machine.
 COMPILED_LATER = ["frameworks/tensorflow", "frameworks/world", "common/include/perseus"]
+# What users start from: scripts, and patches for other source trees.
+FOR_USERS = ["examples", "patches"]
 
 
 class BuildPackage(build_py):
-    """Python modules, the examples as perseus/examples, C++ sources as perseus/sources."""
+    """Python modules, perseus/{examples,patches} for users, C++ sources as perseus/sources."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
-            link = ROOT / "perseus" / "examples"
-            if (ROOT / "examples").is_dir() and not link.exists():
-                link.symlink_to(Path("..") / "examples")
+            for folder in FOR_USERS:
+                link = ROOT / "perseus" / folder
+                if not link.exists():
+                    link.symlink_to(Path("..") / folder)
             return
-        self._install(ROOT / "examples", Path("examples"))
+        for folder in FOR_USERS:
+            self._install(ROOT / folder, Path(folder))
         for folder in COMPILED_LATER:
             self._install(ROOT / folder, Path("sources", folder), (".h", ".cc"))
 

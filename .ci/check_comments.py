@@ -18,7 +18,7 @@ from pathlib import Path
 
 FOLDERS = (".ci", "benchmarks", "common", "examples", "frameworks", "perseus", "test")
 # Made by a build; their originals are checked.
-COPIES = {("perseus", "examples"), ("perseus", "include"), ("perseus", "sources")}
+COPIES = {("perseus", name) for name in ("examples", "include", "patches", "sources")}
 CXX = {".cc", ".h", ".c", ".cpp"}
 # Columns that the formatters allow (pyproject.toml, .clang-format).
 PYTHON_COLUMNS, CXX_COLUMNS = 100, 120

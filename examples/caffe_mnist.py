@@ -8,8 +8,10 @@ import argparse
 import shutil
 from pathlib import Path
 
-import h5py
-from mnist_data import load_digits
+from mnist_data import extra, load_digits
+
+with extra():
+    import h5py
 
 
 def main():

@@ -5,10 +5,25 @@ The 1797 digits that ship with scikit-learn (8 x 8 pixels), or MNIST's own idx f
 """
 
 import argparse
+import contextlib
 import gzip
 from pathlib import Path
 
-import numpy as np
+
+@contextlib.contextmanager
+def extra():
+    """Goes around imports that Perseus itself does not need: says how to get what is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise SystemExit(
+            f"the examples need {error.name}, which is not installed: "
+            "pip install 'perseus-training[examples]'"
+        ) from None
+
+
+with extra():
+    import numpy as np
 
 
 def load(directory=None):
@@ -21,7 +36,8 @@ def load(directory=None):
 
 def load_digits():
     """scikit-learn's digits: every fifth one is for testing."""
-    from sklearn import datasets
+    with extra():
+        from sklearn import datasets
 
     digits = datasets.load_digits()
     images = (digits.images / 16.0).astype(np.float32)[..., None]

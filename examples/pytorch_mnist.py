@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from tqdm import tqdm
 
 import perseus.torch.horovod as hvd
+
+with mnist_data.extra():
+    from tqdm import tqdm
 
 
 class Net(nn.Module):
@@ -85,12 +87,10 @@ def test(model, dataset):
 
 def plot(losses, path):
     """Save the loss curve as a picture."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4))
+    axes = figure.subplots()
     axes.plot(losses, linewidth=1, alpha=0.4, label="each step")
     window = min(20, len(losses))
     smooth = np.convolve(losses, np.ones(window) / window, "valid")
@@ -106,6 +106,9 @@ def main():
     parser = mnist_data.parser("A small CNN on handwritten digits")
     parser.add_argument("--plot", type=Path, help="save the loss curve to this PNG")
     arguments = parser.parse_args()
+    if arguments.plot:
+        with mnist_data.extra():  # before there is something to lose
+            import matplotlib  # noqa: F401
     hvd.init()
     torch.manual_seed(arguments.seed)
     train_set, test_set = load_digits(arguments.data_dir)

@@ -5,10 +5,13 @@ The wheel is built from the objects that `make build` left, so that nothing is c
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -19,6 +22,8 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
+
+from perseus.bench.virtual_hosts import unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libpthread|libdl|librt|ld-linux[a-z0-9_-]*)\.so\.\d+")
@@ -154,8 +159,9 @@ def test_the_wheel_is_complete(wheel: Path, unpacked: Path) -> None:
     assert re.fullmatch(rf"perseus_training-[0-9.]+-{tag}-{tag}-linux_\w+\.whl", wheel.name)
     package = unpacked / "perseus"
     assert (package / "py.typed").exists()
-    sources = sorted(path.relative_to(ROOT) for path in (ROOT / "examples").glob("*.py"))
-    assert sources
+    sources = {path.relative_to(ROOT) for path in (ROOT / "examples").glob("*.py")}
+    sources |= {path.relative_to(ROOT) for path in (ROOT / "patches").rglob("*") if path.is_file()}
+    assert {source.suffix for source in sources} == {".py", ".patch", ".md"}
     for source in sources:
         assert (package / source).read_bytes() == (ROOT / source).read_bytes()
     # What --build-xla compiles.
@@ -172,29 +178,141 @@ def test_the_wheel_is_complete(wheel: Path, unpacked: Path) -> None:
     assert {path for path in packed - modules if path.parts[1] != "examples"} == set()
 
 
-def test_installed_alone_it_imports_and_launches(wheel: Path, tmp_path: Path) -> None:
-    """In an environment without torch, numpy or a compiler: python -m venv, the wheel, no more."""
-    home = tmp_path / "venv"
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and nothing else: its folder."""
+    home = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(home, with_pip=False)
-    python = home / "bin" / "python"
+    command = [sys.executable, "-m", "pip", f"--python={home / 'bin' / 'python'}", "install"]
+    command += ["--quiet", "--disable-pip-version-check", "--no-deps", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home
+
+
+def run_in(home: Path, *command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """A command of an environment, away from the checkout; it ends with `code`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    program = [str(home / "bin" / command[0]), *command[1:]]
+    done = subprocess.run(
+        program, cwd=home, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
-    def run(*command: str) -> str:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
-    target = f"--python={python}"
-    quiet = ["--quiet", "--disable-pip-version-check"]
-    run(sys.executable, "-m", "pip", target, "install", *quiet, "--no-deps", str(wheel))
+def test_installed_alone_it_imports_and_launches(installed: Path) -> None:
+    """In an environment without torch, numpy or a compiler: python -m venv, the wheel, no more."""
     code = "import sys, perseus; print(perseus.__version__, 'torch' in sys.modules)"
     version = re.search(
         r"project\(perseus VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text()
     )
     assert version is not None
-    assert run(str(python), "-c", code).split() == [version.group(1), "False"]
-    report = run(str(home / "bin" / "perseusrun"), "--check-build")
+    assert run_in(installed, "python", "-c", code).stdout.split() == [version.group(1), "False"]
+    report = run_in(installed, "perseusrun", "--check-build").stdout
     assert "[ ] PyTorch" in report
     assert "[X] Gloo" in report
+
+
+def examples_of(home: Path) -> Path:
+    (found,) = home.glob("lib/python3*/site-packages/perseus/examples")
+    return found
+
+
+def test_an_example_without_its_packages_names_the_extra(installed: Path) -> None:
+    for example in ("caffe_mnist.py", "mnist_data.py"):
+        script = str(examples_of(installed) / example)
+        said = run_in(installed, "python", script, code=1).stderr
+        assert said == (
+            "the examples need numpy, which is not installed: "
+            "pip install 'perseus-training[examples]'\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("missing", "example", "arguments"),
+    [
+        ("tqdm", "pytorch_mnist.py", []),
+        ("tqdm", "pytorch_join.py", []),
+        ("sklearn", "pytorch_mnist.py", []),
+        ("matplotlib", "pytorch_mnist.py", ["--plot", "loss.png"]),
+        ("h5py", "caffe_mnist.py", ["digits"]),
+    ],
+)
+def test_every_package_that_an_example_misses_is_named(
+    missing: str, example: str, arguments: list[str], tmp_path: Path
+) -> None:
+    script = str(ROOT / "examples" / example)
+    # A finder in front of all others, as if it were not installed.
+    program = f"""
+import runpy, sys
+class Absent:
+    def find_spec(name, path=None, target=None):
+        if name == {missing!r}:
+            raise ModuleNotFoundError(f"No module named '{{name}}'", name=name)
+sys.meta_path.insert(0, Absent)
+sys.argv = {[script, *arguments]!r}
+sys.path.insert(0, {str(ROOT / "examples")!r})
+runpy.run_path({script!r}, run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert f"the examples need {missing}, which is not installed: pip install" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_extra_has_what_the_examples_import(unpacked: Path) -> None:
+    frameworks = {"torch", "tensorflow", "keras", "mxnet", "perseus"}
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    imported = set()
+    for source in examples:
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.split(".")[0])
+    own = {source.stem for source in examples}
+    needed = imported - own - frameworks - set(sys.stdlib_module_names)
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    lines = metadata.read_text(encoding="utf-8").splitlines()
+    extra = [line for line in lines if line.endswith('extra == "examples"')]
+    names = {re.split(r"[^\w-]", line.removeprefix("Requires-Dist: "))[0] for line in extra}
+    assert {name.replace("sklearn", "scikit-learn") for name in needed} == names
+
+
+def test_the_source_distribution_has_what_the_wheel_has(wheel: Path, tmp_path: Path) -> None:
+    program = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        held = {name.partition("/")[2] for name in packed.getnames()}
+    with zipfile.ZipFile(wheel) as archive_of_wheel:
+        files = {name.removeprefix("perseus/") for name in archive_of_wheel.namelist()}
+    for_users = {name for name in files if name.startswith(("examples/", "patches/"))}
+    assert for_users <= held
+    sources = {name.removeprefix("sources/") for name in files if name.startswith("sources/")}
+    assert sources <= held
+    modules = {f"perseus/{name}" for name in files if name.endswith(".py")} - {
+        f"perseus/{name}" for name in for_users
+    }
+    assert modules <= held
+
+
+def test_installed_it_measures_virtual_hosts(installed: Path) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    pytest.importorskip("torch")
+    # PyTorch from this environment, behind the wheel; its .pth files, the editable install, stay.
+    (site,) = installed.glob("lib/python3*/site-packages")
+    (site / "torch.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    arguments = ["network", "--hosts", "2", "--sizes", "64K", "--seconds", "0.05", "--peer", ""]
+    said = run_in(installed, "perseus-bench", *arguments)
+    found = re.search(r"^network +perseus +2 +2 +64 KiB .* right$", said.stdout, re.MULTILINE)
+    assert found, said.stdout + said.stderr
+    where = run_in(installed, "python", "-c", "import perseus; print(perseus.__file__)").stdout
+    assert where.startswith(str(installed))
