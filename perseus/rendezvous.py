@@ -6,7 +6,6 @@ threads at once.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -24,8 +23,10 @@ from perseus.addresses import (
     is_own_address,
     source_address,
 )
+from perseus.announcement import announcement, read_announcement
 from perseus.identity import Identity
 from perseus.start_settings import given_secret, setting, start_timeout, whole_number
+from perseus.torch_round import announce, await_announcement
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 6666
@@ -97,20 +98,22 @@ def _through_torch(identity: Identity) -> Rendezvous:
         return _at_known_place(identity, _LOOPBACK if local else host, _master_port())
     port = whole_number("MASTER_PORT", default=29500, least=1, most=65535)
     deadline = time.monotonic() + start_timeout()
-    # Restarted workers find the agent's store as the failed ones left it.
-    key = f"perseus/{setting('TORCHELASTIC_RESTART_COUNT', default='0')}"
+    place = f"torch's store at MASTER_ADDR:MASTER_PORT {host}:{port}"
+    within = f"within {start_timeout()} s (HOROVOD_START_TIMEOUT); does every rank call init()?"
     try:
         store = _torch_store(identity, host, port, deadline)
         if identity.rank == 0:
             rendezvous = _serve(_LOOPBACK if local else host, local, keep=(store,))
-            store.set(key, _to_text(rendezvous))
+            late = f"{place} {within}"
+            announce(store, _to_text(rendezvous), identity.size, deadline, late)
             return rendezvous
-        return _from_text(_await_key(store, key, deadline, f"{host}:{port}"), keep=(store,))
+        late = f"bring all ranks together at {place} {within}"
+        return await_announcement(
+            store, identity.rank, lambda text: _from_text(text, identity, (store,)), deadline, late
+        )
     except import_module("torch.distributed").DistError as error:
         fact = str(error).splitlines()[0]
-        raise RuntimeError(
-            f"[rendezvous] torch's store at MASTER_ADDR:MASTER_PORT {host}:{port}: {fact}"
-        ) from None
+        raise RuntimeError(f"[rendezvous] {place}: {fact}") from None
 
 
 def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> Any:
@@ -127,17 +130,6 @@ def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> A
         wait_for_workers=False,
         multi_tenant=master,
     )
-
-
-def _await_key(store: Any, key: str, deadline: float, place: str) -> bytes:
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                f"[rendezvous] rank 0 did not announce its store at {place} within "
-                f"{start_timeout()} s (HOROVOD_START_TIMEOUT); does every rank call init()?"
-            )
-        time.sleep(0.02)
-    return bytes(store.get(key))
 
 
 def _wait_until_listening(host: str, port: int, deadline: float) -> None:
@@ -188,7 +180,7 @@ def _through_mpi(identity: Identity) -> Rendezvous:
         held = rendezvous.held
         message[:] = _to_text(rendezvous).encode().ljust(_MESSAGE_BYTES)
     _finish(world.Ibcast(message, root=0), deadline)
-    return _from_text(message, keep=held)
+    return _from_text(message, identity, held)
 
 
 def _through_launcher() -> Rendezvous:
@@ -304,9 +296,11 @@ def _master_port() -> int:
 
 
 def _to_text(rendezvous: Rendezvous) -> str:
-    return json.dumps([rendezvous.host, rendezvous.port, rendezvous.secret.decode("latin-1")])
+    given = given_secret() is not None
+    return announcement(rendezvous.host, rendezvous.port, rendezvous.secret, given)
 
 
-def _from_text(text: str | bytes | bytearray, keep: tuple[Any, ...]) -> Rendezvous:
-    host, port, secret = json.loads(text)
-    return Rendezvous(str(host), int(port), str(secret).encode("latin-1"), keep)
+def _from_text(
+    text: str | bytes | bytearray, identity: Identity, keep: tuple[Any, ...]
+) -> Rendezvous:
+    return Rendezvous(*read_announcement(text, given_secret(), identity.rank), keep)

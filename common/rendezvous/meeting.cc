@@ -8,6 +8,7 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -19,9 +20,14 @@ namespace perseus {
 namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
-constexpr const char* kStoreAt = "store at ";  // what rank 0 announces; else the error that keeps it from starting
-constexpr int64_t kSlurmPorts = 10'000;        // jobs that share a node get ports of their own out of this many
-constexpr size_t kShortestSecret = 16, kSecretBytes = 32;
+// What rank 0 announces: "store at HOST PORT made SECRET" or "store at HOST PORT given NONCE CHECK", else the error
+// that keeps it from starting. A secret that the user gave is never told; perseus/announcement.py does the same.
+constexpr const char* kStoreAt = "store at ";
+constexpr const char *kMade = "made", *kGiven = "given";
+constexpr const char* kAnnounced = "perseus announced store";
+constexpr const char* kSameSecret = ": give all ranks the same PERSEUS_SECRET_FILE (or PERSEUS_SECRET), or none";
+constexpr int64_t kSlurmPorts = 10'000;  // jobs that share a node get ports of their own out of this many
+constexpr size_t kShortestSecret = 16, kSecretBytes = 32, kNonceBytes = 16;
 
 std::string to_hex(const std::string& bytes) {
   constexpr const char* kDigits = "0123456789abcdef";
@@ -189,17 +195,26 @@ std::string other_host(LauncherSpace& space, int size) {
   return "";
 }
 
+std::string announcement(const Meeting& meeting, bool given) {
+  const std::string port = std::to_string(meeting.port);
+  const std::string text = kStoreAt + meeting.host + " " + port + " ";
+  if (!given) return text + kMade + " " + meeting.secret;
+  const std::string nonce = to_hex(random_bytes(kNonceBytes));
+  const Digest check = prove(meeting.secret, {kAnnounced, nonce, meeting.host, port});
+  return text + kGiven + " " + nonce + " " + to_hex(std::string(check.begin(), check.end()));
+}
+
 // Rank 0's part of through_space: what it tells the others, who would otherwise wait for it in vain.
 Meeting announce(LauncherSpace& space, bool local, const Identity& identity, const Environment& environment,
                  const Config& config) {
   try {
     Meeting meeting =
         serve(local ? kLoopback : own_address(other_host(space, identity.size), config), environment, config);
-    const std::string text =
-        to_hex(std::string(kStoreAt) + meeting.host + " " + std::to_string(meeting.port) + " " + meeting.secret);
+    const std::string text = to_hex(announcement(meeting, !given_secret(environment, config).empty()));
     if (text.size() > space.most_bytes())
-      fail(ErrorKind::kInvalidArgument, "[rendezvous] the secret of " + std::to_string(meeting.secret.size()) +
-                                            " bytes is too long for this launcher: make one with openssl rand -hex 32");
+      fail(ErrorKind::kInvalidArgument, "[rendezvous] this host's name '" + meeting.host +
+                                            "' is too long for this "
+                                            "launcher: name an interface in PERSEUS_GLOO_NETWORK_INTERFACE");
     space.put("store", text);
     return meeting;
   } catch (const Error& error) {
@@ -214,14 +229,27 @@ Meeting announce(LauncherSpace& space, bool local, const Identity& identity, con
   }
 }
 
-Meeting announced(const std::string& text) {
-  const size_t begin = std::strlen(kStoreAt);
-  if (text.compare(0, begin, kStoreAt) != 0) fail(ErrorKind::kIo, "[rendezvous] rank 0 could not start: " + text);
-  const size_t first = text.find(' ', begin), second = text.find(' ', first + 1);
-  return {text.substr(begin, first - begin),
-          static_cast<int>(
-              whole_number("rendezvous", "rank 0's port", text.substr(first + 1, second - first - 1), 1, 65535)),
-          text.substr(second + 1), nullptr};
+// What rank 0 has announced. given: the secret that the user gave to this rank, "" = none.
+Meeting announced(const std::string& text, const std::string& given, int rank) {
+  if (text.compare(0, std::strlen(kStoreAt), kStoreAt) != 0)
+    fail(ErrorKind::kIo, "[rendezvous] rank 0 could not start: " + text);
+  std::istringstream words(text.substr(std::strlen(kStoreAt)));
+  std::string host, port, kind, secret_or_nonce, check;
+  words >> host >> port >> kind >> secret_or_nonce >> check;
+  Meeting meeting{host, static_cast<int>(whole_number("rendezvous", "rank 0's port", port, 1, 65535)), "", nullptr};
+  const auto refuse = [rank](const std::string& what) {
+    fail(ErrorKind::kInvalidArgument, "[rendezvous] rank " + std::to_string(rank) + what + kSameSecret);
+  };
+  if (kind == kMade) {
+    if (!given.empty()) refuse(" was given a secret, but rank 0 was not");
+    meeting.secret = secret_or_nonce;
+    return meeting;
+  }
+  if (given.empty()) refuse(" was given no secret, but rank 0 was");
+  if (!proof_holds(from_hex(check), given, {kAnnounced, secret_or_nonce, host, port}))
+    refuse(" has another secret than rank 0");
+  meeting.secret = given;
+  return meeting;
 }
 
 // Rank 0 tells the others where its store is.
@@ -238,7 +266,7 @@ Meeting through_space(LauncherSpace& space, const Identity& identity, const Envi
   std::string text;
   if (identity.rank != 0) text = from_hex(space.get(0, "store"));
   space.finish();
-  return identity.rank == 0 ? meeting : announced(text);
+  return identity.rank == 0 ? meeting : announced(text, given_secret(environment, config), identity.rank);
 }
 
 }  // namespace

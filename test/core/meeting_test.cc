@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <fstream>
 #include <map>
 #include <thread>
@@ -249,12 +250,55 @@ TEST(MeetingByPmi, WhatKeepsRankZeroFromStartingIsToldToAll) {
   PlayedPmi pmi(2, 256);
   std::thread other([&pmi] {
     expect_error(ErrorKind::kIo, pmi.variables(1),
-                 "rank 0 could not start: [rendezvous] the secret of 120 bytes is too long for this launcher");
+                 "rank 0 could not start: [rendezvous] PERSEUS_SECRET: 9 bytes are too few");
   });
-  expect_error(ErrorKind::kInvalidArgument, with(pmi.variables(0), "PERSEUS_SECRET", std::string(120, 's')),
-               "the secret of 120 bytes is too long for this launcher", {"PERSEUS_MASTER_PORT=20500"});
+  expect_error(ErrorKind::kInvalidArgument, with(pmi.variables(0), "PERSEUS_SECRET", "too short"),
+               "PERSEUS_SECRET: 9 bytes are too few", {"PERSEUS_MASTER_PORT=20500"});
   other.join();
   EXPECT_EQ(pmi.finished(), 2);
+}
+
+std::string hex_of(const std::string& text) {
+  std::string hex;
+  for (const char c : text) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    hex += {kDigits[static_cast<unsigned char>(c) >> 4], kDigits[static_cast<unsigned char>(c) & 15]};
+  }
+  return hex;
+}
+
+TEST(MeetingByPmi, SecretThatWasGivenIsNeverTold) {
+  // Longer than what the launcher takes: it has nothing to do with it.
+  const std::string secret = kSecret + std::string(600, 's');
+  PlayedPmi pmi(3);
+  std::vector<Variables> ranks;
+  for (int rank = 0; rank < 3; ++rank) ranks.push_back(with(pmi.variables(rank), "PERSEUS_SECRET", secret));
+  const std::vector<Meeting> meetings = meet_all(ranks, {"PERSEUS_MASTER_PORT=20600"});
+  expect_met(meetings);
+  EXPECT_EQ(meetings[2].secret, secret);
+  const std::string told = pmi.told();
+  EXPECT_NE(told.find(hex_of("store at 127.0.0.1 ")), std::string::npos) << told;
+  EXPECT_EQ(told.find(hex_of(kSecret)), std::string::npos) << told;
+  EXPECT_EQ(told.find(kSecret), std::string::npos) << told;
+}
+
+TEST(MeetingByPmi, RankWithAnotherSecretOrNoneIsNamed) {
+  const std::string another = std::string(kSecret) + "!";
+  int port = 20700;
+  for (const auto& [first, second, message] : std::vector<std::array<std::string, 3>>{
+           {kSecret, another, "rank 1 has another secret than rank 0: give all ranks the same"},
+           {kSecret, "", "rank 1 was given no secret, but rank 0 was: give all ranks the same"},
+           {"", kSecret, "rank 1 was given a secret, but rank 0 was not: give all ranks the same"}}) {
+    PlayedPmi pmi(2);
+    port += 10;
+    const std::vector<std::string> overrides{"PERSEUS_MASTER_PORT=" + std::to_string(port)};
+    std::thread other([&, second = second, message = message] {
+      expect_error(ErrorKind::kInvalidArgument, with(pmi.variables(1), "PERSEUS_SECRET", second), message, overrides);
+    });
+    const Meeting meeting = meet_with(with(pmi.variables(0), "PERSEUS_SECRET", first), overrides);
+    other.join();
+    EXPECT_NE(meeting.server, nullptr);
+  }
 }
 
 TEST(MeetingByPmix, LauncherWithoutItIsNamed) {

@@ -45,6 +45,12 @@ class PlayedPmi {
   }
   int theirs(int rank) const { return theirs_[static_cast<size_t>(rank)]; }
   int finished() const { return finished_; }
+  // All that the ranks have left, once they have finished.
+  std::string told() const {
+    std::string text;
+    for (const auto& [key, value] : values_) text += key + "=" + value + "\n";
+    return text;
+  }
 
  private:
   void serve() {

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ import pytest
 from rendezvous_ranks import environment, found, free_port, run_ranks, script
 
 pytest.importorskip("torch")
+
+SECRET = "a secret of these ranks alone"
 
 # The script's own use of torch.distributed, on the same address and port.
 ALLREDUCE = """
@@ -138,3 +145,128 @@ def test_torchrun_starts_a_world_also_after_a_restart(tmp_path: Path) -> None:
     assert worlds == 8
     for rank in range(2):
         assert result.stdout.count(f"[{rank}, 2, {rank}, 2, 0, 1, ") == 4
+
+
+class Agent:
+    """torchrun's part: torch's store, which outlives the ranks, behind a proxy that listens in."""
+
+    def __init__(self) -> None:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ends = [self._listener]
+        self.heard = bytearray()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def rank(self, rank: int, size: int, **more: str) -> dict[str, str]:
+        port = self._listener.getsockname()[1]
+        return environment(
+            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True",
+            **{"TORCHELASTIC_RESTART_COUNT": "0", **more},
+        )  # fmt: skip
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                rank, _ = self._listener.accept()
+                store = socket.create_connection(("127.0.0.1", self._store.port))
+                self._ends += (rank, store)
+                for ends in ((rank, store), (store, rank)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.heard += data
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    made.close()
+
+
+def secret_file(folder: Path, text: str = SECRET) -> str:
+    file = folder / f"secret of {text[0]}"
+    file.write_text(text)
+    file.chmod(0o600)
+    return str(file)
+
+
+@pytest.mark.parametrize("variable", ["PERSEUS_SECRET", "PERSEUS_SECRET_FILE"])
+def test_a_given_secret_is_never_told_to_torchs_store(
+    agent: Agent, tmp_path: Path, variable: str
+) -> None:
+    value = SECRET if variable == "PERSEUS_SECRET" else secret_file(tmp_path)
+    ends = run_ranks([agent.rank(r, 2, **{variable: value}) for r in range(2)], script())
+    worlds = [found(end) for end in ends]
+    check_worlds(worlds)
+    assert worlds[0][0][8] == SECRET
+    port = str(worlds[0][0][7]).encode()
+    assert port in agent.heard  # that is where it would have been
+    assert SECRET.encode() not in agent.heard
+    assert SECRET.encode().hex().encode() not in agent.heard
+
+
+def test_ranks_with_different_secrets_get_one_error_each(agent: Agent) -> None:
+    for end in run_ranks(
+        [agent.rank(r, 3, PERSEUS_SECRET=SECRET + "!" * (r % 2)) for r in range(3)], script()
+    ):
+        assert end.returncode != 0
+        last = end.stderr.strip().splitlines()[-1]
+        assert last.startswith("ValueError: [rendezvous] rank 1 has another secret than rank 0: ")
+        assert SECRET not in end.stderr
+    assert SECRET.encode() not in agent.heard
+
+
+LATE_0 = "import time; time.sleep(1.5 if os.environ['RANK'] == '0' else 0)"
+# Rank 1 of the first world fails, which rank 0 does not notice: its agent ends it for the others.
+FAILS_ONCE = """
+import pathlib
+failed = pathlib.Path("failed")
+was_there = failed.exists()
+"""
+FAIL = """
+import time
+if not was_there and me.rank == 1:
+    failed.touch()
+    os._exit(3)
+time.sleep(0 if was_there else 60)
+"""
+
+
+def test_agents_of_two_hosts_start_again_with_different_restart_counts(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(script(before=FAILS_ONCE + LATE_0, after=FAIL))
+    tool = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    assert tool is not None
+    agents = [
+        subprocess.Popen(
+            [tool, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1",
+             "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--monitor-interval", "0.2",
+             str(program)],
+            env=environment(HOROVOD_START_TIMEOUT="20"), cwd=tmp_path, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for endpoint in [f"127.0.0.1:{free_port()}"] * 2
+    ]  # fmt: skip
+    try:
+        output = "".join(agent.communicate(timeout=100)[0] for agent in agents)
+    finally:
+        for agent in agents:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], output
+    for rank in range(2):
+        assert output.count(f"[{rank}, 2, 0, 1, ") == 2, output

@@ -1,0 +1,49 @@
+"""What rank 0 tells the other ranks about its store, on a channel that strangers may read.
+
+A secret that the user gave is never told: a keyed check shows whether all ranks were given the
+same. A secret that rank 0 made is told, and is as safe as the channel. Pure functions.
+common/rendezvous/meeting.cc does the same for programs without Python.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+
+_LABEL = "perseus announced store"
+_REMEDY = "give all ranks the same PERSEUS_SECRET_FILE (or PERSEUS_SECRET), or none"
+
+
+def announcement(host: str, port: int, secret: bytes, given: bool) -> str:
+    """One line for read_announcement. given: by the user, and not made by this rank 0."""
+    if not given:
+        return json.dumps([host, port, secret.decode("latin-1"), "", ""])
+    nonce = secrets.token_hex(16)
+    return json.dumps([host, port, "", nonce, _check(secret, nonce, host, port)])
+
+
+def read_announcement(
+    text: str | bytes | bytearray, given: bytes | None, rank: int
+) -> tuple[str, int, bytes]:
+    """Host, port and secret. given: the secret that the user gave to this rank.
+
+    ValueError, one line for all ranks to see, where rank 0 was not given the same.
+    """
+    host, port, made, nonce, check = json.loads(text)
+    if made:
+        if given is not None:
+            raise ValueError(
+                f"[rendezvous] rank {rank} was given a secret, but rank 0 was not: {_REMEDY}"
+            )
+        return str(host), int(port), str(made).encode("latin-1")
+    if given is None:
+        raise ValueError(f"[rendezvous] rank {rank} was given no secret, but rank 0 was: {_REMEDY}")
+    if not hmac.compare_digest(str(check), _check(given, str(nonce), str(host), int(port))):
+        raise ValueError(f"[rendezvous] rank {rank} has another secret than rank 0: {_REMEDY}")
+    return str(host), int(port), given
+
+
+def _check(secret: bytes, nonce: str, host: str, port: int) -> str:
+    statement = json.dumps([_LABEL, nonce, host, port]).encode()
+    return hmac.new(secret, statement, "sha256").hexdigest()
