@@ -282,14 +282,15 @@ class Launcher:
             host.heard_at = time.monotonic()
 
     def _share_cores(self) -> dict[str, int]:
-        """OMP_NUM_THREADS of each host, and one line about it."""
+        """OMP_NUM_THREADS of each host."""
         threads = {}
         reasons = []
         for host in self._hosts:
             cores = _present(host.hello)["cores"]
             threads[host.name] = max(1, cores // len(host.slots))
             reasons.append(f"{threads[host.name]} on {host.name} ({cores} / {len(host.slots)})")
-        self._say("OMP_NUM_THREADS = cores / ranks as it was not set: " + ", ".join(reasons))
+        if self._job.verbose:
+            self._say("OMP_NUM_THREADS = cores / ranks as it was not set: " + ", ".join(reasons))
         return threads
 
     def _own_address(self) -> str:

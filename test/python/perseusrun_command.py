@@ -14,7 +14,7 @@ COMMAND = [sys.executable, "-m", "perseus.run"]
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's, without the one line that perseusrun would say about OMP_NUM_THREADS."""
+    """This process's, with one thread a rank."""
     return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
 
 

@@ -94,12 +94,13 @@ def test_flags_reach_the_ranks_and_beat_the_environment() -> None:
 def test_threads_are_shared_out_when_nobody_said_how_many() -> None:
     env = environment()
     del env["OMP_NUM_THREADS"]
-    result = perseusrun("-np", "3", "sh", "-c", "echo $OMP_NUM_THREADS", env=env)
     cores = len(os.sched_getaffinity(0))
-    shown = {line.partition(":")[2] for line in result.stdout.splitlines()}
-    assert len(shown) == 1 and 1 <= int(shown.pop()) <= max(1, cores // 3)
-    notes = result.stderr.splitlines()
-    assert len(notes) == 1 and "OMP_NUM_THREADS" in notes[0]
+    for flags, notes in (([], 0), (["--verbose"], 1)):
+        result = perseusrun("-np", "3", *flags, "sh", "-c", "echo $OMP_NUM_THREADS", env=env)
+        shown = {line.partition(":")[2] for line in result.stdout.splitlines()}
+        assert len(shown) == 1 and 1 <= int(shown.pop()) <= max(1, cores // 3)
+        assert sum("OMP_NUM_THREADS" in line for line in result.stderr.splitlines()) == notes
+        assert flags or not result.stderr
 
 
 def test_no_secret_is_on_any_command_line(tmp_path: Path) -> None:
