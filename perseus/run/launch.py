@@ -206,7 +206,7 @@ class Launcher:
                     directory = Path(self._job.output_directory) / f"rank.{slot.rank:0{width}}"
                     try:
                         directory.mkdir(parents=True, exist_ok=True)
-                        file = (directory / name).open("wb")
+                        file = (directory / name).open("wb", buffering=0)
                     except OSError as error:
                         raise LaunchError(
                             f"--output-filename {directory}: {error.strerror}"

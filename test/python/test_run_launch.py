@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from perseusrun_command import COMMAND, Running, alive, environment, eventually, perseusrun
@@ -305,6 +306,53 @@ def test_output_files_hold_what_the_console_shows(tmp_path: Path) -> None:
         assert (directory / "stdout").read_text() == f"[{rank}]<stdout>:out {rank}\n"
         assert (directory / "stderr").read_text() == f"[{rank}]<stderr>:err {rank}\n"
         assert f"[{rank}]<stdout>:out {rank}\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("full", "name"), [("stdout", "standard output"), ("stderr", "standard error")]
+)
+def test_full_disk_under_the_console_costs_lines_and_one_warning(
+    tmp_path: Path, full: str, name: str
+) -> None:
+    script = f"for i in 1 2 3; do echo out $i; echo err $i >&2; done; {announce(tmp_path)}; exit 9"
+    with open("/dev/full", "wb") as device:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        streams[full] = device
+        command = [*COMMAND, "-np", "1", "sh", "-c", script]
+        job = subprocess.run(
+            command, **streams, env=environment(), text=True, timeout=300, check=False
+        )
+    assert job.returncode == 9
+    assert len(list(tmp_path.iterdir())) == 1
+    lines = [line for line in (job.stdout or job.stderr).splitlines() if line.startswith("perse")]
+    assert lines[0] == (
+        f"perseusrun: warning: cannot write {name}: No space left on device; the job goes on, and "
+        "output that cannot be written is lost"
+    )
+    other = "err" if full == "stdout" else "out"
+    for i in range(1, 4):
+        assert f"[0]<std{other}>:{other} {i}\n" in (job.stdout or job.stderr)
+    assert sum("warning" in line for line in lines) == 1
+
+
+def test_full_disk_under_output_files_costs_lines_and_one_warning(tmp_path: Path) -> None:
+    count = 200
+    script = f"for i in $(seq {count}); do echo $PERSEUS_RANK $i; done"
+    limited = 'ulimit -f 1; exec "$@"'
+    job = subprocess.run(
+        ["sh", "-c", limited, "sh", *COMMAND, "-np", "2", "--output-filename", tmp_path,
+         "sh", "-c", script],
+        capture_output=True, env=environment(), text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert job.returncode == 0
+    (warning,) = job.stderr.splitlines()
+    assert f"cannot write {tmp_path}/rank." in warning and "File too large" in warning
+    for rank in range(2):
+        expected = [f"[{rank}]<stdout>:{rank} {i + 1}" for i in range(count)]
+        head = f"[{rank}]"
+        assert [line for line in job.stdout.splitlines() if line.startswith(head)] == expected
+        written = (tmp_path / f"rank.{rank}" / "stdout").read_text()
+        assert len(written) >= 512 and "\n".join(expected).startswith(written)
 
 
 def test_ranks_run_in_the_current_directory_without_input(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
 import select
 import time
 from collections.abc import Iterator
@@ -132,6 +133,76 @@ def test_on_a_terminal_an_unfinished_line_gives_way_to_others(
     assert read_all(reader) == b"\r\x1b[K[1]<stdout>:note\r\n"
     bar.feed(b" done\n")
     assert read_all(reader) == b"[0]<stdout>:50% done\r\n"
+
+
+def test_on_a_terminal_the_lowest_ranks_progress_bar_stays(
+    terminal: tuple[Console, int],
+) -> None:
+    console, reader = terminal
+    bars = [stream(console, rank, STDERR) for rank in range(3)]
+    bars[1].feed(b"1 of 9\r2")
+    bars[1].show_rest()
+    bars[0].feed(b"1 of 5\r2 of 5\r3")
+    bars[1].feed(b" of 9\r3 of 9\r4")
+    bars[2].feed(b"no bar\n")
+    bars[0].feed(b" of 5\r4")
+    bars[0].feed(b" of 5\n")
+    bars[1].feed(b" of 9\r5")
+    bars[0].feed(b"again\r.")
+    bars[0].close()
+    bars[1].feed(b" of 9\r6")
+    bars[1].close()
+    console.close()
+    clear = "\r\x1b[K"
+    shown = ["1 1 of 9\r", "1 2", "0 1 of 5\r", "0 2 of 5\r", "2 no bar\r\n", "0 3 of 5\r",
+             "0 4 of 5\r\n", "1 4 of 9\r", "0 again\r", "0 .\r\n", "1 5 of 9\r", "1 6\r\n",
+             ]  # fmt: skip
+    assert read_all(reader).decode() == "".join(
+        (clear if i > 0 and not shown[i - 1].endswith("\n") else "")
+        + f"[{line[0]}]<stderr>:{line[2:]}"
+        for i, line in enumerate(shown)
+    )
+
+
+def test_progress_bar_fits_into_one_row(console: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    console._terminals = {STDOUT: True, STDERR: True}
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((20, 5)))
+    out = stream(console)
+    out.feed("ééééééééééééé\r".encode() + b"1234567\r" + b"\x1b[32m123456789\r")
+    out.feed(b"x" * 30 + b"\n")
+    assert [data.decode().removeprefix("\r\x1b[K") for _, data in console.shown] == [
+        "[3]<stdout>:ééééééé\r",
+        "[3]<stdout>:1234567\r",
+        "[3]<stdout>:\x1b[32m123456789\r",
+        "[3]<stdout>:" + "x" * 30 + "\n",
+    ]
+
+
+def test_file_on_a_full_disk_goes_on_with_the_next_line_that_fits(
+    console: Recorder, tmp_path: Path
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "stdout"
+    with path.open("wb", buffering=0) as file:
+        out = Stream(console, 0, STDOUT, timestamps=False, file=file)
+        out.feed(b"first\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (25, limits[1]))
+        try:
+            out.feed(b"second\nthird\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        out.feed(b"fourth\nfifth\n")
+        out.close()
+    assert path.read_text() == (
+        "[0]<stdout>:first\n[0]<std\n[0]<stdout>:fourth\n[0]<stdout>:fifth\n"
+    )
+    shown = [data.decode() for fd, data in console.shown if fd == STDOUT]
+    expected = ["first", "second", "third", "fourth", "fifth"]
+    assert shown == [f"[0]<stdout>:{line}\n" for line in expected]
+    assert [data.decode() for fd, data in console.shown if fd == STDERR] == [
+        f"perseusrun: warning: cannot write {path}: File too large; the job goes on, and output "
+        "that cannot be written is lost\n"
+    ]
 
 
 def test_output_that_nobody_takes_is_given_up_when_the_job_is_interrupted() -> None:
