@@ -55,6 +55,7 @@ class Context {
   [[noreturn]] void report_missing(Store& store, const ContextOptions& options, int first,
                                    const std::string& ours) const;
   void place(const ContextOptions& options, const std::vector<std::string>& hosts);
+  void make_room(int remote);
   void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);
   std::string await_word(Store& store, const std::string& word, int rank, const ContextOptions& options,

@@ -19,6 +19,7 @@
 #include <cstring>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
 
@@ -41,7 +42,7 @@ constexpr int64_t kPoliteAfter = 5 * kMicrosecond;
 Driver::Driver(Waker& waker, const Settings& settings, Callbacks callbacks)
     : waker_(waker), settings_(settings), callbacks_(std::move(callbacks)) {
   standby_timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
-  if (standby_timer_ < 0) fail(ErrorKind::kIo, std::string("[engine] timerfd_create: ") + std::strerror(errno));
+  if (standby_timer_ < 0) fail(ErrorKind::kIo, "[engine] timerfd_create: " + error_text(errno));
   guard_fd(standby_timer_);
   // Signals belong to the program's own threads.
   sigset_t all, old;

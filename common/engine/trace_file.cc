@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
 
@@ -20,7 +21,7 @@ constexpr char kOpening[] = "[\n", kSeparator[] = ",\n", kClosing[] = "\n]\n";
 TraceFile::TraceFile(const std::string& path) : path_(path) {
   fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (fd_ < 0)
-    fail(ErrorKind::kInvalidArgument, "[timeline] cannot write '" + path + "': " + std::strerror(errno) +
+    fail(ErrorKind::kInvalidArgument, "[timeline] cannot write '" + path + "': " + error_text(errno) +
                                           ". Name a file in a directory that exists and may be written to");
   guard_fd(fd_);
 }

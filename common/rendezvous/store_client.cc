@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "rendezvous/auth.h"
 #include "rendezvous/socket.h"
@@ -180,7 +181,7 @@ class TcpStore : public Store {
         code = outcome == Wait::kTimeout ? ETIMEDOUT : connect_result(socket.fd());
       }
       if (code != 0) {
-        refusal->why = address.text() + ": " + std::strerror(code);
+        refusal->why = address.text() + ": " + error_text(code);
         continue;
       }
       if (shake_hands(socket, address.text(), std::min(deadline_ns, now_ns() + kHandshakeLimit), interrupted, refusal))

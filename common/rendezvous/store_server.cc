@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
 #include "rendezvous/auth.h"
@@ -64,7 +65,7 @@ class TcpStoreServer : public StoreServer {
       : listeners_(std::move(listeners)), secret_(secret), port_(local_address(listeners_[0].fd()).port()) {
     epoll_ = Socket(epoll_create1(EPOLL_CLOEXEC));
     stop_ = Socket(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!epoll_ || !stop_) fail(ErrorKind::kIo, std::string("[rendezvous] epoll: ") + std::strerror(errno));
+    if (!epoll_ || !stop_) fail(ErrorKind::kIo, "[rendezvous] epoll: " + error_text(errno));
     watch(EPOLL_CTL_ADD, stop_.fd(), EPOLLIN, kStop);
     watch_listeners(EPOLLIN, EPOLL_CTL_ADD);
     // Signals are for the application's threads.
@@ -369,7 +370,7 @@ std::unique_ptr<StoreServer> StoreServer::listen(const std::string& host, int po
     if (!listeners.empty()) return std::make_unique<TcpStoreServer>(std::move(listeners), secret);
     if (errno != EADDRINUSE)
       fail(ErrorKind::kIo, "[rendezvous] cannot listen on " + (host.empty() ? "every interface" : "'" + host + "'") +
-                               ", port " + std::to_string(candidate) + ": " + std::strerror(errno));
+                               ", port " + std::to_string(candidate) + ": " + error_text(errno));
   }
   const std::string which = port == last ? "port " + std::to_string(port) + " is"
                                          : "ports " + std::to_string(port) + " to " + std::to_string(last) + " are";

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/config.h"
+#include "base/descriptors.h"
 #include "base/error.h"
 
 namespace perseus {
@@ -67,7 +68,7 @@ struct Found {
 Found look() {
   Found found;
   ifaddrs* list = nullptr;
-  if (::getifaddrs(&list) != 0) fail(ErrorKind::kIo, std::string("[tcp] getifaddrs: ") + std::strerror(errno));
+  if (::getifaddrs(&list) != 0) fail(ErrorKind::kIo, "[tcp] getifaddrs: " + error_text(errno));
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
     const std::string name = entry->ifa_name;
     if (std::find(found.names.begin(), found.names.end(), name) == found.names.end()) found.names.push_back(name);

@@ -7,10 +7,10 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
 #include <string>
 #include <utility>
 
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
 
@@ -23,8 +23,9 @@ SharedSegment::SharedSegment(size_t bytes) : size_(bytes) {
   if (error == 0) error = posix_fallocate(fd_, 0, static_cast<off_t>(bytes));
   if (error != 0) {
     if (fd_ >= 0) ::close(fd_);
-    fail(ErrorKind::kIo, "[shm] cannot reserve " + std::to_string(bytes / 1024) + " KiB of shared memory (" +
-                             std::strerror(error) +
+    const std::string what = "[shm] cannot reserve " + std::to_string(bytes / 1024) + " KiB of shared memory";
+    if (error == EMFILE || error == ENFILE) fail(ErrorKind::kIo, what + ": " + error_text(error));
+    fail(ErrorKind::kIo, what + " (" + error_text(error) +
                              "): raise the container's or job's memory limit, or set PERSEUS_TRANSPORT=tcp");
   }
   guard_fd(fd_);
@@ -40,6 +41,7 @@ SharedSegment::SharedSegment(int fd, size_t bytes) : fd_(fd), size_(bytes) {
                              std::to_string(bytes));
   }
   map();
+  close_fd();
 }
 
 void SharedSegment::map() {
@@ -47,25 +49,32 @@ void SharedSegment::map() {
   if (at == MAP_FAILED) {
     const int error = errno;
     close_guarded(fd_);
-    fail(ErrorKind::kIo, std::string("[shm] cannot map shared memory: ") + std::strerror(error));
+    fail(ErrorKind::kIo, "[shm] cannot map " + std::to_string(size_ / 1024) + " KiB of shared memory (" +
+                             error_text(error) + "): raise the limit of this process's address space (ulimit -v), or " +
+                             "set PERSEUS_TRANSPORT=tcp");
   }
   data_ = at;
+  process_ = fork_generation();
   madvise(data_, size_, MADV_DONTFORK);
 }
 
 SharedSegment& SharedSegment::operator=(SharedSegment&& other) noexcept {
   std::swap(fd_, other.fd_);
+  std::swap(process_, other.process_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   return *this;
 }
 
-SharedSegment::~SharedSegment() {
-  if (fd_ < 0) return;
-  // In a forked child the mapping is not there (MADV_DONTFORK) and the range may belong to somebody else.
-  const bool ours = fcntl(fd_, F_GETFD) >= 0;
-  if (ours && data_ != nullptr) munmap(data_, size_);
+void SharedSegment::close_fd() {
   close_guarded(fd_);
+  fd_ = -1;
+}
+
+SharedSegment::~SharedSegment() {
+  // In a forked child the mapping is not there (MADV_DONTFORK) and the range may belong to somebody else.
+  if (data_ != nullptr && process_ == fork_generation()) munmap(data_, size_);
+  close_fd();
 }
 
 }  // namespace perseus

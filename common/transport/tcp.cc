@@ -5,6 +5,7 @@
 
 #include "base/clock.h"
 #include "base/config.h"
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "rendezvous/store.h"
 #include "transport/host.h"
@@ -33,14 +34,14 @@ void TcpTransport::open_listeners(const std::string& names) {
       Socket socket = listen_on(entry.address);
       if (!socket)
         fail(ErrorKind::kIo, "[tcp] cannot listen on " + entry.address.host_text() + " (" + entry.interface +
-                                 "): " + std::strerror(errno));
+                                 "): " + error_text(errno));
       entry.address.set_port(local_address(socket.fd()).port());
       acceptor_->listen(std::move(socket));
     }
     return;
   }
   Socket socket = listen_everywhere(0);
-  if (!socket) fail(ErrorKind::kIo, std::string("[tcp] cannot listen: ") + std::strerror(errno));
+  if (!socket) fail(ErrorKind::kIo, "[tcp] cannot listen: " + error_text(errno));
   for (InterfaceAddress& entry : own_.addresses) entry.address.set_port(local_address(socket.fd()).port());
   acceptor_->listen(std::move(socket));
 }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 
 namespace perseus {
 
@@ -129,8 +130,13 @@ void TcpAcceptor::accept_from(int listener) {
       refuse(strangers_.front().get(), "it said nothing while others were waiting");
     }
     Socket socket = accept_one(listener);
-    if (!socket && errno != EAGAIN) return pause();  // out of descriptors
-    if (!socket) return;
+    if (!socket) {
+      const int why = errno;
+      if (why == EAGAIN) return;
+      if (!said_shortage_) log_.warning("[tcp] ranks that connect have to wait: " + error_text(why));
+      said_shortage_ = true;
+      return pause();
+    }
     strangers_.push_back(std::make_unique<Stranger>(*this, std::move(socket)));
     Stranger* added = strangers_.back().get();
     events_.add(added->fd(), EPOLLIN, added);

@@ -56,6 +56,7 @@ class TcpAcceptor {
   std::list<std::unique_ptr<Stranger>> strangers_;  // oldest first
   int64_t resume_ns_ = 0;                           // 0 = accepting
   int warnings_ = 0;
+  bool said_shortage_ = false;  // of descriptors
 };
 
 }  // namespace perseus

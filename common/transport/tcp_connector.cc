@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 
 namespace perseus {
 
@@ -113,7 +114,7 @@ void TcpConnector::check_time() {
 void TcpConnector::start(const SocketAddress& address, int64_t now) {
   Socket socket = start_connect(address);
   if (!socket) {
-    trouble_ = address.text() + ": " + std::strerror(errno);
+    trouble_ = address.text() + ": " + error_text(errno);
     return;
   }
   attempts_.push_back(std::make_unique<Attempt>(*this, std::move(socket), address, now));

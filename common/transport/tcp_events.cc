@@ -6,12 +6,13 @@
 #include <string>
 #include <utility>
 
+#include "base/descriptors.h"
 #include "base/error.h"
 
 namespace perseus {
 
 TcpEvents::TcpEvents() : epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
-  if (!epoll_) fail(ErrorKind::kIo, std::string("[tcp] epoll_create1: ") + std::strerror(errno));
+  if (!epoll_) fail(ErrorKind::kIo, "[tcp] epoll_create1: " + error_text(errno));
 }
 
 void TcpEvents::add(int fd, uint32_t events, TcpEventHandler* handler) {

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/config.h"
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "rendezvous/store.h"
 #include "transport/waker.h"
@@ -146,7 +147,7 @@ void TcpTransport::dial(TcpLink& link, bool striped, int tries) {
   const int code = socket ? 0 : errno;
   const int fd = socket.fd();
   dials_.push_back(std::make_unique<Dial>(*this, link, std::move(socket), to.text(), striped, tries));
-  if (code != 0) return dial_failed(dials_.back().get(), std::strerror(code));
+  if (code != 0) return dial_failed(dials_.back().get(), error_text(code));
   events_.add(fd, EPOLLOUT, dials_.back().get());
   events_at_ns_ = 0;
 }

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
 
@@ -17,7 +18,7 @@ namespace perseus {
 namespace {
 
 int checked(int fd, const char* call) {
-  if (fd < 0) fail(ErrorKind::kIo, std::string("[waker] ") + call + ": " + std::strerror(errno));
+  if (fd < 0) fail(ErrorKind::kIo, std::string("[waker] ") + call + ": " + error_text(errno));
   guard_fd(fd);
   return fd;
 }
