@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "base/clock.h"
+#include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
 #include "engine/tuner.h"
@@ -246,17 +247,32 @@ void Context::place(const ContextOptions& options, const std::vector<std::string
   }
 }
 
+// For descriptors of connections with `remote` ranks that are reached by TCP and with the others of this host, and with
+// all of them where this rank runs the store.
+void Context::make_room(int remote) {
+  constexpr size_t kOwn = 64, kOfNeighbour = 2, kOfEveryPeer = 1;
+  // A control connection, and links: of each stream, of which the tuner tries twice as many, and for agreements.
+  const size_t of_remote = 3 + 2 * static_cast<size_t>(config_.integer(Var::kStreams));
+  const std::string missing = make_room_for_descriptors(kOwn + kOfEveryPeer * static_cast<size_t>(world_.size) +
+                                                        kOfNeighbour * static_cast<size_t>(ranks_here_) +
+                                                        of_remote * static_cast<size_t>(remote));
+  if (!missing.empty() && local_rank_ == 0)
+    log_.warning("[context] with " + std::to_string(world_.size) + " ranks " + missing);
+}
+
 void Context::connect(Store& store, const ContextOptions& options, int64_t deadline) {
   auto waker = std::make_unique<Waker>();
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<Transport*> route(static_cast<size_t>(world_.size), nullptr);
   const std::string& choice = config_.text(Var::kTransport);
   const auto* threads = dynamic_cast<const MemoryWorldStore*>(&store);
+  make_room(choice != "tcp" ? world_.size - ranks_here_ : world_.size - 1);
   if (world_.size > 1) {
     if (threads != nullptr && choice == "auto") {
       transports.push_back(connect_mem(world_, threads->fabric(), *waker));
     } else if (choice != "tcp") {
-      transports.push_back(connect_shm(world_, store, *waker, config_, deadline, options.interrupted));
+      auto shm = connect_shm(world_, store, *waker, config_, deadline, options.interrupted);
+      if (shm) transports.push_back(std::move(shm));
     }
   }
   std::vector<int> remote;

@@ -8,15 +8,18 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <deque>
 #include <map>
 #include <set>
 
 #include "base/clock.h"
 #include "base/config.h"
+#include "base/descriptors.h"
 #include "base/error.h"
-#include "base/fork_guard.h"
+#include "base/log.h"
 #include "rendezvous/auth.h"
+#include "rendezvous/socket.h"
 #include "rendezvous/store.h"
 #include "transport/host.h"
 #include "transport/ring.h"
@@ -30,6 +33,11 @@ namespace {
 
 // How long a rank that waits for another at the start may be deaf to an interruption.
 constexpr int64_t kSlice = 100 * kMillisecond;
+// Connections that have not said who they are: of ranks, between their connect and their hello, and of anybody.
+constexpr size_t kMostSilent = 128;
+constexpr int64_t kTryAgain = 5 * kMillisecond;
+// Stands for the address of a rank that has no shared memory.
+constexpr char kNoAddress[] = "-";
 
 // Of each Context, visible to all its local peers.
 struct StatePage {
@@ -46,6 +54,10 @@ class ShmLink final : public Link {
         capacity_(capacity),
         sent_(sent),
         received_(received) {}
+
+  // The descriptor to send to the peer, until it is announced().
+  int fd() const { return out_memory_.fd(); }
+  void announced() { out_memory_.close_fd(); }
 
   bool connected() const { return in_memory_.data() != nullptr; }
   void connect(SharedSegment in) {
@@ -80,9 +92,16 @@ class ShmLink final : public Link {
 
 class ShmTransport final : public Transport {
  public:
-  ShmTransport(const World& world, Store& store, Waker& waker, int64_t deadline_ns,
-               const std::function<bool()>& interrupted);
-  ~ShmTransport() override;
+  using Interrupted = std::function<bool()>;
+
+  // Throws Error(kIo) when this process has no shared memory, or not enough of it.
+  ShmTransport(const World& world, Waker& waker);
+
+  // Where peers meet this rank; meet() connects to all `neighbours`, the other ranks of this host and their addresses,
+  // and returns which of them cannot be reached so, and why.
+  const std::string& address() const { return address_; }
+  std::map<int, std::string> meet(Store& store, const std::map<int, std::string>& neighbours, int64_t deadline_ns,
+                                  const Interrupted& interrupted);
 
   const char* name() const override { return "shm"; }
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
@@ -97,29 +116,38 @@ class ShmTransport final : public Transport {
   uint64_t staging_bytes() const override { return staging_; }
 
  private:
+  // What the socket had no room for yet.
+  struct Unsent {
+    ShmMessage message;
+    ShmLink* ring;  // goes along; may be null
+  };
+
   struct Peer {
-    int socket = -1;
-    int event_fd = -1;
+    Socket socket;
+    Socket event_fd;
     SharedSegment page;
     uint64_t beats = 0;
     int64_t heard_ns = 0;
     bool gone = false;
     std::map<uint64_t, std::unique_ptr<ShmLink>> links;
     std::map<uint64_t, SharedSegment> early;  // rings announced before we asked for the channel
+    std::deque<Unsent> unsent;
 
     StatePage& state() const { return *static_cast<StatePage*>(page.data()); }
-    Doorbell doorbell() const { return Doorbell{&state().sleeping, event_fd}; }
+    Doorbell doorbell() const { return Doorbell{&state().sleeping, event_fd.fd()}; }
   };
 
   StatePage& state() const { return *static_cast<StatePage*>(page_.data()); }
-  using Interrupted = std::function<bool()>;
-  int listen_here();
-  void meet(Store& store, int64_t deadline_ns, const Interrupted& interrupted);
-  void connect_to(int rank, const std::string& address, int64_t deadline_ns);
-  void accept_peer(int64_t deadline_ns);
+  void listen_here();
+  std::string connect_to(int rank, const std::string& address, const std::function<void()>& wait_a_little);
+  void serve();
+  void await_welcome(int rank, const std::string& address, int64_t deadline_ns, const Interrupted& interrupted);
   std::string awaited() const;
   Digest proof(const char* label, int from, int to, const std::string& address) const;
-  void adopt(int rank, int socket, const int* fds, int fd_count);
+  void adopt(int rank, const int* fds, int fd_count);
+  void send(int rank, Peer& peer, const ShmMessage& message, ShmLink* ring);
+  void flush(int rank, Peer& peer);
+  void forget_unsent(Peer& peer);
   void read_peer(int rank, Peer& peer);
   void take_ring(Peer& peer, const ShmMessage& message, int fd);
 
@@ -127,11 +155,13 @@ class ShmTransport final : public Transport {
   Waker& waker_;
   SharedSegment page_{sizeof(StatePage)};
   std::string address_;
-  int listener_ = -1;
-  std::set<int> expected_;  // ranks of this host that are to connect to us
+  Socket listener_;
+  std::deque<Socket> silent_;  // connections that have not said who they are, the oldest first
+  std::set<int> expected_;     // ranks of this host that are to connect to us
   std::map<int, Peer> peers_;
   std::deque<Notice> notices_;
   int unconnected_ = 0;  // links whose peer's ring has not been announced yet
+  size_t unsent_ = 0;    // of all peers
   uint64_t sent_ = 0, received_ = 0, staging_ = 0;
 };
 
@@ -143,11 +173,11 @@ sockaddr_un abstract_address(const std::string& name, socklen_t* length) {
   return address;
 }
 
-void set_timeout(int fd, int64_t deadline_ns) {
-  const int64_t left = std::max<int64_t>(deadline_ns - now_ns(), kMillisecond);
-  timeval limit{static_cast<time_t>(left / kSecond), static_cast<suseconds_t>(left % kSecond / 1000)};
-  setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
-  setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+// Does the process at the other end of a connection run as the user we run as?
+bool same_user(int fd) {
+  ucred other{};
+  socklen_t size = sizeof other;
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &other, &size) == 0 && other.uid == geteuid();
 }
 
 // Until `fd` has something to read; false at the deadline.
@@ -166,29 +196,16 @@ bool wait_readable(int fd, int64_t deadline_ns, const std::function<bool()>& int
                                 variable(Var::kStartTimeout).name + "): look at what it printed last");
 }
 
-ShmTransport::ShmTransport(const World& world, Store& store, Waker& waker, int64_t deadline_ns,
-                           const Interrupted& interrupted)
-    : world_(world), waker_(waker) {
+ShmTransport::ShmTransport(const World& world, Waker& waker) : world_(world), waker_(waker) {
   // Too little memory is to be known now, not in the first step of a training.
   {
     const SharedSegment room(kRingHeaderBytes + kDataRingBytes);
   }
   waker_.place_flag(&state().sleeping);
-  listener_ = listen_here();
-  meet(store, deadline_ns, interrupted);
-  close_guarded(listener_);
-  listener_ = -1;
+  listen_here();
 }
 
-ShmTransport::~ShmTransport() {
-  close_guarded(listener_);
-  for (auto& [rank, peer] : peers_) {
-    close_guarded(peer.socket);
-    close_guarded(peer.event_fd);
-  }
-}
-
-int ShmTransport::listen_here() {
+void ShmTransport::listen_here() {
   const std::string random = random_bytes(12);
   address_ = "perseus-";
   for (unsigned char c : random) {
@@ -196,53 +213,61 @@ int ShmTransport::listen_here() {
     address_ += kHex[c >> 4];
     address_ += kHex[c & 15];
   }
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+  listener_ = Socket(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   socklen_t length;
   const sockaddr_un address = abstract_address(address_, &length);
-  if (fd < 0 || bind(fd, reinterpret_cast<const sockaddr*>(&address), length) != 0 || listen(fd, 512) != 0)
-    fail(ErrorKind::kIo, std::string("[shm] cannot listen on a UNIX socket: ") + std::strerror(errno));
-  guard_fd(fd);
-  return fd;
+  if (!listener_ || bind(listener_.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+      listen(listener_.fd(), 512) != 0)
+    fail(ErrorKind::kIo, "[shm] cannot listen on a UNIX socket: " + error_text(errno));
 }
 
-void ShmTransport::meet(Store& store, int64_t deadline_ns, const Interrupted& interrupted) {
-  const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/shm/";
-  const std::string host = host_identity();
-  store.set(prefix + std::to_string(world_.rank), host + " " + address_);
-  std::vector<std::pair<int, std::string>> lower;
-  for (int rank = 0; rank < world_.size; ++rank) {
-    if (rank == world_.rank) continue;
-    std::string entry;
+std::map<int, std::string> ShmTransport::meet(Store& store, const std::map<int, std::string>& neighbours,
+                                              int64_t deadline_ns, const Interrupted& interrupted) {
+  std::map<int, std::string> unreachable;
+  for (const auto& [rank, address] : neighbours)
+    if (rank > world_.rank) expected_.insert(rank);
+  // Connects downwards and serves who connects from above meanwhile: nobody waits in a circle.
+  const auto serve_meanwhile = [&] {
+    serve();
+    return interrupted && interrupted();
+  };
+  std::string missed = " ";
+  for (const auto& [rank, address] : neighbours) {
+    if (rank > world_.rank) break;
+    const int lower = rank;
+    const std::string why = connect_to(rank, address, [&] {
+      if (now_ns() >= deadline_ns) report_missing(std::to_string(lower));
+      if (serve_meanwhile()) fail(ErrorKind::kAborted, "[shm] interrupted while connecting");
+      timespec pause{0, kTryAgain};
+      nanosleep(&pause, nullptr);
+    });
+    if (why.empty()) continue;
+    unreachable[rank] = why;
+    missed += std::to_string(rank) + " ";
+    peers_.erase(rank);
+  }
+  // Whoever has said this has connected, and its hello is here; whom it cannot reach need not wait for it.
+  const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/shm/met/";
+  store.set(prefix + std::to_string(world_.rank), missed);
+  for (const auto& [rank, address] : neighbours) {
+    if (rank < world_.rank) continue;
+    std::string met;
     try {
-      entry = store.get(prefix + std::to_string(rank), deadline_ns, interrupted);
+      met = store.get(prefix + std::to_string(rank), deadline_ns, serve_meanwhile);
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::kTimeout) throw;
       report_missing(std::to_string(rank));
     }
-    const size_t space = entry.find(' ');
-    if (space == std::string::npos || entry.compare(0, space, host) != 0) continue;
-    if (rank < world_.rank) lower.emplace_back(rank, entry.substr(space + 1));
-    else expected_.insert(rank);
+    if (met.find(" " + std::to_string(world_.rank) + " ") != std::string::npos) expected_.erase(rank);
   }
-  // Everybody first connects downwards (a listen queue accepts for the owner), then accepts: nobody waits in a circle.
-  for (const auto& [rank, address] : lower) connect_to(rank, address, deadline_ns);
-  while (!expected_.empty()) {
-    if (!wait_readable(listener_, deadline_ns, interrupted)) report_missing(awaited());
-    accept_peer(deadline_ns);
-  }
-  // Lower ranks answer while they accept; now that ours are served, read their welcomes.
-  for (const auto& entry : lower) {
-    Peer& peer = peers_[entry.first];
-    ShmMessage message;
-    int fds[kMaxFds], fd_count;
-    if (!wait_readable(peer.socket, deadline_ns, interrupted)) report_missing(std::to_string(entry.first));
-    const int got = recv_message(peer.socket, &message, fds, &fd_count, 0);
-    if (got <= 0 || message.type != ShmMessageType::kWelcome || message.rank != entry.first ||
-        !digests_equal(message.proof, proof("welcome", entry.first, world_.rank, entry.second)))
-      fail(ErrorKind::kIo, "[shm] rank " + std::to_string(entry.first) +
-                               " did not prove that it belongs to this job (or ended while starting)");
-    adopt(entry.first, peer.socket, fds, fd_count);
-  }
+  for (serve(); !expected_.empty(); serve())
+    if (!wait_readable(listener_.fd(), deadline_ns, interrupted)) report_missing(awaited());
+  silent_.clear();
+  listener_.reset();
+  for (const auto& [rank, address] : neighbours)
+    if (rank < world_.rank && unreachable.count(rank) == 0) await_welcome(rank, address, deadline_ns, interrupted);
+  page_.close_fd();
+  return unreachable;
 }
 
 Digest ShmTransport::proof(const char* label, int from, int to, const std::string& address) const {
@@ -252,22 +277,44 @@ Digest ShmTransport::proof(const char* label, int from, int to, const std::strin
   return hmac_sha256(world_.secret, text.data(), text.size());
 }
 
-void ShmTransport::connect_to(int rank, const std::string& name, int64_t deadline_ns) {
-  const int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (fd < 0) fail(ErrorKind::kIo, std::string("[shm] socket: ") + std::strerror(errno));
-  guard_fd(fd);
-  peers_[rank].socket = fd;
-  set_timeout(fd, deadline_ns);
+// Returns why shared memory does not lead to this rank, though it lives; throws when it seems to be dead.
+std::string ShmTransport::connect_to(int rank, const std::string& name, const std::function<void()>& wait_a_little) {
+  Socket& to = peers_[rank].socket;
+  to = Socket(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!to) fail(ErrorKind::kIo, "[shm] socket: " + error_text(errno));
   socklen_t length;
   const sockaddr_un address = abstract_address(name.substr(0, 100), &length);
+  const std::string who = "[shm] cannot reach rank " + std::to_string(rank) + " on this host: ";
+  while (connect(to.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    // The kernel, or a security module, forbids it.
+    if (errno == EPERM || errno == EACCES) return error_text(errno);
+    if (errno != EAGAIN && errno != EINTR) fail(ErrorKind::kIo, who + error_text(errno));
+    wait_a_little();  // its queue is full
+  }
+  if (!same_user(to.fd())) return "it runs as another user";
   ShmMessage hello;
   hello.type = ShmMessageType::kHello;
   hello.rank = world_.rank;
   hello.epoch = world_.epoch;
   hello.proof = proof("hello", world_.rank, rank, name);
   const int fds[2] = {page_.fd(), waker_.event_fd()};
-  if (connect(fd, reinterpret_cast<const sockaddr*>(&address), length) != 0 || !send_message(fd, hello, fds, 2, 0))
-    fail(ErrorKind::kIo, "[shm] cannot reach rank " + std::to_string(rank) + " on this host: " + std::strerror(errno));
+  if (!send_message(to.fd(), hello, fds, 2, MSG_DONTWAIT)) fail(ErrorKind::kIo, who + error_text(errno));
+  return "";
+}
+
+// Lower ranks answer while they accept.
+void ShmTransport::await_welcome(int rank, const std::string& address, int64_t deadline_ns,
+                                 const Interrupted& interrupted) {
+  const int socket = peers_[rank].socket.fd();
+  ShmMessage message;
+  int fds[kMaxFds], fd_count;
+  if (!wait_readable(socket, deadline_ns, interrupted)) report_missing(std::to_string(rank));
+  const int got = recv_message(socket, &message, fds, &fd_count, 0);
+  if (got <= 0 || message.type != ShmMessageType::kWelcome || message.rank != rank ||
+      !digests_equal(message.proof, proof("welcome", rank, world_.rank, address)))
+    fail(ErrorKind::kIo,
+         "[shm] rank " + std::to_string(rank) + " did not prove that it belongs to this job (or ended while starting)");
+  adopt(rank, fds, fd_count);
 }
 
 std::string ShmTransport::awaited() const {
@@ -276,47 +323,65 @@ std::string ShmTransport::awaited() const {
   return ranks;
 }
 
-// Somebody knocks.
-void ShmTransport::accept_peer(int64_t deadline_ns) {
-  const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
-  if (fd < 0) {
-    if (errno == EINTR || errno == ECONNABORTED) return;
-    fail(ErrorKind::kIo, std::string("[shm] cannot accept a rank of this host: ") + std::strerror(errno));
+// Looks at whoever has connected, without waiting for anybody.
+void ShmTransport::serve() {
+  for (;;) {
+    Socket socket(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno == EAGAIN) break;
+      const int why = errno;
+      if (silent_.empty()) fail(ErrorKind::kIo, "[shm] cannot accept a rank of this host: " + error_text(why));
+      silent_.pop_front();
+      continue;
+    }
+    if (!same_user(socket.fd())) continue;
+    silent_.push_back(std::move(socket));
+    if (silent_.size() > kMostSilent) silent_.pop_front();
   }
-  guard_fd(fd);
-  set_timeout(fd, std::min(deadline_ns, now_ns() + 5 * kSecond));  // a stranger gets no more of our attention
-  ShmMessage hello;
-  int fds[kMaxFds], fd_count = 0;
-  const int got = recv_message(fd, &hello, fds, &fd_count, 0);
-  const bool good = got > 0 && hello.type == ShmMessageType::kHello && hello.epoch == world_.epoch &&
-                    expected_.count(hello.rank) != 0 &&
-                    digests_equal(hello.proof, proof("hello", hello.rank, world_.rank, address_));
-  if (!good) {
-    for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
-    close_guarded(fd);
-    return;
+  std::deque<Socket> waiting;
+  for (Socket& socket : silent_) {
+    ShmMessage hello;
+    int fds[kMaxFds], fd_count = 0;
+    const int got = recv_message(socket.fd(), &hello, fds, &fd_count, MSG_DONTWAIT);
+    if (got < 0) {
+      waiting.push_back(std::move(socket));
+      continue;
+    }
+    const bool good = got > 0 && hello.type == ShmMessageType::kHello && hello.epoch == world_.epoch &&
+                      expected_.count(hello.rank) != 0 &&
+                      digests_equal(hello.proof, proof("hello", hello.rank, world_.rank, address_));
+    if (!good) {
+      for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
+      continue;
+    }
+    ShmMessage welcome;
+    welcome.type = ShmMessageType::kWelcome;
+    welcome.rank = world_.rank;
+    welcome.epoch = world_.epoch;
+    welcome.proof = proof("welcome", world_.rank, hello.rank, address_);
+    const int ours[2] = {page_.fd(), waker_.event_fd()};
+    peers_[hello.rank].socket = std::move(socket);
+    adopt(hello.rank, fds, fd_count);
+    if (!send_message(peers_[hello.rank].socket.fd(), welcome, ours, 2, MSG_DONTWAIT))
+      fail(ErrorKind::kIo, "[shm] rank " + std::to_string(hello.rank) + " ended while starting");
+    expected_.erase(hello.rank);
   }
-  ShmMessage welcome;
-  welcome.type = ShmMessageType::kWelcome;
-  welcome.rank = world_.rank;
-  welcome.epoch = world_.epoch;
-  welcome.proof = proof("welcome", world_.rank, hello.rank, address_);
-  const int ours[2] = {page_.fd(), waker_.event_fd()};
-  if (!send_message(fd, welcome, ours, 2, 0))
-    fail(ErrorKind::kIo, "[shm] rank " + std::to_string(hello.rank) + " ended while starting");
-  adopt(hello.rank, fd, fds, fd_count);
-  expected_.erase(hello.rank);
+  silent_ = std::move(waiting);
 }
 
-void ShmTransport::adopt(int rank, int socket, const int* fds, int fd_count) {
-  if (fd_count != 2) fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) + " passed no memory");
+void ShmTransport::adopt(int rank, const int* fds, int fd_count) {
+  if (fd_count < 0)
+    fail(ErrorKind::kIo, "[shm] cannot take what rank " + std::to_string(rank) + " passed: " + error_text(EMFILE));
+  if (fd_count != 2) {
+    for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
+    fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) + " passed no memory");
+  }
   Peer& peer = peers_[rank];
-  peer.socket = socket;
-  peer.event_fd = fds[1];
-  guard_fd(peer.event_fd);
+  peer.event_fd = Socket(fds[1]);
   peer.page = SharedSegment(fds[0], sizeof(StatePage));
   peer.heard_ns = now_ns();
-  waker_.watch(socket);
+  waker_.watch(peer.socket.fd());
 }
 
 Link& ShmTransport::link(int rank, Channel channel) {
@@ -331,10 +396,8 @@ Link& ShmTransport::link(int rank, Channel channel) {
   announce.rank = world_.rank;
   announce.channel = channel.key();
   announce.bytes = capacity;
-  const int fd = ring.fd();
   link = std::make_unique<ShmLink>(peer.doorbell(), std::move(ring), capacity, &sent_, &received_);
-  // Waits at most for the peer's socket buffer, which is empty but for notices. A dead peer shows up as gone.
-  send_message(peer.socket, announce, &fd, 1, 0);
+  send(rank, peer, announce, link.get());
   const auto early = peer.early.find(channel.key());
   if (early == peer.early.end()) {
     ++unconnected_;
@@ -346,25 +409,65 @@ Link& ShmTransport::link(int rank, Channel channel) {
 }
 
 void ShmTransport::poll(bool woken) {
-  if (!woken && unconnected_ == 0) return;
-  for (auto& [rank, peer] : peers_)
+  if (!woken && unconnected_ == 0 && unsent_ == 0) return;
+  for (auto& [rank, peer] : peers_) {
+    if (!peer.unsent.empty()) flush(rank, peer);
     if (!peer.gone) read_peer(rank, peer);
+  }
+}
+
+// In order, and now if the socket has room: whoever sends holds the progress lock.
+void ShmTransport::send(int rank, Peer& peer, const ShmMessage& message, ShmLink* ring) {
+  if (peer.gone) return;
+  peer.unsent.push_back(Unsent{message, ring});
+  ++unsent_;
+  flush(rank, peer);
+}
+
+void ShmTransport::flush(int rank, Peer& peer) {
+  while (!peer.unsent.empty()) {
+    const Unsent& next = peer.unsent.front();
+    const int fd = next.ring == nullptr ? -1 : next.ring->fd();
+    if (!send_message(peer.socket.fd(), next.message, &fd, next.ring == nullptr ? 0 : 1, MSG_DONTWAIT)) {
+      // ETOOMANYREFS: others have not taken yet what is on its way to them.
+      if (errno == EAGAIN || errno == ENOBUFS || errno == ENOMEM || errno == ETOOMANYREFS) return;
+      const int why = errno;
+      const bool lost = next.ring != nullptr;
+      forget_unsent(peer);
+      // A dead peer shows up as gone.
+      if (lost && why != EPIPE && why != ECONNRESET && why != ENOTCONN)
+        fail(ErrorKind::kIo, "[shm] cannot pass memory to rank " + std::to_string(rank) + ": " + error_text(why));
+      return;
+    }
+    if (next.ring != nullptr) next.ring->announced();
+    peer.unsent.pop_front();
+    --unsent_;
+  }
+}
+
+void ShmTransport::forget_unsent(Peer& peer) {
+  unsent_ -= peer.unsent.size();
+  peer.unsent.clear();
 }
 
 void ShmTransport::read_peer(int rank, Peer& peer) {
   for (;;) {
     ShmMessage message;
     int fds[kMaxFds], fd_count;
-    const int got = recv_message(peer.socket, &message, fds, &fd_count, MSG_DONTWAIT);
+    const int got = recv_message(peer.socket.fd(), &message, fds, &fd_count, MSG_DONTWAIT);
     if (got < 0) return;
     if (got == 0) {
       peer.gone = true;
+      forget_unsent(peer);
       notices_.push_back(Notice{rank, Notice::Kind::kGone, "its process ended"});
       return;
     }
     if (message.type == ShmMessageType::kNotice) {
       notices_.push_back(Notice{rank, Notice::Kind::kMessage, std::string(message.text, message.bytes)});
-    } else if (message.type == ShmMessageType::kRing && fd_count == 1) {
+    } else if (message.type == ShmMessageType::kRing) {
+      if (fd_count != 1)
+        fail(ErrorKind::kIo, "[shm] cannot take the memory that rank " + std::to_string(rank) +
+                                 " passed: " + (fd_count < 0 ? error_text(EMFILE) : "its descriptor is missing"));
       take_ring(peer, message, fds[0]);
     }
   }
@@ -389,7 +492,7 @@ void ShmTransport::notify(int rank, const std::string& text) {
   message.rank = world_.rank;
   message.bytes = std::min(text.size(), kMaxNotice);
   std::memcpy(message.text, text.data(), message.bytes);
-  send_message(peer->second.socket, message, nullptr, 0, MSG_DONTWAIT);
+  send(rank, peer->second, message, nullptr);
 }
 
 bool ShmTransport::next_notice(Notice* notice) {
@@ -411,9 +514,51 @@ int64_t ShmTransport::last_heard_ns(int rank) {
 
 }  // namespace
 
-std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& waker, const Config&,
+std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& waker, const Config& config,
                                        int64_t deadline_ns, const std::function<bool()>& interrupted) {
-  return std::make_unique<ShmTransport>(world, store, waker, deadline_ns, interrupted);
+  const bool only = config.text(Var::kTransport) == "shm";
+  const Log log(static_cast<LogLevel>(config.integer(Var::kLogLevel)), config.flag(Var::kLogHideTime), world.rank);
+  std::unique_ptr<ShmTransport> transport;
+  std::string trouble;
+  try {
+    transport = std::make_unique<ShmTransport>(world, waker);
+  } catch (const Error& error) {
+    if (only) throw;
+    trouble = error.what();
+  }
+  const std::string prefix = world.job + "/" + std::to_string(world.epoch) + "/shm/";
+  const std::string host = host_identity();
+  store.set(prefix + std::to_string(world.rank), host + " " + (transport ? transport->address() : kNoAddress));
+  std::map<int, std::string> neighbours;
+  bool alone = true;
+  for (int rank = 0; rank < world.size; ++rank) {
+    if (rank == world.rank) continue;
+    std::string entry;
+    try {
+      entry = store.get(prefix + std::to_string(rank), deadline_ns, interrupted);
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::kTimeout) throw;
+      report_missing(std::to_string(rank));
+    }
+    const size_t space = entry.find(' ');
+    if (space == std::string::npos || entry.compare(0, space, host) != 0) continue;
+    alone = false;
+    const std::string address = entry.substr(space + 1);
+    if (address != kNoAddress) neighbours.emplace(rank, address);
+  }
+  if (!transport) {
+    if (!alone) log.warning(trouble + "; this rank uses TCP inside its host, which is slower");
+    return nullptr;
+  }
+  std::string unreachable;
+  for (const auto& [rank, why] : transport->meet(store, neighbours, deadline_ns, interrupted))
+    unreachable += (unreachable.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (" + why + ")";
+  if (!unreachable.empty()) {
+    const std::string text = "[shm] shared memory does not lead to " + unreachable;
+    if (only) fail(ErrorKind::kIo, text + ": unset PERSEUS_TRANSPORT=shm to use TCP there");
+    log.warning(text + ": TCP is used there, which is slower");
+  }
+  return transport;
 }
 
 }  // namespace perseus

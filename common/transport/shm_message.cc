@@ -57,10 +57,11 @@ int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags
   const bool sane = static_cast<size_t>(got) >= kMessageHead && message->magic == kShmMagic &&
                     (message->type != ShmMessageType::kNotice ||
                      (message->bytes <= kMaxNotice && static_cast<size_t>(got) == kMessageHead + message->bytes));
-  if (sane) return 1;
+  const bool truncated = (header.msg_flags & MSG_CTRUNC) != 0;
+  if (sane && !truncated) return 1;
   for (int i = 0; i < *fd_count; ++i) ::close(fds[i]);
-  *fd_count = 0;
-  return 0;
+  *fd_count = sane ? -1 : 0;
+  return sane ? 1 : 0;
 }
 
 }  // namespace perseus

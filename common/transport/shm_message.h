@@ -26,11 +26,11 @@ struct ShmMessage {
   char text[kMaxNotice] = {};
 };
 
-// False when the message cannot be sent, now (MSG_DONTWAIT in `flags`) or ever.
+// False, with the reason in errno, when the message cannot be sent, now (MSG_DONTWAIT in `flags`) or ever.
 bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_count, int flags);
 
 // > 0: a message; 0: the peer closed, or sent what makes no sense; < 0: nothing now. `fds` has room for kMaxFds, which
-// then are the caller's.
+// then are the caller's; *fd_count < 0: descriptors came along, but this process may not open so many.
 int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags);
 
 }  // namespace perseus

@@ -116,8 +116,9 @@ class MemFabric;
 std::shared_ptr<MemFabric> make_mem_fabric(int size);
 std::unique_ptr<Transport> connect_mem(const World& world, std::shared_ptr<MemFabric> fabric, Waker& waker);
 
-// Shared memory with those of `peers` whose memory this process can map; the rest is simply not reached. Blocks until
-// every candidate answered or throws Error(kTimeout) at `deadline_ns`, naming one. `interrupted`: as in Store::get.
+// Shared memory with the ranks of this host that it leads to; the rest is not reached, which the log says once. Null
+// where this process has none; PERSEUS_TRANSPORT=shm makes both an Error(kIo). Blocks until every candidate answered or
+// throws Error(kTimeout) at `deadline_ns`, naming one. `interrupted`: as in Store::get.
 std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& waker, const Config& config,
                                        int64_t deadline_ns, const std::function<bool()>& interrupted = {});
 

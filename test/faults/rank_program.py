@@ -12,6 +12,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import resource
 import sys
 import threading
 import time
@@ -298,6 +299,40 @@ def fail_alone(how: str) -> None:
         os.kill(os.getpid(), 9)
 
 
+def leave_descriptors(spare: int) -> None:
+    """Let this process open only `spare` descriptors more."""
+    taken = {int(entry) for entry in os.listdir("/proc/self/fd")}
+    free = [number for number in range(4096) if number not in taken or not is_open(number)]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[spare], hard))
+
+
+def is_open(number: int) -> bool:
+    with contextlib.suppress(OSError):
+        os.fstat(number)
+        return True
+    return False
+
+
+def run_short(what: str, spare: str) -> None:
+    """Rank 1 has few descriptors left when all begin something new."""
+    from perseus.process_sets import add_process_set
+
+    barrier()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if RANK == 1:
+        leave_descriptors(int(spare))
+    try:
+        if what == "add_process_set":
+            add_process_set([0, 1])
+        else:
+            reduce_and_check(1, "new", BIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    note("passed")
+    barrier()
+
+
 def leave(how: str) -> None:
     """Ends right after (or, unfinished, without waiting for) what all ranks agree on."""
     for step in range(50):
@@ -348,6 +383,7 @@ SCENARIOS = {
         fork_while_synchronizing,
         load_data,
         fail_alone,
+        run_short,
         leave,
         begin_again,
     )

@@ -105,6 +105,18 @@ def test_too_little_shared_memory_is_an_error_of_the_start(tmp_path, kib):
             assert ranks.finish(rank) == 0
 
 
+def test_rank_without_shared_memory_uses_tcp_and_says_so_once(tmp_path):
+    with Ranks(tmp_path, ["leave", "done"], 3, start=False) as ranks:
+        for rank in range(3):
+            ranks.start(rank, ["prlimit", f"--fsize={8 * 1024}"] if rank == 1 else [])
+        ranks.all_note("passed")
+        assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
+        assert [ranks.output(rank) for rank in (0, 2)] == ["", ""]
+        assert len(ranks.output(1).splitlines()) == 1
+        assert "[shm] cannot reserve 512 KiB of shared memory" in ranks.output(1)
+        assert "this rank uses TCP inside its host" in ranks.output(1)
+
+
 def test_too_little_shared_memory_does_not_matter_over_tcp(tmp_path):
     with Ranks(tmp_path, ["start"], 2, start=False, PERSEUS_TRANSPORT="tcp") as ranks:
         for rank in range(2):

@@ -1,0 +1,216 @@
+// The shared-memory transport by itself: how ranks of a host meet among strangers, what descriptors they keep, and what
+// happens when the kernel refuses memory, descriptors or room in a socket.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "rendezvous/socket.h"
+#include "tcp_ranks.h"
+#include "transport/shared_segment.h"
+
+namespace {
+
+using namespace perseus;
+
+struct Local {
+  Waker waker;
+  std::unique_ptr<Transport> transport;  // may be null
+  std::string error;
+};
+
+// Connects `size` ranks, each on a thread of its own; before(rank) runs there first.
+std::vector<std::unique_ptr<Local>> connect_all(int size, Store& store, const std::string& choice = "auto",
+                                                const std::function<void(int)>& before = {}) {
+  std::vector<std::unique_ptr<Local>> ranks;
+  for (int rank = 0; rank < size; ++rank) ranks.push_back(std::make_unique<Local>());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      if (before) before(rank);
+      Local& self = *ranks[static_cast<size_t>(rank)];
+      const Config config({"PERSEUS_TRANSPORT=" + choice});
+      try {
+        self.transport = connect_shm(world_of(rank, size), store, self.waker, config, now_ns() + 20 * kSecond);
+      } catch (const Error& error) {
+        self.error = error.what();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  return ranks;
+}
+
+size_t open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<size_t>(std::distance(begin(all), end(all)));
+}
+
+// No descriptor can be opened while this lives.
+class Exhausted {
+ public:
+  Exhausted() {
+    getrlimit(RLIMIT_NOFILE, &old_);
+    const int lowest = fcntl(0, F_DUPFD, 0);
+    close(lowest);
+    rlimit none = old_;
+    none.rlim_cur = static_cast<rlim_t>(lowest);
+    setrlimit(RLIMIT_NOFILE, &none);
+  }
+  ~Exhausted() { setrlimit(RLIMIT_NOFILE, &old_); }
+
+ private:
+  rlimit old_{};
+};
+
+// `count` numbers through a link, from one transport to another.
+void expect_transfer(Local& from, int from_rank, Local& to, int to_rank, Channel channel) {
+  Link& out = from.transport->link(to_rank, channel);
+  Link& in = to.transport->link(from_rank, channel);
+  constexpr size_t kBytes = 48;
+  const Span window = out.send_window(kBytes);
+  ASSERT_EQ(window.size, kBytes);
+  for (size_t i = 0; i < kBytes; ++i) window.data[i] = value_at(from_rank, to_rank, channel.key(), i);
+  out.send_commit(kBytes);
+  const int64_t deadline = now_ns() + kLimit;
+  ConstSpan got;
+  while ((got = in.recv_window(kBytes)).size == 0) {
+    ASSERT_LT(now_ns(), deadline) << "channel " << channel.key();
+    from.transport->poll(true);
+    to.transport->poll(true);
+  }
+  for (size_t i = 0; i < kBytes; ++i) ASSERT_EQ(got.data[i], value_at(from_rank, to_rank, channel.key(), i)) << i;
+  in.recv_release(kBytes);
+}
+
+TEST(Shm, SilentStrangersDelayNoStart) {
+  // Each of these used to be waited for, for 5 s, one after the other: longer than the start may take.
+  constexpr int kStrangers = 200;
+  const auto store = make_memory_store();
+  std::vector<Socket> strangers;
+  const auto ranks = connect_all(3, *store, "auto", [&](int rank) {
+    if (rank != 2) return;
+    for (int other = 0; other < 2; ++other) {
+      const std::string entry = store->get("job/7/shm/" + std::to_string(other), now_ns() + kLimit);
+      const std::string name = entry.substr(entry.find(' ') + 1);
+      sockaddr_un address{};
+      address.sun_family = AF_UNIX;
+      std::copy(name.begin(), name.end(), address.sun_path + 1);
+      for (int i = 0; i < kStrangers; ++i) {
+        strangers.emplace_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+        ASSERT_EQ(connect(strangers.back().fd(), reinterpret_cast<sockaddr*>(&address),
+                          static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())),
+                  0);
+      }
+    }
+  });
+  for (const auto& rank : ranks) ASSERT_NE(rank->transport, nullptr) << rank->error;
+  for (int a = 0; a < 3; ++a)
+    for (int b = 0; b < 3; ++b)
+      if (a != b) expect_transfer(*ranks[static_cast<size_t>(a)], a, *ranks[static_cast<size_t>(b)], b, Channel{0, 0});
+}
+
+TEST(Shm, LinksKeepNoDescriptors) {
+  const auto store = make_memory_store();
+  const auto ranks = connect_all(2, *store);
+  ASSERT_NE(ranks[0]->transport, nullptr) << ranks[0]->error;
+  const size_t before = open_descriptors();
+  for (uint32_t group = 0; group < 40; ++group) {
+    expect_transfer(*ranks[0], 0, *ranks[1], 1, Channel{group, kControlStream});
+    expect_transfer(*ranks[1], 1, *ranks[0], 0, Channel{group, kControlStream});
+  }
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+TEST(Shm, WhatASocketHasNoRoomForIsSentLater) {
+  // More rings than a socket takes while their receiver is busy elsewhere: nobody may block, and none may be lost.
+  constexpr uint32_t kRings = 600;
+  const auto store = make_memory_store();
+  const auto ranks = connect_all(2, *store);
+  ASSERT_NE(ranks[0]->transport, nullptr) << ranks[0]->error;
+  for (uint32_t group = 0; group < kRings; ++group) ranks[0]->transport->link(1, Channel{group, kControlStream});
+  ranks[0]->transport->notify(1, "after all of them");
+  for (uint32_t group = 0; group < kRings; ++group)
+    ASSERT_NO_FATAL_FAILURE(expect_transfer(*ranks[0], 0, *ranks[1], 1, Channel{group, kControlStream}));
+  Notice notice;
+  const int64_t deadline = now_ns() + kLimit;
+  while (!ranks[1]->transport->next_notice(&notice)) {
+    ASSERT_LT(now_ns(), deadline);
+    ranks[0]->transport->poll(true);
+    ranks[1]->transport->poll(true);
+  }
+  EXPECT_EQ(notice.text, "after all of them");
+}
+
+TEST(Shm, ASenderWithoutDescriptorsSaysSo) {
+  const auto store = make_memory_store();
+  const auto ranks = connect_all(2, *store);
+  ASSERT_NE(ranks[0]->transport, nullptr) << ranks[0]->error;
+  const Exhausted exhausted;
+  const Error error = error_of([&] { ranks[0]->transport->link(1, Channel{0, 0}); });
+  EXPECT_TRUE(contains(error, "descriptors that its limit allows")) << error.what();
+  EXPECT_TRUE(contains(error, "ulimit -n")) << error.what();
+  EXPECT_FALSE(contains(error, "memory limit")) << error.what();
+}
+
+TEST(Shm, AReceiverWithoutDescriptorsSaysSo) {
+  const auto store = make_memory_store();
+  const auto ranks = connect_all(2, *store);
+  ASSERT_NE(ranks[0]->transport, nullptr) << ranks[0]->error;
+  ranks[0]->transport->link(1, Channel{0, 0});
+  const Exhausted exhausted;
+  const Error error = error_of([&] { ranks[1]->transport->poll(true); });
+  EXPECT_TRUE(contains(error, "memory that rank 0 passed")) << error.what();
+  EXPECT_TRUE(contains(error, "descriptors that its limit allows")) << error.what();
+}
+
+TEST(Shm, RanksOfAnotherUserAreNotReached) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root: one rank becomes another user";
+  for (int stranger : {0, 1, 2}) {
+    const auto store = make_memory_store();
+    testing::internal::CaptureStderr();
+    const auto ranks = connect_all(3, *store, "auto", [&](int rank) {
+      if (rank == stranger) syscall(SYS_setresuid, -1, 65534, -1);  // of this thread alone
+    });
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_NE(said.find("(it runs as another user): TCP is used there"), std::string::npos) << said;
+    for (int a = 0; a < 3; ++a) {
+      const Local& self = *ranks[static_cast<size_t>(a)];
+      ASSERT_NE(self.transport, nullptr) << self.error;
+      for (int b = 0; b < 3; ++b)
+        EXPECT_EQ(self.transport->reaches(b), a != b && a != stranger && b != stranger) << a << " and " << b;
+    }
+  }
+}
+
+TEST(Shm, AForkedChildUnmapsNothingOfItsOwn) {
+  SharedSegment segment(4096);
+  const int fd = segment.fd();
+  const pid_t child = fork();
+  if (child == 0) {
+    // The number of the descriptor and the place of the memory, both of which are free in a child, are taken again.
+    if (dup2(0, fd) != fd) _exit(1);
+    void* at =
+        mmap(segment.data(), 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    if (at != segment.data()) _exit(2);
+    *static_cast<volatile char*>(at) = 'x';
+    {
+      const SharedSegment gone(std::move(segment));
+    }
+    unsigned char resident = 0;
+    if (mincore(at, 4096, &resident) != 0) _exit(3);  // ENOMEM: unmapped
+    if (fcntl(fd, F_GETFD) < 0) _exit(4);
+    _exit(*static_cast<volatile char*>(at) == 'x' ? 77 : 5);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 77);
+}
+
+}  // namespace
