@@ -91,7 +91,10 @@ def identify(environment: Mapping[str, str] | None = None) -> Identity:
         # MPI_LOCALRANKID.
         if launcher == "mpich" and _is_slurm_task(env) and not env.get("MPI_LOCALRANKID"):
             continue
-        return _from_names(env, launcher, names)
+        identity = _from_names(env, launcher, names)
+        if launcher == "perseusrun":
+            _check_for_torchrun_inside(env, identity, names)
+        return identity
     if _is_slurm_task(env):
         return _from_slurm(env)
     return SINGLE
@@ -105,6 +108,27 @@ def _from_names(
     local_rank, local_size = _pair(env, names[2], names[3], size)
     cross_rank, cross_size = _pair(env, names[4], names[5], size)
     return Identity(rank, size, local_rank, local_size, cross_rank, cross_size, launcher)
+
+
+def _check_for_torchrun_inside(
+    env: Mapping[str, str], outer: Identity, names: tuple[str, ...]
+) -> None:
+    """ValueError where torchrun was started by one of perseusrun's ranks, whose variables remain.
+
+    perseusrun takes TORCHELASTIC_RUN_ID from its ranks, so it comes from inside.
+    """
+    if not all(env.get(name) for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")):
+        return
+    if (env["RANK"], env["WORLD_SIZE"]) == (str(outer.rank), str(outer.size)):
+        return
+    rank, size = names[:2]
+    raise ValueError(
+        f"[identity] {rank}={outer.rank} and {size}={outer.size} belong to an outer job of "
+        f"perseusrun, inside of which torchrun has started this process as rank {env['RANK']} of "
+        f"{env['WORLD_SIZE']} (RANK, WORLD_SIZE): start the script with perseusrun or with "
+        f"torchrun alone, or unset PERSEUS_RANK, PERSEUS_SIZE, HOROVOD_RANK and HOROVOD_SIZE in "
+        f"front of torchrun"
+    )
 
 
 def _is_slurm_task(env: Mapping[str, str]) -> bool:

@@ -83,6 +83,21 @@ Identity from_source(const Environment& environment, const Source& source) {
   return identity;
 }
 
+// Throws where torchrun was started by one of perseusrun's ranks, whose variables remain. perseusrun takes
+// TORCHELASTIC_RUN_ID from its ranks, so it comes from inside.
+void check_for_torchrun_inside(const Environment& environment, const Identity& outer, const Source& source) {
+  const std::string rank = environment("RANK"), size = environment("WORLD_SIZE");
+  if (environment("TORCHELASTIC_RUN_ID").empty() || rank.empty() || size.empty()) return;
+  if (rank == std::to_string(outer.rank) && size == std::to_string(outer.size)) return;
+  fail(ErrorKind::kInvalidArgument,
+       std::string("[identity] ") + source.rank + "=" + std::to_string(outer.rank) + " and " + source.size + "=" +
+           std::to_string(outer.size) +
+           " belong to an outer job of perseusrun, inside of which torchrun has started this process as rank " + rank +
+           " of " + size +
+           " (RANK, WORLD_SIZE): start the script with perseusrun or with torchrun alone, or unset PERSEUS_RANK, "
+           "PERSEUS_SIZE, HOROVOD_RANK and HOROVOD_SIZE in front of torchrun");
+}
+
 // A batch script has SLURM_PROCID and SLURM_NTASKS too, but only srun's tasks belong to a step with a count.
 bool is_slurm_task(const Environment& environment) {
   for (const char* name : {"SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"})
@@ -160,7 +175,9 @@ Identity identify(const Environment& environment) {
     // srun's PMI plugins set PMI_RANK in every task, MPI or not; Hydra's mpirun always adds MPI_LOCALRANKID.
     if (source.launcher == Launcher::kMpich && is_slurm_task(environment) && environment("MPI_LOCALRANKID").empty())
       continue;
-    return from_source(environment, source);
+    const Identity identity = from_source(environment, source);
+    if (source.launcher == Launcher::kPerseusrun) check_for_torchrun_inside(environment, identity, source);
+    return identity;
   }
   return is_slurm_task(environment) ? from_slurm(environment) : Identity{};
 }

@@ -23,6 +23,7 @@ _OF_AN_OUTER_JOB = {
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HOROVOD_HOSTNAME",
     "_HOROVOD_SECRET_KEY",
+    "TORCHELASTIC_RUN_ID",  # where a rank has it, torchrun was started inside of that rank
 }
 
 

@@ -93,6 +93,25 @@ TEST(Identity, IsTheInnermostLaunchers) {
   EXPECT_EQ(identify(environment_of(joined({{"PERSEUS_RANK", "0"}, {"PERSEUS_SIZE", "2"}}, kHorovod))).size, 2);
 }
 
+TEST(Identity, TorchrunInsideARankOfPerseusrunIsToldWhoseVariablesRemain) {
+  const auto expect = [](const Variables& outer, const std::string& part) {
+    const std::string message = error_of(joined(joined(kTorchrun, {{"TORCHELASTIC_RUN_ID", "none"}}), outer));
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+    EXPECT_NE(message.find("torchrun has started this process as rank 3 of 4 (RANK, WORLD_SIZE): start the script"),
+              std::string::npos)
+        << message;
+  };
+  expect(kPerseusrun, "[identity] PERSEUS_RANK=5 and PERSEUS_SIZE=6 belong to an outer job of perseusrun, inside");
+  expect(kHorovod, "[identity] HOROVOD_RANK=5 and HOROVOD_SIZE=6 belong to an outer job of perseusrun, inside");
+}
+
+TEST(Identity, TorchsVariablesThatAgreeWithPerseusrunsAreNoConflict) {
+  const Variables agreeing{{"RANK", "5"}, {"WORLD_SIZE", "6"}, {"TORCHELASTIC_RUN_ID", "none"}};
+  EXPECT_EQ(identify(environment_of(joined(agreeing, kPerseusrun))).launcher, Launcher::kPerseusrun);
+  // Those of a script that uses torch.distributed on its own.
+  EXPECT_EQ(identify(environment_of(joined({{"RANK", "0"}, {"WORLD_SIZE", "2"}}, kPerseusrun))).rank, 5);
+}
+
 TEST(Identity, LoneVariableOfSomethingElseMeansNothing) {
   expect_identity({{"RANK", "private"}, {"PMI_SIZE", "3"}, {"WORLD_SIZE", ""}}, Identity{});
 }

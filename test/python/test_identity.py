@@ -80,6 +80,26 @@ def test_inner_launcher_wins(environment: dict[str, str], launcher: str) -> None
     assert identify(environment).launcher == launcher
 
 
+@pytest.mark.parametrize(("outer", "prefix"), [(PERSEUSRUN, "PERSEUS"), (HOROVOD, "HOROVOD")])
+def test_torchrun_inside_a_rank_of_perseusrun_is_told_whose_variables_remain(
+    outer: dict[str, str], prefix: str
+) -> None:
+    inside = {**outer, **TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}
+    expected = (
+        rf"^\[identity\] {prefix}_RANK=5 and {prefix}_SIZE=6 belong to an outer job of perseusrun, "
+        r"inside of which torchrun has started this process as rank 3 of 4 \(RANK, WORLD_SIZE\): "
+    )
+    with pytest.raises(ValueError, match=expected):
+        identify(inside)
+
+
+def test_torchs_variables_that_agree_with_perseusruns_are_no_conflict() -> None:
+    agreeing = {"RANK": "5", "WORLD_SIZE": "6", "TORCHELASTIC_RUN_ID": "none"}
+    assert identify({**PERSEUSRUN, **agreeing}).launcher == "perseusrun"
+    by_the_script = {"RANK": "0", "WORLD_SIZE": "2"}  # for a torch.distributed of its own
+    assert identify({**PERSEUSRUN, **by_the_script}).rank == 5
+
+
 def test_perseus_names_win_over_horovod_ones() -> None:
     assert identify({**HOROVOD, "PERSEUS_RANK": "0", "PERSEUS_SIZE": "2"}).size == 2
 

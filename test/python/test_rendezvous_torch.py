@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -145,6 +146,21 @@ def test_torchrun_starts_a_world_also_after_a_restart(tmp_path: Path) -> None:
     assert worlds == 8
     for rank in range(2):
         assert result.stdout.count(f"[{rank}, 2, {rank}, 2, 0, 1, ") == 4
+
+
+def test_torchrun_inside_a_rank_of_perseusrun_is_an_error_at_once() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "perseus.run", "-np", "2", *torchrun, "--nproc-per-node", "2"]
+    result = subprocess.run(
+        [*command, "--no-python", sys.executable, "-c", script()],
+        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert re.search(
+        r"ValueError: \[identity\] PERSEUS_RANK=\d and PERSEUS_SIZE=2 belong to an outer job of "
+        r"perseusrun, inside of which torchrun has started this process as rank \d of 2",
+        result.stderr,
+    ), result.stderr
 
 
 class Agent:

@@ -69,11 +69,13 @@ def test_ranks_share_a_store_on_loopback_and_a_fresh_secret() -> None:
 
 def test_environment_of_an_outer_job_is_not_inherited() -> None:
     outer = environment(
-        PERSEUS_RANK="7", HOROVOD_SIZE="9", PERSEUS_SECRET="outer" * 8, KEEP="é\udcff"
-    )
+        PERSEUS_RANK="7", HOROVOD_SIZE="9", PERSEUS_SECRET="outer" * 8, KEEP="é\udcff",
+        TORCHELASTIC_RUN_ID="outer",
+    )  # fmt: skip
     found = environments("-np", "1", env=outer)[0]
     assert (found["PERSEUS_RANK"], found["HOROVOD_SIZE"], found["KEEP"]) == ("0", "1", "é\udcff")
     assert found["PERSEUS_SECRET"] != outer["PERSEUS_SECRET"]
+    assert "TORCHELASTIC_RUN_ID" not in found
 
 
 def test_flags_reach_the_ranks_and_beat_the_environment() -> None:
