@@ -64,6 +64,8 @@ constexpr int64_t kAnswerTime = 200 * kMillisecond, kMostAnswerTime = 5 * kSecon
 constexpr int kMostNamed = 16;
 // Stands before the reason where a rank's entry was.
 constexpr char kGaveUp[] = "gave up\n";
+// Stands before the version in a rank's entry.
+constexpr char kEntry[] = "perseus ";
 
 // Cores this process may use: its affinity, and the container's quota.
 int usable_cores() {
@@ -90,8 +92,13 @@ std::string encode(const Place& place) { return std::to_string(place.node) + " "
 Place decode_place(const std::string& text) {
   Place place;
   if (std::sscanf(text.c_str(), "%d %d", &place.node, &place.interfaces) != 2)
-    fail(ErrorKind::kIo, "[rendezvous] '" + text + "' is no place of a rank: are all ranks of one version of Perseus?");
+    fail(ErrorKind::kInternal, "[rendezvous] '" + text + "' is no place of a rank");
   return place;
+}
+
+std::string entry_version(const std::string& entry) {
+  if (entry.rfind(kEntry, 0) != 0) return "of a version before versions were compared";
+  return entry.substr(sizeof kEntry - 1, entry.find('\n') - (sizeof kEntry - 1));
 }
 
 std::string first_difference(const std::string& a, const std::string& b) {
@@ -148,10 +155,11 @@ Context::~Context() = default;
 
 void Context::meet(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string settings = settings_text(config_);
-  // Host, a number that tells this process from others, settings.
+  // Version, host, a number that tells this process from others, settings. The version's place never changes.
   uint64_t number;
   std::memcpy(&number, random_bytes(sizeof number).data(), sizeof number);
-  const std::string ours = host_identity() + "\n" + std::to_string(number) + "\n" + settings;
+  const std::string ours =
+      kEntry + world_.version + "\n" + host_identity() + "\n" + std::to_string(number) + "\n" + settings;
   store.set(entry_key(world_.rank), ours);
   std::vector<std::string> hosts;
   for (int rank = 0; rank < world_.size; ++rank) {
@@ -165,17 +173,36 @@ void Context::meet(Store& store, const ContextOptions& options, int64_t deadline
     if (entry.rfind(kGaveUp, 0) == 0)
       fail(ErrorKind::kAborted, "[rendezvous] rank " + std::to_string(rank) + " has given up this start (world " +
                                     std::to_string(world_.epoch) + "): " + entry.substr(sizeof kGaveUp - 1));
-    const size_t line = entry.find('\n'), next = entry.find('\n', line + 1);
+    const std::string version = entry_version(entry);
+    if (version != world_.version)
+      refuse(store, options,
+             "[context] rank " + std::to_string(world_.rank) + " runs Perseus " + world_.version + ", rank " +
+                 std::to_string(rank) + " runs Perseus " + version + ": install the same Perseus on every host");
+    const size_t host = entry.find('\n') + 1, line = entry.find('\n', host), next = entry.find('\n', line + 1);
     if (line == std::string::npos || next == std::string::npos)
       fail(ErrorKind::kIo, "[rendezvous] rank " + std::to_string(rank) + " left an entry that cannot be read");
-    hosts.push_back(entry.substr(0, line));
+    hosts.push_back(entry.substr(host, line - host));
     const std::string theirs = entry.substr(next + 1);
     if (theirs != settings)
-      fail(ErrorKind::kInvalidArgument, "[context] ranks " + std::to_string(world_.rank) + " and " +
-                                            std::to_string(rank) +
-                                            " are configured differently: " + first_difference(settings, theirs));
+      refuse(store, options,
+             "[context] ranks " + std::to_string(world_.rank) + " and " + std::to_string(rank) +
+                 " are configured differently: " + first_difference(settings, theirs));
   }
   place(options, hosts);
+}
+
+// Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end with its process.
+void Context::refuse(Store& store, const ContextOptions& options, const std::string& why) {
+  try {
+    const std::string prefix = job_prefix() + "refused/";
+    store.set(prefix + std::to_string(world_.rank), "");
+    const int64_t deadline = now_ns() + kMostAnswerTime;
+    for (int rank = 1; rank < world_.size && world_.rank == 0; ++rank)
+      store.get(prefix + std::to_string(rank), deadline, options.interrupted);
+  } catch (const Error&) {
+    // A rank is late, or the server is gone: what is to be said is the same.
+  }
+  fail(ErrorKind::kInvalidArgument, why);
 }
 
 // `first` has not appeared in time; others may be missing, too.
@@ -201,9 +228,9 @@ void Context::report_missing(Store& store, const ContextOptions& options, int fi
   fail(ErrorKind::kTimeout, text);
 }
 
-std::string Context::entry_key(int rank) const {
-  return world_.job + "/" + std::to_string(world_.epoch) + "/rank/" + std::to_string(rank);
-}
+std::string Context::job_prefix() const { return world_.job + "/" + std::to_string(world_.epoch) + "/"; }
+
+std::string Context::entry_key(int rank) const { return job_prefix() + "rank/" + std::to_string(rank); }
 
 // Whoever comes later must not wait for us here: we may be waiting in the next epoch already.
 void Context::give_up(Store& store, const std::string& reason) {
@@ -296,7 +323,7 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
 
 // Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.
 void Context::await_all(Store& store, const ContextOptions& options, int64_t deadline) {
-  const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/";
+  const std::string prefix = job_prefix();
   store.set(prefix + "ready/" + std::to_string(world_.rank), encode(engine_->own_place()));
   std::vector<Place> places;
   for (int rank = 0; rank < world_.size; ++rank)
@@ -317,7 +344,7 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
 // Returns what `rank` leaves under a word once it has come so far.
 std::string Context::await_word(Store& store, const std::string& word, int rank, const ContextOptions& options,
                                 int64_t deadline) {
-  const std::string key = world_.job + "/" + std::to_string(world_.epoch) + "/" + word + "/" + std::to_string(rank);
+  const std::string key = job_prefix() + word + "/" + std::to_string(rank);
   // Connected to all, the engine knows of a rank's death at once.
   const auto hopeless = [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); };
   try {

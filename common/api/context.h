@@ -50,7 +50,9 @@ class Context {
 
  private:
   void meet(Store& store, const ContextOptions& options, int64_t deadline_ns);
+  std::string job_prefix() const;
   std::string entry_key(int rank) const;
+  [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);
   void give_up(Store& store, const std::string& reason);
   [[noreturn]] void report_missing(Store& store, const ContextOptions& options, int first,
                                    const std::string& ours) const;

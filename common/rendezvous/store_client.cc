@@ -194,7 +194,7 @@ class TcpStore : public Store {
   bool shake_hands(const Socket& socket, const std::string& where, int64_t deadline_ns, const Interrupted& interrupted,
                    Refusal* refusal) {
     std::string greeting;
-    if (!receive_quietly(socket, kGreetingSize, deadline_ns, interrupted, &greeting)) {
+    if (!receive_quietly(socket, kGreetingHead, deadline_ns, interrupted, &greeting)) {
       refusal->why = where + ": no greeting from a store server";
       // Something that talks, but not like a store, will not become one.
       refusal->final = greeting.size() >= 4 && get_u32(greeting.data()) != kMagic;
@@ -206,14 +206,23 @@ class TcpStore : public Store {
       refusal->why = where + " answers, but is not a Perseus store server: is the port right?";
       return false;
     }
-    if (get_u32(greeting.data() + 4) != kVersion) {
-      refusal->why = "the store server at " + where + " speaks protocol version " +
-                     std::to_string(get_u32(greeting.data() + 4)) + ", expected " + std::to_string(kVersion) +
-                     ": install the same Perseus on every host";
+    const uint32_t format = get_u32(greeting.data() + 4);
+    const size_t size = format == kFormat ? kGreetingSize : kGreetingHead + kVersionField;
+    const bool whole = receive_quietly(socket, size, deadline_ns, interrupted, &greeting);
+    if (format != kFormat) {
+      refusal->why = "the store server at " + where + " runs Perseus " +
+                     version_of_field(greeting.substr(kGreetingHead)) + ", this rank Perseus " + this_version() +
+                     ": they do not understand each other (format " + std::to_string(format) + " of the store, not " +
+                     std::to_string(kFormat) + "); install the same Perseus on every host";
       return false;
     }
-    const std::string theirs = greeting.substr(8), ours = random_bytes(kNonceSize);
-    const Digest proof = prove(secret_, {kClientLabel, version_text(), theirs, ours});
+    if (!whole) {
+      refusal->final = false;
+      refusal->why = where + ": no greeting from a store server";
+      return false;
+    }
+    const std::string theirs = greeting.substr(kGreetingSize - kNonceSize), ours = random_bytes(kNonceSize);
+    const Digest proof = prove(secret_, {kClientLabel, format_text(), theirs, ours});
     const std::string answer = ours + std::string(reinterpret_cast<const char*>(proof.data()), proof.size());
     std::string verdict;
     if (send_some(socket.fd(), answer.data(), answer.size()) != static_cast<ssize_t>(answer.size()) ||
@@ -225,7 +234,7 @@ class TcpStore : public Store {
     if (get_u32(verdict.data()) != 1)
       refusal->why = "the store server at " + where + " has another secret than this rank: start every rank with the " +
                      "same one (PERSEUS_SECRET_FILE), or is that another job's server?";
-    else if (!proof_holds(verdict.substr(4), secret_, {kServerLabel, version_text(), theirs, ours}))
+    else if (!proof_holds(verdict.substr(4), secret_, {kServerLabel, format_text(), theirs, ours}))
       refusal->why = "the server at " + where + " could not prove that it knows the job's secret";
     else return true;
     return false;

@@ -144,8 +144,8 @@ class TcpStoreServer : public StoreServer {
       client->nonce = random_bytes(kNonceSize);
       client->deadline_ns = now_ns() + kHandshakeLimit;
       put_u32(&client->head, kMagic);
-      put_u32(&client->head, kVersion);
-      client->head += client->nonce;
+      put_u32(&client->head, kFormat);
+      client->head += version_field(this_version()) + client->nonce;
       strangers_.emplace_back(client->deadline_ns, client->id);
       Client& added = *client;
       watch(EPOLL_CTL_ADD, added.socket.fd(), added.interest, added.id);
@@ -204,12 +204,11 @@ class TcpStoreServer : public StoreServer {
   bool judge(Client& client) {
     const std::string theirs = client.in.substr(0, kNonceSize);
     client.proven =
-        proof_holds(client.in.substr(kNonceSize), secret_, {kClientLabel, version_text(), client.nonce, theirs});
+        proof_holds(client.in.substr(kNonceSize), secret_, {kClientLabel, format_text(), client.nonce, theirs});
     client.in.clear();
     std::string verdict;
     put_u32(&verdict, client.proven ? 1 : 0);
-    const Digest proof =
-        client.proven ? prove(secret_, {kServerLabel, version_text(), client.nonce, theirs}) : Digest{};
+    const Digest proof = client.proven ? prove(secret_, {kServerLabel, format_text(), client.nonce, theirs}) : Digest{};
     verdict.append(reinterpret_cast<const char*>(proof.data()), proof.size());
     client.close_when_sent = !client.proven;
     if (client.proven) forget_stranger(client.id);

@@ -272,8 +272,9 @@ std::map<int, std::string> ShmTransport::meet(Store& store, const std::map<int, 
 
 Digest ShmTransport::proof(const char* label, int from, int to, const std::string& address) const {
   // The listener's random name makes a proof worthless anywhere else.
-  const std::string text = std::string(label) + "|" + world_.job + "|" + std::to_string(world_.epoch) + "|" +
-                           std::to_string(from) + "|" + std::to_string(to) + "|" + address;
+  const std::string text = std::string(label) + "|" + world_.version + "|" + world_.job + "|" +
+                           std::to_string(world_.epoch) + "|" + std::to_string(from) + "|" + std::to_string(to) + "|" +
+                           address;
   return hmac_sha256(world_.secret, text.data(), text.size());
 }
 

@@ -63,7 +63,7 @@ class TcpAcceptor::Stranger : public TcpEventHandler {
   friend class TcpAcceptor;
 
   std::string check_hello() {
-    const std::string wrong = hello_.decode(in_);
+    const std::string wrong = hello_.decode(in_, owner_.world_.version);
     if (!wrong.empty()) return wrong;
     const World& world = owner_.world_;
     if (hello_.epoch != world.epoch)

@@ -38,6 +38,7 @@ class TcpConnector::Attempt : public TcpEventHandler {
       if (const int code = connect_result(socket_.fd()); code != 0) return owner_.end(this, std::strerror(code));
       if ((events & EPOLLOUT) == 0) return;
       Hello hello;
+      hello.version = owner_.world_.version;
       hello.purpose = Purpose::kSide;
       hello.epoch = owner_.world_.epoch;
       hello.rank = owner_.world_.rank;

@@ -7,11 +7,11 @@ namespace perseus::tcp_protocol {
 namespace {
 
 std::string statement(const World& world, const SideKeys& keys, Channel channel) {
-  std::string numbers;
-  for (const uint32_t number : {kVersion, world.epoch, static_cast<uint32_t>(keys.connector),
+  std::string text = version_field(world.version);
+  for (const uint32_t number : {world.epoch, static_cast<uint32_t>(keys.connector),
                                 static_cast<uint32_t>(keys.acceptor), channel.group, channel.stream})
-    put_u32(&numbers, number);
-  return numbers;
+    put_u32(&text, number);
+  return text;
 }
 
 const char* label(Claim claim) {
@@ -30,26 +30,29 @@ const char* label(Claim claim) {
 
 std::string Hello::encode() const {
   std::string bytes;
-  for (const uint32_t number : {kMagic, kVersion, static_cast<uint32_t>(purpose), epoch, static_cast<uint32_t>(rank),
-                                channel.group, channel.stream})
+  put_u32(&bytes, kMagic);
+  bytes += version_field(version);
+  for (const uint32_t number :
+       {static_cast<uint32_t>(purpose), epoch, static_cast<uint32_t>(rank), channel.group, channel.stream})
     put_u32(&bytes, number);
   return bytes + tail;
 }
 
-std::string Hello::decode(const std::string& bytes) {
+std::string Hello::decode(const std::string& bytes, const std::string& expected) {
   if (get_u32(bytes.data()) != kMagic) return "what it sent is no hello of a rank";
-  if (get_u32(bytes.data() + 4) != kVersion)
-    return "it speaks protocol version " + std::to_string(get_u32(bytes.data() + 4)) + ", expected " +
-           std::to_string(kVersion) + ": install the same Perseus on every host";
-  const uint32_t kind = get_u32(bytes.data() + 8), sender = get_u32(bytes.data() + 16);
+  version = version_of_field(bytes.substr(4, kVersionField));
+  const char* const numbers = bytes.data() + 4 + kVersionField;
+  if (version != expected)
+    return "it runs Perseus " + version + ", expected " + expected + ": install the same Perseus on every host";
+  const uint32_t kind = get_u32(numbers), sender = get_u32(numbers + 8);
   if (kind != static_cast<uint32_t>(Purpose::kSide) && kind != static_cast<uint32_t>(Purpose::kData))
     return "its hello has no known purpose";
   if (sender > INT32_MAX) return "its hello names no rank";
   purpose = static_cast<Purpose>(kind);
-  epoch = get_u32(bytes.data() + 12);
+  epoch = get_u32(numbers + 4);
   rank = static_cast<int>(sender);
-  channel = Channel{get_u32(bytes.data() + 20), get_u32(bytes.data() + 24)};
-  tail = bytes.substr(28);
+  channel = Channel{get_u32(numbers + 12), get_u32(numbers + 16)};
+  tail = bytes.substr(kHelloSize - kNonceSize);
   return "";
 }
 

@@ -3,7 +3,7 @@
 // The higher rank connects to the lower one (the acceptor).
 //   side connection = hello(side, nonce) challenge answer verdict frame*
 //   data connection = hello(data, proof) welcome byte*
-//   hello     = magic:u32 version:u32 purpose:u32 epoch:u32 rank:u32 group:u32 stream:u32 (nonce | proof):32B
+//   hello     = magic:u32 version:32B purpose:u32 epoch:u32 rank:u32 group:u32 stream:u32 (nonce | proof):32B
 //   challenge = nonce:32B                                 ; the acceptor's
 //   answer    = proof:32B                                 ; the connector knows the secret, …
 //   verdict   = proof:32B                                 ; … and so does the acceptor
@@ -21,16 +21,16 @@
 namespace perseus::tcp_protocol {
 
 constexpr uint32_t kMagic = 0x50435450;  // "PTCP"
-constexpr uint32_t kVersion = 1;
 constexpr size_t kNonceSize = 32;
 constexpr size_t kProofSize = 32;
-constexpr size_t kHelloSize = 7 * 4 + 32;
+constexpr size_t kHelloSize = 6 * 4 + kVersionField + 32;
 constexpr size_t kMaxNotice = 1024;
 constexpr char kWelcome = 1;
 
 enum class Purpose : uint32_t { kSide = 1, kData = 2 };
 
 struct Hello {
+  std::string version = this_version();
   Purpose purpose = Purpose::kSide;
   uint32_t epoch = 0;
   int rank = 0;
@@ -38,8 +38,8 @@ struct Hello {
   std::string tail;  // nonce or proof
 
   std::string encode() const;
-  // "" when the bytes (kHelloSize of them) are a hello of this version, else what is wrong with them.
-  std::string decode(const std::string& bytes);
+  // "" when the bytes (kHelloSize of them) are a hello of the version `expected`, else what is wrong with them.
+  std::string decode(const std::string& bytes, const std::string& expected);
 };
 
 // The ends of one pair's side connection and what they drew.

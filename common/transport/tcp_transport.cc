@@ -154,6 +154,7 @@ void TcpTransport::dial(TcpLink& link, bool striped, int tries) {
 
 std::string TcpTransport::hello_for(const TcpLink& link) {
   Hello hello;
+  hello.version = world_.version;
   hello.purpose = Purpose::kData;
   hello.epoch = world_.epoch;
   hello.rank = world_.rank;

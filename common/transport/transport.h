@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/span.h"
+#include "base/version.h"
 
 namespace perseus {
 
@@ -26,6 +27,7 @@ struct World {
   uint32_t epoch = 0;         // counts the worlds built in this job; every handshake and store key carries it
   std::string secret;         // proves membership; never logged
   std::string job = "world";  // prefix of store keys
+  std::string version = this_version();
 };
 
 // One ordered stream of bytes between two ranks. Channels are independent: one never waits behind another.

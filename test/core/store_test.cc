@@ -214,8 +214,8 @@ TEST(TcpStore, ServerThatCannotProveTheSecretIsRefused) {
     const Socket victim = accept_one(listener.fd());
     std::string lines;
     put_u32(&lines, kMagic);
-    put_u32(&lines, kVersion);
-    lines += std::string(kNonceSize, 'n');
+    put_u32(&lines, kFormat);
+    lines += version_field(this_version()) + std::string(kNonceSize, 'n');
     put_u32(&lines, 1);
     lines += std::string(kProofSize, 'p');
     send_some(victim.fd(), lines.data(), lines.size());
@@ -337,7 +337,8 @@ TEST(StoreServer, ImpossibleSizesCloseTheConnection) {
     const std::string greeting = peer.hear(&closed, kGreetingSize);
     ASSERT_EQ(greeting.size(), kGreetingSize);
     const std::string nonce(kNonceSize, 'c');
-    const Digest proof = prove("secret", {kClientLabel, version_text(), greeting.substr(8), nonce});
+    const Digest proof =
+        prove("secret", {kClientLabel, format_text(), greeting.substr(kGreetingSize - kNonceSize), nonce});
     peer.say(nonce + std::string(reinterpret_cast<const char*>(proof.data()), proof.size()));
     EXPECT_EQ(peer.hear(&closed, kVerdictSize).size(), kVerdictSize);
     ASSERT_FALSE(closed);
