@@ -17,9 +17,17 @@ from perseus.bench.bars import suite
 from perseus.bench.codecs import parse as parse_codecs
 from perseus.bench.launch import HostsUnavailableError, Job, JobError, run
 from perseus.bench.models import MODELS, TRAINED
-from perseus.bench.plan import DDP, PEERS, TENSORFLOW, TORCH, Plan
+from perseus.bench.plan import (
+    DDP,
+    IN_EQUAL_PARTS,
+    OWN_SIZES,
+    PEERS,
+    TENSORFLOW,
+    TORCH,
+    Plan,
+)
 from perseus.bench.record import Record
-from perseus.bench.sizes import parse_sizes
+from perseus.bench.sizes import in_equal_parts, parse_sizes
 
 _CASES = {
     "memory": "in-place allreduce of one large tensor, against memcpy",
@@ -48,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"perseus-bench: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    for job in jobs:
+        _say_other_sizes(job)
     load_before = os.getloadavg()[0]
     records: list[Record] = []
     signal.signal(signal.SIGTERM, _ended)
@@ -70,13 +80,28 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _say_other_sizes(job: Job) -> None:
+    """Where --sizes asks for one size and another one is measured."""
+    sizes = job.plan.sizes
+    for case in job.plan.cases:
+        if sizes and case in OWN_SIZES:
+            _say(f"perseus-bench: {case}: it has its own sizes, --sizes does not change them")
+    parted = {size: in_equal_parts(size, job.ranks) for size in sizes}
+    others = [f"{exact} bytes for {size}" for size, exact in parted.items() if exact != size]
+    if others and "collectives" in job.plan.cases:
+        _say(
+            f"perseus-bench: {', '.join(IN_EQUAL_PARTS)}: {', '.join(others)}, an equal part of "
+            f"float32 for each of {job.ranks} ranks"
+        )
+
+
 def _advise(given: argparse.Namespace) -> int:
     """--advise: a job that measures links and prints what to set."""
     if given.cases or given.codec or given.sizes or given.plot or given.readme:
         raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
     if given.framework != TORCH:
         raise ValueError(f"--framework {given.framework}: --advise computes with torch")
-    from perseus.bench import advice  # needs torch
+    from perseus.bench import advice
 
     lines: list[str] = []
 

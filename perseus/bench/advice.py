@@ -13,13 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-import torch
-from torch.nn.functional import cross_entropy
-
-import perseus.torch.horovod as hvd
 from perseus import basics
 from perseus.bench.models import BATCH, CLASSES, MODELS, Shapes
-from perseus.bench.nets import NETS
 from perseus.bench.plan import Plan
 from perseus.bench.sizes import show_bytes, show_seconds
 from perseus.compression import EXACT, FLOAT16, INT8, TOP_K
@@ -150,7 +145,7 @@ def show(advice: Advice) -> str:
     if of_steps:
         lines[0] += f", a step computes for {show_seconds(advice.compute_s or 0.0)}"
     if advice.gbit is None or advice.latency_s is None:
-        return f"{lines[0]}\n  all ranks share memory: there is nothing to set"
+        return f"{lines[0]}\n  all ranks share one host's memory: there is nothing to set"
     lines.append(
         f"  {advice.hosts} hosts, {advice.gbit:.3g} Gbit/s, {show_seconds(advice.latency_s)}; "
         f"expected:"
@@ -170,18 +165,35 @@ def show(advice: Advice) -> str:
 
 
 def measure(plan: Plan) -> Iterator[Advice]:
-    """Advice for each model of the plan. A collective; the same on all ranks but for nothing."""
+    """Advice for each model of the plan, the same on all ranks. A collective.
+
+    Where there is nothing to choose, no step is computed for it.
+    """
+    import torch
+
+    import perseus.torch.horovod as hvd
+
     hvd.allreduce(torch.zeros(1 << 10), name="bench.advise", compression=hvd.Compression.auto)
     speeds = basics.speeds()
     sparse_from = basics.setting("LIGHT_TOPK_THRESHOLD")
     for name in plan.models or list(MODELS):
-        compute = plan.compute_s if plan.compute_s is not None else compute_seconds(name)
+        compute = plan.compute_s
+        if compute is None and speeds.measurement > 0:
+            compute = compute_seconds(name)
         yield advise(name, MODELS[name](), speeds, sparse_from, compute)
 
 
 def compute_seconds(model: str) -> float | None:
-    """A step of the network on small images on this rank, of the slowest rank; None where we have
-    no module of it. A collective."""
+    """A step of the network on small images, on the slowest rank. A collective.
+
+    None where we have no module of it.
+    """
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    import perseus.torch.horovod as hvd
+    from perseus.bench.nets import NETS
+
     if model not in NETS:
         return None
     net = NETS[model]

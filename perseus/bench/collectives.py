@@ -8,19 +8,22 @@ import torch
 
 from perseus.bench.pattern import total, values
 from perseus.bench.peers import Peer
+from perseus.bench.plan import IN_EQUAL_PARTS
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
+from perseus.bench.sizes import in_equal_parts
 
 _SWEEP = [4 << 10 << shift for shift in range(0, 15, 2)]  # 4 KiB … 64 MiB
 
 
 def sweep(session: Session) -> Iterator[Subject]:
-    """All operations, smallest size first. Sizes are rounded down to an equal part per rank."""
+    """All operations, smallest size first."""
     for operation, make in _OPERATIONS.items():
         for size in session.sizes(_SWEEP):
-            count = max(size // 4 // session.size, 1) * session.size
-            contenders = [make(session, peer, count) for peer in session.peers]
-            yield Subject(operation, 4 * count, contenders)
+            parted = operation in IN_EQUAL_PARTS
+            exact = in_equal_parts(size, session.size) if parted else size
+            contenders = [make(session, peer, exact // 4) for peer in session.peers]
+            yield Subject(operation, exact, contenders)
 
 
 def allreduce(session: Session, peer: Peer, count: int) -> Contender:

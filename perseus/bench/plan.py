@@ -10,6 +10,8 @@ TORCH, TENSORFLOW = "torch", "tensorflow"  # frameworks, by the names of their p
 PEERS = {TORCH: ("torch-gloo", "mpi", "horovod"), TENSORFLOW: ("multiworker",)}
 DDP = "torch-ddp-gloo"  # torch-gloo's name in training
 NEED_MPIRUN = ("mpi", "horovod")  # formed by mpirun only
+OWN_SIZES = ("tensors", "training")  # cases that --sizes does not change
+IN_EQUAL_PARTS = ("allgather", "reducescatter", "alltoall")  # operations that part a size by rank
 MARK = "PERSEUS-BENCH "  # begins a record's line in a job's output
 
 

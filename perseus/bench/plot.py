@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from perseus.bench.plan import PERSEUS
 from perseus.bench.record import Record
-from perseus.bench.sizes import show_bytes, show_seconds
+from perseus.bench.sizes import seconds_unit, show_bytes, show_seconds
 
 _COLOURS = ("#d1495b", "#33658a", "#86a873", "#8d6a9f", "#e0a030", "#5f6b6d")
 _PANEL_INCHES = (5.2, 3.8)
 _COLUMNS = 3
+_MOST_TICKS = 7  # of sizes, in a panel's width
+_LEAST_RANGE = 10.0  # of times, so that their axis has several ticks
+_WIDE_RANGE = 300.0  # over which ticks at powers of ten are enough
 
 
 def unavailable() -> str | None:
@@ -25,11 +28,13 @@ def unavailable() -> str | None:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """One panel for each case and place; contenders as lines (log-log) or bars, units in labels."""
-    import matplotlib as mpl
+    """Saves the figure of some records; ValueError without any."""
+    figure(records).savefig(path, dpi=130)
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
+
+def figure(records: Sequence[Record]) -> Any:
+    """One panel for each case and place; contenders as lines (log-log) or bars, units in labels."""
+    from matplotlib.figure import Figure
 
     panels: dict[str, list[Record]] = {}
     for record in records:
@@ -39,9 +44,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
     columns = min(_COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     width, height = _PANEL_INCHES
-    figure, grid = pyplot.subplots(
-        rows, columns, figsize=(width * columns, height * rows), squeeze=False
-    )
+    drawn = Figure(figsize=(width * columns, height * rows))
+    grid = drawn.subplots(rows, columns, squeeze=False)
     colours = _colours(records)
     for axes, (title, group) in zip(grid.flat, panels.items(), strict=False):
         several = len({record.bytes for record in group}) > 1
@@ -49,9 +53,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
         axes.set_title(title, fontsize=10)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    drawn.tight_layout()
+    return drawn
 
 
 def _title(record: Record) -> str:
@@ -70,24 +73,31 @@ def _colours(records: Sequence[Record]) -> dict[str, str]:
 
 def _lines(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
     """Median time over size, with the bus bandwidth of the largest size in the legend."""
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     for name in dict.fromkeys(record.contender for record in group):
         points = sorted((r.bytes, r.median_s, r.busbw_GBps) for r in group if r.contender == name)
-        label = f"{name} ({points[-1][2]:.2g} GB/s)" if points[-1][2] else name
+        label = f"{name} ({_show_rate(points[-1][2])})" if points[-1][2] else name
         axes.loglog(
             [point[0] for point in points],
-            [point[1] * 1e3 for point in points],
+            [point[1] for point in points],
             marker="o",
             markersize=3.5,
             color=colours[name],
             label=label,
         )
-    sizes = sorted({record.bytes for record in group})
-    axes.set_xticks(sizes[::2], [show_bytes(size) for size in sizes[::2]], fontsize=8)
-    axes.xaxis.set_minor_locator(NullLocator())
+    sizes = spread_ticks({record.bytes for record in group})
+    axes.set_xticks(sizes, [show_bytes(size) for size in sizes], fontsize=8)
+    low, high = axes.get_ylim()
+    wider = max(1.0, _LEAST_RANGE * low / high) ** 0.5
+    axes.set_ylim(low / wider, high * wider)
+    parts = (1,) if high / low > _WIDE_RANGE else (1, 2, 5)
+    axes.yaxis.set_major_locator(LogLocator(subs=parts))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: show_seconds(seconds)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
     axes.set_xlabel("size")
-    axes.set_ylabel("median time (ms)")
+    axes.set_ylabel("median time")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(title="bus bandwidth at the largest size", fontsize=8, title_fontsize=8)
 
@@ -96,9 +106,24 @@ def _bars(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
     """Median time of each contender, the value beside it."""
     latest = {record.contender: record for record in group}
     names = list(latest)[::-1]
-    times = [latest[name].median_s * 1e3 for name in names]
+    unit, unit_name = seconds_unit(max(record.median_s for record in latest.values()))
+    times = [latest[name].median_s / unit for name in names]
     axes.barh(names, times, color=[colours[name] for name in names])
     axes.set_xlim(0, max(times) * 1.25)
     for name, time in zip(names, times, strict=True):
-        axes.text(time, name, f" {show_seconds(time / 1e3)}", va="center", fontsize=8)
-    axes.set_xlabel(f"median time (ms), {show_bytes(group[0].bytes)}")
+        axes.text(time, name, f" {show_seconds(time * unit)}", va="center", fontsize=8)
+    axes.set_xlabel(f"median time ({unit_name}), {show_bytes(group[0].bytes)}")
+
+
+def spread_ticks(sizes: Collection[int]) -> list[int]:
+    """Those of the sizes, the largest among them, whose labels do not touch on a log axis."""
+    least = (max(sizes) / min(sizes)) ** (1 / (_MOST_TICKS - 0.5))
+    ticks: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        if not ticks or ticks[-1] / size > least:
+            ticks.append(size)
+    return ticks[::-1]
+
+
+def _show_rate(gigabytes: float) -> str:
+    return f"{gigabytes:.2g} GB/s" if gigabytes >= 0.1 else f"{gigabytes * 1e3:.2g} MB/s"

@@ -6,6 +6,8 @@ import re
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 _STEP = 4  # from one size of a range to the next
+_FLOAT = 4
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -33,11 +35,16 @@ def _parse(part: str, text: str) -> int:
             f"--sizes {text}: '{part}': expected numbers such as 4, 64K, 64M or 4K-64M"
         )
     size = int(match[1]) * _UNITS[match[2]]
-    if size <= 0 or size % 4:
+    if size <= 0 or size % _FLOAT:
         raise ValueError(
             f"--sizes {text}: {size} bytes are no whole number of float32, which have 4"
         )
     return size
+
+
+def in_equal_parts(size: int, ranks: int) -> int:
+    """The bytes of float32 that give each rank an equal part: `size` rounded down, one at least."""
+    return max(size // _FLOAT // ranks, 1) * ranks * _FLOAT
 
 
 def show_bytes(size: int) -> str:
@@ -48,9 +55,12 @@ def show_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def seconds_unit(seconds: float) -> tuple[float, str]:
+    """The unit to show a time in: 0.0041 -> (0.001, 'ms')."""
+    return next((found for found in _SECONDS if seconds >= found[0]), _SECONDS[-1])
+
+
 def show_seconds(seconds: float) -> str:
-    """0.0041 -> '4.10 ms'."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds * 1e9:.3g} ns"
+    """0.0041 -> '4.1 ms'."""
+    unit, name = seconds_unit(seconds)
+    return f"{seconds / unit:.3g} {name}"

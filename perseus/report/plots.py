@@ -28,16 +28,17 @@ def unavailable() -> str | None:
     return None
 
 
-def _figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
+    """A figure and its axes, row by row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
-    return figure, axes if columns > 1 else axes[0]
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
 
 
 def _png(figure: Any) -> bytes:
@@ -53,7 +54,7 @@ def _legend_above(axes: Any, columns: int) -> None:
 
 def overlap(found: Sequence[Step], rank: int) -> bytes:
     """Stacked bars over the steps of one rank: hidden, exposed and waiting time."""
-    figure, axes = _figure(10, 3.6)
+    figure, (axes,) = _figure(10, 3.6)
     together = -(-len(found) // _MOST_STEPS)
     groups = [found[i : i + together] for i in range(0, len(found), together)]
     bottom = [0.0] * len(groups)
@@ -78,33 +79,37 @@ def overlap(found: Sequence[Step], rank: int) -> bytes:
 
 
 def bandwidth_over_time(traces: Sequence[Trace]) -> bytes:
-    """Bus bandwidth of every rank over the time of the job; of many ranks, their mean."""
-    figure, axes = _figure(10, 3.2)
+    """Bus bandwidth over the time of the job: a panel for each rank, or the mean of many ranks.
+
+    Ranks exchange the same buckets at the same time: in one panel a line would hide the others.
+    """
     begin = min(trace.span[0] for trace in traces)
     end = max(trace.span[1] for trace in traces)
     times = [(end - begin) * (index + 0.5) / _BINS for index in range(_BINS)]
     lines = [bandwidth(trace.buckets, begin, end, _BINS) for trace in traces]
-    scale, unit = (1e9, "GB/s") if max(map(max, lines)) >= 1e9 else (1e6, "MB/s")
+    names = [f"rank {trace.rank}" for trace in traces]
     if len(traces) > _MOST_LINES:
-        mean = [sum(values) / len(values) / scale for values in zip(*lines, strict=True)]
-        label = f"mean of {len(traces)} ranks"
-        axes.step(times, mean, where="mid", color=_RANKS[0], linewidth=1.2, label=label)
-    else:
-        for trace, line, colour in zip(traces, lines, _RANKS, strict=False):
-            values = [value / scale for value in line]
-            label = f"rank {trace.rank}"
-            axes.step(times, values, where="mid", color=colour, linewidth=1.2, label=label)
-    axes.set_xlim(0, end - begin)
-    axes.set_ylim(0)
-    axes.set_xlabel("seconds since the first submission")
-    axes.set_ylabel(f"bus bandwidth ({unit})")
-    _legend_above(axes, 8)
+        lines = [[sum(values) / len(values) for values in zip(*lines, strict=True)]]
+        names = [f"mean of {len(traces)} ranks"]
+    most = max(map(max, lines))
+    scale, unit = (1e9, "GB/s") if most >= 1e9 else (1e6, "MB/s")
+    figure, panels = _figure(10, 1.6 + 1.2 * len(lines), rows=len(lines))
+    for axes, line, name, colour in zip(panels, lines, names, _RANKS, strict=False):
+        values = [value / scale for value in line]
+        axes.fill_between(times, values, step="mid", color=colour, linewidth=0)
+        axes.set_title(name, fontsize=8, loc="left")
+        axes.set_xlim(0, end - begin)
+        axes.set_ylim(0, 1.05 * most / scale or 1)
+        axes.locator_params(axis="y", nbins=4)
+        axes.tick_params(labelbottom=axes is panels[-1])
+    panels[-1].set_xlabel("seconds since the first submission")
+    figure.supylabel(f"bus bandwidth ({unit})", fontsize=10)
     return _png(figure)
 
 
 def slowest_tensors(tensors: Sequence[Tensor], ranks: int) -> bytes:
     """The time of each tensor's operations, by what it was spent on; mean of the ranks."""
-    figure, axes = _figure(10, 1.2 + 0.32 * len(tensors))
+    figure, (axes,) = _figure(10, 1.2 + 0.32 * len(tensors))
     names = [_short(tensor.name) for tensor in tensors]
     places = range(len(tensors))[::-1]
     left = [0.0] * len(tensors)

@@ -102,6 +102,13 @@ def test_the_command_measures_and_advises(tmp_path: Path) -> None:
     assert resnet50["settings"][0]["exchange_s"] == pytest.approx(resnet50["bytes"] * 8e-7, rel=0.1)
 
 
+def test_without_a_choice_no_step_is_computed() -> None:
+    found = _command()
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("all ranks share one host's memory: there is nothing to set") == 4
+    assert "computes" not in found.stdout
+
+
 def test_what_does_not_go_with_advice_is_refused() -> None:
     found = _command("memory")
     assert found.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import subprocess
@@ -193,6 +194,25 @@ def test_the_page_holds_everything(
     assert not re.search(r"https?://|<script|<link", page)
     assert "rank 1 came last to 4" in page
     assert 'class="warning"' not in page
+
+
+def test_ranks_of_equal_bandwidth_do_not_hide_each_other(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image")
+    colors = pytest.importorskip("matplotlib.colors")
+    from perseus.report import plots
+
+    paths = []
+    for rank in range(3):
+        writer = Writer(rank, 3)
+        for begin in (100.0, 500.0, 900.0):
+            writer.operation("g", (begin, begin + 1, begin + 2, begin + 90), size=1 << 20)
+        paths.append(writer.write(tmp_path / f"{rank}.json"))
+    picture = image.imread(io.BytesIO(plots.bandwidth_over_time(read_all(paths))))
+    shares = [
+        float((abs(picture[..., :3] - colors.to_rgb(colour)).max(axis=-1) < 0.01).mean())
+        for colour in plots._RANKS[:3]
+    ]
+    assert min(shares) > 0.01 and max(shares) < 1.1 * min(shares), shares
 
 
 def test_one_trace_is_enough_for_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
