@@ -107,6 +107,7 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
       case Kind::kRemoveGroup:
       case Kind::kJoin:
       case Kind::kBreak:
+      case Kind::kBlocked:
         break;  // that all are ready is all there is to it
     }
     if (entry->executions_left == 0) finished->push_back(entry);

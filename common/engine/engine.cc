@@ -317,8 +317,13 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
 HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   HandleTable::Slot* slot = handles_.find(handle);
   const WaitTimer timer(perf_check_);
-  if (slot != nullptr) slot->awaited.store(true, std::memory_order_release);
-  if (slot != nullptr) driver_.wait([slot, handle] { return HandleTable::is_over(*slot, handle); }, deadline_ns);
+  if (slot == nullptr) return slot;
+  slot->awaited.store(true, std::memory_order_release);
+  const auto over = [slot, handle] { return HandleTable::is_over(*slot, handle); };
+  if (over()) return slot;
+  callers_.begins_wait(handle, now_ns());
+  driver_.wait(over, deadline_ns);
+  callers_.ends_wait(over(), now_ns());
   return slot;
 }
 

@@ -13,6 +13,7 @@
 #include "base/config.h"
 #include "base/log.h"
 #include "engine/accumulation.h"
+#include "engine/callers.h"
 #include "engine/driver.h"
 #include "engine/flight_recorder.h"
 #include "engine/gradient_codecs.h"
@@ -153,6 +154,7 @@ class Engine {
   void housekeeping(int64_t now);
   void check_liveness(int64_t now);
   void check_stalls(int64_t now);
+  void check_deadlocks(int64_t now);
   void abort(const Error& cause, bool tell);
   void fail_pending(Group* group, bool close, const Status& status);
   void give_up(Group* group, const Status& status);
@@ -184,6 +186,7 @@ class Engine {
   const NanCheck nan_check_;
   PerfCheck perf_check_;
   SilentBatch silent_batch_;
+  Callers callers_;
 
   mutable std::mutex groups_mutex_;
   // Written under groups_mutex_ with the token; read under either. groups_ holds those this rank is a member of.

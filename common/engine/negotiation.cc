@@ -70,6 +70,7 @@ void Negotiation::admit(Entry* entry) {
   name->entry = entry;
   name->warned_ns = 0;
   ++pending_;
+  blocked_.clear();
   if (entry->description.kind == Kind::kJoin) join_entry_ = entry;
   if (scheduled() && (name->batch >= 0 || entry->description.kind == Kind::kJoin)) return hold(entry);
   news_ = true;
@@ -91,6 +92,7 @@ void Negotiation::snapshot(RoundContent* content) {
   for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
   unannounced_.clear();
   if (has_urgent_news()) say_break(&blob);
+  say_blocked(&blob);
   news_ = false;
   news_bytes_ = 0;
 }
@@ -139,11 +141,18 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
   ++applied_;
   const bool closed = closing_;
   std::string text;
+  std::vector<std::string> waits_for;  // of the ranks that are blocked, by group rank
+  bool quiet = ready->empty();         // the same on all ranks
   for (int rank = 0; rank < size_; ++rank) {
     BlobReader reader(content.announced[rank]);
     while (!reader.at_end()) {
       Description description;
       reader.read_request(&text, &description);
+      if (description.kind == Kind::kBlocked) {
+        waits_for.push_back(text);
+        continue;
+      }
+      quiet = false;
       if (description.kind == Kind::kJoin) hear_join(rank);
       else if (description.kind == Kind::kBreak) hear_break(rank, description);
       else hear(rank, text, std::move(description));
@@ -152,6 +161,11 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
   if (joined_count_ > 0) touch_what_joins_complete();
   for (Name* name : touched_) decide(name, ready, failed);
   if (closed) finish_join(ready);
+  if (static_cast<int>(waits_for.size()) == size_) {
+    if (quiet && !closed && touched_.empty()) end_deadlock(waits_for, failed);
+    else news_ = true;  // if that changes nothing for anybody, the next round says so
+  }
+  if (!ready->empty() || !failed->empty()) blocked_.clear();
   // What became ready together runs by priority, else in the order in which names were first agreed on.
   const auto higher = [](const Entry* a, const Entry* b) { return a->description.priority > b->description.priority; };
   if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
@@ -255,9 +269,8 @@ void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
   news_bytes_ = 0;
 }
 
-bool Negotiation::find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, std::vector<Stalled>* stalled) {
-  if (pending_ == 0) return false;
-  bool round_needed = false;
+void Negotiation::find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled) {
+  if (pending_ == 0) return;
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [text, name] : names_) {
     Entry* entry = name->entry;
@@ -271,16 +284,13 @@ bool Negotiation::find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, st
       if ((bits_[name->slot / 64] & bit) == 0) continue;  // announced already, not yet told
       bits_[name->slot / 64] &= ~bit;
       announce(entry);
-      round_needed = true;
-    } else if (name->announced_count > 0 && now - name->warned_ns >= again_ns) {
-      name->warned_ns = now;
-      Stalled fact{text, now - entry->submitted_ns, {}};
+    } else if (name->announced_count > 0) {
+      Stalled fact{name.get(), now - entry->submitted_ns, {}};
       for (int rank = 0; rank < size_; ++rank)
         if (!name->announced_by[rank] && !joined_[rank]) fact.missing.push_back(ranks_[rank]);
       stalled->push_back(std::move(fact));
     }
   }
-  return round_needed;
 }
 
 }  // namespace perseus

@@ -95,16 +95,23 @@ class Negotiation {
   // The schedule is over. What this rank has submitted and no rank has finished is agreed on in rounds again.
   void thaw(const std::vector<Entry*>& taken_back);
 
+  // ---- deadlocks (deadlock.cc) ----
+
+  // What this rank's callers wait for, as others are to be told, while none of them can submit anything more; "" when
+  // one may. Where all ranks are blocked at once, what they have submitted fails on all.
+  void set_blocked(const std::string& waits_for);
+  void for_each_pending(const std::function<void(const Entry&)>& look);
+
   // All entries that are not ready. `close`: no more are taken from now on.
   void take_pending(bool close, std::vector<Entry*>* entries);
-  // Appends "missing rank → names" facts of requests older than `age_ns` that were not reported since; announces
-  // requests known by bits only, so that the next round tells who is missing. True when a round is needed for that.
+  // Appends all requests older than `age_ns`, with the ranks that have not submitted them; announces those known by
+  // bits only, so that the next round tells who is missing.
   struct Stalled {
-    std::string name;
+    Name* name;  // whose warned_ns is the caller's
     int64_t age_ns;
     std::vector<int> missing;  // global ranks
   };
-  bool find_stalled(int64_t now, int64_t age_ns, int64_t again_ns, std::vector<Stalled>* stalled);
+  void find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled);
 
  private:
   using Entries = std::vector<Entry*>;
@@ -128,6 +135,10 @@ class Negotiation {
   std::string find_mismatch_but_joined(const Name& name) const;
   Entry* stand_in(Name* name);
   void finish_join(Entries* ready);
+
+  // ---- deadlock.cc ----
+  void say_blocked(std::string* blob) const;
+  void end_deadlock(const std::vector<std::string>& waits_for, Failures* failed);
 
   // ---- scheduling.cc ----
   void learn(const Entries& ready);
@@ -161,6 +172,7 @@ class Negotiation {
   size_t news_bytes_ = 0;
   int pending_ = 0;
   uint64_t applied_ = 0;  // rounds
+  std::string blocked_;   // see set_blocked()
 
   // The same on all ranks but for join_entry_:
   std::vector<bool> joined_;

@@ -8,8 +8,9 @@
 namespace perseus {
 
 const char* kind_name(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"ALLREDUCE", "ALLGATHER", "BROADCAST",    "ALLTOALL", "REDUCESCATTER",
-                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN",     "BREAK"};
+  constexpr const char* kNames[kKindCount] = {"ALLREDUCE",     "ALLGATHER", "BROADCAST", "ALLTOALL",
+                                              "REDUCESCATTER", "BARRIER",   "ADD_GROUP", "REMOVE_GROUP",
+                                              "JOIN",          "BREAK",     "BLOCKED"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -15,7 +15,7 @@
 
 namespace perseus {
 
-// Same numbers as enum perseus_kind, which has no kBreak.
+// Same numbers as enum perseus_kind, which has neither kBreak nor kBlocked.
 enum class Kind : uint8_t {
   kAllreduce = 0,
   kAllgather = 1,
@@ -26,9 +26,10 @@ enum class Kind : uint8_t {
   kAddGroup = 6,
   kRemoveGroup = 7,
   kJoin = 8,
-  kBreak = 9,  // only announced: a rank leaves the schedule (scheduling.cc)
+  kBreak = 9,     // only announced: a rank leaves the schedule (scheduling.cc)
+  kBlocked = 10,  // only announced: all that a rank could do is wait (deadlock.cc)
 };
-constexpr int kKindCount = 10;
+constexpr int kKindCount = 11;
 const char* kind_name(Kind kind);  // "ALLREDUCE", as Horovod's messages say it
 
 struct TensorDescription {

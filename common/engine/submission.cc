@@ -10,8 +10,9 @@ namespace {
 [[noreturn]] void refuse(const std::string& text) { fail(ErrorKind::kInvalidArgument, text); }
 
 std::string capitalised(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"Allreduce", "Allgather", "Broadcast",    "Alltoall", "Reducescatter",
-                                              "Barrier",   "Add group", "Remove group", "Join",     "Break"};
+  constexpr const char* kNames[kKindCount] = {"Allreduce",     "Allgather", "Broadcast", "Alltoall",
+                                              "Reducescatter", "Barrier",   "Add group", "Remove group",
+                                              "Join",          "Break",     "Blocked"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -160,6 +161,7 @@ int64_t Engine::submit(const Submission& s) {
   check_codec_suits(s);
   if (s.gradient_of != 0 && holds(s)) return held_handle(s.done);
 
+  if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
   Entry* entry = take_entry();
   describe(s, &entry->description);
   entry->description.gradient = s.gradient_of != 0;

@@ -1,6 +1,7 @@
 // Peers: their notices, their signs of life, what they have not submitted; and how a world ends.
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <sstream>
 
 #include "base/clock.h"
@@ -14,6 +15,12 @@ constexpr char kGoodbyeNotice = 'S';  // followed by who left first and "channel
 constexpr int64_t kDrainTime = 10 * kSecond;
 // We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
 constexpr int64_t kOwnPause = 5 * kSecond, kLeastOwnPause = 2 * kSecond;  // signs of life come every second
+
+// What to do about ranks that take different numbers of steps.
+constexpr char kBatches[] =
+    " give all as many (drop_remainder, steps_per_epoch), or call hvd.join() after the last one.";
+
+std::string leaver(int rank) { return rank < 0 ? "this rank" : "rank " + std::to_string(rank); }
 
 }  // namespace
 
@@ -29,9 +36,12 @@ void Engine::hear(const Notice& notice) {
   const std::string rank = std::to_string(notice.peer);
   if (notice.kind == Notice::Kind::kGone) {
     if (left_[notice.peer]) return;
-    abort(Error(ErrorKind::kIo, std::string("[") + route_[notice.peer]->name() + "] lost rank " + rank + ": " +
-                                    notice.text + " (its own output says why)"),
-          true);
+    const int first = first_left_.load();
+    abort(
+        Error(ErrorKind::kIo, std::string("[") + route_[notice.peer]->name() + "] lost rank " + rank + ": " +
+                                  notice.text + " (its own output says why)" +
+                                  (first < 0 ? "" : "; before that " + leaver(first) + " called shutdown() or ended")),
+        true);
   } else if (!notice.text.empty() && notice.text[0] == kAbortNotice) {
     abort(Error(ErrorKind::kAborted, notice.text.substr(1)), true);
   } else if (!notice.text.empty() && notice.text[0] == kGoodbyeNotice) {
@@ -68,6 +78,7 @@ void Engine::housekeeping(int64_t now) {
     for (auto& [id, group] : groups_) group->check_progress(now, alive_since_ns_, !never_ends(*group));
   }
   if (stall_ns_ > 0 || stall_shutdown_ns_ > 0) check_stalls(now);
+  if (stall_ns_ > 0) check_deadlocks(now);
 }
 
 void Engine::check_liveness(int64_t now) {
@@ -82,29 +93,69 @@ void Engine::check_liveness(int64_t now) {
 }
 
 void Engine::check_stalls(int64_t now) {
+  const int64_t never = std::numeric_limits<int64_t>::max();
+  const int64_t warn = stall_ns_ > 0 ? stall_ns_ : never, end = stall_shutdown_ns_ > 0 ? stall_shutdown_ns_ : never;
   std::vector<Negotiation::Stalled> stalled;
-  const int64_t age = stall_ns_ > 0 ? stall_ns_ : stall_shutdown_ns_;
-  for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, age, age, &stalled);
-  if (stalled.empty()) return;
+  // Some rounds before anything has to be said, who is missing is asked for.
+  for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled);
+  std::sort(stalled.begin(), stalled.end(), [](const auto& a, const auto& b) { return a.age_ns > b.age_ns; });
+  bool warns = false;
+  for (const Negotiation::Stalled& fact : stalled) warns |= fact.age_ns >= warn && now - fact.name->warned_ns >= warn;
+  const bool ends = !stalled.empty() && stalled.front().age_ns >= end;
+  if (!warns && !ends) return;
   std::map<int, std::string> missing;
-  bool end = false;
   for (const Negotiation::Stalled& fact : stalled) {
-    const bool too_old = stall_shutdown_ns_ > 0 && fact.age_ns >= stall_shutdown_ns_;
-    end |= too_old;
+    if (!ends && fact.age_ns < warn) break;
+    fact.name->warned_ns = now;
     for (int rank : fact.missing)
-      missing[rank] += (missing[rank].empty() ? "" : ", ") + fact.name + (too_old ? "!" : "");
+      missing[rank] += (missing[rank].empty() ? "" : ", ") + fact.name->text + (fact.age_ns >= end ? "!" : "");
   }
   std::string text =
       "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting "
       "for remainder of ranks for more than " +
-      std::to_string(age / kSecond) + " seconds. A rank that is busy will be waited for.\nMissing ranks:";
+      std::to_string((ends ? end : warn) / kSecond) + " seconds";
+  if (ends) text += " (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS). Will shutdown.";
+  else if (end == never)
+    text += ". A rank that is busy is waited for. HOROVOD_STALL_SHUTDOWN_TIME_SECONDS would end the job after a while.";
+  else
+    text += ". The job ends after " + std::to_string(end / kSecond) + " seconds (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).";
+  text += std::string(" Ranks with different numbers of batches wait like this:") + kBatches + "\nMissing ranks:";
   for (const auto& [rank, names] : missing) text += "\n" + std::to_string(rank) + ": [" + names + "]";
-  if (end) fail(ErrorKind::kTimeout, text + "\nWill shutdown.");
+  if (ends) fail(ErrorKind::kTimeout, text);
   // One rank speaks for all that wait.
-  if (missing.count(world_.rank) == 0) {
-    int first = 0;
-    while (missing.count(first) != 0) ++first;
-    if (first == world_.rank) log_.warning(text);
+  if (missing.count(world_.rank) != 0) return;
+  int first = 0;
+  while (missing.count(first) != 0) ++first;
+  if (first == world_.rank) log_.warning(text);
+}
+
+// Does all that this rank could still submit wait for others? As long as a stall takes to be told of, so that a thread
+// that we do not know of yet has its time.
+void Engine::check_deadlocks(int64_t now) {
+  std::vector<int64_t> handles;
+  bool blocked = callers_.all_wait(now, stall_ns_, &handles);
+  for (auto& [id, group] : groups_) blocked &= !group->executing();
+  std::vector<std::pair<int, std::string>> awaited;  // by process set
+  for (auto& [id, group] : groups_) {
+    if (!blocked) break;
+    // A schedule hides what ranks wait for.
+    if (group->negotiation().scheduled() && group->negotiation().has_pending()) group->negotiation().break_schedule();
+    blocked &= !group->negotiation().scheduled();
+    group->negotiation().for_each_pending([&, id = id](const Entry& entry) {
+      for (const int64_t handle : handles)
+        if (HandleTable::index_of(handle) == entry.handle) awaited.emplace_back(id, entry.name->text);
+    });
+  }
+  // Else one of the handles is done, or about to be.
+  blocked &= awaited.size() == handles.size();
+  for (auto& [id, group] : groups_) {
+    std::string names;
+    bool within = blocked;  // the world, or a set that others cannot help to go on
+    for (const auto& [set, name] : awaited) {
+      within &= id == 0 || set == id;
+      names += (names.empty() ? "" : ", ") + name + (set == 0 ? "" : " (process set " + std::to_string(set) + ")");
+    }
+    group->negotiation().set_blocked(within ? names : "");
   }
 }
 
@@ -182,9 +233,10 @@ void Engine::note_cause(const std::string& text) {
 
 std::string Engine::shutdown_text() const {
   const int first = first_left_.load();
-  return "Horovod has been shut down: " + (first < 0 ? "this rank" : "rank " + std::to_string(first)) +
-         " called shutdown() or ended. Operations that not all ranks had submitted by then fail; shutdown() and init() "
-         "on every rank make a new world.";
+  return "Horovod has been shut down: " + leaver(first) +
+         " called shutdown() or ended. Operations that not all ranks " +
+         "had submitted by then fail; shutdown() and init() on every rank make a new world." +
+         (first < 0 ? "" : std::string(" If it had fewer batches than the others:") + kBatches);
 }
 
 void Engine::shutdown() {

@@ -107,6 +107,8 @@ TEST(Stall, TheWarningNamesTensorAndMissingRankAndComesFromOneRank) {
             "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are "
             "waiting for remainder of ranks for more than 2 seconds.");
   EXPECT_EQ(times(text, "perseus rank 0 warning"), warnings) << "one rank speaks for all: " << text;
+  EXPECT_EQ(times(text, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"), warnings) << text;
+  EXPECT_EQ(times(text, "hvd.join()"), warnings) << text;
   for (const Medium& medium : all_media()) {
     for (bool known : {false, true}) {
       const size_t of_world = warned(medium, known);
@@ -123,37 +125,53 @@ TEST(Stall, TheWarningCanBeSwitchedOff) {
       "");
 }
 
-void run_until_stall_ends_the_job(const Medium& medium) {
+void run_until_stall_ends_the_job(const Medium& medium, std::vector<std::string> overrides) {
   WorldOptions options;
-  options.overrides = {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=2",
-                       "PERSEUS_LOG_LEVEL=fatal"};
+  options.overrides = std::move(overrides);
+  options.overrides.push_back("PERSEUS_LOG_LEVEL=fatal");
+  const auto expect_cause = [](const std::string& text) {
+    // All that is missing, the oldest first; what is not yet so old, too.
+    EXPECT_NE(text.find("2: [t!, u"), std::string::npos) << text;
+    EXPECT_NE(text.find("for more than 2 seconds (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS). Will shutdown."),
+              std::string::npos)
+        << text;
+    EXPECT_NE(text.find("hvd.join()"), std::string::npos) << text;
+    EXPECT_EQ(text.find("waited for"), std::string::npos) << text;
+  };
   run_world(
       medium, 3,
       [&](int rank, perseus_context* context) {
-        Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
-        Call call(operation, rank);
+        Operation first(PERSEUS_ALLREDUCE, "t", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
+        Operation second(PERSEUS_ALLREDUCE, "u", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
+        Call call(first, rank), later(second, rank);
         if (rank == 2) {
           // The cause reaches the rank that never submitted, too.
           const char* reason = "";
           while (perseus_context_failed(context, &reason) == 0) std::this_thread::sleep_for(milliseconds(5));
-          EXPECT_NE(std::string(reason).find("2: [t!]"), std::string::npos) << reason;
+          expect_cause(reason);
           const Outcome outcome = call.submit(context);
           EXPECT_EQ(outcome.code, PERSEUS_ABORTED) << outcome.message;
           return;
         }
         // On a busy machine the clock may have run out for the other rank that submits, before this one does.
         Outcome outcome = call.submit(context);
+        std::this_thread::sleep_for(milliseconds(500));
+        later.submit(context);
         if (outcome.code == PERSEUS_OK) outcome = wait(context, call.handle());
         EXPECT_TRUE(outcome.code == PERSEUS_TIMEOUT || outcome.code == PERSEUS_ABORTED) << outcome.code;
-        EXPECT_NE(outcome.message.find("2: [t!]"), std::string::npos) << outcome.message;
-        EXPECT_NE(outcome.message.find("Will shutdown."), std::string::npos) << outcome.message;
+        expect_cause(outcome.message);
       },
       options);
 }
 
 TEST(Stall, TheJobEndsWhereAskedFor) {
+  // Also where the end comes before the first warning would.
   std::vector<std::thread> threads;
-  for (const Medium& medium : all_media()) threads.emplace_back([medium] { run_until_stall_ends_the_job(medium); });
+  for (const Medium& medium : all_media())
+    for (const char* warning : {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_CHECK_TIME_SECONDS=60"})
+      threads.emplace_back([medium, warning] {
+        run_until_stall_ends_the_job(medium, {warning, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=2"});
+      });
   for (std::thread& thread : threads) thread.join();
 }
 
