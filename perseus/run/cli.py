@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from perseus.installed import require
-from perseus.run import settings
+from perseus.run import mpirun, settings
 from perseus.run.check_build import report
 from perseus.run.horovod import with_alias
 from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _complain(str(error), 1)
     try:
+        if given.mpi:
+            mpirun.start(job, shlex.split(given.mpi_args or ""))
         return Launcher(job).run()
     except LaunchError as error:
         return _complain(str(error), error.code)
@@ -51,20 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _job(given: argparse.Namespace) -> Job:
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
-    if given.num_proc is None:
-        raise ValueError("-np is missing: how many ranks?")
-    if given.num_proc < 1:
-        raise ValueError(f"-np {given.num_proc}: expected 1 or more")
+    if given.mpi_args is not None and not given.mpi:
+        raise ValueError("--mpi-args are for mpirun: give --mpi, too")
+    hosts, ranks = _where(given)
     if not command:
         raise ValueError("no command given: perseusrun -np 2 python train.py")
     if given.horovod:
         command = with_alias(command)
-    if given.hostfile is not None:
-        hosts = parse_hostfile(given.hostfile)
-    elif given.hosts is not None:
-        hosts = parse_hosts(given.hosts)
-    else:
-        hosts = [Host("localhost", given.num_proc)]
     flags = settings.variables(given)
     if given.start_timeout is not None:
         flags["HOROVOD_START_TIMEOUT"] = str(given.start_timeout)
@@ -72,7 +68,7 @@ def _job(given: argparse.Namespace) -> Job:
         flags.setdefault("PERSEUS_LOG_LEVEL", "info")
     return Job(
         command=command,
-        slots=place(hosts, given.num_proc),
+        slots=place(hosts, ranks),
         start_timeout=given.start_timeout or start_timeout(),
         ssh_port=given.ssh_port,
         ssh_identity_file=given.ssh_identity_file,
@@ -83,6 +79,24 @@ def _job(given: argparse.Namespace) -> Job:
         timestamps=given.prefix_output_with_timestamp,
         verbose=given.verbose,
     )
+
+
+def _where(given: argparse.Namespace) -> tuple[list[Host], int]:
+    """The hosts, and how many ranks they get in all."""
+    hosts = None
+    if given.hostfile is not None:
+        hosts = parse_hostfile(given.hostfile)
+    elif given.hosts is not None:
+        hosts = parse_hosts(given.hosts)
+    ranks = given.num_proc
+    if given.npernode is not None:  # as mpirun has it: the hosts' own slots do not count
+        hosts = [Host(host.name, given.npernode) for host in hosts or [Host("localhost", 1)]]
+        ranks = given.npernode * len(hosts) if ranks is None else ranks
+    if ranks is None:
+        raise ValueError("-np is missing: how many ranks?")
+    if ranks < 1:
+        raise ValueError(f"-np {ranks}: expected 1 or more")
+    return hosts or [Host("localhost", ranks)], ranks
 
 
 class _Parser(argparse.ArgumentParser):
@@ -105,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="show the version and exit")
     add("-np", "--num-proc", type=int, metavar="N", help="number of ranks")
+    add(
+        "-npernode",
+        "--npernode",
+        type=_positive,
+        metavar="N",
+        help="ranks on each host, whatever slots it has; without -np that many on every host",
+    )
     add(
         "-cb",
         "--check-build",
@@ -153,8 +174,15 @@ def _parser() -> argparse.ArgumentParser:
         help="'import horovod' finds Perseus: for scripts that stay as they are",
     )
     controller = parser.add_argument_group("controller")
-    controller.add_argument(
+    either = controller.add_mutually_exclusive_group()
+    either.add_argument(
         "--gloo", action="store_true", help="the built-in backend, which needs no MPI (default)"
+    )
+    either.add_argument(
+        "--mpi", action="store_true", help="have mpirun (Open MPI or MPICH) start the ranks"
+    )
+    controller.add_argument(
+        "--mpi-args", metavar="'...'", help="more arguments for it, as --mpi-args='-x A --mca b c'"
     )
     where = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     where.add_argument(

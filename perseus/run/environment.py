@@ -55,12 +55,15 @@ def of_job(
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "PYTHONUNBUFFERED": "1",
     }
-    if interfaces:
-        names = ",".join(interfaces)
-        job |= dict.fromkeys(
-            ("PERSEUS_GLOO_NETWORK_INTERFACE", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME"), names
-        )
-    return job | dict(flags)
+    return job | of_interfaces(interfaces) | dict(flags)
+
+
+def of_interfaces(interfaces: list[str]) -> dict[str, str]:
+    """The variables that name network interfaces."""
+    if not interfaces:
+        return {}
+    names = ("PERSEUS_GLOO_NETWORK_INTERFACE", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
+    return dict.fromkeys(names, ",".join(interfaces))
 
 
 def of_rank(slot: Slot, size: int) -> dict[str, str]:

@@ -114,7 +114,7 @@ class Launcher:
 
     def _run(self) -> None:
         try:
-            self._core = _checked_core(self._job.flags)
+            self._core = checked_core(self._job.flags)
             self._open_streams()
             self._connect()
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
@@ -463,7 +463,7 @@ def _current_directory() -> str:
         raise LaunchError(f"the current directory is gone: {error.strerror}") from None
 
 
-def _checked_core(flags: dict[str, str]) -> Any:
+def checked_core(flags: dict[str, str]) -> Any:
     """The native core, once it has found every variable of the job's environment sound."""
     try:
         core = import_module("perseus._core")

@@ -1,8 +1,10 @@
-"""Programs without Python, started by a bare mpirun over virtual hosts, meet by themselves."""
+"""Programs without Python, started by mpirun over virtual hosts, meet by themselves."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from launched_ranks import compile_rank, places
@@ -12,6 +14,8 @@ from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +27,57 @@ def hosts() -> Iterator[VirtualHosts]:
 @pytest.fixture(scope="module")
 def rank(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(compile_rank(tmp_path_factory.mktemp("launched")))
+
+
+# What Perseus' ranks say on host0, host0, host1, host1.
+_TWO_BY_TWO = [
+    ["0", "4", "0", "2", "0", "2"],
+    ["1", "4", "1", "2", "0", "2"],
+    ["2", "4", "0", "2", "1", "2"],
+    ["3", "4", "1", "2", "1", "2"],
+]
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    file = tmp_path / "hosts"
+    file.write_text("host0 slots=3\nhost1 slots=3\n")
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich", "built-in"])
+def test_npernode_and_hostfile_place_the_ranks_of_perseusrun(
+    hosts: VirtualHosts, rank: str, hostfile: str, kind: str
+) -> None:
+    env = {**hosts.environment(), "HOROVOD_START_TIMEOUT": "50", "TEXT": "a 'b'\n$c"}
+    flags = ["-npernode", "2", "-hostfile", hostfile]
+    if kind != "built-in":
+        mpirun, _ = mpi_or_skip(kind)
+        env["PATH"] = f"{hosts.ssh_config.parent}/bin:{Path(mpirun[0]).parent}:{env['PATH']}"
+        flags.append("--mpi")
+    env["PYTHONPATH"] = str(_ROOT)
+    check = f'[ "$TEXT" = "a \'b\'\n\\$c" ] && exec {rank} 1'
+    command = [sys.executable, "-m", "perseus.run", *flags, "sh", "-c", check]
+    result = hosts.run(0, command, env=env)
+    assert result.returncode == 0, result.stderr
+    found = places(result.stdout.replace("] ", "]:"))  # MPICH's prefix has no colon
+    assert [line[:6] for line in found] == _TWO_BY_TWO
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("openmpi", ["-npernode", "2"]), ("mpich", ["-ppn", "2", "-np", "4"])]
+)
+def test_npernode_and_hostfile_of_a_bare_mpirun(
+    hosts: VirtualHosts, rank: str, hostfile: str, kind: str, options: list[str]
+) -> None:
+    mpirun, _ = mpi_or_skip(kind)
+    mpirun = [word for word in mpirun if word != "--oversubscribe"]
+    if kind == "mpich":  # its files have other lines
+        Path(hostfile).write_text("host0:3\nhost1:3\n")
+    env = {**hosts.environment(), "HOROVOD_START_TIMEOUT": "50"}
+    result = hosts.run(0, [*mpirun, *options, "-hostfile", hostfile, rank, "1"], env=env)
+    assert result.returncode == 0, result.stderr
+    assert [line[:6] for line in places(result.stdout)] == _TWO_BY_TWO
 
 
 @pytest.mark.parametrize(("kind", "option"), [("openmpi", "--host"), ("mpich", "-hosts")])

@@ -1,0 +1,137 @@
+"""perseusrun --mpi: Open MPI's or MPICH's mpirun starts the ranks, with what the flags say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi_launchers import mpi_or_skip
+from perseusrun_command import environment, perseusrun
+
+from perseus.run.hosts import Host, place
+from perseus.run.launch import Job, LaunchError
+from perseus.run.mpirun import Mpirun, command_line, find, of_ranks
+
+_ROOT = Path(__file__).resolve().parents[2]
+# Joins the world and says where this rank is in it.
+_RANK = r"""
+import os
+from perseus import basics
+basics.init()
+found = [os.environ.get(name) for name in ("GLOO_TIMEOUT_SECONDS", "TEXT", "PERSEUS_RANK")]
+place = (basics.rank(), basics.size(), basics.local_rank(), basics.local_size())
+os.write(1, ("rank %d %d %d %d " % place + f"{found}\n").encode())  # whole: MPICH cuts lines
+basics.shutdown()
+"""
+OPEN_MPI_4, OPEN_MPI_5, MPICH = Mpirun("mpirun", 4), Mpirun("mpirun", 5), Mpirun("mpirun", None)
+
+
+def job(**fields: Any) -> Job:
+    return Job(["train", "-x"], place([Host("a", 2), Host("b", 9)], 3), **fields)
+
+
+def words(mpirun: Mpirun, variables: dict[str, str] | None = None, **fields: Any) -> str:
+    made = command_line(mpirun, job(**fields), ["--own", "1"], variables or {}, as_root=True)
+    return " ".join(made)
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_ranks_of_mpirun_are_one_world_with_the_flags_of_the_job(kind: str) -> None:
+    mpirun, python = mpi_or_skip(kind)
+    text = "a 'b' $c\né"
+    env = environment(
+        PATH=f"{Path(mpirun[0]).parent}:{os.environ['PATH']}", PYTHONPATH=str(_ROOT),
+        TEXT=text, PERSEUS_RANK="7", PERSEUS_SECRET="outer" * 8,
+    )  # fmt: skip
+    flags = ["--mpi", "-np", "3", "--gloo-timeout-seconds", "17"]
+    ranks = [str(python), "-c", _RANK]
+    command = [str(python), "-m", "perseus.run", *flags, *ranks]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line[line.index("rank ") :] for line in done.stdout.splitlines()]
+    assert sorted(said) == [f"rank {rank} 3 {rank} 3 ['17', {text!r}, None]" for rank in range(3)]
+    head = "[1,0]<stdout>: " if kind == "openmpi" else "[0] "
+    assert f"{head}rank 0 3" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_status_of_mpirun_is_perseusruns(kind: str) -> None:
+    mpirun, _ = mpi_or_skip(kind)
+    env = environment(PATH=f"{Path(mpirun[0]).parent}:{os.environ['PATH']}")
+    assert perseusrun("--mpi", "-np", "1", "sh", "-c", "exit 6", env=env).returncode == 6
+
+
+def test_command_line_of_open_mpi() -> None:
+    expected = (
+        "mpirun -np 3 --host a:2,b:1 --bind-to none --map-by slot --tag-output "
+        "--allow-run-as-root --own 1 train -x"
+    )
+    assert words(OPEN_MPI_4) == words(OPEN_MPI_5) == expected
+    fields = {"interfaces": ["e0", "e1"], "ssh_port": 22, "ssh_accept_new_keys": True}
+    assert (
+        "--mca btl_tcp_if_include e0,e1 --mca oob_tcp_if_include e0,e1 "
+        "--mca plm_rsh_args -p 22 -o StrictHostKeyChecking=accept-new "
+    ) in words(OPEN_MPI_4, **fields)
+    assert (
+        "--mca btl_tcp_if_include e0,e1 --prtemca oob_tcp_if_include e0,e1 "
+        "--prtemca plm_ssh_args -p 22 -o StrictHostKeyChecking=accept-new "
+    ) in words(OPEN_MPI_5, **fields)
+
+
+def test_open_mpi_is_told_names_of_variables_and_no_values() -> None:
+    variables = {"B": "beta", "A": "alpha", "OMPI_MCA_x": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    assert "-x A -x B --own" in words(OPEN_MPI_5, variables)
+    assert not any(value in words(OPEN_MPI_5, variables) for value in ("alpha", "OMPI", "CUDA"))
+
+
+def test_command_line_of_mpich() -> None:
+    expected = "mpirun -np 3 -hosts a:2,b:1 -bind-to none -prepend-rank -iface e0 --own 1 train -x"
+    assert words(MPICH, {"A": "alpha"}, interfaces=["e0", "e1"]) == expected
+    with pytest.raises(LaunchError, match="--output-filename: MPICH's mpirun cannot do that"):
+        words(MPICH, output_directory="logs")
+
+
+def test_ranks_inherit_no_identity_of_an_outer_job() -> None:
+    given = {"PERSEUS_RANK": "3", "PERSEUS_SECRET": "s", "KEPT": "1", "PERSEUS_LOG_LEVEL": "info"}
+    found = of_ranks(given, job(interfaces=["e0"], flags={"PERSEUS_LOG_LEVEL": "debug"}))
+    assert found == {
+        "KEPT": "1",
+        "PERSEUS_LOG_LEVEL": "debug",
+        "PERSEUS_GLOO_NETWORK_INTERFACE": "e0",
+        "HOROVOD_GLOO_IFACE": "e0",
+        "NCCL_SOCKET_IFNAME": "e0",
+    }
+
+
+def test_missing_and_unknown_mpiruns_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match=r"there is no mpirun on PATH .*; install Open MPI or"):
+        find()
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho 'Another MPI 7'\n")
+    fake.chmod(0o755)
+    with pytest.raises(LaunchError, match=f"{fake} is neither Open MPI's nor .* 'Another MPI 7'"):
+        find()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-np", "1", "--mpi", "--gloo", "true"], "not allowed with argument"),
+        (["-np", "1", "--mpi-args=-x A", "true"], "--mpi-args are for mpirun: give --mpi, too"),
+    ],
+)
+def test_flags_that_do_not_go_together(arguments: list[str], message: str) -> None:
+    result = perseusrun(*arguments)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert message in line
