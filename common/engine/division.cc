@@ -25,7 +25,8 @@ void Division::set_places(std::vector<Place> places) {
 }
 
 Levels Division::of(const std::vector<int>& ranks, int me) const {
-  if (flat_ || places_.empty()) return undivided(static_cast<int>(ranks.size()), me);
+  // Ranks that all share memory are one group in any case: there is nothing between them to send less of.
+  if (places_.empty() || (flat_ && spans_nodes(ranks))) return undivided(static_cast<int>(ranks.size()), me);
   std::vector<int> nodes;
   for (int rank : ranks) nodes.push_back(places_[static_cast<size_t>(rank)].node);
   return divide(nodes, me, settings_);

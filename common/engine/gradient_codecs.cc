@@ -61,10 +61,11 @@ std::array<CodecSpec, kAutoCodecs> GradientCodecs::auto_codecs() const {
   return specs;
 }
 
-std::string GradientCodecs::news() const {
+std::string GradientCodecs::news(bool between_hosts) const {
   if (chosen_ || auto_ || gradient_.kind != CodecKind::kFloat16) return "";
-  return "[codec] float32 gradients travel as float16 between hosts: PERSEUS_ALLREDUCE_DTYPE=1 keeps full precision, "
-         "PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
+  return std::string("[codec] float32 gradients travel as float16 between ") +
+         (between_hosts ? "hosts" : "groups of LIGHT_INTRA_SIZE ranks") +
+         ": PERSEUS_ALLREDUCE_DTYPE=1 keeps full precision, PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
 }
 
 // The group chooses; `codec` is the one that leaves out most of what it may choose.

@@ -29,8 +29,8 @@ class GradientCodecs {
   // What auto chooses among, ordered as kAutoKinds, and the least bytes for the last one.
   std::array<CodecSpec, kAutoCodecs> auto_codecs() const;
   uint64_t sparse_from() const { return sparse_from_; }
-  // What to tell a user who has chosen nothing; empty for one who has.
-  std::string news() const;
+  // What to tell a user who has chosen nothing; "" for one who has. `between_hosts`: else between groups of a host.
+  std::string news(bool between_hosts) const;
 
  private:
   void choose_auto(Description* description) const;

@@ -40,7 +40,7 @@ int64_t Engine::held_handle(const Completion& done) {
 
 void Engine::say_precision(const std::vector<int>& ranks) {
   if (said_precision_.exchange(true) || world_.rank != 0) return;
-  const std::string news = gradient_codecs_.news();
+  const std::string news = gradient_codecs_.news(division_.spans_nodes(ranks));
   if (!news.empty() && division_.of(ranks, 0).groups > 1) log_.warning(news);
 }
 

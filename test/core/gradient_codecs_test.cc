@@ -253,6 +253,33 @@ TEST(GradientSettings, GradientsTravelAsFloat16BetweenGroupsUnlessToldOtherwise)
                         send({}, 0, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).result));
 }
 
+// Asking for no stages is no wish for less precision where there is nothing between hosts.
+TEST(GradientSettings, GradientsStayExactInsideAHostWhateverTheMode) {
+  const Sent exact = send({}, 0, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32);
+  for (const char* mode : {"PERSEUS_ALLREDUCE_MODE=0", "HOROVOD_HIERARCHICAL_ALLREDUCE=0", "LIGHT_2D_ALLREDUCE=0",
+                           "PERSEUS_ALLREDUCE_MODE=1", "LIGHT_2D_ALLREDUCE=1"}) {
+    for (const char* codec : {"PERSEUS_ALLREDUCE_DTYPE=auto", "PERSEUS_ALLREDUCE_DTYPE=2",
+                              "PERSEUS_ALLREDUCE_CODEC=int8", "LIGHT_TOPK_ALLREDUCE=1"}) {
+      SCOPED_TRACE(std::string(mode) + " " + codec);
+      testing::internal::CaptureStderr();
+      const Sent sent = send({mode, codec}, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32);
+      EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+      EXPECT_TRUE(same_bits(sent.result, exact.result));
+      EXPECT_NEAR(static_cast<double>(sent.bytes), static_cast<double>(exact.bytes), 2000);
+    }
+    const Sent asked = send({mode}, 1, PERSEUS_CODEC_FLOAT16, PERSEUS_FLOAT32);
+    EXPECT_TRUE(same_bits(asked.result, exact.result)) << mode << ", compression= is for what goes between hosts, too";
+  }
+}
+
+TEST(GradientSettings, TheNoticeOfFloat16SaysBetweenWhatItIsUsed) {
+  testing::internal::CaptureStderr();
+  send(groups_of(1), 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("travel as float16 between groups of LIGHT_INTRA_SIZE ranks: "), std::string::npos) << said;
+  EXPECT_EQ(said.find("hosts"), std::string::npos) << said;
+}
+
 // Numbers that every floating type has, as a tensor of that type.
 template <typename T, typename Convert>
 std::vector<T> short_numbers(int step, int rank, size_t count, const Convert& convert) {
