@@ -24,7 +24,9 @@ const Variable kTable[] = {
      "0..1099511627776", true,
      "Bytes: tensors that become ready together are fused into buckets of at most this size. 0 = no fusion."},
     {Var::kFusionParts, "PERSEUS_ALLREDUCE_FUSION", "", VarType::kInt, "0", "0..128", true,
-     "N: a bucket holds at most one N-th of the bytes of all gradients of a step. 0 = the tuner decides."},
+     "N: buckets of one N-th of the bytes of all gradients of a step, from the second step on: 1 = all that is ready "
+     "together, large values = small buckets. HOROVOD_FUSION_THRESHOLD limits them where it is given, too. 0 = the "
+     "tuner decides."},
     {Var::kStreamTuningDisable, "PERSEUS_ALLREDUCE_DISABLE_STREAM_TUNING", "", VarType::kBool, "0", "", true,
      "1 = the tuner tries no other number of streams."},
     {Var::kAutotune, "HOROVOD_AUTOTUNE", "", VarType::kChoice, "auto", "auto|0|1", true,

@@ -132,7 +132,7 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes) {
 }
 
 Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
-  const size_t most = std::min(tuner_.now().bucket_bytes, fit.most_bytes);
+  const size_t most = tuner_.bucket_bytes(fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||

@@ -32,8 +32,8 @@ std::string megabytes_per_second(size_t bytes, uint32_t microseconds) {
 bool operator==(const Tuning& a, const Tuning& b) { return a.bucket_bytes == b.bucket_bytes && a.streams == b.streams; }
 
 std::string TunerSettings::text() const {
-  return text_of(start) + ", 1/" + std::to_string(parts) + (buckets ? ", tries buckets" : "") +
-         (streams ? ", tries streams" : "") + (everywhere ? " everywhere" : "");
+  return text_of(start) + ", 1/" + std::to_string(parts) + " up to " + std::to_string(most_bytes) +
+         (buckets ? ", tries buckets" : "") + (streams ? ", tries streams" : "") + (everywhere ? " everywhere" : "");
 }
 
 TunerSettings tuner_settings(const Config& config) {
@@ -42,6 +42,7 @@ TunerSettings tuner_settings(const Config& config) {
   settings.start.bucket_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
   settings.start.streams = static_cast<int>(config.integer(Var::kStreams));
   settings.parts = config.integer(Var::kFusionParts);
+  if (config.given(Var::kFusionThreshold)) settings.most_bytes = settings.start.bucket_bytes;
   bool own_buckets = config.given(Var::kFusionThreshold) || settings.parts > 0;
   bool own_streams = config.given(Var::kStreams);
   if (config.is_set(Var::kTunerReplay)) {
@@ -74,8 +75,9 @@ void Tuner::begin_step(bool worth_it, size_t largest, int64_t now_ns) {
   ++step_;
   if (step_ == 2) {
     step_bytes_ = bytes_;
-    if (settings_.parts > 0)
-      now_.bucket_bytes = std::min(now_.bucket_bytes, step_bytes_ / static_cast<size_t>(settings_.parts) + 1);
+    in_parts_ = settings_.parts > 0;
+    if (in_parts_)
+      now_.bucket_bytes = std::min(settings_.most_bytes, step_bytes_ / static_cast<size_t>(settings_.parts) + 1);
     if (!settings_.buckets && !settings_.streams) settle(now_, "nothing is left to choose");
     else if (!settings_.everywhere && !worth_it) settle(now_, "all ranks share memory");
     else if (!settings_.everywhere && step_bytes_ < kLeastStep) settle(now_, "a step moves too little");

@@ -4,6 +4,7 @@
 // settings in the same place, and all decide from the same numbers. Results never depend on it. Used by the driver.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -21,7 +22,8 @@ bool operator==(const Tuning& a, const Tuning& b);
 
 struct TunerSettings {
   Tuning start;
-  int64_t parts = 0;  // PERSEUS_ALLREDUCE_FUSION: a bucket holds at most 1/parts of a step's gradients; 0 = as `start`
+  int64_t parts = 0;  // PERSEUS_ALLREDUCE_FUSION: a bucket holds 1/parts of a step's gradients; 0 = as `start`
+  size_t most_bytes = SIZE_MAX;           // of such a bucket: HOROVOD_FUSION_THRESHOLD, where that is given, too
   bool buckets = false, streams = false;  // what may be tried
   bool everywhere = false;                // also where all ranks share memory, and for little data
 
@@ -51,6 +53,8 @@ class Tuner {
   // What holds for what becomes ready next. The streams in use are the first ones.
   const Tuning& now() const { return now_; }
   int most_streams() const;
+  // Bytes of a bucket whose parts would be fused up to `usual`, were nothing asked for.
+  size_t bucket_bytes(size_t usual) const { return in_parts_ ? now_.bucket_bytes : std::min(now_.bucket_bytes, usual); }
 
   // What a round has made ready, before it is put into buckets. `worth_it`: this group is one for which settings
   // matter. No bucket is larger than `largest` anyway.
@@ -82,6 +86,7 @@ class Tuner {
   State state_ = State::kCounting;
   std::string first_;  // the gradient that became ready first: with it a step begins
   uint64_t step_ = 0;
+  bool in_parts_ = false;              // `now_` has 1/parts of a step
   size_t bytes_ = 0, step_bytes_ = 0;  // of this step so far, of the first one
   std::vector<Tuning> candidates_;     // [0] is what the group began with
   std::vector<Trial> trials_;

@@ -127,11 +127,19 @@ TEST(Tuner, StepsThatDifferAreNotCompared) {
 TEST(Tuner, FusionIsAPartOfAStepsGradients) {
   TunerSettings settings;
   settings.parts = 4;
+  for (const size_t mebibytes : {64, 2048}) {  // above and below what a bucket holds otherwise
+    Steps steps(settings, mebibytes * kMiB);
+    steps.step(100);
+    EXPECT_EQ(steps.tuner.now(), Tuning());
+    EXPECT_EQ(steps.tuner.bucket_bytes(kMiB), kMiB);
+    steps.step(100);
+    EXPECT_EQ(steps.tuner.now().bucket_bytes, mebibytes / 4 * kMiB + 1);
+    EXPECT_EQ(steps.tuner.bucket_bytes(kMiB), mebibytes / 4 * kMiB + 1);
+  }
+  settings.most_bytes = 10 * kMiB;
   Steps steps(settings);
-  steps.step(100);
-  EXPECT_EQ(steps.tuner.now(), Tuning());
-  steps.step(100);
-  EXPECT_EQ(steps.tuner.now().bucket_bytes, 16 * kMiB + 1);
+  for (int i = 0; i < 2; ++i) steps.step(100);
+  EXPECT_EQ(steps.tuner.now().bucket_bytes, 10 * kMiB) << "HOROVOD_FUSION_THRESHOLD, too";
 }
 
 // ---- the whole of it ----
@@ -214,6 +222,59 @@ TEST(TunedWorld, BitsAreThoseOfAnUntunedOne) {
                 std::string::npos);
       std::remove(log.c_str());
       std::remove(trace.c_str());
+    }
+  }
+}
+
+// Buckets of a step of 24 tensors of 256 KiB, which are one request and so ready together, after the first step.
+uint64_t buckets_of_a_step(const Medium& medium, perseus_codec codec, const std::vector<std::string>& settings) {
+  constexpr int kTensors = 24, kCounted = 3;
+  uint64_t buckets = 0;
+  WorldOptions options;
+  options.overrides = settings;
+  options.overrides.insert(options.overrides.end(),
+                           {"HOROVOD_AUTOTUNE=0", "LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1"});
+  run_world(
+      medium, 2,
+      [&](int rank, perseus_context* context) {
+        const int64_t count = 65536;
+        std::vector<float> gradients(static_cast<size_t>(kTensors * count));
+        std::vector<perseus_tensor> tensors;
+        for (int i = 0; i < kTensors; ++i)
+          tensors.push_back({gradients.data() + i * count, gradients.data() + i * count, &count, 1, PERSEUS_FLOAT32});
+        perseus_stats before{}, after{};
+        before.struct_size = after.struct_size = sizeof before;
+        for (int step = 0; step < 2 + kCounted; ++step) {
+          if (step == 2) perseus_context_stats(context, &before);
+          for (size_t i = 0; i < gradients.size(); ++i)
+            gradients[i] = static_cast<float>((i * 7 + static_cast<size_t>(rank * 5 + step)) % 9);
+          perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", tensors.data(), kTensors);
+          request.gradient_of = 1;
+          request.codec = codec;
+          const Outcome outcome = run(context, request);
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          for (size_t i = 0; i < gradients.size(); ++i)
+            ASSERT_EQ(gradients[i], static_cast<float>((i * 7 + static_cast<size_t>(step)) % 9 +
+                                                       (i * 7 + static_cast<size_t>(5 + step)) % 9));
+        }
+        perseus_context_stats(context, &after);
+        if (rank == 0) buckets = after.buckets - before.buckets;
+      },
+      options);
+  EXPECT_EQ(buckets % kCounted, 0U);
+  return buckets / kCounted;
+}
+
+TEST(TunedWorld, FusionMakesSoManyBuckets) {
+  for (const Medium& medium : {all_media()[0], all_media()[2]}) {
+    for (const perseus_codec codec : {PERSEUS_CODEC_EXACT, PERSEUS_CODEC_FLOAT16}) {
+      SCOPED_TRACE(std::string(medium.name) + " codec " + std::to_string(codec));
+      const bool one_run = codec == PERSEUS_CODEC_EXACT && std::string(medium.name) == "mem";
+      EXPECT_EQ(buckets_of_a_step(medium, codec, {}), one_run ? 1U : codec == PERSEUS_CODEC_EXACT ? 2U : 3U);
+      for (const uint64_t parts : {1U, 2U, 12U})
+        EXPECT_EQ(buckets_of_a_step(medium, codec, {"PERSEUS_ALLREDUCE_FUSION=" + std::to_string(parts)}), parts);
+      EXPECT_EQ(buckets_of_a_step(medium, codec, {"PERSEUS_ALLREDUCE_FUSION=1", "HOROVOD_FUSION_THRESHOLD=1048576"}),
+                6U);
     }
   }
 }
