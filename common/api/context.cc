@@ -111,9 +111,7 @@ std::string first_difference(const std::string& a, const std::string& b) {
 
 // Kernels are the process's, not the context's: only an explicit wish changes them.
 void force_variant(const std::string& name) {
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (name != "auto" && name != kernels::variant()) kernels::select_variant(name.c_str());
+  if (name != "auto") kernels::select_variant(name.c_str());
 }
 
 LogLevel level_of(const Config& config) { return static_cast<LogLevel>(config.integer(Var::kLogLevel)); }

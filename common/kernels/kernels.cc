@@ -1,7 +1,7 @@
-// Chooses the SIMD variant and guards its calls: arguments checked, floating-point mode the default one. Thread-safe
-// except for select_variant.
+// Chooses the SIMD variant and guards its calls: arguments checked, floating-point mode the default one. Thread-safe.
 #include "kernels/kernels.h"
 
+#include <atomic>
 #include <cstring>
 #include <string>
 
@@ -44,11 +44,15 @@ const Variant* best() {
   return &kPortable;
 }
 
-// Not a mutable global of a context: it changes speed, never results.
-const Variant*& chosen() {
-  static const Variant* variant = best();
+// Not a mutable global of a context: it changes speed, never results. So whoever reads the old choice a little longer
+// does no harm, and variants are constants: nothing needs an order.
+std::atomic<const Variant*>& choice() {
+  static std::atomic<const Variant*> variant{best()};
   return variant;
 }
+
+const Variant* chosen() { return choice().load(std::memory_order_relaxed); }
+void choose(const Variant* variant) { choice().store(variant, std::memory_order_relaxed); }
 
 void check(const FoldSpec& spec, int n) {
   bool known = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kMin || spec.op == ReduceOp::kMax ||
@@ -135,7 +139,7 @@ const char* variant() { return chosen()->name; }
 
 void select_variant(const char* name) {
   if (std::strcmp(name, "auto") == 0) {
-    chosen() = best();
+    choose(best());
     return;
   }
   std::string here = "auto";
@@ -143,7 +147,7 @@ void select_variant(const char* name) {
     if (!candidate.runs_here()) continue;
     here = here + ", " + candidate.variant->name;
     if (std::strcmp(name, candidate.variant->name) == 0) {
-      chosen() = candidate.variant;
+      choose(candidate.variant);
       return;
     }
   }

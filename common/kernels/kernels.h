@@ -51,7 +51,7 @@ void finish_sum(DType dtype, void* dst, const void* sum, const void* x, size_t c
 
 // "avx512", "avx2", "neon" or "portable": what this process uses (PERSEUS_SIMD forces one, for tests).
 const char* variant();
-// Choose by name; throws Error(kInvalidArgument) for a name this machine cannot run. Not thread-safe: call at start.
+// Choose by name; throws Error(kInvalidArgument) for a name this machine cannot run. Calls under way end as they began.
 void select_variant(const char* name);
 
 }  // namespace perseus::kernels
