@@ -97,7 +97,8 @@ void Engine::check_speed(const Submission& s) {
   if (perf_check_.handle != 0) {
     HandleTable::Slot* slot = handles_.find(perf_check_.handle);
     if (!HandleTable::is_done(*slot)) return;
-    if (slot->status.ok && ranks[0] == world_.rank && ranks.size() == perf_check_.seconds.size()) {
+    // A group that was removed has no ranks.
+    if (slot->status.ok && ranks.size() == perf_check_.seconds.size() && ranks[0] == world_.rank) {
       const std::string slow = describe_slow(perf_check_.seconds, ranks, perf_check_.steps());
       if (!slow.empty()) log_.warning(slow);
     }

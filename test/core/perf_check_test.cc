@@ -93,4 +93,38 @@ TEST(PerfCheck, RankZeroNamesTheRankTheOthersWaitFor) {
   }
 }
 
+// A comparison is left over when its process set is removed, and is looked at with the next gradient of the set.
+TEST(PerfCheck, AGradientOfARemovedProcessSetIsRefused) {
+  WorldOptions options;
+  options.overrides = {"PERSEUS_PERF_CHECK_N_STEPS=1"};
+  Meeting meeting(3);
+  run_world(
+      all_media()[0], 3,
+      [&](int rank, perseus_context* context) {
+        const auto change = [&](perseus_kind kind, std::vector<int> ranks) {
+          perseus_request request = request_of(kind, "change", nullptr, 0);
+          request.ranks = ranks.data();
+          request.rank_count = static_cast<int>(ranks.size());
+          return run(context, request).code;
+        };
+        ASSERT_EQ(change(PERSEUS_ADD_GROUP, {0, 1}), PERSEUS_OK);
+        const int64_t count = 1;
+        float x = 1;
+        const perseus_tensor tensor{&x, &x, &count, 1, PERSEUS_FLOAT32};
+        perseus_request request = request_of(PERSEUS_ALLREDUCE, "w", &tensor, 1);
+        request.gradient_of = 1;
+        request.group = 1;
+        for (int step = 0; step < 3 && rank < 2; ++step) ASSERT_EQ(run(context, request).code, PERSEUS_OK);
+        perseus_request barrier = request_of(PERSEUS_BARRIER, "end", nullptr, 0);
+        barrier.group = 1;  // behind the last comparison
+        if (rank < 2) ASSERT_EQ(run(context, barrier).code, PERSEUS_OK);
+        ASSERT_EQ(change(PERSEUS_REMOVE_GROUP, {1}), PERSEUS_OK);
+        const Outcome outcome = run(context, request);
+        EXPECT_EQ(outcome.code, PERSEUS_INVALID_ARGUMENT);
+        EXPECT_NE(outcome.message.find("rocess set"), std::string::npos) << outcome.message;
+        meeting.meet();  // whoever leaves ends the world
+      },
+      options);
+}
+
 }  // namespace
