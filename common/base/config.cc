@@ -42,8 +42,8 @@ const Variable kTable[] = {
      "1 = use two kinds of link at once. Here links are used at once when they are named in "
      "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas; this variable alone changes nothing, and rank 0 says so."},
     {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
-     "What float32 gradients look like on their way: 0 = float16 between all ranks, 1 = as they are, 2 = as they are "
-     "inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
+     "What float32 gradients look like on their way: 0 = float16 inside a host and between hosts, 1 = as they are, 2 = "
+     "as they are inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
     {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype", "dtype|int8|auto", true,
      "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8 = one byte an element, "
      "auto = as they are, as float16, int8 or top-k (LIGHT_TOPK_*), whichever the measured links make fastest; what "
@@ -75,7 +75,7 @@ const Variable kTable[] = {
      "does: Horovod's joins. What Perseus gathers for itself does not depend on it."},
     {Var::kAllreduceMode, "PERSEUS_ALLREDUCE_MODE", "HOROVOD_HIERARCHICAL_ALLREDUCE", VarType::kChoice, "auto",
      "auto|0|1", true,
-     "How allreduce uses hosts of several ranks: 0 = all ranks alike, 1 = one rank of each host speaks for it, auto = "
+     "How allreduce uses hosts of several ranks: 0 = all ranks alike (within one host gradients stay exact), 1 = one rank of each host speaks for it, auto = "
      "every rank carries a part of the data between the hosts (2D)."},
     {Var::kTwoD, "LIGHT_2D_ALLREDUCE", "HOROVOD_TORUS_ALLREDUCE", VarType::kChoice, "auto", "auto|0|1", true,
      "1 = reduce inside groups of LIGHT_INTRA_SIZE ranks of a host, then across the groups, 0 = all ranks alike, auto "
@@ -88,7 +88,7 @@ const Variable kTable[] = {
     {Var::kIntraSize, "LIGHT_INTRA_SIZE", "", VarType::kInt, "8", "1..1000000", true,
      "Ranks of an inner group when LIGHT_2D_ALLREDUCE is 1."},
     {Var::kHierarchicalThreshold, "LIGHT_HIERARCHICAL_THRESHOLD", "", VarType::kInt, "1073741824", "0..1099511627776",
-     true, "Bytes: larger tensors are reduced among all ranks alike."},
+     true, "Bytes: larger tensors, encoded or not, are reduced among all ranks alike."},
     {Var::kCycleTime, "HOROVOD_CYCLE_TIME", "", VarType::kFloat, "0", "0..10000", false,
      "Milliseconds to wait between negotiation rounds, so that more tensors share one. Perseus is event driven: "
      "0 (no pause) is right unless the processor is very busy."},

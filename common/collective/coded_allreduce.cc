@@ -30,6 +30,8 @@ void CodedAllreduce::start(const WireFormat& format, float prescale, float facto
   prescale_ = prescale;
   factor_ = factor;
   last_ = last;
+  sums_only_ = false;
+  results_ = nullptr;
   stage_ = Stage::kEncode;
   codec_ns_ = 0;
   for (std::vector<CodedChunk>& chunks : chunks_) chunks.clear();
@@ -57,7 +59,16 @@ const ExchangePlan* CodedAllreduce::next() {
       break;
   }
   codec_ns_ += now_ns() - begun;
-  return stage == Stage::kFinish ? nullptr : &plan_;
+  const bool pauses = stage == Stage::kReduce && sums_only_;
+  return stage == Stage::kFinish || pauses ? nullptr : &plan_;
+}
+
+const ExchangePlan* CodedAllreduce::spread(const WireFormat& format, const std::vector<Piece>& results) {
+  format_ = &format;
+  plan_.clear();
+  plan_.pieces = results;
+  send_results(total_bytes(results));
+  return &plan_;
 }
 
 // Grows `buffer` so that the encodings of `chunks` have room from `begin` on.
@@ -99,7 +110,7 @@ void CodedAllreduce::encode() {
 void CodedAllreduce::reduce() {
   const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(me_)];
   readers_.clear();
-  const Byte* from = buffers_->received.data();
+  const Byte* from = received().data();
   for (int member = 0; member < members_; ++member) {
     const size_t bytes = received_bytes_[static_cast<size_t>(member)];
     const std::vector<Byte>& own = buffers_->own;
@@ -107,38 +118,45 @@ void CodedAllreduce::reduce() {
     else readers_.push_back({from, from + bytes});
     from += bytes;
   }
-  float* const sum = buffers_->scratch.data() + kWireChunk;
-  Byte* const first = room_for(chunks, &buffers_->sent, 0);
+  Byte* const first = sums_only_ ? nullptr : room_for(chunks, &buffers_->sent, 0);
   Byte* at = first;
   kernels::FoldSpec scale;
   scale.postscale = factor_;
   for (const CodedChunk& chunk : chunks) {
+    float* const sum = sums_only_ ? chunk.out : buffers_->scratch.data() + kWireChunk;
     for (int member = 0; member < members_; ++member) {
       size_t bytes = 0;
       const Byte* encoded = readers_[static_cast<size_t>(member)].take(&bytes);
       if (member == 0) format_->decode(encoded, bytes, chunk.count, sum);
       else format_->decode_add(encoded, bytes, chunk.count, sum);
     }
+    if (sums_only_) continue;
     const void* source = sum;
     if (factor_ != 1.0F) kernels::fold(scale, sum, nullptr, &source, 1, chunk.count, false);
     const size_t bytes = format_->encode(sum, chunk.result_residual, chunk.count, chunk.step, at);
     give_out(at, bytes, chunk);
     at += bytes;
   }
+  if (sums_only_) return;
   const size_t bytes = static_cast<size_t>(at - first);
   plan_.clear();
-  plan_.collective = Collective::kAllgather;
   plan_.pieces.push_back(Piece{first, nullptr, bytes});
+  send_results(bytes);
+}
+
+void CodedAllreduce::send_results(size_t bytes) {
+  plan_.collective = Collective::kAllgather;
   plan_.send_rows.push_back(bytes);
 }
 
 void CodedAllreduce::give_out(const Byte* encoded, size_t bytes, const CodedChunk& chunk) const {
+  if (results_ != nullptr) (*results_)[chunk.result] = Piece{encoded, nullptr, bytes};
   if (last_) format_->decode_streamed(encoded, bytes, chunk.count, chunk.out);
   else format_->decode(encoded, bytes, chunk.count, chunk.out);
 }
 
 void CodedAllreduce::finish() {
-  const Byte* from = buffers_->received.data();
+  const Byte* from = received().data();
   for (int owner = 0; owner < members_; ++owner) {
     const size_t bytes = received_bytes_[static_cast<size_t>(owner)];
     Reader reader{from, from + bytes};
@@ -166,9 +184,14 @@ Byte* CodedAllreduce::allocate(const std::vector<size_t>& bytes, const std::vect
     total += size;
   }
   received_bytes_ = bytes;
-  std::vector<Byte>& received = buffers_->received;
-  if (received.size() < total) received.resize(total);
-  return received.data();
+  std::vector<Byte>& memory = received();
+  if (memory.size() < total) memory.resize(total);
+  return memory.data();
+}
+
+// What spread() sends may lie where the contributions came.
+std::vector<Byte>& CodedAllreduce::received() {
+  return sums_only_ && stage_ == Stage::kFinish ? buffers_->passed_on : buffers_->received;
 }
 
 }  // namespace perseus

@@ -1,7 +1,8 @@
 // The sum of gradients that travel encoded: every chunk has an owner, which gets everybody's encoding of it, adds what
 // those decode to in rank order, and sends the encoded result to all. So a lossy format rounds once in and once out,
 // whatever the number of ranks; the owner and every sender go on with what the others decode, so all end with the same
-// bits, and who owns what changes none of them. Two exchanges of variable size. Used by one driver.
+// bits, and who owns what changes none of them. Two exchanges of variable size, between which the sums may go
+// elsewhere. Used by one driver.
 #pragma once
 
 #include <memory>
@@ -18,17 +19,19 @@ struct CodedChunk {
   float* residual = nullptr;         // of what this rank sends; null = none is kept
   float* result_residual = nullptr;  // of what the owner sends; null = none is kept
   uint32_t count = 0;                // <= kWireChunk
+  uint32_t result = 0;               // see CodedAllreduce::note_results
   uint64_t step = 0;                 // see WireFormat::encode
 };
 
 // What an operation needs beside its tensors while it is under way; they can take turns.
 struct CodedBuffers {
   std::vector<Byte> sent, own, received;
+  std::vector<Byte> passed_on;  // results of elsewhere, see CodedAllreduce::spread
   std::vector<float> scratch;
   std::vector<float> staging;  // see FloatStaging
 
   size_t bytes() const {
-    return sent.capacity() + own.capacity() + received.capacity() +
+    return sent.capacity() + own.capacity() + received.capacity() + passed_on.capacity() +
            (scratch.capacity() + staging.capacity()) * sizeof(float);
   }
 };
@@ -40,10 +43,19 @@ class CodedAllreduce final : public OutputSink {
   // Begins anew. Encoded is prescale * x; a result is the sum times `factor`. `format` must stay until the end. `last`:
   // outputs are not read again soon.
   void start(const WireFormat& format, float prescale, float factor, bool last);
+  // After start(): encoded results are noted in (*results)[chunk.result]; their bytes stay until the buffers are used
+  // again.
+  void note_results(std::vector<Piece>* results) { results_ = results; }
+  // After start(), where the sums are only a part of what is to be summed: next() leaves them in `out` of the own
+  // chunks, and is null before the second exchange, which is spread().
+  void sum_only() { sums_only_ = true; }
+  // The results of the own chunks, encoded in a format that may be another, go to all; next() decodes them. The own
+  // chunks are left alone.
+  const ExchangePlan* spread(const WireFormat& format, const std::vector<Piece>& results);
   // Before the first next(): nobody else uses them until the end.
   void use(CodedBuffers* buffers);
   void add(int owner, const CodedChunk& chunk) { chunks_[static_cast<size_t>(owner)].push_back(chunk); }
-  // The next exchange to run, whose sizes vary, or null when all outputs are written.
+  // The next exchange to run, whose sizes vary, or null when all outputs are written (but see sum_only).
   const ExchangePlan* next();
   int64_t codec_ns() const { return codec_ns_; }
 
@@ -60,14 +72,17 @@ class CodedAllreduce final : public OutputSink {
   };
   void encode();
   void reduce();
+  void send_results(size_t bytes);
   void finish();
   void give_out(const Byte* encoded, size_t bytes, const CodedChunk& chunk) const;
+  std::vector<Byte>& received();
   Byte* room_for(const std::vector<CodedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const;
 
   const int members_, me_;
   const WireFormat* format_ = nullptr;
   float prescale_ = 1, factor_ = 1;
-  bool last_ = false;
+  bool last_ = false, sums_only_ = false;
+  std::vector<Piece>* results_ = nullptr;
   Stage stage_ = Stage::kEncode;
   std::vector<std::vector<CodedChunk>> chunks_;  // by owner
   ExchangePlan plan_;

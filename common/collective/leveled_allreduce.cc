@@ -11,9 +11,10 @@ LeveledAllreduce::LeveledAllreduce(const Levels& levels)
       parts_(levels.inner.size()),
       shards_(static_cast<size_t>(levels.shards)) {}
 
-void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* format) {
+void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* format, const WireFormat* inside) {
   fold_ = fold;
   format_ = format;
+  inside_ = works_inside() ? inside : nullptr;
   algorithm_ = Algorithm::kPairwise;
   stage_ = Stage::kInner;
   pieces_.clear();
@@ -21,10 +22,19 @@ void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* fo
   staged_.clear();
   staging_.start(format != nullptr ? fold.dtype : DType::kFloat32);
   if (format != nullptr) fold_.dtype = DType::kFloat32;
+  results_.clear();
+  const float prescale = static_cast<float>(fold.prescale), factor = static_cast<float>(fold.postscale / fold.divisor);
+  if (inside_ != nullptr) {
+    if (!coded_inside_)
+      coded_inside_ = std::make_unique<CodedAllreduce>(static_cast<int>(levels_.inner.size()), levels_.inner_me);
+    coded_inside_->start(*inside_, prescale, 1.0F, true);
+    coded_inside_->sum_only();
+  }
   if (format == nullptr || !levels_.carries()) return;
   if (!coded_) coded_ = std::make_unique<CodedAllreduce>(static_cast<int>(levels_.across.size()), levels_.across_me);
-  const float prescale = works_inside() ? 1.0F : static_cast<float>(fold.prescale);
-  coded_->start(*format, prescale, static_cast<float>(fold.postscale / fold.divisor), !works_inside());
+  const bool sends_outputs = works_inside() && inside_ == nullptr;
+  coded_->start(*format, works_inside() ? 1.0F : prescale, factor, !sends_outputs);
+  if (inside_ != nullptr) coded_->note_results(&results_);
 }
 
 void LeveledAllreduce::add(const Run& run) {
@@ -36,6 +46,7 @@ void LeveledAllreduce::add(const Run& run) {
 void LeveledAllreduce::use(CodedBuffers* buffers) {
   if (format_ == nullptr) return;
   if (coded_) coded_->use(buffers);
+  if (inside_ != nullptr) coded_inside_->use(buffers);
   if (!staging_.needed()) return;
   staging_.load(&buffers->staging);
   for (size_t i = 0; i < staged_.size(); ++i) {
@@ -52,15 +63,21 @@ void LeveledAllreduce::add_floats(const Run& run) {
     const size_t count = std::min(kWireChunk, elements - begin);
     const Piece piece{run.piece.in + begin * sizeof(float), run.piece.out + begin * sizeof(float),
                       count * sizeof(float)};
-    shards_[number % shards].push_back(piece);
-    if (!levels_.carries() || number % shards != static_cast<uint64_t>(levels_.inner_me)) continue;
     CodedChunk chunk;
+    chunk.in = reinterpret_cast<const float*>(piece.in);
     chunk.out = reinterpret_cast<float*>(piece.out);
-    chunk.in = works_inside() ? chunk.out : reinterpret_cast<const float*>(piece.in);
+    chunk.count = static_cast<uint32_t>(count);
+    if (inside_ != nullptr) coded_inside_->add(static_cast<int>(number % shards), chunk);
+    else shards_[number % shards].push_back(piece);
+    if (!levels_.carries() || number % shards != static_cast<uint64_t>(levels_.inner_me)) continue;
+    if (works_inside()) chunk.in = chunk.out;
     if (run.residual != nullptr) chunk.residual = run.residual + begin;
     if (run.result_residual != nullptr) chunk.result_residual = run.result_residual + begin;
-    chunk.count = static_cast<uint32_t>(count);
     chunk.step = run.step;
+    if (inside_ != nullptr) {
+      chunk.result = static_cast<uint32_t>(results_.size());
+      results_.emplace_back();
+    }
     coded_->add(static_cast<int>(number / shards % levels_.across.size()), chunk);
   }
 }
@@ -69,9 +86,10 @@ bool LeveledAllreduce::next(Step* step) {
   step->plan = &plan_;
   step->sizes_vary = false;
   if (stage_ == Stage::kInner) {
+    if (inside_ != nullptr && next_encoded(step, coded_inside_.get(), Level::kInner)) return true;
     if (format_ == nullptr) cut_into_shards();
     stage_ = Stage::kAcross;
-    if (works_inside()) {
+    if (works_inside() && inside_ == nullptr) {
       plan_inner();
       step->level = Level::kInner;
       return true;
@@ -86,12 +104,17 @@ bool LeveledAllreduce::next(Step* step) {
     }
   }
   if (stage_ == Stage::kEncoded) {
-    step->plan = coded_->next();
-    step->level = across_;
-    step->sizes_vary = true;
-    if (step->plan != nullptr) return true;
+    if (next_encoded(step, coded_.get(), across_)) return true;
     stage_ = Stage::kBack;
   }
+  if (stage_ == Stage::kBack && inside_ != nullptr) {
+    stage_ = Stage::kSpread;
+    step->plan = coded_inside_->spread(*format_, results_);
+    step->level = Level::kInner;
+    step->sizes_vary = true;
+    return true;
+  }
+  if (stage_ == Stage::kSpread) next_encoded(step, coded_inside_.get(), Level::kInner);
   const bool back = stage_ == Stage::kBack && works_inside();
   stage_ = Stage::kDone;
   if (!back) {
@@ -103,6 +126,14 @@ bool LeveledAllreduce::next(Step* step) {
   step->level = Level::kInner;
   step->sizes_vary = false;
   return true;
+}
+
+// False when it has no exchange to run now.
+bool LeveledAllreduce::next_encoded(Step* step, CodedAllreduce* coded, Level level) const {
+  step->plan = coded->next();
+  step->level = level;
+  step->sizes_vary = true;
+  return step->plan != nullptr;
 }
 
 // Of all pieces in a row; where a ring goes across, in which an element's place counts, of every tensor by itself.
@@ -178,7 +209,13 @@ void LeveledAllreduce::plan_back() {
 }
 
 Byte* LeveledAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) {
-  return coded_->allocate(bytes, rows);
+  return (stage_ == Stage::kEncoded ? coded_ : coded_inside_)->allocate(bytes, rows);
+}
+
+int64_t LeveledAllreduce::codec_ns() const {
+  int64_t spent = inside_ == nullptr ? 0 : coded_inside_->codec_ns();
+  if (format_ != nullptr && coded_) spent += coded_->codec_ns();
+  return spent;
 }
 
 }  // namespace perseus

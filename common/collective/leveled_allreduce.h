@@ -1,6 +1,7 @@
 // An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, and an
-// allgather inside each host ("2D"; with one shard, "two-level"). The middle stage may be encoded. Every stage reduces
-// in rank order, so the bits depend on the topology alone. Used by one driver.
+// allgather inside each host ("2D"; with one shard, "two-level"). The middle stage may be encoded, and so may the
+// others: the allgather then passes on the bytes that came across. Every stage reduces in rank order, so the bits
+// depend on the topology alone. Used by one driver.
 #pragma once
 
 #include <memory>
@@ -16,9 +17,9 @@ class LeveledAllreduce final : public Staged {
  public:
   explicit LeveledAllreduce(const Levels& levels);
 
-  // Begins anew. With a `format` (which must stay until the end), what is added must be of a floating type, to be
-  // summed: as float32 throughout.
-  void start(const kernels::FoldSpec& fold, const WireFormat* format);
+  // Begins anew. With a `format`, what is added must be of a floating type, to be summed: as float32 throughout.
+  // `inside`, which needs a `format`: of contributions to the reduce-scatter, null = exact. Formats stay until the end.
+  void start(const kernels::FoldSpec& fold, const WireFormat* format, const WireFormat* inside = nullptr);
 
   // Exact: a piece of a tensor. Where `in` is not `out`, they do not overlap.
   void add(const Piece& piece) { pieces_.push_back(piece); }
@@ -40,13 +41,14 @@ class LeveledAllreduce final : public Staged {
   // Before the first next(), where there is a format: see CodedAllreduce.
   void use(CodedBuffers* buffers);
   bool next(Step* step) override;
-  int64_t codec_ns() const override { return coded_ ? coded_->codec_ns() : 0; }
+  int64_t codec_ns() const override;
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
 
  private:
-  enum class Stage { kInner, kAcross, kEncoded, kBack, kDone };
+  enum class Stage { kInner, kAcross, kEncoded, kBack, kSpread, kDone };
 
   void add_floats(const Run& run);
+  bool next_encoded(Step* step, CodedAllreduce* coded, Level level) const;
   void cut_into_shards();
   void cut_into_shards(const Piece* pieces, size_t count);
   void plan_inner();
@@ -59,13 +61,16 @@ class LeveledAllreduce final : public Staged {
   const Level across_;  // which exchange goes across
   kernels::FoldSpec fold_;
   const WireFormat* format_ = nullptr;
+  const WireFormat* inside_ = nullptr;  // null also where we are alone inside
   Algorithm algorithm_ = Algorithm::kPairwise;
   Stage stage_ = Stage::kInner;
   std::vector<Piece> pieces_;
-  std::vector<size_t> parts_;               // bytes of every inner member's shard
-  std::vector<size_t> sizes_;               // of the shards of what is being cut
-  std::vector<std::vector<Piece>> shards_;  // of every inner member that carries one
-  std::unique_ptr<CodedAllreduce> coded_;
+  std::vector<size_t> parts_;                     // bytes of every inner member's shard
+  std::vector<size_t> sizes_;                     // of the shards of what is being cut
+  std::vector<std::vector<Piece>> shards_;        // of every inner member that carries one
+  std::unique_ptr<CodedAllreduce> coded_;         // across; where we carry a shard
+  std::unique_ptr<CodedAllreduce> coded_inside_;  // its owners are those that carry a shard
+  std::vector<Piece> results_;                    // encoded, of our shard's chunks in order
   FloatStaging staging_;
   std::vector<Run> staged_;  // of other types than float32, until there is memory
   ExchangePlan plan_;

@@ -67,6 +67,7 @@ void Bucket::clear() {
   staged = nullptr;
   stages = -1;
   codec = CodecSpec();
+  coded_inside = false;
   flushes = false;
   residuals.clear();
   output = nullptr;
@@ -137,7 +138,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
         plan.root != fit.root || bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) ||
-        bucket->codec != fit.codec || bucket->flushes != fit.flushes)
+        bucket->codec != fit.codec || bucket->coded_inside != fit.coded_inside || bucket->flushes != fit.flushes)
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -153,6 +154,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   bucket.plan.root = fit.root;
   bucket.stages = fit.stages;
   bucket.codec = fit.codec;
+  bucket.coded_inside = fit.coded_inside;
   bucket.flushes = fit.flushes;
   return bucket;
 }
@@ -163,13 +165,16 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const size_t bytes = t.bytes();
   if (bytes == 0) return;
   const kernels::FoldSpec fold = fold_of(d, t.dtype, ranks_.size());
-  const Levels& levels = this->levels(d.coded_inside || d.flush == Flush::kAmongAll);
+  const Levels& levels = this->levels(false);
+  const bool stages = settings_.division->stages(bytes);
   const CodecSpec codec = codec_of(d, t);
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
-  if (flushes || (codec.kind != CodecKind::kNone && levels.groups > 1)) return add_coded(entry, tensor, levels, codec);
-  const bool worth_stages = (d.gradient || bytes > kFlatBytes) && bytes <= settings_.hierarchical_bytes;
+  if (flushes || codec.kind != CodecKind::kNone) {
+    const bool alike = levels.groups == 1 || !stages || d.flush == Flush::kAmongAll;
+    return add_coded(entry, tensor, this->levels(alike), codec);
+  }
   if (fold.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, fold);
-  const bool staged = levels.divided() && worth_stages;
+  const bool staged = levels.divided() && stages && (d.gradient || bytes > kFlatBytes);
   Fit fit(Collective::kAllreduce, fold);
   fit.stages = staged ? 1 : -1;
   fit.algorithm = algorithm_of(fit.stages, bytes);
@@ -217,12 +222,13 @@ const Levels& Execution::levels(bool undivided) {
 }
 
 // The bucket's stages, begun where this is their first piece.
-LeveledAllreduce& Execution::open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format) {
+LeveledAllreduce& Execution::open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
+                                         const WireFormat* inside) {
   std::unique_ptr<LeveledAllreduce>& stages = bucket->leveled[bucket->stages];
   if (!stages) stages = std::make_unique<LeveledAllreduce>(levels);
   if (bucket->staged == nullptr) {
     bucket->staged = stages.get();
-    stages->start(bucket->plan.fold, format);
+    stages->start(bucket->plan.fold, format, inside);
   }
   return *stages;
 }

@@ -20,10 +20,12 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
   fit.stages = &levels == &this->levels(true) ? 0 : 1;
   fit.flushes = d.flush != Flush::kNone;
   if (!fit.flushes) fit.codec = codec;
+  fit.coded_inside = d.coded_inside && !fit.flushes && fit.stages == 1;
   const size_t element = dtype_size(t.dtype), slice = slice_bytes(fit.codec.kind) / sizeof(float) * element;
   fit.most_bytes = slice;
   const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
-  if (format->keeps_residual()) take_residuals(entry, levels);
+  const WireFormat* inside = fit.coded_inside ? format_of(settings_.precision) : nullptr;
+  if (format->keeps_residual()) take_residuals(entry);
   LeveledAllreduce::Run run;
   run.salt = salt_of(entry->name->text) + tensor;
   const size_t bytes = t.bytes();
@@ -33,26 +35,26 @@ void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, con
     bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
     run.piece = bucket.plan.pieces.back();
     run.number = begin / element / kWireChunk;
-    if (entry->residuals != nullptr) {
+    if (entry->residuals) {
       run.residual = entry->residuals->sent(tensor) + begin / element;
       run.result_residual = entry->residuals->result(tensor) + begin / element;
       run.step = entry->residuals->steps;
-      if (bucket.residuals.empty() || bucket.residuals.back() != entry->residuals)
+      if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
         bucket.residuals.push_back(entry->residuals);
     }
-    open_stages(&bucket, levels, format).add(run);
+    open_stages(&bucket, levels, format, inside).add(run);
   }
 }
 
 // What was held back of the entry's tensors, and room for what will be.
-void Execution::take_residuals(Entry* entry, const Levels& levels) {
-  if (entry->residuals != nullptr || settings_.residuals == nullptr || entry->stand_in) return;
+void Execution::take_residuals(Entry* entry) {
+  if (entry->residuals || settings_.residuals == nullptr || entry->stand_in) return;
   const Description& d = entry->description;
   set_sizes(d);
   entry->residuals = settings_.residuals->take({entry->gradient_of, group_, entry->name->text}, sizes_,
-                                               {d.codec, d.codec_from, d.coded_inside, d.codes_doubles, d.codec_auto},
-                                               layout_of(levels), d.flush);
-  if (entry->residuals == nullptr || d.flush != Flush::kAmongAll) return;
+                                               {d.codec, d.codec_from, d.codes_doubles, d.codec_auto},
+                                               settings_.division->layout(d, levels(true), levels(false)), d.flush);
+  if (!entry->residuals || d.flush != Flush::kAmongAll) return;
   const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
 }
@@ -68,13 +70,19 @@ void Execution::give_up_other_sizes(const Entry& entry) {
   settings_.residuals->agreed({entry.gradient_of, group_, entry.name->text}, sizes_);
 }
 
-// By what all ranks know of the tensor, never by what it shares a bucket with.
-CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) const {
-  if (d.codec_auto)
-    return t.dtype == DType::kFloat32 ? settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds_, t.bytes()))]
-                                      : CodecSpec();
+// By what all ranks know of the tensor, never by what it shares a bucket with. What leaves elements out does so between
+// groups only; where there is one group, so does everything but PERSEUS_ALLREDUCE_DTYPE=0.
+CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) {
+  const bool between = levels(false).groups > 1;
+  if (!between && !d.coded_inside) return CodecSpec();
+  if (d.codec_auto) {
+    if (t.dtype != DType::kFloat32) return CodecSpec();
+    Speeds speeds = speeds_;
+    if (!settings_.division->stages(t.bytes())) speeds.shards = 1;  // as many bytes from each rank, whoever gets them
+    return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds, t.bytes()))];
+  }
   if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.codes_doubles)) return CodecSpec();
-  const CodecSpec& codec = t.bytes() >= d.codec_from ? d.codec : settings_.small_codec;
+  const CodecSpec& codec = between && t.bytes() >= d.codec_from ? d.codec : settings_.precision;
   const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
   return halves && dtype_size(t.dtype) == 2 ? CodecSpec() : codec;
 }

@@ -1,7 +1,10 @@
-// PERSEUS_ALLREDUCE_MODE and LIGHT_2D_ALLREDUCE.
+// PERSEUS_ALLREDUCE_MODE, LIGHT_2D_ALLREDUCE and LIGHT_HIERARCHICAL_THRESHOLD.
 #include "engine/division.h"
 
 #include <algorithm>
+
+#include "base/hash.h"
+#include "engine/request.h"
 
 namespace perseus {
 namespace {
@@ -15,6 +18,7 @@ Division::Division(const Config& config) {
   const int64_t mode = config.integer(Var::kAllreduceMode), two_d = config.integer(Var::kTwoD);
   flat_ = (mode == kFlat && two_d != kOn) || (two_d == kOff && mode != kTwoLevel);
   settings_.one_shard = mode == kTwoLevel;
+  most_staged_ = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   if (two_d == kOn) settings_.most_inner = static_cast<int>(config.integer(Var::kIntraSize));
 }
 
@@ -30,6 +34,17 @@ Levels Division::of(const std::vector<int>& ranks, int me) const {
   std::vector<int> nodes;
   for (int rank : ranks) nodes.push_back(places_[static_cast<size_t>(rank)].node);
   return divide(nodes, me, settings_);
+}
+
+uint64_t Division::layout(const Description& description, const Levels& undivided, const Levels& divided) const {
+  const std::vector<TensorDescription>& tensors = description.tensors;
+  const auto staged = [this](const TensorDescription& tensor) { return stages(tensor.bytes()); };
+  if (std::all_of(tensors.begin(), tensors.end(), staged)) return layout_of(divided);
+  if (std::none_of(tensors.begin(), tensors.end(), staged)) return layout_of(undivided);
+  uint64_t layout = kFnvBasis;
+  for (const TensorDescription& tensor : tensors)
+    layout = (layout ^ layout_of(staged(tensor) ? divided : undivided)) * kFnvPrime;
+  return layout;
 }
 
 bool Division::spans_nodes(const std::vector<int>& ranks) const {

@@ -8,6 +8,8 @@
 
 namespace perseus {
 
+struct Description;
+
 // Where a rank is, as all ranks know.
 struct Place {
   int node = 0;        // the lowest rank that it shares memory with, maybe itself
@@ -23,6 +25,10 @@ class Division {
   void set_places(std::vector<Place> places);
   // For a group of these ranks of the world, of which we are number `me`.
   Levels of(const std::vector<int>& ranks, int me) const;
+  // Is a tensor of so many bytes reduced in stages, where there are any? Larger ones go among all ranks alike.
+  bool stages(size_t bytes) const { return bytes <= most_staged_; }
+  // A number for the division that the chunks of a request's tensors have, if they are encoded.
+  uint64_t layout(const Description& description, const Levels& undivided, const Levels& divided) const;
   // Do any two of them not share memory?
   bool spans_nodes(const std::vector<int>& ranks) const;
   // Used at once by every rank of the world.
@@ -30,6 +36,7 @@ class Division {
 
  private:
   bool flat_ = false;
+  size_t most_staged_ = 0;
   LevelSettings settings_;
   std::vector<Place> places_;
   int interfaces_ = 1;

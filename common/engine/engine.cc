@@ -27,7 +27,6 @@ ExecutionSettings settings_of(const Config& config) {
   if (algorithm > 0) settings.algorithm = AlgorithmChoice(static_cast<Algorithm>(algorithm - 1));
   // A ring's bits depend on buckets, and trials may change none.
   if (settings.algorithm.wanted() == Algorithm::kRing) settings.tuner.buckets = settings.tuner.streams = false;
-  settings.hierarchical_bytes = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   return settings;
 }
 
@@ -104,7 +103,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   begin_tuner_log();
   execution_settings_.timeline = &timeline_;
   execution_settings_.residuals = &residuals_;
-  execution_settings_.small_codec = gradient_codecs_.precision();
+  execution_settings_.precision = gradient_codecs_.precision();
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
   execution_settings_.sparse_from = gradient_codecs_.sparse_from();
   execution_settings_.say = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };

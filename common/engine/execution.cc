@@ -141,7 +141,7 @@ void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       for (Entry* entry : bucket.entries) {
         if (--entry->executions_left > 0) continue;
         // It counts as not taken: ranks that had not begun it have not taken it either, and all count alike.
-        if (entry->residuals != nullptr) --entry->residuals->steps;
+        if (entry->residuals) --entry->residuals->steps;
         entry->residuals.reset();
         entry->started_ns = 0;
         entries->push_back(entry);

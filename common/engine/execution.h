@@ -26,10 +26,10 @@ struct ExecutionSettings {
   TunerSettings tuner;
   uint32_t first_stream = 0;                         // number of the first one's channel
   int64_t timeout_ns = 60 * kSecond;                 // 0 = off
-  size_t hierarchical_bytes = size_t{1} << 30;       // larger tensors are reduced among all ranks alike
   AlgorithmChoice algorithm;                         // of exact allreduces, between inner groups where there are any
   const Division* division = nullptr;                // asked when the first allreduce comes
-  CodecSpec small_codec;                             // of gradients too small for the codec they ask for
+  CodecSpec precision;                               // PERSEUS_ALLREDUCE_DTYPE's: of gradients inside a host, if asked
+                                                     // for, and of those too small for the codec they ask for
   std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
   uint64_t sparse_from = 0;                          // bytes: smaller tensors do not take the last one
   bool measures = true;                              // else speeds are as told, and without them auto is exact
@@ -49,6 +49,7 @@ class Bucket final : public OutputSink {
   Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
   int stages = -1;                               // which of `leveled`, -1 = none
   CodecSpec codec;
+  bool coded_inside = false;                                  // with stages: not only between groups
   bool flushes = false;                                       // all that was held back goes along: then no codec
   std::vector<std::shared_ptr<Residuals::Record>> residuals;  // kept alive
   std::vector<Entry*> entries;
@@ -127,16 +128,17 @@ class Execution {
   void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
   size_t run_bytes(size_t bytes) const;
   void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
-  void take_residuals(Entry* entry, const Levels& levels);
+  void take_residuals(Entry* entry);
   void give_up_other_sizes(const Entry& entry);
   void set_sizes(const Description& description);
-  CodecSpec codec_of(const Description& description, const TensorDescription& tensor) const;
+  CodecSpec codec_of(const Description& description, const TensorDescription& tensor);
   const WireFormat* format_of(const CodecSpec& codec);
   Algorithm algorithm_of(int stages, size_t bytes);
   void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
   size_t slice_bytes(CodecKind codec) const;
-  LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format);
+  LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
+                                const WireFormat* inside = nullptr);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
   void add_gather(Entry* entry, size_t tensor);
@@ -151,6 +153,7 @@ class Execution {
     int stages = -1;  // index of Bucket::leveled, -1 = one exchange
     Algorithm algorithm = Algorithm::kPairwise;
     CodecSpec codec;
+    bool coded_inside = false;
     bool flushes = false;
     size_t most_bytes = SIZE_MAX;
   };

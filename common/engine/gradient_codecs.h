@@ -24,7 +24,7 @@ class GradientCodecs {
   // Fills in codec, codec_auto, coded_inside, codes_doubles and codec_from. Throws Error(kInvalidArgument) for a wish
   // that makes no sense.
   void choose(Kind kind, ReduceOp op, bool gradient, const CodecWish& wish, Description* description) const;
-  // What gradients get that are too small for another codec.
+  // What gradients get that are too small for another codec, and all of them inside a host where that is asked for.
   const CodecSpec& precision() const { return precision_; }
   // What auto chooses among, ordered as kAutoKinds, and the least bytes for the last one.
   std::array<CodecSpec, kAutoCodecs> auto_codecs() const;

@@ -50,13 +50,12 @@ void Engine::ask_for_flush(const Submission& s, const Group& group, Description*
   for (const TensorDescription& tensor : d->tensors) sizes.push_back(static_cast<size_t>(tensor.count()));
   const auto layout = [&] {
     const int size = static_cast<int>(group.ranks().size());
-    return layout_of(d->coded_inside ? undivided(size, group.index()) : division_.of(group.ranks(), group.index()));
+    return division_.layout(*d, undivided(size, group.index()), division_.of(group.ranks(), group.index()));
   };
   bool dropped = false;
   const std::string name = s.name;
-  d->flush =
-      residuals_.due({s.gradient_of, group.id(), name}, sizes,
-                     {d->codec, d->codec_from, d->coded_inside, d->codes_doubles, d->codec_auto}, layout, &dropped);
+  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes,
+                            {d->codec, d->codec_from, d->codes_doubles, d->codec_auto}, layout, &dropped);
   if (dropped && !said_dropped_.exchange(true))
     log_.warning("[codec] '" + name +
                  "' has other sizes than before: what was held back of it is given up. (Of others "

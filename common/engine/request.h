@@ -53,7 +53,7 @@ struct Description {
   bool gradient = false;
   CodecSpec codec;             // of sums of floating type between inner groups
   bool codec_auto = false;     // or one that loses less, by what the group has measured
-  bool coded_inside = false;   // between all ranks, then
+  bool coded_inside = false;   // inside groups as PERSEUS_ALLREDUCE_DTYPE says, not exact
   bool codes_doubles = false;  // float64 tensors, too
   uint64_t codec_from = 0;     // bytes: smaller tensors go as the settings say
   std::vector<TensorDescription> tensors;

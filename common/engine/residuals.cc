@@ -74,8 +74,7 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Ter
     *dropped = record->holds;
     return Flush::kNone;
   }
-  if (record->loaded ? record->layout != layout() : record->terms.coded_inside != terms.coded_inside)
-    return record->holds ? Flush::kAmongAll : Flush::kNone;
+  if (record->loaded && record->layout != layout()) return record->holds ? Flush::kAmongAll : Flush::kNone;
   if (record->flushes) return Flush::kAsDivided;
   const Terms& before = record->terms;
   const bool goes_on = record->loaded

@@ -32,7 +32,6 @@ class Residuals {
   struct Terms {
     CodecSpec codec;
     uint64_t codec_from = 0;
-    bool coded_inside = false;
     bool codes_doubles = false;
     bool codec_auto = false;  // or one that may keep nothing
   };

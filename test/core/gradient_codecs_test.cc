@@ -20,6 +20,18 @@ constexpr Codec kCodecs[] = {{"float16", PERSEUS_CODEC_FLOAT16, 0, 0x1p-11, fals
                              {"int8", PERSEUS_CODEC_INT8, 0, 1.01 / 254, true},
                              {"topk", PERSEUS_CODEC_TOP_K, 0.1, 0, true},
                              {"rotate", PERSEUS_CODEC_ROTATE, 4, 0, true}};
+// The same by variables, with PERSEUS_ALLREDUCE_DTYPE=0: float16 inside groups as well.
+constexpr Codec kHalfInside[] = {{"float16", PERSEUS_CODEC_SETTINGS, 0, 1.5 * 0x1p-11, false},
+                                 {"int8", PERSEUS_CODEC_SETTINGS, 0, 1.01 / 254 + 0x1p-12, true},
+                                 {"topk", PERSEUS_CODEC_SETTINGS, 0, 0, true},
+                                 {"rotate", PERSEUS_CODEC_SETTINGS, 0, 0, true}};
+
+std::vector<std::string> variables_of(const std::string& codec) {
+  if (codec == "int8") return {"PERSEUS_ALLREDUCE_CODEC=int8"};
+  if (codec == "topk") return {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_RATIO=0.1", "LIGHT_TOPK_THRESHOLD=0"};
+  if (codec == "rotate") return {"PERSEUS_DOWNSAMPLE_N_ELEMENTS=4"};
+  return {};
+}
 
 std::vector<std::string> groups_of(int ranks) {
   return {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks)};
@@ -91,19 +103,27 @@ bool same_bits(const Floats& a, const Floats& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-class GradientCodecs : public testing::TestWithParam<std::tuple<int, int>> {
+// Ranks that share memory, in groups of two, and ranks that do not.
+enum Place { kGroups, kHosts, kHalfGroups };
+
+class GradientCodecs : public testing::TestWithParam<std::tuple<Place, Codec>> {
  protected:
-  // Ranks that share memory, in groups of two, and ranks that do not.
-  Medium medium() const { return all_media()[std::get<0>(GetParam()) == 0 ? 0 : 2]; }
+  Place place() const { return std::get<0>(GetParam()); }
+  Medium medium() const { return all_media()[place() == kHosts ? 2 : 0]; }
   std::vector<std::string> settings() const {
-    return std::get<0>(GetParam()) == 0 ? groups_of(2) : std::vector<std::string>();
+    std::vector<std::string> settings = place() == kHosts ? std::vector<std::string>() : groups_of(2);
+    if (place() != kHalfGroups) return settings;
+    for (const std::string& text : variables_of(codec().name)) settings.push_back(text);
+    settings.emplace_back("PERSEUS_ALLREDUCE_DTYPE=0");
+    return settings;
   }
-  const Codec& codec() const { return kCodecs[std::get<1>(GetParam())]; }
+  const Codec& codec() const { return std::get<1>(GetParam()); }
 };
 
 TEST_P(GradientCodecs, AllRanksGetTheSameBitsCloseToTheMean) {
-  for (int size : {2, 3, 4}) {
-    if (std::get<0>(GetParam()) == 0 && size == 2) continue;  // one group: exact
+  for (int size : {2, 3, 4, 6}) {
+    if (place() != kHosts && size == 2) continue;  // one group: exact
+    if (place() != kHalfGroups && size == 6) continue;
     const auto results = reduce(medium(), size, codec(), settings(), false);
     for (size_t i = 0; i < std::size(kSizes); ++i) {
       const Floats& first = results[0][i];
@@ -184,13 +204,14 @@ TEST_P(GradientCodecs, WhatIsHeldBackComesLater) {
       options);
 }
 
+constexpr const char* kPlaces[] = {"groups_", "hosts_", "half_groups_"};
+const auto name_of_case = [](const testing::TestParamInfo<std::tuple<Place, Codec>>& info) {
+  return std::string(kPlaces[std::get<0>(info.param)]) + std::get<1>(info.param).name;
+};
 INSTANTIATE_TEST_SUITE_P(All, GradientCodecs,
-                         testing::Combine(testing::Range(0, 2),
-                                          testing::Range(0, static_cast<int>(std::size(kCodecs)))),
-                         [](const auto& info) {
-                           return std::string(std::get<0>(info.param) == 0 ? "groups_" : "hosts_") +
-                                  kCodecs[std::get<1>(info.param)].name;
-                         });
+                         testing::Combine(testing::Values(kGroups, kHosts), testing::ValuesIn(kCodecs)), name_of_case);
+INSTANTIATE_TEST_SUITE_P(HalfInside, GradientCodecs,
+                         testing::Combine(testing::Values(kHalfGroups), testing::ValuesIn(kHalfInside)), name_of_case);
 
 // ---- which gradients are encoded ----
 
@@ -278,6 +299,55 @@ TEST(GradientSettings, TheNoticeOfFloat16SaysBetweenWhatItIsUsed) {
   const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_NE(said.find("travel as float16 between groups of LIGHT_INTRA_SIZE ranks: "), std::string::npos) << said;
   EXPECT_EQ(said.find("hosts"), std::string::npos) << said;
+}
+
+// What PERSEUS_ALLREDUCE_DTYPE=0 sends, all ranks together, in groups of `inner`, against float16 between groups alone.
+struct Total {
+  Floats result;
+  uint64_t bytes;
+};
+
+Total send_all(int size, int inner, const std::vector<std::string>& settings) {
+  WorldOptions options;
+  options.overrides = groups_of(inner);
+  options.overrides.insert(options.overrides.end(), settings.begin(), settings.end());
+  std::vector<Sent> sent(static_cast<size_t>(size));
+  run_world(
+      all_media()[0], size,
+      [&](int rank, perseus_context* context) {
+        Floats x = gradient(3, rank, 262144);
+        const int64_t count = static_cast<int64_t>(x.size());
+        const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+        const Outcome outcome = run(context, gradient_request("g", &tensor, kHalfInside[0]));
+        ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+        perseus_stats stats{};
+        stats.struct_size = sizeof stats;
+        perseus_context_stats(context, &stats);
+        sent[static_cast<size_t>(rank)] = {x, stats.shm_bytes_sent};
+      },
+      options);
+  Total total{sent[0].result, 0};
+  for (const Sent& each : sent) {
+    EXPECT_TRUE(same_bits(each.result, total.result));
+    total.bytes += each.bytes;
+  }
+  return total;
+}
+
+TEST(GradientSettings, Float16EverywhereTakesTheStagesOfFloat16BetweenGroups) {
+  constexpr double kBytes = 4.0 * 262144;
+  for (const auto& [size, inner] : std::vector<std::pair<int, int>>{{4, 2}, {16, 8}, {6, 3}}) {
+    for (const char* mode : {"PERSEUS_ALLREDUCE_MODE=auto", "PERSEUS_ALLREDUCE_MODE=1"}) {
+      SCOPED_TRACE(std::to_string(size) + " ranks in groups of " + std::to_string(inner) + " " + mode);
+      const Total mixed = send_all(size, inner, {mode, "PERSEUS_ALLREDUCE_DTYPE=2"});
+      const Total half = send_all(size, inner, {mode, "PERSEUS_ALLREDUCE_DTYPE=0"});
+      // Two groups send the gradient across once each; what they do inside is as much again for each other rank.
+      const double across = 2 * kBytes / 2, inside = 2 * 2 * (inner - 1) * kBytes;
+      EXPECT_NEAR(static_cast<double>(mixed.bytes), across + inside, 0.02 * kBytes * size);
+      EXPECT_NEAR(static_cast<double>(half.bytes), across + inside / 2, 0.02 * kBytes * size);
+      EXPECT_FALSE(same_bits(half.result, mixed.result)) << "inside, too";
+    }
+  }
 }
 
 // Numbers that every floating type has, as a tensor of that type.
