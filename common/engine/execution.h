@@ -51,7 +51,7 @@ class Bucket final : public OutputSink {
   CodecSpec codec;
   bool coded_inside = false;                                  // with stages: not only between groups
   bool flushes = false;                                       // all that was held back goes along: then no codec
-  std::vector<std::shared_ptr<Residuals::Record>> residuals;  // kept alive
+  std::vector<Residuals::Lease> residuals;
   std::vector<Entry*> entries;
   uint64_t number = 0;  // of the group's buckets, the same on all ranks
   Batch batch;

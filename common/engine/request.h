@@ -136,7 +136,7 @@ struct Entry {
   int executions_left = 0;
   size_t bytes = 0;
   uint64_t gradient_of = 0;                      // whose gradient, 0 = no gradient
-  std::shared_ptr<Residuals::Record> residuals;  // of what is sent encoded, where the codec holds something back
+  Residuals::Lease residuals;  // of what is sent encoded, where the codec holds something back
   // Not submitted here: zeros that a rank which has joined gives to an operation of the others. It has no handle.
   bool stand_in = false;
   struct Free {

@@ -91,13 +91,13 @@ void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
   if (record && !fits(record.get(), sizes)) records_.erase(key_);
 }
 
-std::shared_ptr<Residuals::Record> Residuals::take(const Key& key, const std::vector<size_t>& sizes, const Terms& terms,
-                                                   uint64_t layout, Flush flush) {
+Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& sizes, const Terms& terms, uint64_t layout,
+                                 Flush flush) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::shared_ptr<Record> record = find(key);
   if (flush != Flush::kNone && !keeps_residual(terms.codec)) {
     records_.erase(key_);
-    return record;
+    return Lease(record);
   }
   if (!record) records_[key_] = record = make(key, sizes);
   record->terms = terms;
@@ -106,7 +106,7 @@ std::shared_ptr<Residuals::Record> Residuals::take(const Key& key, const std::ve
   record->holds = flush == Flush::kNone;
   if (!record->holds) record->flushes = false;
   ++record->steps;
-  return record;
+  return Lease(record);
 }
 
 void Residuals::flush() {
@@ -148,12 +148,12 @@ void Residuals::write(const Key& key, const float* data, size_t room, uint64_t l
   record->holds = record->loaded = true;
 }
 
-// The record of a name of which no operation is under way.
+// The record of a name of which no operation is under way. Leases begin with mutex_ held, or as copies of others.
 const Residuals::Record* Residuals::idle(const Key& key) {
   find(key);
   const auto found = records_.find(key_);
   if (found == records_.end()) return nullptr;
-  if (found->second.use_count() > 1)
+  if (found->second->leases.load(std::memory_order_acquire) > 0)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' is under way: wait for its handle first");
   return found->second.get();
 }

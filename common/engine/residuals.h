@@ -52,12 +52,38 @@ class Residuals {
     std::unique_ptr<float[], Free> memory;
     uint64_t steps = 0;  // times it was taken
     std::atomic<size_t>* bytes = nullptr;
+    std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
     // Guarded by mutex_:
     Terms terms;
     uint64_t layout = 0;   // names the division of chunks that `memory` belongs to
     bool holds = false;    // else it is zeros
     bool flushes = false;  // at the next reduction
     bool loaded = false;   // by write(), and not used yet: `terms` and the tensors' sizes are not known
+  };
+
+  // Keeps a record for an operation under way: meanwhile nobody else reads or replaces what is in it.
+  class Lease {
+   public:
+    Lease() = default;
+    explicit Lease(std::shared_ptr<Record> record) : record_(std::move(record)) {
+      if (record_) record_->leases.fetch_add(1, std::memory_order_relaxed);
+    }
+    Lease(const Lease& other) : Lease(other.record_) {}
+    Lease(Lease&& other) noexcept : record_(std::move(other.record_)) {}
+    Lease& operator=(Lease other) noexcept {
+      record_.swap(other.record_);
+      return *this;
+    }
+    ~Lease() {
+      if (record_) record_->leases.fetch_sub(1, std::memory_order_release);
+    }
+    void reset() { *this = Lease(); }
+    explicit operator bool() const { return record_ != nullptr; }
+    Record* operator->() const { return record_.get(); }
+    bool operator==(const Lease& other) const { return record_ == other.record_; }
+
+   private:
+    std::shared_ptr<Record> record_;
   };
 
   // What the next reduction of these sizes (in elements) has to do. `layout` gives the number of the present division.
@@ -68,8 +94,7 @@ class Residuals {
   void agreed(const Key& key, const std::vector<size_t>& sizes);
   // For one that may need what is held. Zeros at first, and again when the sizes have changed. Null where the codec
   // asked for keeps nothing and nothing was kept: after a flush such a codec's record is gone.
-  std::shared_ptr<Record> take(const Key& key, const std::vector<size_t>& sizes, const Terms& terms, uint64_t layout,
-                               Flush flush);
+  Lease take(const Key& key, const std::vector<size_t>& sizes, const Terms& terms, uint64_t layout, Flush flush);
   // What was reduced before sends all that is held back with its next reduction.
   void flush();
   // Drops what an owner has here.

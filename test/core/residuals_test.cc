@@ -1,9 +1,12 @@
 // What lossy codecs hold back when something changes: it is sent once, bit for bit, or carried to another world.
 #include "engine/residuals.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <map>
+#include <thread>
 
 #include "base/error.h"
 #include "operation.h"
@@ -337,9 +340,49 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
   EXPECT_EQ(layout, 17U);
   EXPECT_NE(refusal([&] { residuals.read(key, data.data(), 13, &layout); }).find("14"), std::string::npos);
   EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 13, 17); }).find("two for each"), std::string::npos);
+  record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone);
+  perseus::Residuals::Lease copy = record;
+  record.reset();
+  EXPECT_NE(refusal([&] { residuals.read(key, nullptr, 0, &layout); }).find("under way"), std::string::npos);
+  copy.reset();
+  EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 7U);
   EXPECT_GT(residuals.bytes(), 0U);
   residuals.forget(1);
   EXPECT_EQ(residuals.bytes(), 0U);
+}
+
+// ThreadSanitizer sees the order: what an operation has written happened before it is read.
+TEST(Residual, AReaderSeesAllThatAnOperationHasLeft) {
+  perseus::Residuals residuals;
+  const std::string name = "g";
+  const perseus::Residuals::Key key{1, 0, name};
+  perseus::Residuals::Terms terms;
+  terms.codec.kind = perseus::CodecKind::kInt8;
+  constexpr size_t kElements = 4000;
+  std::atomic<bool> done{false};
+  std::thread operations([&] {
+    for (int step = 1; step <= 300; ++step) {
+      auto lease = residuals.take(key, {kElements}, terms, 17, perseus::Flush::kNone);
+      for (size_t i = 0; i < 2 * kElements; ++i) lease->sent(0)[i] = static_cast<float>(step);
+    }
+    done = true;
+  });
+  Floats data(2 * kElements);
+  uint64_t layout = 0;
+  float last = 0;
+  for (bool more = true; more;) {
+    more = !done;
+    try {
+      if (residuals.read(key, data.data(), data.size(), &layout) == 0) continue;
+    } catch (const perseus::Error&) {
+      continue;  // under way
+    }
+    EXPECT_EQ(std::count(data.begin(), data.end(), data[0]), static_cast<std::ptrdiff_t>(data.size()));
+    EXPECT_GE(data[0], last);
+    last = data[0];
+  }
+  operations.join();
+  EXPECT_EQ(last, 300.0F);
 }
 
 }  // namespace
