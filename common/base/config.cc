@@ -43,7 +43,8 @@ const Variable kTable[] = {
      "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas; this variable alone changes nothing, and rank 0 says so."},
     {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
      "What float32 gradients look like on their way: 0 = float16 inside a host and between hosts, 1 = as they are, 2 = "
-     "as they are inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full precision, use 1."},
+     "as they are inside a host and float16 between hosts. auto = 2. With AMP, or for exactly the bits of full "
+     "precision, use 1."},
     {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype", "dtype|int8|auto", true,
      "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8 = one byte an element, "
      "auto = as they are, as float16, int8 or top-k (LIGHT_TOPK_*), whichever the measured links make fastest; what "
@@ -75,8 +76,8 @@ const Variable kTable[] = {
      "does: Horovod's joins. What Perseus gathers for itself does not depend on it."},
     {Var::kAllreduceMode, "PERSEUS_ALLREDUCE_MODE", "HOROVOD_HIERARCHICAL_ALLREDUCE", VarType::kChoice, "auto",
      "auto|0|1", true,
-     "How allreduce uses hosts of several ranks: 0 = all ranks alike (within one host gradients stay exact), 1 = one rank of each host speaks for it, auto = "
-     "every rank carries a part of the data between the hosts (2D)."},
+     "How allreduce uses hosts of several ranks: 0 = all ranks alike (within one host gradients stay exact), 1 = one "
+     "rank of each host speaks for it, auto = every rank carries a part of the data between the hosts (2D)."},
     {Var::kTwoD, "LIGHT_2D_ALLREDUCE", "HOROVOD_TORUS_ALLREDUCE", VarType::kChoice, "auto", "auto|0|1", true,
      "1 = reduce inside groups of LIGHT_INTRA_SIZE ranks of a host, then across the groups, 0 = all ranks alike, auto "
      "= as PERSEUS_ALLREDUCE_MODE says."},

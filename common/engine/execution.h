@@ -49,8 +49,8 @@ class Bucket final : public OutputSink {
   Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
   int stages = -1;                               // which of `leveled`, -1 = none
   CodecSpec codec;
-  bool coded_inside = false;                                  // with stages: not only between groups
-  bool flushes = false;                                       // all that was held back goes along: then no codec
+  bool coded_inside = false;  // with stages: not only between groups
+  bool flushes = false;       // all that was held back goes along: then no codec
   std::vector<Residuals::Lease> residuals;
   std::vector<Entry*> entries;
   uint64_t number = 0;  // of the group's buckets, the same on all ranks

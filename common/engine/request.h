@@ -135,7 +135,7 @@ struct Entry {
   int last_rank = -1;      // submitted it last; -1 = not known
   int executions_left = 0;
   size_t bytes = 0;
-  uint64_t gradient_of = 0;                      // whose gradient, 0 = no gradient
+  uint64_t gradient_of = 0;    // whose gradient, 0 = no gradient
   Residuals::Lease residuals;  // of what is sent encoded, where the codec holds something back
   // Not submitted here: zeros that a rank which has joined gives to an operation of the others. It has no handle.
   bool stand_in = false;

@@ -104,7 +104,8 @@ TEST_P(Fusion, OneLargeTensorGoesOverSeveralStreamsBetweenHosts) {
   Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(3), {{PERSEUS_INT8, {(9 << 20) + 1}}});
   run_world(medium(), 3, [&](int rank, perseus_context* context) {
     Call(operation, rank).run(context);
-    perseus_stats stats;
+    perseus_stats stats{};
+    stats.struct_size = sizeof stats;
     ASSERT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
     EXPECT_EQ(stats.buckets, std::string(medium().name) == "tcp" ? 2U : 1U);
   });

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
-from virtual_hosts import VirtualHosts, unavailable
+pytest.importorskip("torch")
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
