@@ -11,6 +11,7 @@ import torch
 
 from perseus import basics
 from perseus.compression import Compressor
+from perseus.failures import Failures
 from perseus.keras.backend import Reduction
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
@@ -57,7 +58,7 @@ class _Exchange:
             for tensor in tensors
         ]
         handles: list[int] = []
-        failure: Exception | None = None
+        failures = Failures()
         try:
             for bundle in bundles:
                 first = bundle[0]
@@ -69,16 +70,15 @@ class _Exchange:
                     tensors[first] = begun[0]
                     handles.append(begun[1])
         except Exception as error:
-            failure = error
+            failures.add(error)
         applies = True
         for handle in handles:
             try:
                 # None: part of a sum that is not complete, or a NaN that is to be skipped.
                 applies = synchronize(handle) is not None and applies
             except Exception as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                failures.add(error)
+        failures.raise_first()
         if not compression.in_core:
             tensors = [compression.decompress(tensor, context) for tensor, context in pairs]
         return tensors, applies

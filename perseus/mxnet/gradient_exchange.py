@@ -16,6 +16,7 @@ from typing import Any
 
 from perseus import basics
 from perseus.compression import Compressor, SettingsCompressor, applied_here
+from perseus.failures import Failures
 from perseus.mxnet import ops
 from perseus.mxnet.library import Batch, Op, mxnet
 from perseus.process_sets import ProcessSet, global_process_set, group_id
@@ -163,10 +164,15 @@ class GradientExchange:
         return batch
 
     def wait(self) -> None:
-        """Return once all that was started is reduced; MXNetError where a reduction failed."""
+        """Return once all that was started has ended; MXNetError where a reduction failed."""
         under_way, self._under_way = self._under_way, {}
+        failures = Failures()
         for array in under_way.values():
-            array.wait_to_read()
+            try:
+                array.wait_to_read()
+            except Exception as error:
+                failures.add(error)
+        failures.raise_first()
 
     def forget(self) -> None:
         """Drop what the core has summed up and held back, once nothing is under way. See wait."""

@@ -17,6 +17,7 @@ import torch
 
 from perseus import basics
 from perseus.compression import EXACT, Compressor
+from perseus.failures import Failures
 from perseus.process_sets import ProcessSet
 from perseus.torch.session import ALLREDUCE, Adasum, session, synchronize
 
@@ -66,7 +67,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
             )  # fmt: skip
             started.append((handle, context))
         steps: list[Any] = []
-        failure: Exception | None = None
+        failures = Failures()
         for handle, context in started:
             try:
                 result = synchronize(handle)
@@ -74,16 +75,15 @@ class AdasumOptimizer(torch.optim.Optimizer):
                     None if result is None else self._compression.decompress(result, context)
                 )
             except Exception as error:
-                failure = failure or error
-        if failure is not None or any(step is None for step in steps):
+                failures.add(error)
+        if failures or any(step is None for step in steps):
             for parameter, start in zip(parameters, before, strict=True):
                 parameter.copy_(start)
             _restore(self, saved)
         else:
             for parameter, start, step in zip(parameters, before, steps, strict=True):
                 parameter.copy_(start + step)
-        if failure is not None:
-            raise failure
+        failures.raise_first()
         return loss
 
 

@@ -17,6 +17,7 @@ import torch
 
 from perseus import basics
 from perseus.compression import Compressor
+from perseus.failures import Failures
 from perseus.memory import keep_freed_memory
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
@@ -154,8 +155,8 @@ class GradientReducer:
         self.finish_started()
 
     def finish_started(self) -> None:
-        """Wait for what was started; raise the first failure after all have ended."""
-        failure: Exception | None = None
+        """Wait for what was started; raise what failed after all have ended; see Failures."""
+        failures = Failures()
         self.applies = True
         for bundle in self._bundles:
             try:
@@ -165,7 +166,7 @@ class GradientReducer:
                     elif not self._plain:
                         self._write_back(bundle)
             except Exception as error:
-                failure = failure or error
+                failures.add(error)
             for parameter, finish in bundle.sparse:
                 try:
                     result = finish()
@@ -174,13 +175,12 @@ class GradientReducer:
                     elif parameter.grad is not None:
                         parameter.grad.data = result
                 except Exception as error:
-                    failure = failure or error
+                    failures.add(error)
             bundle.handle = 0
             bundle.dense = bundle.sent = bundle.contexts = []
             bundle.sparse = []
         self.reset()
-        if failure is not None:
-            raise failure
+        failures.raise_first()
 
     def _start(self, bundle: _Bundle) -> None:
         gradients = [self._gradient(bundle, parameter) for parameter in bundle.parameters]

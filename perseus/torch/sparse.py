@@ -12,6 +12,7 @@ import torch
 
 from perseus.compression import Compressor, NoneCompressor
 from perseus.errors import MismatchError
+from perseus.failures import Failures
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.exchange import allgather_async
 from perseus.torch.session import ALLGATHER, Average, Sum, place, session, synchronize
@@ -112,14 +113,13 @@ def start_sparse_allreduce(
 def _both(handles: tuple[int, int]) -> list[Any]:
     """What two operations give; both have ended when the failure of one is raised."""
     outcomes: list[Any] = []
-    failure: Exception | None = None
+    failures = Failures()
     for handle in handles:
         try:
             outcomes.append(synchronize(handle))
         except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+            failures.add(error)
+    failures.raise_first()
     return outcomes
 
 
