@@ -124,7 +124,7 @@ const Variable kTable[] = {
      "File with the job's secret, readable by its owner only. Unset = made by the launcher or by rank 0."},
     {Var::kFlightRecorder, "PERSEUS_FLIGHT_RECORDER", "TMPDIR", VarType::kString, "/tmp", "", false,
      "Directory into which every rank writes its last 256 operations when the job fails, for finding out why. "
-     "off = nowhere."},
+     "Of a user's files there the newest 16 are kept, or four for each rank. off = nowhere."},
     {Var::kTimeline, "HOROVOD_TIMELINE", "", VarType::kString, "", "", false,
      "File into which rank 0 writes a Chrome trace of every operation from init() on; it opens in Perfetto at any "
      "time. DYNAMIC = only between start_timeline() and stop_timeline(), which need this variable."},

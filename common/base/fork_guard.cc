@@ -47,15 +47,6 @@ void guard_fd(int fd) {
   registry().fds.push_back(fd);
 }
 
-void unguard_fd(int fd) {
-  Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mutex);
-  const auto it = std::find(r.fds.begin(), r.fds.end(), fd);
-  if (it == r.fds.end()) return;
-  *it = r.fds.back();
-  r.fds.pop_back();
-}
-
 void close_guarded(int fd) {
   if (fd < 0) return;
   Registry& r = registry();

@@ -7,8 +7,7 @@
 namespace perseus {
 
 void guard_fd(int fd);
-void unguard_fd(int fd);
-// unguard_fd and close; does nothing for fd < 0 or in a forked child, where it is closed already.
+// Ends that and closes; does nothing for fd < 0 or in a forked child, where it is closed already.
 void close_guarded(int fd);
 
 // 0 in the process that loaded the library, one more in each generation of children.

@@ -4,7 +4,10 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
+
+#include "base/write_aside.h"
 
 namespace perseus {
 
@@ -25,8 +28,15 @@ void Log::write(LogLevel level, const std::string& text) const {
   line += "perseus";
   if (rank_ >= 0) line += " rank " + std::to_string(rank_);
   line += std::string(" ") + kNames[static_cast<int>(level)] + ": " + text + "\n";
-  // Nothing sensible can be done when standard error is gone.
-  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
+  write_aside([line] {
+    size_t done = 0;
+    while (done < line.size()) {
+      const ssize_t n = ::write(STDERR_FILENO, line.data() + done, line.size() - done);
+      // Nothing sensible can be done when standard error is gone.
+      if (n <= 0 && errno != EINTR) return;
+      if (n > 0) done += static_cast<size_t>(n);
+    }
+  });
 }
 
 }  // namespace perseus

@@ -1,4 +1,5 @@
-// Lines on standard error, one write each, with a level and the rank they speak for. Thread-safe.
+// Lines on standard error, one write each, with a level and the rank they speak for. A line is out when the call
+// returns, unless nobody reads standard error: then it follows as soon as somebody does. Thread-safe.
 #pragma once
 
 #include <string>
@@ -16,7 +17,6 @@ class Log {
   bool enabled(LogLevel level) const { return level >= least_; }
   void write(LogLevel level, const std::string& text) const;
   void warning(const std::string& text) const { write(LogLevel::kWarning, text); }
-  void error(const std::string& text) const { write(LogLevel::kError, text); }
   void debug(const std::string& text) const {
     if (enabled(LogLevel::kDebug)) write(LogLevel::kDebug, text);
   }

@@ -1,11 +1,13 @@
 // What this rank did last, kept at hand and written out when the world fails: one JSON object per line, first the
-// failure, then every operation. Used by the driver.
+// failure, then every operation. Of a user's files in a directory the last few are kept: four for each rank of the
+// world, and no fewer than 16. Used by the driver.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "base/log.h"
 #include "engine/request.h"
 #include "transport/transport.h"
 
@@ -21,8 +23,8 @@ class FlightRecorder {
 
   // The entry's handle is about to be done.
   void record(const Entry& entry, const std::string& name, bool ok);
-  // Writes what is kept; the file's path, or "" when there is nothing to write or it cannot be written.
-  std::string write(const std::string& cause) const;
+  // Writes what is kept and says where, or why it cannot be written.
+  void write(const std::string& cause, const Log& log) const;
 
  private:
   struct Record {
@@ -35,6 +37,8 @@ class FlightRecorder {
     int64_t submitted_ns = 0, agreed_ns = 0, started_ns = 0, ended_ns = 0;
     bool ok = false;
   };
+
+  std::string text(const std::string& cause) const;
 
   const int rank_, size_;
   const uint32_t epoch_;

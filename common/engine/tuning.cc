@@ -2,6 +2,7 @@
 #include <fstream>
 
 #include "base/error.h"
+#include "base/write_aside.h"
 #include "engine/engine.h"
 
 namespace perseus {
@@ -38,8 +39,10 @@ void Engine::keep_tuning(Group* world) {
   if (world_.rank != 0) return;
   log_.write(LogLevel::kInfo, "[tuner] " + decision.why);
   if (tuner_log_.empty()) return;
-  std::ofstream file(tuner_log_, std::ios::app);
-  if (!(file << tuner_log_lines(decision) << std::flush)) log_.warning("[tuner] cannot write to '" + tuner_log_ + "'");
+  write_aside([log = log_, path = tuner_log_, lines = tuner_log_lines(decision)] {
+    std::ofstream file(path, std::ios::app);
+    if (!(file << lines << std::flush)) log.warning("[tuner] cannot write to '" + path + "'");
+  });
 }
 
 }  // namespace perseus

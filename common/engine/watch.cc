@@ -176,8 +176,7 @@ void Engine::abort(const Error& cause, bool tell) {
     give_up(group.get(), status);
   }
   if (!tell) return;
-  const std::string path = flight_recorder_.write(cause.what());
-  if (!path.empty()) log_.warning("the last operations of this rank are in " + path);
+  flight_recorder_.write(cause.what(), log_);
 }
 
 void Engine::fail_pending(Group* group, bool close, const Status& status) {

@@ -102,9 +102,30 @@ TEST_F(FlightRecorder, ItCanBeSwitchedOffAndSurvivesAMissingDirectory) {
   std::thread off([&] { fail_after_operations("off"); });
   fail_after_operations(directory_ + "/missing");
   off.join();
-  EXPECT_FALSE(contains(testing::internal::GetCapturedStderr(), "the last operations"));
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_FALSE(contains(said, "the last operations"));
+  EXPECT_TRUE(contains(said, "[flight recorder] cannot write '" + directory_ + "/missing/perseus-flight-rank0-"))
+      << said;
   EXPECT_FALSE(fs::exists("off"));
   EXPECT_EQ(files(), 0u);
+}
+
+TEST_F(FlightRecorder, TheLastFewFilesOfAUserAreKept) {
+  const auto touch = [&](const std::string& name, int hours_ago) {
+    std::ofstream(directory_ + "/" + name) << name;
+    fs::last_write_time(directory_ + "/" + name, fs::file_time_type::clock::now() - std::chrono::hours(hours_ago));
+  };
+  for (int i = 1; i <= 30; ++i) touch("perseus-flight-rank9-pid" + std::to_string(i) + "-epoch0.jsonl", i);
+  touch("perseus-flight-rank9-pid99-epoch0.json", 1000);
+  touch("my-perseus-flight-rank0.jsonl", 1000);
+  fs::create_symlink("nowhere", directory_ + "/perseus-flight-rank7-pid1-epoch0.jsonl");
+  testing::internal::CaptureStderr();
+  fail_after_operations(directory_);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(files(), 16u + 3u) << said;
+  for (int i = 1; i <= 30; ++i)
+    EXPECT_EQ(fs::exists(directory_ + "/perseus-flight-rank9-pid" + std::to_string(i) + "-epoch0.jsonl"), i <= 13) << i;
+  for (int rank = 0; rank < 3; ++rank) EXPECT_GE(lines_of(rank).size(), 257u) << rank;
 }
 
 TEST_F(FlightRecorder, AWorldThatEndsAsItShouldLeavesNothing) {

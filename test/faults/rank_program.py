@@ -50,7 +50,7 @@ def join() -> None:
     note("joining")
     basics.init()
     operations = basics.operations(lambda *_: None, describe)
-    note("joined")
+    note("joined", descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def submit(vector: array.array[float] | None, name: str) -> int:
@@ -333,6 +333,21 @@ def run_short(what: str, spare: str) -> None:
     barrier()
 
 
+def warn_nobody() -> None:
+    """Rank 0's standard error is a pipe that nobody reads, and it has to warn of rank 1."""
+    if RANK == 0:
+        os.set_blocking(2, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(2, b"." * 4096)
+        os.set_blocking(2, True)
+    barrier()
+    if RANK == 1:
+        time.sleep(10)
+    reduce_and_check(1, "late")
+    note("passed")
+
+
 def leave(how: str) -> None:
     """Ends right after (or, unfinished, without waiting for) what all ranks agree on."""
     for step in range(50):
@@ -384,6 +399,7 @@ SCENARIOS = {
         load_data,
         fail_alone,
         run_short,
+        warn_nobody,
         leave,
         begin_again,
     )

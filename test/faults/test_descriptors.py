@@ -40,6 +40,8 @@ def test_soft_limit_is_raised_at_the_start(tmp_path):
         ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
         assert [ranks.output(rank) for rank in range(3)] == ["", "", ""]
+        limits = [ranks.note(rank, "joined")["descriptors"] for rank in range(3)]
+        assert all(40 < limit < 4096 for limit in limits), limits
 
 
 def test_hard_limit_that_is_too_low_is_said_once(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -48,3 +49,22 @@ def test_stall_ends_the_job_where_that_is_wanted(tmp_path):
             assert re.search(r"^1: \[.*lonely!.*\]$", error["text"], re.MULTILINE), error["text"]
             assert error["at"] - going > 2
             assert ranks.finish(rank) == 0
+
+
+def test_warning_that_nobody_reads_holds_up_no_heartbeat_and_is_not_lost(tmp_path):
+    errors = tmp_path / "errors"
+    os.mkfifo(errors)
+    reader = os.open(errors, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with Ranks(tmp_path, ["warn_nobody"], 2, start=False, **CLOCKS) as ranks:
+            ranks.start(0, ["sh", "-c", f'exec "$@" 2>"{errors}"', "sh"])
+            ranks.start(1)
+            ranks.all_note("passed")
+            os.set_blocking(reader, True)
+            said = b"".join(iter(lambda: os.read(reader, 1 << 16), b"")).decode()
+            assert [ranks.finish(rank) for rank in range(2)] == [0, 0]
+            assert "One or more tensors were submitted" in said.lstrip(".")[:200]
+            assert said.count("One or more tensors") == said.count("\nMissing ranks:\n1: [") > 0
+            assert said.endswith("\n")
+    finally:
+        os.close(reader)

@@ -1,0 +1,110 @@
+// One process-wide queue and thread, as standard error is process-wide.
+#include "base/write_aside.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "base/fork_guard.h"
+
+namespace perseus {
+namespace {
+
+constexpr auto kPatience = std::chrono::milliseconds(500);
+constexpr auto kFarewell = std::chrono::seconds(10);
+
+class Writer {
+ public:
+  Writer() {
+    // Signals belong to the program's own threads.
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old);
+    try {
+      std::thread thread([this] { run(); });
+      id_ = thread.get_id();
+      thread.detach();
+      std::atexit([] { writer().say_goodbye(); });
+    } catch (const std::system_error&) {
+      process_ = kNobody;  // no thread is to be had: callers write themselves
+    }
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  }
+
+  // Never destroyed: the thread lives as long as the process.
+  static Writer& writer() {
+    static Writer* instance = new Writer;
+    return *instance;
+  }
+
+  void write(std::function<void()> action) {
+    if (process_ != fork_generation() || std::this_thread::get_id() == id_) return run_one(action);
+    std::unique_lock<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(action));
+    const uint64_t number = ++taken_;
+    work_.notify_one();
+    if (held_up_) return;
+    if (!wait_for(number, kPatience, &lock)) held_up_ = true;
+  }
+
+ private:
+  static constexpr uint32_t kNobody = UINT32_MAX;
+
+  template <class Duration>
+  bool wait_for(uint64_t number, Duration most, std::unique_lock<std::mutex>* lock) {
+    return done_.wait_for(*lock, most, [&] { return finished_ >= number; });
+  }
+
+  void say_goodbye() {
+    if (process_ != fork_generation()) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    wait_for(taken_, kFarewell, &lock);
+  }
+
+  static void run_one(const std::function<void()>& action) {
+    try {
+      action();
+    } catch (const std::exception&) {
+      // Out of memory: there is nothing left to say it with.
+    }
+  }
+
+  void run() {
+    pthread_setname_np(pthread_self(), "perseus-writer");
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      work_.wait(lock, [this] { return !queue_.empty(); });
+      const std::function<void()> action = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      run_one(action);
+      lock.lock();
+      ++finished_;
+      if (finished_ == taken_) held_up_ = false;
+      done_.notify_all();
+    }
+  }
+
+  uint32_t process_ = fork_generation();
+  std::thread::id id_;
+  std::mutex mutex_;
+  // Guarded by mutex_:
+  std::condition_variable work_, done_;
+  std::deque<std::function<void()>> queue_;
+  uint64_t taken_ = 0, finished_ = 0;
+  bool held_up_ = false;
+};
+
+}  // namespace
+
+void write_aside(std::function<void()> action) { Writer::writer().write(std::move(action)); }
+
+}  // namespace perseus
