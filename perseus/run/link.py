@@ -120,11 +120,12 @@ class HostLink:
 
     def close(self) -> None:
         """Let go of the agent's pipes, once it has ended."""
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            try:
-                _present(pipe).close()
-            except OSError:  # what was still to be sent to it
-                pass
+        with self._sending:  # a heartbeat must not go to whoever gets the descriptor next
+            for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+                try:
+                    _present(pipe).close()
+                except OSError:  # what was still to be sent to it
+                    pass
 
     def kill(self) -> None:
         """The agent's ranks die with it; those of another host end when ssh does."""

@@ -234,6 +234,19 @@ def test_stopped_launcher_is_not_taken_for_lost(hosts: VirtualHosts, tmp_path: P
     assert job.returncode == 7, errors
 
 
+def test_output_that_waits_for_its_reader_is_no_silence(hosts: VirtualHosts) -> None:
+    """As in a pager: neither the launcher nor the agent gets on, yet both are well."""
+    size = 5 << 20  # more than pipes and ssh hold
+    script = f"[ $PERSEUS_RANK = 0 ] || head -c {size} /dev/zero | tr '\\0' x; exit $PERSEUS_RANK"
+    job = job_with_a_short_clock(hosts, 2, script)
+    assert job.stdout is not None
+    job.stdout.readline()
+    time.sleep(5)
+    output, errors = job.communicate(timeout=300)
+    assert job.returncode == 1 and "no sign of life" not in errors, errors
+    assert output.count("x") == size
+
+
 def test_results_of_functions_come_from_other_hosts(hosts: VirtualHosts) -> None:
     script = (
         "import os, socket, perseus\n"
