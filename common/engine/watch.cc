@@ -28,8 +28,14 @@ std::string leaver(int rank) { return rank < 0 ? "this rank" : "rank " + std::to
 
 void Engine::read_notices() {
   Notice notice;
+  std::vector<Notice> gone;
   for (auto& transport : transports_)
-    while (transport->next_notice(&notice)) hear(notice);
+    while (transport->next_notice(&notice)) {
+      if (notice.kind == Notice::Kind::kGone) gone.push_back(notice);
+      else hear(notice);
+    }
+  // Who left first comes before who ended because of it.
+  for (const Notice& last : gone) hear(last);
 }
 
 void Engine::hear(const Notice& notice) {

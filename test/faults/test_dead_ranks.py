@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from live_ranks import Ranks
@@ -85,3 +86,20 @@ def test_after_init_before_anything_else(tmp_path, transport):
         for survivor in (0, 1):
             expect_error_in_time(ranks, survivor, 2, signal.SIGKILL, at)
         end_all(ranks, 2, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_were_suspended_together_go_on(tmp_path, transport):
+    # A closed laptop, a frozen container: who did not run cannot tell that others were silent.
+    with Ranks(
+        tmp_path, ["keep_going"], 3, PERSEUS_TRANSPORT=transport, GLOO_TIMEOUT_SECONDS=str(LIMIT)
+    ) as ranks:
+        ranks.all_note("going")
+        for pause in (LIMIT + 1, LIMIT + 1):
+            ranks.signal_all(signal.SIGSTOP)
+            time.sleep(pause)
+            ranks.signal_all(signal.SIGCONT)
+            time.sleep(0.5)
+        Path(tmp_path, "enough").touch()
+        ranks.all_note("passed")
+        assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
