@@ -6,7 +6,35 @@ import fcntl
 import socket
 import struct
 
+from perseus.start_settings import setting
+
 _SIOCGIFADDR = 0x8915
+_NAMING = (
+    "PERSEUS_GLOO_NETWORK_INTERFACE",
+    "PERSEUS_NCCL_NETWORK_INTERFACE",
+    "HOROVOD_GLOO_IFACE",
+    "GLOO_SOCKET_IFNAME",
+)
+
+
+def named_interface() -> str | None:
+    """The first network interface that the user names; None = none.
+
+    As in common/base/interface_choice.h: exact names, or NCCL_SOCKET_IFNAME, whose entries are how
+    names begin, or whole names after a "=". After a "^" it names none.
+    """
+    if names := _entries(setting(*_NAMING)):
+        return names[0]
+    nccl = setting("NCCL_SOCKET_IFNAME")
+    entries = _entries(nccl.removeprefix("="))
+    if nccl.startswith("^") or not entries:
+        return None
+    here = [] if nccl.startswith("=") else sorted(name for _, name in socket.if_nameindex())
+    return next((name for entry in entries for name in here if name.startswith(entry)), entries[0])
+
+
+def _entries(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def interface_address(name: str) -> str:

@@ -21,6 +21,7 @@ from perseus.addresses import (
     interface_address,
     is_loopback,
     is_own_address,
+    named_interface,
     source_address,
 )
 from perseus.announcement import announcement, read_announcement
@@ -203,8 +204,8 @@ def _finish(request: Any, deadline: float) -> None:
 
 def _own_address(hosts: list[str]) -> str:
     """This host's address as the others reach it: the interface's, else of the route to one."""
-    if interfaces := setting("PERSEUS_GLOO_NETWORK_INTERFACE", "HOROVOD_GLOO_IFACE"):
-        return interface_address(interfaces.split(",")[0])
+    if interface := named_interface():
+        return interface_address(interface)
     here = socket.gethostname()
     others = [host for host in hosts if host != here]
     for host in [*others[:1], here]:

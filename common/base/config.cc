@@ -105,9 +105,12 @@ const Variable kTable[] = {
      "which all ranks must have waited for each other before that is an error."},
     {Var::kStallShutdownTime, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "", VarType::kInt, "0", "0..1000000", false,
      "Age in seconds at which a tensor that only some ranks have submitted ends the job. 0 = never."},
-    {Var::kInterfaces, "PERSEUS_GLOO_NETWORK_INTERFACE", "PERSEUS_NCCL_NETWORK_INTERFACE,HOROVOD_GLOO_IFACE",
-     VarType::kString, "", "", false,
-     "Network interfaces for data between hosts, separated by commas. Unset = chosen automatically."},
+    {Var::kInterfaces, "PERSEUS_GLOO_NETWORK_INTERFACE",
+     "PERSEUS_NCCL_NETWORK_INTERFACE,HOROVOD_GLOO_IFACE,GLOO_SOCKET_IFNAME,NCCL_SOCKET_IFNAME", VarType::kString, "",
+     "", false,
+     "Network interfaces for data between hosts, separated by commas; all of them are used at once. Unset = chosen "
+     "automatically. NCCL_SOCKET_IFNAME alone has NCCL's syntax: eth = every interface whose name begins so, =eth0 = "
+     "that one, ^docker,lo = what is not to be chosen."},
     {Var::kTransport, "PERSEUS_TRANSPORT", "", VarType::kChoice, "auto", "auto|shm|tcp", true,
      "How ranks exchange data: auto = shared memory inside a host and TCP between hosts; shm or tcp forces one."},
     {Var::kSpin, "PERSEUS_SPIN_US", "", VarType::kInt, "-1", "-1..1000000", false,
@@ -270,6 +273,7 @@ Config::Config(const std::vector<std::string>& overrides) {
 void Config::parse(const Variable& entry, const std::string& source_name, const std::string& value) {
   const int i = static_cast<int>(entry.id);
   text_[i] = value;
+  source_[i] = source_name;
   // Horovod's users write DEBUG as well as debug.
   const std::string small = lower_case(value);
   switch (entry.type) {

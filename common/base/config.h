@@ -92,6 +92,8 @@ class Config {
   // By the environment or an override, whatever the value.
   bool given(Var id) const { return given_[static_cast<int>(id)]; }
   const std::string& text(Var id) const { return text_[static_cast<int>(id)]; }  // with the default filled in
+  // The name or alias under which it was given; the name where it was not.
+  const std::string& source(Var id) const { return source_[static_cast<int>(id)]; }
   int64_t integer(Var id) const { return integer_[static_cast<int>(id)]; }
   double number(Var id) const { return number_[static_cast<int>(id)]; }
   bool flag(Var id) const { return integer(id) != 0; }
@@ -100,6 +102,7 @@ class Config {
   void parse(const Variable& variable, const std::string& source_name, const std::string& value);
 
   std::string text_[static_cast<int>(Var::kCount)];
+  std::string source_[static_cast<int>(Var::kCount)];
   int64_t integer_[static_cast<int>(Var::kCount)] = {};
   double number_[static_cast<int>(Var::kCount)] = {};
   bool given_[static_cast<int>(Var::kCount)] = {};

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "base/clock.h"
+#include "transport/interfaces.h"
 
 namespace perseus {
 namespace {
@@ -94,8 +95,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       driver_(*waker_, driving(config, spare_cores),
               Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
                                 [this] { return has_submissions(); }, [this] { return silent_batch_.complete(); }}) {
-  const std::string& named = config.text(Var::kInterfaces);
-  interfaces_ = 1 + static_cast<int>(std::count(named.begin(), named.end(), ','));
+  interfaces_ = interfaces_at_once(InterfaceChoice(config));
   if (world.rank == 0 && config.flag(Var::kNcclEnable) && interfaces_ == 1)
     log_.warning(
         "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "

@@ -32,16 +32,14 @@ bool resolve_ipv4(const std::string& host, SocketAddress* found) {
   return false;
 }
 
-std::string interface_names() {
+std::vector<std::string> interface_names() {
   std::vector<std::string> names;
   struct if_nameindex* list = if_nameindex();
   for (const struct if_nameindex* entry = list; entry != nullptr && entry->if_name != nullptr; ++entry)
     names.emplace_back(entry->if_name);
   if (list != nullptr) if_freenameindex(list);
   std::sort(names.begin(), names.end());
-  std::string text;
-  for (const std::string& name : names) text += (text.empty() ? "" : ", ") + name;
-  return text;
+  return names;
 }
 
 }  // namespace
@@ -55,14 +53,23 @@ std::string host_name() {
 std::string interface_address(const std::string& name) {
   ifreq request{};
   name.copy(request.ifr_name, sizeof request.ifr_name - 1);
-  if (::ioctl(probe().fd(), SIOCGIFADDR, &request) != 0)
-    fail(ErrorKind::kInvalidArgument, "[rendezvous] network interface '" + name +
-                                          "': no such interface or no IPv4 address; this host has " +
-                                          interface_names());
+  if (::ioctl(probe().fd(), SIOCGIFADDR, &request) != 0) {
+    std::string here;
+    for (const std::string& known : interface_names()) here += (here.empty() ? "" : ", ") + known;
+    fail(ErrorKind::kInvalidArgument,
+         "[rendezvous] network interface '" + name + "': no such interface or no IPv4 address; this host has " + here);
+  }
   SocketAddress address;
   address.size = sizeof(sockaddr_in);
   std::memcpy(&address.storage, &request.ifr_addr, sizeof(sockaddr_in));
   return address.host_text();
+}
+
+std::string interface_address(const InterfaceChoice& choice) {
+  for (const std::string& entry : choice.entries())
+    for (const std::string& name : interface_names())
+      if (choice.matches(entry, name)) return interface_address(name);
+  return interface_address(choice.entries().front());
 }
 
 std::string source_address(const std::string& host) {

@@ -167,8 +167,8 @@ void refuse_unknown_launcher(const Environment& environment) {
 
 // This host's address as the others reach it: the interface's, else of the route to one.
 std::string own_address(const std::string& other_host, const Config& config) {
-  const std::string interfaces = config.text(Var::kInterfaces);
-  if (!interfaces.empty()) return interface_address(without_spaces(interfaces.substr(0, interfaces.find(','))));
+  const InterfaceChoice choice(config);
+  if (choice.names_some()) return interface_address(choice);
   const std::string here = host_name();
   for (const std::string& host : {other_host, here}) {
     const std::string address = host.empty() ? "" : source_address(host);

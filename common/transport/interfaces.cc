@@ -7,10 +7,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <sstream>
 #include <utility>
 
-#include "base/config.h"
 #include "base/descriptors.h"
 #include "base/error.h"
 
@@ -85,44 +83,68 @@ Found look() {
   return found;
 }
 
-[[noreturn]] void refuse(const std::string& name, const char* fact, const Found& found) {
+[[noreturn]] void refuse(const InterfaceChoice& choice, const std::string& fact, const Found& found) {
   std::string all;
   for (const std::string& known : found.names) all += (all.empty() ? "" : ", ") + known;
-  fail(ErrorKind::kInvalidArgument, std::string("[tcp] ") + variable(Var::kInterfaces).name + " names '" + name +
-                                        "', " + fact + ": this host has " + all);
+  fail(ErrorKind::kInvalidArgument, "[tcp] " + choice.text() + " " + fact + ": this host has " + all +
+                                        "; PERSEUS_GLOO_NETWORK_INTERFACE names interfaces for Perseus alone");
 }
 
-std::vector<InterfaceAddress> chosen(const std::string& names, const Found& found) {
+// Of the interfaces that an entry means, in the order of their names, so that all hosts count alike.
+std::vector<InterfaceAddress> meant_by(const std::string& entry, const InterfaceChoice& choice, const Found& found) {
   std::vector<InterfaceAddress> result;
-  std::stringstream stream(names);
-  for (std::string name; std::getline(stream, name, ',');) {
-    name.erase(0, name.find_first_not_of(" \t"));
-    name.erase(name.find_last_not_of(" \t") + 1);
-    if (name.empty()) continue;
-    if (std::find(found.names.begin(), found.names.end(), name) == found.names.end())
-      refuse(name, "which does not exist", found);
-    const size_t before = result.size();
-    for (const InterfaceAddress& address : found.addresses)
-      if (address.interface == name) result.push_back(address);
-    if (result.size() == before) refuse(name, "which is down or has no address", found);
+  for (const InterfaceAddress& address : found.addresses)
+    if (choice.matches(entry, address.interface)) result.push_back(address);
+  std::stable_sort(result.begin(), result.end(),
+                   [](const auto& a, const auto& b) { return a.interface < b.interface; });
+  return result;
+}
+
+std::vector<InterfaceAddress> named(const InterfaceChoice& choice, const Found& found) {
+  std::vector<InterfaceAddress> result;
+  for (const std::string& entry : choice.entries()) {
+    const auto means = [&](const std::string& name) { return choice.matches(entry, name); };
+    std::vector<InterfaceAddress> meant = meant_by(entry, choice, found);
+    const std::string name = "names '" + entry + (choice.by_prefix() ? "…'" : "'");
+    if (std::none_of(found.names.begin(), found.names.end(), means))
+      refuse(choice, name + ", which does not exist", found);
+    if (meant.empty()) refuse(choice, name + ", which is down or has no address", found);
+    for (InterfaceAddress& address : meant) {
+      const auto same = [&](const InterfaceAddress& other) {
+        return other.interface == address.interface && other.address.host_text() == address.address.host_text();
+      };
+      if (std::none_of(result.begin(), result.end(), same)) result.push_back(std::move(address));
+    }
   }
   return result;
 }
 
 }  // namespace
 
-std::vector<InterfaceAddress> usable_addresses(const std::string& names) {
+std::vector<InterfaceAddress> usable_addresses(const InterfaceChoice& choice) {
   const Found found = look();
-  std::vector<InterfaceAddress> result = chosen(names, found);
-  if (!result.empty()) return result;
+  if (choice.names_some()) return named(choice, found);
+  std::vector<InterfaceAddress> result;
   const auto take = [&](auto wanted) {
     for (const InterfaceAddress& address : found.addresses)
-      if (wanted(address)) result.push_back(address);
+      if (choice.allows(address.interface) && wanted(address)) result.push_back(address);
   };
   take([](const InterfaceAddress& a) { return !a.loopback && !made_by_container_engine(a.interface); });
   if (result.empty()) take([](const InterfaceAddress& a) { return !a.loopback; });
   take([](const InterfaceAddress& a) { return a.loopback; });
+  if (result.empty() && !choice.entries().empty()) refuse(choice, "leaves no interface that is up", found);
   return result;
+}
+
+int interfaces_at_once(const InterfaceChoice& choice) {
+  if (!choice.names_some()) return 1;
+  if (!choice.by_prefix()) return static_cast<int>(choice.entries().size());
+  std::vector<std::string> names;
+  for (const InterfaceAddress& address : look().addresses)
+    if (choice.allows(address.interface)) names.push_back(address.interface);
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return std::max(1, static_cast<int>(names.size()));
 }
 
 bool same_subnet(const SocketAddress& a, const SocketAddress& b, int prefix) {

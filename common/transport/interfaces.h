@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "base/interface_choice.h"
 #include "rendezvous/socket.h"
 
 namespace perseus {
@@ -15,10 +16,13 @@ struct InterfaceAddress {
   bool loopback = false;
 };
 
-// Addresses of interfaces that are up, without link-local ones. `names` (separated by commas): those interfaces alone,
-// in that order; an interface that does not exist or has no address is Error(kInvalidArgument) naming it and those
-// there are. "": every one but what container engines make for themselves, unless nothing else is there; loopback last.
-std::vector<InterfaceAddress> usable_addresses(const std::string& names);
+// Addresses of interfaces that are up, without link-local ones. Where some are named: of those alone, in that order; an
+// entry that means none, or none with an address, is Error(kInvalidArgument) naming it and the interfaces there are.
+// Else: of every one that is allowed but what container engines make for themselves, unless nothing else is there;
+// loopback last.
+std::vector<InterfaceAddress> usable_addresses(const InterfaceChoice& choice);
+// How many interfaces are used at once: 1 where they are chosen automatically.
+int interfaces_at_once(const InterfaceChoice& choice);
 
 // Are `a` and `b` in one subnet of `prefix` bits?
 bool same_subnet(const SocketAddress& a, const SocketAddress& b, int prefix);

@@ -23,12 +23,12 @@ std::string TcpTransport::store_key(int rank) const {
   return world_.job + "/" + std::to_string(world_.epoch) + "/tcp/" + std::to_string(rank);
 }
 
-void TcpTransport::open_listeners(const std::string& names) {
+void TcpTransport::open_listeners(const InterfaceChoice& choice) {
   own_.host = host_identity();
   // Also where there are no peers: a wrong name is an error everywhere or nowhere.
-  own_.addresses = usable_addresses(names);
+  own_.addresses = usable_addresses(choice);
   if (peers_.empty()) return;
-  own_.chosen = names.find_first_not_of(" ,\t") != std::string::npos;
+  own_.chosen = choice.names_some();
   if (own_.chosen) {
     for (InterfaceAddress& entry : own_.addresses) {
       Socket socket = listen_on(entry.address);

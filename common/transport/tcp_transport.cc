@@ -93,7 +93,7 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
   traffic_.now_ns = now_ns();
   for (const int rank : peers) peers_[rank];
   acceptor_ = std::make_unique<TcpAcceptor>(events_, world_, *this, log_);
-  open_listeners(config.text(Var::kInterfaces));
+  open_listeners(InterfaceChoice(config));
   if (!peers_.empty()) store.set(store_key(world_.rank), own_.encode());
   waker_.watch(events_.fd());
 }

@@ -57,7 +57,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   };
 
   Peer& peer_of(int rank);
-  void open_listeners(const std::string& names);
+  void open_listeners(const InterfaceChoice& choice);
   void look_up(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
   void work(int timeout_ms);
   bool complete() const;  // throws when one that was here has ended

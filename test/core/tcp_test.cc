@@ -280,7 +280,51 @@ TEST(Tcp, InterfacesAreCheckedByName) {
   EXPECT_TRUE(contains(error, "no-such-if0")) << error.what();
   EXPECT_TRUE(contains(error, "PERSEUS_GLOO_NETWORK_INTERFACE")) << error.what();
   EXPECT_TRUE(contains(error, " lo")) << error.what();
-  for (const InterfaceAddress& address : usable_addresses(" lo ")) EXPECT_EQ(address.interface, "lo");
+}
+
+TEST(Tcp, InterfacesAreNamedForNcclAndGlooToo) {
+  const auto of = [](const std::string& variable) { return InterfaceChoice(Config({variable})); };
+  const auto interfaces = [&](const std::string& variable) {
+    std::vector<std::string> names;
+    for (const InterfaceAddress& address : usable_addresses(of(variable)))
+      if (names.empty() || names.back() != address.interface) names.push_back(address.interface);
+    return names;
+  };
+  using Names = std::vector<std::string>;
+  for (const char* variable : {"PERSEUS_GLOO_NETWORK_INTERFACE= lo ", "PERSEUS_NCCL_NETWORK_INTERFACE=lo,",
+                               "HOROVOD_GLOO_IFACE=,lo", "GLOO_SOCKET_IFNAME=lo,lo", "NCCL_SOCKET_IFNAME=lo",
+                               "NCCL_SOCKET_IFNAME=l", "NCCL_SOCKET_IFNAME==lo", "NCCL_SOCKET_IFNAME=l,lo"}) {
+    EXPECT_EQ(interfaces(variable), Names{"lo"}) << variable;
+    EXPECT_TRUE(of(variable).names_some()) << variable;
+    EXPECT_EQ(interfaces_at_once(of(variable)), 1) << variable;
+  }
+  EXPECT_EQ(interfaces_at_once(of("GLOO_SOCKET_IFNAME=eth0, ,eth1,")), 2);
+  const InterfaceChoice both(Config({"NCCL_SOCKET_IFNAME=eth0", "PERSEUS_GLOO_NETWORK_INTERFACE=lo"}));
+  EXPECT_EQ(both.entries(), Names{"lo"}) << "Perseus' own variable wins";
+  EXPECT_FALSE(both.by_prefix());
+
+  const InterfaceChoice prefixes = of("NCCL_SOCKET_IFNAME=eth,ib1");
+  EXPECT_TRUE(prefixes.allows("eth0") && prefixes.allows("eth17") && prefixes.allows("ib10"));
+  EXPECT_FALSE(prefixes.allows("ib0") || prefixes.allows("veth0"));
+  const InterfaceChoice exact = of("NCCL_SOCKET_IFNAME==eth0,ib1");
+  EXPECT_TRUE(exact.allows("eth0") && exact.allows("ib1"));
+  EXPECT_FALSE(exact.allows("eth01") || exact.allows("ib10"));
+  for (const char* excluding : {"NCCL_SOCKET_IFNAME=^docker,lo", "NCCL_SOCKET_IFNAME=^=docker0,lo"}) {
+    EXPECT_FALSE(of(excluding).names_some());
+    EXPECT_TRUE(of(excluding).allows("eth0"));
+    EXPECT_FALSE(of(excluding).allows("lo") || of(excluding).allows("docker0"));
+    EXPECT_EQ(interfaces_at_once(of(excluding)), 1);
+  }
+  EXPECT_TRUE(of("NCCL_SOCKET_IFNAME=^=docker0").allows("docker01"));
+  EXPECT_TRUE(of("GLOO_SOCKET_IFNAME=").allows("eth0"));
+
+  const Error missing = error_of([&] { interfaces("NCCL_SOCKET_IFNAME=nosuch"); });
+  EXPECT_EQ(missing.kind(), ErrorKind::kInvalidArgument);
+  EXPECT_TRUE(contains(missing, "NCCL_SOCKET_IFNAME='nosuch' names 'nosuch…', which does not exist")) << missing.what();
+  EXPECT_TRUE(contains(missing, "PERSEUS_GLOO_NETWORK_INTERFACE")) << missing.what();
+  std::string everything = "NCCL_SOCKET_IFNAME=^";
+  for (char first = 'a'; first <= 'z'; ++first) everything += std::string(1, first) + ',';
+  EXPECT_TRUE(contains(error_of([&] { interfaces(everything); }), "leaves no interface that is up"));
 }
 
 // A rank that is stopped between connecting and saying who it is counts as a stranger after a while; it is late, not
