@@ -43,6 +43,7 @@ def main():
         # All wait here; the rank that was last has taken every step.
         last = hvd.join()
         hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)  # its momentum, too
     images, labels = test.tensors
     with torch.no_grad():
         accuracy = (model(images).argmax(1) == labels).float().mean()

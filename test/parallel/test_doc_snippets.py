@@ -1,0 +1,26 @@
+"""Snippets of the documentation for PyTorch run as they are, on 2 ranks."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from conftest import run_ranks
+from doc_snippets import snippets
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, ["rank 0 took 3 of 3 steps", "rank 1 took 3 of 4 steps"]),
+        (1, ["epoch 0: loss ", "epoch 1: loss ", " of 56 samples"]),
+    ],
+)
+def test_ranks_with_different_numbers_of_batches(number, said, tmp_path):
+    script = tmp_path / "snippet.py"
+    script.write_text(snippets("uneven.md", "torch")[number])
+    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
+    assert status == 0, output
+    assert all(text in output for text in said), output
