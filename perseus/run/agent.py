@@ -347,7 +347,11 @@ def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]
 
 def _file_with(data: bytes) -> Any:
     """A nameless file: a pipe would have to be filled while its reader is still starting."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - Popen's, who takes it over
+    # In memory since Python 3.8: a full disk is no reason not to start.
+    if hasattr(os, "memfd_create"):
+        file: Any = os.fdopen(os.memfd_create("call"), "w+b")
+    else:
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - Popen's, who takes it over
     file.write(data)
     file.seek(0)
     return file
@@ -358,7 +362,7 @@ def _explain(error: Exception, job: dict[str, Any]) -> str:
     command = str(job["command"][0])
     if isinstance(error, OSError) and error.filename == job["directory"]:
         return "1 cannot change to directory " + str(job["directory"]) + ": " + str(error.strerror)
-    if isinstance(error, FileNotFoundError):
+    if isinstance(error, FileNotFoundError) and error.filename == command:
         return "127 " + command + ": command not found"
     if isinstance(error, OSError):
         return "126 " + command + ": " + str(error.strerror)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -19,7 +21,7 @@ from typing import Any
 import pytest
 from perseusrun_command import alive, environment, eventually
 
-from perseus.run import run
+from perseus.run import agent, run
 
 # horovod.run of 0.28.1: names and defaults.
 HOROVODS = (
@@ -157,6 +159,20 @@ def test_an_exception_that_nobody_catches_is_shown_once(tmp_path: Path) -> None:
 def test_a_rank_that_returns_129_ended_no_signal() -> None:
     with pytest.raises(RuntimeError, match="exit code 129 and without a result"):
         run(lambda: os._exit(129))
+
+
+def test_a_call_needs_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room() -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", no_room)
+    with agent._file_with(b"the call") as file:
+        assert file.read() == b"the call"
+    monkeypatch.delattr(os, "memfd_create")  # Python 3.7
+    with pytest.raises(FileNotFoundError) as raised:
+        agent._file_with(b"the call")
+    job = {"command": ["python"], "directory": "/"}
+    assert agent._explain(raised.value, job) == "126 python: No usable temporary directory found"
 
 
 def test_the_rank_that_failed_first_is_named_even_when_it_ends_last(tmp_path: Path) -> None:
