@@ -219,12 +219,13 @@ TEST(ProgressLock, IsGivenBackByAnActionThatThrows) {
   int looks = 0;
   const auto throws_later = [&]() -> bool { return ++looks < 3 ? false : throw std::runtime_error("no"); };
   EXPECT_THROW(driver.wait(throws_later, INT64_MAX), std::runtime_error);
-  auto* ran = new std::promise<void>;  // outlives a thread that never gets the lock
-  std::thread([&driver, ran] { driver.exclusively([ran] { ran->set_value(); }); }).detach();
-  if (ran->get_future().wait_for(std::chrono::seconds(60)) != std::future_status::ready) {
+  std::promise<void> ran;
+  std::thread other([&] { driver.exclusively([&] { ran.set_value(); }); });
+  if (ran.get_future().wait_for(std::chrono::seconds(60)) != std::future_status::ready) {
     std::fprintf(stderr, "the progress lock was never given back\n");
-    std::_Exit(1);
+    std::_Exit(1);  // the thread waits for ever
   }
+  other.join();
 }
 
 INSTANTIATE_TEST_SUITE_P(Media, Drivers, testing::Range(0, 3),
