@@ -105,6 +105,18 @@ class _Attachment:
 
 def _attach() -> None:
     native.perseus_mxnet_attach(basics.lend_context(_Attachment()))
+    # Hooks run last in, first out: this one comes before that of basics, which ends the world.
+    atexit.unregister(_finish)
+    atexit.register(_finish)
+
+
+def _finish() -> None:
+    """Wait, as MXNet does at the end of a script, for what its engine still has to do.
+
+    The world must be there for it: a last step may not have been reduced yet.
+    """
+    if basics.is_initialized() and not hasattr(sys, "last_type"):
+        mxnet.nd.waitall()
 
 
 def handles(arrays: Sequence[Any]) -> Any:

@@ -83,6 +83,44 @@ def test_a_rank_dies_while_others_wait(run_ranks, tmp_path):
     ]  # fmt: skip
 
 
+ENDS_AFTER_A_STEP = """
+import sys
+import mxnet as mx
+import perseus.mxnet as hvd
+from mxnet import gluon
+hvd.init()
+net = gluon.nn.Dense(512, in_units=512)
+net.initialize()
+store = "dist_sync_perseus"
+trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+for step in range(2):
+    with mx.autograd.record():
+        loss = net(mx.nd.ones((256, 512))).sum()
+        if hvd.rank() == step % 2:  # the others would end the world first
+            for _ in range(40):
+                loss = loss + net(mx.nd.ones((256, 512))).sum()
+    loss.backward()
+    trainer.step(64)
+"""
+
+
+def test_a_script_may_end_right_after_a_step(run_ranks):
+    status, output = run_ranks(2, [sys.executable, "-c", ENDS_AFTER_A_STEP])
+    assert status == 0, output
+    assert "Error" not in output, output
+    assert "Exception" not in output, output
+
+
+def test_a_script_that_ends_with_an_operation_of_its_own_is_told_by_the_others_end(run_ranks):
+    script = (
+        "import mxnet as mx, perseus.mxnet as hvd\n"
+        "hvd.init()\n"
+        "if hvd.rank() == 0: hvd.allreduce(mx.nd.ones((3,)), name='of rank 0 alone')\n"
+    )
+    _, output = run_ranks(2, [sys.executable, "-c", script])
+    assert output.count("MXNetError: Horovod has been shut down: rank 1 called") == 1, output
+
+
 def test_an_uncaught_exception_is_all_that_is_said(run_ranks):
     """What is under way fails with the world, which is not what to look for."""
     script = (
