@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from perseus import basics
 from perseus.compression import Compressor
 from perseus.mxnet.compression import Compression
 
 
-def _two_bits(threshold: float = 0.5) -> type[Compressor]:
+def _two_bits(threshold: float | None = None) -> type[Compressor]:
     """MXNet's own kind, of which the closest here is taken: its blocks find their own scale."""
+    if basics.is_initialized() and basics.rank() == 0:
+        unused = "" if threshold is None else f", so that threshold={threshold} has no effect"
+        warnings.warn(
+            f"[kvstore] gradient compression '2bit' is not available: gradients travel between "
+            f"hosts as int8, with 8 bits and a scale for each block of values{unused}; write "
+            f"{{'type': 'int8'}} to choose it, or another type",
+            stacklevel=4,
+        )
     return Compression.int8
 
 
@@ -32,7 +42,8 @@ def compressor_of(parameters: Mapping[str, Any]) -> type[Compressor]:
     """What {'type': …} stands for: fp16, bf16, int8, topk, rotate, auto, none or settings.
 
     'ratio' goes with topk, 'n' with rotate. MXNet's 2bit is served by int8, which also keeps what
-    it leaves out for the next gradient; its threshold is not needed. ValueError for other things.
+    it leaves out for the next gradient; its threshold has no effect, and a warning on rank 0 says
+    so. ValueError for other things.
     """
     arguments = dict(parameters)
     kind = arguments.pop("type", None)

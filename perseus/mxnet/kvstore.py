@@ -35,9 +35,7 @@ from perseus.mxnet.kvstore_arguments import (
 from perseus.mxnet.pushes import Pushes, settle
 from perseus.mxnet.starts import check_start
 from perseus.mxnet.steps import Step, Updater
-
-TYPE = "dist_sync_perseus"
-SPELLINGS = (TYPE, "dist-sync-perseus")
+from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
 
 _store_numbers = count(1)
 
@@ -351,3 +349,4 @@ def create(name: str = TYPE) -> KVStore:
 
 # What KVStoreBase.register does, with names that are not the class's.
 mx.kvstore.KVStoreBase.kv_registry.update(dict.fromkeys(SPELLINGS, KVStore))
+check_names()

@@ -94,3 +94,41 @@ def test_what_is_no_array_is_named():
 def test_a_store_takes_optimizers_only():
     with pytest.raises(ValueError, match=r"set_optimizer expected an mx\.optimizer\.Optimizer"):
         hvd.create().set_optimizer("sgd")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dist_sync_persues", "Dist_Sync_Perseus2", "dist-sync_perseus", "perseus", "sync_perseus"],
+)
+def test_a_misspelt_store_is_named(name):
+    message = rf"^\[kvstore\] there is no store '{name}': did you mean 'dist_sync_perseus'\?$"
+    with pytest.raises(ValueError, match=message):
+        mx.kvstore.create(name)
+
+
+@pytest.mark.parametrize("name", ["dist_sync", "dist_async", "dist_sync_device", "dist"])
+def test_a_store_on_servers_that_nobody_started_is_an_error(name):
+    """Within a training loop, too."""
+    message = rf"'{name}' is MXNet's store on parameter servers.*did you mean 'dist_sync_perseus'"
+    for call in (
+        lambda: mx.kv.create(name),
+        lambda: mx.gluon.Trainer(_parameters(), "sgd", kvstore=name)._init_kvstore(),
+        lambda: mx.model._create_kvstore(name, 1, {}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_mxnets_own_stores_are_made_as_before():
+    assert mx.kvstore.create().type == mx.kvstore.create("local").type == "local"
+    assert mx.kvstore.create("device").type == "device"
+    with pytest.raises(TypeError, match="name must be a string"):
+        mx.kvstore.create(7)
+
+
+@pytest.mark.parametrize("more", [{}, {"threshold": 0.25}])
+def test_two_bit_compression_says_what_is_used_instead(more):
+    with pytest.warns(UserWarning, match="'2bit' is not available: .*as int8") as caught:
+        hvd.create().set_gradient_compression({"type": "2bit", **more})
+    assert ("threshold=0.25 has no effect" in str(caught[0].message)) == bool(more)
+    assert caught[0].filename == __file__
