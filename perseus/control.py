@@ -45,6 +45,12 @@ def gather_lines(line: str, name: str) -> list[str]:
     return _gather((line + "\n").encode(), name, 0).decode().splitlines()
 
 
+def gather_equal(data: bytes, name: str, group: int) -> list[bytes]:
+    """Every rank's bytes, as many on all of them, in the group's rank order."""
+    gathered = _gather(data, name, group)
+    return [gathered[at : at + len(data)] for at in range(0, len(gathered), len(data))]
+
+
 def gather_bytes(data: bytes, name: str, group: int) -> list[bytes]:
     """Every rank's bytes, in the group's rank order; lengths may differ."""
     lengths = _gather(len(data).to_bytes(8, "little"), f"{name}.sz", group)

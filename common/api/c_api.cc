@@ -8,6 +8,7 @@
 #include "api/launched.h"
 #include "api/sized.h"
 #include "base/clock.h"
+#include "kernels/hash.h"
 #include "kernels/kernels.h"
 #include "perseus/perseus.h"
 #include "rendezvous/store.h"
@@ -487,6 +488,8 @@ perseus_code perseus_timeline_stop(perseus_context* context) {
     return PERSEUS_OK;
   });
 }
+
+uint64_t perseus_hash(const void* data, uint64_t bytes) { return perseus::kernels::hash(data, bytes); }
 
 const char* perseus_kernel_variant(void) { return perseus::kernels::variant(); }
 

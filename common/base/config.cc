@@ -150,6 +150,9 @@ const Variable kTable[] = {
     {Var::kPerfCheckSteps, "PERSEUS_PERF_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
      "Every so many steps the ranks compare the time they compute, without what they wait for each other, and slow "
      "ones are named on rank 0. 100 is a good value, 0 = off."},
+    {Var::kParameterCheckSteps, "PERSEUS_PARAMETER_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
+     "Every so many steps the ranks compare their parameters, bit by bit. A difference is an error on every rank that "
+     "names the first parameter that differs, and its ranks. 100 is a good value, 0 = off."},
     {Var::kLogLevel, "PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL", VarType::kChoice, "warning",
      "trace|debug|info|warning|error|fatal", false, "Least severe message that is written to standard error."},
     {Var::kLogHideTime, "HOROVOD_LOG_HIDE_TIME", "", VarType::kBool, "0", "", false,

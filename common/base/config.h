@@ -55,6 +55,7 @@ enum class Var {
   kNanCheck,
   kNanAction,
   kPerfCheckSteps,
+  kParameterCheckSteps,
   kLogLevel,
   kLogHideTime,
   kCount

@@ -57,6 +57,18 @@ py::tuple launched_store() {
   return py::make_tuple(place.host, place.port, py::bytes(static_cast<const char*>(place.secret), place.secret_size));
 }
 
+uint64_t hash_bytes(const py::buffer& data) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  uint64_t result = 0;
+  {
+    py::gil_scoped_release release;
+    result = perseus_hash(view.buf, static_cast<uint64_t>(view.len));
+  }
+  PyBuffer_Release(&view);
+  return result;
+}
+
 py::list config_table() {
   py::list rows;
   for (int i = 0; i < perseus_config_count(); ++i) {
@@ -83,6 +95,7 @@ PYBIND11_MODULE(_core, module) {
   module.doc() = "Binding of the C ABI of Perseus (perseus/perseus.h).";
   module.def("version", &perseus_version);
   module.def("kernel_variant", &perseus_kernel_variant, "The instruction set the kernels use on this processor.");
+  module.def("hash_bytes", &hash_bytes, "The 64-bit hash of a contiguous buffer, equal for equal bits on every rank.");
   module.def("config_table", &config_table, "Every configuration variable: dicts of texts.");
   module.def(
       "config_check", [] { check(perseus_config_check()); },

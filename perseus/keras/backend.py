@@ -15,6 +15,7 @@ import numpy as np
 
 from perseus.compression import Compressor
 from perseus.installed import missing, require
+from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
 
@@ -90,6 +91,15 @@ class Backend(Protocol):
 
     def make_exchange(self, scope: str, reduction: Reduction) -> Exchange:
         """scope: what names begin with, before those that are given."""
+
+    def compared(
+        self,
+        check: ParameterCheck,
+        names: Sequence[str],
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+    ) -> list[Any]:
+        """Gradients of variables that were compared over all ranks, if that was due."""
 
     def dense(self, gradient: Any) -> Any:
         """A gradient as a dense tensor."""

@@ -6,6 +6,7 @@ Belong to the thread that calls fit. Source of behaviour: Horovod 0.28.1, horovo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,6 +16,9 @@ from perseus import basics
 from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.exchange import readable
+from perseus.keras.wrapping import is_distributed
+from perseus.parameter_check import ParameterCheck
 
 __all__ = [
     "BestModelCheckpoint",
@@ -25,11 +29,21 @@ __all__ = [
 ]
 
 
+_UNWRAPPED = (
+    "[keras] the model's optimizer is no DistributedOptimizer: gradients are not averaged, and "
+    "every rank trains a model of its own. Compile it with hvd.DistributedOptimizer(optimizer), "
+    "and load saved models by hvd.load_model instead of keras.models.load_model"
+)
+
+
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the root's weights and optimizer state, once, after the first batch.
 
     That is when the optimizer has all of its variables; so every rank's first step is thrown away
     but the root's. Random seeds stay each rank's own: ranks drop out different units.
+
+    Rank 0 warns when the model's optimizer is no DistributedOptimizer and nothing else reduces
+    anything in a batch. PERSEUS_PARAMETER_CHECK_N_STEPS finds differences between ranks here then.
 
     root_rank: a global rank. device: accepted for Horovod's sake. local_variables: left alone.
     """
@@ -43,20 +57,47 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.device = device
         self.broadcast_done = False
         self._local_variables = list(local_variables or ())
+        self._check = ParameterCheck(name="callback")
+        self._looked = False
+        self._operations: int | None = None  # finished when the batch after the broadcast began
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable alone."""
         self._local_variables.append(var)
 
+    def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compare parameters where the optimizer does not, if that is due."""
+        if is_distributed(self.model.optimizer):
+            return
+        if self._check.due():
+            self._check.compare(
+                (readable(variable), _bytes(variable))
+                for variable in self._shared(self.model.trainable_weights)
+            )
+        self._operations = basics.stats()["operations"] if self.broadcast_done else None
+
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Broadcast, the first time."""
         if self.broadcast_done:
+            self._look_for_reductions()
             return
-        local = {id(variable) for variable in self._local_variables}
         variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
-        shared = [variable for variable in variables if id(variable) not in local]
+        shared = self._shared(variables)
         backend.broadcast_variables(shared, self.root_rank, "BroadcastGlobalVariablesCallback")
         self.broadcast_done = True
+
+    def _shared(self, variables: Iterable[Any]) -> list[Any]:
+        local = {id(variable) for variable in self._local_variables}
+        return [variable for variable in variables if id(variable) not in local]
+
+    def _look_for_reductions(self) -> None:
+        """Warn, once, after a batch in which nothing was reduced by an optimizer or otherwise."""
+        before, self._operations = self._operations, None
+        if before is None or self._looked:
+            return
+        self._looked = True
+        if basics.rank() == 0 and basics.size() > 1 and basics.stats()["operations"] == before:
+            warnings.warn(_UNWRAPPED, stacklevel=2)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -174,6 +215,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 def _value(variable: Any) -> Any:
     """Without eager execution, too, which Keras 2 does not need."""
     return keras.backend.get_value(variable) if KERAS_2 else variable
+
+
+def _bytes(variable: Any) -> Any:
+    """The bits of a variable's value."""
+    value = _value(variable) if KERAS_2 else keras.ops.convert_to_numpy(variable)
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
 def _multiply(variable: Any, factor: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from perseus import basics, config
 from perseus.keras.backend import Exchange, Reduction, backend
 from perseus.names import unnumbered
+from perseus.parameter_check import ParameterCheck
 from perseus.residuals import Held, go_on_with, own
 
 _used_names: Counter[str] = Counter()
@@ -39,6 +40,7 @@ class GradientExchange:
         self.local_variables: list[Any] = []
         self._name = plan.name or name
         self._prefix = ""
+        self._check = ParameterCheck(plan.reduction.process_set)
         self._exchange: Exchange | None = None
         self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
 
@@ -72,7 +74,7 @@ class GradientExchange:
         self._exchange.before_backward(wide, [self._name_of(v, optimizer) for v in wide])
 
     def _name_of(self, variable: Any, optimizer: Any) -> str:
-        return f"{optimizer._get_variable_index(variable)}/{_readable(variable)}"
+        return f"{optimizer._get_variable_index(variable)}/{readable(variable)}"
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
@@ -94,14 +96,19 @@ class GradientExchange:
                 results[index] = backend.divided_by_size(gradient, self.plan.reduction.process_set)
         if not sent:
             return results, None
+        names = [self._name_of(variables[index], optimizer) for index in sent]
+        gradients = backend.compared(
+            self._check,
+            names,
+            [variables[index] for index in sent],
+            [gradients[index] for index in sent],
+        )
         numbers = [optimizer._get_variable_index(variables[index]) for index in sent]
         if self._exchange is None:
             self._exchange = backend.make_exchange(self.prefix(), self.plan.reduction)
             self.go_on_with(*self._loaded)
         reduced, applies = self._exchange.reduce(
-            [gradients[index] for index in sent],
-            [self._name_of(variables[index], optimizer) for index in sent],
-            self._bundles(numbers, optimizer),
+            gradients, names, self._bundles(numbers, optimizer)
         )
         for index, gradient in zip(sent, reduced, strict=True):
             results[index] = gradient
@@ -168,7 +175,7 @@ class Exchanging:
         self._exchange.local_variables.append(var)
 
 
-def _readable(variable: Any) -> str:
+def readable(variable: Any) -> str:
     """Layer and variable; what is in front of them is another thing in models that were loaded."""
     path = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
     return unnumbered("/".join(path.split("/")[-2:]))

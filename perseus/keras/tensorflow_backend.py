@@ -16,8 +16,9 @@ from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.elastic import run
 from perseus.tensorflow.gradient_exchange import GradientExchange, Plan
 from perseus.tensorflow.ops import Adasum, Average, Min, Sum
+from perseus.tensorflow.parameters import compared
 
-__all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
+__all__ = ["Adasum", "Average", "Compression", "Sum", "compared", "run"]
 
 
 class _Exchange:

@@ -14,6 +14,7 @@ from perseus.compression import Compressor
 from perseus.failures import Failures
 from perseus.keras.backend import Reduction
 from perseus.keras.torch_overlap import Overlap
+from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet
 from perseus.residuals import Residuals
 from perseus.torch import exchange, functions, gather, reductions, scatter
@@ -100,6 +101,19 @@ class _Exchange:
 def make_exchange(scope: str, reduction: Reduction) -> _Exchange:
     """See Backend."""
     return _Exchange(scope, reduction)
+
+
+def compared(
+    check: ParameterCheck,
+    names: Sequence[str],
+    variables: Sequence[Any],
+    gradients: Sequence[Any],
+) -> list[Any]:
+    """See Backend."""
+    if check.due():
+        values = [functions.buffer_of(variable.value) for variable in variables]
+        check.compare(zip(names, values, strict=True))
+    return list(gradients)
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:

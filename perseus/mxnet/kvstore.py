@@ -32,6 +32,7 @@ from perseus.mxnet.kvstore_arguments import (
     single_pairs,
     with_rows,
 )
+from perseus.mxnet.parameters import WeightsByKey
 from perseus.mxnet.pushes import Pushes, settle
 from perseus.mxnet.starts import check_start
 from perseus.mxnet.steps import Step, Updater
@@ -43,13 +44,16 @@ _store_numbers = count(1)
 @dataclass
 class _Value:
     """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update.
-    reduced: what the last push has written to. is_given_out: that is not here, see pushpull.
+    reduced: what the last push has written to. given_to: the parameter that was broadcast into,
+    which others update where the store has no updater. is_given_out: that is not here, see
+    pushpull.
     """
 
     array: Any
     param_only: bool
     pushed: Any = None
     reduced: Any = None
+    given_to: Any = None
     is_given_out: bool = False
 
 
@@ -73,6 +77,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         self._scope = f"kvstore.{next(_store_numbers)}"
         self._pushes = Pushes(f"{self._scope}.")
         self._step = Step()
+        self._weights = WeightsByKey()
 
     def __del__(self) -> None:
         """Nothing of MXNet's has to be freed."""
@@ -121,6 +126,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         """`init`, then `pull`."""
         for each, array in single_pairs(key, value):
             self._init(each, array, param_only=False)
+        for each, outs in pairs(key, out):
+            self._values[each].given_to = outs[0]
         self.pull(key, out, priority, ignore_sparse=False)
 
     def push(self, key: Any, value: Any, priority: int = 0, op: int = PerseusOp.Sum) -> None:
@@ -310,6 +317,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 f"that the store must do it: set_optimizer, Trainer(update_on_kvstore=True), no "
                 f"MXNET_UPDATE_ON_KVSTORE=0; init(…, param_only=True) for what is no gradient"
             )
+        weight = held.given_to if updater is None else held.array
+        if gradient and weight is not None:
+            self._weights.update(key, weight)
         name = f"{self._scope}.{key}"
         if any(array.stype != "default" for array in given):
             result, outcome = self._pushes.add_rows(

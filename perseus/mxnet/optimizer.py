@@ -16,6 +16,7 @@ from perseus.arguments import checked_predivide_factor, not_an_optimizer, wrappe
 from perseus.extensions import split_list
 from perseus.mxnet import ops, state_files
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.mxnet.parameters import WeightsByKey
 from perseus.process_sets import ProcessSet, checked, global_process_set
 from perseus.residuals import Held, go_on_with, pack, unpack
 
@@ -41,7 +42,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     whole steps, of which update() sees a part at a time.
     """
 
-    _OWN = frozenset(["_optimizer", "_exchange", "_num_groups"])
+    _OWN = frozenset(["_optimizer", "_exchange", "_num_groups", "_weights"])
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         checked(process_set)
         self._optimizer = optimizer
         self._num_groups = num_groups
+        self._weights = WeightsByKey(process_set, self._name_of)
         self._exchange = GradientExchange(
             Plan(process_set=process_set, predivide_factor=gradient_predivide_factor)
         )
@@ -104,12 +106,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
         While PERSEUS_ACCUMULATE_N_STEPS sums up, the wrapped optimizer is left alone.
         """
-        if self._reduce(index, grad):
+        if self._reduce(index, weight, grad):
             self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """The same, by the wrapped optimizer's update_multi_precision."""
-        if self._reduce(index, grad):
+        if self._reduce(index, weight, grad):
             self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -137,7 +139,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._exchange.wait()
         return self._exchange.residuals.read()
 
-    def _reduce(self, index: Any, grad: Any) -> bool:
+    def _name_of(self, index: Any) -> str:
+        """What a parameter is called, by gluon's optimizers or Module's."""
+        parameter = self._optimizer.param_dict.get(index)
+        return str(
+            self._optimizer.idx2name.get(index, index) if parameter is None else parameter.name
+        )
+
+    def _reduce(self, index: Any, weight: Any, grad: Any) -> bool:
         """Whether the gradients, which are on their way, are to be applied."""
         if not self._exchange.takes_part():
             return True
@@ -148,6 +157,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             )
         together = isinstance(index, (tuple, list))
         indices, gradients = (list(index), list(grad)) if together else ([index], [grad])
+        for each, array in zip(indices, weight if together else [weight], strict=True):
+            self._weights.update(each, array)
         bundles, names = bundled(indices, self._num_groups if together else 0)
         priorities = [-i if isinstance(i, int) else 0 for i in indices]
         return self._exchange(gradients, names, priorities, bundles).applies()

@@ -22,7 +22,9 @@ from perseus.mxnet.compression import Compression
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
+from perseus.mxnet.parameters import buffer_of
 from perseus.mxnet.sparse import sum_rows
+from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
@@ -96,6 +98,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._prefix = prefix or ""
         self._num_groups = num_groups
         self._applies = True
+        self._check = ParameterCheck(process_set)
         self._exchange = GradientExchange(
             Plan(
                 compression=compression,
@@ -107,8 +110,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Average gradients over all ranks and update, as in gluon.
 
-        batch_size: of this rank; gradients are divided by it.
+        batch_size: of this rank; gradients are divided by it. MismatchError where
+        PERSEUS_PARAMETER_CHECK_N_STEPS finds that ranks' parameters differ.
         """
+        if self._check.due():
+            self._check.compare((p.name, buffer_of(p.list_data()[0])) for _, p in self._trained())
         if ignore_stale_grad and self._exchange.takes_part():
             for _, parameter in self._trained():
                 if not parameter.data()._fresh_grad:

@@ -6,6 +6,7 @@ so that no session is needed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -87,6 +88,12 @@ def broadcast_global_variables(root_rank: int) -> Any:
     return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
 
 
+_UNWRAPPED = (
+    "[tensorflow] the optimizer is no DistributedOptimizer: gradients are not averaged, and every "
+    "rank trains a model of its own. Wrap it: optimizer = hvd.DistributedOptimizer(optimizer)"
+)
+
+
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """Overwrites all global variables with the root's when a session has been made.
 
@@ -101,6 +108,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self.root_rank = root_rank
         self.bcast_op: Any = None
         self.device = device
+        self._runs = 0
+        self._operations = 0
 
     def begin(self) -> None:
         """Build the broadcast, before the graph is finished."""
@@ -112,6 +121,18 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         """Run it."""
         del coord
         session.run(self.bcast_op)
+        self._runs = 0
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        """Warn, once, when a graph that trains has reduced nothing in its second step."""
+        del run_values
+        self._runs += 1
+        if self._runs > 2 or basics.rank() != 0 or basics.size() == 1:
+            return
+        before, self._operations = self._operations, basics.stats()["operations"]
+        trains = run_context.session.graph.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
+        if self._runs == 2 and trains and before == self._operations:
+            warnings.warn(_UNWRAPPED, stacklevel=2)
 
 
 def broadcast_object(

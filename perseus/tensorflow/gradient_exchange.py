@@ -18,11 +18,13 @@ from perseus.arguments import checked_compression, checked_op, checked_predivide
 from perseus.compression import Compressor, applied_here
 from perseus.extensions import split_list
 from perseus.names import unnumbered
+from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet, checked
 from perseus.residuals import Residuals
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum
+from perseus.tensorflow.parameters import compared
 from perseus.tensorflow.reductions import divided_by_size, reduce_slices
 
 
@@ -115,6 +117,7 @@ class GradientExchange:
         self._turns: weakref.WeakKeyDictionary[Any, int] | None = None
         if lasting:
             self._turns = weakref.WeakKeyDictionary()
+        self._checks: dict[tuple[str, ...], ParameterCheck] = {}
         self._traced: dict[Any, Callable[..., tuple[list[Any], Any]]] = {}
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
@@ -135,6 +138,7 @@ class GradientExchange:
             f"grad_{index}" if generic_names else _name(index, source)
             for index, source in enumerate(sources)
         )
+        gradients = compared(self._check_of(names), names, sources, gradients)
         bundles = self._bundles(gradients, sources)
         return self.reduce(gradients, names, bundles)
 
@@ -149,6 +153,13 @@ class GradientExchange:
             return self._reduce(gradients, names, bundles)
         reduced, applies = self._as_graph(names, bundles)(gradients)
         return list(reduced), applies
+
+    def _check_of(self, names: tuple[str, ...]) -> ParameterCheck:
+        """Of these sources: a tape that is made anew every step goes on counting."""
+        if names not in self._checks:
+            name = f"{self._scope}.{names[0]}"
+            self._checks[names] = ParameterCheck(self.plan.process_set, name)
+        return self._checks[names]
 
     def forget(self) -> None:
         """Drop what the core has summed up and held back."""

@@ -18,13 +18,16 @@ import torch
 from perseus import basics
 from perseus.compression import EXACT, Compressor
 from perseus.failures import Failures
+from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet
+from perseus.torch.functions import buffer_of
 from perseus.torch.session import ALLREDUCE, Adasum, session, synchronize
 
 
 class AdasumOptimizer(torch.optim.Optimizer):
     """What adasum_optimizer puts in front of the wrapped optimizer's class."""
 
+    _check: ParameterCheck
     _names: dict[torch.Tensor, str]
     _compression: type[Compressor]
     _process_set: ProcessSet
@@ -54,6 +57,8 @@ class AdasumOptimizer(torch.optim.Optimizer):
         HorovodInternalError when a reduction failed. NaN are searched for in steps: where one is
         to be skipped or is an error, parameters and the optimizer's state are as before.
         """
+        if self._check.due():
+            self._check.compare((name, buffer_of(p)) for p, name in self._names.items())
         parameters = list(self._names)
         before = [parameter.clone() for parameter in parameters]
         saved = _saved(self)
@@ -132,6 +137,7 @@ def adasum_optimizer(
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)  # bound to the wrapped optimizer by a scheduler made before
     made.state = defaultdict(dict)
+    made._check = ParameterCheck(process_set)
     made._names = names
     made._compression = compression
     made._process_set = process_set

@@ -17,6 +17,7 @@ from perseus.arguments import checked_root
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.exchange import allgather, broadcast_, broadcast_async_
 from perseus.torch.session import synchronize
+from perseus.torch.unwrapped import watch
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -38,6 +39,18 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)
+    watch()
+
+
+def buffer_of(tensor: torch.Tensor) -> Any:
+    """The bytes of a tensor in row-major order, without a copy where it lies so in host memory."""
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    return dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups, in their order."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def broadcast_object(
@@ -111,7 +124,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
     is_root = basics.rank() == root_rank
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     outline = broadcast_object(
         _outline(optimizer, parameters) if is_root else None, root_rank, "optimizer_state"
     )

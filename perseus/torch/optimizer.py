@@ -25,9 +25,11 @@ from perseus.arguments import (
 )
 from perseus.compression import Compressor
 from perseus.errors import HorovodInternalError, MismatchError
+from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet, checked, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
+from perseus.torch.functions import buffer_of, parameters_of
 from perseus.torch.gradients import GradientReducer, Plan
 from perseus.torch.session import Adasum, Average
 
@@ -42,6 +44,7 @@ _RACE = (
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What DistributedOptimizer puts in front of the wrapped optimizer's class."""
 
+    _check: ParameterCheck
     _reducer: GradientReducer
     _should_synchronize: bool
     _synchronized: bool
@@ -132,7 +135,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
         alike, the wrapped optimizer is left alone: the closure still runs, if there is one.
+        MismatchError where PERSEUS_PARAMETER_CHECK_N_STEPS finds that ranks' parameters differ.
         """
+        if self._check.due():
+            names = self._reducer.plan.names
+            self._check.compare((names[p], buffer_of(p)) for p in parameters_of(self))
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -213,7 +220,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         )
         groups = num_groups if groups is None else groups
     checked_passes(backward_passes_per_step, "torch")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     names = _names(optimizer, parameters, named_parameters)
     plan = Plan(
         names=names,
@@ -246,6 +253,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     # A learning rate scheduler made before this leaves a step bound to the wrapped optimizer.
     made.__dict__.pop("step", None)
     made.state = defaultdict(dict)
+    made._check = ParameterCheck(process_set)
     made._should_synchronize = True
     made._synchronized = False
     made._reducer = GradientReducer(

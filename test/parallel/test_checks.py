@@ -25,6 +25,7 @@ MODULES = [
     "adasum_checks",
     "sharded_checks",
     "multistep_checks",
+    "parameter_checks",
     "compression_checks",
     "timeline_checks",
     "elastic_checks",

@@ -25,6 +25,7 @@ CASES = [
         "keras_callback_checks",
         "keras_setting_checks",
         "keras_residual_checks",
+        "keras_parameter_checks",
         "keras_example_checks",
     )
     for check in checks_of(importlib.import_module(module))

@@ -20,6 +20,7 @@ MODULES = [
     "mx_gradient_checks",
     "mx_state_checks",
     "mx_trainer_checks",
+    "mx_parameter_checks",
     "mx_optimizer_checks",
     "mx_setting_checks",
     "mx_launch_setting_checks",

@@ -21,9 +21,13 @@ KERAS_3_MODULES = [
     "keras_callback_checks",
     "keras_setting_checks",
     "keras_residual_checks",
+    "keras_parameter_checks",
     "tf_keras_checks",
 ]
-KERAS_2_MODULES = [["keras2_checks", "keras2_residual_checks"], ["keras2_graph_checks"]]
+KERAS_2_MODULES = [
+    ["keras2_checks", "keras2_residual_checks", "keras_parameter_checks"],
+    ["keras2_graph_checks"],
+]
 MODULES = [
     "tensorflow_op_checks",  # its first check is about TensorFlow's start
     "tensorflow_graph_checks",
@@ -37,6 +41,7 @@ MODULES = [
     "tf_state_checks",
     "tf_sync_batch_norm_checks",
     "tf_setting_checks",
+    "tf_parameter_checks",
     "tf_xla_checks",
     "tf_bench_checks",
     "tf_example_checks",

@@ -1,0 +1,134 @@
+"""Parameters that should be equal on all ranks, compared every PERSEUS_PARAMETER_CHECK_N_STEPS.
+
+Every rank hashes the exact bits of its parameters. One small allgather shows whether all have the
+same; only where they have not, a second one finds out which parameters differ, and on which ranks.
+An adapter has a ParameterCheck for each optimizer and calls it from the thread that steps.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from perseus import basics, control
+from perseus.errors import MismatchError
+from perseus.process_sets import ProcessSet, global_process_set
+
+SETTING = "PERSEUS_PARAMETER_CHECK_N_STEPS"
+_REMEDY = (
+    "Start all ranks from the same values (hvd.broadcast_parameters, hvd.broadcast_variables, "
+    "hvd.callbacks.BroadcastGlobalVariablesCallback, hvd.load_model), and have an "
+    "hvd.DistributedOptimizer or hvd.DistributedGradientTape average all gradients."
+)
+_SUMMARY = struct.Struct("<QQ")  # how many parameters, and the hash of their hashes
+
+
+class ParameterCheck:
+    """Of the parameters of one optimizer.
+
+    process_set: the ranks whose parameters are to be equal. name: pairs comparisons across ranks,
+    where several may be under way at the same time. every: after how many steps; 0 = never.
+    """
+
+    def __init__(self, process_set: ProcessSet = global_process_set, name: str = "all") -> None:
+        self._process_set = process_set
+        self._name = f"parameter_check.{name}"
+        self.every = self._begun = 0
+        if basics.is_initialized():
+            self.begin_world()
+        _living.add(self)
+
+    def due(self) -> bool:
+        """Count a step that begins: whether to compare() what the steps before it have left.
+
+        True on all ranks alike, after every N-th step, which has then seen whatever broadcasts the
+        initial values. False where there is nobody to compare with.
+        """
+        if self.every == 0:
+            return False
+        taken = self._begun
+        self._begun += 1
+        return taken > 0 and taken % self.every == 0 and self._has_peers()
+
+    def compare(self, parameters: Iterable[tuple[str, Any]]) -> None:
+        """Compare with all ranks. Collective: ranks whose due() was true.
+
+        parameters: names and contiguous buffers, in the same order on all ranks.
+        MismatchError on all of them, with the first parameter that differs, unless all are equal.
+        """
+        from perseus import _core
+
+        hashes = [(name, _core.hash_bytes(buffer)) for name, buffer in parameters]
+        packed = struct.pack(f"<{len(hashes)}Q", *(number for _, number in hashes))
+        summary = _SUMMARY.pack(len(hashes), _core.hash_bytes(packed))
+        group = self._process_set.process_set_id or 0
+        if len(set(control.gather_equal(summary, self._name, group))) == 1:
+            return
+        written = json.dumps(hashes).encode()
+        everybody = [json.loads(part) for part in control.gather_bytes(written, self._name, group)]
+        ranks = basics.group_ranks(group) or []
+        steps = self._begun - 1
+        raise MismatchError(
+            f"[{SETTING}] after {steps} steps {_difference(everybody, ranks)}. {_REMEDY}"
+        )
+
+    def _has_peers(self) -> bool:
+        return bool(self._process_set.included()) and (self._process_set.size() or 1) > 1
+
+    def begin_world(self) -> None:
+        """Read the setting, and count anew: ranks may have taken different numbers of steps."""
+        self.every, self._begun = basics.setting(SETTING), 0
+
+
+def _difference(everybody: list[list[tuple[str, int]]], ranks: list[int]) -> str:
+    """What differs between lists of (name, hash), one of each of `ranks`; something does."""
+    counts = [len(parameters) for parameters in everybody]
+    if len(set(counts)) > 1:
+        return f"the number of parameters differs: {_by_rank(counts, ranks, '{} on {}')}"
+    differing = [
+        place
+        for place in range(counts[0])
+        if len({parameters[place][1] for parameters in everybody}) > 1
+    ]
+    first = differing[0]
+    values = [f"{parameters[first][1]:016x}" for parameters in everybody]
+    return (
+        f"the parameter {everybody[0][first][0]} is not the same on all ranks "
+        f"({_by_rank(values, ranks, 'hash {} on {}')}); of {counts[0]} parameters "
+        f"{len(differing)} differ{'s' if len(differing) == 1 else ''}, this is the first"
+    )
+
+
+def _by_rank(values: list[Any], ranks: list[int], form: str) -> str:
+    """What each value's ranks are, in words."""
+    holders: dict[Any, list[int]] = defaultdict(list)
+    for value, rank in zip(values, ranks, strict=True):
+        holders[value].append(rank)
+    return ", ".join(form.format(value, _listed(found)) for value, found in holders.items())
+
+
+def _listed(ranks: list[int]) -> str:
+    """Ranks in ascending order, runs of them as one: ranks 0-2, 5."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join('-'.join(map(str, run)) for run in runs)}"
+
+
+_living: weakref.WeakSet[ParameterCheck] = weakref.WeakSet()
+
+
+def _begin_world() -> None:
+    for check in _living:
+        check.begin_world()
+
+
+basics.at_init(_begin_world)

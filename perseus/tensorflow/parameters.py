@@ -1,0 +1,71 @@
+"""PERSEUS_PARAMETER_CHECK_N_STEPS for variables, eagerly and as part of any graph. Stateless.
+
+In a graph Python is called: once a step to count it, and with the variables when they are to be
+compared. So programs of XLA go without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from perseus.parameter_check import SETTING, ParameterCheck
+from perseus.tensorflow import xla
+from perseus.tensorflow.modes import name_of, tf_variable, when
+
+
+def compared(
+    check: ParameterCheck, names: Sequence[str], sources: Sequence[Any], gradients: Sequence[Any]
+) -> list[Any]:
+    """Gradients that are there once the variables among `sources` have been compared, if due.
+
+    names, sources, gradients: one each; gradients are tensors, tf.IndexedSlices or None.
+    MismatchError, in a graph UnknownError, on all ranks where variables differ.
+    """
+    gradients = list(gradients)
+    if check.every == 0:
+        return gradients
+    if xla.within():
+        warnings.warn(
+            f"[tensorflow] {SETTING} has no effect in a function with jit_compile=True",
+            stacklevel=3,
+        )
+        return gradients
+    found = [
+        (name_of(source) or name, tf_variable(source))
+        for name, source in zip(names, sources, strict=True)
+        if isinstance(tf_variable(source), tf.Variable)
+    ]
+    if tf.executing_eagerly():
+        if check.due():
+            check.compare(_buffers(found))
+        return gradients
+
+    def compare() -> Any:
+        def call(*values: Any) -> None:
+            check.compare(_buffers(zip([name for name, _ in found], values, strict=True)))
+
+        return tf.py_function(call, [variable.read_value() for _, variable in found], [])
+
+    due = tf.numpy_function(check.due, [], tf.bool)
+    due.set_shape(())
+    done = when(due, compare, lambda: None)
+    with tf.control_dependencies([done]):
+        return [_kept(gradient) for gradient in gradients]
+
+
+def _kept(gradient: Any) -> Any:
+    """The same gradient, after what it depends on here."""
+    if gradient is None:
+        return None
+    return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+
+
+def _buffers(named: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in named:
+        array = np.ascontiguousarray(tf.convert_to_tensor(value))
+        yield name, array.reshape(-1).view(np.uint8)

@@ -1,0 +1,64 @@
+"""A warning where ranks were made equal, but then train without averaging gradients.
+
+What a forgotten DistributedOptimizer looks like: an optimizer that is none takes two steps after a
+broadcast, and between them this rank finishes no operation. Belongs to the thread that trains.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from perseus import basics
+
+_WARNING = (
+    "[torch] an optimizer takes steps without averaging gradients over the ranks, which therefore "
+    "train models of their own: wrap it, optimizer = hvd.DistributedOptimizer(optimizer, "
+    "named_parameters=model.named_parameters())"
+)
+
+
+class _Watch:
+    """Of the first two steps after a broadcast; any further broadcast starts it again."""
+
+    def __init__(self) -> None:
+        self._registration: Any = None
+        self._first: tuple[int, int] | None = None  # the optimizer, and operations finished by then
+
+    def start(self) -> None:
+        """Look at the next two steps."""
+        self._first = None
+        if self._registration is None:
+            self._registration = register_optimizer_step_post_hook(self._on_step)
+
+    def _on_step(self, optimizer: Any, *_: Any) -> None:
+        if (
+            not basics.is_initialized()
+            or hasattr(optimizer, "skip_synchronize")
+            or (dist.is_available() and dist.is_initialized())  # which may average instead
+        ):
+            self._end()
+            return
+        now = (id(optimizer), basics.stats()["operations"])
+        if self._first is None:
+            self._first = now
+        elif self._first[0] == now[0]:
+            if self._first == now:
+                warnings.warn(_WARNING, stacklevel=3)
+            self._end()
+
+    def _end(self) -> None:
+        self._registration.remove()
+        self._registration = self._first = None
+
+
+_watch = _Watch()
+
+
+def watch() -> None:
+    """Parameters have been broadcast: rank 0 looks at what the optimizer does with them."""
+    if basics.size() > 1 and basics.rank() == 0:
+        _watch.start()
