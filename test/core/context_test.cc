@@ -1,6 +1,7 @@
 // How worlds come together and end: identity, missing ranks, shutting down with and without work in flight, starting
 // again.
 #include "operation.h"
+#include "variants.h"
 
 namespace {
 
@@ -381,6 +382,27 @@ TEST_P(Contexts, AShutdownThatRacesWithARoundFinishesWhatTheRoundAgreedOn) {
       const Outcome outcome = wait(context, call.handle());
       EXPECT_TRUE(outcome.code == PERSEUS_OK || starts_with(outcome.message, kShutDown)) << outcome.message;
     });
+}
+
+// Kernels are the process's: a context that forces a variant changes those of others, and no bits. ThreadSanitizer sees
+// no race.
+TEST(Context, MayForceASimdVariantWhileAnotherOneComputes) {
+  const std::vector<std::string> variants = variants_here();
+  std::atomic<bool> done{false};
+  std::thread later([&] {
+    for (size_t i = 0; !done; ++i) {
+      WorldOptions options;
+      options.overrides = {"PERSEUS_SIMD=" + variants[i % variants.size()]};
+      run_world(all_media()[0], 1, [](int, perseus_context*) {}, options);
+    }
+  });
+  Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(2), {{PERSEUS_FLOAT32, {30001}}});
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    for (int times = 0; times < 100; ++times) Call(operation, rank).run(context);
+  });
+  done = true;
+  later.join();
+  perseus::kernels::select_variant("auto");
 }
 
 INSTANTIATE_TEST_SUITE_P(Media, Contexts, testing::Range(0, 3),

@@ -4,7 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
@@ -12,7 +11,6 @@
 #include <limits>
 #include <random>
 #include <string>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -514,28 +512,6 @@ TEST(VariantTest, IsTheOneChosenByName) {
   }
   select_variant("auto");
   EXPECT_EQ(variant(), best);
-}
-
-// A later context of the process may force one: ThreadSanitizer sees no race, and the bits are the same.
-TEST(VariantTest, MayBeChosenWhileOthersFold) {
-  std::vector<float> x(1000), y(1000), sums(1000);
-  for (size_t i = 0; i < x.size(); ++i) {
-    x[i] = static_cast<float>(i) * 0.37F;
-    y[i] = 1.0F / static_cast<float>(i + 1);
-  }
-  std::atomic<bool> done{false};
-  std::thread chooser([&] {
-    const std::vector<std::string> names = variants_here();
-    for (size_t i = 0; !done; ++i) select_variant(names[i % names.size()].c_str());
-  });
-  for (int times = 0; times < 2000; ++times) {
-    const void* sources[] = {x.data(), y.data()};
-    fold(FoldSpec(), sums.data(), nullptr, sources, 2, sums.size(), false);
-    for (size_t i = 0; i < sums.size(); ++i) ASSERT_EQ(sums[i], x[i] + y[i]);
-  }
-  done = true;
-  chooser.join();
-  select_variant("auto");
 }
 
 TEST(VariantTest, UnknownNameIsAnErrorThatNamesItAndTheChoices) {
