@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
+from perseus.keras import jit
 from perseus.keras.backend import keras
 from perseus.keras.exchange import Exchanging, GradientExchange, Plan
 from perseus.keras.residuals import SavedResiduals
@@ -24,6 +25,9 @@ from perseus.tensorflow.residuals import ResidualState
 # What is said by calling methods, and so is in no config.
 _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
 _CHILD = "perseus_residuals_state"  # in TensorFlow's checkpoints
+
+# At import: model.compile(hvd.DistributedOptimizer(…)) looks up compile before it wraps.
+jit.install()
 
 
 class _Places:

@@ -52,6 +52,12 @@ def check_keras_says_what_to_do_about_jit_compile() -> None:
     _fit(_model(jit_compile=False))
 
 
+def check_auto_asks_for_no_xla() -> None:
+    for compiled in (_model(jit_compile="auto"), _model()):
+        assert not compiled.jit_compile
+        _fit(compiled)
+
+
 def check_keras_chooses_no_xla_by_itself() -> None:
     if keras.__version__.startswith("2."):
         return  # it has no "auto"
