@@ -1,8 +1,11 @@
 """Where the parts of a data service find each other: dispatchers, workers and those who train.
 
-Requests are JSON over HTTP. They and their answers carry an HMAC, so that a stranger is neither
-heard nor believed. ComputeService answers each request in a thread of its own; ComputeClient is
-thread-safe. Source of behaviour: Horovod 0.28.1, horovod.runner.common.service.compute_service.
+Requests are JSON over HTTP. A client first asks for a challenge (GET), then sends its request on
+the same connection (POST). Requests and answers carry an HMAC that covers the challenge, so that a
+stranger is neither heard nor believed, and what was overheard is of no use again. ComputeService
+answers each request in a thread of its own; ComputeClient is thread-safe.
+
+Source of behaviour: Horovod 0.28.1, horovod.runner.common.service.compute_service.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +29,9 @@ _SIGNATURE = "X-Perseus-Signature"
 _MOST_BYTES = 1 << 16  # of a request or an answer
 _SLICE_SECONDS = 5.0  # of a wait without a limit, so that a service that died is noticed
 _ANSWER_SECONDS = 30.0  # for everything but what a request waits for
+_REQUEST_SECONDS = 10.0  # for a whole request to arrive
+_MOST_STRANGERS = 64  # connections that have not shown the key yet; the oldest makes room
+_PORT_ATTEMPTS = 20  # for one that is free on all interfaces
 
 Addresses = Mapping[str, Sequence[tuple[str, int]]]
 
@@ -42,8 +49,8 @@ class ComputeService:
     """Knows who has registered, until shutdown().
 
     dispatchers, workers_per_dispatcher: how many there will be; ValueError unless positive. key:
-    the secret that clients need. nics: the interfaces whose addresses clients get, ValueError for
-    one that has none; None = all that have.
+    the secret that clients need, ValueError where it is empty. nics: the interfaces to listen on,
+    whose addresses clients get, ValueError for one that has none; None = all that have.
     """
 
     NAME = "Compute service"
@@ -62,6 +69,7 @@ class ComputeService:
             if number <= 0:
                 raise ValueError(f"The number of {what} must be larger than 0: {number}")
         self._hosts = _addresses_of(nics)
+        checked_key(key)
         self._workers_per_dispatcher = workers_per_dispatcher
         self._dispatchers: list[str | None] = [None] * dispatchers
         self._workers: list[set[int]] = [set() for _ in range(dispatchers)]
@@ -69,12 +77,14 @@ class ComputeService:
         self._ended = False  # and all that was asked is answered, but for waits for this
         self._answering: Counter[str] = Counter()  # requests that have no answer yet, by name
         self._changed = threading.Condition()  # guards all of the above
-        self._server = _Server(key, self)
-        threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
+        places = [""] if nics is None else list(dict.fromkeys(self._hosts.values()))
+        self._servers = _listening(places, key, self)
+        for server in self._servers:
+            threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True).start()
 
     def get_port(self) -> int:
         """The TCP port, the same on all interfaces."""
-        return int(self._server.server_address[1])
+        return int(self._servers[0].server_address[1])
 
     def addresses(self) -> dict[str, list[tuple[str, int]]]:
         """By interface."""
@@ -93,8 +103,9 @@ class ComputeService:
             self._ended = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._answering.total(), _ANSWER_SECONDS)
-        self._server.shutdown()
-        self._server.server_close()
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
 
     @contextlib.contextmanager
     def answering(self, name: str) -> Any:
@@ -182,7 +193,7 @@ class ComputeClient:
     """
 
     def __init__(self, compute_addresses: Addresses, key: bytes, verbose: int = 1) -> None:
-        self._key = key
+        self._key = checked_key(key)
         self._reachable: dict[str, list[tuple[str, int]]] = {}
         for interface, places in compute_addresses.items():
             good = [(str(host), int(port)) for host, port in places if self._reach(host, port)]
@@ -255,6 +266,13 @@ _CALLS = frozenset(
 )
 
 
+def checked_key(key: bytes) -> bytes:
+    """The key; ValueError where it is empty, as anybody has that."""
+    if not key:
+        raise ValueError("[compute service] the key is empty: make one by secrets.token_bytes(32)")
+    return key
+
+
 def _addresses_of(nics: Iterable[str] | None) -> dict[str, str]:
     if nics is not None:
         return {name: interface_address(name) for name in nics}
@@ -273,11 +291,13 @@ def _ask(
     place: tuple[str, int], key: bytes, name: str, arguments: tuple[Any, ...], seconds: float
 ) -> dict[str, Any]:
     """One request and its answer; ConnectionError where there is none that has the key."""
-    # An answer belongs to one request: the random number makes every one another.
+    # An answer belongs to one request, and a request to one challenge: each is used once.
     body = json.dumps([name, arguments, secrets.token_hex(16)]).encode()
     connection = http.client.HTTPConnection(*place, timeout=seconds)
     try:
-        connection.request("POST", "/", body, {_SIGNATURE: _signature(key, body)})
+        connection.request("GET", "/")
+        challenge = connection.getresponse().read(_MOST_BYTES)
+        connection.request("POST", "/", body, {_SIGNATURE: _signature(key, challenge, body)})
         response = connection.getresponse()
         text = response.read(_MOST_BYTES)
     except (OSError, http.client.HTTPException) as error:
@@ -285,7 +305,7 @@ def _ask(
     finally:
         connection.close()
     signed = response.headers.get(_SIGNATURE, "")
-    if not hmac.compare_digest(signed, _signature(key, body, text)):
+    if not hmac.compare_digest(signed, _signature(key, challenge, body, text)):
         raise ConnectionError(f"[compute service] {place[0]}:{place[1]} does not have this key")
     answer: dict[str, Any] = json.loads(text)
     return answer
@@ -293,36 +313,102 @@ def _ask(
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True  # a stranger who says nothing keeps nobody
+    request_queue_size = 128  # many ranks may come at once
 
-    def __init__(self, key: bytes, service: ComputeService) -> None:
+    def __init__(self, place: tuple[str, int], key: bytes, service: ComputeService) -> None:
         self.key, self.service = key, service
-        super().__init__(("", 0), _Handler)
+        # Connections that have not shown the key, oldest first, and since when they are there.
+        self._strangers: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()  # guards them
+        super().__init__(place, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own, of which strangers have a limited number."""
+        with self._lock:
+            if len(self._strangers) >= _MOST_STRANGERS:
+                self._dismiss(next(iter(self._strangers)))
+            self._strangers[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Between connections: end those that take too long to show the key."""
+        late = time.monotonic() - _REQUEST_SECONDS
+        with self._lock:
+            for request in [each for each, since in self._strangers.items() if since < late]:
+                self._dismiss(request)
+
+    def trust(self, request: socket.socket) -> bool:
+        """It has shown the key; whether it had time left."""
+        with self._lock:
+            return self._strangers.pop(request, None) is not None
+
+    def shutdown_request(self, request: Any) -> None:
+        """At the end of its thread."""
+        self.trust(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: who asked is gone, or was a stranger."""
 
+    def _dismiss(self, request: socket.socket) -> None:
+        """With the lock held; its thread sees the end of the stream."""
+        del self._strangers[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+
+def _listening(places: Sequence[str], key: bytes, service: ComputeService) -> list[_Server]:
+    """A server for each address, all with the same port; OSError where there is no such port."""
+    for attempts_left in reversed(range(_PORT_ATTEMPTS)):
+        servers: list[_Server] = []
+        try:
+            for place in places:
+                port = servers[0].server_address[1] if servers else 0
+                servers.append(_Server((place, port), key, service))
+            return servers
+        except OSError:
+            for server in servers:
+                server.server_close()
+            if not attempts_left or not servers:
+                raise
+    raise AssertionError  # the last attempt returns or raises
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _ANSWER_SECONDS  # for a request to arrive
+    protocol_version = "HTTP/1.1"  # a challenge and its request share a connection
+    timeout = _REQUEST_SECONDS
+    _challenge = ""
+
+    def do_GET(self) -> None:
+        self._challenge = secrets.token_hex(16)
+        self._send(self._challenge.encode())
 
     def do_POST(self) -> None:
+        self.close_connection = True
         length = self.headers.get("Content-Length", "")
         body = (
             self.rfile.read(int(length)) if length.isdigit() and int(length) <= _MOST_BYTES else b""
         )
-        key = self.server.key
-        if not hmac.compare_digest(self.headers.get(_SIGNATURE, ""), _signature(key, body)):
+        key, challenge = self.server.key, self._challenge.encode()
+        signature = _signature(key, challenge, body)
+        known = hmac.compare_digest(self.headers.get(_SIGNATURE, "").encode(), signature.encode())
+        if not challenge or not known or not self.server.trust(self.connection):
             self.send_error(403)
             return
         name, arguments, _ = json.loads(body)
         with self.server.service.answering(name):
             text = json.dumps(self._answer(name, arguments)).encode()
-            self.send_response(200)
-            self.send_header(_SIGNATURE, _signature(key, body, text))
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+            self._send(text, _signature(key, challenge, body, text))
+
+    def _send(self, text: bytes, signature: str = "") -> None:
+        self.send_response(200)
+        if signature:
+            self.send_header(_SIGNATURE, signature)
+            self.send_header("Connection", "close")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
 
     def _answer(self, name: str, arguments: list[Any]) -> dict[str, Any]:
         try:

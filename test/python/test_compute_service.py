@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import http.client
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +143,90 @@ def test_a_stranger_who_says_nothing_keeps_nobody(service, client):
     with socket.create_connection(("127.0.0.1", service.get_port())):
         client.register_dispatcher(0, "grpc://a:1")
         service.shutdown()
+
+
+def exchanges(service, monkeypatch) -> list[tuple[str, bytes, dict[str, str]]]:
+    """What a client sends from now on: method, body, headers."""
+    sent = []
+    request = http.client.HTTPConnection.request
+
+    def listened(connection, method, url, body=None, headers=None):
+        sent.append((method, body, headers or {}))
+        return request(connection, method, url, body, headers or {})
+
+    monkeypatch.setattr(http.client.HTTPConnection, "request", listened)
+    return sent
+
+
+def status_of(connection, method, body=None, headers=None) -> int:
+    connection.request(method, "/", body, headers or {})
+    response = connection.getresponse()
+    response.read()
+    return response.status
+
+
+def test_what_was_overheard_cannot_be_said_again(service, client, monkeypatch):
+    sent = exchanges(service, monkeypatch)
+    client.register_dispatcher(0, "grpc://a:1")
+    (_, post) = sent
+    monkeypatch.undo()
+    for repeat_challenge in (False, True):
+        other = http.client.HTTPConnection("127.0.0.1", service.get_port(), timeout=60)
+        if repeat_challenge:
+            assert status_of(other, "GET") == 200
+        assert status_of(other, *post) == 403
+        other.close()
+
+
+def test_a_challenge_serves_one_request(service):
+    connection = http.client.HTTPConnection("127.0.0.1", service.get_port(), timeout=60)
+    connection.request("GET", "/")
+    challenge = connection.getresponse().read()
+    body = b'["wait_for_shutdown", [0.0], ""]'
+    headers = {"X-Perseus-Signature": hmac.new(KEY, challenge + b"\n" + body, "sha256").hexdigest()}
+    assert status_of(connection, "POST", body, headers) == 200
+    assert status_of(connection, "POST", body, headers) == 403
+    connection.close()
+
+
+def test_strangers_have_few_threads_and_keep_out_nobody(service, client):
+    before = threading.active_count()
+    strangers = [socket.create_connection(("127.0.0.1", service.get_port())) for _ in range(200)]
+    client.register_dispatcher(0, "grpc://a:1")
+    # The oldest have made room: all but the last ones see the end.
+    for stranger in strangers[:100]:
+        stranger.settimeout(60)
+        assert stranger.recv(1) == b""
+    assert threading.active_count() - before <= 70
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_request_that_does_not_get_finished_is_ended(monkeypatch):
+    monkeypatch.setattr("perseus.compute_service._REQUEST_SECONDS", 0.5)
+    service = ComputeService(1, 1, KEY, nics=["lo"])
+    with (
+        socket.create_connection(("127.0.0.1", service.get_port()), timeout=60) as stranger,
+        pytest.raises((ConnectionResetError, BrokenPipeError)),
+    ):
+        for _ in range(600):  # a byte now and then keeps the connection busy, and open no longer
+            stranger.sendall(b"X")
+            time.sleep(0.1)
+    service.shutdown()
+
+
+def test_the_service_listens_on_the_chosen_interface_only(service):
+    with socket.socket() as other:  # which it could not on all
+        other.bind(("127.0.0.2", service.get_port()))
+        other.listen()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ComputeService(1, 1, b""), lambda: ComputeClient({}, b"")]
+)
+def test_an_empty_key_is_refused(make):
+    with pytest.raises(ValueError, match=r"the key is empty: make one by secrets\.token_bytes"):
+        make()
 
 
 @pytest.mark.parametrize(("dispatchers", "workers"), [(0, 1), (-1, 1), (1, 0)])

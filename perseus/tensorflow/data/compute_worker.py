@@ -12,6 +12,7 @@ import secrets
 import tensorflow as tf
 
 from perseus import basics
+from perseus.addresses import named_interface
 from perseus.compute_service import ComputeService
 from perseus.tensorflow.data.compute_service import (
     TfDataServiceConfig,
@@ -36,7 +37,9 @@ def main(dispatchers: int, dispatcher_side: str, configfile: str, timeout: int) 
         config = None
         if basics.rank() == 0:
             key = secrets.token_bytes(32)
-            compute = ComputeService(dispatchers, size // dispatchers, key=key)
+            interface = named_interface()
+            nics = None if interface is None else [interface]
+            compute = ComputeService(dispatchers, size // dispatchers, key=key, nics=nics)
             config = TfDataServiceConfig(
                 dispatchers=dispatchers,
                 workers_per_dispatcher=size // dispatchers,
