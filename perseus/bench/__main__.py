@@ -28,6 +28,7 @@ from perseus.bench.plan import (
 )
 from perseus.bench.record import Record
 from perseus.bench.sizes import in_equal_parts, parse_sizes
+from perseus.bench.virtual_hosts import VirtualHosts
 
 _CASES = {
     "memory": "in-place allreduce of one large tensor, against memcpy",
@@ -46,13 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; the exit status is 0, 1 when a job failed or a result was wrong, 2 for bad usage."""
     try:
         given = _parser().parse_args(arguments)
+        _check_outputs(given)
         if given.advise:
             return _advise(given)
         jobs = _jobs(given)
-        if given.plot and (reason := plot.unavailable()):
-            raise ValueError(reason)
-        if given.readme and not given.readme.is_file():
-            raise ValueError(f"--readme {given.readme}: no such file")
     except ValueError as error:
         print(f"perseus-bench: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
@@ -74,6 +72,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.readme:
         report.write_readme(given.readme, report.tables(records, problems, load_before))
     return 0 if complete and all(record.verified for record in records) else 1
+
+
+def _check_outputs(given: argparse.Namespace) -> None:
+    """ValueError for a file that cannot be written once everything is measured."""
+    for flag, path in (("--json", given.json), ("--plot", given.plot), ("--readme", given.readme)):
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"{flag} {path}: expected a file in a directory that exists")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{flag} {path}: it cannot be written")
+    if given.plot and (reason := plot.unavailable(given.plot)):
+        raise ValueError(reason)
+    if given.readme:
+        report.check_readme(given.readme)
 
 
 def _say(text: str) -> None:
@@ -193,6 +206,8 @@ def _job(given: argparse.Namespace, plan: Plan) -> Job:
         raise ValueError(f"--hosts {hosts}: more hosts than ranks (-np {ranks})")
     if hosts == 1 and (given.rate or given.links > 1):
         raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
+    if hosts > 1:
+        VirtualHosts(hosts, given.rate, given.links)  # ValueError for what cannot be
     timeout = given.timeout or (3600.0 if "training" in given.cases else 600.0)
     return Job(plan, ranks, hosts, given.rate, given.placement, timeout=timeout)
 

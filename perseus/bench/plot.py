@@ -18,12 +18,15 @@ _LEAST_RANGE = 10.0  # of times, so that their axis has several ticks
 _WIDE_RANGE = 300.0  # over which ticks at powers of ten are enough
 
 
-def unavailable() -> str | None:
-    """Why nothing can be drawn; None when it can."""
+def unavailable(path: Path) -> str | None:
+    """Why nothing can be drawn into this file; None when it can."""
     try:
-        import matplotlib  # noqa: F401 - only whether it is there
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         return "--plot needs matplotlib: pip install perseus-training[plots]"
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        return f"--plot {path}: expected a name that ends with .png or .{', .'.join(sorted(kinds))}"
     return None
 
 

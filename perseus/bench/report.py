@@ -151,11 +151,18 @@ def _processor() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def write_readme(path: Path, text: str) -> None:
-    """Replace what is between the markers; ValueError, nothing written, where they are missing."""
-    old = path.read_text(encoding="utf-8")
-    before, begin, rest = old.partition(_BEGIN)
+def check_readme(path: Path) -> tuple[str, str]:
+    """The text before and after the markers; ValueError where file or markers are missing."""
+    if not path.is_file():
+        raise ValueError(f"--readme {path}: no such file")
+    before, begin, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not (begin and end):
         raise ValueError(f"--readme {path}: expected the lines {_BEGIN} and {_END}")
+    return before, after
+
+
+def write_readme(path: Path, text: str) -> None:
+    """Replace what is between the markers; ValueError, nothing written, where they are missing."""
+    before, after = check_readme(path)
     path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")

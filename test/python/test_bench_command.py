@@ -130,7 +130,15 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["latency", "--framework", "jax"], "invalid choice: 'jax'"),
         (["--advise", "--framework", "tensorflow"], "--advise computes with torch"),
         (["-np", "4"], "name a case"),
-        (["--readme", "/nonexistent/README.md"], "no such file"),
+        (["--readme", "/nonexistent/README.md"], "a directory that exists"),
+        (["--readme", "no.md"], "--readme no.md: no such file"),
+        (["--readme", __file__], "expected the lines <!-- bench:begin -->"),
+        (["latency", "--json", "/nonexistent/r.json"], "a directory that exists"),
+        (["latency", "--plot", "."], "--plot .: expected a file in a directory"),
+        (["latency", "--plot", "r.docx"], "--plot r.docx: expected a name that ends with .png"),
+        (["latency", "--hosts", "2", "--rate", "1foo"], "rate '1foo': expected a number with"),
+        (["latency", "--hosts", "2", "--links", "9"], "2 hosts with 9 links: expected 1..200"),
+        (["latency", "--hosts", "300", "-np", "300"], "300 hosts with 1 links: expected 1..200"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(arguments: list[str], fact: str) -> None:
