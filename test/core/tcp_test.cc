@@ -1,5 +1,8 @@
 // The TCP transport with ranks as threads: bytes, wake-ups, deaths, and how starting can fail.
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -57,6 +60,42 @@ TEST(Tcp, BytesArriveExactlyOnManyChannelsBothWays) {
       }
       return heard == kSize - 1 && std::count(told.begin(), told.end(), true) == kSize - 1;
     });
+  });
+}
+
+// Heartbeats and data alike: no connection waits for ever for a host that vanished.
+TEST(Tcp, EveryConnectionIsKeptAlive) {
+  run_ranks(2, [](Rank& self) {
+    Link& link = self.transport->link(1 - self.world.rank, {0, 1});
+    Byte byte = 1;
+    const iovec piece{&byte, 1};
+    const auto exchange = [&] {
+      bool told = false;
+      self.drive([&] {
+        if (!told) told = link.try_send(&piece, 1) == 1;
+        return told && link.recv_window(1);
+      });
+      link.recv_release(1);
+    };
+    exchange();
+    if (self.world.rank == 0) {
+      int connections = 0;  // with both ends in this process
+      for (int fd = 0; fd < 1024; ++fd) {
+        sockaddr_storage peer{};
+        socklen_t size = sizeof peer;
+        if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0) continue;
+        if (peer.ss_family != AF_INET && peer.ss_family != AF_INET6) continue;
+        ++connections;
+        int alive = 0, limit_ms = 0;
+        size = sizeof alive;
+        EXPECT_EQ(getsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &alive, &size), 0);
+        EXPECT_EQ(getsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &limit_ms, &size), 0);
+        EXPECT_EQ(alive, 1);
+        EXPECT_EQ(limit_ms, 70'000) << "GLOO_TIMEOUT_SECONDS and 10 s";
+      }
+      EXPECT_GE(connections, 4);
+    }
+    exchange();  // nobody leaves before
   });
 }
 
