@@ -44,7 +44,12 @@ Registry& registry() {
 
 void guard_fd(int fd) {
   std::lock_guard<std::mutex> lock(registry().mutex);
-  registry().fds.push_back(fd);
+  try {
+    registry().fds.push_back(fd);
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
 }
 
 void close_guarded(int fd) {

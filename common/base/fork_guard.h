@@ -6,6 +6,7 @@
 
 namespace perseus {
 
+// Closes the descriptor when there is no memory to remember it.
 void guard_fd(int fd);
 // Ends that and closes; does nothing for fd < 0 or in a forked child, where it is closed already.
 void close_guarded(int fd);

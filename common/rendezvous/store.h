@@ -27,7 +27,8 @@ std::shared_ptr<Store> make_memory_store();
 class StoreServer {
  public:
   // Listens on `host` ("" = every interface); port 0 = any. When `port` is taken and `next_free`, takes the next free
-  // one of the following 100, else throws Error(kIo) naming the port and the remedy.
+  // one of the following 100, else throws Error(kIo) naming the port and the remedy. An empty secret is
+  // Error(kInvalidArgument), as it is for clients.
   static std::unique_ptr<StoreServer> listen(const std::string& host, int port, bool next_free,
                                              const std::string& secret);
   virtual ~StoreServer() = default;

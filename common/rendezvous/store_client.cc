@@ -268,6 +268,9 @@ class TcpStore : public Store {
 
 std::shared_ptr<Store> connect_store(const std::string& host, int port, const std::string& secret, int64_t deadline_ns,
                                      const std::function<bool()>& interrupted) {
+  if (secret.empty())
+    fail(ErrorKind::kInvalidArgument, "[rendezvous] an empty secret proves nothing: give the store at " + host + ":" +
+                                          std::to_string(port) + " the job's secret");
   auto store = std::make_shared<TcpStore>(host, port, secret);
   store->connect(deadline_ns, interrupted);
   return store;

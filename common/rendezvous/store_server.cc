@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -31,8 +32,9 @@ using namespace store_protocol;
 
 using Value = std::shared_ptr<const std::string>;
 
-// Strangers beyond this number push out the oldest one.
-constexpr size_t kMaxUnproven = 1024;
+// Strangers beyond the least of these push out the oldest one: a number, and a share of the descriptors that this
+// process may have, most of which belong to the job.
+constexpr size_t kMaxUnproven = 1024, kMinUnproven = 16, kUnprovenShare = 8;
 constexpr int kPortsTried = 101;
 // How long to leave connections in the kernel's queue when this process has no descriptor left.
 constexpr int64_t kAcceptPause = 100 * kMillisecond;
@@ -89,11 +91,11 @@ class TcpStoreServer : public StoreServer {
   int port() const override { return port_; }
 
  private:
-  void watch(int operation, int fd, uint32_t events, uint64_t id) {
+  bool watch(int operation, int fd, uint32_t events, uint64_t id) {
     epoll_event event{};
     event.events = events;
     event.data.u64 = id;
-    epoll_ctl(epoll_.fd(), operation, fd, &event);
+    return epoll_ctl(epoll_.fd(), operation, fd, &event) == 0;
   }
   void watch_listeners(uint32_t events, int operation = EPOLL_CTL_MOD) {
     for (size_t i = 0; i < listeners_.size(); ++i) watch(operation, listeners_[i].fd(), events, kFirstListener + i);
@@ -130,6 +132,7 @@ class TcpStoreServer : public StoreServer {
   }
 
   void accept_from(int listener) {
+    const size_t most = most_strangers();
     // A bounded batch: those already here get their turn in between.
     for (int i = 0; i < 64; ++i) {
       Socket socket = accept_one(listener);
@@ -146,13 +149,19 @@ class TcpStoreServer : public StoreServer {
       put_u32(&client->head, kMagic);
       put_u32(&client->head, kFormat);
       client->head += version_field(this_version()) + client->nonce;
-      strangers_.emplace_back(client->deadline_ns, client->id);
       Client& added = *client;
-      watch(EPOLL_CTL_ADD, added.socket.fd(), added.interest, added.id);
+      // First: should memory end here, the entry without a client is forgotten at its deadline.
+      strangers_.emplace_back(added.deadline_ns, added.id);
       clients_[added.id] = std::move(client);
-      if (!flush(added)) close_client(added.id);
-      if (strangers_.size() > kMaxUnproven) close_oldest_stranger();
+      if (!watch(EPOLL_CTL_ADD, added.socket.fd(), added.interest, added.id) || !flush(added)) close_client(added.id);
+      if (strangers_.size() > most) close_oldest_stranger();
     }
+  }
+
+  static size_t most_strangers() {
+    rlimit files{};
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0) return kMinUnproven;
+    return std::clamp<rlim_t>(files.rlim_cur / kUnprovenShare, kMinUnproven, kMaxUnproven);
   }
 
   // Most likely out of descriptors: a listener that stays readable would keep this thread spinning.
@@ -163,7 +172,10 @@ class TcpStoreServer : public StoreServer {
   }
 
   void close_oldest_stranger() {
-    if (!strangers_.empty()) close_client(strangers_.front().second);
+    if (strangers_.empty()) return;
+    const uint64_t id = strangers_.front().second;
+    strangers_.pop_front();  // whether there is such a client or not
+    close_client(id);
   }
 
   void close_late_strangers() {
@@ -354,6 +366,9 @@ std::vector<Socket> listen_at(const std::vector<SocketAddress>& addresses, int p
 
 std::unique_ptr<StoreServer> StoreServer::listen(const std::string& host, int port, bool next_free,
                                                  const std::string& secret) {
+  if (secret.empty())
+    fail(ErrorKind::kInvalidArgument,
+         "[rendezvous] a store server with an empty secret would serve anybody: give it the job's secret");
   std::vector<SocketAddress> addresses;
   if (!host.empty()) {
     std::string why;

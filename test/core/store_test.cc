@@ -8,6 +8,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <deque>
+#include <filesystem>
+#include <iterator>
 #include <thread>
 
 #include "base/clock.h"
@@ -47,6 +50,11 @@ std::unique_ptr<StoreServer> serve(const std::string& secret = "secret") {
 
 std::shared_ptr<Store> client_of(const StoreServer& server, const std::string& secret = "secret") {
   return connect_store("127.0.0.1", server.port(), secret, in_ms(kPatienceMs));
+}
+
+int open_descriptors() {
+  const std::filesystem::directory_iterator all("/proc/self/fd"), end;
+  return static_cast<int>(std::distance(all, end)) - 1;  // the look itself takes one
 }
 
 // A port of this host at which nobody listens, and which nobody else is given meanwhile.
@@ -308,6 +316,57 @@ TEST(StoreServer, CrowdOfStrangersLeavesRoomForMembers) {
   for (int i = 0; i < 1500; ++i) crowd.emplace_back(server->port());
   client_of(*server)->set("k", "v");
   EXPECT_EQ(client_of(*server)->get("k", in_ms(kPatienceMs)), "v");
+}
+
+// Those who have proved nothing must not use up the descriptors of rank 0's process.
+TEST(StoreServer, StrangersGetAShareOfTheDescriptors) {
+  constexpr int kCrowd = 200;
+  constexpr rlim_t kLimit = 256;
+  constexpr int kShare = static_cast<int>(kLimit) / 8;
+  const auto server = serve();
+  int tell[2], hold[2];
+  ASSERT_EQ(::pipe(tell), 0);
+  ASSERT_EQ(::pipe(hold), 0);
+  const int before = open_descriptors();
+  rlimit files{};
+  ::getrlimit(RLIMIT_NOFILE, &files);
+  const rlimit few{kLimit, files.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::close(hold[1]);
+    std::deque<RawPeer> crowd;
+    for (int i = 0; i < kCrowd; ++i) crowd.emplace_back(server->port());
+    for (int i = 0; i < kCrowd - kShare; ++i) {  // the oldest, which were pushed out
+      bool closed = false;
+      crowd[static_cast<size_t>(i)].hear(&closed);
+      if (!closed) _exit(1);
+    }
+    char byte = 0;
+    if (::write(tell[1], &byte, 1) != 1) _exit(2);
+    _exit(::read(hold[0], &byte, 1) == 0 ? 0 : 3);
+  }
+  char byte = 1;
+  EXPECT_EQ(::read(tell[0], &byte, 1), 1);
+  EXPECT_LE(open_descriptors(), before + kShare);
+  client_of(*server)->set("k", "v");
+  EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &files), 0);
+  ::close(hold[1]);
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  for (const int fd : {tell[0], tell[1], hold[0]}) ::close(fd);
+}
+
+TEST(StoreServer, AnEmptySecretIsRefused) {
+  const Error server = error_of([] { serve(""); });
+  EXPECT_EQ(server.kind(), ErrorKind::kInvalidArgument);
+  EXPECT_TRUE(contains(server, "a store server with an empty secret would serve anybody")) << server.what();
+  const auto good = serve();
+  const Error client = error_of([&] { client_of(*good, ""); });
+  EXPECT_EQ(client.kind(), ErrorKind::kInvalidArgument);
+  EXPECT_TRUE(contains(client, "an empty secret proves nothing")) << client.what();
+  EXPECT_TRUE(contains(client, "127.0.0.1:" + std::to_string(good->port()))) << client.what();
 }
 
 // Sizes that lie after a valid proof cost the liar its connection and nobody else anything.

@@ -116,7 +116,8 @@ PERSEUS_EXPORT perseus_code perseus_config_check(void);
 
 typedef struct perseus_store_server perseus_store_server;
 
-/* A key-value server through which ranks find each other; requests prove knowledge of `secret` (secret_size bytes).
+/* A key-value server through which ranks find each other; requests prove knowledge of `secret` (secret_size bytes,
+ * not 0).
  * host "" = every interface, port 0 = any; next_free != 0 moves on to the next free port when it is taken. */
 PERSEUS_EXPORT perseus_code perseus_store_server_create(const char* host, int port, int next_free, const void* secret,
                                                         size_t secret_size, perseus_store_server** server);
