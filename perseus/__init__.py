@@ -2,16 +2,21 @@
 
     import perseus.torch.horovod as hvd
 
-Importing this package does nothing but define names; no framework and no native code is loaded.
+Importing this package defines names and loads no framework and no native code. A script that uses
+torch.distributed without Perseus is told that the import does nothing for it (perseus.ddp).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from perseus import ddp as _ddp
+
 __all__ = ["__version__", "flush_residuals", "run", "stats"]
 
 __version__: str
+
+_ddp.watch()
 
 
 def __getattr__(name: str) -> Any:

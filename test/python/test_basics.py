@@ -44,12 +44,13 @@ def test_import_loads_no_framework_and_no_native_code():
     assert _python(code) == "[]"
 
 
-def test_import_leaves_modules_hooks_and_environment_alone():
+def test_import_leaves_hooks_and_environment_alone_but_for_the_one_that_waits_for_ddp():
     code = (
         "import sys, os; state = lambda: (list(sys.meta_path), dict(os.environ)); "
-        "before = state(); import perseus; print(before == state())"
+        "before = state(); import perseus; finders, environment = state(); "
+        "print(type(finders[0]).__module__, before == (finders[1:], environment))"
     )
-    assert _python(code) == "True"
+    assert _python(code) == "perseus.ddp True"
 
 
 def test_version_is_the_builds():
