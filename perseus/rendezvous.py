@@ -181,7 +181,17 @@ def _through_mpi(identity: Identity) -> Rendezvous:
         held = rendezvous.held
         message[:] = _to_text(rendezvous).encode().ljust(_MESSAGE_BYTES)
     _finish(world.Ibcast(message, root=0), deadline)
-    return _from_text(message, identity, held)
+    found, complaint = None, b""
+    try:
+        found = _from_text(message, identity, held)
+    except ValueError as error:
+        complaint = str(error).encode()[:_MESSAGE_BYTES]
+    # MPI ends a process only with the others, so that one rank's error has to be everybody's.
+    complaints = bytearray(_MESSAGE_BYTES * identity.size)
+    _finish(world.Iallgather(complaint.ljust(_MESSAGE_BYTES, b"\0"), complaints), deadline)
+    if found is None or complaints.strip(b"\0"):
+        raise ValueError(bytes(complaints).strip(b"\0").split(b"\0")[0].decode())
+    return found
 
 
 def _through_launcher() -> Rendezvous:

@@ -24,10 +24,10 @@ def mpi(request: pytest.FixtureRequest) -> tuple[str, list[str], Path]:
     return str(request.param), *mpi_or_skip(str(request.param))
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
-        env=environment(PYTHONPATH=str(_ROOT)),
+        env=environment(PYTHONPATH=str(_ROOT), **more),
         capture_output=True,
         text=True,
         timeout=120,
@@ -56,6 +56,24 @@ def test_ranks_without_mpi4py_meet_through_the_launcher(mpi: tuple[str, list[str
         assert len(re.findall(rf"\[{rank}, 3, \d, 3, 0, 1, ", result.stdout)) == 2
     secrets = re.findall(rf'"([0-9a-f]{{64}})", "{kind}"', result.stdout)
     assert len(secrets) == 6 and len(set(secrets)) == 1
+
+
+_OTHER_SECRET = "import os\nif os.environ[{rank!r}] == '1': os.environ['PERSEUS_SECRET'] += '!'\n"
+
+
+def test_a_given_secret_is_compared_by_the_ranks(mpi: tuple[str, list[str], Path]) -> None:
+    kind, mpirun, python = mpi
+    secret = "a secret of these ranks alone"
+    command = [*mpirun, "-np", "2", str(python), "-c"]
+    result = run([*command, script()], PERSEUS_SECRET=secret)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(f'"{secret}", "{kind}"') == 2
+    rank = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK"}[kind]
+    other = _OTHER_SECRET.format(rank=rank)
+    result = run([*command, script(before=other)], PERSEUS_SECRET=secret)
+    assert result.returncode != 0
+    assert "[rendezvous] rank 1 has another secret than rank 0: give all ranks" in result.stderr
+    assert secret not in result.stderr
 
 
 def test_mpi4py_of_another_mpi_is_named(mpi: tuple[str, list[str], Path]) -> None:
