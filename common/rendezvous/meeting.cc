@@ -263,10 +263,11 @@ Meeting through_space(LauncherSpace& space, const Identity& identity, const Envi
   Meeting meeting;
   if (identity.rank == 0) meeting = announce(space, local, identity, environment, config);
   space.fence();
-  std::string text;
-  if (identity.rank != 0) text = from_hex(space.get(0, "store"));
+  // Before finish(), so that the launcher ends all ranks where one of them refuses what it reads.
+  if (identity.rank != 0)
+    meeting = announced(from_hex(space.get(0, "store")), given_secret(environment, config), identity.rank);
   space.finish();
-  return identity.rank == 0 ? meeting : announced(text, given_secret(environment, config), identity.rank);
+  return meeting;
 }
 
 }  // namespace
