@@ -25,7 +25,7 @@ _LOG_LEVELS = ("PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job and returns 0, or 1 when a rank failed, or 2 for a wrong command line."""
+    """Runs a job and returns the first failed rank's code, 0 without any, or 2 for bad usage."""
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
         if given.version:
