@@ -17,6 +17,9 @@ constexpr int64_t kTellAfter = 5 * kSecond;
 // In a round that stands still most ranks wait for ranks that wait themselves. The one whose bytes do not arrive knows
 // where it breaks, and is given so much time to say it first.
 constexpr int64_t kHearsay = 500 * kMillisecond;
+// A rank that has stopped answers neither rounds nor heartbeats. Its last heartbeat came a little later than its last
+// word in a round: the liveness clock is about to name it, and knows better why.
+constexpr int64_t kNearlyDead = 2 * kSecond;
 
 ExecutionSettings aside(ExecutionSettings settings) {
   settings.first_stream = static_cast<uint32_t>(Tuner(settings.tuner).most_streams());
@@ -118,8 +121,11 @@ void Group::check_round(int64_t now, int64_t since_ns) const {
   const int64_t silence = now - std::max(round_moved_ns_, since_ns);
   if (silence <= timeout_ns_) return;
   std::vector<int> members;
-  for (size_t i = 0; i < ranks_.size(); ++i)
-    if (static_cast<int>(i) != me_ && silent_ns_(ranks_[i]) > timeout_ns_ / 2) members.push_back(static_cast<int>(i));
+  for (size_t i = 0; i < ranks_.size(); ++i) {
+    const int64_t unheard = static_cast<int>(i) == me_ ? 0 : silent_ns_(ranks_[i]);
+    if (unheard > timeout_ns_ - std::min(kNearlyDead, timeout_ns_ / 2)) return;
+    if (unheard > timeout_ns_ / 2) members.push_back(static_cast<int>(i));
+  }
   std::string why;
   if (members.empty()) {
     members = round_.unreached();
