@@ -40,12 +40,27 @@ PERSEUS_EXPORT perseus_code perseus_exchange_largest(perseus_exchange* exchange,
  * that is to be skipped: then their buffers mean nothing. */
 PERSEUS_EXPORT perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies);
 
+/* Counts a step that begins. Non-zero, on all ranks alike, after every N-th step (PERSEUS_PARAMETER_CHECK_N_STEPS):
+ * then all must call perseus_exchange_compare. Zero where there is nobody to compare with. */
+PERSEUS_EXPORT int perseus_exchange_compares(perseus_exchange* exchange);
+
+typedef struct perseus_parameter {
+  const char* name;
+  const void* data;
+  int64_t bytes;
+} perseus_parameter;
+/* Compares what all ranks have learned, bit by bit: `count` parameters, in the same order everywhere. Blocks.
+ * PERSEUS_MISMATCH on all ranks, with the first parameter that differs and its ranks, unless all are equal; the world
+ * stays usable. */
+PERSEUS_EXPORT perseus_code perseus_exchange_compare(perseus_exchange* exchange, const perseus_parameter* parameters,
+                                                     int count);
+
 /* perseus_residual_read and perseus_residual_write for the averages of residual->name; its other fields that are those
  * of a request are set here, with struct_size. Not between perseus_exchange_average and perseus_exchange_finish. */
 PERSEUS_EXPORT perseus_code perseus_exchange_residual_read(perseus_exchange* exchange, perseus_residual* residual);
 PERSEUS_EXPORT perseus_code perseus_exchange_residual_write(perseus_exchange* exchange, perseus_residual* residual);
 
-/* perseus_error_message(), for those who link this library alone. */
+/* Of the calling thread's last call that failed, "" before any. */
 PERSEUS_EXPORT const char* perseus_exchange_error_message(void);
 
 #ifdef __cplusplus

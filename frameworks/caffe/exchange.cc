@@ -1,13 +1,17 @@
 // libperseus-caffe.so: broadcasts at the start, gradients while backward runs, one wait. See caffe.h for threads.
+#include <algorithm>
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "caffe.h"
+#include "difference.h"
 
 struct perseus_exchange {
   perseus_context* context = nullptr;
   std::vector<perseus_handle> gradients, others;  // started and not waited for
+  int64_t steps_begun = 0;
 
   ~perseus_exchange() { perseus_context_destroy(context); }
 };
@@ -16,8 +20,12 @@ namespace {
 
 constexpr uint64_t kGradients = 1;  // a process trains one solver
 
+// What this library itself found wrong; "" = the last failure was the core's.
+thread_local std::string own_message;
+
 perseus_code submit(perseus_exchange* exchange, perseus_kind kind, perseus_reduce_op op, uint64_t gradient_of,
                     const char* name, void* data, int64_t count, perseus_dtype dtype, perseus_handle* handle) {
+  own_message.clear();
   perseus_tensor tensor{data, data, &count, 1, dtype};
   perseus_request request{};
   request.struct_size = sizeof request;
@@ -38,7 +46,27 @@ perseus_code wait_and_release(perseus_exchange* exchange, perseus_handle handle)
   return code;
 }
 
+// Gives all ranks what each of them has in `own`, the same number everywhere, in the order of the ranks.
+perseus_code gather(perseus_exchange* exchange, const std::vector<uint64_t>& own, std::vector<uint64_t>* all) {
+  const perseus_context* context = exchange->context;
+  all->assign(own.size() * static_cast<size_t>(perseus_context_size(context)), 0);
+  const size_t place = own.size() * static_cast<size_t>(perseus_context_rank(context));
+  std::copy(own.begin(), own.end(), all->begin() + static_cast<std::ptrdiff_t>(place));
+  // A sum to which everybody else adds zeros.
+  const std::string name = "compare/" + std::to_string(own.size());
+  perseus_handle handle = 0;
+  const perseus_code code = submit(exchange, PERSEUS_ALLREDUCE, PERSEUS_SUM, 0, name.c_str(), all->data(),
+                                   static_cast<int64_t>(all->size()), PERSEUS_INT64, &handle);
+  return code == PERSEUS_OK ? wait_and_release(exchange, handle) : code;
+}
+
+perseus_code fail_comparison(const std::string& why) {
+  own_message = why;
+  return PERSEUS_MISMATCH;
+}
+
 void fill_in(perseus_residual* residual) {
+  own_message.clear();
   residual->struct_size = sizeof *residual;
   residual->gradient_of = kGradients;
   residual->group = 0;
@@ -47,6 +75,7 @@ void fill_in(perseus_residual* residual) {
 }  // namespace
 
 perseus_code perseus_exchange_create(perseus_exchange** exchange) {
+  own_message.clear();
   auto made = std::make_unique<perseus_exchange>();
   const perseus_code code = perseus_context_create_launched("caffe", &made->context);
   if (code == PERSEUS_OK) *exchange = made.release();
@@ -109,6 +138,32 @@ perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies) {
   return failed == 0 ? PERSEUS_OK : wait_and_release(exchange, failed);
 }
 
+int perseus_exchange_compares(perseus_exchange* exchange) {
+  const int64_t every = perseus_context_setting(exchange->context, "PERSEUS_PARAMETER_CHECK_N_STEPS");
+  const int64_t taken = exchange->steps_begun++;
+  return every > 0 && taken > 0 && taken % every == 0 && perseus_exchange_size(exchange) > 1 ? 1 : 0;
+}
+
+perseus_code perseus_exchange_compare(perseus_exchange* exchange, const perseus_parameter* parameters, int count) {
+  std::vector<uint64_t> hashes;
+  std::vector<std::string> names;
+  for (const perseus_parameter* parameter = parameters; parameter < parameters + count; ++parameter) {
+    hashes.push_back(perseus_hash(parameter->data, static_cast<uint64_t>(parameter->bytes)));
+    names.emplace_back(parameter->name);
+  }
+  // One number from each rank shows whether all have the same; only where they have not, the others show what differs.
+  std::vector<uint64_t> all;
+  perseus_code code = gather(exchange, {perseus_hash(hashes.data(), hashes.size() * sizeof(uint64_t))}, &all);
+  const auto equal = [&all] { return std::all_of(all.begin(), all.end(), [&](uint64_t n) { return n == all[0]; }); };
+  if (code != PERSEUS_OK || equal()) return code;
+  const int64_t steps = exchange->steps_begun - 1;
+  code = gather(exchange, {hashes.size()}, &all);
+  if (code != PERSEUS_OK) return code;
+  if (!equal()) return fail_comparison(perseus::describe_counts(all, steps));
+  code = gather(exchange, hashes, &all);
+  return code == PERSEUS_OK ? fail_comparison(perseus::describe_difference(names, all, steps)) : code;
+}
+
 perseus_code perseus_exchange_residual_read(perseus_exchange* exchange, perseus_residual* residual) {
   fill_in(residual);
   return perseus_residual_read(exchange->context, residual);
@@ -119,4 +174,6 @@ perseus_code perseus_exchange_residual_write(perseus_exchange* exchange, perseus
   return perseus_residual_write(exchange->context, residual);
 }
 
-const char* perseus_exchange_error_message() { return perseus_error_message(); }
+const char* perseus_exchange_error_message() {
+  return own_message.empty() ? perseus_error_message() : own_message.c_str();
+}

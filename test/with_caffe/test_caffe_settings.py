@@ -215,3 +215,40 @@ def test_slow_ranks_are_named(digits: Path, tmp_path: Path) -> None:
     lines = [line for line in output.splitlines() if "[perf check] slow" in line]
     assert lines, output
     assert all(" rank 1 " in line.partition("for each:")[2] for line in lines), lines
+
+
+def _in_folders(folder: Path, digits: Path, **solver: tuple[object, object]) -> list[str]:
+    """A command that trains with a solver of its own on each of two ranks, which share a net."""
+    for rank in (0, 1):
+        own = folder / str(rank)
+        own.mkdir()
+        mine = {name: values[rank] for name, values in solver.items()}
+        write_solver(own, lenet(digits, 32), max_iter=5, **mine)
+    script = f'cd $PERSEUS_RANK; exec "{CAFFE}" train --solver=solver.prototxt'
+    return [*launched(2), "sh", "-c", script]
+
+
+def test_parameters_that_differ_are_an_error_that_names_the_first(
+    digits: Path, tmp_path: Path
+) -> None:
+    """Rank 1 learns faster: all of its parameters are others after the first update."""
+    command = _in_folders(tmp_path, digits, base_lr=(0.05, 0.051))
+    status, output = finish(start(tmp_path, command, PERSEUS_PARAMETER_CHECK_N_STEPS="3"))
+    assert status != 0
+    found = re.search(
+        r"after 3 steps the parameter conv1/0 is not the same on all ranks "
+        r"\(hash \w{16} on rank \d, hash \w{16} on rank \d\); of 6 parameters 6 differ",
+        output,
+    )
+    assert found, output
+
+
+def test_parameters_that_are_equal_pass_the_comparison(digits: Path, tmp_path: Path) -> None:
+    command = _in_folders(tmp_path, digits)
+    variables = {"PERSEUS_PARAMETER_CHECK_N_STEPS": "2", "HOROVOD_TIMELINE": "trace.json"}
+    status, output = finish(start(tmp_path, command, **variables))
+    assert status == 0, output
+    trace = json.loads((tmp_path / "0" / "trace.json").read_text())
+    buckets = [event["args"]["tensors"] for event in trace if event["name"].startswith("bucket")]
+    # Behind the second and the fourth of five iterations.
+    assert sum("compare/1" in tensors for tensors in buckets) == 2
