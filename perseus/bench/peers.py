@@ -7,7 +7,8 @@ reduction is a sum. One thread per rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from typing import Any, Protocol
@@ -90,6 +91,21 @@ class HorovodPeer:
         return result
 
 
+@contextmanager
+def _interface_for_gloo(local: bool) -> Iterator[None]:
+    """Unless it is set, the variable of gloo's interface, which would be a setting of ours, too."""
+    name = "GLOO_SOCKET_IFNAME"
+    interfaces = "lo" if local else os.environ.get("PERSEUS_GLOO_NETWORK_INTERFACE")
+    if name in os.environ or not interfaces:
+        yield
+        return
+    os.environ[name] = interfaces
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 class GlooPeer:
     """torch.distributed over gloo, as DistributedDataParallel uses it on CPUs."""
 
@@ -100,10 +116,6 @@ class GlooPeer:
         self._gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         self._scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         rank, size = perseus_hvd.rank(), perseus_hvd.size()
-        if perseus_hvd.local_size() == size:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        elif interfaces := os.environ.get("PERSEUS_GLOO_NETWORK_INTERFACE"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces)
         master = rank == 0
         place = [own_address(), 0]
         if master:
@@ -112,9 +124,10 @@ class GlooPeer:
         place = perseus_hvd.broadcast_object(place, 0)
         if not master:
             store = self._store(place[0], place[1], size, False)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=_GLOO_TIMEOUT
-        )
+        with _interface_for_gloo(local=perseus_hvd.local_size() == size):
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=size, timeout=_GLOO_TIMEOUT
+            )
 
     @staticmethod
     def _store(host: Any, port: Any, size: int, master: bool) -> TCPStore:
