@@ -23,8 +23,9 @@ class InterfaceChoice {
   const std::vector<std::string>& entries() const { return entries_; }
   bool matches(const std::string& entry, const std::string& interface) const;
   bool allows(const std::string& interface) const;
-  // "NAME='VALUE'", for messages.
-  std::string text() const { return variable_ + "='" + value_ + "'"; }
+  // Which variable was given, and how.
+  const std::string& variable() const { return variable_; }
+  const std::string& value() const { return value_; }
 
  private:
   std::string variable_, value_;

@@ -86,7 +86,7 @@ Found look() {
 [[noreturn]] void refuse(const InterfaceChoice& choice, const std::string& fact, const Found& found) {
   std::string all;
   for (const std::string& known : found.names) all += (all.empty() ? "" : ", ") + known;
-  fail(ErrorKind::kInvalidArgument, "[tcp] " + choice.text() + " " + fact + ": this host has " + all +
+  fail(ErrorKind::kInvalidArgument, "[tcp] " + choice.variable() + fact + ": this host has " + all +
                                         "; PERSEUS_GLOO_NETWORK_INTERFACE names interfaces for Perseus alone");
 }
 
@@ -105,7 +105,7 @@ std::vector<InterfaceAddress> named(const InterfaceChoice& choice, const Found& 
   for (const std::string& entry : choice.entries()) {
     const auto means = [&](const std::string& name) { return choice.matches(entry, name); };
     std::vector<InterfaceAddress> meant = meant_by(entry, choice, found);
-    const std::string name = "names '" + entry + (choice.by_prefix() ? "…'" : "'");
+    const std::string name = " names '" + entry + (choice.by_prefix() ? "…'" : "'");
     if (std::none_of(found.names.begin(), found.names.end(), means))
       refuse(choice, name + ", which does not exist", found);
     if (meant.empty()) refuse(choice, name + ", which is down or has no address", found);
@@ -132,7 +132,8 @@ std::vector<InterfaceAddress> usable_addresses(const InterfaceChoice& choice) {
   take([](const InterfaceAddress& a) { return !a.loopback && !made_by_container_engine(a.interface); });
   if (result.empty()) take([](const InterfaceAddress& a) { return !a.loopback; });
   take([](const InterfaceAddress& a) { return a.loopback; });
-  if (result.empty() && !choice.entries().empty()) refuse(choice, "leaves no interface that is up", found);
+  if (result.empty() && !choice.entries().empty())
+    refuse(choice, "='" + choice.value() + "' leaves no interface that is up", found);
   return result;
 }
 

@@ -115,10 +115,11 @@ def check_what_starts_with_a_wrong_value_says_so() -> None:
 
 
 def check_two_kinds_of_link_are_asked_for_by_their_names() -> None:
-    """PERSEUS_NCCL_ENABLE alone says what to do; with the names it is silent."""
+    """PERSEUS_NCCL_ENABLE alone says what to do; with names it is silent (nothing goes by TCP)."""
     for variables, says in (
         ({}, True),
-        ({**TCP, "PERSEUS_GLOO_NETWORK_INTERFACE": "lo,lo"}, False),
+        ({"PERSEUS_GLOO_NETWORK_INTERFACE": "lo,lo"}, True),
+        ({"PERSEUS_GLOO_NETWORK_INTERFACE": "lo,eth0"}, False),
     ):
         with settings.captured_stderr() as text:
             with world_with(PERSEUS_NCCL_ENABLE=1, **variables):
