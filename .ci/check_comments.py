@@ -29,6 +29,7 @@ QUOTES = re.compile(r' "\n\s*"\S')
 COMMENT = re.compile(r"(?P<lead>\s*(?://|#|\*|/\*\*?))(?: (?P<text>.*))?$")
 TITLE = re.compile(r"\s*(?:#|//|/\*) ?-{3,} .*[^-\s]\s*$")
 DASHES = re.compile(r"\s*(?:#|//|\*|/\*)? ?-{8,}\s*(?:\*/)?$")
+TITLE_AND_DASHES, CLOSING = re.compile(r"\s*/\* ?-{3,} .*-$"), re.compile(r"\s*\*/$")
 BEHIND_BRACKET = re.compile(r"\s*[)\]}]+,?\s+# (?!fmt:|type:|noqa|ruff:|mypy:|pragma)")
 LITERAL = re.compile(r'(?P<lead>\s*[fbr]?)"(?P<text>(?:[^"\\]|\\.)*)"(?P<rest>.*)$')
 LAST_LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"$')
@@ -115,6 +116,8 @@ def offences(path: Path) -> Iterator[tuple[int, str]]:
     for number, (line, below) in enumerate(pairwise(lines), 1):
         if TITLE.match(line) and DASHES.match(below):
             yield number + 1, "the dashes of a section's title (put them behind the title)"
+        if TITLE_AND_DASHES.match(line) and CLOSING.match(below):
+            yield number + 1, "the end of a section's title (leave out some of its dashes)"
     for number in (*cut_comments(lines, columns), *cut_literals(lines, columns)):
         yield number, "the end of the line above, cut off (fill the lines again)"
     if path.suffix == ".py":

@@ -51,6 +51,7 @@ def test_this_tree_is_whole() -> None:
         (".ci/a.py", "    # ---- starting\n    # ---------------\n", 2, "dashes"),
         ("common/a.h", "/* ---- groups: all ranks\n * --------------- */\n", 2, "dashes"),
         ("common/a.h", "// ---- sums\n// ---------------\n", 2, "dashes"),
+        ("common/a.h", "/* ---- speeds, in all ----------\n */\n", 2, "dashes"),
         ("perseus/a.py", "x = (\n    1\n)  # the first\n", 3, "closing bracket"),
         ("setup.py", f"    # {FULL}\n    # cut off\n    # and filled again.\n", 2, "cut off"),
         ("frameworks/a.cc", f"    // {WIDE}\n    // cut off\n    // (again).\n", 2, "cut off"),

@@ -352,14 +352,12 @@ PERSEUS_EXPORT perseus_code perseus_timeline_start(perseus_context* context, con
 /* Ends the recording, if there is one: the file is complete on return, what happens later is not in it. */
 PERSEUS_EXPORT perseus_code perseus_timeline_stop(perseus_context* context);
 
-/* ---- comparing what ranks hold ------------------------------------------------------------------------------------
- */
+/* ---- comparing what ranks hold ---------------------------------------------------------------------------------- */
 
 /* XXH64 with seed 0 of `bytes` bytes: the same number for the same bits on every rank. Not for secrets. */
 PERSEUS_EXPORT uint64_t perseus_hash(const void* data, uint64_t bytes);
 
-/* ---- kernels, for benchmarks ---------------------------------------------------------------------------------------
- */
+/* ---- kernels, for benchmarks ------------------------------------------------------------------------------------ */
 
 PERSEUS_EXPORT const char* perseus_kernel_variant(void);
 
