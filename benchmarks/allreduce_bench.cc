@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "collective/allreduce_cost.h"
 #include "meeting.h"
 #include "perseus/perseus.h"
+#include "topology/allreduce_cost.h"
 
 namespace {
 

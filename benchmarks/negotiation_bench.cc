@@ -25,9 +25,9 @@
 
 #include "base/error.h"
 #include "meeting.h"
+#include "net/waker.h"
 #include "perseus/perseus.h"
 #include "transport/transport.h"
-#include "transport/waker.h"
 
 namespace perseus {
 namespace {

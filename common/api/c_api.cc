@@ -8,10 +8,10 @@
 #include "api/launched.h"
 #include "api/sized.h"
 #include "base/clock.h"
+#include "bootstrap/store.h"
 #include "kernels/hash.h"
 #include "kernels/kernels.h"
 #include "perseus/perseus.h"
-#include "rendezvous/store.h"
 
 struct perseus_context {
   std::unique_ptr<perseus::Context> context;

@@ -13,11 +13,11 @@
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
-#include "engine/tuner.h"
+#include "bootstrap/store.h"
+#include "execution/tuner.h"
 #include "kernels/kernels.h"
-#include "rendezvous/auth.h"
-#include "rendezvous/store.h"
-#include "transport/host.h"
+#include "net/auth.h"
+#include "topology/host.h"
 
 namespace perseus {
 namespace {
@@ -87,13 +87,15 @@ std::string settings_text(const Config& config) {
   return text + "tuner: " + tuner_settings(config).text() + "\n";
 }
 
-std::string encode(const Place& place) { return std::to_string(place.node) + " " + std::to_string(place.interfaces); }
+std::string encode(const Location& location) {
+  return std::to_string(location.node) + " " + std::to_string(location.interfaces);
+}
 
-Place decode_place(const std::string& text) {
-  Place place;
-  if (std::sscanf(text.c_str(), "%d %d", &place.node, &place.interfaces) != 2)
-    fail(ErrorKind::kInternal, "[rendezvous] '" + text + "' is no place of a rank");
-  return place;
+Location decode_location(const std::string& text) {
+  Location location;
+  if (std::sscanf(text.c_str(), "%d %d", &location.node, &location.interfaces) != 2)
+    fail(ErrorKind::kInternal, "[rendezvous] '" + text + "' is no location of a rank");
+  return location;
 }
 
 std::string entry_version(const std::string& entry) {
@@ -186,7 +188,7 @@ void Context::meet(Store& store, const ContextOptions& options, int64_t deadline
              "[context] ranks " + std::to_string(world_.rank) + " and " + std::to_string(rank) +
                  " are configured differently: " + first_difference(settings, theirs));
   }
-  place(options, hosts);
+  find_location(options, hosts);
 }
 
 // Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end with its process.
@@ -239,7 +241,7 @@ void Context::give_up(Store& store, const std::string& reason) {
   }
 }
 
-void Context::place(const ContextOptions& options, const std::vector<std::string>& hosts) {
+void Context::find_location(const ContextOptions& options, const std::vector<std::string>& hosts) {
   std::map<std::string, int> members;
   std::vector<std::string> order;  // hosts by their lowest rank
   std::vector<int> local_ranks;
@@ -322,11 +324,11 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
 // Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.
 void Context::await_all(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string prefix = job_prefix();
-  store.set(prefix + "ready/" + std::to_string(world_.rank), encode(engine_->own_place()));
-  std::vector<Place> places;
+  store.set(prefix + "ready/" + std::to_string(world_.rank), encode(engine_->own_location()));
+  std::vector<Location> locations;
   for (int rank = 0; rank < world_.size; ++rank)
-    places.push_back(decode_place(await_word(store, "ready", rank, options, deadline)));
-  engine_->set_places(std::move(places));
+    locations.push_back(decode_location(await_word(store, "ready", rank, options, deadline)));
+  engine_->set_locations(std::move(locations));
   // Rank 0 goes last: its process may be the one that runs the server.
   if (world_.rank == 0) {
     for (int rank = 1; rank < world_.size; ++rank) await_word(store, "left", rank, options, deadline);

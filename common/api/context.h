@@ -56,7 +56,7 @@ class Context {
   void give_up(Store& store, const std::string& reason);
   [[noreturn]] void report_missing(Store& store, const ContextOptions& options, int first,
                                    const std::string& ours) const;
-  void place(const ContextOptions& options, const std::vector<std::string>& hosts);
+  void find_location(const ContextOptions& options, const std::vector<std::string>& hosts);
   void make_room(int remote);
   void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);

@@ -7,7 +7,7 @@
 
 #include "base/config.h"
 #include "base/error.h"
-#include "rendezvous/identity.h"
+#include "bootstrap/identity.h"
 
 namespace perseus {
 namespace {

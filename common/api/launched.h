@@ -5,7 +5,7 @@
 #include <string>
 
 #include "api/context.h"
-#include "rendezvous/meeting.h"
+#include "bootstrap/bootstrap.h"
 
 namespace perseus {
 

@@ -4,6 +4,7 @@
 #include "base/error.h"
 #include "collective/exchange.h"
 #include "collective/stepped_exchange.h"
+#include "topology/allreduce_cost.h"
 
 namespace perseus {
 namespace {
@@ -121,7 +122,7 @@ void Exchange::plan_reduction(bool gather) {
   const size_t bytes = total_bytes(plan_->pieces);
   folds_ = true;
   // The bits are the same, because both ways fold in rank order.
-  if (gather && everyone_folds(bytes, static_cast<int>(ranks))) {
+  if (gather && everyone_reduces(bytes, static_cast<int>(ranks))) {
     everyone_owns_all_ = true;
     own_bytes_ = bytes;
     own_in_ = own_out_ = Cursor(plan_->pieces, 0);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "collective/exchange.h"
-#include "collective/levels.h"
+#include "topology/levels.h"
 
 namespace perseus {
 

@@ -6,8 +6,6 @@
 namespace perseus {
 namespace {
 
-constexpr size_t kSmallBytes = 16 * 1024;
-constexpr size_t kSmallTraffic = 128 * 1024;
 constexpr size_t kPartAlign = 64;
 constexpr int kMostRounds = 31;
 
@@ -81,10 +79,6 @@ Step fold_step(const Participants& all, int round) {
 }
 
 }  // namespace
-
-bool everyone_folds(size_t bytes, int members) {
-  return members > 1 && bytes <= kSmallBytes && bytes * static_cast<size_t>(members - 1) <= kSmallTraffic;
-}
 
 void even_parts(size_t bytes, std::vector<size_t>* parts) {
   for (size_t i = 0; i < parts->size(); ++i) (*parts)[i] = even_part(bytes, parts->size(), i).bytes;

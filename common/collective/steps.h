@@ -7,13 +7,9 @@
 #include <vector>
 
 #include "collective/pieces.h"
+#include "topology/algorithm.h"
 
 namespace perseus {
-
-enum class Algorithm : uint8_t { kPairwise, kHalvingDoubling, kRing, kRecursiveDoubling };
-
-// Pairwise: does every member send all it has to every other, which takes one latency instead of two?
-bool everyone_folds(size_t bytes, int members);
 
 // Equal parts of whole elements, aligned, one for each entry of `parts`; the last ones may be empty.
 void even_parts(size_t bytes, std::vector<size_t>* parts);

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "base/clock.h"
-#include "transport/interfaces.h"
+#include "net/interfaces.h"
 
 namespace perseus {
 namespace {
@@ -87,7 +87,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       timeline_(world, config, names_of(route_), log),
       accumulation_(static_cast<int>(config.integer(Var::kAccumulateSteps))),
       gradient_codecs_(config),
-      division_(config),
+      topology_(config),
       nan_check_(config.flag(Var::kNanCheck), static_cast<NanAction>(config.integer(Var::kNanAction))),
       perf_check_(config.integer(Var::kPerfCheckSteps)),
       left_(static_cast<size_t>(world.size), false),
@@ -101,13 +101,13 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
         "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "
         "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
   begin_tuner_log();
-  execution_settings_.timeline = &timeline_;
+  execution_settings_.observer = &timeline_;
   execution_settings_.residuals = &residuals_;
   execution_settings_.precision = gradient_codecs_.precision();
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
   execution_settings_.sparse_from = gradient_codecs_.sparse_from();
   execution_settings_.say = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
-  execution_settings_.division = &division_;
+  execution_settings_.topology = &topology_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
     for (const auto& transport : transports_) tcp_ |= std::strcmp(transport->name(), "tcp") == 0;
@@ -122,15 +122,15 @@ Engine::~Engine() {
   driver_.stop();
 }
 
-Place Engine::own_place() const {
-  Place place;
-  while (place.node != world_.rank && std::strcmp(route_[place.node]->name(), "tcp") == 0) ++place.node;
-  place.interfaces = interfaces_;
-  return place;
+Location Engine::own_location() const {
+  Location location;
+  while (location.node != world_.rank && std::strcmp(route_[location.node]->name(), "tcp") == 0) ++location.node;
+  location.interfaces = interfaces_;
+  return location;
 }
 
-void Engine::set_places(std::vector<Place> places) {
-  driver_.exclusively([&] { division_.set_places(std::move(places)); });
+void Engine::set_locations(std::vector<Location> locations) {
+  driver_.exclusively([&] { topology_.set_locations(std::move(locations)); });
 }
 
 void Engine::add_group(int id, std::vector<int> ranks) {
@@ -243,7 +243,7 @@ void Engine::finish(Entry* entry, const Status& status) {
   auto trouble = trouble_of([&] {
     slot->status = status;
     if (status.ok) nan_check_.judge(*entry, slot);
-    flight_recorder_.record(*entry, entry->name->text, status.ok);
+    flight_recorder_.record(*entry, *entry->text, status.ok);
   });
   // Its group may be the one that goes.
   const auto group = groups_.find(entry->group);

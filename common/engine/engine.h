@@ -12,20 +12,20 @@
 
 #include "base/config.h"
 #include "base/log.h"
-#include "engine/accumulation.h"
-#include "engine/callers.h"
-#include "engine/driver.h"
-#include "engine/flight_recorder.h"
-#include "engine/gradient_codecs.h"
+#include "compression/accumulation.h"
+#include "compression/gradient_codecs.h"
+#include "compression/residuals.h"
 #include "engine/group.h"
-#include "engine/handle_table.h"
-#include "engine/nan_check.h"
-#include "engine/perf_check.h"
-#include "engine/residuals.h"
-#include "engine/silent_batch.h"
-#include "engine/timeline.h"
+#include "net/waker.h"
+#include "observe/flight_recorder.h"
+#include "observe/nan_check.h"
+#include "observe/perf_check.h"
+#include "observe/timeline.h"
+#include "progress/callers.h"
+#include "progress/progress_engine.h"
+#include "progress/silent_batch.h"
+#include "request/handle_table.h"
 #include "transport/transport.h"
-#include "transport/waker.h"
 
 namespace perseus {
 
@@ -79,9 +79,9 @@ class Engine {
   HandleTable::Slot* poll(int64_t handle);
   HandleTable& handles() { return handles_; }
 
-  // What each rank of the world says its own_place() is. Before anything is submitted.
-  void set_places(std::vector<Place> places);
-  Place own_place() const;
+  // What each rank of the world says its own_location() is. Before anything is submitted.
+  void set_locations(std::vector<Location> locations);
+  Location own_location() const;
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
@@ -182,7 +182,7 @@ class Engine {
   Residuals residuals_;
   std::atomic<bool> said_dropped_{false};
   int interfaces_ = 1;  // that the user has named
-  Division division_;   // changed once, before anything is submitted
+  Topology topology_;   // changed once, before anything is submitted
   const NanCheck nan_check_;
   PerfCheck perf_check_;
   SilentBatch silent_batch_;

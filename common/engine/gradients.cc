@@ -40,8 +40,8 @@ int64_t Engine::held_handle(const Completion& done) {
 
 void Engine::say_precision(const std::vector<int>& ranks) {
   if (said_precision_.exchange(true) || world_.rank != 0) return;
-  const std::string news = gradient_codecs_.news(division_.spans_nodes(ranks));
-  if (!news.empty() && division_.of(ranks, 0).groups > 1) log_.warning(news);
+  const std::string news = gradient_codecs_.news(topology_.spans_nodes(ranks));
+  if (!news.empty() && topology_.of(ranks, 0).groups > 1) log_.warning(news);
 }
 
 void Engine::ask_for_flush(const Submission& s, const Group& group, Description* d) {
@@ -50,12 +50,12 @@ void Engine::ask_for_flush(const Submission& s, const Group& group, Description*
   for (const TensorDescription& tensor : d->tensors) sizes.push_back(static_cast<size_t>(tensor.count()));
   const auto layout = [&] {
     const int size = static_cast<int>(group.ranks().size());
-    return division_.layout(*d, undivided(size, group.index()), division_.of(group.ranks(), group.index()));
+    return topology_.layout(tensor_bytes(*d), undivided(size, group.index()),
+                            topology_.of(group.ranks(), group.index()));
   };
   bool dropped = false;
   const std::string name = s.name;
-  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes,
-                            {d->codec, d->codec_from, d->codes_doubles, d->codec_auto}, layout, &dropped);
+  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes, d->compression, layout, &dropped);
   if (dropped && !said_dropped_.exchange(true))
     log_.warning("[codec] '" + name +
                  "' has other sizes than before: what was held back of it is given up. (Of others "

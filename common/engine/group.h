@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "engine/execution.h"
-#include "engine/negotiation.h"
-#include "engine/round.h"
+#include "control/negotiation.h"
+#include "control/round.h"
+#include "execution/execution.h"
 
 namespace perseus {
 

@@ -156,8 +156,8 @@ int64_t Engine::submit(const Submission& s) {
     if (s.ranks[i] < 0 || s.ranks[i] >= world_.size || (i > 0 && s.ranks[i] <= s.ranks[i - 1]))
       refuse("[engine] members of a process set are different ranks of the world, in ascending order");
 
-  Description codec;
-  gradient_codecs_.choose(s.kind, s.op, s.gradient_of != 0, s.codec, &codec);
+  const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
+  const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec);
   check_codec_suits(s);
   if (s.gradient_of != 0 && holds(s)) return held_handle(s.done);
 
@@ -165,11 +165,7 @@ int64_t Engine::submit(const Submission& s) {
   Entry* entry = take_entry();
   describe(s, &entry->description);
   entry->description.gradient = s.gradient_of != 0;
-  entry->description.codec = codec.codec;
-  entry->description.codec_auto = codec.codec_auto;
-  entry->description.coded_inside = codec.coded_inside;
-  entry->description.codes_doubles = codec.codes_doubles;
-  entry->description.codec_from = codec.codec_from;
+  entry->description.compression = compression;
   entry->gradient_of = s.gradient_of;
   entry->done = s.done;
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !said_precision_) say_precision(group->ranks());

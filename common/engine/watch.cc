@@ -149,7 +149,7 @@ void Engine::check_deadlocks(int64_t now) {
     blocked &= !group->negotiation().scheduled();
     group->negotiation().for_each_pending([&, id = id](const Entry& entry) {
       for (const int64_t handle : handles)
-        if (HandleTable::index_of(handle) == entry.handle) awaited.emplace_back(id, entry.name->text);
+        if (HandleTable::index_of(handle) == entry.handle) awaited.emplace_back(id, *entry.text);
     });
   }
   // Else one of the handles is done, or about to be.

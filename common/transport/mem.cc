@@ -10,9 +10,9 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "net/waker.h"
 #include "transport/ring.h"
 #include "transport/transport.h"
-#include "transport/waker.h"
 
 namespace perseus {
 

@@ -18,15 +18,15 @@
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/log.h"
-#include "rendezvous/auth.h"
-#include "rendezvous/socket.h"
-#include "rendezvous/store.h"
-#include "transport/host.h"
+#include "bootstrap/store.h"
+#include "net/auth.h"
+#include "net/socket.h"
+#include "net/waker.h"
+#include "topology/host.h"
 #include "transport/ring.h"
 #include "transport/shared_segment.h"
 #include "transport/shm_message.h"
 #include "transport/transport.h"
-#include "transport/waker.h"
 
 namespace perseus {
 namespace {

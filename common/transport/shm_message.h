@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "rendezvous/auth.h"
+#include "net/auth.h"
 
 namespace perseus {
 

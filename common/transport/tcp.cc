@@ -7,8 +7,8 @@
 #include "base/config.h"
 #include "base/descriptors.h"
 #include "base/error.h"
-#include "rendezvous/store.h"
-#include "transport/host.h"
+#include "bootstrap/store.h"
+#include "topology/host.h"
 #include "transport/tcp_transport.h"
 
 namespace perseus {

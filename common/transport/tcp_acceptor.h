@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/log.h"
-#include "rendezvous/socket.h"
+#include "net/socket.h"
 #include "transport/tcp_events.h"
 #include "transport/tcp_protocol.h"
 

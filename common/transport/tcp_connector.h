@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "rendezvous/socket.h"
+#include "net/socket.h"
 #include "transport/tcp_events.h"
 #include "transport/tcp_protocol.h"
 

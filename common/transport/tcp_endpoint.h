@@ -6,8 +6,8 @@
 #include <utility>
 #include <vector>
 
-#include "rendezvous/socket.h"
-#include "transport/interfaces.h"
+#include "net/interfaces.h"
+#include "net/socket.h"
 
 namespace perseus {
 

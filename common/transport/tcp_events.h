@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "rendezvous/socket.h"
+#include "net/socket.h"
 
 namespace perseus {
 

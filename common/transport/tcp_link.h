@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "rendezvous/socket.h"
+#include "net/socket.h"
 #include "transport/transport.h"
 
 namespace perseus {

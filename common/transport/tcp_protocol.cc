@@ -1,7 +1,7 @@
 // Encoding of hellos and what proofs are made over.
 #include "transport/tcp_protocol.h"
 
-#include "rendezvous/little_endian.h"
+#include "base/little_endian.h"
 
 namespace perseus::tcp_protocol {
 namespace {

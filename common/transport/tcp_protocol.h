@@ -15,7 +15,7 @@
 
 #include <string>
 
-#include "rendezvous/auth.h"
+#include "net/auth.h"
 #include "transport/transport.h"
 
 namespace perseus::tcp_protocol {

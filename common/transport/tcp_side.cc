@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/clock.h"
-#include "rendezvous/little_endian.h"
+#include "base/little_endian.h"
 
 namespace perseus {
 namespace {

@@ -5,7 +5,7 @@
 #include <functional>
 #include <string>
 
-#include "rendezvous/socket.h"
+#include "net/socket.h"
 #include "transport/tcp_events.h"
 #include "transport/tcp_link.h"
 #include "transport/tcp_protocol.h"

@@ -9,8 +9,8 @@
 #include "base/config.h"
 #include "base/descriptors.h"
 #include "base/error.h"
-#include "rendezvous/store.h"
-#include "transport/waker.h"
+#include "bootstrap/store.h"
+#include "net/waker.h"
 
 namespace perseus {
 

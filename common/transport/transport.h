@@ -12,23 +12,13 @@
 #include <vector>
 
 #include "base/span.h"
-#include "base/version.h"
+#include "topology/world.h"
 
 namespace perseus {
 
 class Config;
 class Store;
 class Waker;
-
-// Who we are, as far as transports care.
-struct World {
-  int rank = 0;
-  int size = 1;
-  uint32_t epoch = 0;         // counts the worlds built in this job; every handshake and store key carries it
-  std::string secret;         // proves membership; never logged
-  std::string job = "world";  // prefix of store keys
-  std::string version = this_version();
-};
 
 // One ordered stream of bytes between two ranks. Channels are independent: one never waits behind another.
 struct Channel {

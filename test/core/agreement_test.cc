@@ -7,7 +7,7 @@
 #include <random>
 
 #include "base/error.h"
-#include "engine/negotiation.h"
+#include "control/negotiation.h"
 
 namespace {
 

@@ -1,7 +1,8 @@
 // Allreduces by halving-doubling, ring and recursive doubling: bits, steps, cost, failure.
-#include "collective/allreduce_cost.h"
+#include "collective/steps.h"
 #include "fold_order.h"
 #include "operation.h"
+#include "topology/allreduce_cost.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Pins SHA-256 and HMAC to the published vectors, and that proofs are bound to everything they are about.
-#include "rendezvous/auth.h"
+#include "net/auth.h"
 
 #include <gtest/gtest.h>
 

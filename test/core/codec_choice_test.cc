@@ -1,5 +1,5 @@
 // The codec auto: the cost model as a pure function, and ranks that measure, choose alike and get a named codec's bits.
-#include "engine/codec_choice.h"
+#include "compression/codec_choice.h"
 
 #include <cmath>
 #include <cstring>

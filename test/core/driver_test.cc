@@ -1,11 +1,10 @@
 // Who drives: callers that wait, poll, leave or never look again, several threads of a rank at once, several contexts
 // of a thread at once. Everything ends, and soon.
-#include "engine/driver.h"
-
 #include <future>
 #include <stdexcept>
 
 #include "operation.h"
+#include "progress/progress_engine.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Who am I, as every launcher says it; the same cases as test/python/test_identity.py, for programs without Python.
-#include "rendezvous/identity.h"
+#include "bootstrap/identity.h"
 
 #include <gtest/gtest.h>
 
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "rendezvous/meeting.h"
+#include "bootstrap/bootstrap.h"
 
 namespace perseus {
 namespace {

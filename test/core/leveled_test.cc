@@ -1,7 +1,7 @@
 // Allreduces in stages (inside groups, across them, back) and gradients that are encoded on the way.
-#include "collective/levels.h"
 #include "fold_order.h"
 #include "operation.h"
+#include "topology/levels.h"
 
 namespace {
 
@@ -10,7 +10,7 @@ using perseus::divide;
 using perseus::Levels;
 using perseus::LevelSettings;
 
-// ---- the division ----
+// ---- the topology ----
 
 TEST(Levels, UnevenHostsHaveAsManyShardsAsTheSmallest) {
   const std::vector<int> hosts = {0, 0, 0, 3};

@@ -1,7 +1,5 @@
 // How ranks find their store through what launched them: perseusrun's variables, known places, and a PMI that this
 // test plays.
-#include "rendezvous/meeting.h"
-
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -16,6 +14,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "bootstrap/bootstrap.h"
 #include "played_pmi.h"
 
 namespace perseus {

@@ -1,5 +1,5 @@
 // The comparison of the ranks' computing time: what counts as a step and as computing, and who is called slow.
-#include "engine/perf_check.h"
+#include "observe/perf_check.h"
 
 #include "operation.h"
 

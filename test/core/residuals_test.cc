@@ -1,5 +1,5 @@
 // What lossy codecs hold back when something changes: it is sent once, bit for bit, or carried to another world.
-#include "engine/residuals.h"
+#include "compression/residuals.h"
 
 #include <algorithm>
 #include <atomic>
@@ -319,7 +319,7 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
   perseus::Residuals residuals;
   const std::string name = "g";
   const perseus::Residuals::Key key{1, 0, name};
-  perseus::Residuals::Terms terms;
+  perseus::CompressionTerms terms;
   terms.codec.kind = perseus::CodecKind::kInt8;
   uint64_t layout = 0;
   EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 0U);
@@ -356,7 +356,7 @@ TEST(Residual, AReaderSeesAllThatAnOperationHasLeft) {
   perseus::Residuals residuals;
   const std::string name = "g";
   const perseus::Residuals::Key key{1, 0, name};
-  perseus::Residuals::Terms terms;
+  perseus::CompressionTerms terms;
   terms.codec.kind = perseus::CodecKind::kInt8;
   constexpr size_t kElements = 4000;
   std::atomic<bool> done{false};

@@ -11,7 +11,7 @@
 
 #include <filesystem>
 
-#include "rendezvous/socket.h"
+#include "net/socket.h"
 #include "tcp_ranks.h"
 #include "transport/shared_segment.h"
 #include "world.h"

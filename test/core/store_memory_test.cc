@@ -7,9 +7,9 @@
 #include <new>
 
 #include "base/clock.h"
-#include "rendezvous/socket.h"
-#include "rendezvous/store.h"
-#include "rendezvous/store_protocol.h"
+#include "bootstrap/store.h"
+#include "bootstrap/store_protocol.h"
+#include "net/socket.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // The Store contract over memory and TCP, and a server that bad clients cannot disturb.
-#include "rendezvous/store.h"
+#include "bootstrap/store.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -15,9 +15,9 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "rendezvous/auth.h"
-#include "rendezvous/socket.h"
-#include "rendezvous/store_protocol.h"
+#include "bootstrap/store_protocol.h"
+#include "net/auth.h"
+#include "net/socket.h"
 
 namespace perseus {
 namespace {

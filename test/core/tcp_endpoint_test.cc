@@ -3,8 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include "net/interfaces.h"
 #include "tcp_ranks.h"
-#include "transport/interfaces.h"
 
 namespace perseus {
 namespace {

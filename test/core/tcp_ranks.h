@@ -15,9 +15,9 @@
 #include "base/clock.h"
 #include "base/config.h"
 #include "base/error.h"
-#include "rendezvous/store.h"
+#include "bootstrap/store.h"
+#include "net/waker.h"
 #include "transport/transport.h"
-#include "transport/waker.h"
 
 namespace perseus {
 

@@ -6,7 +6,7 @@
 #include <atomic>
 #include <thread>
 
-#include "rendezvous/socket.h"
+#include "net/socket.h"
 #include "tcp_ranks.h"
 #include "transport/tcp_endpoint.h"
 #include "transport/tcp_protocol.h"

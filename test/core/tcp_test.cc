@@ -12,8 +12,8 @@
 #include <cstring>
 #include <thread>
 
+#include "net/interfaces.h"
 #include "tcp_ranks.h"
-#include "transport/interfaces.h"
 
 namespace perseus {
 namespace {

@@ -1,13 +1,13 @@
 // The timeline: what is in a trace, that it can be read at any moment, and starting and stopping it.
-#include "engine/timeline.h"
+#include "observe/timeline.h"
 
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 
-#include "engine/negotiation.h"
-#include "engine/recording.h"
+#include "control/negotiation.h"
 #include "json.h"
+#include "observe/recording.h"
 #include "operation.h"
 
 namespace {

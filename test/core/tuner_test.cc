@@ -1,5 +1,5 @@
 // The tuner: all ranks settle on one choice, from trials that change no bits; what it writes down can be replayed.
-#include "engine/tuner.h"
+#include "execution/tuner.h"
 
 #include <unistd.h>
 
@@ -8,7 +8,7 @@
 #include <functional>
 
 #include "base/clock.h"
-#include "engine/negotiation.h"
+#include "control/negotiation.h"
 #include "operation.h"
 
 namespace {
@@ -25,12 +25,12 @@ class Steps {
  public:
   explicit Steps(const TunerSettings& settings, size_t bytes = 64 * kMiB) : tuner(settings) {
     for (size_t i = 0; i < 2; ++i) {
-      names_[i].text = "g" + std::to_string(i);
-      entries_[i].name = &names_[i];
+      names_[i] = "g" + std::to_string(i);
+      entries_[i].text = &names_[i];
       entries_[i].description.gradient = true;
       entries_[i].description.tensors.push_back({perseus::DType::kUInt8, {static_cast<int64_t>(bytes / 2)}});
     }
-    told_.name = &names_[2];
+    told_.text = &names_[2];
   }
 
   // A step that takes so many microseconds.
@@ -53,7 +53,7 @@ class Steps {
   Tuner tuner;
 
  private:
-  perseus::Name names_[3];
+  std::string names_[3];
   perseus::Entry entries_[2], told_;
   int64_t now_ = 1;
 };

@@ -33,8 +33,8 @@ def test_this_tree_keeps_the_order() -> None:
     [
         ("common/base/a.h", '#include "kernels/k.h"\n', "base may include nothing"),
         ("common/kernels/a.cc", '#  include "transport/t.h"', "kernels may include base"),
-        ("common/rendezvous/a.cc", "#include <transport/t.h>\n", "rendezvous may include base"),
-        ("common/transport/a.cc", '#include "collective/c.h"\n', "may include base, rendezvous"),
+        ("common/bootstrap/a.cc", "#include <transport/t.h>\n", "bootstrap may include base, net"),
+        ("common/transport/a.cc", '#include "collective/c.h"\n', "may include base, bootstrap"),
         ("common/collective/a.cc", '#include "../engine/e.h"\n', "collective may include"),
         ("common/codec/a.cc", '#include "collective/c.h"\n', "collective/wire_format.h"),
         ("common/engine/a.cc", '#include "perseus/perseus.h"\n', "engine may include"),

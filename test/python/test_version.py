@@ -36,11 +36,11 @@ def test_hash_depends_on_every_source_and_not_on_its_folder(tmp_path):
     (copy / "notes.txt").write_text("no source")
     assert hash_of(copy, tmp_path / "notes.h") == here
     seen = {here}
-    for source in ("transport/tcp_protocol.h", "engine/request.cc", "include/perseus/perseus.h"):
+    for source in ("transport/tcp_protocol.h", "request/request.cc", "include/perseus/perseus.h"):
         with Path(copy, source).open("a") as file:
             file.write("// changed\n")
         seen.add(hash_of(copy, tmp_path / "changed.h"))
-    Path(copy, "engine/request.cc").rename(copy / "engine/requests.cc")
+    Path(copy, "request/request.cc").rename(copy / "engine/requests.cc")
     seen.add(hash_of(copy, tmp_path / "renamed.h"))
     assert len(seen) == 5
 

@@ -1,0 +1,279 @@
+// The store's client: a call takes an idle connection or makes one, so that a waiting get() holds up nobody; one that
+// gave up waiting closes its connection, which is how the server learns of it. Thread-safe.
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/descriptors.h"
+#include "base/error.h"
+#include "bootstrap/store.h"
+#include "bootstrap/store_protocol.h"
+#include "net/auth.h"
+#include "net/socket.h"
+
+namespace perseus {
+namespace {
+
+using namespace store_protocol;
+
+constexpr int64_t kSlice = 100 * kMillisecond;
+constexpr int64_t kRetryPause = 50 * kMillisecond;
+// An address that does not even refuse (a firewall, a host that is down) must not use up the others' time.
+constexpr int64_t kConnectLimit = 3 * kSecond;
+// A set() has no deadline of its own.
+constexpr int64_t kSetLimit = 60 * kSecond;
+
+using Interrupted = std::function<bool()>;
+
+enum class Wait { kReady, kTimeout, kInterrupted };
+
+Wait wait_for(int fd, short events, int64_t deadline_ns, const Interrupted& interrupted) {
+  for (;;) {
+    const int64_t left = deadline_ns - now_ns();
+    pollfd entry{fd, events, 0};
+    const int timeout_ms = static_cast<int>((std::min(std::max<int64_t>(left, 0), kSlice) + 999'999) / kMillisecond);
+    if (::poll(&entry, 1, timeout_ms) > 0) return Wait::kReady;
+    if (left <= 0) return Wait::kTimeout;
+    if (interrupted && interrupted()) return Wait::kInterrupted;
+  }
+}
+
+// One connection attempt's failure. `final`: trying again would not help.
+struct Refusal {
+  bool final = false;
+  std::string why;
+};
+
+class TcpStore : public Store {
+ public:
+  TcpStore(const std::string& host, int port, const std::string& secret)
+      : host_(host), port_(port), secret_(secret), where_(host + ":" + std::to_string(port)) {}
+
+  // Retries what may still come right.
+  void connect(int64_t deadline_ns, const Interrupted& interrupted) {
+    for (;;) {
+      Refusal refusal;
+      Socket socket = try_connect(deadline_ns, interrupted, &refusal);
+      if (socket) return give_back(std::move(socket));
+      if (refusal.final) fail(ErrorKind::kIo, "[rendezvous] " + refusal.why);
+      if (now_ns() + kRetryPause >= deadline_ns)
+        fail(ErrorKind::kIo, "[rendezvous] no store server at " + where_ + " in time (" + refusal.why +
+                                 "): is rank 0 running, and is that its address?");
+      ::poll(nullptr, 0, static_cast<int>(kRetryPause / kMillisecond));
+      ask(interrupted);
+    }
+  }
+
+  void set(const std::string& key, const std::string& value) override {
+    if (value.size() > kMaxValue)
+      fail(ErrorKind::kInvalidArgument, "[rendezvous] value of key '" + key + "' has " + std::to_string(value.size()) +
+                                            " bytes: expected at most " + std::to_string(kMaxValue));
+    request(kSet, key, value, now_ns() + kSetLimit, {});
+  }
+
+  std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted) override {
+    return request(kGet, key, "", deadline_ns, interrupted);
+  }
+
+ private:
+  std::string request(uint32_t op, const std::string& key, const std::string& value, int64_t deadline_ns,
+                      const Interrupted& interrupted) {
+    if (key.empty() || key.size() > kMaxKey)
+      fail(ErrorKind::kInvalidArgument,
+           "[rendezvous] a key of " + std::to_string(key.size()) + " bytes: expected 1 to " + std::to_string(kMaxKey));
+    std::string message;
+    put_u32(&message, static_cast<uint32_t>(kRequestHeader + key.size() + value.size()));
+    put_u32(&message, op);
+    put_u32(&message, static_cast<uint32_t>(key.size()));
+    message += key + value;
+    Socket socket = take(deadline_ns, interrupted);
+    send_all(socket, message, key, deadline_ns, interrupted);
+    const std::string size = receive(socket, 4, key, deadline_ns, interrupted);
+    if (get_u32(size.data()) > kMaxValue)
+      fail(ErrorKind::kIo, "[rendezvous] the store server at " + where_ + " sent nonsense: expected at most " +
+                               std::to_string(kMaxValue) + " bytes, got " + std::to_string(get_u32(size.data())));
+    std::string result = receive(socket, get_u32(size.data()), key, deadline_ns, interrupted);
+    give_back(std::move(socket));
+    return result;
+  }
+
+  void send_all(const Socket& socket, const std::string& message, const std::string& key, int64_t deadline_ns,
+                const Interrupted& interrupted) {
+    for (size_t sent = 0; sent < message.size();) {
+      const ssize_t n = send_some(socket.fd(), message.data() + sent, message.size() - sent);
+      if (n < 0) gone(key, std::strerror(errno));
+      if (n == 0) wait_or_fail(socket, POLLOUT, key, deadline_ns, interrupted);
+      sent += static_cast<size_t>(n);
+    }
+  }
+
+  std::string receive(const Socket& socket, size_t size, const std::string& key, int64_t deadline_ns,
+                      const Interrupted& interrupted) {
+    std::string bytes(size, '\0');
+    for (size_t filled = 0; filled < size;) {
+      const ssize_t n = recv_some(socket.fd(), &bytes[filled], size - filled);
+      if (n < 0) gone(key, n == kEndOfStream ? "connection closed" : std::strerror(errno));
+      if (n == 0) wait_or_fail(socket, POLLIN, key, deadline_ns, interrupted);
+      filled += static_cast<size_t>(n);
+    }
+    return bytes;
+  }
+
+  void wait_or_fail(const Socket& socket, short events, const std::string& key, int64_t deadline_ns,
+                    const Interrupted& interrupted) {
+    switch (wait_for(socket.fd(), events, deadline_ns, interrupted)) {
+      case Wait::kReady:
+        return;
+      case Wait::kTimeout:
+        fail(ErrorKind::kTimeout, "[rendezvous] key '" + key + "' was not set in time");
+      case Wait::kInterrupted:
+        fail(ErrorKind::kAborted, "[rendezvous] interrupted while waiting for key '" + key + "'");
+    }
+  }
+
+  [[noreturn]] void gone(const std::string& key, const std::string& why) {
+    fail(ErrorKind::kIo, "[rendezvous] the store server at " + where_ + " is gone (" + why + "), key '" + key +
+                             "': look at what rank 0 or the launcher printed");
+  }
+
+  static void ask(const Interrupted& interrupted) {
+    if (interrupted && interrupted()) fail(ErrorKind::kAborted, "[rendezvous] interrupted while connecting");
+  }
+
+  Socket take(int64_t deadline_ns, const Interrupted& interrupted) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!idle_.empty()) {
+        Socket socket = std::move(idle_.back());
+        idle_.pop_back();
+        return socket;
+      }
+    }
+    Refusal refusal;
+    // Whoever set up the first connection found a server: give a busy one time even if the caller has none.
+    Socket socket = try_connect(std::max(deadline_ns, now_ns() + kSecond), interrupted, &refusal);
+    if (!socket) fail(ErrorKind::kIo, "[rendezvous] " + refusal.why + ": the store server is gone");
+    return socket;
+  }
+
+  void give_back(Socket socket) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(std::move(socket));
+  }
+
+  Socket try_connect(int64_t deadline_ns, const Interrupted& interrupted, Refusal* refusal) {
+    std::string why;
+    const std::vector<SocketAddress> addresses = resolve(host_, port_, &why);
+    if (addresses.empty()) refusal->why = "cannot resolve '" + host_ + "': " + why;
+    for (const SocketAddress& address : addresses) {
+      const int64_t limit = std::min(deadline_ns, now_ns() + kConnectLimit);
+      Socket socket = start_connect(address);
+      int code = socket ? 0 : errno;
+      if (socket) {
+        keep_alive(socket.fd());
+        const Wait outcome = wait_for(socket.fd(), POLLOUT, limit, interrupted);
+        if (outcome == Wait::kInterrupted) fail(ErrorKind::kAborted, "[rendezvous] interrupted while connecting");
+        code = outcome == Wait::kTimeout ? ETIMEDOUT : connect_result(socket.fd());
+      }
+      if (code != 0) {
+        refusal->why = address.text() + ": " + error_text(code);
+        continue;
+      }
+      if (shake_hands(socket, address.text(), std::min(deadline_ns, now_ns() + kHandshakeLimit), interrupted, refusal))
+        return socket;
+      if (refusal->final) break;
+    }
+    return Socket();
+  }
+
+  bool shake_hands(const Socket& socket, const std::string& where, int64_t deadline_ns, const Interrupted& interrupted,
+                   Refusal* refusal) {
+    std::string greeting;
+    if (!receive_quietly(socket, kGreetingHead, deadline_ns, interrupted, &greeting)) {
+      refusal->why = where + ": no greeting from a store server";
+      // Something that talks, but not like a store, will not become one.
+      refusal->final = greeting.size() >= 4 && get_u32(greeting.data()) != kMagic;
+      if (refusal->final) refusal->why = where + " answers, but is not a Perseus store server: is the port right?";
+      return false;
+    }
+    refusal->final = true;
+    if (get_u32(greeting.data()) != kMagic) {
+      refusal->why = where + " answers, but is not a Perseus store server: is the port right?";
+      return false;
+    }
+    const uint32_t format = get_u32(greeting.data() + 4);
+    const size_t size = format == kFormat ? kGreetingSize : kGreetingHead + kVersionField;
+    const bool whole = receive_quietly(socket, size, deadline_ns, interrupted, &greeting);
+    if (format != kFormat) {
+      refusal->why = "the store server at " + where + " runs Perseus " +
+                     version_of_field(greeting.substr(kGreetingHead)) + ", this rank Perseus " + this_version() +
+                     ": they do not understand each other (format " + std::to_string(format) + " of the store, not " +
+                     std::to_string(kFormat) + "); install the same Perseus on every host";
+      return false;
+    }
+    if (!whole) {
+      refusal->final = false;
+      refusal->why = where + ": no greeting from a store server";
+      return false;
+    }
+    const std::string theirs = greeting.substr(kGreetingSize - kNonceSize), ours = random_bytes(kNonceSize);
+    const Digest proof = prove(secret_, {kClientLabel, format_text(), theirs, ours});
+    const std::string answer = ours + std::string(reinterpret_cast<const char*>(proof.data()), proof.size());
+    std::string verdict;
+    if (send_some(socket.fd(), answer.data(), answer.size()) != static_cast<ssize_t>(answer.size()) ||
+        !receive_quietly(socket, kVerdictSize, deadline_ns, interrupted, &verdict)) {
+      refusal->final = false;  // it may have been too busy for us
+      refusal->why = where + ": closed or silent during the handshake";
+      return false;
+    }
+    if (get_u32(verdict.data()) != 1)
+      refusal->why = "the store server at " + where + " has another secret than this rank: start every rank with the " +
+                     "same one (PERSEUS_SECRET_FILE), or is that another job's server?";
+    else if (!proof_holds(verdict.substr(4), secret_, {kServerLabel, format_text(), theirs, ours}))
+      refusal->why = "the server at " + where + " could not prove that it knows the job's secret";
+    else return true;
+    return false;
+  }
+
+  // False when the deadline passes or the server closes; what came so far is in `bytes`.
+  bool receive_quietly(const Socket& socket, size_t size, int64_t deadline_ns, const Interrupted& interrupted,
+                       std::string* bytes) {
+    char buffer[kGreetingSize];
+    while (bytes->size() < size) {
+      const ssize_t n = recv_some(socket.fd(), buffer, size - bytes->size());
+      if (n < 0) return false;
+      bytes->append(buffer, static_cast<size_t>(n));
+      if (n != 0) continue;
+      const Wait outcome = wait_for(socket.fd(), POLLIN, deadline_ns, interrupted);
+      if (outcome == Wait::kInterrupted) fail(ErrorKind::kAborted, "[rendezvous] interrupted while connecting");
+      if (outcome == Wait::kTimeout) return false;
+    }
+    return true;
+  }
+
+  const std::string host_;
+  const int port_;
+  const std::string secret_;
+  const std::string where_;
+  std::mutex mutex_;
+  std::vector<Socket> idle_;
+};
+
+}  // namespace
+
+std::shared_ptr<Store> connect_store(const std::string& host, int port, const std::string& secret, int64_t deadline_ns,
+                                     const std::function<bool()>& interrupted) {
+  if (secret.empty())
+    fail(ErrorKind::kInvalidArgument, "[rendezvous] an empty secret proves nothing: give the store at " + host + ":" +
+                                          std::to_string(port) + " the job's secret");
+  auto store = std::make_shared<TcpStore>(host, port, secret);
+  store->connect(deadline_ns, interrupted);
+  return store;
+}
+
+}  // namespace perseus

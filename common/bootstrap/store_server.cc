@@ -1,0 +1,394 @@
+// The store's server: one thread and one epoll set. Nothing a client sends is looked at before it has proved the
+// secret; a client that misbehaves is closed and nobody else notices. Public calls are thread-safe.
+#include <pthread.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <deque>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/descriptors.h"
+#include "base/error.h"
+#include "base/fork_guard.h"
+#include "bootstrap/store.h"
+#include "bootstrap/store_protocol.h"
+#include "net/auth.h"
+#include "net/socket.h"
+
+namespace perseus {
+namespace {
+
+using namespace store_protocol;
+
+using Value = std::shared_ptr<const std::string>;
+
+// Strangers beyond the least of these push out the oldest one: a number, and a share of the descriptors that this
+// process may have, most of which belong to the job.
+constexpr size_t kMaxUnproven = 1024, kMinUnproven = 16, kUnprovenShare = 8;
+constexpr int kPortsTried = 101;
+// How long to leave connections in the kernel's queue when this process has no descriptor left.
+constexpr int64_t kAcceptPause = 100 * kMillisecond;
+
+// What epoll reports: these two, listeners from kFirstListener, clients from kFirstClient. Numbers are never reused.
+constexpr uint64_t kStop = 0;
+constexpr uint64_t kFirstListener = 1;
+constexpr uint64_t kFirstClient = 1 << 10;
+
+struct Client {
+  Socket socket;
+  uint64_t id = 0;
+  bool proven = false;
+  bool close_when_sent = false;
+  uint32_t interest = EPOLLIN;
+  int64_t deadline_ns = 0;  // of the proof
+  std::string nonce;        // ours
+  std::string in;           // received, not handled
+  std::string waits_for;    // key of the get that is parked, "" = none
+  std::string head;         // reply under way: head, then value
+  Value value;
+  size_t sent = 0;
+
+  size_t to_send() const { return head.size() + (value ? value->size() : 0) - sent; }
+};
+
+class TcpStoreServer : public StoreServer {
+ public:
+  TcpStoreServer(std::vector<Socket> listeners, const std::string& secret)
+      : listeners_(std::move(listeners)), secret_(secret), port_(local_address(listeners_[0].fd()).port()) {
+    epoll_ = Socket(epoll_create1(EPOLL_CLOEXEC));
+    stop_ = Socket(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (!epoll_ || !stop_) fail(ErrorKind::kIo, "[rendezvous] epoll: " + error_text(errno));
+    watch(EPOLL_CTL_ADD, stop_.fd(), EPOLLIN, kStop);
+    watch_listeners(EPOLLIN, EPOLL_CTL_ADD);
+    // Signals are for the application's threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    thread_ = std::thread([this] { serve(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  ~TcpStoreServer() override {
+    if (fork_generation() != fork_generation_) {
+      thread_.detach();  // it does not exist in this process
+      return;
+    }
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(stop_.fd(), &one, sizeof one);
+    thread_.join();
+  }
+
+  int port() const override { return port_; }
+
+ private:
+  bool watch(int operation, int fd, uint32_t events, uint64_t id) {
+    epoll_event event{};
+    event.events = events;
+    event.data.u64 = id;
+    return epoll_ctl(epoll_.fd(), operation, fd, &event) == 0;
+  }
+  void watch_listeners(uint32_t events, int operation = EPOLL_CTL_MOD) {
+    for (size_t i = 0; i < listeners_.size(); ++i) watch(operation, listeners_[i].fd(), events, kFirstListener + i);
+  }
+
+  void serve() {
+    for (;;) {
+      epoll_event events[64];
+      const int n = epoll_wait(epoll_.fd(), events, 64, next_timeout_ms());
+      for (int i = 0; i < n; ++i) {
+        const uint64_t id = events[i].data.u64;
+        if (id == kStop) return;
+        // Out of memory is one client's bad luck, not the end of the service.
+        try {
+          if (id < kFirstClient) accept_from(listeners_[id - kFirstListener].fd());
+          else serve_client(id, events[i].events);
+        } catch (const std::exception&) {
+          close_client(id);
+        }
+      }
+      close_late_strangers();
+      if (accept_again_ns_ != 0 && now_ns() >= accept_again_ns_) {
+        accept_again_ns_ = 0;
+        watch_listeners(EPOLLIN);
+      }
+    }
+  }
+
+  int next_timeout_ms() const {
+    int64_t next = accept_again_ns_;
+    if (!strangers_.empty() && (next == 0 || strangers_.front().first < next)) next = strangers_.front().first;
+    if (next == 0) return -1;
+    return static_cast<int>(std::max<int64_t>(0, next - now_ns()) / kMillisecond + 1);
+  }
+
+  void accept_from(int listener) {
+    const size_t most = most_strangers();
+    // A bounded batch: those already here get their turn in between.
+    for (int i = 0; i < 64; ++i) {
+      Socket socket = accept_one(listener);
+      if (!socket) {
+        if (errno != EAGAIN) pause_accepting();
+        return;
+      }
+      keep_alive(socket.fd());
+      auto client = std::make_unique<Client>();
+      client->id = next_id_++;
+      client->socket = std::move(socket);
+      client->nonce = random_bytes(kNonceSize);
+      client->deadline_ns = now_ns() + kHandshakeLimit;
+      put_u32(&client->head, kMagic);
+      put_u32(&client->head, kFormat);
+      client->head += version_field(this_version()) + client->nonce;
+      Client& added = *client;
+      // First: should memory end here, the entry without a client is forgotten at its deadline.
+      strangers_.emplace_back(added.deadline_ns, added.id);
+      clients_[added.id] = std::move(client);
+      if (!watch(EPOLL_CTL_ADD, added.socket.fd(), added.interest, added.id) || !flush(added)) close_client(added.id);
+      if (strangers_.size() > most) close_oldest_stranger();
+    }
+  }
+
+  static size_t most_strangers() {
+    rlimit files{};
+    if (getrlimit(RLIMIT_NOFILE, &files) != 0) return kMinUnproven;
+    return std::clamp<rlim_t>(files.rlim_cur / kUnprovenShare, kMinUnproven, kMaxUnproven);
+  }
+
+  // Most likely out of descriptors: a listener that stays readable would keep this thread spinning.
+  void pause_accepting() {
+    close_oldest_stranger();
+    accept_again_ns_ = now_ns() + kAcceptPause;
+    watch_listeners(0);
+  }
+
+  void close_oldest_stranger() {
+    if (strangers_.empty()) return;
+    const uint64_t id = strangers_.front().second;
+    strangers_.pop_front();  // whether there is such a client or not
+    close_client(id);
+  }
+
+  void close_late_strangers() {
+    const int64_t now = now_ns();
+    while (!strangers_.empty() && strangers_.front().first <= now) close_oldest_stranger();
+  }
+
+  void close_client(uint64_t id) {
+    const auto found = clients_.find(id);
+    if (found == clients_.end()) return;
+    if (!found->second->proven) forget_stranger(id);
+    unpark(*found->second);
+    clients_.erase(found);
+  }
+
+  void serve_client(uint64_t id, uint32_t events) {
+    const auto found = clients_.find(id);
+    if (found == clients_.end()) return;  // closed earlier in this batch
+    Client& client = *found->second;
+    bool alive = true;
+    if (events & EPOLLOUT) alive = flush(client);
+    if (alive && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) alive = receive(client);
+    if (!alive) close_client(id);
+  }
+
+  // False when the connection is to be closed.
+  bool receive(Client& client) {
+    char buffer[64 * 1024];
+    // A stranger gets exactly the attention its proof needs.
+    const size_t limit = client.proven ? sizeof buffer : kAnswerSize - client.in.size();
+    const ssize_t n = recv_some(client.socket.fd(), buffer, limit);
+    if (n < 0) return false;
+    client.in.append(buffer, static_cast<size_t>(n));
+    if (!client.proven) return client.in.size() < kAnswerSize || judge(client);
+    return handle_requests(client);
+  }
+
+  bool judge(Client& client) {
+    const std::string theirs = client.in.substr(0, kNonceSize);
+    client.proven =
+        proof_holds(client.in.substr(kNonceSize), secret_, {kClientLabel, format_text(), client.nonce, theirs});
+    client.in.clear();
+    std::string verdict;
+    put_u32(&verdict, client.proven ? 1 : 0);
+    const Digest proof = client.proven ? prove(secret_, {kServerLabel, format_text(), client.nonce, theirs}) : Digest{};
+    verdict.append(reinterpret_cast<const char*>(proof.data()), proof.size());
+    client.close_when_sent = !client.proven;
+    if (client.proven) forget_stranger(client.id);
+    return reply(client, std::move(verdict), nullptr);
+  }
+
+  void forget_stranger(uint64_t id) {
+    for (auto it = strangers_.begin(); it != strangers_.end(); ++it)
+      if (it->second == id) {
+        strangers_.erase(it);
+        return;
+      }
+  }
+
+  bool handle_requests(Client& client) {
+    while (client.in.size() >= 4) {
+      // One at a time is the protocol: more than that in advance would be unlimited memory.
+      if (!client.waits_for.empty() || client.to_send() != 0) return false;
+      const size_t size = get_u32(client.in.data());
+      if (size < kRequestHeader || size > kMaxRequest) return false;
+      if (client.in.size() < 4 + size) return true;
+      const uint32_t op = get_u32(client.in.data() + 4);
+      const size_t key_size = get_u32(client.in.data() + 8);
+      if (key_size == 0 || key_size > kMaxKey || key_size > size - kRequestHeader) return false;
+      const std::string key = client.in.substr(4 + kRequestHeader, key_size);
+      const size_t value_at = 4 + kRequestHeader + key_size;
+      auto value = std::make_shared<const std::string>(client.in, value_at, 4 + size - value_at);
+      client.in.erase(0, 4 + size);
+      if (!(op == kSet ? handle_set(client, key, std::move(value)) : op == kGet && handle_get(client, key)))
+        return false;
+    }
+    return client.waits_for.empty() || client.in.empty();
+  }
+
+  bool handle_set(Client& client, const std::string& key, Value value) {
+    if (value->size() > kMaxValue) return false;
+    values_[key] = value;
+    const auto waiting = parked_.find(key);
+    if (waiting != parked_.end()) {
+      const std::vector<uint64_t> ids = std::move(waiting->second);
+      parked_.erase(waiting);
+      for (const uint64_t id : ids) {
+        Client& waiter = *clients_.at(id);
+        waiter.waits_for.clear();
+        if (!reply_value(waiter, value)) close_client(id);
+      }
+    }
+    return reply_value(client, std::make_shared<const std::string>());
+  }
+
+  bool handle_get(Client& client, const std::string& key) {
+    if (const auto found = values_.find(key); found != values_.end()) return reply_value(client, found->second);
+    client.waits_for = key;
+    parked_[key].push_back(client.id);
+    return true;
+  }
+
+  void unpark(Client& client) {
+    if (client.waits_for.empty()) return;
+    const auto waiting = parked_.find(client.waits_for);
+    if (waiting == parked_.end()) return;
+    std::vector<uint64_t>& ids = waiting->second;
+    ids.erase(std::remove(ids.begin(), ids.end(), client.id), ids.end());
+    if (ids.empty()) parked_.erase(waiting);
+  }
+
+  bool reply_value(Client& client, Value value) {
+    std::string head;
+    put_u32(&head, static_cast<uint32_t>(value->size()));
+    return reply(client, std::move(head), std::move(value));
+  }
+
+  bool reply(Client& client, std::string head, Value value) {
+    client.head = std::move(head);
+    client.value = std::move(value);
+    client.sent = 0;
+    return flush(client);
+  }
+
+  bool flush(Client& client) {
+    while (client.to_send() != 0) {
+      const bool in_head = client.sent < client.head.size();
+      const std::string& part = in_head ? client.head : *client.value;
+      const size_t at = in_head ? client.sent : client.sent - client.head.size();
+      const ssize_t n = send_some(client.socket.fd(), part.data() + at, part.size() - at);
+      if (n < 0) return false;
+      if (n == 0) break;
+      client.sent += static_cast<size_t>(n);
+    }
+    const bool done = client.to_send() == 0;
+    if (done && client.close_when_sent) return false;
+    if (done) {
+      client.head.clear();
+      client.value.reset();
+      client.sent = 0;
+    }
+    const uint32_t interest = done ? EPOLLIN : EPOLLIN | EPOLLOUT;
+    if (interest != client.interest) watch(EPOLL_CTL_MOD, client.socket.fd(), client.interest = interest, client.id);
+    return true;
+  }
+
+  const uint32_t fork_generation_ = fork_generation();
+  std::vector<Socket> listeners_;
+  const std::string secret_;
+  const int port_;
+  Socket epoll_, stop_;
+  std::thread thread_;
+
+  // Of the thread alone.
+  std::unordered_map<uint64_t, std::unique_ptr<Client>> clients_;
+  std::deque<std::pair<int64_t, uint64_t>> strangers_;  // (deadline, id) of the unproven, oldest first
+  std::unordered_map<std::string, Value> values_;
+  std::unordered_map<std::string, std::vector<uint64_t>> parked_;  // ids of those who wait for a key
+  uint64_t next_id_ = kFirstClient;
+  int64_t accept_again_ns_ = 0;  // 0 = accepting
+};
+
+// Listeners for every address of `host` on one port; empty with errno set when the port is taken somewhere.
+std::vector<Socket> listen_at(const std::vector<SocketAddress>& addresses, int port) {
+  std::vector<Socket> listeners;
+  if (addresses.empty()) {
+    if (Socket socket = listen_everywhere(port)) listeners.push_back(std::move(socket));
+    return listeners;
+  }
+  for (SocketAddress address : addresses) {
+    address.set_port(port);
+    Socket socket = listen_on(address);
+    if (!socket) {
+      // "localhost" may stand for ::1 on a host that has none.
+      if (errno == EADDRNOTAVAIL || errno == EAFNOSUPPORT) continue;
+      const int why = errno;
+      listeners.clear();
+      errno = why;
+      return listeners;
+    }
+    if (port == 0) port = local_address(socket.fd()).port();
+    listeners.push_back(std::move(socket));
+  }
+  return listeners;
+}
+
+}  // namespace
+
+std::unique_ptr<StoreServer> StoreServer::listen(const std::string& host, int port, bool next_free,
+                                                 const std::string& secret) {
+  if (secret.empty())
+    fail(ErrorKind::kInvalidArgument,
+         "[rendezvous] a store server with an empty secret would serve anybody: give it the job's secret");
+  std::vector<SocketAddress> addresses;
+  if (!host.empty()) {
+    std::string why;
+    addresses = resolve(host, port, &why);
+    if (addresses.empty()) fail(ErrorKind::kIo, "[rendezvous] cannot listen on '" + host + "': " + why);
+    // The resolver may name an address once per protocol.
+    const auto same = [](const SocketAddress& a, const SocketAddress& b) { return a.text() == b.text(); };
+    addresses.erase(std::unique(addresses.begin(), addresses.end(), same), addresses.end());
+  }
+  const int last = !next_free || port == 0 ? port : std::min(port + kPortsTried - 1, 65535);
+  for (int candidate = port; candidate <= last; ++candidate) {
+    std::vector<Socket> listeners = listen_at(addresses, candidate);
+    if (!listeners.empty()) return std::make_unique<TcpStoreServer>(std::move(listeners), secret);
+    if (errno != EADDRINUSE)
+      fail(ErrorKind::kIo, "[rendezvous] cannot listen on " + (host.empty() ? "every interface" : "'" + host + "'") +
+                               ", port " + std::to_string(candidate) + ": " + error_text(errno));
+  }
+  const std::string which = port == last ? "port " + std::to_string(port) + " is"
+                                         : "ports " + std::to_string(port) + " to " + std::to_string(last) + " are";
+  fail(ErrorKind::kIo, "[rendezvous] " + which + " taken: set PERSEUS_MASTER_PORT or stop the other job");
+}
+
+}  // namespace perseus

@@ -1,0 +1,50 @@
+// The codec `auto`: what an allreduce costs through each codec, by a model of the links and of encoding, and which one
+// to take. Pure functions over plain values but for measure_codecs; docs/algorithms.md, "Choice", has the arithmetic.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "codec/codec.h"
+#include "topology/link_speed.h"
+
+namespace perseus {
+
+// What auto chooses among, the most accurate first.
+constexpr std::array<CodecKind, 4> kAutoKinds = {CodecKind::kNone, CodecKind::kFloat16, CodecKind::kInt8,
+                                                 CodecKind::kTopK};
+constexpr int kAutoCodecs = static_cast<int>(kAutoKinds.size());
+// A codec that loses more has to be faster by this much: what a measurement does not tell apart does not decide.
+constexpr double kAutoGain = 0.05;
+
+// By byte of float32 that is encoded; with error feedback where the codec keeps a residual.
+struct CodecCost {
+  double encode_s = 0, decode_s = 0;  // per byte
+  double wire = 1;                    // bytes sent
+};
+
+// Everything a choice depends on; the same on all ranks of a group.
+struct Speeds {
+  LinkSpeed link;
+  std::array<CodecCost, kAutoCodecs> codecs;  // ordered as kAutoKinds
+  int groups = 1, shards = 1;                 // see Levels
+  uint64_t sparse_from = 0;                   // bytes: smaller tensors are not sent in parts
+};
+
+// Seconds for a tensor of so many bytes through kAutoKinds[codec], between the inner groups.
+double estimated_seconds(const Speeds& speeds, int codec, uint64_t bytes);
+// Index in kAutoKinds: the most accurate codec that is within kAutoGain of the fastest.
+int choose_codec(const Speeds& speeds, uint64_t bytes);
+// "…: exact below 9 KiB, int8 below 1 MiB, top-k 0.01 from there": for the log.
+std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kAutoCodecs>& specs);
+
+// Encodes and decodes some megabytes with every codec on this thread, for about 20 ms.
+std::array<CodecCost, kAutoCodecs> measure_codecs(const std::array<CodecSpec, kAutoCodecs>& specs);
+
+// As values to be agreed on, and back.
+std::vector<double> to_values(const std::array<CodecCost, kAutoCodecs>& costs);
+std::array<CodecCost, kAutoCodecs> from_values(const std::vector<double>& values);
+
+}  // namespace perseus

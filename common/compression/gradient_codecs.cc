@@ -1,0 +1,111 @@
+// From variables and wishes to codecs.
+#include "compression/gradient_codecs.h"
+
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+enum Precision : int64_t { kUnset, kHalfEverywhere, kFull, kMixed };  // choices of PERSEUS_ALLREDUCE_DTYPE
+enum Choice : int64_t { kByDtype, kInt8, kAuto };                     // choices of PERSEUS_ALLREDUCE_CODEC
+
+}  // namespace
+
+GradientCodecs::GradientCodecs(const Config& config) {
+  defaults_.ratio = config.number(Var::kTopKRatio);
+  defaults_.half_values = config.flag(Var::kTopKHalf);
+  defaults_.every = static_cast<int>(config.integer(Var::kDownsample));
+  defaults_.momentum = config.number(Var::kGradientMomentum);
+  defaults_.scale = config.number(Var::kGradientScale);
+  const int64_t precision = config.integer(Var::kAllreduceDtype);
+  if (precision != kFull) precision_ = spec(CodecWish::kFloat16, 0);
+  chosen_ = precision != kUnset;
+  inside_ = precision == kHalfEverywhere;
+  const bool top_k = config.flag(Var::kTopK), rotates = config.integer(Var::kDownsample) > 1;
+  const int64_t choice = config.integer(Var::kAllreduceCodec);
+  if (top_k + rotates + (choice != kByDtype) > 1)
+    fail(ErrorKind::kInvalidArgument,
+         "[config] LIGHT_TOPK_ALLREDUCE, PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_ALLREDUCE_CODEC are ways to send "
+         "less: set one of them");
+  gradient_ = top_k             ? spec(CodecWish::kTopK, 0)
+              : rotates         ? spec(CodecWish::kRotate, 0)
+              : choice == kInt8 ? spec(CodecWish::kInt8, 0)
+                                : precision_;
+  auto_ = choice == kAuto;
+  check_codec(precision_);
+  check_codec(gradient_);
+  sparse_from_ = static_cast<uint64_t>(config.integer(Var::kTopKThreshold));
+  if (top_k) from_ = sparse_from_;
+}
+
+// Arguments that a codec does not look at are zero, so that equal codecs compare equal.
+CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
+  CodecSpec spec;
+  spec.kind = static_cast<CodecKind>(kind - CodecWish::kExact);
+  if (kind == CodecWish::kFloat16) spec.scale = defaults_.scale;
+  if (kind == CodecWish::kTopK) {
+    spec.ratio = argument == 0 ? defaults_.ratio : argument;
+    spec.half_values = defaults_.half_values;
+  }
+  if (kind == CodecWish::kRotate) {
+    spec.every = argument == 0 ? defaults_.every : static_cast<int>(argument);
+    spec.momentum = defaults_.momentum;
+  }
+  return spec;
+}
+
+std::array<CodecSpec, kAutoCodecs> GradientCodecs::auto_codecs() const {
+  std::array<CodecSpec, kAutoCodecs> specs;
+  for (size_t i = 0; i < specs.size(); ++i)
+    specs[i] = spec(static_cast<CodecWish::Kind>(static_cast<int>(kAutoKinds[i]) + CodecWish::kExact), 0);
+  return specs;
+}
+
+std::string GradientCodecs::news(bool between_hosts) const {
+  if (chosen_ || auto_ || gradient_.kind != CodecKind::kFloat16) return "";
+  return std::string("[codec] float32 gradients travel as float16 between ") +
+         (between_hosts ? "hosts" : "groups of LIGHT_INTRA_SIZE ranks") +
+         ": PERSEUS_ALLREDUCE_DTYPE=1 keeps full precision, PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
+}
+
+// The group chooses; `codec` is the one that leaves out most of what it may choose.
+CompressionTerms GradientCodecs::automatic() const {
+  const auto specs = auto_codecs();
+  for (const CodecSpec& spec : specs) check_codec(spec);
+  CompressionTerms terms;
+  terms.automatic = true;
+  terms.codec = specs.back();
+  return terms;
+}
+
+CompressionTerms GradientCodecs::choose(bool sums, bool gradient, const CodecWish& wish) const {
+  CompressionTerms terms;
+  if (!sums) {
+    if (wish.kind > CodecWish::kExact)
+      fail(ErrorKind::kInvalidArgument, "[engine] compression is for sums and averages: use op=Sum or op=Average");
+    return terms;
+  }
+  if (wish.kind < 0 || wish.kind >= CodecWish::kKinds)
+    fail(ErrorKind::kInvalidArgument, "[engine] unknown codec " + std::to_string(wish.kind));
+  if (wish.kind == CodecWish::kSettings) {
+    if (!gradient) return terms;
+    if (auto_) return automatic();
+    terms.codec = gradient_;
+    terms.inside = inside_;
+    terms.from = from_;
+    return terms;
+  }
+  if (wish.kind == CodecWish::kAuto) return automatic();
+  const bool whole = wish.argument >= 0 && wish.argument <= 1024 && wish.argument == static_cast<int>(wish.argument);
+  if (wish.kind == CodecWish::kRotate && !whole)
+    fail(ErrorKind::kInvalidArgument,
+         "[engine] every N-th element is sent: expected a whole number N of 1 to 1024, got " +
+             std::to_string(wish.argument));
+  terms.codec = spec(static_cast<CodecWish::Kind>(wish.kind), wish.argument);
+  check_codec(terms.codec);
+  // A caller that has float64 wants precision, unless it asks for a codec itself.
+  terms.doubles = wish.kind != CodecWish::kExact;
+  return terms;
+}
+
+}  // namespace perseus

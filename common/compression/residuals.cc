@@ -1,0 +1,160 @@
+// Records by owner, group and name.
+#include "compression/residuals.h"
+
+#include <cstring>
+#include <numeric>
+
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+bool keeps_residual(const CodecSpec& codec) {
+  const std::unique_ptr<WireFormat> format = make_codec(codec);
+  return format && format->keeps_residual();
+}
+
+// Whether a record is of these tensors; one that was loaded becomes so.
+bool fits(Residuals::Record* record, const std::vector<size_t>& sizes) {
+  if (record->loaded && record->begins.back() == std::accumulate(sizes.begin(), sizes.end(), size_t{0})) {
+    record->begins.assign(1, 0);
+    for (size_t size : sizes) record->begins.push_back(record->begins.back() + size);
+    return true;
+  }
+  bool same = record->begins.size() == sizes.size() + 1;
+  for (size_t i = 0; same && i < sizes.size(); ++i) same = record->begins[i + 1] - record->begins[i] == sizes[i];
+  return same;
+}
+
+}  // namespace
+
+Residuals::Record::~Record() {
+  if (bytes != nullptr) bytes->fetch_sub(2 * begins.back() * sizeof(float), std::memory_order_relaxed);
+}
+
+void Residuals::Record::join_parts(float factor) {
+  const size_t count = begins.back();
+  float *const mine = memory.get(), *const owned = mine + count;
+  for (size_t i = 0; i < count; ++i) {
+    if (owned[i] == 0.0F) continue;
+    if (factor != 0.0F) mine[i] += owned[i] / factor;
+    owned[i] = 0.0F;
+  }
+}
+
+std::shared_ptr<Residuals::Record> Residuals::find(const Key& key) {
+  key_.assign(key.name);
+  key_.append(1, '\0');
+  key_.append(reinterpret_cast<const char*>(&key.owner), sizeof key.owner);
+  key_.append(reinterpret_cast<const char*>(&key.group), sizeof key.group);
+  const auto found = records_.find(key_);
+  return found == records_.end() ? nullptr : found->second;
+}
+
+std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::vector<size_t>& sizes) {
+  auto made = std::make_shared<Record>();
+  made->owner = key.owner;
+  made->begins.assign(1, 0);
+  for (size_t size : sizes) made->begins.push_back(made->begins.back() + size);
+  const size_t elements = 2 * made->begins.back();
+  made->memory.reset(static_cast<float*>(std::calloc(elements, sizeof(float))));
+  if (!made->memory) fail(ErrorKind::kIo, "[codec] out of memory for what is held back of '" + key.name + "'");
+  made->bytes = &bytes_;
+  bytes_.fetch_add(elements * sizeof(float), std::memory_order_relaxed);
+  return made;
+}
+
+Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
+                     const std::function<uint64_t()>& layout, bool* dropped) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  *dropped = false;
+  const std::shared_ptr<Record> record = find(key);
+  if (!record) return Flush::kNone;
+  if (!fits(record.get(), sizes)) {
+    *dropped = record->holds;
+    return Flush::kNone;
+  }
+  if (record->loaded && record->layout != layout()) return record->holds ? Flush::kAmongAll : Flush::kNone;
+  if (record->flushes) return Flush::kAsDivided;
+  const CompressionTerms& before = record->terms;
+  const bool goes_on = record->loaded ? keeps_residual(terms.codec) && !terms.automatic
+                                      : before.codec == terms.codec && before.from == terms.from &&
+                                            before.doubles == terms.doubles && before.automatic == terms.automatic;
+  return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
+}
+
+// Not before: a rank that alone has other sizes fails, and its count of steps must remain that of the others.
+void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const std::shared_ptr<Record> record = find(key);
+  if (record && !fits(record.get(), sizes)) records_.erase(key_);
+}
+
+Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
+                                 uint64_t layout, Flush flush) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::shared_ptr<Record> record = find(key);
+  if (flush != Flush::kNone && !keeps_residual(terms.codec)) {
+    records_.erase(key_);
+    return Lease(record);
+  }
+  if (!record) records_[key_] = record = make(key, sizes);
+  record->terms = terms;
+  record->layout = layout;
+  record->loaded = false;
+  record->holds = flush == Flush::kNone;
+  if (!record->holds) record->flushes = false;
+  ++record->steps;
+  return Lease(record);
+}
+
+void Residuals::flush() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [key, record] : records_) record->flushes = true;
+}
+
+void Residuals::forget(uint64_t owner) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = records_.begin(); it != records_.end();)
+    it = it->second->owner == owner ? records_.erase(it) : std::next(it);
+}
+
+size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Record* record = idle(key);
+  if (record == nullptr || !record->holds) return 0;
+  const size_t count = record->begins.back();
+  *layout = record->layout;
+  if (data == nullptr) return count;
+  if (room != 2 * count)
+    fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' holds back " + std::to_string(2 * count) +
+                                          " numbers, not " + std::to_string(room));
+  std::memcpy(data, record->memory.get(), room * sizeof(float));
+  return count;
+}
+
+void Residuals::write(const Key& key, const float* data, size_t room, uint64_t layout) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Record* before = idle(key);
+  if (room == 0 || room % 2 != 0)
+    fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' cannot hold back " + std::to_string(room) +
+                                          " numbers: expected two for each element");
+  const uint64_t steps = before == nullptr ? 0 : before->steps;
+  const std::shared_ptr<Record> record = records_[key_] = make(key, {room / 2});
+  std::memcpy(record->memory.get(), data, room * sizeof(float));
+  record->steps = steps;
+  record->layout = layout;
+  record->holds = record->loaded = true;
+}
+
+// The record of a name of which no operation is under way. Leases begin with mutex_ held, or as copies of others.
+const Residuals::Record* Residuals::idle(const Key& key) {
+  find(key);
+  const auto found = records_.find(key_);
+  if (found == records_.end()) return nullptr;
+  if (found->second->leases.load(std::memory_order_acquire) > 0)
+    fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' is under way: wait for its handle first");
+  return found->second.get();
+}
+
+}  // namespace perseus

@@ -1,0 +1,298 @@
+// The replicated table of names.
+#include "control/negotiation.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+void keep_longest(const std::vector<uint32_t>& times, std::vector<uint32_t>* longest) {
+  for (size_t i = 0; i < std::min(times.size(), longest->size()); ++i)
+    (*longest)[i] = std::max((*longest)[i], times[i]);
+}
+
+}  // namespace
+
+Negotiation::Negotiation(int me, std::vector<int> ranks, std::function<Entry*()> make_entry, Awaited awaited)
+    : size_(static_cast<int>(ranks.size())),
+      me_(me),
+      ranks_(std::move(ranks)),
+      make_entry_(std::move(make_entry)),
+      awaited_(std::move(awaited)),
+      joined_(ranks_.size(), false) {}
+
+Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return Submitted::kClosed;
+  lookup_.assign(text);
+  std::unique_ptr<Name>& name = names_[lookup_];
+  if (!name) {
+    name = std::make_unique<Name>();
+    name->text = lookup_;
+  }
+  if (name->in_flight) return Submitted::kDuplicate;
+  name->in_flight = true;
+  entry->name = name.get();
+  entry->text = &name->text;
+  submitted_.push_back(entry);
+  submitted_bytes_.fetch_add(entry->bytes, std::memory_order_relaxed);
+  any_submitted_.store(true, std::memory_order_release);
+  return Submitted::kYes;
+}
+
+void Negotiation::retire(Entry* entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Name* name = entry->name;
+  if (!entry->stand_in) name->in_flight = false;
+  entry->name = nullptr;
+  entry->text = nullptr;
+  // Forget names that will not come again; others may still be announcing theirs (then somebody erred and it stays).
+  if (entry->description.transient && !name->in_flight && name->slot < 0 && name->announced_count == 0 &&
+      name->seen_in_step == 0)
+    names_.erase(name->text);
+}
+
+bool Negotiation::collect() {
+  if (!any_submitted_.load(std::memory_order_acquire)) return false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    collected_.swap(submitted_);
+    any_submitted_.store(false, std::memory_order_relaxed);
+    submitted_bytes_.store(0, std::memory_order_relaxed);
+  }
+  for (Entry* entry : collected_) admit(entry);
+  collected_.clear();
+  return true;
+}
+
+void Negotiation::admit(Entry* entry) {
+  Name* name = entry->name;
+  name->entry = entry;
+  name->warned_ns = 0;
+  ++pending_;
+  blocked_.clear();
+  if (entry->description.kind == Kind::kJoin) join_entry_ = entry;
+  if (scheduled() && (name->batch >= 0 || entry->description.kind == Kind::kJoin)) return hold(entry);
+  news_ = true;
+  news_bytes_ += entry->bytes;
+  // A NaN, or a flush, is told by a description; the others' bits become descriptions too, so it delays nobody's
+  // answer.
+  const bool bit_will_do =
+      (joined_count_ == 0 || joined_may_miss(entry->description.kind)) && !entry->description.tells();
+  if (bit_will_do && name->slot >= 0 && same_request(name->agreed, entry->description))
+    bits_[name->slot / 64] |= uint64_t{1} << name->slot % 64;
+  else unannounced_.push_back(entry);
+}
+
+void Negotiation::snapshot(RoundContent* content) {
+  content->bits = bits_;
+  if (joined_[me_] && !closing_) say_ready_for_others(&content->bits);
+  for (std::string& blob : content->announced) blob.clear();
+  std::string& blob = content->announced[me_];
+  for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
+  unannounced_.clear();
+  if (has_urgent_news()) say_break(&blob);
+  say_blocked(&blob);
+  news_ = false;
+  news_bytes_ = 0;
+}
+
+Name& Negotiation::name_of(const std::string& text) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_ptr<Name>& name = names_[text];
+  if (!name) {
+    name = std::make_unique<Name>();
+    name->text = text;
+  }
+  return *name;
+}
+
+void Negotiation::hear(int rank, const std::string& text, Description&& description) {
+  Name& name = name_of(text);
+  if (name.batch >= 0)
+    fail(ErrorKind::kInternal,
+         "[negotiation] a peer describes " + text + ", which a schedule has, without breaking it");
+  // Somebody's request differs from what was agreed (or asks who is missing): all start over with descriptions.
+  if (name.slot >= 0) free_slot(&name);
+  if (name.announced.empty()) {
+    name.announced.resize(size_);
+    name.announced_by.assign(size_, false);
+  }
+  if (!name.announced_by[rank]) {
+    ++name.announced_count;
+    name.last = name.last_round == applied_ ? -1 : rank;
+    name.last_round = applied_;
+  }
+  name.announced_by[rank] = true;
+  name.announced[rank] = std::move(description);
+  if (name.announced_count == size_) touched_.push_back(&name);
+}
+
+void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
+                        std::vector<std::pair<Entry*, std::string>>* failed) {
+  // Bits first: announcements may free the slots they speak of.
+  for (size_t word = 0; word < content.bits.size(); ++word) {
+    for (uint64_t left = content.bits[word]; left != 0; left &= left - 1) {
+      Name* name = slots_[word * 64 + static_cast<size_t>(__builtin_ctzll(left))];
+      ready->push_back(take_entry(name));
+    }
+  }
+  touched_.clear();
+  ++applied_;
+  const bool closed = closing_;
+  std::string text;
+  std::vector<std::string> waits_for;  // of the ranks that are blocked, by group rank
+  bool quiet = ready->empty();         // the same on all ranks
+  for (int rank = 0; rank < size_; ++rank) {
+    BlobReader reader(content.announced[rank]);
+    while (!reader.at_end()) {
+      Description description;
+      reader.read_request(&text, &description);
+      if (description.kind == Kind::kBlocked) {
+        waits_for.push_back(text);
+        continue;
+      }
+      quiet = false;
+      if (description.kind == Kind::kJoin) hear_join(rank);
+      else if (description.kind == Kind::kBreak) hear_break(rank, description);
+      else hear(rank, text, std::move(description));
+    }
+  }
+  if (joined_count_ > 0) touch_what_joins_complete();
+  for (Name* name : touched_) decide(name, ready, failed);
+  if (closed) finish_join(ready);
+  if (static_cast<int>(waits_for.size()) == size_) {
+    if (quiet && !closed && touched_.empty()) end_deadlock(waits_for, failed);
+    else news_ = true;  // if that changes nothing for anybody, the next round says so
+  }
+  if (!ready->empty() || !failed->empty()) blocked_.clear();
+  // What became ready together runs by priority, else in the order in which names were first agreed on.
+  const auto higher = [](const Entry* a, const Entry* b) { return a->description.priority > b->description.priority; };
+  if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
+  if (awaited_ && !scheduled()) learn(*ready);
+}
+
+void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
+  const std::string mismatch = name->announced_count == size_ ? find_mismatch(name->text, name->announced, ranks_)
+                                                              : find_mismatch_but_joined(*name);
+  std::vector<Entry::Nan> nans;
+  Flush flush = Flush::kNone;
+  for (int rank = 0; rank < size_; ++rank) {
+    for (uint32_t tensor : name->announced[rank].nans) nans.push_back({ranks_[rank], tensor});
+    flush = std::max(flush, name->announced[rank].flush);
+  }
+  if (mismatch.empty()) {
+    size_t first = 0;
+    while (!name->announced_by[first]) ++first;
+    name->agreed = std::move(name->announced[first]);
+    name->agreed.nans.clear();
+    name->agreed.flush = Flush::kNone;
+    for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
+    Entry* entry = take_entry(name);
+    entry->description.times = name->agreed.times;
+    if (name->last >= 0 && name->announced_count == size_) entry->last_rank = ranks_[static_cast<size_t>(name->last)];
+    entry->nans = std::move(nans);
+    entry->description.flush = flush;
+    // The lowest rank's priority goes for all, so that all run in one order.
+    entry->description.priority = name->agreed.priority;
+    if (!name->agreed.transient) take_slot(name);
+    ready->push_back(entry);
+  } else if (name->entry != nullptr) {
+    failed->emplace_back(take_entry(name), mismatch);
+  }
+  name->announced.clear();
+  name->announced_by.clear();
+  name->announced_count = 0;
+}
+
+Entry* Negotiation::take_entry(Name* name) {
+  Entry* entry = name->entry;
+  if (entry == nullptr && joined_[me_]) return stand_in(name);
+  if (entry == nullptr) fail(ErrorKind::kInternal, "[negotiation] " + name->text + " became ready without us");
+  name->entry = nullptr;
+  if (name->slot >= 0) {
+    bits_[name->slot / 64] &= ~(uint64_t{1} << name->slot % 64);
+    entry->description.priority = name->agreed.priority;
+  }
+  --pending_;
+  return entry;
+}
+
+void Negotiation::take_slot(Name* name) {
+  if (free_slots_.empty()) {
+    name->slot = static_cast<int>(slots_.size());
+    slots_.push_back(name);
+    bits_.resize((slots_.size() + 63) / 64);
+  } else {
+    name->slot = free_slots_.back();
+    free_slots_.pop_back();
+    slots_[name->slot] = name;
+  }
+}
+
+void Negotiation::free_slot(Name* name) {
+  const int slot = name->slot;
+  const uint64_t bit = uint64_t{1} << slot % 64;
+  if ((bits_[slot / 64] & bit) != 0) {
+    bits_[slot / 64] &= ~bit;
+    announce(name->entry);
+  }
+  slots_[slot] = nullptr;
+  free_slots_.push_back(slot);
+  name->slot = -1;
+}
+
+void Negotiation::announce(Entry* entry) {
+  unannounced_.push_back(entry);
+  news_ = true;
+  news_bytes_ += entry->bytes;
+}
+
+void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = closed_ || close;
+  }
+  collect();
+  if (scheduled()) thaw({});  // of what others begin nothing is finished
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [text, name] : names_) {
+    if (name->entry == nullptr) continue;
+    entries->push_back(name->entry);
+    name->entry = nullptr;
+  }
+  pending_ = 0;
+  join_entry_ = nullptr;
+  unannounced_.clear();
+  std::fill(bits_.begin(), bits_.end(), 0);
+  news_ = false;
+  news_bytes_ = 0;
+}
+
+void Negotiation::find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled) {
+  if (pending_ == 0) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [text, name] : names_) {
+    Entry* entry = name->entry;
+    if (entry == nullptr || now - entry->submitted_ns < age_ns) continue;
+    if (entry->description.kind == Kind::kJoin) continue;  // joining is waiting
+    if (name->batch >= 0) break_schedule();                // its rounds will tell who is missing
+    if (name->slot >= 0) {
+      // Bits say that somebody is missing, not who. A description instead makes all ranks start over with descriptions
+      // once the round has told them (the slot itself may only change on all ranks together).
+      const uint64_t bit = uint64_t{1} << name->slot % 64;
+      if ((bits_[name->slot / 64] & bit) == 0) continue;  // announced already, not yet told
+      bits_[name->slot / 64] &= ~bit;
+      announce(entry);
+    } else if (name->announced_count > 0) {
+      Stalled fact{name.get(), now - entry->submitted_ns, {}};
+      for (int rank = 0; rank < size_; ++rank)
+        if (!name->announced_by[rank] && !joined_[rank]) fact.missing.push_back(ranks_[rank]);
+      stalled->push_back(std::move(fact));
+    }
+  }
+}
+
+}  // namespace perseus

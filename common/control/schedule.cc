@@ -1,0 +1,128 @@
+// Steps end where every expected name has been seen, or one is seen again.
+#include "control/schedule.h"
+
+#include <algorithm>
+
+#include "base/hash.h"
+#include "control/negotiation.h"
+
+namespace perseus {
+namespace {
+
+constexpr int kFirstNeeded = 3, kMostNeeded = 96;  // identical steps before an order is frozen
+constexpr uint64_t kLongEnough = 100;              // steps that a schedule lasted: what broke it comes seldom
+// Of a batch: enough to be worth an exchange, and little enough for the rest of the step to overlap with it.
+constexpr size_t kBatchBytes = 4 * 1024 * 1024;
+
+size_t bytes_of(const Description& description) {
+  size_t bytes = 0;
+  for (const TensorDescription& tensor : description.tensors) bytes += tensor.bytes();
+  return bytes;
+}
+
+// What has no slot is described every time, or just now by somebody; what has no bytes is done as soon as it is begun,
+// so it could not be taken back.
+bool can_be_scheduled(const Name& name) {
+  return name.slot >= 0 && name.agreed.kind == Kind::kAllreduce && bytes_of(name.agreed) > 0;
+}
+
+}  // namespace
+
+void Schedule::learn(const std::vector<Entry*>& ready) {
+  ++round_;
+  bool any = false;
+  for (const Entry* entry : ready) {
+    // It may make the group measure: that is over some steps later, on all ranks, and so before an order is frozen.
+    if (entry->description.compression.automatic && !entry->name->expected) same_ = 0;
+    if (!can_be_scheduled(*entry->name)) continue;
+    see(entry->name);
+    any = true;
+  }
+  if (!any || same_ < std::max(needed_, kFirstNeeded) || !steady()) return;
+  // Only between two steps, so that the schedule begins with its first batch. Where steps have been told apart in the
+  // middle of what is now one round, the next one begins with the next round.
+  if (seen_.empty()) return freeze();
+  seen_.clear();
+  extra_.clear();
+  expected_seen_ = 0;
+  ++step_;
+}
+
+void Schedule::see(Name* name) {
+  if (name->seen_in_step == step_) end_step(false);
+  if (name->expected) ++expected_seen_;
+  else if (name->seen_in_step + 1 == step_) extra_.push_back(name);
+  name->seen_in_step = step_;
+  seen_.push_back({name, round_});
+  if (!expected_.empty() && expected_seen_ == expected_.size()) end_step(true);
+}
+
+// A step without all that was expected: from now on what it had is expected. One with more: what comes every time is
+// expected too, what comes now and then is not.
+void Schedule::end_step(bool complete) {
+  if (!complete) {
+    for (Name* name : expected_) name->expected = false;
+    expected_.clear();
+    extra_.clear();
+    for (const Seen& seen : seen_) extra_.push_back(seen.name);
+  }
+  same_ = extra_.empty() ? same_ + 1 : 0;
+  for (Name* name : extra_) {
+    name->expected = true;
+    expected_.push_back(name);
+  }
+  extra_.clear();
+  last_.swap(seen_);
+  seen_.clear();
+  expected_seen_ = 0;
+  ++step_;
+}
+
+bool Schedule::steady() const {
+  return std::all_of(expected_.begin(), expected_.end(), [](const Name* name) { return can_be_scheduled(*name); });
+}
+
+// As the last step's rounds had it: what became ready in one round had been submitted on all ranks together, so no rank
+// that does the same again waits for one part of a batch before it submits another.
+void Schedule::freeze() {
+  fingerprint_ = kFnvBasis + ++frozen_;
+  uint64_t round = 0;
+  size_t bytes = 0;
+  std::string text;
+  for (const Seen& seen : last_) {
+    if (!seen.name->expected) continue;
+    if (seen.round != round || bytes >= kBatchBytes) {
+      batches_.emplace_back();
+      round = seen.round;
+      bytes = 0;
+      text.push_back('|');
+    }
+    batches_.back().push_back(seen.name);
+    seen.name->batch = static_cast<int>(batches_.size()) - 1;
+    bytes += bytes_of(seen.name->agreed);
+    append_request(seen.name->text, seen.name->agreed, &text);
+  }
+  fingerprint_ = std::max<uint64_t>(fnv1a(text, fingerprint_), 1);
+}
+
+void Schedule::forget() {
+  for (Name* name : expected_) name->expected = false;
+  expected_.clear();
+  extra_.clear();
+  seen_.clear();
+  last_.clear();
+  expected_seen_ = 0;
+  same_ = 0;
+  step_ += 2;  // nothing was seen in the step before
+}
+
+void Schedule::thaw(uint64_t batches) {
+  const bool lasted = batches / batches_.size() >= kLongEnough;
+  needed_ = lasted ? kFirstNeeded : std::min(2 * std::max(needed_, kFirstNeeded), kMostNeeded);
+  for (const std::vector<Name*>& batch : batches_)
+    for (Name* name : batch) name->batch = -1;
+  batches_.clear();
+  forget();
+}
+
+}  // namespace perseus

@@ -1,0 +1,51 @@
+// The order in which a group's allreduces become ready, step after step: learnt from what rounds made ready and, when
+// it has repeated itself often enough, frozen, so that nothing needs to be said any more. A replica: all ranks of the
+// group apply the same rounds, so all learn the same and freeze it after the same round. Used by the driver.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "request/batch.h"
+#include "request/request.h"
+
+namespace perseus {
+
+class Schedule {
+ public:
+  // What became ready in one round, in the order of execution. May freeze.
+  void learn(const std::vector<Entry*>& ready);
+  // What was learnt no longer holds.
+  void forget();
+
+  bool frozen() const { return !batches_.empty(); }
+  // Of names, requests and batches; never 0.
+  uint64_t fingerprint() const { return fingerprint_; }
+  // Names in the order of execution; the batches come round for ever.
+  const std::vector<std::vector<Name*>>& batches() const { return batches_; }
+  // Ends after so many batches. A schedule that broke soon is not tried again so soon.
+  void thaw(uint64_t batches);
+
+ private:
+  void see(Name* name);
+  void end_step(bool complete);
+  bool steady() const;
+  void freeze();
+
+  struct Seen {
+    Name* name;
+    uint64_t round;
+  };
+  std::vector<Seen> seen_, last_;  // in this step so far; in the one before
+  std::vector<Name*> expected_;    // what makes a step complete
+  size_t expected_seen_ = 0;
+  std::vector<Name*> extra_;  // seen in this step and the one before, but not expected
+  uint64_t step_ = 1, round_ = 0;
+  int same_ = 0;    // complete steps in a row
+  int needed_ = 0;  // that freeze the order; 0 = not yet broken
+
+  std::vector<std::vector<Name*>> batches_;
+  uint64_t fingerprint_ = 0, frozen_ = 0;
+};
+
+}  // namespace perseus

@@ -1,0 +1,325 @@
+// From entries to buckets: what is fused with what, and which exchanges a tensor takes.
+#include <algorithm>
+#include <cstdlib>
+
+#include "base/error.h"
+#include "base/huge_pages.h"
+#include "execution/execution.h"
+
+namespace perseus {
+namespace {
+
+bool same_fold(const kernels::FoldSpec& a, const kernels::FoldSpec& b) {
+  return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
+         a.divisor == b.divisor;
+}
+
+// Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
+constexpr size_t kFlatBytes = 32 * 1024;
+
+}  // namespace
+
+kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ranks) {
+  kernels::FoldSpec fold;
+  fold.dtype = dtype;
+  fold.op = description.op == ReduceOp::kAverage ? ReduceOp::kSum : description.op;
+  fold.prescale = description.prescale;
+  fold.postscale = description.postscale;
+  fold.divisor = description.op == ReduceOp::kAverage ? static_cast<int>(ranks) : 1;
+  return fold;
+}
+
+Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint64_t>& rows) {
+  size_t total = 0;
+  int64_t total_rows = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const uint64_t row = static_cast<uint64_t>(row_bytes);
+    if (rows[i] > (uint64_t{1} << 48) || sizes[i] != rows[i] * row)
+      fail(ErrorKind::kIo, "[collective] a peer announced " + std::to_string(sizes[i]) + " bytes for " +
+                               std::to_string(rows[i]) + " rows of " + std::to_string(row) + " bytes");
+    total += sizes[i];
+    total_rows += static_cast<int64_t>(rows[i]);
+    output->received_splits.push_back(static_cast<int64_t>(rows[i]));
+  }
+  output->shape.assign(1, total_rows);
+  output->shape.insert(output->shape.end(), tail_shape.begin(), tail_shape.end());
+  output->bytes = total;
+  void* memory = nullptr;
+  // Frameworks expect tensors on cache lines.
+  if (posix_memalign(&memory, 64, total == 0 ? 64 : total) != 0)
+    fail(ErrorKind::kIo, "[engine] out of memory for a result of " + std::to_string(total) + " bytes");
+  advise_huge_pages(memory, total);
+  output->data = static_cast<Byte*>(memory);
+  return output->data;
+}
+
+void Bucket::add_piece(const Entry::Buffers& buffers, size_t size) {
+  if (buffers.in != buffers.out) advise_huge_pages(buffers.out, size);
+  plan.pieces.push_back(Piece{buffers.in, buffers.out, size});
+}
+
+void Bucket::clear() {
+  plan.clear();
+  entries.clear();
+  bytes = 0;
+  adasum.reset();
+  staged = nullptr;
+  stages = -1;
+  codec = CodecSpec();
+  coded_inside = false;
+  flushes = false;
+  residuals.clear();
+  output = nullptr;
+  tail_shape.clear();
+  begun_by.clear();
+}
+
+void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
+  if (waits_for_speeds(ready)) {
+    waiting_.push_back(ready);
+    return;
+  }
+  const int64_t now = now_ns();
+  const bool across = levels(false).groups > 1;
+  tuner_.agreed(ready, across, across ? slice_bytes(CodecKind::kNone) : SIZE_MAX, now);
+  for (Entry* entry : ready) {
+    entry->agreed_ns = now;
+    entry->executions_left = 0;
+    const Description& d = entry->description;
+    switch (d.kind) {
+      case Kind::kAllreduce:
+        give_up_other_sizes(*entry);
+        for (size_t i = 0; i < d.tensors.size(); ++i) add_reduction(entry, i);
+        break;
+      case Kind::kBroadcast:
+        add_broadcast(entry);
+        break;
+      case Kind::kReduceScatter:
+        add_reducescatter(entry);
+        break;
+      case Kind::kAllgather:
+      case Kind::kAlltoall:
+        outputs_of_(entry).resize(d.tensors.size());
+        for (size_t i = 0; i < d.tensors.size(); ++i) add_gather(entry, i);
+        break;
+      case Kind::kBarrier:
+      case Kind::kAddGroup:
+      case Kind::kRemoveGroup:
+      case Kind::kJoin:
+      case Kind::kBreak:
+      case Kind::kBlocked:
+        break;  // that all are ready is all there is to it
+    }
+    if (entry->executions_left == 0) finished->push_back(entry);
+  }
+  close_all(batch);
+}
+
+std::unique_ptr<Bucket> Execution::fresh_bucket() {
+  if (free_.empty()) return std::make_unique<Bucket>();
+  std::unique_ptr<Bucket> bucket = std::move(free_.back());
+  free_.pop_back();
+  return bucket;
+}
+
+Bucket& Execution::own_bucket(Entry* entry, size_t bytes) {
+  open_.push_back(fresh_bucket());
+  Bucket& bucket = *open_.back();
+  bucket.bytes = bytes;
+  bucket.entries.push_back(entry);
+  ++entry->executions_left;
+  return bucket;
+}
+
+Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
+  const size_t most = tuner_.bucket_bytes(fit.most_bytes);
+  for (auto& bucket : open_) {
+    const ExchangePlan& plan = bucket->plan;
+    if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
+        plan.root != fit.root || bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) ||
+        bucket->codec != fit.codec || bucket->coded_inside != fit.coded_inside || bucket->flushes != fit.flushes)
+      continue;
+    bucket->bytes += bytes;
+    if (bucket->entries.back() != entry) {
+      bucket->entries.push_back(entry);
+      ++entry->executions_left;
+    }
+    return *bucket;
+  }
+  Bucket& bucket = own_bucket(entry, bytes);
+  bucket.plan.collective = fit.collective;
+  bucket.plan.algorithm = fit.algorithm;
+  bucket.plan.fold = fit.fold;
+  bucket.plan.root = fit.root;
+  bucket.stages = fit.stages;
+  bucket.codec = fit.codec;
+  bucket.coded_inside = fit.coded_inside;
+  bucket.flushes = fit.flushes;
+  return bucket;
+}
+
+void Execution::add_reduction(Entry* entry, size_t tensor) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  const size_t bytes = t.bytes();
+  if (bytes == 0) return;
+  const kernels::FoldSpec fold = fold_of(d, t.dtype, ranks_.size());
+  const Levels& levels = this->levels(false);
+  const bool stages = settings_.topology->stages(bytes);
+  const CodecSpec codec = codec_of(d, t);
+  const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
+  if (flushes || codec.kind != CodecKind::kNone) {
+    const bool alike = levels.groups == 1 || !stages || d.flush == Flush::kAmongAll;
+    return add_coded(entry, tensor, this->levels(alike), codec);
+  }
+  if (fold.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, fold);
+  const bool staged = levels.divided() && stages && (d.gradient || bytes > kFlatBytes);
+  Fit fit(Collective::kAllreduce, fold);
+  fit.stages = staged ? 1 : -1;
+  fit.algorithm = algorithm_of(fit.stages, bytes);
+  fit.most_bytes = run_bytes(bytes);
+  // Every element is folded by itself: where a tensor is cut changes no bits.
+  for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
+    const size_t size = std::min(fit.most_bytes, bytes - begin);
+    Bucket& bucket = bucket_for(entry, size, fit);
+    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    if (staged) open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
+  }
+}
+
+void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold) {
+  const TensorDescription& t = entry->description.tensors[tensor];
+  Bucket& bucket = bucket_for(entry, t.bytes(), Fit(Collective::kAllreduce, fold));
+  bucket.add_piece(entry->buffers[tensor], t.bytes());
+  if (!bucket.adasum)
+    bucket.adasum =
+        std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
+  bucket.staged = bucket.adasum.get();
+  bucket.adasum->add_tensor(bucket.plan.pieces.back());
+}
+
+// Between hosts a tensor goes in runs over several streams: over several interfaces at once, and past what one TCP
+// connection gets of a fast network. Of a large one all runs are under way together: between two on one stream the wire
+// is idle for a moment. Many peers are many connections already, and more than there are interfaces only get in each
+// other's way. In shared memory one exchange has many chunks under way anyway.
+size_t Execution::run_bytes(size_t bytes) const {
+  const size_t streams = static_cast<size_t>(tuner_.now().streams), peers = std::max<size_t>(2, ranks_.size()) - 1;
+  if (streams == 1 || !settings_.topology->spans_nodes(ranks_)) return SIZE_MAX;
+  const size_t runs = std::max(static_cast<size_t>(settings_.topology->interfaces()), streams / peers);
+  if (runs == 1) return SIZE_MAX;
+  const size_t share = (bytes / runs / kChunkBytes + 1) * kChunkBytes;
+  return std::max({slice_bytes(CodecKind::kNone), ranks_.size() * kChunkBytes, share});
+}
+
+const Levels& Execution::levels(bool undivided) {
+  if (levels_.empty()) {
+    levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
+    levels_.push_back(settings_.topology->of(ranks_, me_));
+    link_cost_ = settings_.topology->spans_nodes(ranks_) ? kTcpCost : kSharedMemoryCost;
+  }
+  return levels_[undivided ? 0 : 1];
+}
+
+// The bucket's stages, begun where this is their first piece.
+LeveledAllreduce& Execution::open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
+                                         const WireFormat* inside) {
+  std::unique_ptr<LeveledAllreduce>& stages = bucket->leveled[bucket->stages];
+  if (!stages) stages = std::make_unique<LeveledAllreduce>(levels);
+  if (bucket->staged == nullptr) {
+    bucket->staged = stages.get();
+    stages->start(bucket->plan.fold, format, inside);
+  }
+  return *stages;
+}
+
+void Execution::add_broadcast(Entry* entry) {
+  const Description& d = entry->description;
+  int root = 0;
+  while (ranks_[root] != d.root) ++root;
+  kernels::FoldSpec bytes_only;
+  bytes_only.dtype = DType::kUInt8;
+  for (size_t i = 0; i < d.tensors.size(); ++i) {
+    const size_t bytes = d.tensors[i].bytes();
+    if (bytes == 0) continue;
+    Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kBroadcast, bytes_only, root));
+    bucket.add_piece(entry->buffers[i], bytes);
+  }
+}
+
+void Execution::add_reducescatter(Entry* entry) {
+  const Description& d = entry->description;
+  const int64_t ranks = static_cast<int64_t>(ranks_.size());
+  for (size_t i = 0; i < d.tensors.size(); ++i) {
+    const TensorDescription& t = d.tensors[i];
+    if (t.bytes() == 0) continue;
+    ExchangePlan& plan = own_bucket(entry, t.bytes()).plan;
+    plan.collective = Collective::kReduceScatter;
+    plan.fold = fold_of(d, t.dtype, ranks_.size());
+    const int64_t rows = t.shape[0], row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
+    // Horovod's layout: the first rows % ranks ranks get one more.
+    for (int64_t r = 0; r < ranks; ++r)
+      plan.parts.push_back(static_cast<size_t>((rows / ranks + (r < rows % ranks ? 1 : 0)) * row_bytes));
+    plan.pieces.push_back(Piece{entry->buffers[i].in, nullptr, t.bytes()});
+    advise_huge_pages(entry->buffers[i].out, plan.parts[me_]);
+    plan.result.push_back(Piece{nullptr, entry->buffers[i].out, plan.parts[me_]});
+  }
+}
+
+void Execution::add_gather(Entry* entry, size_t tensor) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  Bucket& bucket = own_bucket(entry, t.bytes());
+  bucket.output = &outputs_of_(entry)[tensor];
+  bucket.row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
+  bucket.tail_shape.assign(t.shape.begin() + 1, t.shape.end());
+  ExchangePlan& plan = bucket.plan;
+  plan.fold = kernels::FoldSpec();
+  plan.fold.dtype = t.dtype;
+  plan.pieces.push_back(Piece{entry->buffers[tensor].in, nullptr, t.bytes()});
+  if (d.kind == Kind::kAllgather) {
+    plan.collective = Collective::kAllgather;
+    plan.send_rows.push_back(static_cast<uint64_t>(t.shape[0]));
+  } else {
+    plan.collective = Collective::kAlltoall;
+    for (int64_t rows : entry->splits) {
+      plan.send_rows.push_back(static_cast<uint64_t>(rows));
+      plan.send_bytes.push_back(static_cast<size_t>(rows * bucket.row_bytes));
+    }
+  }
+}
+
+// Of a tensor: by its size alone, never by what it shares a bucket with.
+Algorithm Execution::algorithm_of(int stages, size_t bytes) {
+  if (stages < 0) return settings_.algorithm.of_tensor(static_cast<int>(ranks_.size()), bytes, link_cost_);
+  const Levels& levels = this->levels(false);
+  return settings_.algorithm.of_tensor(levels.groups, bytes / static_cast<size_t>(levels.shards), link_cost_);
+}
+
+// Of a bucket that is full: one that gives the same bits.
+void Execution::settle_algorithm(Bucket* bucket) {
+  Algorithm& algorithm = bucket->plan.algorithm;
+  if (algorithm == Algorithm::kPairwise) return;
+  const Levels& levels = this->levels(false);
+  if (bucket->stages < 0) {
+    algorithm = settings_.algorithm.of_bucket(algorithm, static_cast<int>(ranks_.size()), bucket->bytes, link_cost_);
+  } else {
+    const size_t bytes = bucket->bytes / static_cast<size_t>(levels.shards);
+    algorithm = settings_.algorithm.of_bucket(algorithm, levels.groups, bytes, link_cost_);
+    bucket->leveled[bucket->stages]->use(algorithm);
+  }
+}
+
+void Execution::close_all(const Batch& batch) {
+  // The counter is the same on all ranks, and so is the stream.
+  for (auto& bucket : open_) {
+    settle_algorithm(bucket.get());
+    bucket->number = buckets_started_;
+    bucket->batch = batch;
+    Stream& stream = streams_[buckets_started_++ % static_cast<size_t>(tuner_.now().streams)];
+    stream.queue.push_back(std::move(bucket));
+    ++in_flight_;
+  }
+  open_.clear();
+}
+
+}  // namespace perseus

@@ -1,0 +1,96 @@
+// Allreduces that are encoded: which tensors, in what form, and what was held back of them.
+#include <algorithm>
+
+#include "base/hash.h"
+#include "execution/execution.h"
+
+namespace perseus {
+namespace {
+
+// Spreads the owners of small tensors over the ranks, the same way everywhere.
+uint64_t salt_of(const std::string& name) { return fnv1a(name) >> 1; }  // so that a number can be added
+
+}  // namespace
+
+void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
+  fit.stages = &levels == &this->levels(true) ? 0 : 1;
+  fit.flushes = d.flush != Flush::kNone;
+  if (!fit.flushes) fit.codec = codec;
+  fit.coded_inside = d.compression.inside && !fit.flushes && fit.stages == 1;
+  const size_t element = dtype_size(t.dtype), slice = slice_bytes(fit.codec.kind) / sizeof(float) * element;
+  fit.most_bytes = slice;
+  const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
+  const WireFormat* inside = fit.coded_inside ? format_of(settings_.precision) : nullptr;
+  if (format->keeps_residual()) take_residuals(entry);
+  LeveledAllreduce::Run run;
+  run.salt = salt_of(*entry->text) + tensor;
+  const size_t bytes = t.bytes();
+  for (size_t begin = 0; begin < bytes; begin += slice) {
+    const size_t size = std::min(slice, bytes - begin);
+    Bucket& bucket = bucket_for(entry, size, fit);
+    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    run.piece = bucket.plan.pieces.back();
+    run.number = begin / element / kWireChunk;
+    if (entry->residuals) {
+      run.residual = entry->residuals->sent(tensor) + begin / element;
+      run.result_residual = entry->residuals->result(tensor) + begin / element;
+      run.step = entry->residuals->steps;
+      if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
+        bucket.residuals.push_back(entry->residuals);
+    }
+    open_stages(&bucket, levels, format, inside).add(run);
+  }
+}
+
+// What was held back of the entry's tensors, and room for what will be.
+void Execution::take_residuals(Entry* entry) {
+  if (entry->residuals || settings_.residuals == nullptr || entry->stand_in) return;
+  const Description& d = entry->description;
+  set_sizes(d);
+  entry->residuals =
+      settings_.residuals->take({entry->gradient_of, group_, *entry->text}, sizes_, d.compression,
+                                settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)), d.flush);
+  if (!entry->residuals || d.flush != Flush::kAmongAll) return;
+  const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
+  entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
+}
+
+void Execution::set_sizes(const Description& description) {
+  sizes_.clear();
+  for (const TensorDescription& each : description.tensors) sizes_.push_back(static_cast<size_t>(each.count()));
+}
+
+void Execution::give_up_other_sizes(const Entry& entry) {
+  if (settings_.residuals == nullptr || settings_.residuals->bytes() == 0 || entry.stand_in) return;
+  set_sizes(entry.description);
+  settings_.residuals->agreed({entry.gradient_of, group_, *entry.text}, sizes_);
+}
+
+// By what all ranks know of the tensor, never by what it shares a bucket with. What leaves elements out does so between
+// groups only; where there is one group, so does everything but PERSEUS_ALLREDUCE_DTYPE=0.
+CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) {
+  const bool between = levels(false).groups > 1;
+  if (!between && !d.compression.inside) return CodecSpec();
+  if (d.compression.automatic) {
+    if (t.dtype != DType::kFloat32) return CodecSpec();
+    Speeds speeds = speeds_;
+    if (!settings_.topology->stages(t.bytes())) speeds.shards = 1;  // as many bytes from each rank, whoever gets them
+    return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds, t.bytes()))];
+  }
+  if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.compression.doubles)) return CodecSpec();
+  const CodecSpec& codec = between && t.bytes() >= d.compression.from ? d.compression.codec : settings_.precision;
+  const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
+  return halves && dtype_size(t.dtype) == 2 ? CodecSpec() : codec;
+}
+
+const WireFormat* Execution::format_of(const CodecSpec& codec) {
+  for (auto& [spec, format] : formats_)
+    if (spec == codec) return format.get();
+  formats_.emplace_back(codec, make_codec(codec));
+  return formats_.back().second.get();
+}
+
+}  // namespace perseus

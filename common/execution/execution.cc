@@ -1,0 +1,213 @@
+// From buckets to bytes: streams, and the exchanges under way on them.
+#include "execution/execution.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace perseus {
+Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
+                     MakeLinks make_links, OutputsOf outputs_of)
+    : settings_(settings),
+      ranks_(std::move(ranks)),
+      me_(me),
+      epoch_(epoch),
+      group_(group),
+      make_links_(std::move(make_links)),
+      outputs_of_(std::move(outputs_of)),
+      tuner_(settings.tuner),
+      streams_(static_cast<size_t>(tuner_.most_streams())) {}
+
+// What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
+// stream holds what it sends and what it receives of one. Short slices fill and drain the wire sooner; of what hardly
+// uses it (or is not encoded, and needs no working on) every exchange costs more than that gains.
+size_t Execution::slice_bytes(CodecKind codec) const {
+  constexpr size_t kMiB = 1024 * 1024, kChunk = kWireChunk * sizeof(float);
+  const size_t under_way = codec == CodecKind::kNone || codec == CodecKind::kTopK ? 16 * kMiB : 8 * kMiB;
+  return under_way / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
+}
+
+Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
+  std::unique_ptr<Exchange>& exchange = stream->exchanges[static_cast<int>(level)];
+  if (!exchange) {
+    const uint32_t number = settings_.first_stream + index;
+    const std::vector<Link*> all = make_links_(number);
+    std::vector<Link*> links;
+    int me = me_;
+    if (level == Level::kAll) {
+      links = all;
+    } else {
+      const Levels& levels = this->levels(false);
+      me = level == Level::kInner ? levels.inner_me : levels.across_me;
+      for (int member : level == Level::kInner ? levels.inner : levels.across)
+        links.push_back(all[static_cast<size_t>(member)]);
+    }
+    exchange = std::make_unique<Exchange>(std::move(links), me, epoch_, Channel{group_, number});
+  }
+  stream->level = static_cast<int>(level);
+  return *exchange;
+}
+
+void Execution::begin(Stream* stream, uint32_t index) {
+  Bucket& bucket = *stream->queue.front();
+  const int64_t now = now_ns();
+  stream->begun_ns = now;
+  for (Entry* entry : bucket.entries)
+    if (entry->started_ns == 0) entry->started_ns = now;
+  if (bucket.stages >= 0) bucket.leveled[bucket.stages]->use(&stream->coded);
+  const bool scheduled = bucket.batch.schedule != 0;
+  if (bucket.staged != nullptr && !scheduled) {
+    begin_next(stream, index);
+  } else {
+    // Stages and steps write to tensors before they have heard of all ranks: first headers alone are exchanged, then.
+    stream->plan_follows = scheduled && bucket.staged == nullptr && bucket.plan.algorithm != Algorithm::kPairwise;
+    exchange_of(stream, index, Level::kAll)
+        .start(bucket.staged != nullptr || stream->plan_follows ? nothing_ : bucket.plan, stream->sequence[0]++,
+               bucket.output != nullptr ? &bucket : nullptr, bucket.batch.schedule);
+  }
+  if (!bucket.begun_by.empty()) stream->exchange()->take_back(bucket.begun_by);
+  stream->open = scheduled && bucket.begun_by.empty();
+  stream->moved_ns = 0;
+  stream->first_byte_ns = 0;
+}
+
+// The next exchange of a bucket that takes several; false when there is none.
+bool Execution::begin_next(Stream* stream, uint32_t index) {
+  const Bucket& bucket = *stream->queue.front();
+  const bool plan_follows = stream->plan_follows;
+  stream->plan_follows = false;
+  if (plan_follows && bucket.begun_by.empty()) {
+    exchange_of(stream, index, Level::kAll).start(bucket.plan, stream->sequence[0]++, nullptr);
+    return true;
+  }
+  Staged* staged = bucket.begun_by.empty() ? bucket.staged : nullptr;
+  Staged::Step step;
+  if (staged == nullptr || !staged->next(&step)) return false;
+  Exchange& exchange = exchange_of(stream, index, step.level);
+  exchange.start(*step.plan, stream->sequence[stream->level]++, step.sizes_vary ? staged : nullptr);
+  return true;
+}
+
+bool Execution::step(std::vector<Entry*>* finished) {
+  if (in_flight_ == 0 && !waiting_.empty()) begin_probe();
+  if (in_flight_ == 0) return false;
+  bool moved = false;
+  for (size_t i = 0; i < streams_.size(); ++i) {
+    Stream& stream = streams_[i];
+    if (stream.queue.empty()) continue;
+    if (stream.exchange() == nullptr || stream.exchange()->done()) begin(&stream, static_cast<uint32_t>(i));
+    const int64_t before = traced() && stream.first_byte_ns == 0 ? now_ns() : 0;
+    if (stream.exchange()->step()) {
+      moved = true;
+      if (before != 0) stream.first_byte_ns = before;
+      stream.moved_ns = 0;
+      stream.open = stream.open && !stream.exchange()->agreed();
+    } else if (!stream.open && stream.moved_ns == 0) {
+      stream.moved_ns = now_ns();
+    }
+    if (!stream.exchange()->done() || begin_next(&stream, static_cast<uint32_t>(i))) continue;
+    const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
+    if (traced() && !probed && stream.queue.front()->begun_by.empty()) trace(stream, i);
+    std::unique_ptr<Bucket> bucket = std::move(stream.queue.front());
+    stream.queue.erase(stream.queue.begin());
+    --in_flight_;
+    ++buckets_done_;
+    if (tuner_.measuring() && !bucket->entries.empty() && bucket->entries.front()->description.gradient)
+      tuner_.done(now_ns());
+    for (Entry* entry : bucket->entries)
+      if (--entry->executions_left == 0) finished->push_back(entry);
+    bucket->clear();
+    free_.push_back(std::move(bucket));
+    if (probed) finish_probe(finished);
+  }
+  return moved;
+}
+
+void Execution::check_progress(int64_t now, int64_t since_ns) const {
+  if (settings_.timeout_ns == 0) return;
+  for (const Stream& stream : streams_)
+    if (!stream.queue.empty() && !stream.open && stream.moved_ns != 0 &&
+        now - std::max(stream.moved_ns, since_ns) > settings_.timeout_ns)
+      report_silence(stream);
+}
+
+void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries) {
+  const uint64_t finished = *std::min_element(begun.begin(), begun.end());
+  for (Stream& stream : streams_) {
+    for (size_t i = 0; i < stream.queue.size(); ++i) {
+      Bucket& bucket = *stream.queue[i];
+      if (bucket.batch.schedule == 0 || bucket.batch.number < finished || !bucket.begun_by.empty()) continue;
+      for (uint64_t batches : begun) bucket.begun_by.push_back(batches > bucket.batch.number);
+      for (Entry* entry : bucket.entries) {
+        if (--entry->executions_left > 0) continue;
+        // It counts as not taken: ranks that had not begun it have not taken it either, and all count alike.
+        if (entry->residuals) --entry->residuals->steps;
+        entry->residuals.reset();
+        entry->started_ns = 0;
+        entries->push_back(entry);
+      }
+      bucket.entries.clear();
+      bucket.residuals.clear();
+      if (i > 0 || stream.exchange() == nullptr || stream.exchange()->done()) continue;
+      stream.exchange()->take_back(bucket.begun_by);
+      stream.open = false;
+    }
+  }
+}
+
+bool Execution::waits_since(int64_t since_ns) const {
+  for (const Stream& stream : streams_)
+    if (!stream.queue.empty() && stream.open && stream.begun_ns < since_ns) return true;
+  return false;
+}
+
+size_t Execution::staging_bytes() const {
+  size_t bytes = 0;
+  for (const Stream& stream : streams_) bytes += stream.coded.bytes();
+  return bytes;
+}
+
+void Execution::trace(const Stream& stream, size_t index) const {
+  const Bucket& bucket = *stream.queue.front();
+  settings_.observer->bucket(
+      BucketObserver::Bucket{bucket.number, static_cast<int>(settings_.first_stream + index), bucket.bytes,
+                             stream.begun_ns, stream.first_byte_ns, bucket.codec.kind,
+                             bucket.staged == nullptr ? 0 : bucket.staged->codec_ns()},
+      ranks_, bucket.entries);
+}
+
+int Execution::rank_at(Level level, int member) const {
+  if (level == Level::kInner) member = levels_[1].inner[static_cast<size_t>(member)];
+  if (level == Level::kAcross) member = levels_[1].across[static_cast<size_t>(member)];
+  return ranks_[static_cast<size_t>(member)];
+}
+
+void Execution::report_silence(const Stream& stream) const {
+  const std::vector<int> waiting_for = stream.exchange()->waiting_for();
+  // A rank that is alive may itself only wait for the one that is not.
+  std::string who, dead;
+  for (int member : waiting_for) {
+    const int rank = rank_at(static_cast<Level>(stream.level), member);
+    who += (who.empty() ? "" : ", ") + std::to_string(rank);
+    if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  if (!dead.empty()) who = dead;
+  const std::vector<Entry*>& entries = stream.queue.front()->entries;
+  const Kind kind = entries.empty() ? Kind::kAllreduce : entries.front()->description.kind;
+  fail(ErrorKind::kTimeout, std::string("[collective] ") + kind_name(kind) + ": no data to or from rank " + who +
+                                " for " + std::to_string(settings_.timeout_ns / kSecond) + " s (GLOO_TIMEOUT_SECONDS)");
+}
+
+void Execution::abandon(std::vector<Entry*>* entries) {
+  for (Stream& stream : streams_) {
+    for (auto& bucket : stream.queue)
+      for (Entry* entry : bucket->entries)
+        if (--entry->executions_left == 0) entries->push_back(entry);
+    stream.queue.clear();
+  }
+  for (const std::vector<Entry*>& ready : waiting_) entries->insert(entries->end(), ready.begin(), ready.end());
+  waiting_.clear();
+  in_flight_ = 0;
+}
+
+}  // namespace perseus

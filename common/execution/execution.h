@@ -1,0 +1,198 @@
+// Runs what negotiation found ready, for one group: fuses requests into buckets, gives each bucket to a stream in the
+// agreed order, and reports entries whose last bucket is done. Used by the driver.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "base/clock.h"
+#include "codec/whole.h"
+#include "collective/adasum.h"
+#include "collective/leveled_allreduce.h"
+#include "compression/codec_choice.h"
+#include "compression/residuals.h"
+#include "execution/bucket_observer.h"
+#include "execution/link_probe.h"
+#include "execution/tuner.h"
+#include "request/batch.h"
+#include "request/request.h"
+#include "topology/allreduce_cost.h"
+#include "topology/topology.h"
+
+namespace perseus {
+
+struct ExecutionSettings {
+  TunerSettings tuner;
+  uint32_t first_stream = 0;                         // number of the first one's channel
+  int64_t timeout_ns = 60 * kSecond;                 // 0 = off
+  AlgorithmChoice algorithm;                         // of exact allreduces, between inner groups where there are any
+  const Topology* topology = nullptr;                // asked when the first allreduce comes
+  CodecSpec precision;                               // PERSEUS_ALLREDUCE_DTYPE's: of gradients inside a host, if asked
+                                                     // for, and of those too small for the codec they ask for
+  std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
+  uint64_t sparse_from = 0;                          // bytes: smaller tensors do not take the last one
+  bool measures = true;                              // else speeds are as told, and without them auto is exact
+  double link_seconds_per_byte = 0;                  // 0 = measured
+  std::function<void(const std::string& text)> say;  // news for the log
+  Residuals* residuals = nullptr;                    // none = nothing is held back
+  BucketObserver* observer = nullptr;                // none = nobody looks at buckets
+  std::function<int64_t(int rank)> silent_ns;        // how long a rank of the world has given no sign of life
+};
+
+// What moves together: requests that are one run of bytes, or one tensor of an allgather or alltoall.
+class Bucket final : public OutputSink {
+ public:
+  ExchangePlan plan;
+  std::unique_ptr<Adasum> adasum;
+  std::unique_ptr<LeveledAllreduce> leveled[2];  // made when first needed: undivided, divided
+  Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
+  int stages = -1;                               // which of `leveled`, -1 = none
+  CodecSpec codec;
+  bool coded_inside = false;  // with stages: not only between groups
+  bool flushes = false;       // all that was held back goes along: then no codec
+  std::vector<Residuals::Lease> residuals;
+  std::vector<Entry*> entries;
+  uint64_t number = 0;  // of the group's buckets, the same on all ranks
+  Batch batch;
+  std::vector<bool> begun_by;  // taken back: the members that had begun it; else empty
+  size_t bytes = 0;
+  Output* output = nullptr;  // allgather, alltoall
+  int64_t row_bytes = 0;
+  std::vector<int64_t> tail_shape;
+
+  // A tensor that is read and, changed, written; where the two differ, written for the first time, most likely.
+  void add_piece(const Entry::Buffers& buffers, size_t size);
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+  void clear();
+};
+
+// How an allreduce or reduce-scatter of so many ranks folds.
+kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ranks);
+
+class Execution {
+ public:
+  using MakeLinks = std::function<std::vector<Link*>(uint32_t stream)>;
+  using OutputsOf = std::function<std::vector<Output>&(Entry*)>;
+
+  Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
+            MakeLinks make_links, OutputsOf outputs_of);
+
+  // Queues ready entries in their agreed order. Entries without bytes to move are finished at once.
+  void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch());
+  // Of the schedule under way only the first batches up to the fewest in `begun` (by member: how many it has begun)
+  // will be finished: gives back this rank's other entries. All ranks have added as many batches as any has begun.
+  void take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries);
+  // Does a bucket of a schedule wait since before `since_ns` for other ranks to begin it?
+  bool waits_since(int64_t since_ns) const;
+  // Moves what can be moved; true when anything did.
+  bool step(std::vector<Entry*>* finished);
+  // Throws Error(kTimeout) when an operation under way has not moved a byte for the time limit. Silence before
+  // `since_ns` proves nothing: this process itself did not run then.
+  void check_progress(int64_t now, int64_t since_ns) const;
+  bool busy() const { return in_flight_ > 0 || !waiting_.empty(); }
+  // Gives up everything queued and under way; each entry once.
+  void abandon(std::vector<Entry*>* entries);
+  uint64_t buckets() const { return buckets_done_; }
+  // What auto goes by; number 0 before it was needed.
+  const Speeds& speeds() const { return speeds_; }
+  void go_by(const Speeds& speeds) { speeds_ = speeds; }
+  Tuner& tuner() { return tuner_; }
+  const Tuner& tuner() const { return tuner_; }
+  // Memory beyond tensors, and what holds them.
+  size_t staging_bytes() const;
+
+ private:
+  struct Stream {
+    std::unique_ptr<Exchange> exchanges[kLevels];  // of all members, of our inner group, of those across
+    uint64_t sequence[kLevels] = {};
+    int level = 0;                               // of the exchange under way
+    std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
+
+    Exchange* exchange() const { return exchanges[level].get(); }
+    CodedBuffers coded;
+    int64_t moved_ns = 0;                     // the first look in vain after bytes moved; 0 = none yet
+    int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way
+    bool plan_follows = false;                // after headers that were exchanged alone
+    bool open = false;                        // it is of a schedule, and not all ranks have begun it, as far as we know
+  };
+
+  // ---- measuring.cc ----
+  bool waits_for_speeds(const std::vector<Entry*>& ready);
+  void begin_probe();
+  void finish_probe(std::vector<Entry*>* finished);
+
+  std::unique_ptr<Bucket> fresh_bucket();
+  void fuse(Entry* entry);
+  void add_reduction(Entry* entry, size_t tensor);
+  void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
+  size_t run_bytes(size_t bytes) const;
+  void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
+  void take_residuals(Entry* entry);
+  void give_up_other_sizes(const Entry& entry);
+  void set_sizes(const Description& description);
+  CodecSpec codec_of(const Description& description, const TensorDescription& tensor);
+  const WireFormat* format_of(const CodecSpec& codec);
+  Algorithm algorithm_of(int stages, size_t bytes);
+  void settle_algorithm(Bucket* bucket);
+  const Levels& levels(bool undivided);
+  size_t slice_bytes(CodecKind codec) const;
+  LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
+                                const WireFormat* inside = nullptr);
+  void add_broadcast(Entry* entry);
+  void add_reducescatter(Entry* entry);
+  void add_gather(Entry* entry, size_t tensor);
+  // An open bucket of the same kind with room, else a new one; the entry waits for it.
+  // What a bucket must be like to take another tensor.
+  struct Fit {
+    Fit(Collective collective, const kernels::FoldSpec& fold, int root = 0)
+        : collective(collective), fold(fold), root(root) {}
+    Collective collective;
+    kernels::FoldSpec fold;
+    int root;
+    int stages = -1;  // index of Bucket::leveled, -1 = one exchange
+    Algorithm algorithm = Algorithm::kPairwise;
+    CodecSpec codec;
+    bool coded_inside = false;
+    bool flushes = false;
+    size_t most_bytes = SIZE_MAX;
+  };
+  Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit);
+  Bucket& own_bucket(Entry* entry, size_t bytes);
+  void close_all(const Batch& batch);
+  void begin(Stream* stream, uint32_t index);
+  bool begin_next(Stream* stream, uint32_t index);
+  Exchange& exchange_of(Stream* stream, uint32_t index, Level level);
+  int rank_at(Level level, int member) const;
+  bool traced() const { return settings_.observer != nullptr && settings_.observer->on(); }
+  void trace(const Stream& stream, size_t index) const;
+  void report_silence(const Stream& stream) const;
+
+  const ExecutionSettings settings_;
+  const std::vector<int> ranks_;
+  const int me_;
+  const uint32_t epoch_, group_;
+  const MakeLinks make_links_;
+  const OutputsOf outputs_of_;
+
+  Tuner tuner_;
+  std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
+  LinkCost link_cost_;          // between members of the group that are far apart; set with them
+  std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
+  const WholeFormat whole_;
+  std::vector<size_t> sizes_;  // of one entry's tensors
+  const ExchangePlan nothing_;
+
+  Speeds speeds_;
+  std::unique_ptr<LinkProbe> probe_;          // under way
+  std::vector<std::vector<Entry*>> waiting_;  // for it: what each round made ready, which is never fused with the next
+
+  std::vector<Stream> streams_;
+  std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry
+  std::vector<std::unique_ptr<Bucket>> free_;
+  uint64_t buckets_started_ = 0, buckets_done_ = 0;
+  int in_flight_ = 0;
+};
+
+}  // namespace perseus

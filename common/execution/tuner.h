@@ -1,0 +1,104 @@
+// How large buckets are and on how many streams they go, for the gradients of one group. Within its first steps a few
+// settings near the start values are tried, each in two steps; all ranks then tell each other how long theirs took, in
+// one negotiation round, and keep the best. A replica: steps are counted by what rounds make ready, so all ranks change
+// settings in the same place, and all decide from the same numbers. Results never depend on it. Used by the driver.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/config.h"
+#include "request/request.h"
+
+namespace perseus {
+
+struct Tuning {
+  size_t bucket_bytes = 128 * 1024 * 1024;
+  int streams = 4;
+};
+bool operator==(const Tuning& a, const Tuning& b);
+
+struct TunerSettings {
+  Tuning start;
+  int64_t parts = 0;  // PERSEUS_ALLREDUCE_FUSION: a bucket holds 1/parts of a step's gradients; 0 = as `start`
+  size_t most_bytes = SIZE_MAX;           // of such a bucket: HOROVOD_FUSION_THRESHOLD, where that is given, too
+  bool buckets = false, streams = false;  // what may be tried
+  bool everywhere = false;                // also where all ranks share memory, and for little data
+
+  // All ranks must have the same.
+  std::string text() const;
+};
+// Throws Error(kInvalidArgument) when PERSEUS_TUNER_REPLAY names a file that says nothing.
+TunerSettings tuner_settings(const Config& config);
+
+class Tuner {
+ public:
+  static constexpr const char* kName = "perseus.tuner";  // of the request that tells
+  struct Trial {
+    uint64_t step;  // from 1
+    Tuning tuning;
+    uint32_t microseconds;  // of the slowest rank; 0 = not measured
+  };
+  struct Decision {
+    std::vector<Trial> trials;
+    Tuning chosen;
+    uint64_t step_bytes;
+    std::string why;
+  };
+
+  explicit Tuner(const TunerSettings& settings) : settings_(settings), now_(settings.start) {}
+
+  // What holds for what becomes ready next. The streams in use are the first ones.
+  const Tuning& now() const { return now_; }
+  int most_streams() const;
+  // Bytes of a bucket whose parts would be fused up to `usual`, were nothing asked for.
+  size_t bucket_bytes(size_t usual) const { return in_parts_ ? now_.bucket_bytes : std::min(now_.bucket_bytes, usual); }
+
+  // What a round has made ready, before it is put into buckets. `worth_it`: this group is one for which settings
+  // matter. No bucket is larger than `largest` anyway.
+  void agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns);
+  // Between its first step and its decision? The same on all ranks after the same round.
+  bool trying() const { return !first_.empty() && state_ != State::kSettled; }
+  // Some of a step's gradients are done.
+  bool measuring() const { return state_ == State::kTrying; }
+  void done(int64_t now_ns) { done_ns_ = now_ns; }
+
+  // This rank's times, once they are due: to be submitted as a request of the name above.
+  bool has_times() const { return has_times_; }
+  std::vector<uint32_t> take_times();
+  // Once, when it is settled.
+  bool has_decision() const { return has_decision_; }
+  Decision take_decision();
+
+ private:
+  enum class State { kCounting, kTrying, kTelling, kSettled };
+
+  void begin_step(bool worth_it, size_t largest, int64_t now_ns);
+  void choose_candidates(size_t largest);
+  void next_trial(int64_t now_ns);
+  void hear(const std::vector<uint32_t>& times);
+  void settle(const Tuning& tuning, const std::string& why);
+
+  const TunerSettings settings_;
+  Tuning now_;
+  State state_ = State::kCounting;
+  std::string first_;  // the gradient that became ready first: with it a step begins
+  uint64_t step_ = 0;
+  bool in_parts_ = false;              // `now_` has 1/parts of a step
+  size_t bytes_ = 0, step_bytes_ = 0;  // of this step so far, of the first one
+  std::vector<Tuning> candidates_;     // [0] is what the group began with
+  std::vector<Trial> trials_;
+  int64_t begun_ns_ = 0, done_ns_ = 0;  // of the step under way
+  bool has_times_ = false, has_decision_ = false;
+  std::string why_;
+};
+
+// Lines of PERSEUS_AUTOTUNE_LOG, with those of the header first, and what PERSEUS_TUNER_REPLAY finds in them.
+std::string tuner_log_header();
+std::string tuner_log_lines(const Tuner::Decision& decision);
+// Throws Error(kInvalidArgument) with the file's name, the line and what was expected.
+Tuning read_tuner_log(const std::string& path);
+
+}  // namespace perseus

@@ -1,0 +1,35 @@
+// The search for NaN in gradients (PERSEUS_ALLREDUCE_NANCHECK): each rank looks at what it submits, the verdict travels
+// with the announcement that the gradient is ready, so all ranks know it before the gradient is reduced. A sum that has
+// become NaN (Inf and -Inf, or one written into a gradient on its way) is seen in the result, whose bits are the same
+// on all ranks. Thread-safe.
+#pragma once
+
+#include <vector>
+
+#include "base/log.h"
+#include "request/handle_table.h"
+#include "request/request.h"
+
+namespace perseus {
+
+enum class NanAction { kReport = 0, kRaise = 1, kSkip = 2 };
+
+class NanCheck {
+ public:
+  NanCheck(bool on, NanAction action) : on_(on), action_(action) {}
+
+  // Notes the tensors that have one in the description of a gradient that is about to be submitted.
+  void scan(Entry* entry) const;
+  // Notes the sums that have one where no rank had.
+  void scan_sums(const std::vector<Entry*>& finished) const;
+  // One warning about all that is wrong with gradients that are done, unless they end with an error that says so.
+  void report(const std::vector<Entry*>& finished, const Log& log) const;
+  // What the caller learns of a gradient that was reduced.
+  void judge(const Entry& entry, HandleTable::Slot* slot) const;
+
+ private:
+  const bool on_;
+  const NanAction action_;
+};
+
+}  // namespace perseus

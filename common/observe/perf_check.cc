@@ -1,0 +1,58 @@
+// Steps, the time in them, and the comparison.
+#include "observe/perf_check.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace perseus {
+
+double PerfCheck::submitted(uint64_t owner, int group, const char* name, int64_t now) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t waited = waited_ns_.load(std::memory_order_relaxed);
+  if (owner_ == 0) {
+    first_ = name;
+    owner_ = owner;
+    group_ = group;
+    count_ = 0;
+    began_ns_ = now;
+    began_waited_ns_ = waited;
+    return -1;
+  }
+  if (owner != owner_ || group != group_ || first_ != name || ++count_ < steps_) return -1;
+  const int64_t computed = std::max<int64_t>(now - began_ns_ - (waited - began_waited_ns_), 1);
+  count_ = 0;
+  began_ns_ = now;
+  began_waited_ns_ = waited;
+  return static_cast<double>(computed) / 1e9 / static_cast<double>(steps_);
+}
+
+void PerfCheck::forget(uint64_t owner) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (owner == owner_) owner_ = 0;
+}
+
+std::string describe_slow(const std::vector<double>& seconds, const std::vector<int>& ranks, int64_t steps) {
+  // Slower than the rank in the middle by more than measurement and chance explain.
+  constexpr double kSlow = 1.25;
+  std::vector<double> sorted;
+  for (double value : seconds)
+    if (value > 0) sorted.push_back(value);
+  if (sorted.size() < 2) return "";
+  std::sort(sorted.begin(), sorted.end());
+  const double median = sorted[(sorted.size() - 1) / 2];
+  std::string slow;
+  for (size_t i = 0; i < seconds.size(); ++i) {
+    if (seconds[i] < kSlow * median) continue;
+    char text[96];
+    std::snprintf(text, sizeof text, "%srank %d %.3f ms (%.2f times)", slow.empty() ? "" : ", ", ranks[i],
+                  seconds[i] * 1e3, seconds[i] / median);
+    slow += text;
+  }
+  if (slow.empty()) return "";
+  char text[160];
+  std::snprintf(text, sizeof text, "; the median of %d ranks is %.3f ms, the fastest %.3f ms",
+                static_cast<int>(sorted.size()), median * 1e3, sorted[0] * 1e3);
+  return "[perf check] slow in the last " + std::to_string(steps) + " steps, computing for each: " + slow + text;
+}
+
+}  // namespace perseus

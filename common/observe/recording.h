@@ -1,0 +1,65 @@
+// One trace file while it is being written: the driver appends fixed-size records to a ring that was allocated
+// beforehand; a thread of its own turns them into events and writes these. What the ring has no room for is counted and
+// said, in the trace and in the log.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/log.h"
+#include "observe/trace_file.h"
+#include "observe/trace_format.h"
+
+namespace perseus {
+
+class Recording {
+ public:
+  static constexpr size_t kSlots = 32768;  // 4 MiB
+  // How long events may be missing in the file.
+  static constexpr int64_t kWriteEveryMs = 50;
+
+  // The file exists and is a valid trace when it returns. Throws Error(kInvalidArgument).
+  Recording(const std::string& path, int rank, int size, const Log& log);
+  // Writes what is left.
+  ~Recording();
+
+  const std::string& path() const { return file_.path(); }
+
+  // ---- the driver; token held ----
+  static size_t slots_for(size_t name_bytes);
+  // Room for `slots`? If not, `records` are counted as dropped.
+  bool has_room(size_t slots, size_t records);
+  // Only after has_room().
+  void add(TraceRecord record, const std::string& name);
+
+ private:
+  void write_loop();
+  void drain();
+  void flush();
+  void take(size_t* tail);
+
+  const Log log_;
+  TraceFile file_;
+  TraceFormat format_;
+  std::unique_ptr<TraceRecord[]> ring_;  // slot n lies at n % kSlots
+  std::atomic<size_t> head_{0};          // slots ever filled; written by the driver
+  std::atomic<size_t> tail_{0};          // slots ever taken; written by the thread
+  std::atomic<uint64_t> dropped_{0};
+
+  // The thread's:
+  std::string events_, name_;
+  uint64_t dropped_said_ = 0;
+  bool broken_ = false;  // nothing can be written any more
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stop_ = false;  // guarded by mutex_
+  std::thread thread_;
+};
+
+}  // namespace perseus

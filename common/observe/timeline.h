@@ -1,0 +1,61 @@
+// The timeline (HOROVOD_TIMELINE): what the driver tells it goes into a Chrome trace, while one is being recorded.
+// Starting and stopping is for any thread, the rest for the driver. Costs one look at a pointer while it is off.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "execution/bucket_observer.h"
+#include "observe/recording.h"
+#include "request/request.h"
+#include "topology/world.h"
+
+namespace perseus {
+
+class Timeline final : public BucketObserver {
+ public:
+  // Calls what it is given while no pass of the driver runs.
+  using Exclusively = std::function<void(const std::function<void()>&)>;
+
+  // `transports[rank]`: "mem", "shm", "tcp" or "none". Records from the start where HOROVOD_TIMELINE names a file;
+  // throws Error(kInvalidArgument) when that file cannot be written.
+  Timeline(const World& world, const Config& config, const std::vector<const char*>& transports, const Log& log);
+
+  // ---- driver ----
+  bool on() const override { return recording_ != nullptr; }
+  bool marks_cycles() const { return on() && mark_cycles_; }
+  // The entry's handle is about to be done; it still has its name.
+  void operation(const Entry& entry, bool ok);
+  void bucket(const Bucket& bucket, const std::vector<int>& ranks, const std::vector<Entry*>& entries) override;
+  void round(int group, uint64_t number);
+  // The tuner has settled.
+  void tuned(size_t bucket_bytes, int streams, const std::string& why);
+
+  // ---- any thread; see perseus_timeline_start and perseus_timeline_stop ----
+  void start(const std::string& path, bool mark_cycles, const Exclusively& exclusively);
+  void stop(const Exclusively& exclusively);
+
+ private:
+  std::unique_ptr<Recording> open(const std::string& path) const;
+
+  const Log log_;
+  const int rank_, size_;
+  const bool armed_;                 // HOROVOD_TIMELINE is set
+  const bool writes_;                // this rank has a file
+  std::vector<uint8_t> transports_;  // bits of TraceRecord by rank
+
+  std::mutex control_mutex_;  // held by whoever starts or stops
+  // Changed with the token and control_mutex_; read with either.
+  std::unique_ptr<Recording> recording_;
+  bool mark_cycles_ = false;
+};
+
+// trace.json of rank 2 → trace.rank2.json; rank 0 has the file as named.
+std::string timeline_path(const std::string& path, int rank);
+
+}  // namespace perseus

@@ -1,0 +1,55 @@
+// Opening and appending.
+#include "observe/trace_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/descriptors.h"
+#include "base/error.h"
+#include "base/fork_guard.h"
+
+namespace perseus {
+namespace {
+
+constexpr char kOpening[] = "[\n", kSeparator[] = ",\n", kClosing[] = "\n]\n";
+
+}  // namespace
+
+TraceFile::TraceFile(const std::string& path) : path_(path) {
+  fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (fd_ < 0)
+    fail(ErrorKind::kInvalidArgument, "[timeline] cannot write '" + path + "': " + error_text(errno) +
+                                          ". Name a file in a directory that exists and may be written to");
+  guard_fd(fd_);
+}
+
+TraceFile::~TraceFile() { close_guarded(fd_); }
+
+std::string TraceFile::append(const std::string& events) {
+  if (events.empty()) return "";
+  const std::string head = (end_ == 0 ? kOpening : kSeparator) + events;
+  std::string trouble = write_at(head + kClosing);
+  if (trouble.empty()) {
+    end_ += static_cast<int64_t>(head.size());
+  } else if (::ftruncate(fd_, end_) == 0 && end_ > 0) {
+    // What there was is still a whole array, if only the bracket finds room.
+    write_at(kClosing);
+  }
+  return trouble;
+}
+
+std::string TraceFile::write_at(const std::string& text) {
+  size_t done = 0;
+  while (done < text.size()) {
+    const ssize_t n = ::pwrite(fd_, text.data() + done, text.size() - done, end_ + static_cast<int64_t>(done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return n < 0 ? std::strerror(errno) : "nothing was written";
+    done += static_cast<size_t>(n);
+  }
+  return "";
+}
+
+}  // namespace perseus

@@ -1,0 +1,207 @@
+// Events and their rows.
+#include "observe/trace_format.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+
+#include "base/json.h"
+
+namespace perseus {
+namespace {
+
+constexpr int kJob = 0, kStreams = 1, kFirstTensor = 2;  // pids
+
+// Of a line of a process. To Perfetto 0 is the main thread, whose tid is the pid: beside a line with that number, what
+// overlaps would be one line's, and dropped.
+int tid(int process, int line) { return process + line; }
+
+std::string microseconds(int64_t ns) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%" PRId64 ".%03d", ns / 1000, static_cast<int>(ns % 1000));
+  return text;
+}
+
+std::string field(const char* name, uint64_t value) {
+  return std::string("\"") + name + "\": " + std::to_string(value) + ", ";
+}
+
+std::string field(const char* name, const std::string& text) {
+  return std::string("\"") + name + "\": " + json_string(text) + ", ";
+}
+
+void separate(std::string* events) {
+  if (!events->empty()) *events += ",\n";
+}
+
+void metadata(const char* what, int process, int line, const std::string& args, std::string* events) {
+  separate(events);
+  *events += std::string("{\"name\": \"") + what + "\", \"ph\": \"M\", \"pid\": " + std::to_string(process) +
+             ", \"tid\": " + std::to_string(tid(process, line)) + ", \"args\": {" + args + "}}";
+}
+
+std::string transport_text(uint8_t transports) {
+  std::string text;
+  const auto add = [&](uint8_t bit, const char* name) {
+    if ((transports & bit) != 0) text += (text.empty() ? "" : "+") + std::string(name);
+  };
+  add(TraceRecord::kMem, "mem");
+  add(TraceRecord::kShm, "shm");
+  add(TraceRecord::kTcp, "tcp");
+  return text.empty() ? "local" : text;
+}
+
+// "SHM_ALLREDUCE": what Horovod calls after its libraries is called after the way the bytes go.
+std::string activity(uint8_t transports, Kind kind) {
+  std::string text = transport_text(transports) + "_" + kind_name(kind);
+  for (char& c : text)
+    if (c >= 'a' && c <= 'z') c = static_cast<char>(c - 'a' + 'A');
+  return text;
+}
+
+std::string without_comma(std::string fields) {
+  if (!fields.empty()) fields.resize(fields.size() - 2);
+  return fields;
+}
+
+}  // namespace
+
+TraceFormat::TraceFormat(int rank, int size, int64_t start_ns, int64_t epoch_us)
+    : rank_(rank), size_(size), start_ns_(start_ns), epoch_us_(epoch_us) {}
+
+std::string TraceFormat::time(int64_t at_ns) const { return microseconds(std::max<int64_t>(at_ns - start_ns_, 0)); }
+
+void TraceFormat::header(std::string* events) {
+  metadata("process_name", kJob, 0,
+           "\"name\": \"rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
+               "\", \"start_time_since_epoch_in_micros\": " + std::to_string(epoch_us_) +
+               ", \"rank\": " + std::to_string(rank_) + ", \"size\": " + std::to_string(size_) +
+               ", \"version\": \"" PERSEUS_VERSION "\"",
+           events);
+  metadata("process_name", kStreams, 0, "\"name\": \"streams: fused buckets on the wire\"", events);
+  metadata("process_sort_index", kJob, 0, "\"sort_index\": 0", events);
+  metadata("process_sort_index", kStreams, 0, "\"sort_index\": 1", events);
+}
+
+TraceFormat::Row& TraceFormat::row_of(int group, const std::string& name, std::string* events) {
+  const int next = kFirstTensor + static_cast<int>(rows_.size());
+  Row& row = rows_[std::to_string(group) + " " + name];
+  if (row.pid == 0) {
+    row.pid = next;
+    const std::string shown = group == 0 ? name : name + " (process set " + std::to_string(group) + ")";
+    metadata("process_name", next, 0, "\"name\": " + json_string(shown), events);
+    metadata("process_sort_index", next, 0, "\"sort_index\": " + std::to_string(next), events);
+  }
+  return row;
+}
+
+int TraceFormat::stream_row(int group, int stream, std::string* events) {
+  std::string name = "stream " + std::to_string(stream);
+  if (group != 0) name = "process set " + std::to_string(group) + ", " + name;
+  const auto [row, fresh] = stream_rows_.emplace(name, static_cast<int>(stream_rows_.size()));
+  if (fresh) metadata("thread_name", kStreams, row->second, "\"name\": " + json_string(name), events);
+  return row->second;
+}
+
+void TraceFormat::span(const std::string& name, int process, int line, int64_t begin_ns, int64_t end_ns,
+                       const std::string& args, std::string* events) const {
+  const int64_t begin = std::max(begin_ns, start_ns_);
+  separate(events);
+  *events += "{\"name\": \"" + name + "\", \"ph\": \"X\", \"pid\": " + std::to_string(process) +
+             ", \"tid\": " + std::to_string(tid(process, line)) + ", \"ts\": " + time(begin) +
+             ", \"dur\": " + microseconds(std::max<int64_t>(end_ns - begin, 0)) + ", \"args\": {" +
+             without_comma(args) + "}}";
+}
+
+void TraceFormat::mark(const std::string& name, int64_t at_ns, const std::string& args, std::string* events) const {
+  separate(events);
+  *events += "{\"name\": \"" + name + "\", \"ph\": \"i\", \"s\": \"g\", \"pid\": " + std::to_string(kJob) +
+             ", \"tid\": 0, \"ts\": " + time(at_ns) + ", \"args\": {" + without_comma(args) + "}}";
+}
+
+void TraceFormat::record(const TraceRecord& record, const std::string& name, std::string* events) {
+  switch (record.what) {
+    case TraceRecord::What::kOperation:
+      operation(record, name, events);
+      break;
+    case TraceRecord::What::kBucket:
+      bucket_ = record;
+      bucket_tensors_ = "[";
+      members_left_ = record.count;
+      break;
+    case TraceRecord::What::kMember:
+      member(record, name, events);
+      if (--members_left_ == 0) bucket_done(events);
+      break;
+    case TraceRecord::What::kRound:
+      mark("CYCLE_START", record.at[0],
+           field("round", record.number) + field("process_set", static_cast<uint64_t>(record.group)), events);
+      break;
+    case TraceRecord::What::kTuned:
+      mark("TUNED", record.at[0],
+           field("bucket_bytes", record.bytes) + field("streams", static_cast<uint64_t>(record.stream)) +
+               field("why", name),
+           events);
+      break;
+  }
+}
+
+void TraceFormat::operation(const TraceRecord& r, const std::string& name, std::string* events) {
+  Row& row = row_of(r.group, name, events);
+  const int64_t submitted = r.at[0], agreed = r.at[1], ended = r.at[2];
+  const std::string kind = kind_name(r.kind);
+  const std::string outcome = field("outcome", std::string(r.ok ? "done" : "failed"));
+  // A rank that has joined gives zeros to what it never submitted.
+  const bool joined = submitted == 0;
+  std::string waiting;
+  if (r.last_rank >= 0) waiting += field("last_rank", static_cast<uint64_t>(r.last_rank));
+  if (agreed == 0) waiting += outcome;
+  if (!joined) span("NEGOTIATE_" + kind, row.pid, 0, submitted, agreed == 0 ? ended : agreed, waiting, events);
+  if (agreed == 0) return;
+  span(kind, row.pid, 0, agreed, ended,
+       field("dtype", std::string(dtype_name(r.dtype))) + field("bytes", r.bytes) + field("tensors", r.count) +
+           field("process_set", static_cast<uint64_t>(r.group)) + (joined ? field("joined", uint64_t{1}) : "") +
+           outcome,
+       events);
+  if (row.inner.empty()) return;
+  *events += ",\n" + row.inner;
+  row.inner.clear();
+  row.busy_until.clear();
+}
+
+void TraceFormat::member(const TraceRecord& r, const std::string& name, std::string* events) {
+  Row& row = row_of(r.group, name, events);
+  // Parts that may overlap in time need lines of their own.
+  const int line = r.several ? 1 + bucket_.stream : 0;
+  const int64_t begun = bucket_.at[0], ended = bucket_.at[2];
+  // A large tensor has several parts on one line, one after the other.
+  int64_t& busy_until = row.busy_until[line];
+  const int64_t queued = std::max(r.at[0], busy_until);
+  if (begun > queued) span("QUEUE", row.pid, line, queued, begun, "", &row.inner);
+  busy_until = ended;
+  span(activity(bucket_.transports, r.kind), row.pid, line, begun, ended,
+       field("bucket", bucket_.number) + field("stream", static_cast<uint64_t>(bucket_.stream)) +
+           field("transport", transport_text(bucket_.transports)) + field("bytes", r.bytes),
+       &row.inner);
+  bucket_tensors_ += (bucket_tensors_.size() == 1 ? "" : ", ") + json_string(name);
+}
+
+void TraceFormat::bucket_done(std::string* events) {
+  const TraceRecord& r = bucket_;
+  std::string codec;
+  if (r.codec != CodecKind::kNone)
+    codec = field("codec", std::string(codec_kind_name(r.codec))) +
+            field("codec_us", static_cast<uint64_t>(r.codec_ns / 1000));
+  span("bucket " + std::to_string(r.number), kStreams, stream_row(r.group, r.stream, events), r.at[1], r.at[2],
+       field("bucket", r.number) + field("kind", std::string(kind_name(r.kind))) + field("bytes", r.bytes) +
+           field("ranks", static_cast<uint64_t>(r.ranks)) + field("stream", static_cast<uint64_t>(r.stream)) +
+           field("transport", transport_text(r.transports)) + field("process_set", static_cast<uint64_t>(r.group)) +
+           codec + "\"tensors\": " + bucket_tensors_ + "], ",
+       events);
+}
+
+void TraceFormat::dropped(uint64_t records, int64_t now_ns, std::string* events) {
+  mark("DROPPED_RECORDS", now_ns, field("count", records), events);
+}
+
+}  // namespace perseus

@@ -1,0 +1,49 @@
+// Records of the timeline as events of a Chrome trace (the format of chrome://tracing that Perfetto reads too):
+// Horovod's rows and names, one process per tensor, plus one process with a row for every stream. Used by one thread.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+
+#include "observe/trace_record.h"
+
+namespace perseus {
+
+class TraceFormat {
+ public:
+  // Times are written in µs since `start_ns` of the monotonic clock; what began before it is cut there.
+  TraceFormat(int rank, int size, int64_t start_ns, int64_t epoch_us);
+
+  // All of these append events separated by ",\n" to `events`.
+  void header(std::string* events);
+  void record(const TraceRecord& record, const std::string& name, std::string* events);
+  void dropped(uint64_t records, int64_t now_ns, std::string* events);
+
+ private:
+  struct Row {
+    int pid = 0;
+    // What happened within a request that has not ended: viewers want what contains before what is contained.
+    std::string inner;
+    std::unordered_map<int, int64_t> busy_until;  // line → the end of what inner has there
+  };
+
+  Row& row_of(int group, const std::string& name, std::string* events);
+  int stream_row(int group, int stream, std::string* events);
+  void operation(const TraceRecord& record, const std::string& name, std::string* events);
+  void member(const TraceRecord& record, const std::string& name, std::string* events);
+  void bucket_done(std::string* events);
+  void span(const std::string& name, int process, int line, int64_t begin_ns, int64_t end_ns, const std::string& args,
+            std::string* events) const;
+  void mark(const std::string& name, int64_t at_ns, const std::string& args, std::string* events) const;
+  std::string time(int64_t at_ns) const;
+
+  const int rank_, size_;
+  const int64_t start_ns_, epoch_us_;
+  std::unordered_map<std::string, Row> rows_;         // group and name → row
+  std::unordered_map<std::string, int> stream_rows_;  // name → line of the streams' process
+  TraceRecord bucket_;                                // whose members come now
+  std::string bucket_tensors_;                        // their names, as a JSON array without its end
+  uint32_t members_left_ = 0;
+};
+
+}  // namespace perseus

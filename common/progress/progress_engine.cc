@@ -1,0 +1,330 @@
+// The token, the engine thread and the ways to sleep. States of the engine thread:
+//   sleeping  in the Waker, without the token: any event, doorbell or the Waker's timer wakes it and it drives
+//   driving   holds the token
+//   standby   a caller drives; sleeps on a timer of its own, which callers set as they leave
+// Publishing work and looking at the state are ordered by sequentially consistent fences on both sides, so either the
+// submitter sees a sleeper and sets a timer, or the sleeper's last look sees the work.
+#include "progress/progress_engine.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/descriptors.h"
+#include "base/error.h"
+#include "base/fork_guard.h"
+
+namespace perseus {
+namespace {
+
+// After this long without a driving caller the engine thread takes over listening.
+constexpr int64_t kTakeOver = 2 * kMillisecond;
+constexpr int64_t kHeartbeat = kSecond;
+constexpr int64_t kSlice = 100 * kMillisecond;
+constexpr int kYields = 16;
+// A driving engine thread steps back as soon as it sees a waiter: worth waiting for awake.
+constexpr int64_t kHandOver = 50 * kMicrosecond;
+// A spinner that has looked in vain for this long offers its core to whoever needs it at every further look: with the
+// peer itself waiting for a core, spinning on would only keep it from answering.
+constexpr int64_t kPoliteAfter = 5 * kMicrosecond;
+
+}  // namespace
+
+Driver::Driver(Waker& waker, const Settings& settings, Callbacks callbacks)
+    : waker_(waker), settings_(settings), callbacks_(std::move(callbacks)) {
+  standby_timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
+  if (standby_timer_ < 0) fail(ErrorKind::kIo, "[engine] timerfd_create: " + error_text(errno));
+  guard_fd(standby_timer_);
+  // Signals belong to the program's own threads.
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  thread_ = std::thread([this] { engine_loop(); });
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+}
+
+Driver::~Driver() {
+  stop();
+  close_guarded(standby_timer_);
+}
+
+void Driver::stop() {
+  if (!thread_.joinable()) return;
+  stop_.store(true);
+  rouse();
+  thread_.join();
+}
+
+void Driver::rouse() {
+  waker_.kick();
+  standby_at_.store(0, std::memory_order_relaxed);
+  arm_standby(1);
+}
+
+// ---- the token ----
+
+bool Driver::seize() {
+  return !taken_.load(std::memory_order_relaxed) && !taken_.exchange(true, std::memory_order_acquire);
+}
+
+bool Driver::try_take() { return wanted_.load(std::memory_order_relaxed) == 0 && seize(); }
+
+bool Driver::pass(bool eager) {
+  const bool moved = callbacks_.pass(eager);
+  if (completed_) {
+    completed_ = false;
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with wait_for_driver(): it sees done, or we see it
+    if (waiters_.load(std::memory_order_seq_cst) > 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      changed_.notify_all();
+    }
+  }
+  return moved;
+}
+
+void Driver::leave() {
+  const bool busy = callbacks_.busy();
+  taken_.store(false, std::memory_order_seq_cst);
+  if (waiters_.load(std::memory_order_seq_cst) > 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    changed_.notify_all();
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with submitted(): it saw the token taken, or we see it
+  if (busy || callbacks_.has_submissions()) submitted(false);
+}
+
+void Driver::submitted(bool urgent) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the fences before the engine thread's last look
+  switch (state_.load(std::memory_order_relaxed)) {
+    case EngineState::kSleeping:
+      if (urgent) waker_.kick();
+      else waker_.arm_timer(settings_.pick_up_ns);
+      break;
+    case EngineState::kStandby:
+      if (caller_sleeps_.load(std::memory_order_relaxed)) {
+        waker_.arm_timer(urgent ? 1 : settings_.pick_up_ns);
+      } else if (!taken_.load(std::memory_order_relaxed)) {
+        pick_up_.store(true, std::memory_order_relaxed);
+        arm_standby(urgent ? 1 : settings_.pick_up_ns);
+      }
+      break;
+    case EngineState::kDriving:
+      break;
+  }
+}
+
+void Driver::arm_standby(int64_t delay_ns) {
+  const int64_t at = now_ns() + delay_ns;
+  const int64_t set = standby_at_.load(std::memory_order_relaxed);
+  if (set != 0 && set <= at) return;
+  standby_at_.store(at, std::memory_order_relaxed);
+  itimerspec when{};
+  when.it_value.tv_sec = at / kSecond;
+  when.it_value.tv_nsec = at % kSecond;
+  timerfd_settime(standby_timer_, TFD_TIMER_ABSTIME, &when, nullptr);
+}
+
+// ---- callers ----
+
+void Driver::nudge() {
+  if (!try_take()) return;
+  const Hold hold(this, &Driver::leave);
+  pass(true);
+}
+
+void Driver::exclusively(const std::function<void()>& action) {
+  // A caller drives until its own request is done, which may be what the action is to bring about.
+  wanted_.fetch_add(1, std::memory_order_seq_cst);
+  while (!seize()) {
+    waker_.kick();
+    wait_for_driver([] { return false; }, now_ns() + kMillisecond);
+  }
+  wanted_.fetch_sub(1, std::memory_order_relaxed);
+  const Hold hold(this, &Driver::leave);
+  action();
+  pass(true);  // also tells waiters what the action completed
+}
+
+bool Driver::take_over(const std::function<bool()>& done) {
+  if (try_take()) return true;
+  waiters_.fetch_add(1, std::memory_order_seq_cst);
+  const int64_t until = now_ns() + kHandOver;
+  bool taken = false;
+  while (!done() && !(taken = try_take()) && now_ns() < until) sched_yield();
+  waiters_.fetch_sub(1, std::memory_order_relaxed);
+  return taken;
+}
+
+bool Driver::wait(const std::function<bool()>& done, int64_t deadline_ns) {
+  while (!done()) {
+    if (!take_over(done)) {
+      if (!done()) wait_for_driver(done, deadline_ns);
+    } else {
+      // Peers need not ring while we look for ourselves, and the engine thread stands by: did it keep listening between
+      // two calls of a busy caller, every message would wake it for nothing.
+      const Hold hold(this, &Driver::step_back);
+      waker_.cancel_sleep();
+      if (state_.load(std::memory_order_relaxed) == EngineState::kSleeping) waker_.kick();
+      drive(done, deadline_ns);
+    }
+    if (now_ns() >= deadline_ns) break;
+  }
+  return done();
+}
+
+// Looks once more soon; false when it has done so in vain for long enough. *until: 0 before the first time.
+bool Driver::spin(int64_t now, int64_t* until) const {
+  if (*until == 0) *until = now + settings_.spin_ns;
+  if (now >= *until) {
+    *until = 0;
+    return false;
+  }
+  if (now > *until - settings_.spin_ns + kPoliteAfter) sched_yield();
+  else cpu_relax();
+  return true;
+}
+
+void Driver::drive(const std::function<bool()>& done, int64_t deadline_ns) {
+  int64_t spin_until = 0;
+  while (!done() && wanted_.load(std::memory_order_relaxed) == 0) {
+    if (pass(true)) {
+      spin_until = 0;
+      continue;
+    }
+    if (done()) break;
+    const int64_t now = now_ns();
+    if (now >= deadline_ns) break;
+    if (!spin(now, &spin_until)) sleep_as_caller(std::min(deadline_ns - now, kSlice));
+  }
+}
+
+void Driver::step_back() {
+  left_ns_.store(now_ns(), std::memory_order_relaxed);
+  if (state_.load(std::memory_order_relaxed) == EngineState::kSleeping) {
+    // It listens again: peers must ring from here on, and what came meanwhile must be seen.
+    waker_.prepare_sleep();
+    for (int i = 0; i < 4 && pass(false); ++i) continue;
+  }
+  leave();
+  // It may have gone on standby at any moment, even just now; then somebody must tell it to listen again.
+  if (state_.load(std::memory_order_seq_cst) == EngineState::kStandby) arm_standby(kTakeOver);
+}
+
+void Driver::sleep_as_caller(int64_t timeout_ns) {
+  // Only one thread may sleep in the Waker, else an event could wake the wrong one.
+  if (state_.load(std::memory_order_seq_cst) == EngineState::kSleeping) {
+    waker_.kick();
+    while (state_.load(std::memory_order_acquire) == EngineState::kSleeping) sched_yield();
+  }
+  if (settings_.spin_ns == 0) {
+    // More ranks than cores: let a peer run; it may be all that is needed.
+    for (int i = 0; i < kYields; ++i) {
+      sched_yield();
+      if (pass(true)) return;
+    }
+  }
+  caller_sleeps_.store(true, std::memory_order_relaxed);
+  waker_.prepare_sleep();
+  if (pass(true)) {
+    waker_.cancel_sleep();
+  } else {
+    sleeps_.fetch_add(1, std::memory_order_relaxed);
+    waker_.wait(timeout_ns);
+  }
+  caller_sleeps_.store(false, std::memory_order_relaxed);
+}
+
+void Driver::wait_for_driver(const std::function<bool()>& done, int64_t deadline_ns) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  waiters_.fetch_add(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with pass() and leave()
+  const int64_t left = std::min(std::max<int64_t>(deadline_ns - now_ns(), 0), kSlice);
+  changed_.wait_for(lock, std::chrono::nanoseconds(left), [&] { return done() || !taken_.load(); });
+  waiters_.fetch_sub(1, std::memory_order_relaxed);
+}
+
+// ---- the engine thread ----
+
+void Driver::engine_loop() {
+  pthread_setname_np(pthread_self(), "perseus-engine");
+  while (!stop_.load()) {
+    if (try_take()) engine_drive();
+    else engine_standby();
+  }
+}
+
+// Drives until there is nothing to do, then sleeps in the Waker without the token; returns when somebody else drives.
+void Driver::engine_drive() {
+  for (;;) {
+    state_.store(EngineState::kDriving, std::memory_order_seq_cst);
+    bool idle = false;
+    int64_t spin_until = 0;
+    while (!stop_.load(std::memory_order_relaxed)) {
+      const bool awaited = callbacks_.awaited();
+      if (pass(awaited)) {
+        spin_until = 0;
+        continue;
+      }
+      if (waiters_.load(std::memory_order_relaxed) > 0) break;  // a blocked caller drives better
+      if (awaited && spin(now_ns(), &spin_until)) continue;
+      waker_.prepare_sleep();
+      state_.store(EngineState::kSleeping, std::memory_order_relaxed);
+      std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with submitted()
+      if (pass(false)) {
+        state_.store(EngineState::kDriving, std::memory_order_relaxed);
+        continue;
+      }
+      idle = true;
+      break;
+    }
+    if (!idle) {
+      state_.store(EngineState::kStandby, std::memory_order_seq_cst);
+      waker_.cancel_sleep();
+      leave();
+      return;
+    }
+    taken_.store(false, std::memory_order_seq_cst);
+    if (waiters_.load(std::memory_order_seq_cst) > 0) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      changed_.notify_all();
+    }
+    // stop()'s kick may have been taken by the last look.
+    waker_.wait(stop_.load() ? 0 : kHeartbeat);
+    if (stop_.load() || !try_take()) {
+      state_.store(EngineState::kStandby, std::memory_order_seq_cst);
+      return;
+    }
+  }
+}
+
+void Driver::engine_standby() {
+  state_.store(EngineState::kStandby, std::memory_order_seq_cst);
+  for (;;) {
+    // A caller that left before it could see our state set no timer.
+    if (!taken_.load(std::memory_order_seq_cst)) {
+      const int64_t since = now_ns() - left_ns_.load(std::memory_order_relaxed);
+      if (since >= kTakeOver || pick_up_.exchange(false, std::memory_order_relaxed)) return;
+      arm_standby(kTakeOver - since);
+    }
+    pollfd entry{standby_timer_, POLLIN, 0};
+    // A driving caller sets the timer as it leaves; look again now and then all the same.
+    const bool fired = ::poll(&entry, 1, 1000) > 0;
+    if (fired) {
+      uint64_t count;
+      [[maybe_unused]] const ssize_t got = ::read(standby_timer_, &count, sizeof count);
+      standby_at_.store(0, std::memory_order_seq_cst);
+    }
+    if (stop_.load()) return;
+  }
+}
+
+}  // namespace perseus

@@ -1,0 +1,53 @@
+// PERSEUS_ALLREDUCE_MODE, LIGHT_2D_ALLREDUCE and LIGHT_HIERARCHICAL_THRESHOLD.
+#include "topology/topology.h"
+
+#include <algorithm>
+
+#include "base/hash.h"
+
+namespace perseus {
+namespace {
+
+enum Mode : int64_t { kAuto, kFlat, kTwoLevel };  // choices of PERSEUS_ALLREDUCE_MODE
+enum TwoD : int64_t { kAsMode, kOff, kOn };       // choices of LIGHT_2D_ALLREDUCE
+
+}  // namespace
+
+Topology::Topology(const Config& config) {
+  const int64_t mode = config.integer(Var::kAllreduceMode), two_d = config.integer(Var::kTwoD);
+  flat_ = (mode == kFlat && two_d != kOn) || (two_d == kOff && mode != kTwoLevel);
+  settings_.one_shard = mode == kTwoLevel;
+  most_staged_ = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
+  if (two_d == kOn) settings_.most_inner = static_cast<int>(config.integer(Var::kIntraSize));
+}
+
+void Topology::set_locations(std::vector<Location> locations) {
+  locations_ = std::move(locations);
+  const auto fewer = [](const Location& a, const Location& b) { return a.interfaces < b.interfaces; };
+  interfaces_ = std::min_element(locations_.begin(), locations_.end(), fewer)->interfaces;
+}
+
+Levels Topology::of(const std::vector<int>& ranks, int me) const {
+  // Ranks that all share memory are one group in any case: there is nothing between them to send less of.
+  if (locations_.empty() || (flat_ && spans_nodes(ranks))) return undivided(static_cast<int>(ranks.size()), me);
+  std::vector<int> nodes;
+  for (int rank : ranks) nodes.push_back(locations_[static_cast<size_t>(rank)].node);
+  return divide(nodes, me, settings_);
+}
+
+uint64_t Topology::layout(const std::vector<size_t>& bytes, const Levels& undivided, const Levels& divided) const {
+  const auto staged = [this](size_t each) { return stages(each); };
+  if (std::all_of(bytes.begin(), bytes.end(), staged)) return layout_of(divided);
+  if (std::none_of(bytes.begin(), bytes.end(), staged)) return layout_of(undivided);
+  uint64_t layout = kFnvBasis;
+  for (size_t each : bytes) layout = (layout ^ layout_of(staged(each) ? divided : undivided)) * kFnvPrime;
+  return layout;
+}
+
+bool Topology::spans_nodes(const std::vector<int>& ranks) const {
+  if (locations_.empty()) return true;
+  const auto node = [&](int rank) { return locations_[static_cast<size_t>(rank)].node; };
+  return std::any_of(ranks.begin(), ranks.end(), [&](int rank) { return node(rank) != node(ranks[0]); });
+}
+
+}  // namespace perseus
