@@ -194,9 +194,9 @@ format: $(VENV)/.test  ## lay out C++ and Python files as lint wants them
 docs: build  ## docs/config.md from the table of variables
 	$(PY) .ci/make_config_doc.py docs/config.md
 
-bench: build packages-test $(VENV)/.demo  ## measure against torch gloo and write the tables of README.md
+bench: build packages-test $(VENV)/.demo  ## measure against torch gloo; write the tables of README.md and benchmarks/README.md
 	mkdir -p build/bench
-	perseus-bench --readme README.md --json build/bench/records.jsonl --plot build/bench/records.png
+	perseus-bench --readme README.md --bars benchmarks/README.md --json build/bench/records.jsonl --plot build/bench/records.png
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples perseus/patches

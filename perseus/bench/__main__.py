@@ -70,13 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.plot and records:
         plot.draw(records, given.plot)
     if given.readme:
-        report.write_readme(given.readme, report.tables(records, problems, load_before))
+        text = report.results(records, problems, load_before)
+        report.write_page("--readme", given.readme, text)
+    if given.bars:
+        report.write_page("--bars", given.bars, report.bars(records, load_before))
     return 0 if complete and all(record.verified for record in records) else 1
 
 
 def _check_outputs(given: argparse.Namespace) -> None:
     """ValueError for a file that cannot be written once everything is measured."""
-    for flag, path in (("--json", given.json), ("--plot", given.plot), ("--readme", given.readme)):
+    pages = (("--readme", given.readme), ("--bars", given.bars))
+    for flag, path in (("--json", given.json), ("--plot", given.plot), *pages):
         if path is None:
             continue
         if path.is_dir() or not path.parent.is_dir():
@@ -85,8 +89,9 @@ def _check_outputs(given: argparse.Namespace) -> None:
             raise ValueError(f"{flag} {path}: it cannot be written")
     if given.plot and (reason := plot.unavailable(given.plot)):
         raise ValueError(reason)
-    if given.readme:
-        report.check_readme(given.readme)
+    for flag, path in pages:
+        if path:
+            report.check_page(flag, path)
 
 
 def _say(text: str) -> None:
@@ -110,7 +115,7 @@ def _say_other_sizes(job: Job) -> None:
 
 def _advise(given: argparse.Namespace) -> int:
     """--advise: a job that measures links and prints what to set."""
-    if given.cases or given.codec or given.sizes or given.plot or given.readme:
+    if given.cases or given.codec or given.sizes or given.plot or given.readme or given.bars:
         raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
     if given.framework != TORCH:
         raise ValueError(f"--framework {given.framework}: --advise computes with torch")
@@ -257,11 +262,16 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts ranks and measures Perseus, peers and the machine's limits in turn in "
         "the same processes.\nEvery result is verified. Variables such as PERSEUS_TRANSPORT=tcp "
         "are handed on to the ranks.",
-        epilog=f"cases:\n{cases}\nWithout a case: what Perseus is held to, as in README.md.",
+        epilog=f"cases:\n{cases}\nWithout a case: all bars of benchmarks/README.md.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("cases", nargs="*", metavar="case", help="see below; none = the suite of README.md")
+    add(
+        "cases",
+        nargs="*",
+        metavar="case",
+        help="see below; none = the suite of benchmarks/README.md",
+    )
     add("-np", "--num-proc", type=_positive, metavar="N", help="ranks (default 2)")
     add("--sizes", metavar="LIST", help="bytes, such as 4,64K or 4K-64M (steps of four)")
     add("--framework", choices=PEERS, default=TORCH, help="whose tensors (torch)")
@@ -279,7 +289,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--compute", type=_seconds, metavar="SECONDS", help="that a step computes (--advise)")
     add("--json", type=Path, metavar="FILE", help="write one JSON record a line")
     add("--plot", type=Path, metavar="FILE.png", help="draw the records")
-    add("--readme", type=Path, metavar="FILE", help="write the suite's tables between its markers")
+    add("--readme", type=Path, metavar="FILE", help="write the suite's results between its markers")
+    add("--bars", type=Path, metavar="FILE", help="write the suite's bars between its markers")
     return parser
 
 

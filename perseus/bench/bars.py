@@ -58,6 +58,17 @@ class Bar:
     ranks: int = 2
     hosts: int = 1
 
+    def command(self) -> str:
+        """The command that measures this case alone."""
+        words = ["perseus-bench", self.case]
+        if self.case == "network" and self.hosts == 1:
+            words.insert(0, "PERSEUS_TRANSPORT=tcp")
+        if self.ranks != 2:
+            words += ["-np", str(self.ranks)]
+        if self.hosts > 1:
+            words += ["--hosts", str(self.hosts), "--rate", "1gbit"]
+        return " ".join(words)
+
     def judge(self, records: Sequence[Record]) -> Verdict:
         """The verdict from what was measured; a wrong result never meets a bar."""
         ours = self._find(records, (PERSEUS,))

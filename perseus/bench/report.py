@@ -1,4 +1,4 @@
-"""Measurements as text: lines for the terminal, tables for README.md. Pure but for the machine."""
+"""Measurements as text: lines for the terminal, tables for READMEs. Pure but for the machine."""
 
 from __future__ import annotations
 
@@ -61,15 +61,27 @@ def verdicts(records: Sequence[Record]) -> list[Verdict]:
     return [bar.judge(records) for bar in BARS]
 
 
-def tables(records: Sequence[Record], reasons: Sequence[str], load_before: float) -> str:
-    """The text between README.md's markers; reasons: why something was not measured."""
-    lines = [f"Measured by `make bench` on {date.today():%Y-%m-%d}: {machine(load_before)}.", ""]
-    lines += [
-        "float32, sum, medians. The contenders of a row alternate in the same processes, ratios "
-        "are taken pairwise, every result is verified, and medians decide. Where the load shows "
-        "that the machine had other work, times say little, and what needs all ranks at the same "
-        "moment loses most.",
-        "",
+def results(records: Sequence[Record], reasons: Sequence[str], load_before: float) -> str:
+    """What README.md shows: every case with its peer; reasons: why something was not measured."""
+    lines = [
+        *_introduction(load_before),
+        "| case | Perseus | compared with | result | command |",
+        "|---|---|---|---|---|",
+    ]
+    for bar in BARS:
+        row = bar.judge(records)
+        lines.append(
+            f"| {row.what} | {row.ours} | {row.other} | {row.result} | `{bar.command()}` |"
+        )
+    lines += ["", *_model_table(records)]
+    lines += [f"Not measured: {reason}." for reason in dict.fromkeys(reasons)]
+    return "\n".join(lines).rstrip()
+
+
+def bars(records: Sequence[Record], load_before: float) -> str:
+    """What benchmarks/README.md shows: every bar, and whether it is met."""
+    lines = [
+        *_introduction(load_before),
         "| case | Perseus | compared with | result | of the fastest repetitions | bar | |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -79,9 +91,19 @@ def tables(records: Sequence[Record], reasons: Sequence[str], load_before: float
             f"| {row.what} | {row.ours} | {row.other} | {row.result} | {row.fastest} | {row.bar} | "
             f"{mark} |"
         )
-    lines += ["", *_model_table(records)]
-    lines += [f"Not measured: {reason}." for reason in dict.fromkeys(reasons)]
-    return "\n".join(lines).rstrip()
+    return "\n".join(lines)
+
+
+def _introduction(load_before: float) -> list[str]:
+    return [
+        f"Measured by `make bench` on {date.today():%Y-%m-%d}: {machine(load_before)}.",
+        "",
+        "All cases sum float32 values; times and ratios are medians. The contenders of a row take "
+        "turns in the same processes, a ratio compares repetitions of the same round, and every "
+        "result is verified. Where the load shows that the machine had other work, the times say "
+        "little; cases that need all ranks at the same moment suffer most.",
+        "",
+    ]
 
 
 def _model_table(records: Sequence[Record]) -> list[str]:
@@ -90,7 +112,8 @@ def _model_table(records: Sequence[Record]) -> list[str]:
     if not ours:
         return []
     lines = [
-        "All gradients of a model, last layer first: all of them started, then all waited for.",
+        "All gradients of a model, last layer first: a rank starts all of them, then waits for all "
+        "(`perseus-bench gradients --model NAME`).",
         "",
         "| model | tensors | bytes | where | Perseus | torch gloo | |",
         "|---|---|---|---|---|---|---|",
@@ -151,18 +174,18 @@ def _processor() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def check_readme(path: Path) -> tuple[str, str]:
+def check_page(flag: str, path: Path) -> tuple[str, str]:
     """The text before and after the markers; ValueError where file or markers are missing."""
     if not path.is_file():
-        raise ValueError(f"--readme {path}: no such file")
+        raise ValueError(f"{flag} {path}: no such file")
     before, begin, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if not (begin and end):
-        raise ValueError(f"--readme {path}: expected the lines {_BEGIN} and {_END}")
+        raise ValueError(f"{flag} {path}: expected the lines {_BEGIN} and {_END}")
     return before, after
 
 
-def write_readme(path: Path, text: str) -> None:
+def write_page(flag: str, path: Path, text: str) -> None:
     """Replace what is between the markers; ValueError, nothing written, where they are missing."""
-    before, after = check_readme(path)
+    before, after = check_page(flag, path)
     path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")

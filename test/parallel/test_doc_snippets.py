@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import run_ranks
-from doc_snippets import snippets
+from doc_snippets import assert_trained, snippets
 
 pytest.importorskip("torch")
 
@@ -20,7 +20,15 @@ pytest.importorskip("torch")
 )
 def test_ranks_with_different_numbers_of_batches(number, said, tmp_path):
     script = tmp_path / "snippet.py"
-    script.write_text(snippets("uneven.md", "torch")[number])
+    script.write_text(snippets("docs/uneven.md", "torch")[number])
     status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
     assert status == 0, output
     assert all(text in output for text in said), output
+
+
+def test_the_script_of_the_readme_trains(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(snippets("README.md", "torch")[0])
+    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
+    assert status == 0, output
+    assert_trained(output)

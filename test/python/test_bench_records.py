@@ -11,7 +11,7 @@ import pytest
 from perseus.bench.bars import BARS, Bar, suite
 from perseus.bench.models import MODELS
 from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ratio
-from perseus.bench.report import tables, write_readme
+from perseus.bench.report import bars, results, write_page
 from perseus.bench.sizes import parse_sizes, show_bytes, show_seconds
 
 
@@ -174,25 +174,39 @@ def test_the_suite_measures_every_bar() -> None:
     assert {(bar.case, bar.ranks, bar.hosts) for bar in BARS} <= measured
 
 
-def test_readme_gets_tables_between_its_markers(tmp_path: Path) -> None:
+def test_pages_get_tables_between_their_markers(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("# A\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\n## B\n")
     measured = [record(), record("torch-gloo", 0.032, vs_perseus=8.0)]
-    text = tables(measured, ["virtual hosts need root"], load_before=0.5)
-    write_readme(readme, text)
+    text = results(measured, ["virtual hosts need root"], load_before=0.5)
+    write_page("--readme", readme, text)
     written = readme.read_text()
     assert written.startswith("# A\n<!-- bench:begin -->\nMeasured by `make bench`")
     assert written.endswith("<!-- bench:end -->\n\n## B\n")
     assert "old" not in written
-    assert "| the same | 4 ms | torch gloo 32 ms | 8.0 × as fast |" in written
+    row = "| the same | 4 ms | torch gloo 32 ms | 8.0 × as fast | `perseus-bench memory` |"
+    assert row in written
     assert "Not measured: virtual hosts need root." in written
-    write_readme(readme, text)
+    write_page("--readme", readme, text)
     assert readme.read_text() == written
 
 
-def test_readme_without_markers_is_left_alone(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("# A\n<!-- bench:end -->\n")
-    with pytest.raises(ValueError, match="bench:begin"):
-        write_readme(readme, "text")
-    assert readme.read_text() == "# A\n<!-- bench:end -->\n"
+def test_only_the_page_of_bars_has_verdicts() -> None:
+    measured = [record(), record("torch-gloo", 0.012, vs_perseus=3.0)]
+    assert "| ≥ 7 × | **missed** |" in bars(measured, load_before=0.5)
+    assert "missed" not in results(measured, [], load_before=0.5)
+
+
+def test_a_bar_names_the_command_that_measures_it() -> None:
+    commands = {bar.command() for bar in BARS}
+    assert "perseus-bench memory -np 4" in commands
+    assert "PERSEUS_TRANSPORT=tcp perseus-bench network" in commands
+    assert "perseus-bench network --hosts 2 --rate 1gbit" in commands
+
+
+def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "README.md"
+    page.write_text("# A\n<!-- bench:end -->\n")
+    with pytest.raises(ValueError, match=r"--bars .*bench:begin"):
+        write_page("--bars", page, "text")
+    assert page.read_text() == "# A\n<!-- bench:end -->\n"

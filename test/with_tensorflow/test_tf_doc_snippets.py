@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from doc_snippets import snippets
+from doc_snippets import assert_trained, snippets
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from doc_snippets import snippets
 )
 def test_ranks_with_different_numbers_of_batches(run_ranks, number, said, tmp_path):
     script = tmp_path / "snippet.py"
-    script.write_text(snippets("uneven.md", "tensorflow")[number])
+    script.write_text(snippets("docs/uneven.md", "tensorflow")[number])
     status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
     assert status == 0, output
     assert all(text in output for text in said), output
@@ -29,7 +29,16 @@ def test_ranks_with_different_numbers_of_batches(run_ranks, number, said, tmp_pa
 def test_the_settings_for_memory_of_gpus(run_ranks, tmp_path):
     for number, said in ((0, "rank 1 sees "), (1, "rank 1: 2 ranks")):
         script = tmp_path / "snippet.py"
-        script.write_text(snippets("troubleshooting.md", "tensorflow")[number])
+        script.write_text(snippets("docs/troubleshooting.md", "tensorflow")[number])
         status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
         assert status == 0, output
         assert said in output, output
+
+
+@pytest.mark.parametrize("module", ["keras", "tensorflow"])
+def test_the_script_of_the_readme_trains(run_ranks, module, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(snippets("README.md", module)[0])
+    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
+    assert status == 0, output
+    assert_trained(output)
