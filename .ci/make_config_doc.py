@@ -18,19 +18,19 @@ HEAD = """\
 
 <!-- Made by `make docs` from the table in common/base/config.cc: change it there. -->
 
-Every knob is an environment variable. Set it before `perseusrun`, which hands it on to every rank,
-on this host and on others. A variable that several products know under different names has aliases:
-the name itself wins, then the first alias that is set. An empty value means unset. A value that
-cannot be read is an error at start that names the variable and the value:
+Every setting is an environment variable. Set it before `perseusrun`, which passes it on to every
+rank, on this host and on others. A variable that several products know under different names has
+aliases: the name itself wins, then the first alias that is set. An empty value means unset. If a
+value cannot be read, the start fails with an error that names the variable and the value:
 
 ```
 [config] PERSEUS_ALLREDUCE_STREAMS='40': expected a whole number 1..12
 ```
 
-A name that is none of these, but nearly one, is warned of:
+Perseus warns of a name that differs only slightly from one of these:
 
 ```
-[config] PERSEUS_ALREDUCE_DTYPE is no variable: is PERSEUS_ALLREDUCE_DTYPE meant?
+[config] Unknown variable PERSEUS_ALREDUCE_DTYPE; did you mean PERSEUS_ALLREDUCE_DTYPE?
 ```
 
 Yes/no variables take 1, true, on, yes and 0, false, off, no.

@@ -74,11 +74,11 @@ struct Variable {
   const char* help;           // one or two sentences for --help and docs/config.md
 };
 
-// Whatever a variable of the environment is to whoever launched this process; "" = not set. Not for the table's.
+// The value of a variable of the environment; "" = not set. For variables of launchers, not for those of the table.
 std::string environment_value(const std::string& name);
 
-// "NAME is no variable: is OTHER meant?" for every name of the environment that is none of the table's, but at most one
-// letter in eight away from one.
+// "Unknown variable NAME; did you mean OTHER?" for every name of the environment that is not in the table, but differs
+// from a name of the table in at most one letter of eight.
 std::vector<std::string> misspelt_variables();
 
 const Variable& variable(Var id);
