@@ -1,6 +1,6 @@
 """Fails when an arrow between layers points back.
 
-Looks at C++ includes, Python imports, and getenv outside base/config.cc.
+Looks at C++ includes, Python imports and cycles among them, and getenv outside base/config.cc.
 `python .ci/check_layers.py [ROOT]` prints one line per offence, `path:line: what (rule)`, and
 exits 1 if there is any. The order is that of docs/architecture.md.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # Folder of common/ -> folders it may include beside itself. Every folder may include base.
@@ -72,19 +72,33 @@ ENVIRONMENT_READER = "base/config.cc"
 
 # Part of perseus/ -> parts it may import beside itself. "" = the modules directly in perseus/.
 PYTHON_LAYERS: dict[str, set[str]] = {
-    "": set(),
+    # How a process starts: the launcher's, and below all others, since init() asks there.
+    "run.bootstrap": set(),
+    "": {"run.bootstrap"},
+    # Horovod's own names that belong to no framework.
+    "compat.common": {""},
     "elastic": {""},
-    "torch": {"", "elastic"},
-    "tensorflow": {"", "elastic"},
+    "torch": {"", "elastic", "compat.common"},
+    "tensorflow": {"", "elastic", "compat.common", "run.bootstrap"},
     # Keras runs on either; what TensorFlow's users import stands above both.
-    "keras": {"", "elastic", "tensorflow", "torch"},
-    "tensorflow.horovod": {"", "elastic", "tensorflow", "keras"},
+    "keras": {"", "elastic", "compat.common", "tensorflow", "torch"},
+    "tensorflow.horovod": {"", "elastic", "compat.common", "tensorflow", "keras"},
     "tensorflow.keras": {"tensorflow.horovod"},
-    "mxnet": {"", "elastic"},
-    "run": {"", "elastic"},
+    "mxnet": {"", "elastic", "compat.common"},
+    "run": {"", "elastic", "run.bootstrap", "compat.common"},
     "report": {""},
-    "bench": {"", "torch", "tensorflow", "tensorflow.horovod", "run"},
-    "compat": {"", "elastic", "torch", "tensorflow", "tensorflow.horovod", "keras", "mxnet", "run"},
+    "bench": {"", "torch", "tensorflow", "tensorflow.horovod", "run", "run.bootstrap"},
+    "compat": {
+        "",
+        "compat.common",
+        "elastic",
+        "torch",
+        "tensorflow",
+        "tensorflow.horovod",
+        "keras",
+        "mxnet",
+        "run",
+    },
 }
 # Framework -> parts of perseus/ that may import it.
 FRAMEWORKS: dict[str, set[str]] = {
@@ -159,9 +173,11 @@ def cxx_offences(root: Path) -> Iterator[str]:
                     yield f"{shown}:{number}: {line.strip()} ({rule})"
 
 
-def imported_modules(package: tuple[str, ...], tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, absolute name) of every import in a module of `package`, wherever it stands."""
-    for node in ast.walk(tree):
+def imported_modules(
+    package: tuple[str, ...], nodes: Iterable[ast.AST]
+) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of every import among these nodes of a module of `package`."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -213,16 +229,78 @@ def python_offences(root: Path) -> Iterator[str]:
             continue
         tree = ast.parse(source.read_text(encoding="utf-8"), shown)
         lines: dict[int, str] = {}
-        for number, module in imported_modules(("perseus", *relative.parts[:-1]), tree):
+        for number, module in imported_modules(("perseus", *relative.parts[:-1]), ast.walk(tree)):
             why = import_offence(python, part, module)
             if why:
                 lines.setdefault(number, f"{shown}:{number}: import of {module} ({why})")
         yield from lines.values()
 
 
+def run_on_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that importing a module executes: no bodies of functions, nothing for checkers."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            continue
+        yield child
+        yield from run_on_import(child)
+
+
+def import_graph(root: Path) -> dict[str, dict[str, str]]:
+    """Module of perseus/ -> module that it imports while it is imported itself -> path:line.
+
+    A module's own packages are left out: they are being imported before it, whatever it says.
+    """
+    sources = {
+        ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted((root / "perseus").rglob("*.py"))
+    }
+    graph: dict[str, dict[str, str]] = {}
+    for name, path in sources.items():
+        shown = path.relative_to(root).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"), shown)
+        package = path.relative_to(root).parts[:-1]
+        targets = graph.setdefault(name, {})
+        for number, imported in imported_modules(package, run_on_import(tree)):
+            parts = imported.split(".")
+            for end in range(1, len(parts) + 1):
+                target = ".".join(parts[:end])
+                if target in sources and not f"{name}.".startswith(f"{target}."):
+                    targets.setdefault(target, f"{shown}:{number}")
+    return graph
+
+
+def import_cycle(graph: dict[str, dict[str, str]]) -> list[str]:
+    """The modules of one cycle, the first one again at its end; [] where there is none."""
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(module: str) -> list[str]:
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        path.append(module)
+        for target in graph[module]:
+            if cycle := visit(target):
+                return cycle
+        done.add(path.pop())
+        return []
+
+    return next((cycle for module in graph if (cycle := visit(module))), [])
+
+
+def cycle_offences(root: Path) -> Iterator[str]:
+    """Modules of perseus/ that import each other, one line per cycle."""
+    graph = import_graph(root)
+    while cycle := import_cycle(graph):
+        yield f"{graph[cycle[0]].pop(cycle[1])}: {' -> '.join(cycle)} (modules import each other)"
+
+
 def main(root: Path) -> int:
     root = root.resolve()
-    offences = [*cxx_offences(root), *python_offences(root)]
+    offences = [*cxx_offences(root), *python_offences(root), *cycle_offences(root)]
     for line in offences:
         print(line)
     print(f"layers: {len(offences)} offences" if offences else "layers: in order")

@@ -19,8 +19,8 @@ from perseus.errors import NOT_INITIALIZED, HorovodInternalError, Initialization
 
 if TYPE_CHECKING:
     from perseus import _core
-    from perseus.identity import Identity
-    from perseus.rendezvous import Rendezvous
+    from perseus.run.bootstrap.identity import Identity
+    from perseus.run.bootstrap.rendezvous import Rendezvous
 
 
 # How long a rank that ends by another's fault stays, unless its launcher ends it.
@@ -67,7 +67,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if _world.context is not None:
         return
     from perseus import _core
-    from perseus.identity import identify
+    from perseus.run.bootstrap.identity import identify
 
     try:
         identity = identify()
@@ -111,7 +111,7 @@ def _rendezvous(identity: Identity) -> Rendezvous:
     """Where the ranks meet. Found once: rank 0's server outlives its worlds, for those who start
     again before rank 0 does. perseusrun's is in the environment, which it may change.
     """
-    from perseus.rendezvous import meet
+    from perseus.run.bootstrap.rendezvous import meet
 
     if _world.met is None:
         atexit.register(_forget_rendezvous)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from perseus.addresses import interface_address
+from perseus.run.bootstrap.addresses import interface_address
 
 _SIGNATURE = "X-Perseus-Signature"
 _MOST_BYTES = 1 << 16  # of a request or an answer

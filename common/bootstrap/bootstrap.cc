@@ -21,7 +21,8 @@ namespace {
 
 constexpr const char* kLoopback = "127.0.0.1";
 // What rank 0 announces: "store at HOST PORT made SECRET" or "store at HOST PORT given NONCE CHECK", else the error
-// that keeps it from starting. A secret that the user gave is never told; perseus/announcement.py does the same.
+// that keeps it from starting. A secret that the user gave is never told; perseus/run/bootstrap/announcement.py does
+// the same.
 constexpr const char* kStoreAt = "store at ";
 constexpr const char *kMade = "made", *kGiven = "given";
 constexpr const char* kAnnounced = "perseus announced store";

@@ -1,5 +1,5 @@
 // How the ranks of a job find their store without any help from outside the core: host, port and secret, through
-// whatever launched them. perseus/rendezvous.py does the same for Python.
+// whatever launched them. perseus/run/bootstrap/rendezvous.py does the same for Python.
 #pragma once
 
 #include <memory>

@@ -1,5 +1,5 @@
-// Who am I: rank and world from what a launcher left in the environment, by the rules of perseus/identity.py.
-// Thread-safe: pure functions of the environment they are given.
+// Who am I: rank and world from what a launcher left in the environment, by the rules of
+// perseus/run/bootstrap/identity.py. Thread-safe: pure functions of the environment they are given.
 #pragma once
 
 #include <functional>

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from perseus.addresses import interface_address, source_address
+from perseus.run.bootstrap.addresses import interface_address, source_address
 
 if TYPE_CHECKING:
     import torch

@@ -7,11 +7,11 @@ from __future__ import annotations
 MODULES: dict[str, str | None] = {
     "horovod": "perseus.compat.package",
     "horovod.common": None,
-    "horovod.common.basics": "perseus.horovod_basics",
+    "horovod.common.basics": "perseus.compat.common.basics",
     "horovod.common.elastic": "perseus.elastic",
     "horovod.common.exceptions": "perseus.errors",
     "horovod.common.process_sets": "perseus.process_sets",
-    "horovod.common.util": "perseus.extensions",
+    "horovod.common.util": "perseus.compat.common.extensions",
     "horovod.keras": "perseus.keras",
     "horovod.mxnet": "perseus.mxnet",
     "horovod.mxnet.compression": "perseus.mxnet.compression",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from perseus.compat.common.extensions import get_average_backwards_compatibility_fun
 from perseus.compression import Compressor
-from perseus.extensions import get_average_backwards_compatibility_fun
 from perseus.keras.backend import backend
 
 _resolve_op = get_average_backwards_compatibility_fun(backend)

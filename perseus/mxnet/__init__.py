@@ -26,8 +26,8 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
+from perseus.compat.common.extensions import check_extension, split_list
 from perseus.errors import HorovodInternalError
-from perseus.extensions import check_extension, split_list
 from perseus.mxnet import compression, functions, mpi_ops
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters

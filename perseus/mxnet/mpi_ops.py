@@ -41,12 +41,12 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
-from perseus.extensions import (
+from perseus.compat.common.basics import HorovodBasics
+from perseus.compat.common.extensions import (
     check_installed_version,
     get_average_backwards_compatibility_fun,
     get_ext_suffix,
 )
-from perseus.horovod_basics import HorovodBasics
 from perseus.mxnet import ops
 from perseus.mxnet.library import mxnet as mx
 from perseus.mxnet.library import native as MPI_MXNET_LIB_CTYPES

@@ -13,7 +13,7 @@ import mxnet as mx
 
 from perseus import basics
 from perseus.arguments import checked_predivide_factor, not_an_optimizer, wrapped_twice
-from perseus.extensions import split_list
+from perseus.compat.common.extensions import split_list
 from perseus.mxnet import ops, state_files
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
 from perseus.mxnet.parameters import WeightsByKey

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
+from perseus.compat.common.command import with_alias
 from perseus.installed import require
 from perseus.run import mpirun, settings
+from perseus.run.bootstrap.start_settings import start_timeout
 from perseus.run.check_build import report
-from perseus.run.horovod import with_alias
 from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError
-from perseus.start_settings import start_timeout
 
 _USAGE_ERROR = 2
 _LOG_LEVELS = ("PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL")

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
+from perseus.compat.common.command import WITHOUT_HOROVOD, is_aliased, with_alias
 from perseus.objects import dumps, loads
-from perseus.run.horovod import WITHOUT_HOROVOD, is_aliased, with_alias
+from perseus.run.bootstrap.start_settings import start_timeout as usual_start_timeout
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError
-from perseus.start_settings import start_timeout as usual_start_timeout
 
 # What a rank's answer begins with: before the result, and before (traceback, pickled exception or
 # None).

@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from perseus.addresses import interface_address, is_own_address, source_address
-from perseus.extensions import env
+from perseus.compat.common.command import HOROVOD_HINT, WITHOUT_HOROVOD
+from perseus.compat.common.extensions import env
 from perseus.run import agent, environment, signals
-from perseus.run.horovod import HOROVOD_HINT, WITHOUT_HOROVOD
+from perseus.run.bootstrap.addresses import interface_address, is_own_address, source_address
 from perseus.run.hosts import Slot
 from perseus.run.link import (
     SILENCE_SECONDS,

@@ -16,8 +16,8 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from perseus.addresses import is_own_address
 from perseus.run import agent
+from perseus.run.bootstrap.addresses import is_own_address
 from perseus.run.hosts import Slot
 
 _KILL_SECONDS = 2.0

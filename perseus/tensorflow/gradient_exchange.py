@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from perseus import basics, config
 from perseus.arguments import checked_compression, checked_op, checked_predivide_factor
+from perseus.compat.common.extensions import split_list
 from perseus.compression import Compressor, applied_here
-from perseus.extensions import split_list
 from perseus.names import unnumbered
 from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet, checked

@@ -26,8 +26,8 @@ import tensorflow as tf
 
 from perseus import config
 from perseus.arguments import checked_compression
+from perseus.compat.common.extensions import get_average_backwards_compatibility_fun
 from perseus.compression import Compressor, applied_here
-from perseus.extensions import get_average_backwards_compatibility_fun
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow import ops
 from perseus.tensorflow.compression import Compression

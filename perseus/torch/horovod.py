@@ -25,8 +25,8 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
+from perseus.compat.common.extensions import check_extension
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
-from perseus.extensions import check_extension
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,

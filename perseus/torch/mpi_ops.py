@@ -27,14 +27,14 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
-from perseus.errors import HorovodInternalError
-from perseus.extensions import (
+from perseus.compat.common.basics import HorovodBasics
+from perseus.compat.common.extensions import (
     check_installed_version,
     get_average_backwards_compatibility_fun,
     gpu_available,
     num_rank_is_power_2,
 )
-from perseus.horovod_basics import HorovodBasics
+from perseus.errors import HorovodInternalError
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,

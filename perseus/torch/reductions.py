@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from perseus.arguments import checked_compression
+from perseus.compat.common.extensions import get_average_backwards_compatibility_fun
 from perseus.compression import EXACT, applied_here
-from perseus.extensions import get_average_backwards_compatibility_fun
 from perseus.process_sets import ProcessSet, global_process_set, number_of
 from perseus.torch import session as session_module
 from perseus.torch.compression import Compression, Compressor

@@ -20,8 +20,8 @@ TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 MEET = """
 import json, os, sys
 from perseus import _core
-from perseus.identity import identify
-from perseus.rendezvous import meet
+from perseus.run.bootstrap.identity import identify
+from perseus.run.bootstrap.rendezvous import meet
 {before}
 me = identify()
 place = meet(me)

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from perseus.addresses import named_interface
+from perseus.run.bootstrap.addresses import named_interface
 
 _VARIABLES = (
     "PERSEUS_GLOO_NETWORK_INTERFACE",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from perseus.announcement import announcement, read_announcement
+from perseus.run.bootstrap.announcement import announcement, read_announcement
 
 SECRET = b"0123456789abcdef"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from perseusrun_command import perseusrun
 
-from perseus.run.horovod import with_alias
+from perseus.compat.common.command import with_alias
 
 _ENTRY = ["-m", "perseus.compat.horovod"]
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from perseus import basics, extensions
+from perseus import basics
+from perseus.compat.common import extensions
+from perseus.compat.common.basics import HorovodBasics
 from perseus.compat.names import MODULES
 from perseus.errors import HorovodVersionMismatchError
-from perseus.horovod_basics import HorovodBasics
 
 
 def run(code: str) -> str:

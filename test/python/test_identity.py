@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from perseus.identity import SINGLE, Identity, identify
+from perseus.run.bootstrap.identity import SINGLE, Identity, identify
 
 PERSEUSRUN = {
     "PERSEUS_RANK": "5",

@@ -47,7 +47,7 @@ def test_this_tree_keeps_the_order() -> None:
         ("perseus/torch/a.py", "from perseus.run import cli\n", "perseus.torch may import"),
         ("perseus/torch/a.py", "from ..run.cli import main\n", "perseus.torch may import"),
         ("perseus/torch/a.py", "from .. import run\n", "perseus.torch may import"),
-        ("perseus/basics.py", "def f():\n    import perseus.torch\n", "only each other"),
+        ("perseus/basics.py", "def f():\n    import perseus.torch\n", "perseus.run.bootstrap"),
         ("perseus/basics.py", "def f():\n    import torch\n", "may import torch"),
         ("perseus/run/a.py", "import torch.distributed as d\n", "may import torch"),
         ("perseus/odd/a.py", "x = 1\n", "no place in the order"),
@@ -85,3 +85,27 @@ def test_arrows_that_point_down_are_accepted(tmp_path: Path, path: str, text: st
     write(tmp_path, "common/include/perseus/perseus.h", "")
     write(tmp_path, path, text)
     assert check(tmp_path) == (0, "layers: in order\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "cyclic"),
+    [
+        ("from perseus.b import x\n", True),
+        ("import perseus.b\n", True),
+        ("from . import b\n", True),
+        ("class A:\n    from perseus import b\n", True),
+        ("try:\n    import perseus.b\nexcept ImportError:\n    pass\n", True),
+        ("def f():\n    from perseus import b\n", False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import perseus.b\n", False),
+        ("import perseus\n", False),
+    ],
+)
+def test_modules_that_import_each_other_are_named(tmp_path: Path, text: str, cyclic: bool) -> None:
+    write(tmp_path, "perseus/__init__.py", "")
+    write(tmp_path, "perseus/b.py", "from perseus.c import y\n")
+    write(tmp_path, "perseus/c.py", "import perseus.a\n")
+    write(tmp_path, "perseus/a.py", text)
+    code, output = check(tmp_path)
+    assert code == int(cyclic)
+    cycle = "perseus.a -> perseus.b -> perseus.c -> perseus.a (modules import each other)"
+    assert (cycle in output) == cyclic

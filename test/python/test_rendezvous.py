@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from rendezvous_ranks import environment, found, free_port, run_ranks, script
 
-from perseus.identity import SINGLE, Identity
-from perseus.rendezvous import first_host, meet
-from perseus.start_settings import given_secret, start_timeout, whole_number
+from perseus.run.bootstrap.identity import SINGLE, Identity
+from perseus.run.bootstrap.rendezvous import first_host, meet
+from perseus.run.bootstrap.start_settings import given_secret, start_timeout, whole_number
 
 SECRET = "0123456789abcdef"
 RANK_OF_TWO = Identity(1, 2, 0, 0, 0, 0, "perseusrun")
@@ -174,7 +174,7 @@ def torch_by_hand(rank: int, **more: str) -> dict[str, str]:
 
 
 # As on a host that has no PyTorch.
-NO_TORCH = "import perseus.rendezvous; perseus.rendezvous.find_spec = lambda name: None"
+NO_TORCH = "from perseus.run.bootstrap import rendezvous; rendezvous.find_spec = lambda name: None"
 
 
 def test_ranks_without_torch_meet_by_a_secret_file(tmp_path: Path) -> None:

@@ -398,7 +398,7 @@ def test_under_horovods_name_the_ranks_find_perseus_as_horovod_too(tmp_path: Pat
         if __name__ == "__main__":
             print(horovod.run(work, args=(3,), num_proc=2))
     """
-    expected = [(3, "0.28.1", "perseus.horovod_basics")] * 2
+    expected = [(3, "0.28.1", "perseus.compat.common.basics")] * 2
     assert output_of(tmp_path, code) == [str(expected)]
     if find_spec("horovod") is None:
         message = "(?s)No module named 'horovod'.*python -m perseus.compat.horovod"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perseus.torch_round import announce, await_announcement
+from perseus.run.bootstrap.torch_round import announce, await_announcement
 
 
 class Store:

@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics, control
-from perseus.addresses import is_loopback, source_address
 from perseus.compute_service import ComputeClient
+from perseus.run.bootstrap.addresses import is_loopback, source_address
 
 _LOOK_AGAIN_SECONDS = 0.2
 _SIDES = ("compute", "training")

@@ -12,8 +12,8 @@ import secrets
 import tensorflow as tf
 
 from perseus import basics
-from perseus.addresses import named_interface
 from perseus.compute_service import ComputeService
+from perseus.run.bootstrap.addresses import named_interface
 from perseus.tensorflow.data.compute_service import (
     TfDataServiceConfig,
     checked_side,

@@ -28,9 +28,9 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
+from perseus.compat.common.extensions import check_extension, gpu_available, split_list
+from perseus.compat.common.extensions import num_rank_is_power_2 as check_num_rank_power_of_2
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
-from perseus.extensions import check_extension, gpu_available, split_list
-from perseus.extensions import num_rank_is_power_2 as check_num_rank_power_of_2
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,

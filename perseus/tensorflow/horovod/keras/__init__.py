@@ -35,7 +35,7 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
-from perseus.extensions import is_version_greater_equal_than
+from perseus.compat.common.extensions import is_version_greater_equal_than
 from perseus.keras import (
     Average,
     Compression,

@@ -1,6 +1,6 @@
 """Callbacks for `fit` under the names of horovod.tensorflow.keras.callbacks."""
 
-from perseus.extensions import is_version_greater_equal_than
+from perseus.compat.common.extensions import is_version_greater_equal_than
 from perseus.keras import callbacks as _callbacks
 from perseus.keras.callbacks import (
     BroadcastGlobalVariablesCallback,

@@ -6,7 +6,7 @@ import fcntl
 import socket
 import struct
 
-from perseus.start_settings import setting
+from perseus.run.bootstrap.start_settings import setting
 
 _SIOCGIFADDR = 0x8915
 _NAMING = (

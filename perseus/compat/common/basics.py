@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from perseus import basics
-from perseus import extensions as util
+from perseus.compat.common import extensions as util
 from perseus.process_sets import ProcessSet, global_process_set, ids_and_ranks
 
 __all__ = ["HorovodBasics", "ProcessSet", "global_process_set", "util"]

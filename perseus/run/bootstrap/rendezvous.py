@@ -17,17 +17,17 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from perseus.addresses import (
+from perseus.run.bootstrap.addresses import (
     interface_address,
     is_loopback,
     is_own_address,
     named_interface,
     source_address,
 )
-from perseus.announcement import announcement, read_announcement
-from perseus.identity import Identity
-from perseus.start_settings import given_secret, setting, start_timeout, whole_number
-from perseus.torch_round import announce, await_announcement
+from perseus.run.bootstrap.announcement import announcement, read_announcement
+from perseus.run.bootstrap.identity import Identity
+from perseus.run.bootstrap.start_settings import given_secret, setting, start_timeout, whole_number
+from perseus.run.bootstrap.torch_round import announce, await_announcement
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 6666

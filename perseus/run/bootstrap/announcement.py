@@ -2,7 +2,7 @@
 
 A secret that the user gave is never told: a keyed check shows whether all ranks were given the
 same. A secret that rank 0 made is told, and is as safe as the channel. Pure functions.
-common/rendezvous/meeting.cc does the same for programs without Python.
+common/bootstrap/bootstrap.cc does the same for programs without Python.
 """
 
 from __future__ import annotations
