@@ -100,6 +100,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
         "run",
     },
 }
+# Modules that show a higher part under their package's name.
+PYTHON_FACES: dict[str, str] = {"tensorflow/__init__.py": "tensorflow.horovod"}
 # Framework -> parts of perseus/ that may import it.
 FRAMEWORKS: dict[str, set[str]] = {
     "torch": {"torch", "keras", "bench"},
@@ -222,7 +224,7 @@ def python_offences(root: Path) -> Iterator[str]:
         relative = source.relative_to(python)
         if relative.parts[0] == "examples":
             continue
-        part = part_of(python, relative.parts[:-1])
+        part = PYTHON_FACES.get(relative.as_posix()) or part_of(python, relative.parts[:-1])
         shown = source.relative_to(root).as_posix()
         if part not in PYTHON_LAYERS:
             yield f"{shown}:1: perseus.{part} has no place in the order of layers"

@@ -66,6 +66,13 @@ class Face:
         assert [name for name in self._hvd.__all__ if not hasattr(self._hvd, name)] == []
         assert set(self._hvd.__all__) >= set(self.names)
 
+    def expect_same_names(self, other: Any) -> None:
+        """Another module is the same face: all of its names, and nothing else behind them."""
+        assert set(other.__all__) == set(self._hvd.__all__)
+        assert set(other.__all__) <= set(dir(other))
+        for name in other.__all__:
+            assert getattr(other, name) is getattr(self._hvd, name), name
+
     def expect_function(self, name: str) -> None:
         """Horovod's parameters, and words about what it does."""
         function = getattr(self._hvd, name)

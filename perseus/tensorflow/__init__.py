@@ -1,5 +1,28 @@
-"""TensorFlow on Perseus; `import perseus.tensorflow.horovod as hvd` is the public face."""
+"""The public face for TensorFlow: `import perseus.tensorflow as hvd`.
+
+perseus.tensorflow.horovod is the same. The face is loaded when a script first asks for one of its
+names: tools that prepare this package's libraries, and Keras, import modules of it alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from perseus.installed import require
 
+if TYPE_CHECKING:
+    from perseus.tensorflow.horovod import *  # noqa: F403
+    from perseus.tensorflow.horovod import __all__ as __all__
+
 require("tensorflow")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module("perseus.tensorflow.horovod"), name)
+    globals()[name] = value  # the next one who asks finds it at once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("perseus.tensorflow.horovod").__all__})

@@ -1,5 +1,8 @@
-"""PyTorch on Perseus; `import perseus.torch.horovod as hvd` is the public face."""
+"""The public face for PyTorch: `import perseus.torch as hvd`; perseus.torch.horovod is the same."""
 
 from perseus.installed import require
 
 require("torch")
+
+from perseus.torch.horovod import *  # noqa: E402, F403
+from perseus.torch.horovod import __all__ as __all__  # noqa: E402

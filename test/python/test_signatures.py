@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from horovod_face import Face
 
+import perseus.torch
 import perseus.torch.horovod as hvd
 
 FACE = Face(
@@ -20,6 +21,7 @@ FACE = Face(
 
 def test_names():
     FACE.expect_names()
+    FACE.expect_same_names(perseus.torch)
 
 
 @pytest.mark.parametrize("name", FACE.functions)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -11,6 +13,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 from horovod_face import Face
 
+import perseus.tensorflow
 import perseus.tensorflow.horovod as hvd
 from perseus.tensorflow import gradient_aggregation, gradient_aggregation_eager
 from perseus.tensorflow.data import compute_service, compute_worker
@@ -40,6 +43,16 @@ MODULES = {
 
 def test_names():
     FACE.expect_names()
+    FACE.expect_same_names(perseus.tensorflow)
+    assert perseus.tensorflow.elastic is hvd.elastic
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = perseus.tensorflow.nothing
+
+
+def test_package_alone_loads_no_face():
+    # Keras, and what compiles the XLA library, import modules of it.
+    code = "import sys, perseus.tensorflow; sys.exit('perseus.tensorflow.horovod' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("name", FACE.functions)
