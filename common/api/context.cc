@@ -94,7 +94,7 @@ std::string encode(const Location& location) {
 Location decode_location(const std::string& text) {
   Location location;
   if (std::sscanf(text.c_str(), "%d %d", &location.node, &location.interfaces) != 2)
-    fail(ErrorKind::kInternal, "[rendezvous] '" + text + "' is no location of a rank");
+    fail(ErrorKind::kInternal, "[rendezvous] '" + text + "' is not the location of a rank");
   return location;
 }
 

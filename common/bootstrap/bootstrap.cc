@@ -117,7 +117,7 @@ Meeting at_known_place(const Identity& identity, const Environment& environment,
                        const std::string& host, int port, const std::string& remedy) {
   Meeting meeting{host, port, given_secret(environment, config), nullptr};
   if (meeting.secret.empty())
-    fail(ErrorKind::kInvalidArgument, "[rendezvous] the ranks need a secret they share: " + remedy);
+    fail(ErrorKind::kInvalidArgument, "[rendezvous] the ranks need a shared secret: " + remedy);
   if (identity.rank == 0) meeting.server = StoreServer::listen(listen_address(host), port, false, meeting.secret);
   return meeting;
 }

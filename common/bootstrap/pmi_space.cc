@@ -57,7 +57,7 @@ class PmiSpace final : public LauncherSpace {
     const std::string fd = options.environment("PMI_FD");
     if (fd.empty())
       fail(ErrorKind::kInvalidArgument,
-           std::string("[rendezvous] this mpirun left no PMI_FD to meet through") + kRemedy);
+           std::string("[rendezvous] this mpirun has not set PMI_FD, through which its ranks bootstrap") + kRemedy);
     fd_ = static_cast<int>(whole_number("rendezvous", "PMI_FD", fd, 0, 1 << 20));
     int type = 0;
     socklen_t size = sizeof type;

@@ -81,7 +81,7 @@ void* open_library() {
   for (const std::string& path : paths)
     if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
   const char* why = ::dlerror();
-  fail(ErrorKind::kIo, std::string("[rendezvous] ranks started by this launcher meet through its library, which "
+  fail(ErrorKind::kIo, std::string("[rendezvous] ranks started by this launcher bootstrap through its library, which "
                                    "cannot be opened (") +
                            (why == nullptr ? kLibrary : why) +
                            "): put its directory into LD_LIBRARY_PATH, or start the job with perseusrun");
@@ -142,8 +142,9 @@ class PmixSpace final : public LauncherSpace {
  public:
   explicit PmixSpace(const SpaceOptions& options) : options_(options) {
     if (options.environment("PMIX_RANK").empty())
-      fail(ErrorKind::kInvalidArgument,
-           std::string("[rendezvous] this launcher left no PMIX_RANK to meet through") + kRemedy);
+      fail(
+          ErrorKind::kInvalidArgument,
+          std::string("[rendezvous] this launcher has not set PMIX_RANK, through which its ranks bootstrap") + kRemedy);
     library_ = load();
     // Signals are for the application's threads.
     sigset_t all, before;

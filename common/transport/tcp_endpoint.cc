@@ -53,8 +53,9 @@ std::string TcpEndpoint::encode() const {
 
 TcpEndpoint TcpEndpoint::decode(const std::string& text, int rank) {
   const auto refuse = [&] {
-    fail(ErrorKind::kIo, "[tcp] what rank " + std::to_string(rank) +
-                             " published is no address: is the same Perseus installed on every host?");
+    fail(ErrorKind::kIo,
+         "[tcp] rank " + std::to_string(rank) +
+             " published something that is not an address: is the same Perseus installed on every host?");
   };
   TcpEndpoint endpoint;
   std::istringstream lines(text);

@@ -39,7 +39,7 @@ std::string Hello::encode() const {
 }
 
 std::string Hello::decode(const std::string& bytes, const std::string& expected) {
-  if (get_u32(bytes.data()) != kMagic) return "what it sent is no hello of a rank";
+  if (get_u32(bytes.data()) != kMagic) return "it did not send the hello of a rank";
   version = version_of_field(bytes.substr(4, kVersionField));
   const char* const numbers = bytes.data() + 4 + kVersionField;
   if (version != expected)

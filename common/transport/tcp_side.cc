@@ -86,7 +86,7 @@ void TcpSide::receive() {
     while (in_.size() - at >= 4) {
       const size_t size = get_u32(in_.data() + at);
       if (size > tcp_protocol::kMaxNotice)
-        return lose("sent a notice of " + std::to_string(size) + " bytes, expected at most " +
+        return lose("sent a control message of " + std::to_string(size) + " bytes, expected at most " +
                     std::to_string(tcp_protocol::kMaxNotice));
       if (in_.size() - at - 4 < size) break;
       if (size != 0) listener_.on_notice(peer_, in_.substr(at + 4, size));

@@ -70,7 +70,8 @@ class TcpTransport::Dial : public TcpEventHandler {
     if (n < 0) return owner_.dial_refused(this, n == kEndOfStream ? "connection closed" : std::strerror(errno));
     if (n == 0) return;
     ++owner_.traffic_.received;
-    if (welcome != kWelcome) return owner_.dial_failed(this, "what answers there is no rank of this job");
+    if (welcome != kWelcome)
+      return owner_.dial_failed(this, "the process that answers there is not a rank of this job");
     owner_.dial_stands(this);
   }
 
@@ -175,7 +176,8 @@ void TcpTransport::dial_refused(Dial* dial, const std::string& why) {
   TcpLink& link = dial->link_;
   const bool striped = dial->striped_;
   const int tries = dial->tries_ + 1;
-  log_.debug("[tcp] " + dial->where_ + " closed a data connection before it stood, try " + std::to_string(tries));
+  log_.debug("[tcp] " + dial->where_ + " closed a data connection before it was established, try " +
+             std::to_string(tries));
   end_dial(dial);
   this->dial(link, striped, tries);
 }
@@ -213,7 +215,7 @@ void TcpTransport::attach(TcpLink& link, Socket socket) {
 std::string TcpTransport::may_join(int rank) {
   const auto found = peers_.find(rank);
   if (found == peers_.end() || rank <= world_.rank)
-    return "it says that it is rank " + std::to_string(rank) + ", which has no business here";
+    return "it says that it is rank " + std::to_string(rank) + ", which this rank does not expect";
   if (found->second.side || !found->second.gone.empty())
     return "it says that it is rank " + std::to_string(rank) + ", which has connected already";
   return "";

@@ -251,7 +251,7 @@ class _Parser(argparse.ArgumentParser):
     """Complains in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; perseus-bench -h shows everything")
+        raise ValueError(f"{message}; perseus-bench -h lists all options")
 
 
 def _parser() -> argparse.ArgumentParser:

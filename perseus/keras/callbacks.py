@@ -30,7 +30,7 @@ __all__ = [
 
 
 _UNWRAPPED = (
-    "[keras] the model's optimizer is no DistributedOptimizer: gradients are not averaged, and "
+    "[keras] the model's optimizer is not a DistributedOptimizer: gradients are not averaged, and "
     "every rank trains a model of its own. Compile it with hvd.DistributedOptimizer(optimizer), "
     "and load saved models by hvd.load_model instead of keras.models.load_model"
 )
@@ -42,7 +42,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     That is when the optimizer has all of its variables; so every rank's first step is thrown away
     but the root's. Random seeds stay each rank's own: ranks drop out different units.
 
-    Rank 0 warns when the model's optimizer is no DistributedOptimizer and nothing else reduces
+    Rank 0 warns if the model's optimizer is not a DistributedOptimizer and nothing else reduces
     anything in a batch. PERSEUS_PARAMETER_CHECK_N_STEPS finds differences between ranks here then.
 
     root_rank: a global rank. device: accepted for Horovod's sake. local_variables: left alone.

@@ -27,7 +27,7 @@ def check_name(name: Any) -> None:
         return
     words = name.lower()
     if "perseus" in words or get_close_matches(words, SPELLINGS, cutoff=_CLOSE):
-        raise ValueError(f"[kvstore] there is no store {name!r}: did you mean {TYPE!r}?")
+        raise ValueError(f"[kvstore] Unknown store {name!r}; did you mean {TYPE!r}?")
     if words.startswith("dist") and not os.environ.get("DMLC_NUM_WORKER"):
         raise ValueError(
             f"[kvstore] {name!r} is MXNet's store on parameter servers, of which this job has none "

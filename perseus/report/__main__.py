@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
     """Complains in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; perseus-report -h shows everything")
+        raise ValueError(f"{message}; perseus-report -h lists all options")
 
 
 def _parser() -> argparse.ArgumentParser:

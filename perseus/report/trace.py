@@ -74,7 +74,9 @@ def read_all(paths: Sequence[Path]) -> list[Trace]:
         trace = read(path)
         first = next(iter(traces.values()), trace)
         if trace.rank in traces:
-            raise ValueError(f"{path} and {traces[trace.rank].path} are both of rank {trace.rank}")
+            raise ValueError(
+                f"{path} and {traces[trace.rank].path} are both traces of rank {trace.rank}"
+            )
         if trace.size != first.size:
             raise ValueError(
                 f"{path} is of a job with {trace.size} ranks, {first.path} of one with {first.size}"
@@ -84,14 +86,14 @@ def read_all(paths: Sequence[Path]) -> list[Trace]:
 
 
 def read(path: Path) -> Trace:
-    """One file. ValueError when it is no timeline of Perseus, OSError when it cannot be read."""
+    """One file. ValueError if it is not a timeline of Perseus, OSError when it cannot be read."""
     try:
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         job = events[0]["args"]
         trace = Trace(path, job["rank"], job["size"])
         zero = job["start_time_since_epoch_in_micros"]
     except (ValueError, KeyError, IndexError, TypeError):
-        raise ValueError(f"{path} is no timeline of Perseus") from None
+        raise ValueError(f"{path} is not a timeline of Perseus") from None
     reader = _Reader(trace, zero)
     for event in events:
         reader.take(event)

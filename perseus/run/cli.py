@@ -1,4 +1,4 @@
-"""perseusrun's command line: what the user wrote becomes a Job. One thread."""
+"""perseusrun's command line, which becomes a Job. One thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if given.build_xla:
             require("tensorflow")
-            # TensorFlow is its own, not the launcher's.
+            # In a process of its own: the launcher does not load TensorFlow.
             module = "perseus.tensorflow.build_xla"
             return subprocess.run([sys.executable, "-m", module]).returncode
         job = _job(given)
@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _job(given: argparse.Namespace) -> Job:
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.mpi_args is not None and not given.mpi:
-        raise ValueError("--mpi-args are for mpirun: give --mpi, too")
+        raise ValueError("--mpi-args needs --mpi: they are arguments of mpirun")
     hosts, ranks = _where(given)
     if not command:
-        raise ValueError("no command given: perseusrun -np 2 python train.py")
+        raise ValueError("no command given: expected one such as perseusrun -np 2 python train.py")
     if given.horovod:
         command = with_alias(command)
     flags = settings.variables(given)
@@ -89,21 +89,21 @@ def _where(given: argparse.Namespace) -> tuple[list[Host], int]:
     elif given.hosts is not None:
         hosts = parse_hosts(given.hosts)
     ranks = given.num_proc
-    if given.npernode is not None:  # as mpirun has it: the hosts' own slots do not count
+    if given.npernode is not None:  # as with mpirun, the hosts' own slots do not count
         hosts = [Host(host.name, given.npernode) for host in hosts or [Host("localhost", 1)]]
         ranks = given.npernode * len(hosts) if ranks is None else ranks
     if ranks is None:
-        raise ValueError("-np is missing: how many ranks?")
+        raise ValueError("-np is missing: give the number of ranks, such as -np 2")
     if ranks < 1:
         raise ValueError(f"-np {ranks}: expected 1 or more")
     return hosts or [Host("localhost", ranks)], ranks
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one line; the table of variables is made only when somebody asks for it."""
+    """Reports errors in one line, and builds the table of variables only for -h."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; perseusrun -h shows everything")
+        raise ValueError(f"{message}; perseusrun -h lists all options")
 
     def format_help(self) -> str:
         return super().format_help() + "\n" + _variables()
@@ -124,24 +124,24 @@ def _parser() -> argparse.ArgumentParser:
         "--npernode",
         type=_positive,
         metavar="N",
-        help="ranks on each host, whatever slots it has; without -np that many on every host",
+        help="ranks on each host, regardless of its slots; without -np, use all hosts",
     )
     add(
         "-cb",
         "--check-build",
         action="store_true",
-        help="show which frameworks, controllers and operations are there, and exit",
+        help="show the available frameworks, controllers and operations, and exit",
     )
     add(
         "--build-xla",
         action="store_true",
-        help="compile on this host what TensorFlow's jit_compile=True needs, and exit",
+        help="compile the library that TensorFlow's jit_compile=True needs here, and exit",
     )
     add(
         "--start-timeout",
         type=_positive,
         metavar="SECONDS",
-        help="for hosts and ranks to appear; default HOROVOD_START_TIMEOUT, else 60",
+        help="limit for hosts and ranks to appear; default HOROVOD_START_TIMEOUT, else 60",
     )
     add(
         "--network-interface",
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         type=lambda text: [name for name in text.split(",") if name],
         metavar="NAME[,NAME]",
-        help="network interfaces for rendezvous (the first) and data; default: by routing",
+        help="network interfaces for bootstrap (the first) and data; default: by routing",
     )
     add(
         "--output-filename",
@@ -161,28 +161,30 @@ def _parser() -> argparse.ArgumentParser:
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
         action="store_true",
-        help="the time in front of every line that a rank prints",
+        help="put the time before every line that a rank prints",
     )
     add(
         "--verbose",
         action="store_true",
-        help="tell what perseusrun does, and what ranks decide (unless a log level is given)",
+        help="log what perseusrun does, and what ranks decide (unless a log level is set)",
     )
     add(
         "--horovod",
         action="store_true",
-        help="'import horovod' finds Perseus: for scripts that stay as they are",
+        help="let 'import horovod' find Perseus, for unchanged scripts",
     )
     controller = parser.add_argument_group("controller")
     either = controller.add_mutually_exclusive_group()
     either.add_argument(
-        "--gloo", action="store_true", help="the built-in backend, which needs no MPI (default)"
+        "--gloo", action="store_true", help="use the built-in backend, which needs no MPI (default)"
     )
     either.add_argument(
-        "--mpi", action="store_true", help="have mpirun (Open MPI or MPICH) start the ranks"
+        "--mpi", action="store_true", help="let mpirun (Open MPI or MPICH) start the ranks"
     )
     controller.add_argument(
-        "--mpi-args", metavar="'...'", help="more arguments for it, as --mpi-args='-x A --mca b c'"
+        "--mpi-args",
+        metavar="'...'",
+        help="more arguments of mpirun, such as --mpi-args='-x A --mca b c'",
     )
     where = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     where.add_argument(
@@ -192,13 +194,13 @@ def _parser() -> argparse.ArgumentParser:
         "-hostfile", "--hostfile", metavar="FILE", help="lines 'host slots=n', 'host:n' or 'host'"
     )
     ssh = parser.add_argument_group("ssh (host names are passed on exactly as written)")
-    ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="of every host")
+    ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of every host")
     ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key")
     ssh.add_argument(
         "--ssh-accept-new-keys",
         action="store_true",
         help="also trust hosts that known_hosts does not list (StrictHostKeyChecking=accept-new); "
-        "default: as ssh is configured",
+        "default: the configuration of ssh",
     )
     settings.add_to(parser)
     add("command", nargs=argparse.REMAINDER, help="program and arguments, run by every rank")
@@ -212,12 +214,12 @@ def _positive(text: str) -> int:
 
 
 def _variables() -> str:
-    """The table of environment variables, as the core has it."""
+    """The core's table of environment variables, as text."""
     try:
         table: list[dict[str, Any]] = import_module("perseus._core").config_table()
     except ImportError as error:
-        return f"The table of environment variables is in the native core, which failed: {error}\n"
-    lines = ["environment variables (given before perseusrun, they reach every rank):"]
+        return f"The native core, which has the environment variables, does not load: {error}\n"
+    lines = ["environment variables (if set for perseusrun, every rank gets them):"]
     for entry in table:
         allowed = f" {entry['allowed']}" if entry["allowed"] else ""
         default = f", default {entry['default']}" if entry["default"] else ", default unset"

@@ -59,7 +59,7 @@ SETTINGS = (
         "tuning",
         int,
         ("PERSEUS_ALLREDUCE_STREAMS", "HOROVOD_NUM_NCCL_STREAMS"),
-        "most buckets in flight at once",
+        "how many buckets may be in flight at once",
     ),
     Setting(
         "--autotune-log-file",
@@ -73,35 +73,35 @@ SETTINGS = (
         "tuning",
         int,
         ("GLOO_TIMEOUT_SECONDS", "HOROVOD_GLOO_TIMEOUT_SECONDS"),
-        "seconds without a sign of life after which a rank counts as dead",
+        "seconds without a heartbeat after which a rank counts as dead",
     ),
     Setting(
         "--stall-check-warning-time-seconds",
         "stall check",
         int,
         ("HOROVOD_STALL_CHECK_TIME_SECONDS",),
-        "age at which a tensor that some ranks have not submitted is reported",
+        "age in seconds at which a tensor that some ranks lack is reported",
     ),
     Setting(
         "--stall-check-shutdown-time-seconds",
         "stall check",
         int,
         ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",),
-        "age at which such a tensor ends the job; 0 = never",
+        "age in seconds at which such a tensor ends the job; 0 = never",
     ),
     Setting(
         "--timeline-filename",
         "timeline",
         str,
         ("HOROVOD_TIMELINE",),
-        "file into which rank 0 writes a Chrome trace; DYNAMIC = only what start_timeline() names",
+        "file into which rank 0 writes a Chrome trace; DYNAMIC = only from start_timeline() on",
     ),
     Setting(
         "--log-level",
         "logging",
         str,
         ("PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL"),
-        "least severe message that ranks write",
+        "least severe level of messages that ranks write",
         choices=_LEVELS,
         translate=str.lower,
     ),
@@ -109,9 +109,13 @@ SETTINGS = (
 
 SWITCHES = (
     Switch("--autotune", "tuning", "HOROVOD_AUTOTUNE", "1", "always try bucket sizes and streams"),
-    Switch("--no-autotune", "tuning", "HOROVOD_AUTOTUNE", "0", "keep those of the start"),
+    Switch("--no-autotune", "tuning", "HOROVOD_AUTOTUNE", "0", "keep the initial ones"),
     Switch(
-        "--no-stall-check", "stall check", "HOROVOD_STALL_CHECK_DISABLE", "1", "no stall warnings"
+        "--no-stall-check",
+        "stall check",
+        "HOROVOD_STALL_CHECK_DISABLE",
+        "1",
+        "do not warn of stalled tensors",
     ),
     Switch("--stall-check", "stall check", "HOROVOD_STALL_CHECK_DISABLE", "0", argparse.SUPPRESS),
     Switch(
@@ -119,7 +123,7 @@ SWITCHES = (
         "timeline",
         "HOROVOD_TIMELINE_MARK_CYCLES",
         "1",
-        "mark negotiation rounds in it",
+        "mark negotiation rounds in the timeline",
     ),
     Switch(
         "--no-timeline-mark-cycles",
@@ -129,14 +133,18 @@ SWITCHES = (
         argparse.SUPPRESS,
     ),
     Switch(
-        "--log-without-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "1", "no time in log lines"
+        "--log-without-timestamp",
+        "logging",
+        "HOROVOD_LOG_HIDE_TIME",
+        "1",
+        "leave the time out of log lines",
     ),
     Switch("--log-with-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "0", argparse.SUPPRESS),
 )
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Every setting as an argument of its group. What is not given changes nothing."""
+    """Add every setting as an argument of its group. A flag that is not given changes nothing."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for entry in (*SETTINGS, *SWITCHES):
         if entry.group not in groups:
@@ -181,7 +189,7 @@ def _value_of(setting: Setting) -> Callable[[str], str]:
         try:
             number = setting.kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is no number") from None
+            raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
         if not float(number) >= 0:
             raise argparse.ArgumentTypeError(f"'{text}': expected 0 or more")
         return text

@@ -89,8 +89,8 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 _UNWRAPPED = (
-    "[tensorflow] the optimizer is no DistributedOptimizer: gradients are not averaged, and every "
-    "rank trains a model of its own. Wrap it: optimizer = hvd.DistributedOptimizer(optimizer)"
+    "[tensorflow] the optimizer is not a DistributedOptimizer: gradients are not averaged, and "
+    "every rank trains a model of its own. Wrap it: optimizer = hvd.DistributedOptimizer(optimizer)"
 )
 
 

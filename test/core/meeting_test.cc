@@ -128,7 +128,7 @@ TEST(Meeting, UnknownLauncherIsNoWorldOfOne) {
 
 TEST(Meeting, KnownPlacesNeedASecret) {
   const Variables torch{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "host7"}};
-  expect_error(ErrorKind::kInvalidArgument, torch, "need a secret they share: name a file in PERSEUS_SECRET_FILE");
+  expect_error(ErrorKind::kInvalidArgument, torch, "need a shared secret: name a file in PERSEUS_SECRET_FILE");
   expect_error(ErrorKind::kInvalidArgument, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "give rank 0's host in MASTER_ADDR");
   const Meeting meeting = meet_with(with(torch, "PERSEUS_SECRET", kSecret), {"PERSEUS_MASTER_PORT=7001"});
   EXPECT_EQ(meeting.host, "host7");
@@ -237,7 +237,7 @@ TEST(MeetingByPmi, AnswerThatIsARefusalIsShown) {
 
 TEST(MeetingByPmi, DescriptorThatIsNotTheresIsNamed) {
   const Variables ranks{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}};
-  expect_error(ErrorKind::kInvalidArgument, ranks, "this mpirun left no PMI_FD to meet through");
+  expect_error(ErrorKind::kInvalidArgument, ranks, "this mpirun has not set PMI_FD, through which its ranks bootstrap");
   expect_error(ErrorKind::kInvalidArgument, with(ranks, "PMI_FD", "nine"), "PMI_FD='nine': expected a whole number");
   expect_error(ErrorKind::kIo, with(ranks, "PMI_FD", "99999"), "PMI_FD='99999' is not open here");
   const int file = ::open("/dev/null", O_RDWR | O_CLOEXEC);
@@ -303,7 +303,8 @@ TEST(MeetingByPmi, RankWithAnotherSecretOrNoneIsNamed) {
 
 TEST(MeetingByPmix, LauncherWithoutItIsNamed) {
   const Variables ranks{{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
-  expect_error(ErrorKind::kInvalidArgument, ranks, "this launcher left no PMIX_RANK to meet through; start the job");
+  expect_error(ErrorKind::kInvalidArgument, ranks,
+               "this launcher has not set PMIX_RANK, through which its ranks bootstrap; start the job");
 }
 
 }  // namespace

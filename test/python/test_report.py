@@ -240,7 +240,7 @@ def test_mistakes_are_one_line(
     for arguments, message in (
         ([], "the following arguments are required: trace.json"),
         ([str(tmp_path / "no.json")], "No such file"),
-        ([str(broken)], f"{broken} is no timeline of Perseus"),
+        ([str(broken)], f"{broken} is not a timeline of Perseus"),
         ([str(empty)], "no operation was recorded"),
         ([str(pair[0]), "-o", str(tmp_path)], "Is a directory"),
     ):

@@ -14,7 +14,7 @@ from perseusrun_command import environment, perseusrun
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["true"], 2, "-np is missing"),
+        (["true"], 2, "-np is missing: give the number of ranks"),
         (["-np", "2"], 2, "no command given"),
         (["-np", "0", "true"], 2, "-np 0: expected 1 or more"),
         (["-np", "x", "true"], 2, "argument -np/--num-proc: invalid int value: 'x'"),
@@ -24,7 +24,7 @@ from perseusrun_command import environment, perseusrun
         (["-np", "1", "--hostfile", "/nowhere", "true"], 2, "--hostfile /nowhere: No such file"),
         (["-np", "1", "-H", "a", "--hostfile", "f", "true"], 2, "not allowed with argument"),
         (["-np", "1", "--no-such-flag", "true"], 2, "--no-such-flag"),
-        (["-np", "1", "--cycle-time-ms", "soon", "true"], 2, "'soon' is no number"),
+        (["-np", "1", "--cycle-time-ms", "soon", "true"], 2, "'soon' is not a number"),
         (["-np", "1", "--fusion-threshold-mb", "-1", "true"], 2, "expected 0 or more"),
         (["-np", "2", "no-such-command", "x"], 127, "no-such-command: command not found"),
         (["-np", "1", "/etc/passwd"], 126, "/etc/passwd: Permission denied"),

@@ -127,7 +127,10 @@ def test_missing_and_unknown_mpiruns_are_named(
     ("arguments", "message"),
     [
         (["-np", "1", "--mpi", "--gloo", "true"], "not allowed with argument"),
-        (["-np", "1", "--mpi-args=-x A", "true"], "--mpi-args are for mpirun: give --mpi, too"),
+        (
+            ["-np", "1", "--mpi-args=-x A", "true"],
+            "--mpi-args needs --mpi: they are arguments of mpirun",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(arguments: list[str], message: str) -> None:

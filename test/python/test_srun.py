@@ -81,7 +81,7 @@ def test_programs_without_python_meet_by_pmi(cluster: Cluster, mpi: str, rank: s
         result = cluster.run(*command, "-m", "block", rank, "2")
         if mpi == "none":
             assert result.returncode != 0
-            assert "[rendezvous] the ranks need a secret they share" in result.stderr
+            assert "[rendezvous] the ranks need a shared secret" in result.stderr
         else:
             assert result.returncode == 0, result.stderr
             expect_worlds(result.stdout, nodes)

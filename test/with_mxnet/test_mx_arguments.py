@@ -101,7 +101,7 @@ def test_a_store_takes_optimizers_only():
     ["dist_sync_persues", "Dist_Sync_Perseus2", "dist-sync_perseus", "perseus", "sync_perseus"],
 )
 def test_a_misspelt_store_is_named(name):
-    message = rf"^\[kvstore\] there is no store '{name}': did you mean 'dist_sync_perseus'\?$"
+    message = rf"^\[kvstore\] Unknown store '{name}'; did you mean 'dist_sync_perseus'\?$"
     with pytest.raises(ValueError, match=message):
         mx.kvstore.create(name)
 

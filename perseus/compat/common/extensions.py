@@ -203,7 +203,7 @@ def is_iterable(x: Any) -> bool:
 def _release(text: str) -> tuple[list[int], bool]:
     found = _VERSION.match(text)
     if found is None:
-        raise ValueError(f"'{text}' is no version number")
+        raise ValueError(f"'{text}' is not a version number")
     numbers = [int(number) for number in found.group(1).split(".")]
     while numbers and numbers[-1] == 0:  # 1.2 and 1.2.0 are the same
         numbers.pop()

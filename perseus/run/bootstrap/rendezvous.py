@@ -239,7 +239,7 @@ def _through_slurm(identity: Identity) -> Rendezvous:
         if setting("PMI_FD", "PMIX_RANK") and find_spec("mpi4py") is None:
             return _through_launcher()
         raise ValueError(
-            "[rendezvous] ranks started by srun need a secret they share: "
+            "[rendezvous] ranks started by srun need a shared secret: "
             "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun (or name a file in "
             "PERSEUS_SECRET_FILE); without mpi4py, srun --mpi=pmi2 does as well"
         )
@@ -268,7 +268,7 @@ def _at_known_place(identity: Identity, host: str, port: int) -> Rendezvous:
     secret = given_secret()
     if secret is None:
         raise ValueError(
-            "[rendezvous] without PyTorch to meet through, the ranks need a secret they share: "
+            "[rendezvous] without PyTorch, the ranks need a shared secret: "
             "name a file in PERSEUS_SECRET_FILE (openssl rand -hex 16 > FILE; chmod 600 FILE), or "
             "start with perseusrun"
         )
