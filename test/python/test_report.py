@@ -100,7 +100,7 @@ def test_a_trace_is_read_back(pair: list[Path]) -> None:
 
 def test_traces_of_one_job_come_by_rank(pair: list[Path], tmp_path: Path) -> None:
     assert [trace.rank for trace in read_all(pair[::-1])] == [0, 1]
-    with pytest.raises(ValueError, match="are both of rank 0"):
+    with pytest.raises(ValueError, match="are both traces of rank 0"):
         read_all([pair[0], pair[0]])
     other = Writer(2, 3).write(tmp_path / "other.json")
     with pytest.raises(ValueError, match="of a job with 3 ranks"):
