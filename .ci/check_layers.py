@@ -77,14 +77,15 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "": {"run.bootstrap"},
     # Horovod's own names that belong to no framework.
     "compat.common": {""},
-    "elastic": {""},
-    "torch": {"", "elastic", "compat.common"},
-    "tensorflow": {"", "elastic", "compat.common", "run.bootstrap"},
+    "gradients": {""},  # what the frameworks' gradients share
+    "elastic": {"", "gradients"},
+    "torch": {"", "gradients", "elastic", "compat.common"},
+    "tensorflow": {"", "gradients", "elastic", "compat.common", "run.bootstrap"},
     # Keras runs on either; what TensorFlow's users import stands above both.
-    "keras": {"", "elastic", "compat.common", "tensorflow", "torch"},
+    "keras": {"", "gradients", "elastic", "compat.common", "tensorflow", "torch"},
     "tensorflow.horovod": {"", "elastic", "compat.common", "tensorflow", "keras"},
     "tensorflow.keras": {"tensorflow.horovod"},
-    "mxnet": {"", "elastic", "compat.common"},
+    "mxnet": {"", "gradients", "elastic", "compat.common"},
     "run": {"", "elastic", "run.bootstrap", "compat.common"},
     "report": {""},
     "bench": {"", "torch", "tensorflow", "tensorflow.horovod", "run", "run.bootstrap"},

@@ -10,9 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from perseus import basics, process_sets, residuals
+from perseus import basics, process_sets
 from perseus.elastic.notification import notification_manager
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
+from perseus.gradients import residuals
 
 _log = logging.getLogger(__name__)
 

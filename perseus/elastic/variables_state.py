@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from perseus.elastic.state import ObjectState
-from perseus.residuals import Held, Source
+from perseus.gradients.residuals import Held, Source
 
 
 class VariablesState(ObjectState):

@@ -14,10 +14,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from perseus.compression import Compressor
+from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.residuals import Residuals
 from perseus.installed import missing, require
-from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet
-from perseus.residuals import Residuals
 
 
 def _import_keras() -> Any:

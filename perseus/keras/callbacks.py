@@ -15,10 +15,10 @@ import numpy as np
 from perseus import basics
 from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
+from perseus.gradients.parameter_check import ParameterCheck
 from perseus.keras.backend import KERAS_2, backend, keras
 from perseus.keras.exchange import readable
 from perseus.keras.wrapping import is_distributed
-from perseus.parameter_check import ParameterCheck
 
 __all__ = [
     "BestModelCheckpoint",

@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 from perseus import basics, config
+from perseus.gradients.names import unnumbered
+from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.residuals import Held, go_on_with, own
 from perseus.keras.backend import Exchange, Reduction, backend
-from perseus.names import unnumbered
-from perseus.parameter_check import ParameterCheck
-from perseus.residuals import Held, go_on_with, own
 
 _used_names: Counter[str] = Counter()
 

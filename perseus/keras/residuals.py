@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from perseus import basics
+from perseus.gradients.residuals import Held
 from perseus.keras.backend import keras
 from perseus.keras.exchange import GradientExchange
-from perseus.residuals import Held
 
 _INDEX = "index"  # JSON: {"rank": who held these, "held": [[name, layout], …]}; beside them 0, 1 …
 

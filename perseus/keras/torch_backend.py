@@ -12,11 +12,11 @@ import torch
 from perseus import basics
 from perseus.compression import Compressor
 from perseus.failures import Failures
+from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.residuals import Residuals
 from perseus.keras.backend import Reduction
 from perseus.keras.torch_overlap import Overlap
-from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet
-from perseus.residuals import Residuals
 from perseus.torch import exchange, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from perseus.arguments import (
-    checked_compression,
-    checked_op,
+from perseus.arguments import checked_compression, checked_op
+from perseus.gradients.arguments import (
     checked_passes,
     checked_predivide_factor,
     not_an_optimizer,

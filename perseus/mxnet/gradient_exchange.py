@@ -17,10 +17,10 @@ from typing import Any
 from perseus import basics
 from perseus.compression import Compressor, SettingsCompressor, applied_here
 from perseus.failures import Failures
+from perseus.gradients.residuals import Residuals
 from perseus.mxnet import ops
 from perseus.mxnet.library import Batch, Op, mxnet
 from perseus.process_sets import ProcessSet, global_process_set, group_id
-from perseus.residuals import Residuals
 
 # Names, priorities, bundles, process set, and whether settings may withhold results.
 _Key = tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], int | None, bool]

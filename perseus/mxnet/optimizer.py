@@ -12,13 +12,13 @@ from typing import Any
 import mxnet as mx
 
 from perseus import basics
-from perseus.arguments import checked_predivide_factor, not_an_optimizer, wrapped_twice
 from perseus.compat.common.extensions import split_list
+from perseus.gradients.arguments import checked_predivide_factor, not_an_optimizer, wrapped_twice
+from perseus.gradients.residuals import Held, go_on_with, pack, unpack
 from perseus.mxnet import ops, state_files
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
 from perseus.mxnet.parameters import WeightsByKey
 from perseus.process_sets import ProcessSet, checked, global_process_set
-from perseus.residuals import Held, go_on_with, pack, unpack
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from perseus.parameter_check import ParameterCheck
+from perseus.gradients.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet, global_process_set
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from perseus import basics
-from perseus.residuals import Held, own, pack, unpack
+from perseus.gradients.residuals import Held, own, pack, unpack
 
 _LENGTH = struct.Struct("<Q")
 _END = b"perseus.residuals"  # of the file; the number of bytes that precede it is in front
@@ -21,7 +21,7 @@ _END = b"perseus.residuals"  # of the file; the number of bytes that precede it 
 def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
     """Replace a file as a whole: other ranks may be writing, or reading, the same one.
 
-    held: this rank's, see perseus.residuals. Where there is nothing, the file is as MXNet's.
+    held: this rank's, see gradients.residuals. Where there is nothing, the file is as MXNet's.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

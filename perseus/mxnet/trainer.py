@@ -15,8 +15,10 @@ import mxnet as mx
 import numpy as np
 
 from perseus import basics
-from perseus.arguments import checked_compression, checked_predivide_factor
+from perseus.arguments import checked_compression
 from perseus.compression import Compressor
+from perseus.gradients.arguments import checked_predivide_factor
+from perseus.gradients.parameter_check import ParameterCheck
 from perseus.mxnet import ops, state_files
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.gradient_exchange import GradientExchange, Plan
@@ -24,7 +26,6 @@ from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
 from perseus.mxnet.parameters import buffer_of
 from perseus.mxnet.sparse import sum_rows
-from perseus.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 

@@ -14,13 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics, config
-from perseus.arguments import checked_compression, checked_op, checked_predivide_factor
+from perseus.arguments import checked_compression, checked_op
 from perseus.compat.common.extensions import split_list
 from perseus.compression import Compressor, applied_here
-from perseus.names import unnumbered
-from perseus.parameter_check import ParameterCheck
+from perseus.gradients.arguments import checked_predivide_factor
+from perseus.gradients.names import unnumbered
+from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.residuals import Residuals
 from perseus.process_sets import ProcessSet, checked
-from perseus.residuals import Residuals
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum

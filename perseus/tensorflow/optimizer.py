@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics, config
-from perseus.arguments import checked_passes, not_an_optimizer, wrapped_twice
 from perseus.compression import Compressor
+from perseus.gradients.arguments import checked_passes, not_an_optimizer, wrapped_twice
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.adasum import AdasumOptimizer
 from perseus.tensorflow.compression import Compression

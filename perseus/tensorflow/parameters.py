@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from perseus.parameter_check import SETTING, ParameterCheck
+from perseus.gradients.parameter_check import SETTING, ParameterCheck
 from perseus.tensorflow import xla
 from perseus.tensorflow.modes import name_of, tf_variable, when
 

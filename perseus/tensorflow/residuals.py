@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.training.saver import BaseSaverBuilder
 
 from perseus import basics
-from perseus.residuals import Held, Source, go_on_with, own, pack, unpack
+from perseus.gradients.residuals import Held, Source, go_on_with, own, pack, unpack
 from perseus.tensorflow.gradient_exchange import GradientExchange, Plan
 
 _used_names: Counter[str] = Counter()

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import tensorflow as tf
 
-from perseus.arguments import wrapped_twice
 from perseus.compression import Compressor
+from perseus.gradients.arguments import wrapped_twice
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.gradient_exchange import (

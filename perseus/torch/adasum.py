@@ -18,7 +18,7 @@ import torch
 from perseus import basics
 from perseus.compression import EXACT, Compressor
 from perseus.failures import Failures
-from perseus.parameter_check import ParameterCheck
+from perseus.gradients.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import buffer_of
 from perseus.torch.session import ALLREDUCE, Adasum, session, synchronize

@@ -18,9 +18,9 @@ import torch
 from perseus import basics
 from perseus.compression import Compressor
 from perseus.failures import Failures
+from perseus.gradients.residuals import Residuals
 from perseus.memory import keep_freed_memory
 from perseus.process_sets import ProcessSet
-from perseus.residuals import Residuals
 from perseus.torch.functions import broadcast_object
 from perseus.torch.residuals import Residual, as_buffers, as_tensors
 from perseus.torch.session import ALLREDUCE, session, synchronize

@@ -15,17 +15,16 @@ from typing import Any, cast
 import torch
 
 from perseus import basics, config
-from perseus.arguments import (
-    checked_compression,
-    checked_op,
+from perseus.arguments import checked_compression, checked_op
+from perseus.compression import Compressor
+from perseus.errors import HorovodInternalError, MismatchError
+from perseus.gradients.arguments import (
     checked_passes,
     checked_predivide_factor,
     not_an_optimizer,
     wrapped_twice,
 )
-from perseus.compression import Compressor
-from perseus.errors import HorovodInternalError, MismatchError
-from perseus.parameter_check import ParameterCheck
+from perseus.gradients.parameter_check import ParameterCheck
 from perseus.process_sets import ProcessSet, checked, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression

@@ -1,4 +1,4 @@
-"""What lossy codecs hold back, as it stands in a state_dict(). Stateless; see perseus.residuals."""
+"""What lossy codecs hold back, in a state_dict(). Stateless; see perseus.gradients.residuals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from perseus.residuals import Held
+from perseus.gradients.residuals import Held
 
 # (core's number for the placement of ranks; float32 of shape (2, elements): of what this rank
 # sends, and of the results that it owns)
