@@ -1,4 +1,4 @@
-"""This process's membership in its world: init, shutdown, who am I. Shared by all frameworks.
+"""This process's membership in its world: init, shutdown, rank and size. Shared by all frameworks.
 
 Holds the one default context of the process. init and shutdown belong to one thread; the rest may
 be called from any.
@@ -108,7 +108,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _rendezvous(identity: Identity) -> Rendezvous:
-    """Where the ranks meet. Found once: rank 0's server outlives its worlds, for those who start
+    """The store of the job. Found once: rank 0's server outlives its worlds, for ranks that start
     again before rank 0 does. perseusrun's is in the environment, which it may change.
     """
     from perseus.run.bootstrap.rendezvous import meet
@@ -151,7 +151,7 @@ def shutdown() -> None:
 
 
 def end_world() -> None:
-    """End the world on every rank, as shutdown() does, but keep who-am-I until shutdown().
+    """End the world on every rank, as shutdown() does, but keep rank and size until shutdown().
 
     Everything in flight ends at once, here and elsewhere. Does nothing when not running.
     """
@@ -227,7 +227,7 @@ def is_initialized() -> bool:
 
 
 def world_failure() -> str | None:
-    """Why the world has ended; None while it has not, and where there is none."""
+    """The reason why the world has ended; None while it runs, or if there is no world."""
     return None if _world.context is None else _world.context.failure()
 
 
@@ -320,7 +320,7 @@ def read_residual(
 def write_residual(
     gradient_of: int, group: int, name: str, grouped: bool, held: tuple[int, Any]
 ) -> None:
-    """Have this take the place of what is held back: layout and numbers as they were read."""
+    """Replace the held-back values by these: layout and numbers as they were read."""
     _context().write_residual(gradient_of, group, name, grouped, *held)
 
 

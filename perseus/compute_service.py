@@ -1,4 +1,4 @@
-"""Where the parts of a data service find each other: dispatchers, workers and those who train.
+"""The place where the parts of a data service find each other: dispatchers, workers and trainers.
 
 Requests are JSON over HTTP. A client first asks for a challenge (GET), then sends its request on
 the same connection (POST). Requests and answers carry an HMAC that covers the challenge, so that a
@@ -91,11 +91,11 @@ class ComputeService:
         return {name: [(host, self.get_port())] for name, host in self._hosts.items()}
 
     def shutdown(self) -> None:
-        """End all waits for it, answer what was asked, and close. May be called again."""
+        """End all waits, answer pending requests, and close. May be called again."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
-            # Who hears of the end may stop servers in this process, which then answers nobody.
+            # A client may then stop servers in this process, which then answer nothing.
             self._changed.wait_for(
                 lambda: self._answering.total() == self._answering["wait_for_shutdown"],
                 _ANSWER_SECONDS,
@@ -290,7 +290,7 @@ def _signature(key: bytes, *parts: bytes) -> str:
 def _ask(
     place: tuple[str, int], key: bytes, name: str, arguments: tuple[Any, ...], seconds: float
 ) -> dict[str, Any]:
-    """One request and its answer; ConnectionError where there is none that has the key."""
+    """Send one request and return the answer; ConnectionError if no service has the key."""
     # An answer belongs to one request, and a request to one challenge: each is used once.
     body = json.dumps([name, arguments, secrets.token_hex(16)]).encode()
     connection = http.client.HTTPConnection(*place, timeout=seconds)
@@ -312,7 +312,7 @@ def _ask(
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True  # a stranger who says nothing keeps nobody
+    daemon_threads = True  # a silent connection does not keep the process alive
     request_queue_size = 128  # many ranks may come at once
 
     def __init__(self, place: tuple[str, int], key: bytes, service: ComputeService) -> None:
@@ -323,7 +323,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(place, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, of which strangers have a limited number."""
+        """Serve a connection in a thread of its own; pending connections have a limited number."""
         with self._lock:
             if len(self._strangers) >= _MOST_STRANGERS:
                 self._dismiss(next(iter(self._strangers)))
@@ -348,7 +348,7 @@ class _Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: who asked is gone, or was a stranger."""
+        """Do nothing: the client has gone, or has not shown the key."""
 
     def _dismiss(self, request: socket.socket) -> None:
         """With the lock held; its thread sees the end of the stream."""
@@ -358,7 +358,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def _listening(places: Sequence[str], key: bytes, service: ComputeService) -> list[_Server]:
-    """A server for each address, all with the same port; OSError where there is no such port."""
+    """One server per address, all with the same port; OSError if no port is free on all."""
     for attempts_left in reversed(range(_PORT_ATTEMPTS)):
         servers: list[_Server] = []
         try:

@@ -56,5 +56,5 @@ def allow_dynamic_process_sets() -> None:
 
 
 def elastic() -> bool:
-    """Whether the elastic driver started this process (HOROVOD_ELASTIC=1): the world may grow."""
+    """Whether the elastic launcher started this process (HOROVOD_ELASTIC=1): the world may grow."""
     return os.environ.get("HOROVOD_ELASTIC", "0") not in ("", "0")

@@ -33,7 +33,7 @@ class AbortedError(HorovodInternalError):
 class NanGradientError(FloatingPointError):
     """A gradient has a NaN and PERSEUS_ALLREDUCE_NANCHECK_ACTION=raise. Raised on every rank.
 
-    No HorovodInternalError: elastic training would go back to the last commit and meet it again.
+    Not a HorovodInternalError: elastic training would roll back to the last commit and fail again.
     """
 
 

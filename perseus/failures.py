@@ -23,7 +23,7 @@ class Failures:
             self._errors.append(error)
 
     def raise_first(self) -> None:
-        """Raise the first, whose traceback tells the others; do nothing when there is none."""
+        """Raise the first, whose traceback tells the others; do nothing if there is no failure."""
         if not self._errors:
             return
         first, *others = self._errors

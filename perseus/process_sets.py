@@ -134,7 +134,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a set on every rank of the world; what is pending on it fails.
+    """Remove a set on every rank of the world; its pending operations fail.
 
     True when it was removed: it has no id any more, and may be added again. False for the global
     set and for one that is not registered. ValueError unless process sets are dynamic.
@@ -177,7 +177,7 @@ def of_host() -> ProcessSet:
 
 
 def _make_of_hosts() -> list[ProcessSet]:
-    """Register what is missing of the hosts' sets; the one of this host."""
+    """Register the sets of hosts that are missing; return the one of this host."""
     own = (basics.local_rank(), basics.local_size(), basics.cross_rank())
     lines = control.gather_lines(json.dumps(own), "process_sets.hosts")
     hosts = ranks_by_host([tuple(json.loads(line)) for line in lines])

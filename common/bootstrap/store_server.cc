@@ -1,5 +1,5 @@
 // The store's server: one thread and one epoll set. Nothing a client sends is looked at before it has proved the
-// secret; a client that misbehaves is closed and nobody else notices. Public calls are thread-safe.
+// secret; a client that misbehaves is closed, without effect on others. Public calls are thread-safe.
 #include <pthread.h>
 #include <signal.h>
 #include <sys/epoll.h>
@@ -32,8 +32,8 @@ using namespace store_protocol;
 
 using Value = std::shared_ptr<const std::string>;
 
-// Strangers beyond the least of these push out the oldest one: a number, and a share of the descriptors that this
-// process may have, most of which belong to the job.
+// Pending connections beyond the least of these push out the oldest one: a number, and a share of the descriptors that
+// this process may have, most of which belong to the job.
 constexpr size_t kMaxUnproven = 1024, kMinUnproven = 16, kUnprovenShare = 8;
 constexpr int kPortsTried = 101;
 // How long to leave connections in the kernel's queue when this process has no descriptor left.
@@ -204,7 +204,7 @@ class TcpStoreServer : public StoreServer {
   // False when the connection is to be closed.
   bool receive(Client& client) {
     char buffer[64 * 1024];
-    // A stranger gets exactly the attention its proof needs.
+    // A pending connection gets exactly the attention that its proof needs.
     const size_t limit = client.proven ? sizeof buffer : kAnswerSize - client.in.size();
     const ssize_t n = recv_some(client.socket.fd(), buffer, limit);
     if (n < 0) return false;

@@ -5,7 +5,7 @@
 //
 // As a sequence of exchanges: every rank first receives its part of everybody's tensors; each level of the tree needs
 // an allreduce of three numbers per pair and tensor; at the end the parts are gathered. So 2 (N - 1) / N of the bytes
-// move, and one copy of the tensors is staged. All ranks end with the same bits. Used by one driver.
+// move, and one copy of the tensors is staged. All ranks end with the same bits. Used by one progress engine.
 #pragma once
 
 #include <memory>

@@ -2,7 +2,7 @@
 // those decode to in rank order, and sends the encoded result to all. So a lossy format rounds once in and once out,
 // whatever the number of ranks; the owner and every sender go on with what the others decode, so all end with the same
 // bits, and who owns what changes none of them. Two exchanges of variable size, between which the sums may go
-// elsewhere. Used by one driver.
+// elsewhere. Used by one progress engine.
 #pragma once
 
 #include <memory>

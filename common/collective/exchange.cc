@@ -1,4 +1,4 @@
-// Moving an Exchange along: headers, sends, receives, folds. What is sent to whom is decided in exchange_plan.cc.
+// The steps of an Exchange: headers, sends, receives, reductions. exchange_plan.cc decides what goes to which rank.
 #include "collective/exchange.h"
 
 #include <cstring>
@@ -78,7 +78,7 @@ bool Exchange::step() {
   }
   if (taken_back_) all_done = eager_parts_gone();
   if (all_done && !done_) {
-    // A fold may just have completed the last sends; they were counted above only if done before it.
+    // A reduction may just have completed the last sends, which were counted above only if they were done before it.
     for (const Peer& peer : peers_)
       if (peer.link != nullptr && !taken_back_ && !(peer.tx.done && peer.rx.done)) return true;
     done_ = true;
@@ -157,7 +157,7 @@ bool Exchange::receive_some(Peer& peer) {
   if (taken_back_) return discard(peer);
   const size_t n = chunk_at(rx, peer.lag);
   if (!rx.result) {
-    peer.contribution = peer.link->recv_window(n);  // released by the fold
+    peer.contribution = peer.link->recv_window(n);  // released by the reduction
     return static_cast<bool>(peer.contribution);
   }
   if (!peer.windows) {
@@ -228,7 +228,7 @@ bool Exchange::eager_parts_gone() const {
   return true;
 }
 
-// ---- folding ----
+// ---- reducing ----
 
 bool Exchange::fold_some() {
   bool moved = false;
@@ -247,7 +247,7 @@ bool Exchange::fold_ready(size_t n) {
     Peer& peer = peers_[i];
     if (peer.link == nullptr) continue;
     if ((fold_source_ < 0 || fold_source_ == static_cast<int>(i)) && !peer.contribution) return false;
-    // Every rank folds into the place its own contribution is read from: that must have left first.
+    // Every rank reduces into the place from which its own contribution is sent: the contribution must have left first.
     if (everyone_owns_all_ && !peer.tx.done) return false;
     if (!results_follow_ || !peer.windows || peer.tx.r_total == 0) continue;
     const bool at_result = !peer.tx.done && peer.tx.result && chunk_index(peer.tx, peer.lag) == folded_;

@@ -1,6 +1,7 @@
 // The pairwise exchange behind every collective: each rank sends every other its contribution to that rank's part
-// (reduce-scatter), folds what it receives in rank order, and sends the result on (allgather), chunk by chunk, so that
-// a chunk is reduced and returned while the next is on its way. Resumable: step() never blocks. Used by one driver.
+// (reduce-scatter), reduces the parts in rank order, and sends the result on (allgather), chunk by chunk, so that
+// a chunk is reduced and returned while the next is on its way. Resumable: step() never blocks. Used by one
+// progress engine.
 //
 // Stream order per link, the same on both ends (c = contribution, r = result, L = lag):
 //   header, c0 … cL, r0, c(L+1), r1, …
@@ -163,9 +164,9 @@ class Exchange {
   bool headers_done_ = false;
   bool scheduled_ = false;
   bool taken_back_ = false;
-  bool folds_ = false;               // contributions are folded (by us)
-  bool everyone_owns_all_ = false;   // small: every rank folds the whole buffer itself
-  bool results_follow_ = false;      // a folded chunk is sent on
+  bool folds_ = false;               // this rank reduces contributions
+  bool everyone_owns_all_ = false;   // small: every rank reduces the whole buffer itself
+  bool results_follow_ = false;      // a reduced chunk is sent on
   bool results_from_input_ = false;  // what is sent as results is our input
   bool stream_out_ = false;          // larger than the caches: write around them
   int fold_source_ = -1;             // broadcast: the only contributor
@@ -173,7 +174,7 @@ class Exchange {
   size_t own_bytes_ = 0;             // of our part
   Cursor own_in_, own_out_;
   std::vector<Piece> gathered_;  // allgather, alltoall: where received bytes go
-  std::vector<Piece> nothing_;   // taken back: what an eager part consists of
+  std::vector<Piece> nothing_;   // rolled back: the pieces of an eager part
   std::vector<size_t> even_;     // parts of an allreduce or broadcast
   std::vector<size_t> received_bytes_;
   std::vector<uint64_t> received_rows_;

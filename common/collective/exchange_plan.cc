@@ -121,7 +121,7 @@ void Exchange::plan_reduction(bool gather) {
   const size_t ranks = peers_.size();
   const size_t bytes = total_bytes(plan_->pieces);
   folds_ = true;
-  // The bits are the same, because both ways fold in rank order.
+  // The bits are the same, because both ways reduce in rank order.
   if (gather && everyone_reduces(bytes, static_cast<int>(ranks))) {
     everyone_owns_all_ = true;
     own_bytes_ = bytes;

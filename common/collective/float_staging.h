@@ -1,5 +1,5 @@
 // Tensors of other floating types as float32 while they are reduced: floats of them before, themselves again at the
-// end, rounded once. Used by one driver.
+// end, rounded once. Used by one progress engine.
 #pragma once
 
 #include <vector>

@@ -1,7 +1,7 @@
 // An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, and an
 // allgather inside each host ("2D"; with one shard, "two-level"). The middle stage may be encoded, and so may the
 // others: the allgather then passes on the bytes that came across. Every stage reduces in rank order, so the bits
-// depend on the topology alone. Used by one driver.
+// depend on the topology alone. Used by one progress engine.
 #pragma once
 
 #include <memory>

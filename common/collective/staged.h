@@ -1,5 +1,5 @@
 // An operation made of several exchanges, one after the other, among all members of a group or some of them. Used by
-// one driver.
+// one progress engine.
 #pragma once
 
 #include "collective/exchange.h"

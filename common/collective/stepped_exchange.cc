@@ -158,7 +158,8 @@ bool SteppedExchange::fold_next(Peer& from, size_t n) {
   const ConstSpan window = from.link->recv_window(n);
   if (!window) return false;
   const Step& step = steps_[at_];
-  // Recursive doubling folds into what it sends. The other end waits for the same message of ours and nothing else.
+  // Recursive doubling reduces into the buffer that it sends. The other end waits for
+  // the same message and nothing else.
   const bool sends_it = step.to >= 0 && step.send.begin == step.receive.begin;
   if (sends_it && sent_ < received_ + n) return false;
   const kernels::FoldSpec& spec = step.last ? last_ : partial_;

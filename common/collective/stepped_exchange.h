@@ -1,5 +1,5 @@
 // Carries out an allreduce as a list of steps (steps.h), one after the other, over the links of an Exchange, whose
-// algorithm it is where that is not pairwise. Resumable: step() never blocks. Used by one driver.
+// algorithm it is where that is not pairwise. Resumable: step() never blocks. Used by one progress engine.
 //
 // Every message of a step is received in the same step of the one who sent it, and what is sent depends on nothing that
 // the step receives (but see fold_next), so the lowest step that is not done anywhere always moves: no deadlock.

@@ -66,7 +66,7 @@ void hand_out(const Participants& all, size_t bytes, std::vector<Step>* steps) {
   add(step, steps);
 }
 
-// The fold of round 0, 1, … with the participant at distance 2^round.
+// The reduction of round 0, 1, … with the participant at distance 2^round.
 Step fold_step(const Participants& all, int round) {
   const int distance = 1 << round;
   Step step;

@@ -22,11 +22,11 @@ struct Step {
   int to = -1, from = -1;  // members of the group, -1 = none. Never without bytes
   ByteRange send, receive;
   bool send_input = false;  // what was given, else what has been computed
-  // What comes is folded with our own bytes of that range, or takes their place.
+  // The received bytes are reduced with our own bytes of that range, or replace them.
   bool fold = false;
   bool own_input = false;  // our own bytes are what was given
   bool own_first = false;  // order of the operands
-  bool last = false;       // the result of this fold is final: factors apply
+  bool last = false;       // the result of this reduction is final: factors apply
 };
 
 // The steps of member `me` of `members` (at least 2) for a buffer of `bytes`.
@@ -42,7 +42,7 @@ void recursive_doubling_steps(size_t bytes, int members, int me, std::vector<Ste
 void ring_steps(const std::vector<size_t>& parts, int me, std::vector<Step>* steps);
 
 // The pieces (a tensor each) in the order of a ring's parts. Every piece is cut by itself, so that in which order an
-// element is folded depends on nothing but its tensor.
+// element is reduced depends on nothing but its tensor.
 void order_for_ring(const std::vector<Piece>& pieces, std::vector<size_t>* parts, std::vector<Piece>* ordered);
 
 }  // namespace perseus

@@ -1,4 +1,4 @@
-// What a chunk of a gradient looks like between two ranks: the contract that codecs implement and coded exchanges use.
+// The bytes of a gradient's chunk between two ranks: the contract that codecs implement and compressed exchanges use.
 // Implementations have no state: safe for any thread.
 //
 // A tensor is cut into chunks from its first element on, whatever bucket it travels in, and every chunk is encoded by

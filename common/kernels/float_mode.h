@@ -4,7 +4,7 @@
 namespace perseus::kernels {
 
 // A caller's thread may flush denormals (libraries built with -ffast-math switch that on for it, frameworks offer it)
-// or round another way. Which thread folds is chance, so the default mode is set for the duration.
+// or round another way. Any thread may reduce, so the default mode is set for the duration.
 class DefaultFloatMode {
  public:
   DefaultFloatMode() : saved_(read()) {

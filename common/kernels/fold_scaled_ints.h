@@ -1,4 +1,4 @@
-// fold for integers with factors or a divisor: plain loops over small blocks, left to the compiler to vectorise.
+// fold for integers with factors or a divisor: plain loops over small blocks, which the compiler vectorises.
 // Internal linkage, see variant.h; no threads.
 #pragma once
 

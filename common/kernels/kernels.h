@@ -12,8 +12,8 @@ namespace perseus::kernels {
 // - f16/bf16 accumulate in f32 and round once, at the end; f32 and f64 accumulate in themselves.
 // - Integer sums and products wrap. Factors other than 1 act on integers in double and truncate toward zero, to the
 //   nearest limit where the type's range ends and to 0 for NaN (pre before, post after the reduction). `divisor`
-//   divides what `post` gives before that is truncated; without `post` the division is exact.
-// - For floats `divisor` is folded into `post` as one multiplication by post / divisor rounded to the accumulator type.
+//   divides the result of `post` before it is truncated; without `post` the division is exact.
+// - For floats `divisor` is merged into `post` as one multiplication by post / divisor rounded to the accumulator type.
 // - A NaN result is the one quiet NaN without sign and payload. One operand without factors is copied bit for bit.
 // - Min/Max propagate NaN; of equal operands (0 and -0) the first stays.
 // - Bool: Sum and Max are or, Min and Product are and; results are 0 or 1; factors are ignored.
@@ -35,7 +35,8 @@ void fold(const FoldSpec& spec, void* dst, void* dst2, const void* const* source
 
 // memcpy of n bytes; `stream`: dst will not be read soon, n is a slice of something larger than the caches. Twice as
 // fast as memcpy then, unless dst's lines are in the cache because they were just read: those are better overwritten
-// there. Streamed stores are complete for whoever sees a release store made after the return; so are those of fold.
+// there. A thread that sees a release store made after the return sees the streamed stores, too; likewise
+// those of fold.
 void copy(void* dst, const void* src, size_t n, bool stream);
 
 // Is any element a NaN? Reads at the speed of memory; false for types that are not floating.

@@ -13,7 +13,7 @@ struct LinkCost {
   double latency = 0;      // until a small message that has been sent is there
   double message = 0;      // of a core, for sending and receiving one
   double byte = 0;         // on the wire, one direction
-  double memory_byte = 0;  // reading or writing one while folding
+  double memory_byte = 0;  // reading or writing one while reducing
 };
 // Measured (docs/algorithms.md): through sockets, on an ordinary network; inside one host.
 constexpr LinkCost kTcpCost{30e-6, 8e-6, 0.8e-9, 0.1e-9};

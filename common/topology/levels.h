@@ -1,5 +1,5 @@
 // How the members of a group are divided for reductions in stages: inner groups whose members share memory, and the
-// groups across them that carry a shard each. Plain values; the same input gives the same division on all ranks.
+// groups across them that carry a shard each. Plain values; the same input gives the same levels on all ranks.
 #pragma once
 
 #include <cstdint>

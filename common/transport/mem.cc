@@ -1,5 +1,5 @@
-// Ranks as threads of one process: rings on the heap, notices in mailboxes. The fabric is shared and locked; each
-// transport belongs to its Context's driver.
+// Ranks as threads of one process: rings on the heap, control messages in mailboxes. The fabric is shared and locked;
+// each transport belongs to its Context's progress engine.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>

@@ -1,5 +1,6 @@
 // Ranks of one host: rings in memfd segments passed over authenticated abstract UNIX sockets, which also carry notices
-// and report a peer's death at once. Belongs to one Context's driver; the memory is shared with the peers' drivers.
+// and report a peer's death at once. Belongs to one Context's progress engine; the memory is shared with the
+// peers' engines.
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>

@@ -1,4 +1,4 @@
-// Listens, and finds out who connected before anybody else sees the connection. Strangers are limited in number, time
+// Listens, and identifies a peer before it hands the connection on. Pending connections are limited in number, time
 // and bytes. Used by one thread at a time.
 #pragma once
 
@@ -20,9 +20,9 @@ class TcpAcceptor {
   // Decides about and receives connections that have said who they are.
   struct Members {
     virtual ~Members() = default;
-    // May `rank` open a side connection now? "" = yes, else why not.
+    // Whether `rank` may open a control connection now: "" = yes, else the reason why not.
     virtual std::string may_join(int rank) = 0;
-    // The keys of the side connection with `rank`, null when there is none.
+    // The keys of the control connection with `rank`, null if there is none.
     virtual const tcp_protocol::SideKeys* keys_of(int rank) = 0;
     virtual void on_side(int rank, Socket socket, tcp_protocol::SideKeys keys) = 0;
     // "" = taken, else why not.
@@ -33,7 +33,7 @@ class TcpAcceptor {
   ~TcpAcceptor();
 
   void listen(Socket listener);
-  // Closes strangers that take too long. Call about every 100 ms.
+  // Closes pending connections that take too long. Call about every 100 ms.
   void check_time();
 
  private:

@@ -1,4 +1,4 @@
-// The connector's side of the handshake of a side connection.
+// The connector's side of the handshake of a control connection.
 #include "transport/tcp_connector.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Gets one side connection to a lower rank: tries its addresses one after the other, each a little later than the one
-// before, and keeps the first over which that rank answers and proves itself. Used by one thread at a time.
+// Opens one control connection to a lower rank: tries its addresses one after the other, each a little later than the
+// one before, and keeps the first over which that rank answers and proves itself. Used by one thread at a time.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,7 @@ struct TcpEndpoint {
 std::vector<SocketAddress> candidates(const TcpEndpoint& own, const TcpEndpoint& theirs);
 
 // (own, their) address for the data connections of stream 0, 1, …, taken in turn. Empty unless both sides chose
-// interfaces and there is more than one pair: then the side connection's address serves them all.
+// interfaces and there is more than one pair: then the control connection's address serves them all.
 std::vector<std::pair<SocketAddress, SocketAddress>> stripes(const TcpEndpoint& own, const TcpEndpoint& theirs);
 
 }  // namespace perseus

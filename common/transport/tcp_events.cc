@@ -39,7 +39,7 @@ void TcpEvents::retire(std::unique_ptr<TcpEventHandler> handler) {
 
 void TcpEvents::run(int timeout_ms) {
   constexpr int kBatch = 64;
-  // Bounded: peers that never stop talking must not keep the driver here.
+  // Bounded: peers that never stop sending must not keep the progress engine here.
   for (int round = 0; round < 64; ++round) {
     epoll_event events[kBatch];
     const int n = ::epoll_wait(epoll_.fd(), events, kBatch, round == 0 ? timeout_ms : 0);

@@ -32,7 +32,7 @@ class TcpEvents {
   void add(int fd, uint32_t events, TcpEventHandler* handler);
   void change(int fd, uint32_t events, TcpEventHandler* handler);
   void remove(int fd);
-  // Frees the handler once no event of the current batch can name it; it hears nothing any more.
+  // Frees the handler once no event of the current batch can name it; it gets no further events.
   void retire(std::unique_ptr<TcpEventHandler> handler);
 
   // Waits up to timeout_ms for the first event and tells handlers until nothing is left to tell.

@@ -25,8 +25,8 @@ constexpr int kMaxPieces = 64;
 // each of which costs both sides a round through the whole stack. Two halves cost half as much.
 constexpr int kLargeSegment = 16 * 1024;
 constexpr size_t kRunt = 4 * 1024;
-// A peer that ends closes all its connections at once, and its side connection tells whether it left or died: only when
-// that stays open is the broken link itself the news.
+// A peer that ends closes all its connections at once, and its control connection tells whether it left or died: only
+// when that stays open is the broken link itself the news.
 constexpr int64_t kGrace = kSecond;
 
 size_t total(const iovec* pieces, int count) {

@@ -1,5 +1,5 @@
 // One channel to one peer over its own TCP connection: copies nothing on the way out, stages what recv_window() must
-// show in one piece. Used by the thread that holds the driver token.
+// show in one piece. Used by the thread that holds the progress lock.
 #pragma once
 
 #include <cstdint>

@@ -1,16 +1,16 @@
 // What two ranks say before a TCP connection carries anything. Numbers are little-endian. Thread-safe: pure functions.
 //
 // The higher rank connects to the lower one (the acceptor).
-//   side connection = hello(side, nonce) challenge answer verdict frame*
+//   control connection = hello(side, nonce) challenge answer verdict frame*
 //   data connection = hello(data, proof) welcome byte*
 //   hello     = magic:u32 version:32B purpose:u32 epoch:u32 rank:u32 group:u32 stream:u32 (nonce | proof):32B
 //   challenge = nonce:32B                                 ; the acceptor's
 //   answer    = proof:32B                                 ; the connector knows the secret, …
 //   verdict   = proof:32B                                 ; … and so does the acceptor
-//   welcome   = 1:u8                                      ; the acceptor's; till then a closed connection is retried
-//   frame     = size:u32 byte*                            ; size <= kMaxNotice; 0 = beat, else a notice
+//   welcome   = 1:u8               ; the acceptor's; if the connection closes before it, the connector tries again
+//   frame     = size:u32 byte*     ; size <= kMaxNotice; 0 = a heartbeat, else a control message
 // Both sides may send frames as soon as they have sent or seen the verdict. Every proof covers version, job, epoch,
-// both ranks and both nonces; that of a data connection the nonces of the side connection and the channel.
+// both ranks and both nonces; that of a data connection the nonces of the control connection and the channel.
 #pragma once
 
 #include <string>
@@ -42,7 +42,7 @@ struct Hello {
   std::string decode(const std::string& bytes, const std::string& expected);
 };
 
-// The ends of one pair's side connection and what they drew.
+// The ends of one pair's control connection and the nonces that they drew.
 struct SideKeys {
   int connector = 0, acceptor = 0;
   std::string connector_nonce, acceptor_nonce;

@@ -1,4 +1,4 @@
-// Frames of the side connection.
+// Frames of the control connection.
 #include "transport/tcp_side.h"
 
 #include <cerrno>
@@ -11,7 +11,7 @@
 namespace perseus {
 namespace {
 
-// A peer that does not read gets no more than this: notices are best effort.
+// A peer that does not read gets no more than this: control messages are best effort.
 constexpr size_t kMaxQueued = 64 * 1024;
 
 }  // namespace
@@ -32,7 +32,7 @@ TcpSide::TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int
 TcpSide::~TcpSide() {
   if (!lost_) flush();
   events_.remove(socket_.fd());
-  // Closing with unread bytes would reset the connection and destroy our last notice on its way.
+  // Closing with unread bytes would reset the connection and destroy our last control message on its way.
   ::shutdown(socket_.fd(), SHUT_WR);
   char rest[4096];
   for (int i = 0; i < 64 && recv_some(socket_.fd(), rest, sizeof rest) > 0; ++i) continue;

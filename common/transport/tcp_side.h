@@ -1,5 +1,6 @@
-// The connection between two ranks that carries notices and beats and whose end is the first sign of a peer's death.
-// Used by the thread that holds the driver token.
+// The control connection of two ranks: it carries control messages and heartbeats, and its end is the first sign of a
+// peer's death.
+// Used by the thread that holds the progress lock.
 #pragma once
 
 #include <functional>

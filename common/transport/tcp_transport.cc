@@ -1,4 +1,4 @@
-// TcpTransport after joining: links made on demand, notices, and how often sockets are looked at.
+// TcpTransport after the start: links opened on demand, control messages, and how often sockets are polled.
 #include "transport/tcp_transport.h"
 
 #include <algorithm>
@@ -18,10 +18,10 @@ using namespace tcp_protocol;
 
 namespace {
 
-// A driver that spins tries its sockets again after this time for each try of the last round that moved nothing, so
-// that fruitless system calls take a bounded share of its time.
+// A progress engine that spins tries its sockets again after this time for each try of the last round that moved
+// nothing, so that fruitless system calls take a bounded share of its time.
 constexpr int64_t kRetryPause = 1 * kMicrosecond;
-// Handshakes and notices, when nothing reports them: while connections are being made, and else.
+// How often to look for handshakes and control messages without an event: while connections are being made, and else.
 constexpr int64_t kBusyEventsPause = 20 * kMicrosecond;
 constexpr int64_t kEventsPause = 1 * kMillisecond;
 constexpr int64_t kTimeCheckPause = 100 * kMillisecond;
@@ -160,7 +160,7 @@ std::string TcpTransport::hello_for(const TcpLink& link) {
   hello.epoch = world_.epoch;
   hello.rank = world_.rank;
   hello.channel = link.channel();
-  // Its side connection is there: dials end with it.
+  // Its control connection exists: outgoing connections end with it.
   hello.tail = proof_of(Claim::kData, world_, *keys_of(link.peer()), link.channel());
   return hello.encode();
 }
@@ -255,13 +255,13 @@ void TcpTransport::on_gone(int rank, const std::string& why) {
   notices_.push_back(Notice{rank, Notice::Kind::kGone, why});
   for (size_t i = dials_.size(); i-- > 0;)
     if (dials_[i]->link_.peer() == rank) end_dial(dials_[i].get());
-  // Links that stand may still hold what it sent before it went; they notice its end themselves.
+  // Established links may still hold data that it sent before it left; they notice its end themselves.
   for (const auto& [key, link] : peer.links)
     if (!link->attached()) link->break_off(why);
   events_.retire(std::move(peer.side));
 }
 
-// ---- the driver's pass ----
+// ---- the progress pass ----
 
 void TcpTransport::poll(bool woken) {
   const int64_t now = now_ns();

@@ -1,4 +1,4 @@
-// All TCP connections of one rank. Used by the thread that holds the driver token.
+// All TCP connections of one rank. Used by the thread that holds the progress lock.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   TcpTransport(const World& world, Store& store, Waker& waker, const Config& config, const std::vector<int>& peers);
   ~TcpTransport() override;
 
-  // Blocks until every peer's side connection stands; see connect_tcp().
+  // Blocks until every peer's control connection is established; see connect_tcp().
   void join(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
 
   const char* name() const override { return "tcp"; }
@@ -50,7 +50,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   struct Peer {
     int64_t heard_ns = 0;
     std::unique_ptr<TcpSide> side;
-    SocketAddress address;  // data connections go where the side connection found the peer …
+    SocketAddress address;  // data connections go to the address at which the control connection found the peer …
     std::vector<std::pair<SocketAddress, SocketAddress>> stripes;  // … or, several interfaces, to these in turn
     std::string gone;                                              // why, "" = there
     std::unordered_map<uint64_t, std::unique_ptr<TcpLink>> links;

@@ -1,5 +1,5 @@
 // Moves byte ranges between two ranks and never blocks; no idea of tensors. All calls of one Context's transports are
-// made by the thread that holds its driver token, so implementations need no locks of their own (peers are another
+// made by the thread that holds its progress lock, so implementations need no locks of their own (peers are another
 // matter: mem and shm share memory with them).
 #pragma once
 
@@ -82,13 +82,13 @@ class Transport {
   // there, windows are empty or buffer.
   virtual Link& link(int peer, Channel channel) = 0;
 
-  // Finish handshakes, accept, read notices. Called in every pass of the driver: costs next to nothing when nothing can
-  // have changed. `woken`: the waker reported an event since the last call.
+  // Finish handshakes, accept, read control messages. Called in every progress pass: costs next to nothing when nothing
+  // can have changed. `woken`: the waker reported an event since the last call.
   virtual void poll(bool woken) = 0;
 
   // Send a short message (<= 1024 bytes) that is not queued behind data. Best effort; never throws for a dead peer.
   virtual void notify(int peer, const std::string& message) = 0;
-  // The next Notice, false when there is none. A peer is reported gone once.
+  // Takes the next Notice; returns false if there is none. A peer is reported gone once.
   virtual bool next_notice(Notice* notice) = 0;
 
   // Tell every peer that we live; about once a second.

@@ -30,7 +30,7 @@ class _Kind:
     """share(argument, ranks): bytes, least and most, relative to a plain allreduce.
 
     largest: error of one element, relative to the largest input; rms: of all elements, absolute;
-    None where what is held back makes an element's error unbounded. relative: of a tensor's norm,
+    None if the held-back values make an element's error unbounded. relative: of a tensor's norm,
     for gradients of any distribution.
     """
 
@@ -119,7 +119,7 @@ class Codec:
 
 
 def parse(text: str) -> list[Codec]:
-    """'none,topk:0.01' to codecs, each once; ValueError for what is none."""
+    """'none,topk:0.01' to codecs, each once; ValueError for an unknown one."""
     found = [_parse(part) for part in text.split(",") if part]
     return list(dict.fromkeys(found))
 

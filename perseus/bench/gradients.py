@@ -108,7 +108,7 @@ class Entrant:
         return right
 
     def conclude(self, reduce: Callable[[int], None]) -> bool:
-        """Whether nothing is lost: a flush gives out what was held back. A collective.
+        """Whether nothing is lost: a flush returns the held-back values. A collective.
 
         Without hvd.flush_residuals, whether what came out points where what went in does.
         """

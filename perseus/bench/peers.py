@@ -1,4 +1,4 @@
-"""Those who are measured: Perseus, and others formed beside it in the same processes.
+"""The contenders: Perseus, and others formed beside it in the same processes.
 
 A peer is built on all ranks or on none. All tensors are contiguous float32 in host memory; every
 reduction is a sum. One thread per rank.

@@ -18,7 +18,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
 }
 
-# Below, acknowledgements and keep-alives outweigh what is sent; above, headers are all there is.
+# Below, acknowledgements and keep-alives outweigh the data; above, only headers add to it.
 _COUNTERS_FROM_BYTES = 1 << 20
 # Headers are 4.6 % of packets of 1500 bytes; the short queues of slow links lose some packets.
 _HEADERS_AND_LOSSES = 1.10

@@ -186,6 +186,6 @@ def check_page(flag: str, path: Path) -> tuple[str, str]:
 
 
 def write_page(flag: str, path: Path, text: str) -> None:
-    """Replace what is between the markers; ValueError, nothing written, where they are missing."""
+    """Replace the text between the markers; ValueError, and no change, if they are missing."""
     before, after = check_page(flag, path)
     path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")

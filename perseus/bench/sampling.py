@@ -103,7 +103,7 @@ class _Run:
         self.start()
 
     def start(self) -> None:
-        """Forget what was measured; not whether it was right."""
+        """Forget the measurements, but not whether the results were right."""
         self._seconds: list[float] = []
         self._sent = 0
 

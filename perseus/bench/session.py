@@ -1,4 +1,4 @@
-"""A job that measures, seen from one of its ranks: who takes part, and subjects made records."""
+"""A job that measures, on one of its ranks: the contenders, and their measurements."""
 
 from __future__ import annotations
 

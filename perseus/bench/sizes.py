@@ -13,7 +13,7 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 def parse_sizes(text: str) -> list[int]:
     """'4,64K,64M' or '4K-64M' (steps of four) to bytes; KiB, MiB and GiB are meant.
 
-    ValueError for anything else and for sizes that are no multiple of 4, a float32.
+    ValueError for anything else and for sizes that are not multiples of 4, a float32.
     """
     sizes: list[int] = []
     for part in text.split(","):

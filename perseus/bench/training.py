@@ -53,7 +53,7 @@ class Trainee:
         self.loss = 0.0
 
     def backward(self) -> None:
-        """The next batch's gradients; dropout is the same for all who are at this step."""
+        """The next batch's gradients; dropout is the same for all contenders at this step."""
         batch = self._steps % len(self._images)
         torch.manual_seed(self._steps)
         self.module.zero_grad()

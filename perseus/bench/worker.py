@@ -20,7 +20,7 @@ _Cases = dict[str, Callable[[Session], Iterator[Subject]]]
 def main() -> int:
     """The exit status: 0 when everything was measured; verdicts are the launcher's."""
     plan = Plan.from_json(sys.argv[1])
-    # What a tuner tries in its first steps is not what is to be measured.
+    # A tuner's trials in the first steps would distort the measurement.
     os.environ.setdefault("HOROVOD_AUTOTUNE", "0")
     basics.init()
     if plan.advise:

@@ -21,7 +21,7 @@ class HostInfo:
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """'a:2' -> a with 2 slots. ValueError for what is no host."""
+        """'a:2' -> a with 2 slots. ValueError for any other text."""
         return parse_hosts(host_string)[0]
 
 

@@ -19,7 +19,7 @@ def in_thread(
     """Start target(*args) in a thread and return the thread.
 
     daemon: do not keep the process alive for it. silent: swallow its exceptions.
-    ValueError when args is no tuple.
+    Raises ValueError if args is not a tuple.
     """
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, not {type(args)}; write (arg,) for a single one")

@@ -18,7 +18,7 @@ from perseus.gradients import residuals
 _log = logging.getLogger(__name__)
 
 # A rank that was late for one start, or saw another rank leave in the middle of it, catches up with
-# the others: starts that somebody gave up end at once for those who come later.
+# the others: a start that one rank gave up ends at once for ranks that arrive later.
 _STARTS = 3
 
 
@@ -79,7 +79,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     _log.warning("[elastic] hosts have changed: starting anew")
                     skip_sync = interrupt.skip_sync
                     if not skip_sync:
-                        # What sync() passes on is what was saved; that is to be the present state.
+                        # sync() sends the saved values, which must therefore be the present ones.
                         state.save()
                 reset()
                 new_world = True

@@ -24,11 +24,11 @@ class Listener(Protocol):
     """Who can be told: perseus.elastic.State is one."""
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Called in the thread of whoever brings the news."""
+        """Called in the thread that reports the change."""
 
 
 class WorkerNotificationManager:
-    """The states of this process that want to hear of host changes."""
+    """The states of this process that react to host changes."""
 
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
@@ -61,7 +61,7 @@ class WorkerNotificationManager:
             self._listeners.append(listener)
 
     def remove_listener(self, listener: Listener) -> None:
-        """Undo one register_listener; ValueError for a stranger."""
+        """Undo one register_listener; ValueError for a listener that is not registered."""
         with self._lock:
             for index, known in enumerate(self._listeners):
                 if known is listener:

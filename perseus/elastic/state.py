@@ -43,7 +43,7 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """save(), then check_host_updates(): what is done up to here is not lost any more."""
+        """Call save(), then check_host_updates(): a failure no longer loses the work up to here."""
         self.save()
         self.check_host_updates()
 
@@ -98,7 +98,7 @@ class ObjectState(State):
         self._saved_state = {name: getattr(self, name) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Set the attributes to what was last saved."""
+        """Set the attributes to the values last saved."""
         self._show_saved()
 
     def sync(self) -> None:

@@ -62,7 +62,7 @@ class Exchange(Protocol):
     residuals: Residuals
 
     def forget(self) -> None:
-        """Drop what was summed over steps and held back."""
+        """Drop the sums over steps and the held-back values."""
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
         """Backward is next, and reduce() of what it gives: reductions may begin meanwhile.

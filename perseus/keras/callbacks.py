@@ -113,7 +113,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.device = device
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average what is in logs."""
+        """Average the values in logs."""
         if not logs:
             return
         names = sorted(logs)

@@ -58,7 +58,7 @@ class KerasState(TensorFlowKerasState):
 class CommitStateCallback(keras.callbacks.Callback):
     """Commits a state every batches_per_commit batches, and at the end of epochs.
 
-    A commit copies the model; what is trained after the last one is lost when a rank fails.
+    A commit copies the model; a failure loses the training after the last commit.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -106,7 +106,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.steps_per_epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shorten the epoch by what is done already."""
+        """Shorten the epoch by the batches that are done already."""
         if self.params.get("steps"):
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self.params["steps"]

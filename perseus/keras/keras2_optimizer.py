@@ -93,7 +93,7 @@ class DistributedMixin(Exchanging):
         self._state = ()
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
-        """As in the wrapped optimizer, and what is held back where there is something."""
+        """As in the wrapped optimizer, with the held-back values, if any."""
         wrapped: Any = super()
         children: dict[str, Any] = wrapped._trackable_children(save_type, **kwargs)
         held = save_type == "checkpoint" and basics.is_initialized() and self._exchange.residuals()

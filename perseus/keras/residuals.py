@@ -50,7 +50,7 @@ class SavedResiduals(keras.losses.Loss):
             store[str(number)] = np.frombuffer(data, dtype=np.float32).reshape(2, -1)
 
     def load_own_variables(self, store: Any) -> None:
-        """Go on with what is there, if it is this rank's own; else with nothing."""
+        """Continue with the stored values if this rank has saved them, else with none."""
         held: dict[str, Held] = {}
         owner: int | None = None
         if _INDEX in store.keys():  # noqa: SIM118 - stores are no dictionaries

@@ -45,7 +45,7 @@ class Overlap:
     def announce(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Backward is next, and then take() of all that it gives. Parameters are always the same.
 
-        What an announced backward has begun and nobody took is waited for.
+        Waits for reductions that an announced backward has begun and no step has used.
         """
         for name in list(self._begun):
             self._finish(name)

@@ -32,7 +32,7 @@ def is_distributed(optimizer: Any) -> bool:
 def distribute(optimizer: Any, plan: Plan) -> Any:
     """A distributed optimizer of the class, with the options and the state of `optimizer`.
 
-    A LossScaleOptimizer stays one, around a distributed one. ValueError for what is no optimizer.
+    A LossScaleOptimizer stays one, around a distributed one. ValueError for anything else.
     """
     if is_distributed(optimizer):
         raise wrapped_twice("keras")

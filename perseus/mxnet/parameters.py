@@ -12,7 +12,7 @@ from perseus.process_sets import ProcessSet, global_process_set
 
 
 def buffer_of(array: Any) -> Any:
-    """The bits of an array, sparse or dense; waits for what is being written."""
+    """The bits of an array, sparse or dense; waits until pending writes have ended."""
     return np.ascontiguousarray(array.asnumpy()).reshape(-1).view(np.uint8)
 
 

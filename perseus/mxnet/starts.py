@@ -1,4 +1,4 @@
-"""Whether ranks begin to train with the same values, where nobody sees to it. Thread-safe."""
+"""Checks that ranks begin to train with the same values. Thread-safe."""
 
 from __future__ import annotations
 

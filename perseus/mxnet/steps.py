@@ -1,4 +1,4 @@
-"""What a KVStore has done in the present step, to be taken back where a later key has a NaN.
+"""What a KVStore has done in the present step, to be rolled back if a later key has a NaN.
 
 A store learns of a step key by key and is not told where it ends. A step here is what is pushed
 until a key comes again. Belongs to the thread that trains.

@@ -169,7 +169,7 @@ def slowest(traces: Sequence[Trace], most: int) -> list[Tensor]:
     return sorted(tensors.values(), key=lambda tensor: -tensor.total)[:most]
 
 
-# ---- who waited for whom ----
+# ---- which rank waited for which ----
 
 
 @dataclass

@@ -58,7 +58,7 @@ class Trace:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Begin and end of what was recorded; (0, 0) when that is nothing."""
+        """Begin and end of the recording; (0, 0) if it is empty."""
         if not self.operations:
             return 0.0, 0.0
         return (

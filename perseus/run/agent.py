@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MARK = b"\0perseusrun agent\0"  # what a login shell prints before it is no frame
+MARK = b"\0perseusrun agent\0"  # a login shell may print text before it, which is not a frame
 FRAME = struct.Struct(">cII")
 HELLO, OUT, ERR, ANSWER, EXIT, FAILED, ALIVE = b"h", b"o", b"e", b"a", b"x", b"f", b"l"
 ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
@@ -235,7 +235,7 @@ class Agent:
                     pass
 
     def _wait_for(self, rank: Rank) -> None:
-        # Not reaped here: while the leader is a zombie, nobody else can get its number.
+        # Not reaped here: while the leader is a zombie, no other process gets its number.
         result = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
         status = 1
         if result is not None:
@@ -347,7 +347,7 @@ def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]
 
 def _file_with(data: bytes) -> Any:
     """A nameless file: a pipe would have to be filled while its reader is still starting."""
-    # In memory since Python 3.8: a full disk is no reason not to start.
+    # In memory since Python 3.8, so that a full disk does not prevent the start.
     if hasattr(os, "memfd_create"):
         file: Any = os.fdopen(os.memfd_create("call"), "w+b")
     else:

@@ -98,7 +98,7 @@ class Console:
         return False
 
     def _put(self, fd: int, name: str, data: bytes, is_writable: Callable[[], bool]) -> None:
-        """Write what can be written: a full disk is no reason to end the job."""
+        """Write as much as possible: a full disk does not end the job."""
         data = b"\n" + data if fd in self._torn else data
         view = memoryview(data)
         try:

@@ -169,7 +169,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """NAME -> value of what was given on the command line."""
+    """NAME -> value for every setting of the command line."""
     given = vars(arguments)
     result = {}
     for setting in SETTINGS:

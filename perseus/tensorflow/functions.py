@@ -18,7 +18,7 @@ from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import on_device, tf_variable
 
-# What the core has no name for travels as what is as wide: seeds of Keras are uint32.
+# A dtype that the core lacks travels as one of the same width: seeds of Keras are uint32.
 _SAME_WIDTH = {
     tf.uint32: tf.int32,
     tf.uint64: tf.int64,

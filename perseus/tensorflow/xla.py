@@ -95,7 +95,7 @@ class _Attachment:
 
 
 def within() -> bool:
-    """Whether what is made now belongs to a function with jit_compile=True."""
+    """Whether TensorFlow is tracing a function with jit_compile=True."""
     from tensorflow.python.eager import context
     from tensorflow.python.framework import ops
     from tensorflow.python.ops import control_flow_util

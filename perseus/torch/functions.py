@@ -113,7 +113,7 @@ def broadcast_optimizer_state(
     The parameters must be the same, in the same order. State that only the root has yet, e.g. after
     loading a checkpoint there, is created elsewhere. Where the root has no state, missing gradients
     become zeros, as Horovod leaves them. model: accepted for Horovod's sake.
-    ValueError for LBFGS, whose state is not per parameter, and for what is no optimizer.
+    ValueError for LBFGS, whose state is not per parameter, and for anything but an optimizer.
     """
     checked_root(root_rank, "torch")
     if not hasattr(optimizer, "param_groups"):

@@ -1,4 +1,4 @@
-"""allgather as scripts see it: what is gathered is laid out as PERSEUS_CHANGE_HVD_ALLGATHER says.
+"""allgather as scripts see it: PERSEUS_CHANGE_HVD_ALLGATHER chooses the layout of the result.
 
 Joined along dimension 0 as in Horovod or, where that variable is 0, stacked: one dimension more, of
 ranks, and all tensors of one shape. What Perseus itself gathers, perseus.torch.exchange, is joined.

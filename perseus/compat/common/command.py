@@ -10,7 +10,7 @@ import os
 import re
 import sys
 
-# What Python says where a script wants Horovod and there is none, and what the user can do.
+# Python's message if a script imports Horovod and it is not installed, and the remedy.
 WITHOUT_HOROVOD = "No module named 'horovod'"
 HOROVOD_HINT = (
     "the script imports horovod, which is not installed: with 'perseusrun --horovod' it finds "

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks about its store, on a channel that strangers may read.
+"""Rank 0's message about its store to the other ranks, on a channel that others may read.
 
 A secret that the user gave is never told: a keyed check shows whether all ranks were given the
 same. A secret that rank 0 made is told, and is as safe as the channel. Pure functions.

@@ -74,13 +74,13 @@ _SOURCES: tuple[tuple[str, tuple[str, str, str, str, str, str]], ...] = (
 def identify(environment: Mapping[str, str] | None = None) -> Identity:
     """This process's identity: from perseusrun, torchrun, Open MPI, MPICH, srun, else a single one.
 
-    Raises ValueError naming variable and value when one is no number or does not fit the others.
+    Raises ValueError with variable and value if one is not a number or does not fit the others.
     """
     env = os.environ if environment is None else environment
     for launcher, names in _SOURCES:
         given = [name for name in names[:2] if env.get(name)]
         if len(given) < 2:
-            # Single variables named RANK are common; nobody sets one of ours for another purpose.
+            # Single variables named RANK are common, but ours have no other purpose.
             if given and launcher == "perseusrun":
                 missing = names[1] if given[0] == names[0] else names[0]
                 raise ValueError(

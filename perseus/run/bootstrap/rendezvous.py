@@ -1,6 +1,6 @@
 """How the ranks of a job find their store: host, port and secret, through whatever launched them.
 
-A process meets the others once: the store serves every world that it is in. Not meant for several
+A process looks for the store once: it serves every world of the process. Not meant for several
 threads at once.
 """
 
@@ -292,7 +292,7 @@ def _store_server(host: str, port: int, next_free: bool, secret: bytes) -> Any:
 
 
 def _listen_address(host: str) -> str:
-    """The one address to listen on for those who come to `host`; "" (all) where unknown."""
+    """The address at which others reach this process as `host`; "" (all) if unknown."""
     if is_loopback(host):
         return _LOOPBACK
     if is_own_address(host):

@@ -1,4 +1,4 @@
-"""Environment variables that say how ranks of a job meet, read when they are needed.
+"""Environment variables for the bootstrap of a job, read when they are needed.
 
 Stateless.
 """

@@ -1,4 +1,4 @@
-"""Deals a dataset out to the ranks, and after a change of ranks what is left of it.
+"""Deals a dataset out to the ranks, and its remaining samples after a change of ranks.
 
 Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.torch.elastic.sampler.
 """
@@ -46,7 +46,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over epoch and progress, and deal out what is left."""
+        """Copy epoch and progress, and deal out the remaining samples."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
@@ -56,7 +56,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:
-        """Deal out what is left of the epoch to the ranks there are now."""
+        """Deal out the remaining samples of the epoch to the present ranks."""
         self.num_replicas = size()
         self.rank = rank()
         self.remaining_indices = self._order()[self.processed_num :]

@@ -97,11 +97,11 @@ class SamplerStateHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Go back to the progress last saved, and deal out what is left."""
+        """Roll back to the progress last saved, and deal out the remaining samples."""
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
-        """Take over rank 0's progress, and deal out what is left to the present ranks."""
+        """Copy rank 0's progress, and deal out the remaining samples to the present ranks."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
