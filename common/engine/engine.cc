@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <optional>
 
 #include "base/clock.h"
@@ -44,10 +43,14 @@ Driver::Settings driving(const Config& config, int spare_cores) {
   return settings;
 }
 
-std::vector<const char*> names_of(const std::vector<Transport*>& route) {
-  std::vector<const char*> names;
-  for (const Transport* transport : route) names.push_back(transport == nullptr ? "none" : transport->name());
-  return names;
+TransportKind kind_of(const Transport* transport) {
+  return transport == nullptr ? TransportKind::kNone : transport->kind();
+}
+
+std::vector<TransportKind> kinds_of(const std::vector<Transport*>& route) {
+  std::vector<TransportKind> kinds;
+  for (const Transport* transport : route) kinds.push_back(kind_of(transport));
+  return kinds;
 }
 
 // The one place where exceptions of a pass stop: what `action` threw. Whoever calls must end the world with it, and
@@ -84,7 +87,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       waker_(std::move(waker)),
       transports_(std::move(transports)),
       route_(std::move(route)),
-      timeline_(world, config, names_of(route_), log),
+      timeline_(world, config, kinds_of(route_), log),
       accumulation_(static_cast<int>(config.integer(Var::kAccumulateSteps))),
       gradient_codecs_(config),
       topology_(config),
@@ -110,7 +113,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.topology = &topology_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
   driver_.exclusively([this] {
-    for (const auto& transport : transports_) tcp_ |= std::strcmp(transport->name(), "tcp") == 0;
+    for (const auto& transport : transports_) tcp_ |= transport->kind() == TransportKind::kTcp;
     std::vector<int> all(static_cast<size_t>(world_.size));
     for (int rank = 0; rank < world_.size; ++rank) all[rank] = rank;
     add_group(0, std::move(all));
@@ -122,9 +125,11 @@ Engine::~Engine() {
   driver_.stop();
 }
 
+const char* Engine::transport_name(int peer) const { return perseus::transport_name(kind_of(route_[peer])); }
+
 Location Engine::own_location() const {
   Location location;
-  while (location.node != world_.rank && std::strcmp(route_[location.node]->name(), "tcp") == 0) ++location.node;
+  while (location.node != world_.rank && route_[location.node]->kind() == TransportKind::kTcp) ++location.node;
   location.interfaces = interfaces_;
   return location;
 }
@@ -367,7 +372,7 @@ Speeds Engine::speeds(int group) {
 void Engine::count() {
   EngineStats stats;
   for (const auto& transport : transports_) {
-    const bool tcp = std::strcmp(transport->name(), "tcp") == 0;
+    const bool tcp = transport->kind() == TransportKind::kTcp;
     (tcp ? stats.tcp_sent : stats.shm_sent) += transport->bytes_sent();
     (tcp ? stats.tcp_received : stats.shm_received) += transport->bytes_received();
     stats.staging_bytes += transport->staging_bytes();

@@ -105,7 +105,7 @@ class Engine {
   Speeds speeds(int group);
   // Of an unnamed request of the group; -1 where this rank is no member.
   int64_t next_number(int group) const;
-  const char* transport_name(int peer) const { return route_[peer] == nullptr ? "none" : route_[peer]->name(); }
+  const char* transport_name(int peer) const;
   EngineStats stats() const;
 
  private:

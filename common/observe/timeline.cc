@@ -1,8 +1,6 @@
 // From entries to records, and when there is a recording.
 #include "observe/timeline.h"
 
-#include <cstring>
-
 #include "base/clock.h"
 #include "base/error.h"
 
@@ -10,12 +8,6 @@ namespace perseus {
 namespace {
 
 constexpr char kDynamic[] = "DYNAMIC";
-
-uint8_t transport_bit(const char* name) {
-  if (std::strcmp(name, "mem") == 0) return TraceRecord::kMem;
-  if (std::strcmp(name, "shm") == 0) return TraceRecord::kShm;
-  return std::strcmp(name, "tcp") == 0 ? TraceRecord::kTcp : uint8_t{0};
-}
 
 }  // namespace
 
@@ -28,13 +20,14 @@ std::string timeline_path(const std::string& path, int rank) {
   return path.substr(0, end) + ".rank" + std::to_string(rank) + path.substr(end);
 }
 
-Timeline::Timeline(const World& world, const Config& config, const std::vector<const char*>& transports, const Log& log)
+Timeline::Timeline(const World& world, const Config& config, const std::vector<TransportKind>& transports,
+                   const Log& log)
     : log_(log),
       rank_(world.rank),
       size_(world.size),
       armed_(config.is_set(Var::kTimeline)),
       writes_(world.rank == 0 || config.flag(Var::kTimelineAllRanks)) {
-  for (const char* name : transports) transports_.push_back(transport_bit(name));
+  for (const TransportKind kind : transports) transports_.push_back(transport_bit(kind));
   if (!armed_ || !writes_ || config.text(Var::kTimeline) == kDynamic) return;
   recording_ = open(config.text(Var::kTimeline));
   mark_cycles_ = config.flag(Var::kTimelineMarkCycles);

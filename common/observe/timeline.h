@@ -13,6 +13,7 @@
 #include "execution/bucket_observer.h"
 #include "observe/recording.h"
 #include "request/request.h"
+#include "topology/transport_kind.h"
 #include "topology/world.h"
 
 namespace perseus {
@@ -22,9 +23,9 @@ class Timeline final : public BucketObserver {
   // Calls what it is given while no pass of the driver runs.
   using Exclusively = std::function<void(const std::function<void()>&)>;
 
-  // `transports[rank]`: "mem", "shm", "tcp" or "none". Records from the start where HOROVOD_TIMELINE names a file;
+  // `transports[rank]` leads to that rank. Records from the start where HOROVOD_TIMELINE names a file;
   // throws Error(kInvalidArgument) when that file cannot be written.
-  Timeline(const World& world, const Config& config, const std::vector<const char*>& transports, const Log& log);
+  Timeline(const World& world, const Config& config, const std::vector<TransportKind>& transports, const Log& log);
 
   // ---- driver ----
   bool on() const override { return recording_ != nullptr; }
@@ -47,7 +48,7 @@ class Timeline final : public BucketObserver {
   const int rank_, size_;
   const bool armed_;                 // HOROVOD_TIMELINE is set
   const bool writes_;                // this rank has a file
-  std::vector<uint8_t> transports_;  // bits of TraceRecord by rank
+  std::vector<uint8_t> transports_;  // by rank, as transport_bit()
 
   std::mutex control_mutex_;  // held by whoever starts or stops
   // Changed with the token and control_mutex_; read with either.

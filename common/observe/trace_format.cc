@@ -6,6 +6,7 @@
 #include <cstdio>
 
 #include "base/json.h"
+#include "topology/transport_kind.h"
 
 namespace perseus {
 namespace {
@@ -42,12 +43,8 @@ void metadata(const char* what, int process, int line, const std::string& args, 
 
 std::string transport_text(uint8_t transports) {
   std::string text;
-  const auto add = [&](uint8_t bit, const char* name) {
-    if ((transports & bit) != 0) text += (text.empty() ? "" : "+") + std::string(name);
-  };
-  add(TraceRecord::kMem, "mem");
-  add(TraceRecord::kShm, "shm");
-  add(TraceRecord::kTcp, "tcp");
+  for (const TransportKind kind : kTransportKinds)
+    if ((transports & transport_bit(kind)) != 0) text += (text.empty() ? "" : "+") + std::string(transport_name(kind));
   return text.empty() ? "local" : text;
 }
 

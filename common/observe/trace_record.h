@@ -16,14 +16,13 @@ struct TraceRecord {
     kRound,      // a negotiation round began; at[0]: when
     kTuned,      // the tuner has settled; at[0]: when. `bytes` of a bucket, `stream`s; the name says why
   };
-  static constexpr uint8_t kMem = 1, kShm = 2, kTcp = 4;  // bits of `transports`
 
   What what = What::kOperation;
   Kind kind = Kind::kAllreduce;
   DType dtype = DType::kFloat32;
   bool ok = true;
-  bool several = false;  // member: its request may be in several buckets at once
-  uint8_t transports = 0;
+  bool several = false;                // member: its request may be in several buckets at once
+  uint8_t transports = 0;              // a transport_bit() each
   CodecKind codec = CodecKind::kNone;  // of a bucket
   int32_t group = 0;
   int32_t stream = 0;

@@ -144,7 +144,7 @@ class MemTransport final : public Transport {
   }
   ~MemTransport() override { fabric_->leave(rank_); }
 
-  const char* name() const override { return "mem"; }
+  TransportKind kind() const override { return TransportKind::kMem; }
   bool reaches(int peer) const override { return peer >= 0 && peer < size_; }
   Link& link(int peer, Channel channel) override {
     std::unique_ptr<MemLink>& link = links_[{peer, channel.key()}];

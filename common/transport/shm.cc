@@ -104,7 +104,7 @@ class ShmTransport final : public Transport {
   std::map<int, std::string> meet(Store& store, const std::map<int, std::string>& neighbours, int64_t deadline_ns,
                                   const Interrupted& interrupted);
 
-  const char* name() const override { return "shm"; }
+  TransportKind kind() const override { return TransportKind::kShm; }
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
   Link& link(int peer, Channel channel) override;
   void poll(bool woken) override;

@@ -31,7 +31,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   // Blocks until every peer's control connection is established; see connect_tcp().
   void join(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted);
 
-  const char* name() const override { return "tcp"; }
+  TransportKind kind() const override { return TransportKind::kTcp; }
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
   Link& link(int peer, Channel channel) override;
   void poll(bool woken) override;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/span.h"
+#include "topology/transport_kind.h"
 #include "topology/world.h"
 
 namespace perseus {
@@ -75,7 +76,8 @@ struct Notice {
 class Transport {
  public:
   virtual ~Transport() = default;
-  virtual const char* name() const = 0;  // "mem", "shm", "tcp"
+  virtual TransportKind kind() const = 0;
+  const char* name() const { return transport_name(kind()); }
   virtual bool reaches(int peer) const = 0;
 
   // The link to `peer` on `channel`, made at first use; both ends must use it. Never blocks: until the other end is
