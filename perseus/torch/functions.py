@@ -6,6 +6,7 @@ to create state.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -42,10 +43,18 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     watch()
 
 
-def buffer_of(tensor: torch.Tensor) -> Any:
-    """The bytes of a tensor in row-major order, without a copy where it lies so in host memory."""
+def buffer_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order, without a copy where it lies so in host memory.
+
+    The view keeps the memory alive. Not by Tensor.numpy(): PyTorch works without NumPy.
+    """
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = dense.cpu().contiguous().reshape(-1).view(torch.uint8)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    memory.owner = flat  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -72,7 +81,7 @@ def broadcast_object(
     broadcast_(size, root_rank, f"{name}.sz", process_set)
     data = _bytes_to_tensor(payload) if is_root else torch.empty(int(size), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.t", process_set)
-    return obj if is_root else objects.loads(data.numpy().data)
+    return obj if is_root else objects.loads(buffer_of(data))
 
 
 def allgather_object(
@@ -83,7 +92,7 @@ def allgather_object(
     payload = _bytes_to_tensor(objects.dumps(obj))
     sizes = allgather(torch.tensor([payload.numel()], dtype=torch.int64), f"{name}.sz", process_set)
     data = allgather(payload, f"{name}.t", process_set)
-    return [objects.loads(part.numpy().data) for part in torch.split(data, sizes.tolist())]
+    return [objects.loads(buffer_of(part)) for part in torch.split(data, sizes.tolist())]
 
 
 def _bytes_to_tensor(payload: bytes) -> torch.Tensor:

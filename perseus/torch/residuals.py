@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from perseus.gradients.residuals import Held
+from perseus.torch.functions import buffer_of
 
 # (core's number for the placement of ranks; float32 of shape (2, elements): of what this rank
 # sends, and of the results that it owns)
@@ -24,6 +25,6 @@ def as_tensors(held: Mapping[str, Held]) -> dict[str, Residual]:
 def as_buffers(residuals: Mapping[str, Residual]) -> dict[str, Held]:
     """Copies of what as_tensors() gave, on whatever device it is now."""
     return {
-        name: (layout, data.detach().to("cpu", torch.float32).contiguous().numpy().tobytes())
+        name: (layout, buffer_of(data.to(torch.float32)).tobytes())
         for name, (layout, data) in residuals.items()
     }

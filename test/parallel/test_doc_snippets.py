@@ -32,3 +32,12 @@ def test_the_script_of_the_readme_trains(tmp_path):
     status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
     assert status == 0, output
     assert_trained(output)
+
+
+def test_the_script_of_the_readme_trains_without_numpy(tmp_path):
+    script = tmp_path / "train.py"
+    blocked = 'import sys\n\nsys.modules["numpy"] = None\n'
+    script.write_text(blocked + snippets("README.md", "torch")[0])
+    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
+    assert status == 0, output
+    assert_trained(output)
