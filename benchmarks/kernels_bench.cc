@@ -65,22 +65,22 @@ struct Case {
 
 Chunk sum(bool in_place, double postscale, bool stream) {
   return [=](const Memory& m, size_t at, size_t size) {
-    FoldSpec spec;
+    ReduceSpec spec;
     spec.postscale = postscale;
     const void* sources[] = {m.tensor + at, m.peer_window + at % kWindow};
-    fold(spec, (in_place ? m.tensor : m.output) + at, m.window + at % kWindow, sources, 2, size / sizeof(float),
-         stream);
+    reduce(spec, (in_place ? m.tensor : m.output) + at, m.window + at % kWindow, sources, 2, size / sizeof(float),
+           stream);
   };
 }
 
 Chunk cached_sum(DType dtype, int n, double postscale) {
   return [=](const Memory& m, size_t, size_t size) {
-    FoldSpec spec;
+    ReduceSpec spec;
     spec.dtype = dtype;
     spec.postscale = postscale;
     std::vector<const void*> sources;
     for (int k = 0; k < n; ++k) sources.push_back(k % 2 == 0 ? m.peer_window : m.tensor + k * size);
-    fold(spec, m.window, nullptr, sources.data(), n, size / dtype_size(dtype), false);
+    reduce(spec, m.window, nullptr, sources.data(), n, size / dtype_size(dtype), false);
   };
 }
 

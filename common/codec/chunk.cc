@@ -32,7 +32,7 @@ void decode_dense(const Byte* from, size_t count, float* x, kernels::Arrival arr
   if (arrival != kernels::Arrival::kAdd)
     return kernels::copy(x, from, count * sizeof(float), arrival == kernels::Arrival::kStream);
   const void* sources[] = {x, from};
-  kernels::fold(kernels::FoldSpec{}, x, nullptr, sources, 2, count, false);
+  kernels::reduce(kernels::ReduceSpec{}, x, nullptr, sources, 2, count, false);
 }
 
 }  // namespace perseus

@@ -140,7 +140,7 @@ Adasum::Adasum(int ranks, int me, DType dtype, double prescale, double postscale
       postscale_(postscale),
       parts_(static_cast<size_t>(ranks)),
       vectors_(make_vectors(dtype)) {
-  plan_.fold.dtype = dtype;
+  plan_.reduction.dtype = dtype;
 }
 
 Adasum::~Adasum() = default;
@@ -207,7 +207,7 @@ bool Adasum::combine() {
   Byte* memory = reinterpret_cast<Byte*>(dots_.data());
   plan_.clear();
   plan_.collective = Collective::kAllreduce;
-  plan_.fold.dtype = DType::kFloat64;
+  plan_.reduction.dtype = DType::kFloat64;
   plan_.pieces.push_back(Piece{memory, memory, dots_.size() * sizeof(double)});
   return true;
 }
@@ -217,7 +217,7 @@ void Adasum::gather() {
   vectors_->store(part_.data(), postscale_);
   plan_.clear();
   plan_.collective = Collective::kAllgather;
-  plan_.fold.dtype = dtype_;
+  plan_.reduction.dtype = dtype_;
   plan_.pieces.push_back(Piece{part_.data(), nullptr, part_.size()});
   plan_.send_rows.push_back(part_.size());
 }

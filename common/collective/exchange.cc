@@ -72,15 +72,15 @@ bool Exchange::step() {
       for (int burst = 0; burst < kBurst && receive_some(peer); ++burst) moved = true;
     all_done = all_done && peer.tx.done && peer.tx.header_left == 0 && peer.rx.done;
   }
-  if (folds_) {
-    moved |= fold_some();
-    all_done = all_done && folded_ * kChunkBytes >= own_bytes_;
+  if (reduces_) {
+    moved |= reduce_some();
+    all_done = all_done && reduced_ * kChunkBytes >= own_bytes_;
   }
-  if (taken_back_) all_done = eager_parts_gone();
+  if (rolled_back_) all_done = eager_parts_gone();
   if (all_done && !done_) {
     // A reduction may just have completed the last sends, which were counted above only if they were done before it.
     for (const Peer& peer : peers_)
-      if (peer.link != nullptr && !taken_back_ && !(peer.tx.done && peer.rx.done)) return true;
+      if (peer.link != nullptr && !rolled_back_ && !(peer.tx.done && peer.rx.done)) return true;
     done_ = true;
     moved = true;
   }
@@ -98,8 +98,8 @@ bool Exchange::send_some(Peer& peer) {
     tx.header_left = 0;
     return true;
   }
-  const bool may_send = taken_back_ || (scheduled_ && !headers_done_) ? eager(peer, tx) : !tx.done;
-  const bool ready = may_send && (!tx.result || !results_follow_ || chunk_index(tx, peer.lag) < folded_);
+  const bool may_send = rolled_back_ || (scheduled_ && !headers_done_) ? eager(peer, tx) : !tx.done;
+  const bool ready = may_send && (!tx.result || !results_follow_ || chunk_index(tx, peer.lag) < reduced_);
   const size_t n = ready ? chunk_at(tx, peer.lag) : 0;
   if (n == 0 && tx.header_left == 0) return false;
   return peer.windows ? send_windowed(peer, n) : send_streamed(peer, n);
@@ -154,7 +154,7 @@ bool Exchange::send_streamed(Peer& peer, size_t n) {
 bool Exchange::receive_some(Peer& peer) {
   Flow& rx = peer.rx;
   if (rx.done || peer.contribution) return false;
-  if (taken_back_) return discard(peer);
+  if (rolled_back_) return discard(peer);
   const size_t n = chunk_at(rx, peer.lag);
   if (!rx.result) {
     peer.contribution = peer.link->recv_window(n);  // released by the reduction
@@ -183,11 +183,11 @@ bool Exchange::receive_some(Peer& peer) {
   return true;
 }
 
-// ---- taking back ----
+// ---- rolling back ----
 
-void Exchange::take_back(const std::vector<bool>& began) {
-  taken_back_ = true;
-  folds_ = false;
+void Exchange::roll_back(const std::vector<bool>& began) {
+  rolled_back_ = true;
+  reduces_ = false;
   uint64_t lag = 0;
   for (const Peer& peer : peers_) lag = std::max(lag, peer.lag);
   nothing_.assign(lag + 1, Piece{kNothing, nullptr, kChunkBytes});
@@ -230,27 +230,27 @@ bool Exchange::eager_parts_gone() const {
 
 // ---- reducing ----
 
-bool Exchange::fold_some() {
+bool Exchange::reduce_some() {
   bool moved = false;
-  for (int burst = 0; burst < kBurst && folded_ * kChunkBytes < own_bytes_; ++burst) {
-    const size_t n = std::min<size_t>(kChunkBytes, own_bytes_ - folded_ * kChunkBytes);
-    if (!fold_ready(n)) break;
-    fold_chunk(n);
+  for (int burst = 0; burst < kBurst && reduced_ * kChunkBytes < own_bytes_; ++burst) {
+    const size_t n = std::min<size_t>(kChunkBytes, own_bytes_ - reduced_ * kChunkBytes);
+    if (!reduce_ready(n)) break;
+    reduce_chunk(n);
     moved = true;
   }
   return moved;
 }
 
-bool Exchange::fold_ready(size_t n) {
+bool Exchange::reduce_ready(size_t n) {
   windows_.clear();
   for (size_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     if (peer.link == nullptr) continue;
-    if ((fold_source_ < 0 || fold_source_ == static_cast<int>(i)) && !peer.contribution) return false;
+    if ((only_contributor_ < 0 || only_contributor_ == static_cast<int>(i)) && !peer.contribution) return false;
     // Every rank reduces into the place from which its own contribution is sent: the contribution must have left first.
     if (everyone_owns_all_ && !peer.tx.done) return false;
     if (!results_follow_ || !peer.windows || peer.tx.r_total == 0) continue;
-    const bool at_result = !peer.tx.done && peer.tx.result && chunk_index(peer.tx, peer.lag) == folded_;
+    const bool at_result = !peer.tx.done && peer.tx.result && chunk_index(peer.tx, peer.lag) == reduced_;
     if (!at_result || peer.tx.header_left > 0) return false;
     const Span window = peer.link->send_window(n);
     if (!window) return false;
@@ -259,21 +259,21 @@ bool Exchange::fold_ready(size_t n) {
   return true;
 }
 
-void Exchange::fold_chunk(size_t n) {
-  const size_t element = dtype_size(plan_->fold.dtype);
+void Exchange::reduce_chunk(size_t n) {
+  const size_t element = dtype_size(plan_->reduction.dtype);
   for (size_t done = 0; done < n;) {
     size_t run = std::min(n - done, own_out_.contiguous());
     Byte* second = windows_.empty() ? nullptr : windows_[0] + done;
-    if (fold_source_ >= 0) {
-      const Byte* source = peers_[fold_source_].contribution.data + done;
+    if (only_contributor_ >= 0) {
+      const Byte* source = peers_[only_contributor_].contribution.data + done;
       kernels::copy(own_out_.out(), source, run, stream_out_);
       if (second != nullptr) kernels::copy(second, source, run, false);
     } else {
       run = std::min(run, own_in_.contiguous());
       for (size_t i = 0; i < peers_.size(); ++i)
         sources_[i] = peers_[i].link == nullptr ? own_in_.in() : peers_[i].contribution.data + done;
-      kernels::fold(plan_->fold, own_out_.out(), second, sources_.data(), static_cast<int>(sources_.size()),
-                    run / element, stream_out_);
+      kernels::reduce(plan_->reduction, own_out_.out(), second, sources_.data(), static_cast<int>(sources_.size()),
+                      run / element, stream_out_);
       own_in_.advance(run);
     }
     own_out_.advance(run);
@@ -291,7 +291,7 @@ void Exchange::fold_chunk(size_t n) {
       next(peer, &peer.tx);
     }
   }
-  ++folded_;
+  ++reduced_;
 }
 
 std::vector<int> Exchange::waiting_for() const {

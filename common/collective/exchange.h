@@ -5,15 +5,15 @@
 //
 // Stream order per link, the same on both ends (c = contribution, r = result, L = lag):
 //   header, c0 … cL, r0, c(L+1), r1, …
-// A fold of chunk k waits until every peer's ck is here and every windowed link has sent c(k+L), so its result goes
-// straight into the peers' windows. Let m be the lowest fold not done on any rank: its c's only wait for ring space
-// that its owner has freed, and its r's for peers that have consumed all c below m, so at most 2L + 2 messages lie in a
-// ring, which has room for that many: the exchange cannot deadlock.
+// A reduction of chunk k waits until every peer's ck is here and every windowed link has sent c(k+L), so its result
+// goes straight into the peers' windows. Let m be the lowest reduction not done on any rank: its c's only wait for ring
+// space that its owner has freed, and its r's for peers that have consumed all c below m, so at most 2L + 2 messages
+// lie in a ring, which has room for that many: the exchange cannot deadlock.
 //
 // An exchange of a schedule begins before this rank knows whether all others will take part. Until it has every peer's
 // header it sends its eager part only (header, c0 … cL, which fits in a ring and follows from sizes), and nothing is
-// written over: a fold needs a contribution, and so the word, of every rank, a result comes from a rank that has
-// folded. So it can be taken back on all ranks as long as one of them has not begun it.
+// written over: a reduction needs a contribution, and so the word, of every rank, a result comes from a rank that has
+// reduced. So it can be rolled back on all ranks as long as one of them has not begun it.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ void check_header(const ExchangeHeader& in, const ExchangeHeader& out, int from)
 struct ExchangePlan {
   Collective collective = Collective::kAllreduce;
   Algorithm algorithm = Algorithm::kPairwise;  // allreduce; the others are pairwise
-  kernels::FoldSpec fold;                      // allreduce, reduce-scatter
+  kernels::ReduceSpec reduction;               // allreduce, reduce-scatter
   std::vector<Piece> pieces;        // allreduce, broadcast: in/out. Reduce-scatter: in (out unused). Else: in only
   std::vector<size_t> parts;        // reduce-scatter, spread: bytes of every rank's part of the whole, in rank order
   std::vector<Piece> result;        // reduce-scatter: out of our part; spread: out of the whole
@@ -95,7 +95,7 @@ class Exchange {
   void start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink, uint64_t schedule = 0);
   // Some rank has not begun this exchange of a schedule, and none will finish it: from here on tensors are not touched,
   // and it is done once the eager parts have gone from links. `began[i]`: has member i begun it? On all ranks alike.
-  void take_back(const std::vector<bool>& began);
+  void roll_back(const std::vector<bool>& began);
   // Have all members begun?
   bool agreed() const { return headers_done_; }
   // Moves what can be moved; true when anything did. Throws Error on a broken link or a peer that does something else.
@@ -146,9 +146,9 @@ class Exchange {
   bool send_windowed(Peer& peer, size_t n);
   bool send_streamed(Peer& peer, size_t n);
   bool receive_some(Peer& peer);
-  bool fold_some();
-  bool fold_ready(size_t n);
-  void fold_chunk(size_t n);
+  bool reduce_some();
+  bool reduce_ready(size_t n);
+  void reduce_chunk(size_t n);
 
   std::vector<Peer> peers_;  // of every group rank; the own entry is unused
   int me_;
@@ -163,14 +163,14 @@ class Exchange {
   OutputSink* sink_ = nullptr;
   bool headers_done_ = false;
   bool scheduled_ = false;
-  bool taken_back_ = false;
-  bool folds_ = false;               // this rank reduces contributions
+  bool rolled_back_ = false;
+  bool reduces_ = false;             // this rank reduces contributions
   bool everyone_owns_all_ = false;   // small: every rank reduces the whole buffer itself
   bool results_follow_ = false;      // a reduced chunk is sent on
   bool results_from_input_ = false;  // what is sent as results is our input
   bool stream_out_ = false;          // larger than the caches: write around them
-  int fold_source_ = -1;             // broadcast: the only contributor
-  uint64_t folded_ = 0;              // chunks
+  int only_contributor_ = -1;        // broadcast: the only contributor
+  uint64_t reduced_ = 0;             // chunks
   size_t own_bytes_ = 0;             // of our part
   Cursor own_in_, own_out_;
   std::vector<Piece> gathered_;  // allgather, alltoall: where received bytes go

@@ -46,8 +46,8 @@ ExchangeHeader Exchange::header_of(uint64_t sequence, size_t bytes) const {
   header.sequence = sequence;
   header.collective = static_cast<uint8_t>(plan_->collective);
   header.algorithm = static_cast<uint8_t>(plan_->algorithm);
-  header.dtype = static_cast<uint8_t>(plan_->fold.dtype);
-  header.op = static_cast<uint8_t>(plan_->fold.op);
+  header.dtype = static_cast<uint8_t>(plan_->reduction.dtype);
+  header.op = static_cast<uint8_t>(plan_->reduction.op);
   header.bytes = bytes;
   return header;
 }
@@ -56,11 +56,11 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
   plan_ = &plan;
   sink_ = sink;
   done_ = false;
-  headers_done_ = taken_back_ = false;
+  headers_done_ = rolled_back_ = false;
   scheduled_ = schedule != 0;
-  folds_ = everyone_owns_all_ = results_follow_ = results_from_input_ = false;
-  fold_source_ = -1;
-  folded_ = 0;
+  reduces_ = everyone_owns_all_ = results_follow_ = results_from_input_ = false;
+  only_contributor_ = -1;
+  reduced_ = 0;
   own_bytes_ = 0;
   for (Peer& peer : peers_) {
     peer.header_seen = false;
@@ -120,7 +120,7 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
 void Exchange::plan_reduction(bool gather) {
   const size_t ranks = peers_.size();
   const size_t bytes = total_bytes(plan_->pieces);
-  folds_ = true;
+  reduces_ = true;
   // The bits are the same, because both ways reduce in rank order.
   if (gather && everyone_reduces(bytes, static_cast<int>(ranks))) {
     everyone_owns_all_ = true;
@@ -169,9 +169,9 @@ void Exchange::plan_broadcast() {
   if (whole) even_.assign(ranks, bytes);
   else even_parts(bytes, &even_);
   const std::vector<size_t>& parts = even_;
-  folds_ = !at_root;
+  reduces_ = !at_root;
   results_follow_ = !at_root && !whole;
-  fold_source_ = at_root ? -1 : root;
+  only_contributor_ = at_root ? -1 : root;
   own_bytes_ = at_root ? 0 : parts[me_];
   size_t begin = 0;
   for (size_t i = 0; i < ranks; ++i) {

@@ -24,17 +24,17 @@ SteppedExchange::SteppedExchange(std::vector<Link*> links, int me)
 
 void SteppedExchange::start(const ExchangePlan& plan, const ExchangeHeader& header) {
   make_steps(plan);
-  partial_ = last_ = plan.fold;
+  partial_ = last_ = plan.reduction;
   partial_.prescale = last_.prescale = partial_.postscale = 1.0;
   partial_.divisor = 1;
-  if (plan.fold.prescale != 1.0) {
+  if (plan.reduction.prescale != 1.0) {
     // What comes from others is scaled: so must our own be, and what leaves.
-    kernels::FoldSpec scale;
-    scale.dtype = plan.fold.dtype;
-    scale.prescale = plan.fold.prescale;
+    kernels::ReduceSpec scale;
+    scale.dtype = plan.reduction.dtype;
+    scale.prescale = plan.reduction.prescale;
     for (Piece& piece : run_) {
       const void* source = piece.in;
-      kernels::fold(scale, piece.out, nullptr, &source, 1, piece.bytes / dtype_size(scale.dtype), false);
+      kernels::reduce(scale, piece.out, nullptr, &source, 1, piece.bytes / dtype_size(scale.dtype), false);
       piece.in = piece.out;
     }
   }
@@ -140,7 +140,7 @@ bool SteppedExchange::receive_some() {
   Peer& from = peer(step.from);
   if (!from.header_seen) return receive_header(from);
   const size_t n = next_message(step.receive, received_);
-  return step.fold ? fold_next(from, n) : place_next(from, n);
+  return step.reduce ? reduce_next(from, n) : place_next(from, n);
 }
 
 bool SteppedExchange::receive_header(Peer& from) {
@@ -154,7 +154,7 @@ bool SteppedExchange::receive_header(Peer& from) {
   return true;
 }
 
-bool SteppedExchange::fold_next(Peer& from, size_t n) {
+bool SteppedExchange::reduce_next(Peer& from, size_t n) {
   const ConstSpan window = from.link->recv_window(n);
   if (!window) return false;
   const Step& step = steps_[at_];
@@ -162,13 +162,13 @@ bool SteppedExchange::fold_next(Peer& from, size_t n) {
   // the same message and nothing else.
   const bool sends_it = step.to >= 0 && step.send.begin == step.receive.begin;
   if (sends_it && sent_ < received_ + n) return false;
-  const kernels::FoldSpec& spec = step.last ? last_ : partial_;
+  const kernels::ReduceSpec& spec = step.last ? last_ : partial_;
   for (size_t done = 0; done < n;) {
     const size_t length = std::min(n - done, target_.contiguous());
     const void* own = step.own_input ? target_.in() : target_.out();
     const void* sources[] = {window.data + done, own};
     if (step.own_first) std::swap(sources[0], sources[1]);
-    kernels::fold(spec, target_.out(), nullptr, sources, 2, length / dtype_size(spec.dtype), false);
+    kernels::reduce(spec, target_.out(), nullptr, sources, 2, length / dtype_size(spec.dtype), false);
     target_.advance(length);
     done += length;
   }

@@ -2,7 +2,7 @@
 // algorithm it is where that is not pairwise. Resumable: step() never blocks. Used by one progress engine.
 //
 // Every message of a step is received in the same step of the one who sent it, and what is sent depends on nothing that
-// the step receives (but see fold_next), so the lowest step that is not done anywhere always moves: no deadlock.
+// the step receives (but see reduce_next), so the lowest step that is not done anywhere always moves: no deadlock.
 #pragma once
 
 #include <vector>
@@ -41,12 +41,12 @@ class SteppedExchange {
   bool send_stream(Peer& to, size_t n);
   bool receive_some();
   bool receive_header(Peer& from);
-  bool fold_next(Peer& from, size_t n);
+  bool reduce_next(Peer& from, size_t n);
   bool place_next(Peer& from, size_t n);
 
   std::vector<Peer> peers_;
   const int me_;
-  kernels::FoldSpec partial_, last_;
+  kernels::ReduceSpec partial_, last_;
   std::vector<size_t> parts_;  // of a ring
   std::vector<Piece> run_;     // in the order that steps speak of
   std::vector<Step> steps_;

@@ -49,7 +49,7 @@ void hand_in(const Participants& all, size_t bytes, std::vector<Step>* steps) {
   if (all.takes_part()) {
     step.from = all.partner();
     step.receive.bytes = bytes;
-    step.fold = step.own_input = step.own_first = true;
+    step.reduce = step.own_input = step.own_first = true;
   } else {
     step.to = all.partner();
     step.send.bytes = bytes;
@@ -67,11 +67,11 @@ void hand_out(const Participants& all, size_t bytes, std::vector<Step>* steps) {
 }
 
 // The reduction of round 0, 1, … with the participant at distance 2^round.
-Step fold_step(const Participants& all, int round) {
+Step reduce_step(const Participants& all, int round) {
   const int distance = 1 << round;
   Step step;
   step.to = step.from = all.member(all.number() ^ distance);
-  step.fold = true;
+  step.reduce = true;
   step.own_first = (all.number() & distance) == 0;
   step.send_input = step.own_input = round == 0 && !all.paired();
   step.last = 2 * distance == all.count();
@@ -96,7 +96,7 @@ void halving_doubling_steps(size_t bytes, int members, int me, std::vector<Step>
     for (; 1 << rounds < all.count(); ++rounds) {
       const size_t half = even_part(whole.bytes, 2, 0).bytes;
       const ByteRange low{whole.begin, half}, high{whole.begin + half, whole.bytes - half};
-      Step step = fold_step(all, rounds);
+      Step step = reduce_step(all, rounds);
       kept[static_cast<size_t>(rounds)] = step.own_first ? low : high;
       given[static_cast<size_t>(rounds)] = step.own_first ? high : low;
       whole = step.receive = kept[static_cast<size_t>(rounds)];
@@ -119,7 +119,7 @@ void recursive_doubling_steps(size_t bytes, int members, int me, std::vector<Ste
   const Participants all(members, me);
   hand_in(all, bytes, steps);
   for (int round = 0; all.takes_part() && 1 << round < all.count(); ++round) {
-    Step step = fold_step(all, round);
+    Step step = reduce_step(all, round);
     step.send.bytes = step.receive.bytes = bytes;
     add(step, steps);
   }
@@ -143,7 +143,7 @@ void ring_steps(const std::vector<size_t>& parts, int me, std::vector<Step>* ste
     step.send = part(me - round);
     step.receive = part(me - round - 1);
     step.send_input = round == 0;
-    step.fold = step.own_input = round < members - 1;
+    step.reduce = step.own_input = round < members - 1;
     step.last = round == members - 2;
     add(step, steps);
   }

@@ -23,7 +23,7 @@ struct Step {
   ByteRange send, receive;
   bool send_input = false;  // what was given, else what has been computed
   // The received bytes are reduced with our own bytes of that range, or replace them.
-  bool fold = false;
+  bool reduce = false;
   bool own_input = false;  // our own bytes are what was given
   bool own_first = false;  // order of the operands
   bool last = false;       // the result of this reduction is final: factors apply
@@ -37,7 +37,7 @@ struct Step {
 // takes part.
 void halving_doubling_steps(size_t bytes, int members, int me, std::vector<Step>* steps);
 void recursive_doubling_steps(size_t bytes, int members, int me, std::vector<Step>* steps);
-// Ring (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms): part i is folded in the order i, i + 1, …,
+// Ring (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms): part i is reduced in the order i, i + 1, …,
 // i - 1. `parts`: bytes of every part, one for each member.
 void ring_steps(const std::vector<size_t>& parts, int me, std::vector<Step>* steps);
 

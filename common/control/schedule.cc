@@ -21,7 +21,7 @@ size_t bytes_of(const Description& description) {
 }
 
 // What has no slot is described every time, or just now by somebody; what has no bytes is done as soon as it is begun,
-// so it could not be taken back.
+// so it could not be rolled back.
 bool can_be_scheduled(const Name& name) {
   return name.slot >= 0 && name.agreed.kind == Kind::kAllreduce && bytes_of(name.agreed) > 0;
 }

@@ -4,7 +4,7 @@
 // the exchanges' headers tell the others. A rank that deviates begins no further batch and says how many it has begun,
 // BREAK, in the next round; whoever hears of it does the same, so one more round later all ranks know how many batches
 // each has begun. What all have begun is finished. Of the rest nothing has been finished anywhere, since an exchange
-// writes nothing before every rank has begun it: it is taken back, on all ranks, and agreed on in rounds again.
+// writes nothing before every rank has begun it: it is rolled back, on all ranks, and agreed on in rounds again.
 //
 // Nobody waits for ever that would not do so without a schedule: who waits for something whose turn does not come
 // breaks it, and so does who has waited long for others to begin what it has begun.

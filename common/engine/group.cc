@@ -177,7 +177,7 @@ void Group::end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<En
     ready_.clear();
   }
   std::vector<Entry*> taken_back, own;
-  execution_.take_back(negotiation_.begun(), &taken_back);
+  execution_.roll_back(negotiation_.begun(), &taken_back);
   for (Entry* entry : taken_back) {
     if (entry->stand_in) failed->emplace_back(entry, "not begun by this rank");
     else own.push_back(entry);

@@ -9,7 +9,7 @@
 namespace perseus {
 namespace {
 
-bool same_fold(const kernels::FoldSpec& a, const kernels::FoldSpec& b) {
+bool same_reduction(const kernels::ReduceSpec& a, const kernels::ReduceSpec& b) {
   return a.dtype == b.dtype && a.op == b.op && a.prescale == b.prescale && a.postscale == b.postscale &&
          a.divisor == b.divisor;
 }
@@ -19,14 +19,14 @@ constexpr size_t kFlatBytes = 32 * 1024;
 
 }  // namespace
 
-kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ranks) {
-  kernels::FoldSpec fold;
-  fold.dtype = dtype;
-  fold.op = description.op == ReduceOp::kAverage ? ReduceOp::kSum : description.op;
-  fold.prescale = description.prescale;
-  fold.postscale = description.postscale;
-  fold.divisor = description.op == ReduceOp::kAverage ? static_cast<int>(ranks) : 1;
-  return fold;
+kernels::ReduceSpec reduction_of(const Description& description, DType dtype, size_t ranks) {
+  kernels::ReduceSpec reduction;
+  reduction.dtype = dtype;
+  reduction.op = description.op == ReduceOp::kAverage ? ReduceOp::kSum : description.op;
+  reduction.prescale = description.prescale;
+  reduction.postscale = description.postscale;
+  reduction.divisor = description.op == ReduceOp::kAverage ? static_cast<int>(ranks) : 1;
+  return reduction;
 }
 
 Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint64_t>& rows) {
@@ -66,7 +66,7 @@ void Bucket::clear() {
   staged = nullptr;
   stages = -1;
   codec = CodecSpec();
-  coded_inside = false;
+  compressed_inside = false;
   flushes = false;
   residuals.clear();
   output = nullptr;
@@ -136,8 +136,9 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
-        plan.root != fit.root || bucket->stages != fit.stages || !same_fold(plan.fold, fit.fold) ||
-        bucket->codec != fit.codec || bucket->coded_inside != fit.coded_inside || bucket->flushes != fit.flushes)
+        plan.root != fit.root || bucket->stages != fit.stages || !same_reduction(plan.reduction, fit.reduction) ||
+        bucket->codec != fit.codec || bucket->compressed_inside != fit.compressed_inside ||
+        bucket->flushes != fit.flushes)
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -149,11 +150,11 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   Bucket& bucket = own_bucket(entry, bytes);
   bucket.plan.collective = fit.collective;
   bucket.plan.algorithm = fit.algorithm;
-  bucket.plan.fold = fit.fold;
+  bucket.plan.reduction = fit.reduction;
   bucket.plan.root = fit.root;
   bucket.stages = fit.stages;
   bucket.codec = fit.codec;
-  bucket.coded_inside = fit.coded_inside;
+  bucket.compressed_inside = fit.compressed_inside;
   bucket.flushes = fit.flushes;
   return bucket;
 }
@@ -163,22 +164,22 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const TensorDescription& t = d.tensors[tensor];
   const size_t bytes = t.bytes();
   if (bytes == 0) return;
-  const kernels::FoldSpec fold = fold_of(d, t.dtype, ranks_.size());
+  const kernels::ReduceSpec reduction = reduction_of(d, t.dtype, ranks_.size());
   const Levels& levels = this->levels(false);
   const bool stages = settings_.topology->stages(bytes);
   const CodecSpec codec = codec_of(d, t);
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
   if (flushes || codec.kind != CodecKind::kNone) {
     const bool alike = levels.groups == 1 || !stages || d.flush == Flush::kAmongAll;
-    return add_coded(entry, tensor, this->levels(alike), codec);
+    return add_compressed(entry, tensor, this->levels(alike), codec);
   }
-  if (fold.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, fold);
+  if (reduction.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, reduction);
   const bool staged = levels.divided() && stages && (d.gradient || bytes > kFlatBytes);
-  Fit fit(Collective::kAllreduce, fold);
+  Fit fit(Collective::kAllreduce, reduction);
   fit.stages = staged ? 1 : -1;
   fit.algorithm = algorithm_of(fit.stages, bytes);
   fit.most_bytes = run_bytes(bytes);
-  // Every element is folded by itself: where a tensor is cut changes no bits.
+  // Every element is reduced by itself: where a tensor is cut changes no bits.
   for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
     const size_t size = std::min(fit.most_bytes, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
@@ -187,13 +188,13 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   }
 }
 
-void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold) {
+void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction) {
   const TensorDescription& t = entry->description.tensors[tensor];
-  Bucket& bucket = bucket_for(entry, t.bytes(), Fit(Collective::kAllreduce, fold));
+  Bucket& bucket = bucket_for(entry, t.bytes(), Fit(Collective::kAllreduce, reduction));
   bucket.add_piece(entry->buffers[tensor], t.bytes());
   if (!bucket.adasum)
-    bucket.adasum =
-        std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, fold.prescale, fold.postscale);
+    bucket.adasum = std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, reduction.prescale,
+                                             reduction.postscale);
   bucket.staged = bucket.adasum.get();
   bucket.adasum->add_tensor(bucket.plan.pieces.back());
 }
@@ -221,13 +222,13 @@ const Levels& Execution::levels(bool undivided) {
 }
 
 // The bucket's stages, begun where this is their first piece.
-LeveledAllreduce& Execution::open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
-                                         const WireFormat* inside) {
-  std::unique_ptr<LeveledAllreduce>& stages = bucket->leveled[bucket->stages];
-  if (!stages) stages = std::make_unique<LeveledAllreduce>(levels);
+HierarchicalAllreduce& Execution::open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
+                                              const WireFormat* inside) {
+  std::unique_ptr<HierarchicalAllreduce>& stages = bucket->hierarchical[bucket->stages];
+  if (!stages) stages = std::make_unique<HierarchicalAllreduce>(levels);
   if (bucket->staged == nullptr) {
     bucket->staged = stages.get();
-    stages->start(bucket->plan.fold, format, inside);
+    stages->start(bucket->plan.reduction, format, inside);
   }
   return *stages;
 }
@@ -236,7 +237,7 @@ void Execution::add_broadcast(Entry* entry) {
   const Description& d = entry->description;
   int root = 0;
   while (ranks_[root] != d.root) ++root;
-  kernels::FoldSpec bytes_only;
+  kernels::ReduceSpec bytes_only;
   bytes_only.dtype = DType::kUInt8;
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     const size_t bytes = d.tensors[i].bytes();
@@ -254,7 +255,7 @@ void Execution::add_reducescatter(Entry* entry) {
     if (t.bytes() == 0) continue;
     ExchangePlan& plan = own_bucket(entry, t.bytes()).plan;
     plan.collective = Collective::kReduceScatter;
-    plan.fold = fold_of(d, t.dtype, ranks_.size());
+    plan.reduction = reduction_of(d, t.dtype, ranks_.size());
     const int64_t rows = t.shape[0], row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
     // Horovod's layout: the first rows % ranks ranks get one more.
     for (int64_t r = 0; r < ranks; ++r)
@@ -273,8 +274,8 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   bucket.row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
   bucket.tail_shape.assign(t.shape.begin() + 1, t.shape.end());
   ExchangePlan& plan = bucket.plan;
-  plan.fold = kernels::FoldSpec();
-  plan.fold.dtype = t.dtype;
+  plan.reduction = kernels::ReduceSpec();
+  plan.reduction.dtype = t.dtype;
   plan.pieces.push_back(Piece{entry->buffers[tensor].in, nullptr, t.bytes()});
   if (d.kind == Kind::kAllgather) {
     plan.collective = Collective::kAllgather;
@@ -305,7 +306,7 @@ void Execution::settle_algorithm(Bucket* bucket) {
   } else {
     const size_t bytes = bucket->bytes / static_cast<size_t>(levels.shards);
     algorithm = settings_.algorithm.of_bucket(algorithm, levels.groups, bytes, link_cost_);
-    bucket->leveled[bucket->stages]->use(algorithm);
+    bucket->hierarchical[bucket->stages]->use(algorithm);
   }
 }
 

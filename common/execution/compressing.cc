@@ -12,20 +12,20 @@ uint64_t salt_of(const std::string& name) { return fnv1a(name) >> 1; }  // so th
 
 }  // namespace
 
-void Execution::add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
+void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
   const Description& d = entry->description;
   const TensorDescription& t = d.tensors[tensor];
-  Fit fit(Collective::kAllreduce, fold_of(d, t.dtype, ranks_.size()));
+  Fit fit(Collective::kAllreduce, reduction_of(d, t.dtype, ranks_.size()));
   fit.stages = &levels == &this->levels(true) ? 0 : 1;
   fit.flushes = d.flush != Flush::kNone;
   if (!fit.flushes) fit.codec = codec;
-  fit.coded_inside = d.compression.inside && !fit.flushes && fit.stages == 1;
+  fit.compressed_inside = d.compression.inside && !fit.flushes && fit.stages == 1;
   const size_t element = dtype_size(t.dtype), slice = slice_bytes(fit.codec.kind) / sizeof(float) * element;
   fit.most_bytes = slice;
   const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
-  const WireFormat* inside = fit.coded_inside ? format_of(settings_.precision) : nullptr;
+  const WireFormat* inside = fit.compressed_inside ? format_of(settings_.precision) : nullptr;
   if (format->keeps_residual()) take_residuals(entry);
-  LeveledAllreduce::Run run;
+  HierarchicalAllreduce::Run run;
   run.salt = salt_of(*entry->text) + tensor;
   const size_t bytes = t.bytes();
   for (size_t begin = 0; begin < bytes; begin += slice) {
@@ -54,8 +54,8 @@ void Execution::take_residuals(Entry* entry) {
       settings_.residuals->take({entry->gradient_of, group_, *entry->text}, sizes_, d.compression,
                                 settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)), d.flush);
   if (!entry->residuals || d.flush != Flush::kAmongAll) return;
-  const kernels::FoldSpec fold = fold_of(d, DType::kFloat32, ranks_.size());
-  entry->residuals->join_parts(static_cast<float>(fold.postscale / fold.divisor));
+  const kernels::ReduceSpec reduction = reduction_of(d, DType::kFloat32, ranks_.size());
+  entry->residuals->join_parts(static_cast<float>(reduction.postscale / reduction.divisor));
 }
 
 void Execution::set_sizes(const Description& description) {

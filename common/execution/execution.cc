@@ -54,7 +54,7 @@ void Execution::begin(Stream* stream, uint32_t index) {
   stream->begun_ns = now;
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
-  if (bucket.stages >= 0) bucket.leveled[bucket.stages]->use(&stream->coded);
+  if (bucket.stages >= 0) bucket.hierarchical[bucket.stages]->use(&stream->compressed);
   const bool scheduled = bucket.batch.schedule != 0;
   if (bucket.staged != nullptr && !scheduled) {
     begin_next(stream, index);
@@ -65,7 +65,7 @@ void Execution::begin(Stream* stream, uint32_t index) {
         .start(bucket.staged != nullptr || stream->plan_follows ? nothing_ : bucket.plan, stream->sequence[0]++,
                bucket.output != nullptr ? &bucket : nullptr, bucket.batch.schedule);
   }
-  if (!bucket.begun_by.empty()) stream->exchange()->take_back(bucket.begun_by);
+  if (!bucket.begun_by.empty()) stream->exchange()->roll_back(bucket.begun_by);
   stream->open = scheduled && bucket.begun_by.empty();
   stream->moved_ns = 0;
   stream->first_byte_ns = 0;
@@ -131,7 +131,7 @@ void Execution::check_progress(int64_t now, int64_t since_ns) const {
       report_silence(stream);
 }
 
-void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries) {
+void Execution::roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries) {
   const uint64_t finished = *std::min_element(begun.begin(), begun.end());
   for (Stream& stream : streams_) {
     for (size_t i = 0; i < stream.queue.size(); ++i) {
@@ -149,7 +149,7 @@ void Execution::take_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       bucket.entries.clear();
       bucket.residuals.clear();
       if (i > 0 || stream.exchange() == nullptr || stream.exchange()->done()) continue;
-      stream.exchange()->take_back(bucket.begun_by);
+      stream.exchange()->roll_back(bucket.begun_by);
       stream.open = false;
     }
   }
@@ -163,7 +163,7 @@ bool Execution::waits_since(int64_t since_ns) const {
 
 size_t Execution::staging_bytes() const {
   size_t bytes = 0;
-  for (const Stream& stream : streams_) bytes += stream.coded.bytes();
+  for (const Stream& stream : streams_) bytes += stream.compressed.bytes();
   return bytes;
 }
 

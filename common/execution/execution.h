@@ -10,7 +10,7 @@
 #include "base/clock.h"
 #include "codec/whole.h"
 #include "collective/adasum.h"
-#include "collective/leveled_allreduce.h"
+#include "collective/hierarchical_allreduce.h"
 #include "compression/codec_choice.h"
 #include "compression/residuals.h"
 #include "execution/bucket_observer.h"
@@ -46,17 +46,17 @@ class Bucket final : public OutputSink {
  public:
   ExchangePlan plan;
   std::unique_ptr<Adasum> adasum;
-  std::unique_ptr<LeveledAllreduce> leveled[2];  // made when first needed: undivided, divided
-  Staged* staged = nullptr;                      // adasum or leveled: then several exchanges take the place of `plan`
-  int stages = -1;                               // which of `leveled`, -1 = none
+  std::unique_ptr<HierarchicalAllreduce> hierarchical[2];  // made when first needed: undivided, divided
+  Staged* staged = nullptr;  // adasum or hierarchical: then several exchanges take the place of `plan`
+  int stages = -1;           // which of `hierarchical`, -1 = none
   CodecSpec codec;
-  bool coded_inside = false;  // with stages: not only between groups
-  bool flushes = false;       // all that was held back goes along: then no codec
+  bool compressed_inside = false;  // with stages: not only between groups
+  bool flushes = false;            // all that was held back goes along: then no codec
   std::vector<Residuals::Lease> residuals;
   std::vector<Entry*> entries;
   uint64_t number = 0;  // of the group's buckets, the same on all ranks
   Batch batch;
-  std::vector<bool> begun_by;  // taken back: the members that had begun it; else empty
+  std::vector<bool> begun_by;  // rolled back: the members that had begun it; else empty
   size_t bytes = 0;
   Output* output = nullptr;  // allgather, alltoall
   int64_t row_bytes = 0;
@@ -68,8 +68,8 @@ class Bucket final : public OutputSink {
   void clear();
 };
 
-// How an allreduce or reduce-scatter of so many ranks folds.
-kernels::FoldSpec fold_of(const Description& description, DType dtype, size_t ranks);
+// How an allreduce or reduce-scatter of so many ranks reduces.
+kernels::ReduceSpec reduction_of(const Description& description, DType dtype, size_t ranks);
 
 class Execution {
  public:
@@ -83,7 +83,7 @@ class Execution {
   void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch());
   // Of the schedule under way only the first batches up to the fewest in `begun` (by member: how many it has begun)
   // will be finished: gives back this rank's other entries. All ranks have added as many batches as any has begun.
-  void take_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries);
+  void roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries);
   // Does a bucket of a schedule wait since before `since_ns` for other ranks to begin it?
   bool waits_since(int64_t since_ns) const;
   // Moves what can be moved; true when anything did.
@@ -111,7 +111,7 @@ class Execution {
     std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
 
     Exchange* exchange() const { return exchanges[level].get(); }
-    CodedBuffers coded;
+    CompressedBuffers compressed;
     int64_t moved_ns = 0;                     // the first look in vain after bytes moved; 0 = none yet
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way
     bool plan_follows = false;                // after headers that were exchanged alone
@@ -126,9 +126,9 @@ class Execution {
   std::unique_ptr<Bucket> fresh_bucket();
   void fuse(Entry* entry);
   void add_reduction(Entry* entry, size_t tensor);
-  void add_adasum(Entry* entry, size_t tensor, const kernels::FoldSpec& fold);
+  void add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction);
   size_t run_bytes(size_t bytes) const;
-  void add_coded(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
+  void add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
   void take_residuals(Entry* entry);
   void give_up_other_sizes(const Entry& entry);
   void set_sizes(const Description& description);
@@ -138,23 +138,23 @@ class Execution {
   void settle_algorithm(Bucket* bucket);
   const Levels& levels(bool undivided);
   size_t slice_bytes(CodecKind codec) const;
-  LeveledAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
-                                const WireFormat* inside = nullptr);
+  HierarchicalAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
+                                     const WireFormat* inside = nullptr);
   void add_broadcast(Entry* entry);
   void add_reducescatter(Entry* entry);
   void add_gather(Entry* entry, size_t tensor);
   // An open bucket of the same kind with room, else a new one; the entry waits for it.
   // What a bucket must be like to take another tensor.
   struct Fit {
-    Fit(Collective collective, const kernels::FoldSpec& fold, int root = 0)
-        : collective(collective), fold(fold), root(root) {}
+    Fit(Collective collective, const kernels::ReduceSpec& reduction, int root = 0)
+        : collective(collective), reduction(reduction), root(root) {}
     Collective collective;
-    kernels::FoldSpec fold;
+    kernels::ReduceSpec reduction;
     int root;
-    int stages = -1;  // index of Bucket::leveled, -1 = one exchange
+    int stages = -1;  // index of Bucket::hierarchical, -1 = one exchange
     Algorithm algorithm = Algorithm::kPairwise;
     CodecSpec codec;
-    bool coded_inside = false;
+    bool compressed_inside = false;
     bool flushes = false;
     size_t most_bytes = SIZE_MAX;
   };

@@ -35,17 +35,17 @@ void LinkProbe::plan_across(size_t bytes) {
   if (memory_.size() < bytes) memory_.resize(bytes);  // zeros: their sum is fast everywhere
   plan_.clear();
   plan_.collective = Collective::kAllreduce;
-  plan_.fold = kernels::FoldSpec();
-  plan_.fold.dtype = DType::kFloat32;
+  plan_.reduction = kernels::ReduceSpec();
+  plan_.reduction.dtype = DType::kFloat32;
   plan_.pieces.push_back(Piece{memory_.data(), memory_.data(), bytes});
 }
 
 void LinkProbe::plan_agreement() {
   plan_.clear();
   plan_.collective = Collective::kAllreduce;
-  plan_.fold = kernels::FoldSpec();
-  plan_.fold.dtype = DType::kFloat64;
-  plan_.fold.op = ReduceOp::kMax;
+  plan_.reduction = kernels::ReduceSpec();
+  plan_.reduction.dtype = DType::kFloat64;
+  plan_.reduction.op = ReduceOp::kMax;
   Byte* const memory = reinterpret_cast<Byte*>(values_.data());
   plan_.pieces.push_back(Piece{memory, memory, values_.size() * sizeof(double)});
 }

@@ -4,8 +4,8 @@
 
 #include <type_traits>
 
-#include "kernels/fold_types.h"
 #include "kernels/page_walk.h"
+#include "kernels/reduce_types.h"
 #include "kernels/variant.h"
 
 namespace perseus::kernels {

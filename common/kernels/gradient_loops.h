@@ -2,8 +2,8 @@
 // variant.h; no threads.
 #pragma once
 
-#include "kernels/fold_types.h"
 #include "kernels/page_walk.h"
+#include "kernels/reduce_types.h"
 #include "kernels/variant.h"
 
 namespace perseus::kernels {

@@ -54,20 +54,20 @@ std::atomic<const Variant*>& choice() {
 const Variant* chosen() { return choice().load(std::memory_order_relaxed); }
 void choose(const Variant* variant) { choice().store(variant, std::memory_order_relaxed); }
 
-void check(const FoldSpec& spec, int n) {
+void check(const ReduceSpec& spec, int n) {
   bool known = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kMin || spec.op == ReduceOp::kMax ||
                spec.op == ReduceOp::kProduct;
   if (!known) {
-    fail(ErrorKind::kInvalidArgument, "[kernels] fold got op " + std::to_string(static_cast<int>(spec.op)) +
+    fail(ErrorKind::kInvalidArgument, "[kernels] reduce got op " + std::to_string(static_cast<int>(spec.op)) +
                                           ", expected Sum, Min, Max or Product (Average is Sum with a divisor)");
   }
   if (static_cast<int>(spec.dtype) >= kDTypeCount) {
-    fail(ErrorKind::kInvalidArgument, "[kernels] fold got unknown dtype " +
+    fail(ErrorKind::kInvalidArgument, "[kernels] reduce got unknown dtype " +
                                           std::to_string(static_cast<int>(spec.dtype)) + ", expected 0 to " +
                                           std::to_string(kDTypeCount - 1));
   }
   if (n < 1 || spec.divisor < 1) {
-    fail(ErrorKind::kInvalidArgument, "[kernels] fold got " + std::to_string(n) + " sources and divisor " +
+    fail(ErrorKind::kInvalidArgument, "[kernels] reduce got " + std::to_string(n) + " sources and divisor " +
                                           std::to_string(spec.divisor) + ", expected at least 1 each");
   }
 }
@@ -76,18 +76,19 @@ void check(const FoldSpec& spec, int n) {
 
 const Variant& current_variant() { return *chosen(); }
 
-void fold(const FoldSpec& spec, void* dst, void* dst2, const void* const* sources, int n, size_t count,
-          bool stream_dst) {
+void reduce(const ReduceSpec& spec, void* dst, void* dst2, const void* const* sources, int n, size_t count,
+            bool stream_dst) {
   check(spec, n);
   if (count == 0) return;
   DefaultFloatMode mode;
-  FoldSpec bits;  // one operand and no factors: a copy, NaN payloads included
+  ReduceSpec bits;  // one operand and no factors: a copy, NaN payloads included
   bits.dtype = DType::kUInt8;
   bool as_bits =
       n == 1 && spec.dtype != DType::kBool && spec.prescale == 1.0 && spec.postscale == 1.0 && spec.divisor == 1;
   if (as_bits) count *= dtype_size(spec.dtype);
-  chosen()->fold(FoldTask{as_bits ? bits : spec, static_cast<unsigned char*>(dst), static_cast<unsigned char*>(dst2),
-                          reinterpret_cast<const unsigned char* const*>(sources), n, count, stream_dst});
+  chosen()->reduce(ReduceTask{as_bits ? bits : spec, static_cast<unsigned char*>(dst),
+                              static_cast<unsigned char*>(dst2), reinterpret_cast<const unsigned char* const*>(sources),
+                              n, count, stream_dst});
 }
 
 void copy(void* dst, const void* src, size_t n, bool stream) {
@@ -109,10 +110,10 @@ void sum_halves(SumPart part, DType dtype, void* dst, void* sum, const void* x, 
 }
 
 void add(DType dtype, void* dst, const void* sum, const void* x, size_t count) {
-  FoldSpec spec;
+  ReduceSpec spec;
   spec.dtype = dtype;
   const void* sources[] = {sum, x};
-  fold(spec, dst, nullptr, sources, 2, count, false);
+  reduce(spec, dst, nullptr, sources, 2, count, false);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Pure functions over arrays: fold (reduce in rank order), copies, running sums, a search for NaN. SIMD variant chosen
+// Pure functions over arrays: reduce (in rank order), copies, running sums, a search for NaN. SIMD variant chosen
 // once at run time; every variant gives the same bits. Thread-safe; pointers need only the alignment of a byte.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace perseus::kernels {
 // - A NaN result is the one quiet NaN without sign and payload. One operand without factors is copied bit for bit.
 // - Min/Max propagate NaN; of equal operands (0 and -0) the first stays.
 // - Bool: Sum and Max are or, Min and Product are and; results are 0 or 1; factors are ignored.
-struct FoldSpec {
+struct ReduceSpec {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;  // Sum, Min, Max, Product; Average is Sum with divisor = number of ranks
   double prescale = 1.0;
@@ -25,18 +25,18 @@ struct FoldSpec {
   int divisor = 1;  // >= 1
 };
 
-// dst[i] = fold of sources[0][i] … sources[n - 1][i]; n >= 1. dst may equal any source exactly; no other overlap.
+// dst[i] = reduction of sources[0][i] … sources[n - 1][i]; n >= 1. dst may equal any source exactly; no other overlap.
 // `dst2`, when not null, receives the same values (a peer's window) and may not overlap anything.
 // `stream_dst`: dst will not be read soon; store around the cache where that is faster (never where dst is a source).
 // The caller's rounding mode and flushing of denormals have no effect. Throws Error(kInvalidArgument) for a spec or an
 // n outside these rules.
-void fold(const FoldSpec& spec, void* dst, void* dst2, const void* const* sources, int n, size_t count,
-          bool stream_dst);
+void reduce(const ReduceSpec& spec, void* dst, void* dst2, const void* const* sources, int n, size_t count,
+            bool stream_dst);
 
 // memcpy of n bytes; `stream`: dst will not be read soon, n is a slice of something larger than the caches. Twice as
 // fast as memcpy then, unless dst's lines are in the cache because they were just read: those are better overwritten
 // there. A thread that sees a release store made after the return sees the streamed stores, too; likewise
-// those of fold.
+// those of reduce.
 void copy(void* dst, const void* src, size_t n, bool stream);
 
 // Is any element a NaN? Reads at the speed of memory; false for types that are not floating.

@@ -12,9 +12,9 @@
 
 namespace perseus::kernels {
 
-// A checked call of fold(): n >= 1, count >= 1, divisor >= 1, op one of Sum, Min, Max, Product.
-struct FoldTask {
-  FoldSpec spec;
+// A checked call of reduce(): n >= 1, count >= 1, divisor >= 1, op one of Sum, Min, Max, Product.
+struct ReduceTask {
+  ReduceSpec spec;
   unsigned char* dst;
   unsigned char* dst2;
   const unsigned char* const* sources;
@@ -85,7 +85,7 @@ struct CodecKernels {
 
 struct Variant {
   const char* name;
-  void (*fold)(const FoldTask& task);
+  void (*reduce)(const ReduceTask& task);
   void (*copy)(void* dst, const void* src, size_t n, bool stream);
   bool (*has_nan)(DType dtype, const unsigned char* data, size_t count);
   void (*sum_halves)(const HalfSumTask& task);

@@ -37,21 +37,21 @@ double allreduce_cost(Algorithm algorithm, int members, size_t bytes, const Link
   const double others = members - 1, size = static_cast<double>(bytes);
   const double share = others / members;
   const double step = link.latency + link.message;
-  const double sent = link.byte, folded = 3 * link.memory_byte;  // two are read, one is written
+  const double sent = link.byte, reduced = 3 * link.memory_byte;  // two are read, one is written
   const Tree tree = tree_of(members);
   const double tree_share = 1 - 1 / tree.participants;
-  const double surplus = tree.surplus ? 2 * step + size * (2 * sent + folded) : 0;
+  const double surplus = tree.surplus ? 2 * step + size * (2 * sent + reduced) : 0;
   switch (algorithm) {
     case Algorithm::kPairwise:
       if (everyone_reduces(bytes, members))
         return link.latency + others * (link.message + size * (sent + link.memory_byte));
       return 2 * (link.latency + others * link.message) + size * (2 * share * sent + share * link.memory_byte);
     case Algorithm::kHalvingDoubling:
-      return 2 * tree.rounds * step + size * tree_share * (2 * sent + folded) + surplus;
+      return 2 * tree.rounds * step + size * tree_share * (2 * sent + reduced) + surplus;
     case Algorithm::kRecursiveDoubling:
-      return tree.rounds * (step + size * (sent + folded)) + surplus;
+      return tree.rounds * (step + size * (sent + reduced)) + surplus;
     case Algorithm::kRing:
-      return 2 * others * step + size * share * (2 * sent + folded);
+      return 2 * others * step + size * share * (2 * sent + reduced);
   }
   return 0;
 }

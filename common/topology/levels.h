@@ -33,8 +33,8 @@ struct Levels {
 Levels divide(const std::vector<int>& node_of, int me, const LevelSettings& settings);
 // Every member by itself.
 Levels undivided(int members, int me);
-// Which chunks of an encoded tensor this member sends and owns (see leveled_allreduce.cc), as a number: up to 65535
-// members.
+// Which chunks of an encoded tensor this member sends and owns (see hierarchical_allreduce.cc), as a number: up to
+// 65535 members.
 uint64_t layout_of(const Levels& levels);
 
 }  // namespace perseus

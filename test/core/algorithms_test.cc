@@ -1,7 +1,7 @@
 // Allreduces by halving-doubling, ring and recursive doubling: bits, steps, cost, failure.
 #include "collective/steps.h"
-#include "fold_order.h"
 #include "operation.h"
+#include "reduce_order.h"
 #include "topology/allreduce_cost.h"
 
 namespace {
@@ -124,8 +124,8 @@ Bytes expected(const Case& c, const std::string& algorithm, size_t tensor, uint6
     for (size_t i = 0; i < count; ++i) {
       for (size_t r = 0; r < values.size(); ++r) values[r] = inputs[r][i];
       reinterpret_cast<Stored*>(result.data())[i] =
-          folded(type, algorithm, c.how, i * sizeof(Stored) / part_bytes(bytes, values.size()), values,
-                 c.how.op == PERSEUS_AVERAGE ? size : 1);
+          reduced_by(type, algorithm, c.how, i * sizeof(Stored) / part_bytes(bytes, values.size()), values,
+                     c.how.op == PERSEUS_AVERAGE ? size : 1);
     }
   });
   return result;

@@ -1,4 +1,4 @@
-// Pins fold and copy: for every variant this machine runs, the bits of a reference that goes element by element, and
+// Pins reduce and copy: for every variant this machine runs, the bits of a reference that goes element by element, and
 // nearness to float64.
 #include "kernels/kernels.h"
 
@@ -47,7 +47,7 @@ A rounded(A value) {
 }
 
 template <class A>
-A float_fold(const FoldSpec& spec, const std::vector<A>& operands) {
+A float_reduce(const ReduceSpec& spec, const std::vector<A>& operands) {
   A pre = static_cast<A>(spec.prescale);
   A result = rounded(operands[0] * pre);
   for (size_t k = 1; k < operands.size(); ++k) {
@@ -72,7 +72,7 @@ T scaled(T value, double factor, int divisor = 1) {
 }
 
 template <class T>
-T int_fold(const FoldSpec& spec, const std::vector<T>& operands) {
+T int_reduce(const ReduceSpec& spec, const std::vector<T>& operands) {
   T result = scaled(operands[0], spec.prescale);
   for (size_t k = 1; k < operands.size(); ++k) {
     T next = scaled(operands[k], spec.prescale);
@@ -86,7 +86,7 @@ T int_fold(const FoldSpec& spec, const std::vector<T>& operands) {
   return scaled(result, spec.postscale, spec.divisor);
 }
 
-bool is_plain(const FoldSpec& spec) { return spec.prescale == 1.0 && spec.postscale == 1.0 && spec.divisor == 1; }
+bool is_plain(const ReduceSpec& spec) { return spec.prescale == 1.0 && spec.postscale == 1.0 && spec.divisor == 1; }
 
 // One element of the result, as bytes.
 template <class T, class Decode, class Encode, class Reduce>
@@ -98,7 +98,7 @@ void element(const std::vector<const unsigned char*>& sources, size_t i, unsigne
   std::memcpy(out, &result, sizeof result);
 }
 
-void reference_element(const FoldSpec& spec, const std::vector<const unsigned char*>& sources, size_t i,
+void reference_element(const ReduceSpec& spec, const std::vector<const unsigned char*>& sources, size_t i,
                        unsigned char* out) {
   size_t size = dtype_size(spec.dtype);
   if (sources.size() == 1 && is_plain(spec) && spec.dtype != DType::kBool) {
@@ -106,9 +106,9 @@ void reference_element(const FoldSpec& spec, const std::vector<const unsigned ch
     return;
   }
   auto same = [](auto value) { return value; };
-  auto as_float = [&](const std::vector<float>& operands) { return float_fold(spec, operands); };
-  auto as_double = [&](const std::vector<double>& operands) { return float_fold(spec, operands); };
-  auto as_int = [&](const auto& operands) { return int_fold(spec, operands); };
+  auto as_float = [&](const std::vector<float>& operands) { return float_reduce(spec, operands); };
+  auto as_double = [&](const std::vector<double>& operands) { return float_reduce(spec, operands); };
+  auto as_int = [&](const auto& operands) { return int_reduce(spec, operands); };
   auto as_bool = [&](const std::vector<bool>& operands) {
     bool any = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kMax;
     for (bool operand : operands) {
@@ -142,7 +142,7 @@ void reference_element(const FoldSpec& spec, const std::vector<const unsigned ch
   }
 }
 
-Bytes reference(const FoldSpec& spec, const std::vector<const unsigned char*>& sources, size_t count) {
+Bytes reference(const ReduceSpec& spec, const std::vector<const unsigned char*>& sources, size_t count) {
   size_t size = dtype_size(spec.dtype);
   Bytes result(count * size);
   for (size_t i = 0; i < count; ++i) reference_element(spec, sources, i, result.data() + i * size);
@@ -181,7 +181,7 @@ void fill(DType dtype, unsigned char* to, size_t count, std::mt19937_64& random)
 }
 
 struct Case {
-  FoldSpec spec;
+  ReduceSpec spec;
   int n;
   size_t count;
   size_t dst_offset;     // bytes past a 64-byte boundary
@@ -240,7 +240,7 @@ void check(const Case& c, const std::vector<std::string>& variants) {
       std::memcpy(dst.data(), sources[c.in_place], bytes);
       pointers[c.in_place] = dst.data();
     }
-    fold(c.spec, dst.data(), c.two_outputs ? dst2.data() : nullptr, pointers.data(), c.n, c.count, c.stream);
+    reduce(c.spec, dst.data(), c.two_outputs ? dst2.data() : nullptr, pointers.data(), c.n, c.count, c.stream);
     for (size_t i = 0; i < bytes; ++i) {
       ASSERT_EQ(dst.data()[i], expected[i]) << describe(c, variant) << " byte " << i;
       if (!c.two_outputs) continue;
@@ -259,19 +259,19 @@ struct Factors {
 };
 constexpr Factors kFactors[] = {{1, 1, 1}, {1, 1, 3}, {0.5, 1, 1}, {1, 0.3, 2}, {-1.7, 2.5, 300}, {1e9, 1e12, 1}};
 
-class FoldTest : public ::testing::TestWithParam<int> {
+class ReduceTest : public ::testing::TestWithParam<int> {
  protected:
   DType dtype() const { return static_cast<DType>(GetParam()); }
 };
 
-TEST_P(FoldTest, GivesTheReferencesBitsForEveryOperationFactorAndNumberOfSources) {
+TEST_P(ReduceTest, GivesTheReferencesBitsForEveryOperationFactorAndNumberOfSources) {
   auto variants = variants_here();
   ASSERT_GE(variants.size(), 1u);
   for (ReduceOp op : kOps) {
     for (const Factors& f : kFactors) {
       for (int n : {1, 2, 3, 4, 7}) {
         for (size_t count : {1, 5, 67, 1029}) {
-          FoldSpec spec{dtype(), op, f.pre, f.post, f.divisor};
+          ReduceSpec spec{dtype(), op, f.pre, f.post, f.divisor};
           check(Case{spec, n, count, 0, 0, n % 2 == 0, n % 3 == 0, -1}, variants);
           if (HasFatalFailure()) return;
         }
@@ -280,13 +280,13 @@ TEST_P(FoldTest, GivesTheReferencesBitsForEveryOperationFactorAndNumberOfSources
   }
 }
 
-TEST_P(FoldTest, TakesPointersAlignedToAByte) {
+TEST_P(ReduceTest, TakesPointersAlignedToAByte) {
   auto variants = variants_here();
   for (size_t dst_offset : {0, 1, 2, 4, 8, 36, 63}) {
     for (size_t source_offset : {0, 1, 7, 16}) {
       for (bool stream : {false, true}) {
         for (int n : {2, 3}) {
-          FoldSpec spec;
+          ReduceSpec spec;
           spec.dtype = dtype();
           check(Case{spec, n, 2501, dst_offset, source_offset, true, stream, -1}, variants);
           if (HasFatalFailure()) return;
@@ -296,23 +296,23 @@ TEST_P(FoldTest, TakesPointersAlignedToAByte) {
   }
 }
 
-TEST_P(FoldTest, TakesEveryCountAroundAVector) {
+TEST_P(ReduceTest, TakesEveryCountAroundAVector) {
   auto variants = variants_here();
   for (size_t count = 1; count <= 200; ++count) {
-    FoldSpec spec;
+    ReduceSpec spec;
     spec.dtype = dtype();
     check(Case{spec, 2, count, count % 64, count % 5, count % 2 == 0, true, -1}, variants);
     if (HasFatalFailure()) return;
   }
 }
 
-TEST_P(FoldTest, MayWriteOverAnyOfItsSources) {
+TEST_P(ReduceTest, MayWriteOverAnyOfItsSources) {
   auto variants = variants_here();
   for (int n : {1, 2, 3, 5}) {
     for (int in_place = 0; in_place < n; ++in_place) {
       for (double post : {1.0, 0.25}) {
         for (size_t offset : {0, 24}) {
-          FoldSpec spec;
+          ReduceSpec spec;
           spec.dtype = dtype();
           spec.postscale = post;
           check(Case{spec, n, 9001, offset, 0, in_place % 2 == 0, offset == 0, in_place}, variants);
@@ -323,10 +323,10 @@ TEST_P(FoldTest, MayWriteOverAnyOfItsSources) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryType, FoldTest, ::testing::Range(0, kDTypeCount),
+INSTANTIATE_TEST_SUITE_P(EveryType, ReduceTest, ::testing::Range(0, kDTypeCount),
                          [](const auto& info) { return std::string(dtype_name(static_cast<DType>(info.param))); });
 
-TEST(FoldTest, IsNearToTheExactSum) {
+TEST(ReduceTest, IsNearToTheExactSum) {
   constexpr size_t kCount = 1000;
   constexpr int kSources = 4;
   std::mt19937_64 random(5);
@@ -349,11 +349,11 @@ TEST(FoldTest, IsNearToTheExactSum) {
     for (auto& one : halves) half_sources.push_back(one.data());
     std::vector<float> sum(kCount);
     std::vector<uint16_t> half_sum(kCount);
-    FoldSpec spec;
+    ReduceSpec spec;
     spec.divisor = kSources;
-    fold(spec, sum.data(), nullptr, sources.data(), kSources, kCount, false);
+    reduce(spec, sum.data(), nullptr, sources.data(), kSources, kCount, false);
     spec.dtype = DType::kFloat16;
-    fold(spec, half_sum.data(), nullptr, half_sources.data(), kSources, kCount, false);
+    reduce(spec, half_sum.data(), nullptr, half_sources.data(), kSources, kCount, false);
     for (size_t i = 0; i < kCount; ++i) {
       ASSERT_NEAR(sum[i], exact[i] / kSources, 2e-6) << variant;
       // Half a unit in the last place of a value below 8.
@@ -363,17 +363,17 @@ TEST(FoldTest, IsNearToTheExactSum) {
   select_variant("auto");
 }
 
-TEST(FoldTest, HalvesAreRoundedOnceAfterTheWholeSum) {
+TEST(ReduceTest, HalvesAreRoundedOnceAfterTheWholeSum) {
   // 2048 + 1 rounds back to 2048 in f16: rounding after each addition would lose both ones.
   uint16_t big = float_to_half(2048.0f), one = float_to_half(1.0f), result = 0;
   const void* sources[] = {&big, &one, &one};
-  FoldSpec spec;
+  ReduceSpec spec;
   spec.dtype = DType::kFloat16;
-  fold(spec, &result, nullptr, sources, 3, 1, false);
+  reduce(spec, &result, nullptr, sources, 3, 1, false);
   EXPECT_EQ(half_to_float(result), 2050.0f);
 }
 
-TEST(FoldTest, EveryHalfValueGoesThroughEveryVariantAsThroughTheScalarConversion) {
+TEST(ReduceTest, EveryHalfValueGoesThroughEveryVariantAsThroughTheScalarConversion) {
   std::vector<uint16_t> all(0x10000), zero(0x10000), expected(0x10000);
   for (uint32_t h = 0; h < 0x10000; ++h) {
     all[h] = static_cast<uint16_t>(h);
@@ -382,35 +382,35 @@ TEST(FoldTest, EveryHalfValueGoesThroughEveryVariantAsThroughTheScalarConversion
     float product = value * half_to_float(0x3555);
     expected[h] = std::isnan(product) ? 0x7e00 : float_to_half(product);
   }
-  FoldSpec spec;
+  ReduceSpec spec;
   spec.dtype = DType::kFloat16;
   spec.op = ReduceOp::kProduct;
   for (const std::string& variant : variants_here()) {
     select_variant(variant.c_str());
     std::vector<uint16_t> result(0x10000);
     const void* sources[] = {all.data(), zero.data()};
-    fold(spec, result.data(), nullptr, sources, 2, result.size(), false);
+    reduce(spec, result.data(), nullptr, sources, 2, result.size(), false);
     for (uint32_t h = 0; h < 0x10000; ++h) ASSERT_EQ(result[h], expected[h]) << variant << " " << std::hex << h;
   }
   select_variant("auto");
 }
 
-TEST(FoldTest, IntegerAverageTruncatesTowardZeroExactly) {
+TEST(ReduceTest, IntegerAverageTruncatesTowardZeroExactly) {
   // 49 * (1 / 49) < 1 in double: a multiplication by the inverse would give 0.
   int32_t values[] = {49, -49, -1, 98, 2147483647, -2147483647 - 1, 97, -97}, result[8];
   int32_t expected[] = {1, -1, 0, 2, 43826196, -43826196, 1, -1};
   int64_t wide[] = {int64_t{49} << 53, -(int64_t{1} << 62), 48}, wide_result[3];
   const void* sources[] = {values};
   const void* wide_sources[] = {wide};
-  FoldSpec spec;
+  ReduceSpec spec;
   spec.divisor = 49;
   for (const std::string& variant : variants_here()) {
     select_variant(variant.c_str());
     spec.dtype = DType::kInt32;
-    fold(spec, result, nullptr, sources, 1, 8, false);
+    reduce(spec, result, nullptr, sources, 1, 8, false);
     for (int i = 0; i < 8; ++i) EXPECT_EQ(result[i], expected[i]) << variant << " " << i;
     spec.dtype = DType::kInt64;
-    fold(spec, wide_result, nullptr, wide_sources, 1, 3, false);
+    reduce(spec, wide_result, nullptr, wide_sources, 1, 3, false);
     EXPECT_EQ(wide_result[0], int64_t{1} << 53) << variant;
     EXPECT_EQ(wide_result[1], -(int64_t{1} << 62) / 49) << variant;
     EXPECT_EQ(wide_result[2], 0) << variant;
@@ -424,27 +424,27 @@ TEST(FoldTest, IntegerAverageTruncatesTowardZeroExactly) {
   spec.postscale = 3.0;
   for (const std::string& variant : variants_here()) {
     select_variant(variant.c_str());
-    fold(spec, means, nullptr, sum_sources, 1, 4, false);
+    reduce(spec, means, nullptr, sum_sources, 1, 4, false);
     for (int i = 0; i < 4; ++i) EXPECT_EQ(means[i], expected_means[i]) << variant << " " << i;
   }
   select_variant("auto");
 }
 
-TEST(FoldTest, DoesNotDependOnTheCallersRoundingModeNorFlushing) {
+TEST(ReduceTest, DoesNotDependOnTheCallersRoundingModeNorFlushing) {
   std::vector<float> a(100), b(100), plain(100), other(100);
   for (size_t i = 0; i < a.size(); ++i) {
     a[i] = 0x1p-126f * static_cast<float>(i + 2) / 3;
     b[i] = i % 2 == 0 ? -0x1p-126f * static_cast<float>(i + 1) / 3 : 1.0f;
   }
   const void* sources[] = {a.data(), b.data()};
-  FoldSpec spec;
-  fold(spec, plain.data(), nullptr, sources, 2, a.size(), false);
+  ReduceSpec spec;
+  reduce(spec, plain.data(), nullptr, sources, 2, a.size(), false);
   std::fesetround(FE_UPWARD);
 #if defined(__x86_64__)
   unsigned int mode = _mm_getcsr();
   _mm_setcsr(mode | 0x8040);
 #endif
-  fold(spec, other.data(), nullptr, sources, 2, a.size(), false);
+  reduce(spec, other.data(), nullptr, sources, 2, a.size(), false);
 #if defined(__x86_64__)
   EXPECT_EQ(_mm_getcsr() & 0xe040, (mode | 0x8040) & 0xe040);
   _mm_setcsr(mode);
@@ -455,31 +455,31 @@ TEST(FoldTest, DoesNotDependOnTheCallersRoundingModeNorFlushing) {
   EXPECT_NE(plain[0], 0.0f);
 }
 
-TEST(FoldTest, LeavesEverythingAloneForNoElements) {
+TEST(ReduceTest, LeavesEverythingAloneForNoElements) {
   float value = 3, result = 7;
   const void* sources[] = {&value};
-  fold(FoldSpec{}, &result, nullptr, sources, 1, 0, true);
+  reduce(ReduceSpec{}, &result, nullptr, sources, 1, 0, true);
   EXPECT_EQ(result, 7);
 }
 
-TEST(FoldTest, RefusesWhatItCannotDo) {
+TEST(ReduceTest, RefusesWhatItCannotDo) {
   float value = 3, result = 7;
   const void* sources[] = {&value};
-  auto kind_of = [&](const FoldSpec& spec, int n) {
+  auto kind_of = [&](const ReduceSpec& spec, int n) {
     try {
-      fold(spec, &result, nullptr, sources, n, 1, false);
+      reduce(spec, &result, nullptr, sources, n, 1, false);
     } catch (const Error& error) {
       return error.kind();
     }
     return ErrorKind::kInternal;
   };
-  FoldSpec average;
+  ReduceSpec average;
   average.op = ReduceOp::kAverage;
   EXPECT_EQ(kind_of(average, 1), ErrorKind::kInvalidArgument);
-  FoldSpec undivided;
+  ReduceSpec undivided;
   undivided.divisor = 0;
   EXPECT_EQ(kind_of(undivided, 1), ErrorKind::kInvalidArgument);
-  EXPECT_EQ(kind_of(FoldSpec{}, 0), ErrorKind::kInvalidArgument);
+  EXPECT_EQ(kind_of(ReduceSpec{}, 0), ErrorKind::kInvalidArgument);
   EXPECT_EQ(result, 7);
 }
 

@@ -1,6 +1,6 @@
 // Allreduces in stages (inside groups, across them, back) and gradients that are encoded on the way.
-#include "fold_order.h"
 #include "operation.h"
+#include "reduce_order.h"
 #include "topology/levels.h"
 
 namespace {
@@ -65,7 +65,7 @@ struct Shape2D {
 constexpr Shape2D kShapes[] = {{4, 2, false}, {4, 2, true},     {3, 2, false},    {4, 3, false},  {7, 3, false},
                                {8, 4, true},  {8, 2, false, 1}, {8, 3, false, 2}, {7, 2, true, 3}};
 
-class Leveled : public testing::TestWithParam<std::tuple<int, int>> {
+class Hierarchical : public testing::TestWithParam<std::tuple<int, int>> {
  protected:
   Medium medium() const { return all_media()[static_cast<size_t>(std::get<0>(GetParam()))]; }
   Shape2D shape() const { return kShapes[std::get<1>(GetParam())]; }
@@ -99,7 +99,7 @@ typename Type::Stored staged(Type type, const Reduction& how, const std::vector<
   const int count = static_cast<int>(groups.size());
   const int divisor = how.op == PERSEUS_AVERAGE ? size : 1;
   if (shape.algorithm != 0)
-    return folded(type, kAlgorithms[shape.algorithm], Reduction{op, 1.0, how.postscale}, part, groups, divisor);
+    return reduced_by(type, kAlgorithms[shape.algorithm], Reduction{op, 1.0, how.postscale}, part, groups, divisor);
   if constexpr (std::is_integral_v<Acc> && !std::is_same_v<Type, Truth> && !std::is_same_v<Type, Half>) {
     const Acc sum = reduced(type, Reduction{op, 1.0, 1.0}, groups.data(), count);
     if (how.postscale == 1.0) return static_cast<Acc>(sum / static_cast<Acc>(divisor));
@@ -136,7 +136,7 @@ class Expected {
   std::map<uint64_t, Bytes> bytes_;
 };
 
-TEST_P(Leveled, GivesTheBitsOfItsStagesForEveryDtypeAndReduction) {
+TEST_P(Hierarchical, GivesTheBitsOfItsStagesForEveryDtypeAndReduction) {
   const Shape2D shape = this->shape();
   if (shape.algorithm != 0 && std::get<0>(GetParam()) != 0 && !full_grid())
     GTEST_SKIP() << "PERSEUS_TEST_FULL=1 runs this over every medium";
@@ -176,7 +176,7 @@ TEST_P(Leveled, GivesTheBitsOfItsStagesForEveryDtypeAndReduction) {
       options());
 }
 
-TEST_P(Leveled, FusedAndGroupedTensorsAndProcessSetsWork) {
+TEST_P(Hierarchical, FusedAndGroupedTensorsAndProcessSetsWork) {
   const Shape2D shape = this->shape();
   std::deque<Operation> operations;
   for (int i = 0; i < 12; ++i) {
@@ -201,7 +201,7 @@ TEST_P(Leveled, FusedAndGroupedTensorsAndProcessSetsWork) {
       options());
 }
 
-INSTANTIATE_TEST_SUITE_P(Worlds, Leveled,
+INSTANTIATE_TEST_SUITE_P(Worlds, Hierarchical,
                          testing::Combine(testing::Range(0, 2),
                                           testing::Range(0, static_cast<int>(std::size(kShapes)))),
                          [](const auto& info) {

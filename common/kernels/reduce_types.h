@@ -1,4 +1,4 @@
-// Element types and reductions as the fold loops see them: load() gives accumulators, finish() what is stored,
+// Element types and reductions as the reduction loops see them: load() gives accumulators, finish() what is stored,
 // combine() joins two accumulators. Internal linkage, see variant.h; no threads.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Encode, add in rank order, encode again.
-#include "collective/coded_allreduce.h"
+#include "collective/compressed_allreduce.h"
 
 #include <cstring>
 
@@ -9,7 +9,7 @@
 namespace perseus {
 
 // The next chunk; its size is in its first four bytes.
-const Byte* CodedAllreduce::Reader::take(size_t* bytes) {
+const Byte* CompressedAllreduce::Reader::take(size_t* bytes) {
   uint32_t size = 0;
   if (end - at >= static_cast<ptrdiff_t>(sizeof size)) std::memcpy(&size, at, sizeof size);
   if (size < sizeof size || size > static_cast<size_t>(end - at))
@@ -20,12 +20,12 @@ const Byte* CodedAllreduce::Reader::take(size_t* bytes) {
   return chunk;
 }
 
-CodedAllreduce::CodedAllreduce(int members, int me)
+CompressedAllreduce::CompressedAllreduce(int members, int me)
     : members_(members), me_(me), chunks_(static_cast<size_t>(members)) {
-  plan_.fold.dtype = DType::kUInt8;
+  plan_.reduction.dtype = DType::kUInt8;
 }
 
-void CodedAllreduce::start(const WireFormat& format, float prescale, float factor, bool last) {
+void CompressedAllreduce::start(const WireFormat& format, float prescale, float factor, bool last) {
   format_ = &format;
   prescale_ = prescale;
   factor_ = factor;
@@ -34,15 +34,15 @@ void CodedAllreduce::start(const WireFormat& format, float prescale, float facto
   results_ = nullptr;
   stage_ = Stage::kEncode;
   codec_ns_ = 0;
-  for (std::vector<CodedChunk>& chunks : chunks_) chunks.clear();
+  for (std::vector<CompressedChunk>& chunks : chunks_) chunks.clear();
 }
 
-void CodedAllreduce::use(CodedBuffers* buffers) {
+void CompressedAllreduce::use(CompressedBuffers* buffers) {
   buffers_ = buffers;
   buffers_->scratch.resize(2 * kWireChunk);
 }
 
-const ExchangePlan* CodedAllreduce::next() {
+const ExchangePlan* CompressedAllreduce::next() {
   const int64_t begun = now_ns();
   const Stage stage = stage_;
   switch (stage) {
@@ -63,7 +63,7 @@ const ExchangePlan* CodedAllreduce::next() {
   return stage == Stage::kFinish || pauses ? nullptr : &plan_;
 }
 
-const ExchangePlan* CodedAllreduce::spread(const WireFormat& format, const std::vector<Piece>& results) {
+const ExchangePlan* CompressedAllreduce::spread(const WireFormat& format, const std::vector<Piece>& results) {
   format_ = &format;
   plan_.clear();
   plan_.pieces = results;
@@ -72,29 +72,30 @@ const ExchangePlan* CodedAllreduce::spread(const WireFormat& format, const std::
 }
 
 // Grows `buffer` so that the encodings of `chunks` have room from `begin` on.
-Byte* CodedAllreduce::room_for(const std::vector<CodedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const {
+Byte* CompressedAllreduce::room_for(const std::vector<CompressedChunk>& chunks, std::vector<Byte>* buffer,
+                                    size_t begin) const {
   size_t most = 0;
-  for (const CodedChunk& chunk : chunks) most += format_->most_bytes(chunk.count);
+  for (const CompressedChunk& chunk : chunks) most += format_->most_bytes(chunk.count);
   if (buffer->size() < begin + most) buffer->resize(begin + most);
   return buffer->data() + begin;
 }
 
-void CodedAllreduce::encode() {
+void CompressedAllreduce::encode() {
   plan_.clear();
   plan_.collective = Collective::kAlltoall;
   size_t begin = 0;
   for (int owner = 0; owner < members_; ++owner) {
-    const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(owner)];
+    const std::vector<CompressedChunk>& chunks = chunks_[static_cast<size_t>(owner)];
     const bool own = owner == me_;
     Byte* const first = room_for(chunks, own ? &buffers_->own : &buffers_->sent, own ? 0 : begin);
     Byte* at = first;
-    for (const CodedChunk& chunk : chunks) {
+    for (const CompressedChunk& chunk : chunks) {
       const float* x = chunk.in;
       if (prescale_ != 1.0F) {
-        kernels::FoldSpec scale;
+        kernels::ReduceSpec scale;
         scale.prescale = prescale_;
         const void* source = x;
-        kernels::fold(scale, buffers_->scratch.data(), nullptr, &source, 1, chunk.count, false);
+        kernels::reduce(scale, buffers_->scratch.data(), nullptr, &source, 1, chunk.count, false);
         x = buffers_->scratch.data();
       }
       at += format_->encode(x, chunk.residual, chunk.count, chunk.step, at);
@@ -107,8 +108,8 @@ void CodedAllreduce::encode() {
   plan_.pieces.push_back(Piece{buffers_->sent.data(), nullptr, begin});
 }
 
-void CodedAllreduce::reduce() {
-  const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(me_)];
+void CompressedAllreduce::reduce() {
+  const std::vector<CompressedChunk>& chunks = chunks_[static_cast<size_t>(me_)];
   readers_.clear();
   const Byte* from = received().data();
   for (int member = 0; member < members_; ++member) {
@@ -120,9 +121,9 @@ void CodedAllreduce::reduce() {
   }
   Byte* const first = sums_only_ ? nullptr : room_for(chunks, &buffers_->sent, 0);
   Byte* at = first;
-  kernels::FoldSpec scale;
+  kernels::ReduceSpec scale;
   scale.postscale = factor_;
-  for (const CodedChunk& chunk : chunks) {
+  for (const CompressedChunk& chunk : chunks) {
     float* const sum = sums_only_ ? chunk.out : buffers_->scratch.data() + kWireChunk;
     for (int member = 0; member < members_; ++member) {
       size_t bytes = 0;
@@ -132,7 +133,7 @@ void CodedAllreduce::reduce() {
     }
     if (sums_only_) continue;
     const void* source = sum;
-    if (factor_ != 1.0F) kernels::fold(scale, sum, nullptr, &source, 1, chunk.count, false);
+    if (factor_ != 1.0F) kernels::reduce(scale, sum, nullptr, &source, 1, chunk.count, false);
     const size_t bytes = format_->encode(sum, chunk.result_residual, chunk.count, chunk.step, at);
     give_out(at, bytes, chunk);
     at += bytes;
@@ -144,25 +145,25 @@ void CodedAllreduce::reduce() {
   send_results(bytes);
 }
 
-void CodedAllreduce::send_results(size_t bytes) {
+void CompressedAllreduce::send_results(size_t bytes) {
   plan_.collective = Collective::kAllgather;
   plan_.send_rows.push_back(bytes);
 }
 
-void CodedAllreduce::give_out(const Byte* encoded, size_t bytes, const CodedChunk& chunk) const {
+void CompressedAllreduce::give_out(const Byte* encoded, size_t bytes, const CompressedChunk& chunk) const {
   if (results_ != nullptr) (*results_)[chunk.result] = Piece{encoded, nullptr, bytes};
   if (last_) format_->decode_streamed(encoded, bytes, chunk.count, chunk.out);
   else format_->decode(encoded, bytes, chunk.count, chunk.out);
 }
 
-void CodedAllreduce::finish() {
+void CompressedAllreduce::finish() {
   const Byte* from = received().data();
   for (int owner = 0; owner < members_; ++owner) {
     const size_t bytes = received_bytes_[static_cast<size_t>(owner)];
     Reader reader{from, from + bytes};
     from += bytes;
     if (owner == me_) continue;
-    for (const CodedChunk& chunk : chunks_[static_cast<size_t>(owner)]) {
+    for (const CompressedChunk& chunk : chunks_[static_cast<size_t>(owner)]) {
       size_t size = 0;
       const Byte* encoded = reader.take(&size);
       give_out(encoded, size, chunk);
@@ -170,13 +171,13 @@ void CodedAllreduce::finish() {
   }
 }
 
-Byte* CodedAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>&) {
+Byte* CompressedAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>&) {
   size_t total = 0;
   for (int member = 0; member < members_; ++member) {
     // Of us an owner gets all our chunks; of an owner everybody gets all of its chunks.
-    const std::vector<CodedChunk>& chunks = chunks_[static_cast<size_t>(stage_ == Stage::kReduce ? me_ : member)];
+    const std::vector<CompressedChunk>& chunks = chunks_[static_cast<size_t>(stage_ == Stage::kReduce ? me_ : member)];
     size_t most = 0;
-    for (const CodedChunk& chunk : chunks) most += format_->most_bytes(chunk.count);
+    for (const CompressedChunk& chunk : chunks) most += format_->most_bytes(chunk.count);
     const size_t size = bytes[static_cast<size_t>(member)];
     if (size > most)
       fail(ErrorKind::kIo, "[collective] member " + std::to_string(member) + " announced " + std::to_string(size) +
@@ -190,7 +191,7 @@ Byte* CodedAllreduce::allocate(const std::vector<size_t>& bytes, const std::vect
 }
 
 // What spread() sends may lie where the contributions came.
-std::vector<Byte>& CodedAllreduce::received() {
+std::vector<Byte>& CompressedAllreduce::received() {
   return sums_only_ && stage_ == Stage::kFinish ? buffers_->passed_on : buffers_->received;
 }
 

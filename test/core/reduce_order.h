@@ -1,4 +1,4 @@
-// In which order the algorithms of an allreduce fold one element, as docs/algorithms.md says, one element at a time.
+// In which order the algorithms of an allreduce reduce one element, as docs/algorithms.md says, one element at a time.
 #pragma once
 
 #include <string>
@@ -12,7 +12,7 @@ constexpr const char* kAlgorithms[] = {"pairwise", "halving_doubling", "ring", "
 // Of each of `count` parts of so many bytes but the last ones.
 inline size_t part_bytes(size_t bytes, size_t count) { return ((bytes + count - 1) / count + 63) / 64 * 64; }
 
-// A fold of two whose factor is `post`; integers divide by `divisor`.
+// A reduction of two whose factor is `post`; integers divide by `divisor`.
 template <typename Type>
 typename Type::Stored pair(Type type, const Reduction& how, typename Type::Stored a, typename Type::Stored b, bool last,
                            int divisor) {
@@ -31,8 +31,8 @@ typename Type::Stored pair(Type type, const Reduction& how, typename Type::Store
 
 // values: one element of each of at least two members, in their order; `part`: of a ring's parts, the element's own.
 template <typename Type>
-typename Type::Stored folded(Type type, const std::string& algorithm, const Reduction& how, size_t part,
-                             std::vector<typename Type::Stored> values, int divisor) {
+typename Type::Stored reduced_by(Type type, const std::string& algorithm, const Reduction& how, size_t part,
+                                 std::vector<typename Type::Stored> values, int divisor) {
   using Stored = typename Type::Stored;
   const perseus_reduce_op op = how.op == PERSEUS_AVERAGE ? PERSEUS_SUM : how.op;
   for (Stored& value : values)

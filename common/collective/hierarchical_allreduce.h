@@ -7,19 +7,19 @@
 #include <memory>
 #include <vector>
 
-#include "collective/coded_allreduce.h"
+#include "collective/compressed_allreduce.h"
 #include "collective/float_staging.h"
 #include "collective/staged.h"
 
 namespace perseus {
 
-class LeveledAllreduce final : public Staged {
+class HierarchicalAllreduce final : public Staged {
  public:
-  explicit LeveledAllreduce(const Levels& levels);
+  explicit HierarchicalAllreduce(const Levels& levels);
 
   // Begins anew. With a `format`, what is added must be of a floating type, to be summed: as float32 throughout.
   // `inside`, which needs a `format`: of contributions to the reduce-scatter, null = exact. Formats stay until the end.
-  void start(const kernels::FoldSpec& fold, const WireFormat* format, const WireFormat* inside = nullptr);
+  void start(const kernels::ReduceSpec& reduction, const WireFormat* format, const WireFormat* inside = nullptr);
 
   // Exact: a piece of a tensor. Where `in` is not `out`, they do not overlap.
   void add(const Piece& piece) { pieces_.push_back(piece); }
@@ -38,8 +38,8 @@ class LeveledAllreduce final : public Staged {
 
   // Before the first next(), where there is no format: how shards are reduced across.
   void use(Algorithm algorithm) { algorithm_ = algorithm; }
-  // Before the first next(), where there is a format: see CodedAllreduce.
-  void use(CodedBuffers* buffers);
+  // Before the first next(), where there is a format: see CompressedAllreduce.
+  void use(CompressedBuffers* buffers);
   bool next(Step* step) override;
   int64_t codec_ns() const override;
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
@@ -48,7 +48,7 @@ class LeveledAllreduce final : public Staged {
   enum class Stage { kInner, kAcross, kEncoded, kBack, kSpread, kDone };
 
   void add_floats(const Run& run);
-  bool next_encoded(Step* step, CodedAllreduce* coded, Level level) const;
+  bool next_encoded(Step* step, CompressedAllreduce* compressed, Level level) const;
   void cut_into_shards();
   void cut_into_shards(const Piece* pieces, size_t count);
   void plan_inner();
@@ -59,18 +59,18 @@ class LeveledAllreduce final : public Staged {
 
   const Levels levels_;
   const Level across_;  // which exchange goes across
-  kernels::FoldSpec fold_;
+  kernels::ReduceSpec reduction_;
   const WireFormat* format_ = nullptr;
   const WireFormat* inside_ = nullptr;  // null also where we are alone inside
   Algorithm algorithm_ = Algorithm::kPairwise;
   Stage stage_ = Stage::kInner;
   std::vector<Piece> pieces_;
-  std::vector<size_t> parts_;                     // bytes of every inner member's shard
-  std::vector<size_t> sizes_;                     // of the shards of what is being cut
-  std::vector<std::vector<Piece>> shards_;        // of every inner member that carries one
-  std::unique_ptr<CodedAllreduce> coded_;         // across; where we carry a shard
-  std::unique_ptr<CodedAllreduce> coded_inside_;  // its owners are those that carry a shard
-  std::vector<Piece> results_;                    // encoded, of our shard's chunks in order
+  std::vector<size_t> parts_;                               // bytes of every inner member's shard
+  std::vector<size_t> sizes_;                               // of the shards of what is being cut
+  std::vector<std::vector<Piece>> shards_;                  // of every inner member that carries one
+  std::unique_ptr<CompressedAllreduce> compressed_;         // across; where we carry a shard
+  std::unique_ptr<CompressedAllreduce> compressed_inside_;  // its owners are those that carry a shard
+  std::vector<Piece> results_;                              // encoded, of our shard's chunks in order
   FloatStaging staging_;
   std::vector<Run> staged_;  // of other types than float32, until there is memory
   ExchangePlan plan_;

@@ -13,20 +13,20 @@
 
 namespace perseus {
 
-struct CodedChunk {
+struct CompressedChunk {
   const float* in = nullptr;
   float* out = nullptr;              // may be `in`
   float* residual = nullptr;         // of what this rank sends; null = none is kept
   float* result_residual = nullptr;  // of what the owner sends; null = none is kept
   uint32_t count = 0;                // <= kWireChunk
-  uint32_t result = 0;               // see CodedAllreduce::note_results
+  uint32_t result = 0;               // see CompressedAllreduce::note_results
   uint64_t step = 0;                 // see WireFormat::encode
 };
 
 // What an operation needs beside its tensors while it is under way; they can take turns.
-struct CodedBuffers {
+struct CompressedBuffers {
   std::vector<Byte> sent, own, received;
-  std::vector<Byte> passed_on;  // results of elsewhere, see CodedAllreduce::spread
+  std::vector<Byte> passed_on;  // results of elsewhere, see CompressedAllreduce::spread
   std::vector<float> scratch;
   std::vector<float> staging;  // see FloatStaging
 
@@ -36,9 +36,9 @@ struct CodedBuffers {
   }
 };
 
-class CodedAllreduce final : public OutputSink {
+class CompressedAllreduce final : public OutputSink {
  public:
-  CodedAllreduce(int members, int me);
+  CompressedAllreduce(int members, int me);
 
   // Begins anew. Encoded is prescale * x; a result is the sum times `factor`. `format` must stay until the end. `last`:
   // outputs are not read again soon.
@@ -53,8 +53,8 @@ class CodedAllreduce final : public OutputSink {
   // chunks are left alone.
   const ExchangePlan* spread(const WireFormat& format, const std::vector<Piece>& results);
   // Before the first next(): nobody else uses them until the end.
-  void use(CodedBuffers* buffers);
-  void add(int owner, const CodedChunk& chunk) { chunks_[static_cast<size_t>(owner)].push_back(chunk); }
+  void use(CompressedBuffers* buffers);
+  void add(int owner, const CompressedChunk& chunk) { chunks_[static_cast<size_t>(owner)].push_back(chunk); }
   // The next exchange to run, whose sizes vary, or null when all outputs are written (but see sum_only).
   const ExchangePlan* next();
   int64_t codec_ns() const { return codec_ns_; }
@@ -74,9 +74,9 @@ class CodedAllreduce final : public OutputSink {
   void reduce();
   void send_results(size_t bytes);
   void finish();
-  void give_out(const Byte* encoded, size_t bytes, const CodedChunk& chunk) const;
+  void give_out(const Byte* encoded, size_t bytes, const CompressedChunk& chunk) const;
   std::vector<Byte>& received();
-  Byte* room_for(const std::vector<CodedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const;
+  Byte* room_for(const std::vector<CompressedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const;
 
   const int members_, me_;
   const WireFormat* format_ = nullptr;
@@ -84,9 +84,9 @@ class CodedAllreduce final : public OutputSink {
   bool last_ = false, sums_only_ = false;
   std::vector<Piece>* results_ = nullptr;
   Stage stage_ = Stage::kEncode;
-  std::vector<std::vector<CodedChunk>> chunks_;  // by owner
+  std::vector<std::vector<CompressedChunk>> chunks_;  // by owner
   ExchangePlan plan_;
-  CodedBuffers* buffers_ = nullptr;
+  CompressedBuffers* buffers_ = nullptr;
   std::vector<size_t> received_bytes_;  // by member
   std::vector<Reader> readers_;
   int64_t codec_ns_ = 0;

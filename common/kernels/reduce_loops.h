@@ -1,8 +1,8 @@
-// The loops of fold for one element type and one reduction. Internal linkage, see variant.h; no threads.
+// The loops of reduce for one element type and one reduction. Internal linkage, see variant.h; no threads.
 #pragma once
 
-#include "kernels/fold_types.h"
 #include "kernels/page_walk.h"
+#include "kernels/reduce_types.h"
 #include "kernels/variant.h"
 
 namespace perseus::kernels {
@@ -11,9 +11,9 @@ namespace {
 constexpr size_t kLine = 64;
 
 template <class Type, class Op>
-class Fold {
+class Reduction {
  public:
-  Fold(const FoldTask& task, const Factors& factors) : task_(task), factors_(factors) {}
+  Reduction(const ReduceTask& task, const Factors& factors) : task_(task), factors_(factors) {}
 
   void run() const {
     size_t to_boundary = (kLine - reinterpret_cast<uintptr_t>(task_.dst) % kLine) % kLine;
@@ -101,7 +101,7 @@ class Fold {
     if (task_.dst2 != nullptr) __builtin_memcpy(task_.dst2 + at, buffer, bytes);
   }
 
-  const FoldTask task_;
+  const ReduceTask task_;
   const Factors factors_;
 };
 

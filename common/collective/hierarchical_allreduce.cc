@@ -1,18 +1,19 @@
 // The stages and what each of them moves.
-#include "collective/leveled_allreduce.h"
+#include "collective/hierarchical_allreduce.h"
 
 #include <algorithm>
 
 namespace perseus {
 
-LeveledAllreduce::LeveledAllreduce(const Levels& levels)
+HierarchicalAllreduce::HierarchicalAllreduce(const Levels& levels)
     : levels_(levels),
       across_(static_cast<int>(levels.across.size()) == levels.members ? Level::kAll : Level::kAcross),
       parts_(levels.inner.size()),
       shards_(static_cast<size_t>(levels.shards)) {}
 
-void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* format, const WireFormat* inside) {
-  fold_ = fold;
+void HierarchicalAllreduce::start(const kernels::ReduceSpec& reduction, const WireFormat* format,
+                                  const WireFormat* inside) {
+  reduction_ = reduction;
   format_ = format;
   inside_ = works_inside() ? inside : nullptr;
   algorithm_ = Algorithm::kPairwise;
@@ -20,33 +21,36 @@ void LeveledAllreduce::start(const kernels::FoldSpec& fold, const WireFormat* fo
   pieces_.clear();
   for (std::vector<Piece>& shard : shards_) shard.clear();
   staged_.clear();
-  staging_.start(format != nullptr ? fold.dtype : DType::kFloat32);
-  if (format != nullptr) fold_.dtype = DType::kFloat32;
+  staging_.start(format != nullptr ? reduction.dtype : DType::kFloat32);
+  if (format != nullptr) reduction_.dtype = DType::kFloat32;
   results_.clear();
-  const float prescale = static_cast<float>(fold.prescale), factor = static_cast<float>(fold.postscale / fold.divisor);
+  const float prescale = static_cast<float>(reduction.prescale),
+              factor = static_cast<float>(reduction.postscale / reduction.divisor);
   if (inside_ != nullptr) {
-    if (!coded_inside_)
-      coded_inside_ = std::make_unique<CodedAllreduce>(static_cast<int>(levels_.inner.size()), levels_.inner_me);
-    coded_inside_->start(*inside_, prescale, 1.0F, true);
-    coded_inside_->sum_only();
+    if (!compressed_inside_)
+      compressed_inside_ =
+          std::make_unique<CompressedAllreduce>(static_cast<int>(levels_.inner.size()), levels_.inner_me);
+    compressed_inside_->start(*inside_, prescale, 1.0F, true);
+    compressed_inside_->sum_only();
   }
   if (format == nullptr || !levels_.carries()) return;
-  if (!coded_) coded_ = std::make_unique<CodedAllreduce>(static_cast<int>(levels_.across.size()), levels_.across_me);
+  if (!compressed_)
+    compressed_ = std::make_unique<CompressedAllreduce>(static_cast<int>(levels_.across.size()), levels_.across_me);
   const bool sends_outputs = works_inside() && inside_ == nullptr;
-  coded_->start(*format, works_inside() ? 1.0F : prescale, factor, !sends_outputs);
-  if (inside_ != nullptr) coded_->note_results(&results_);
+  compressed_->start(*format, works_inside() ? 1.0F : prescale, factor, !sends_outputs);
+  if (inside_ != nullptr) compressed_->note_results(&results_);
 }
 
-void LeveledAllreduce::add(const Run& run) {
+void HierarchicalAllreduce::add(const Run& run) {
   if (!staging_.needed()) return add_floats(run);
   staging_.add(run.piece);
   staged_.push_back(run);
 }
 
-void LeveledAllreduce::use(CodedBuffers* buffers) {
+void HierarchicalAllreduce::use(CompressedBuffers* buffers) {
   if (format_ == nullptr) return;
-  if (coded_) coded_->use(buffers);
-  if (inside_ != nullptr) coded_inside_->use(buffers);
+  if (compressed_) compressed_->use(buffers);
+  if (inside_ != nullptr) compressed_inside_->use(buffers);
   if (!staging_.needed()) return;
   staging_.load(&buffers->staging);
   for (size_t i = 0; i < staged_.size(); ++i) {
@@ -55,7 +59,7 @@ void LeveledAllreduce::use(CodedBuffers* buffers) {
   }
 }
 
-void LeveledAllreduce::add_floats(const Run& run) {
+void HierarchicalAllreduce::add_floats(const Run& run) {
   const size_t elements = run.piece.bytes / sizeof(float);
   const uint64_t shards = static_cast<uint64_t>(levels_.shards);
   for (size_t begin = 0; begin < elements; begin += kWireChunk) {
@@ -63,11 +67,11 @@ void LeveledAllreduce::add_floats(const Run& run) {
     const size_t count = std::min(kWireChunk, elements - begin);
     const Piece piece{run.piece.in + begin * sizeof(float), run.piece.out + begin * sizeof(float),
                       count * sizeof(float)};
-    CodedChunk chunk;
+    CompressedChunk chunk;
     chunk.in = reinterpret_cast<const float*>(piece.in);
     chunk.out = reinterpret_cast<float*>(piece.out);
     chunk.count = static_cast<uint32_t>(count);
-    if (inside_ != nullptr) coded_inside_->add(static_cast<int>(number % shards), chunk);
+    if (inside_ != nullptr) compressed_inside_->add(static_cast<int>(number % shards), chunk);
     else shards_[number % shards].push_back(piece);
     if (!levels_.carries() || number % shards != static_cast<uint64_t>(levels_.inner_me)) continue;
     if (works_inside()) chunk.in = chunk.out;
@@ -78,15 +82,15 @@ void LeveledAllreduce::add_floats(const Run& run) {
       chunk.result = static_cast<uint32_t>(results_.size());
       results_.emplace_back();
     }
-    coded_->add(static_cast<int>(number / shards % levels_.across.size()), chunk);
+    compressed_->add(static_cast<int>(number / shards % levels_.across.size()), chunk);
   }
 }
 
-bool LeveledAllreduce::next(Step* step) {
+bool HierarchicalAllreduce::next(Step* step) {
   step->plan = &plan_;
   step->sizes_vary = false;
   if (stage_ == Stage::kInner) {
-    if (inside_ != nullptr && next_encoded(step, coded_inside_.get(), Level::kInner)) return true;
+    if (inside_ != nullptr && next_encoded(step, compressed_inside_.get(), Level::kInner)) return true;
     if (format_ == nullptr) cut_into_shards();
     stage_ = Stage::kAcross;
     if (works_inside() && inside_ == nullptr) {
@@ -104,17 +108,17 @@ bool LeveledAllreduce::next(Step* step) {
     }
   }
   if (stage_ == Stage::kEncoded) {
-    if (next_encoded(step, coded_.get(), across_)) return true;
+    if (next_encoded(step, compressed_.get(), across_)) return true;
     stage_ = Stage::kBack;
   }
   if (stage_ == Stage::kBack && inside_ != nullptr) {
     stage_ = Stage::kSpread;
-    step->plan = coded_inside_->spread(*format_, results_);
+    step->plan = compressed_inside_->spread(*format_, results_);
     step->level = Level::kInner;
     step->sizes_vary = true;
     return true;
   }
-  if (stage_ == Stage::kSpread) next_encoded(step, coded_inside_.get(), Level::kInner);
+  if (stage_ == Stage::kSpread) next_encoded(step, compressed_inside_.get(), Level::kInner);
   const bool back = stage_ == Stage::kBack && works_inside();
   stage_ = Stage::kDone;
   if (!back) {
@@ -129,20 +133,20 @@ bool LeveledAllreduce::next(Step* step) {
 }
 
 // False when it has no exchange to run now.
-bool LeveledAllreduce::next_encoded(Step* step, CodedAllreduce* coded, Level level) const {
-  step->plan = coded->next();
+bool HierarchicalAllreduce::next_encoded(Step* step, CompressedAllreduce* compressed, Level level) const {
+  step->plan = compressed->next();
   step->level = level;
   step->sizes_vary = true;
   return step->plan != nullptr;
 }
 
 // Of all pieces in a row; where a ring goes across, in which an element's place counts, of every tensor by itself.
-void LeveledAllreduce::cut_into_shards() {
+void HierarchicalAllreduce::cut_into_shards() {
   if (algorithm_ != Algorithm::kRing) return cut_into_shards(pieces_.data(), pieces_.size());
   for (const Piece& piece : pieces_) cut_into_shards(&piece, 1);
 }
 
-void LeveledAllreduce::cut_into_shards(const Piece* pieces, size_t count) {
+void HierarchicalAllreduce::cut_into_shards(const Piece* pieces, size_t count) {
   size_t bytes = 0;
   for (size_t i = 0; i < count; ++i) bytes += pieces[i].bytes;
   sizes_.resize(shards_.size());
@@ -162,12 +166,12 @@ void LeveledAllreduce::cut_into_shards(const Piece* pieces, size_t count) {
   }
 }
 
-void LeveledAllreduce::plan_inner() {
+void HierarchicalAllreduce::plan_inner() {
   plan_.clear();
   plan_.collective = Collective::kReduceScatter;
-  plan_.fold = fold_;
-  plan_.fold.postscale = 1.0;
-  plan_.fold.divisor = 1;
+  plan_.reduction = reduction_;
+  plan_.reduction.postscale = 1.0;
+  plan_.reduction.divisor = 1;
   std::fill(parts_.begin(), parts_.end(), 0);
   for (size_t s = 0; s < shards_.size(); ++s) {
     parts_[s] = total_bytes(shards_[s]);
@@ -177,30 +181,30 @@ void LeveledAllreduce::plan_inner() {
   if (levels_.carries()) plan_.result = shard();
 }
 
-void LeveledAllreduce::plan_across() {
+void HierarchicalAllreduce::plan_across() {
   plan_.clear();
   plan_.collective = Collective::kAllreduce;
   plan_.algorithm = algorithm_;
-  plan_.fold = fold_;
+  plan_.reduction = reduction_;
   plan_.pieces = shard();
-  if (!works_inside() && fold_.prescale == 1.0) return;
+  if (!works_inside() && reduction_.prescale == 1.0) return;
   // Those of other hosts come scaled.
-  plan_.fold.prescale = 1.0;
-  kernels::FoldSpec scale;
-  scale.dtype = fold_.dtype;
-  scale.prescale = fold_.prescale;
+  plan_.reduction.prescale = 1.0;
+  kernels::ReduceSpec scale;
+  scale.dtype = reduction_.dtype;
+  scale.prescale = reduction_.prescale;
   for (Piece& piece : plan_.pieces) {
     const void* source = piece.in;
-    const size_t count = piece.bytes / dtype_size(fold_.dtype);
-    if (!works_inside()) kernels::fold(scale, piece.out, nullptr, &source, 1, count, false);
+    const size_t count = piece.bytes / dtype_size(reduction_.dtype);
+    if (!works_inside()) kernels::reduce(scale, piece.out, nullptr, &source, 1, count, false);
     piece.in = piece.out;
   }
 }
 
-void LeveledAllreduce::plan_back() {
+void HierarchicalAllreduce::plan_back() {
   plan_.clear();
   plan_.collective = Collective::kSpread;
-  plan_.fold.dtype = fold_.dtype;
+  plan_.reduction.dtype = reduction_.dtype;
   plan_.parts = parts_;
   if (levels_.carries())
     for (const Piece& piece : shard()) plan_.pieces.push_back(Piece{piece.out, nullptr, piece.bytes});
@@ -208,13 +212,13 @@ void LeveledAllreduce::plan_back() {
     for (const Piece& piece : shard) plan_.result.push_back(Piece{nullptr, piece.out, piece.bytes});
 }
 
-Byte* LeveledAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) {
-  return (stage_ == Stage::kEncoded ? coded_ : coded_inside_)->allocate(bytes, rows);
+Byte* HierarchicalAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) {
+  return (stage_ == Stage::kEncoded ? compressed_ : compressed_inside_)->allocate(bytes, rows);
 }
 
-int64_t LeveledAllreduce::codec_ns() const {
-  int64_t spent = inside_ == nullptr ? 0 : coded_inside_->codec_ns();
-  if (format_ != nullptr && coded_) spent += coded_->codec_ns();
+int64_t HierarchicalAllreduce::codec_ns() const {
+  int64_t spent = inside_ == nullptr ? 0 : compressed_inside_->codec_ns();
+  if (format_ != nullptr && compressed_) spent += compressed_->codec_ns();
   return spent;
 }
 

@@ -1,17 +1,17 @@
-// fold for integers with factors or a divisor: plain loops over small blocks, which the compiler vectorises.
+// reduce for integers with factors or a divisor: plain loops over small blocks, which the compiler vectorises.
 // Internal linkage, see variant.h; no threads.
 #pragma once
 
-#include "kernels/fold_types.h"
+#include "kernels/reduce_types.h"
 #include "kernels/variant.h"
 
 namespace perseus::kernels {
 namespace {
 
 template <class T>
-class ScaledIntFold {
+class ScaledIntReduction {
  public:
-  explicit ScaledIntFold(const FoldTask& task) : task_(task) {}
+  explicit ScaledIntReduction(const ReduceTask& task) : task_(task) {}
 
   void run() const {
     T acc[kBlock];
@@ -89,7 +89,7 @@ class ScaledIntFold {
     for (size_t i = 0; i < count; ++i) values[i] = static_cast<T>(static_cast<double>(values[i]) / divisor);
   }
 
-  const FoldTask task_;
+  const ReduceTask task_;
 };
 
 }  // namespace
