@@ -76,7 +76,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "run.bootstrap": set(),
     "": {"run.bootstrap"},
     # Horovod's own names that belong to no framework.
-    "compat.common": {""},
+    "compat.common": {"", "gradients"},
     "gradients": {""},  # what the frameworks' gradients share
     "elastic": {"", "gradients"},
     "torch": {"", "gradients", "elastic", "compat.common"},

@@ -44,7 +44,7 @@ from perseus.keras.functions import (
     reducescatter,
 )
 from perseus.keras.models import load_model
-from perseus.keras.wrapping import distribute, make_plan
+from perseus.keras.wrapping import distribute, make_options
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,
@@ -140,7 +140,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 
     ValueError for arguments that do not fit.
     """
-    plan = make_plan(
+    plan = make_options(
         name, device_dense, device_sparse, compression, sparse_as_dense,
         gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
         num_groups, groups, process_set, scale_local_gradients,

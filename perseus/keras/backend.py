@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from perseus.compression import Compressor
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Residuals
 from perseus.installed import missing, require
 from perseus.process_sets import ProcessSet
@@ -37,19 +37,6 @@ def _import_keras() -> Any:
 
 keras: Any = _import_keras()
 KERAS_2 = keras.__version__.startswith("2.")
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How gradients are reduced; equal on all ranks."""
-
-    op: int
-    predivide_factor: float
-    compression: type[Compressor]
-    sparse_as_dense: bool
-    device_dense: str
-    device_sparse: str
-    process_set: ProcessSet
 
 
 class Exchange(Protocol):
@@ -89,7 +76,7 @@ class Backend(Protocol):
     Sum: int
     Adasum: int
 
-    def make_exchange(self, scope: str, reduction: Reduction) -> Exchange:
+    def make_exchange(self, scope: str, plan: Plan) -> Exchange:
         """scope: what names begin with, before those that are given."""
 
     def compared(

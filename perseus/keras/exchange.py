@@ -8,39 +8,40 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
-from perseus import basics, config
+from perseus.gradients.bundles import bundles
 from perseus.gradients.names import unnumbered
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.participation import takes_part
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Held, go_on_with, own
-from perseus.keras.backend import Exchange, Reduction, backend
+from perseus.keras.backend import Exchange, backend
 
 _used_names: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What DistributedOptimizer was asked for; equal on all ranks."""
+class Options:
+    """What DistributedOptimizer was asked for beside how to reduce; equal on all ranks."""
 
     name: str | None
-    reduction: Reduction
-    groups: int | list[list[Any]] | None
+    plan: Plan
     scale_local_gradients: bool
     passes: int
     average_passes: bool
 
 
 class GradientExchange:
-    """Reduces one optimizer's gradients. name: what theirs begin with, unless the plan has one."""
+    """Reduces one optimizer's gradients. name: what theirs begin with unless the options say it."""
 
-    def __init__(self, plan: Plan, name: str) -> None:
-        self.plan = plan
+    def __init__(self, options: Options, name: str) -> None:
+        self.options = options
+        self.plan = options.plan
         self.local_variables: list[Any] = []
-        self._name = plan.name or name
+        self._name = options.name or name
         self._prefix = ""
-        self._check = ParameterCheck(plan.reduction.process_set)
+        self._check = ParameterCheck(options.plan.process_set)
         self._exchange: Exchange | None = None
         self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
 
@@ -59,11 +60,7 @@ class GradientExchange:
 
     def active(self) -> bool:
         """Whether there is anything to do; where the world may grow, it counts as grown."""
-        process_set = self.plan.reduction.process_set
-        basics.size()  # an error before init()
-        return bool(process_set.included()) and (
-            process_set.size() != 1 or config.elastic() or basics.settings_act_on_gradients()
-        )
+        return takes_part(self.plan.process_set)
 
     def before_backward(self, optimizer: Any) -> None:
         """Backward is next, and then reduce(); from the second step on reductions begin in it."""
@@ -92,8 +89,8 @@ class GradientExchange:
                 continue
             if optimizer._var_key(variable) not in local:
                 sent.append(index)
-            elif self.plan.scale_local_gradients:
-                results[index] = backend.divided_by_size(gradient, self.plan.reduction.process_set)
+            elif self.options.scale_local_gradients:
+                results[index] = backend.divided_by_size(gradient, self.plan.process_set)
         if not sent:
             return results, None
         names = [self._name_of(variables[index], optimizer) for index in sent]
@@ -105,7 +102,7 @@ class GradientExchange:
         )
         numbers = [optimizer._get_variable_index(variables[index]) for index in sent]
         if self._exchange is None:
-            self._exchange = backend.make_exchange(self.prefix(), self.plan.reduction)
+            self._exchange = backend.make_exchange(self.prefix(), self.plan)
             self.go_on_with(*self._loaded)
         reduced, applies = self._exchange.reduce(
             gradients, names, self._bundles(numbers, optimizer)
@@ -116,7 +113,7 @@ class GradientExchange:
 
     def everywhere(self, flag: Any) -> Any:
         """Whether a scalar boolean tensor is true on all ranks."""
-        return backend.everywhere(flag, f"{self.prefix()}/finite", self.plan.reduction.process_set)
+        return backend.everywhere(flag, f"{self.prefix()}/finite", self.plan.process_set)
 
     def prefix(self) -> str:
         """What names of this optimizer begin with.
@@ -130,45 +127,35 @@ class GradientExchange:
             self._prefix = f"{self._name}_{number}" if number else self._name
         return self._prefix
 
-    def _bundles(self, numbers: list[int], optimizer: Any) -> list[list[int]]:
+    def _bundles(self, numbers: list[int], optimizer: Any) -> tuple[tuple[int, ...], ...]:
         """Positions in `numbers`, which are variables' places in the optimizer, by operation."""
         groups = self.plan.groups
-        if groups is None:
-            return [[position] for position in range(len(numbers))]
-        if isinstance(groups, int):
-            count = min(groups, len(numbers))
-            bounds = [part * len(numbers) // count for part in range(count + 1)]
-            return [list(range(first, last)) for first, last in pairwise(bounds)]
-        position_of = {number: position for position, number in enumerate(numbers)}
+        if groups is None or isinstance(groups, int):
+            return bundles(numbers, groups)
         known = optimizer._trainable_variables_indices
-        bundles: list[list[int]] = []
-        for group in groups:
-            keys = [optimizer._var_key(variable) for variable in group]
-            members = [position_of.pop(known[key], None) for key in keys if key in known]
-            found = sorted(member for member in members if member is not None)
-            bundles += [found] if found else []
-        return bundles + [[position] for position in position_of.values()]
+        keys = ([optimizer._var_key(variable) for variable in group] for group in groups)
+        return bundles(numbers, [[known[key] for key in group if key in known] for group in keys])
 
 
 class Exchanging:
     """What is put in front of an optimizer's class, whichever Keras it is of."""
 
-    _plan: Plan
+    _options: Options
     _exchange: GradientExchange
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._exchange = GradientExchange(self._plan, f"Distributed{type(self).__name__}")
+        self._exchange = GradientExchange(self._options, f"Distributed{type(self).__name__}")
 
     @property
     def process_set(self) -> Any:
         """The ranks that take part."""
-        return self._plan.reduction.process_set
+        return self._options.plan.process_set
 
     @property
     def scale_local_gradients(self) -> bool:
         """Whether gradients of local variables are divided by the number of ranks."""
-        return self._plan.scale_local_gradients
+        return self._options.scale_local_gradients
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on this rank; before the first step."""

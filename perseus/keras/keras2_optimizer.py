@@ -16,7 +16,7 @@ from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras import jit
 from perseus.keras.backend import keras
-from perseus.keras.exchange import Exchanging, GradientExchange, Plan
+from perseus.keras.exchange import Exchanging, GradientExchange, Options
 from perseus.keras.residuals import SavedResiduals
 from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from perseus.tensorflow.modes import belongs_here, when
@@ -49,15 +49,14 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
     """Sums of several passes, which travel by the optimizer's exchange."""
 
     def __init__(self, exchange: GradientExchange) -> None:
-        plan = exchange.plan
-        reduction = plan.reduction
+        options, plan = exchange.options, exchange.plan
         super().__init__(
-            plan.passes,
+            options.passes,
             lambda grads, variables: self.reduce(grads, variables)[0],
-            reduction.sparse_as_dense,
-            plan.average_passes,
-            reduction.process_set,
-            plan.scale_local_gradients,
+            plan.sparse_as_dense,
+            options.average_passes,
+            plan.process_set,
+            options.scale_local_gradients,
         )
         self._exchange = exchange
 
@@ -87,7 +86,7 @@ class DistributedMixin(Exchanging):
         self.perseus_residuals = SavedResiduals(self._exchange)
         # Not by assignment, which would make it a part of every checkpoint.
         self.__dict__[_CHILD] = ResidualState(self._exchange)
-        self._agg_helper = _AggregationHelper(self._exchange) if self._plan.passes > 1 else None
+        self._agg_helper = _AggregationHelper(self._exchange) if self._options.passes > 1 else None
         self._applies = None
         self._reduces_later = False
         self._state = ()
@@ -218,7 +217,7 @@ def _finite_everywhere(grads: Sequence[Any], exchange: GradientExchange) -> list
     return [marked(gradient) for gradient in grads]
 
 
-def distribute(optimizer: Any, plan: Plan) -> Any:
+def distribute(optimizer: Any, options: Options) -> Any:
     """A distributed optimizer of the class, with the options and the state of `optimizer`.
 
     A LossScaleOptimizer stays one, around a distributed one.
@@ -230,12 +229,12 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
             f"keras.optimizers.legacy.{wrapped.__name__}"
         )
     if isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
-        inner = distribute(optimizer.inner_optimizer, plan)
+        inner = distribute(optimizer.inner_optimizer, options)
         return wrapped(**{**optimizer.get_config(), "inner_optimizer": inner})
     mixin = _Current if hasattr(wrapped, "build") else _Legacy
     # Saved models name the class they need: one that is there without Perseus, too.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
-    made_class: Any = type(wrapped.__name__, (mixin, wrapped), {**copied, "_plan": plan})
+    made_class: Any = type(wrapped.__name__, (mixin, wrapped), {**copied, "_options": options})
     made = made_class.from_config(optimizer.get_config())
     for name in _CALLED_FOR:
         if hasattr(optimizer, name):

@@ -7,7 +7,7 @@ from typing import Any
 
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras.backend import backend, keras
-from perseus.keras.wrapping import distribute, is_distributed, make_plan
+from perseus.keras.wrapping import distribute, is_distributed, make_options
 from perseus.process_sets import global_process_set
 
 
@@ -28,12 +28,12 @@ def load_model(
     model = keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not is_distributed(optimizer):
-        plan = make_plan(
+        options = make_options(
             None, "", "", compression, False, 1.0, backend.Average, 1, False, 0, None,
             global_process_set, True,
         )  # fmt: skip
         optimizer_variables(optimizer, model.trainable_weights)  # Keras 2 restores what it makes
-        model.optimizer = distribute(optimizer, plan)
+        model.optimizer = distribute(optimizer, options)
         optimizer_variables(model.optimizer, model.trainable_weights)
         inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         if hasattr(inner, "perseus_residuals") and str(filepath).endswith(".keras"):

@@ -14,7 +14,7 @@ import keras
 from perseus.keras import jit, loss_scale
 from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import backend
-from perseus.keras.exchange import Exchanging, Plan
+from perseus.keras.exchange import Exchanging, Options
 from perseus.keras.residuals import SavedResiduals
 
 # What is said by calling methods, and so is in no config.
@@ -29,7 +29,7 @@ class DistributedMixin(Exchanging):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.perseus_residuals = SavedResiduals(self._exchange)
-        passes = self._plan.passes
+        passes = self._options.passes
         self._agg_helper = LocalAggregation(passes) if passes > 1 else None
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -96,7 +96,7 @@ class DistributedMixin(Exchanging):
 
         def step() -> None:
             taken = sums.take(grads, indices)
-            if self._plan.average_passes:
+            if self._options.average_passes:
                 taken = [g if g is None else g / sums.passes for g in taken]
             reduced, applies = self._exchange.reduce(taken, variables, self)
             self._apply_where(applies, reduced, variables, self._count)
@@ -139,14 +139,14 @@ def _ready(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     return bool(optimizer.built)
 
 
-def distribute(optimizer: Any, plan: Plan) -> Any:
+def distribute(optimizer: Any, options: Options) -> Any:
     """A distributed optimizer of the class, with the options and the state of `optimizer`.
 
     A LossScaleOptimizer stays one, around a distributed one.
     """
     loss_scale.install()
     jit.install()
-    made = _without_state(optimizer, plan)
+    made = _without_state(optimizer, options)
     if optimizer.built:
         _ready(made, optimizer._trainable_variables)
     for mine, original in zip(made.variables, optimizer.variables, strict=True):
@@ -154,15 +154,17 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
     return made
 
 
-def _without_state(optimizer: Any, plan: Plan) -> Any:
+def _without_state(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         made = type(optimizer).from_config(optimizer.get_config())
-        made.inner_optimizer = _without_state(optimizer.inner_optimizer, plan)
+        made.inner_optimizer = _without_state(optimizer.inner_optimizer, options)
         return made
     wrapped = type(optimizer)
     # Saved models name the class they need: one that is there without Perseus, too.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
-    made_class: Any = type(wrapped.__name__, (DistributedMixin, wrapped), {**copied, "_plan": plan})
+    made_class: Any = type(
+        wrapped.__name__, (DistributedMixin, wrapped), {**copied, "_options": options}
+    )
     made = made_class.from_config(optimizer.get_config())
     for name in _CALLED_FOR:
         if hasattr(optimizer, name):

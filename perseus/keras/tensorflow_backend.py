@@ -9,12 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from perseus.compression import Compressor
-from perseus.keras.backend import Reduction
+from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow import functions, mpi_ops, ops, reductions
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.elastic import run
-from perseus.tensorflow.gradient_exchange import GradientExchange, Plan
+from perseus.tensorflow.gradient_exchange import GradientExchange
 from perseus.tensorflow.ops import Adasum, Average, Min, Sum
 from perseus.tensorflow.parameters import compared
 
@@ -24,16 +24,7 @@ __all__ = ["Adasum", "Average", "Compression", "Sum", "compared", "run"]
 class _Exchange:
     """See Exchange."""
 
-    def __init__(self, scope: str, reduction: Reduction) -> None:
-        plan = Plan(
-            op=reduction.op,
-            compression=reduction.compression,
-            process_set=reduction.process_set,
-            predivide_factor=reduction.predivide_factor,
-            sparse_as_dense=reduction.sparse_as_dense,
-            device_dense=reduction.device_dense,
-            device_sparse=reduction.device_sparse,
-        )
+    def __init__(self, scope: str, plan: Plan) -> None:
         self._exchange = GradientExchange(scope, plan, lasting=True)
         self.residuals = self._exchange.residuals
 
@@ -59,9 +50,9 @@ class _Exchange:
         )
 
 
-def make_exchange(scope: str, reduction: Reduction) -> _Exchange:
+def make_exchange(scope: str, plan: Plan) -> _Exchange:
     """See Backend."""
-    return _Exchange(scope, reduction)
+    return _Exchange(scope, plan)
 
 
 def dense(gradient: Any) -> Any:

@@ -13,8 +13,8 @@ from perseus import basics
 from perseus.compression import Compressor
 from perseus.failures import Failures
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Residuals
-from perseus.keras.backend import Reduction
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
 from perseus.torch import exchange, functions, gather, reductions, scatter
@@ -28,11 +28,11 @@ __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 class _Exchange:
     """See Exchange. Dense gradients are reduced in place, sparse ones are made dense first."""
 
-    def __init__(self, scope: str, reduction: Reduction) -> None:
+    def __init__(self, scope: str, plan: Plan) -> None:
         self._scope = scope
-        self._reduction = reduction
+        self._plan = plan
         self._number = basics.new_gradients()
-        self.residuals = Residuals(self._number, reduction.process_set.process_set_id)
+        self.residuals = Residuals(self._number, plan.process_set.process_set_id)
         self._overlap = Overlap(self._start)
         weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
@@ -42,7 +42,7 @@ class _Exchange:
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
         """See Exchange."""
-        if self._reduction.compression.in_core:
+        if self._plan.compression.in_core:
             self._overlap.announce([variable.value for variable in variables], names)
 
     def reduce(
@@ -52,7 +52,7 @@ class _Exchange:
         bundles: Sequence[Sequence[int]],
     ) -> tuple[list[torch.Tensor], bool]:
         """See Exchange."""
-        compression = self._reduction.compression
+        compression = self._plan.compression
         tensors = [dense(gradient).detach().contiguous() for gradient in gradients]
         pairs = [
             (tensor, None) if compression.in_core else compression.compress(tensor)
@@ -85,22 +85,22 @@ class _Exchange:
         return tensors, applies
 
     def _start(self, name: str, tensors: tuple[torch.Tensor, ...]) -> int:
-        plan = self._reduction
+        plan = self._plan
         key = name.partition("/")[0]
         name = f"{self._scope}/{name}"
         self.residuals.know(key, name, len(tensors) > 1)
         self.residuals.hand_over(key)
         sent = tensors[0] if len(tensors) == 1 else tensors
         return session.submit(
-            ALLREDUCE, name, sent, sent, plan.op, 1.0 / plan.predivide_factor,
-            plan.predivide_factor, 0, None, plan.process_set.process_set_id, self._number,
+            ALLREDUCE, name, sent, sent, plan.op, plan.prescale,
+            plan.postscale, 0, None, plan.process_set.process_set_id, self._number,
             plan.compression.codec, plan.compression.argument,
         )  # fmt: skip
 
 
-def make_exchange(scope: str, reduction: Reduction) -> _Exchange:
+def make_exchange(scope: str, plan: Plan) -> _Exchange:
     """See Backend."""
-    return _Exchange(scope, reduction)
+    return _Exchange(scope, plan)
 
 
 def compared(

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from perseus.arguments import checked_compression, checked_op
 from perseus.gradients.arguments import (
+    checked_groups,
     checked_passes,
-    checked_predivide_factor,
+    checked_reduction,
     not_an_optimizer,
     wrapped_twice,
 )
-from perseus.keras.backend import KERAS_2, Reduction, backend, keras
-from perseus.keras.exchange import Plan
-from perseus.process_sets import checked
+from perseus.gradients.plan import Plan
+from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.exchange import Options
 
 if KERAS_2:
     from perseus.keras import keras2_optimizer as _kind
@@ -29,7 +29,7 @@ def is_distributed(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "inner_optimizer", optimizer), _kind.DistributedMixin)
 
 
-def distribute(optimizer: Any, plan: Plan) -> Any:
+def distribute(optimizer: Any, options: Options) -> Any:
     """A distributed optimizer of the class, with the options and the state of `optimizer`.
 
     A LossScaleOptimizer stays one, around a distributed one. ValueError for anything else.
@@ -50,10 +50,10 @@ def distribute(optimizer: Any, plan: Plan) -> Any:
             f"an optimizer of Keras {keras.__version__}{hint}",
             "keras.optimizers.SGD(0.01)",
         )
-    return _kind.distribute(optimizer, plan)
+    return _kind.distribute(optimizer, options)
 
 
-def make_plan(  # noqa: PLR0917 - all are given
+def make_options(  # noqa: PLR0917 - all are given
     name: str | None,
     device_dense: str,
     device_sparse: str,
@@ -67,26 +67,22 @@ def make_plan(  # noqa: PLR0917 - all are given
     groups: Any,
     process_set: Any,
     scale_local_gradients: bool,
-) -> Plan:
+) -> Options:
     """The arguments of DistributedOptimizer, checked: ValueError for those that do not fit."""
-    if checked_op(op, "keras") not in (backend.Average, backend.Sum):
+    op = checked_reduction(op, gradient_predivide_factor, compression, process_set, "keras")
+    if op not in (backend.Average, backend.Sum):
         raise ValueError("[keras] op: expected Average or Sum; Adasum is not supported with Keras")
-    checked_predivide_factor(gradient_predivide_factor, op, "keras")
     checked_passes(backward_passes_per_step, "keras")
-    checked_compression(compression, "keras")
-    checked(process_set)
-    groups = num_groups or None if groups is None else groups
-    if isinstance(groups, int) and groups <= 0:
-        raise ValueError("groups should be a positive integer or a list of lists of variables")
-    if not (groups is None or isinstance(groups, int)) and not (
-        isinstance(groups, list) and all(isinstance(group, list) for group in groups)
-    ):
-        raise ValueError("groups should be a positive integer or a list of lists of variables")
-    reduction = Reduction(
-        op, gradient_predivide_factor, compression, sparse_as_dense, device_dense, device_sparse,
-        process_set,
-    )  # fmt: skip
-    return Plan(
-        name, reduction, groups, scale_local_gradients, backward_passes_per_step,
-        average_aggregated_gradients,
-    )  # fmt: skip
+    plan = Plan(
+        op=op,
+        compression=compression,
+        process_set=process_set,
+        predivide_factor=gradient_predivide_factor,
+        groups=checked_groups(groups, num_groups, "variable", id, stacklevel=4),
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+    )
+    return Options(
+        name, plan, scale_local_gradients, backward_passes_per_step, average_aggregated_gradients
+    )

@@ -9,42 +9,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from operator import is_
 from typing import Any
 
 from perseus import basics
-from perseus.compression import Compressor, SettingsCompressor, applied_here
+from perseus.compression import applied_here
 from perseus.failures import Failures
+from perseus.gradients.outcome import Outcome
+from perseus.gradients.participation import takes_part
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Residuals
 from perseus.mxnet import ops
 from perseus.mxnet.library import Batch, Op, mxnet
-from perseus.process_sets import ProcessSet, global_process_set, group_id
 
 # Names, priorities, bundles, process set, and whether settings may withhold results.
 _Key = tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], int | None, bool]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How gradients are reduced; equal on all ranks.
-
-    predivide_factor: gradients are divided by it before they are summed, and multiplied afterwards.
-    """
-
-    op: int = ops.Average
-    compression: type[Compressor] = SettingsCompressor
-    process_set: ProcessSet = global_process_set
-    predivide_factor: float = 1.0
-
-
-class Outcome(IntEnum):
-    """enum perseus_gradient: what became of a gradient, or of a step's together."""
-
-    REDUCED = 0
-    HELD = 1  # part of a sum to come (PERSEUS_ACCUMULATE_N_STEPS)
-    SKIPPED = 2  # some rank had a NaN (PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip)
 
 
 class Outcomes:
@@ -90,10 +69,7 @@ class GradientExchange:
 
     def takes_part(self) -> bool:
         """Whether this rank has anything to reduce; ValueError where the set is not registered."""
-        group_id(self.plan.process_set)
-        if not self.plan.process_set.included():
-            return False
-        return (self.plan.process_set.size() or 1) > 1 or basics.settings_act_on_gradients()
+        return takes_part(self.plan.process_set)
 
     def __call__(
         self,
@@ -188,8 +164,8 @@ class GradientExchange:
         grouped = len(arrays) > 1
         self.residuals.know(self._key_of(name), name, grouped)
         made = ops.reduction(
-            arrays, outputs, name, op=plan.op, prescale=1.0 / plan.predivide_factor,
-            postscale=plan.predivide_factor, priority=priority, process_set=plan.process_set,
+            arrays, outputs, name, op=plan.op, prescale=plan.prescale,
+            postscale=plan.postscale, priority=priority, process_set=plan.process_set,
             grouped=grouped,
         )  # fmt: skip
         made.gradient_of = self._number

@@ -12,11 +12,12 @@ from typing import Any
 import mxnet as mx
 
 from perseus import basics
-from perseus.compat.common.extensions import split_list
 from perseus.gradients.arguments import checked_predivide_factor, not_an_optimizer, wrapped_twice
+from perseus.gradients.bundles import bundles
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Held, go_on_with, pack, unpack
 from perseus.mxnet import ops, state_files
-from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.mxnet.gradient_exchange import GradientExchange
 from perseus.mxnet.parameters import WeightsByKey
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
@@ -159,14 +160,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         indices, gradients = (list(index), list(grad)) if together else ([index], [grad])
         for each, array in zip(indices, weight if together else [weight], strict=True):
             self._weights.update(each, array)
-        bundles, names = bundled(indices, self._num_groups if together else 0)
+        found, names = bundled(indices, self._num_groups if together else 0)
         priorities = [-i if isinstance(i, int) else 0 for i in indices]
-        return self._exchange(gradients, names, priorities, bundles).applies()
+        return self._exchange(gradients, names, priorities, found).applies()
 
 
 def bundled(
     indices: Sequence[Any], num_groups: int, prefix: str = ""
-) -> tuple[list[Sequence[int]] | None, list[str]]:
+) -> tuple[Sequence[Sequence[int]] | None, list[str]]:
     """What GradientExchange takes for gradients of parameters with these indices.
 
     Bundles, None where num_groups is 0, and names, as Horovod has them.
@@ -174,7 +175,7 @@ def bundled(
     names = [f"{prefix}{index}" for index in indices]
     if num_groups <= 0:
         return None, names
-    bundles = split_list(range(len(indices)), min(num_groups, len(indices)))
-    for bundle in bundles:
+    found = bundles(indices, num_groups)
+    for bundle in found:
         names[bundle[0]] = f"{prefix}{indices[bundle[0]]}:{indices[bundle[-1]]}"
-    return bundles, names
+    return found, names

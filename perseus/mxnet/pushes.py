@@ -15,8 +15,10 @@ import numpy as np
 
 from perseus import basics
 from perseus.compression import Compressor, SettingsCompressor
+from perseus.gradients.outcome import Outcome
+from perseus.gradients.plan import Plan
 from perseus.mxnet import ops, sparse
-from perseus.mxnet.gradient_exchange import GradientExchange, Outcome, Plan
+from perseus.mxnet.gradient_exchange import GradientExchange
 from perseus.mxnet.kvstore_arguments import PerseusOp
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import mxnet as mx
 
 from perseus import basics
-from perseus.mxnet.gradient_exchange import Outcome
+from perseus.gradients.outcome import Outcome
 from perseus.mxnet.kvstore_arguments import Key
 
 Updater = Callable[[Key, Any, Any], None]

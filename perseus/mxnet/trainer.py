@@ -19,9 +19,10 @@ from perseus.arguments import checked_compression
 from perseus.compression import Compressor
 from perseus.gradients.arguments import checked_predivide_factor
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.plan import Plan
 from perseus.mxnet import ops, state_files
 from perseus.mxnet.compression import Compression
-from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.mxnet.gradient_exchange import GradientExchange
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
 from perseus.mxnet.parameters import buffer_of

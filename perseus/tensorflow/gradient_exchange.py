@@ -5,23 +5,23 @@ Used by the tape and the optimizers, which decide what happens with the results.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
-from perseus import basics, config
-from perseus.arguments import checked_compression, checked_op
-from perseus.compat.common.extensions import split_list
-from perseus.compression import Compressor, applied_here
-from perseus.gradients.arguments import checked_predivide_factor
+from perseus import basics
+from perseus.compression import applied_here
+from perseus.gradients.arguments import check_sparse
+from perseus.gradients.bundles import bundles
 from perseus.gradients.names import unnumbered
+from perseus.gradients.outcome import Outcome
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.participation import takes_part
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Residuals
-from perseus.process_sets import ProcessSet, checked
+from perseus.process_sets import ProcessSet
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum
@@ -29,76 +29,18 @@ from perseus.tensorflow.parameters import compared
 from perseus.tensorflow.reductions import divided_by_size, reduce_slices
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How gradients are reduced; equal on all ranks.
-
-    groups: an int makes that many groups, tuples of references of variables are taken as they are.
-    """
-
-    op: int
-    compression: type[Compressor]
-    process_set: ProcessSet
-    predivide_factor: float = 1.0
-    groups: int | tuple[tuple[Any, ...], ...] | None = None
-    sparse_as_dense: bool = False
-    device_dense: str = ""
-    device_sparse: str = ""
-
-
-def check_arguments(op: int, predivide_factor: float, compression: Any, process_set: Any) -> None:
-    """ValueError for what is wrong or cannot be combined, TypeError for what is no process set."""
-    number = checked_op(op, "tensorflow")
-    checked_predivide_factor(predivide_factor, number, "tensorflow")
-    checked_compression(compression, "tensorflow")
-    checked(process_set)
-
-
-def checked_groups(groups: Any, num_groups: int) -> int | tuple[tuple[Any, ...], ...] | None:
-    """`groups=` as a Plan has it: None, a number, or references of variables; ValueError."""
-    if num_groups != 0 and groups is None:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`.",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        groups = num_groups
-    if groups is None:
-        return None
-    if isinstance(groups, int):
-        if groups <= 0:
-            raise ValueError("groups should be a positive integer or a list of lists of variables")
+def references_of(
+    groups: int | Sequence[Sequence[Any]] | None,
+) -> int | tuple[tuple[Any, ...], ...] | None:
+    """Groups of variables as a Plan has them that is to be hashed: of references."""
+    if groups is None or isinstance(groups, int):
         return groups
-    if not (isinstance(groups, list) and all(isinstance(group, list) for group in groups)):
-        raise ValueError("groups should be a positive integer or a list of lists of variables")
-    references = tuple(tuple(tf_variable(variable).ref() for variable in group) for group in groups)
-    members = [reference for group in references for reference in group]
-    if len(set(members)) != len(members):
-        raise ValueError("A variable can only appear once in groups")
-    return references
+    return tuple(tuple(reference_of(variable) for variable in group) for group in groups)
 
 
-def takes_part(process_set: ProcessSet) -> bool:
-    """Whether this rank has anything to reduce in a set."""
-    size = process_set.size()
-    if size is None:
-        raise ValueError("Process set provided does not exist, or has not been registered.")
-    if not process_set.included():
-        return False
-    return size > 1 or config.elastic() or _accumulates() or _searches_nan()
-
-
-def may_withhold() -> bool:
-    """Whether settings let the core keep gradients of a step from being applied."""
-    return basics.may_withhold_gradients()
-
-
-def _accumulates() -> bool:
-    return basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1
-
-
-def _searches_nan() -> bool:
-    return basics.setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
+def reference_of(variable: Any) -> Any:
+    """What a variable is known by, whichever Keras or TensorFlow made it."""
+    return tf_variable(variable).ref()
 
 
 class GradientExchange:
@@ -172,7 +114,13 @@ class GradientExchange:
         """_reduce for eager tensors, whose reductions are to overlap too."""
         members = self.plan.process_set
         # What a trace is made for, beside dtypes and shapes.
-        key = (names, bundles, members.process_set_id, members.size(), may_withhold())
+        key = (
+            names,
+            bundles,
+            members.process_set_id,
+            members.size(),
+            basics.may_withhold_gradients(),
+        )
         if key not in self._traced:
             self._traced[key] = tf.function(
                 lambda gradients: self._reduce(gradients, names, bundles),
@@ -185,15 +133,9 @@ class GradientExchange:
         """Which gradients are reduced by one operation, as indices."""
         groups = self.plan.groups
         dense = [i for i, gradient in enumerate(gradients) if self._is_dense(gradient)]
-        if groups is None:
-            return tuple((i,) for i in dense)
-        if isinstance(groups, int):
-            parts = split_list(dense, min(groups, len(dense))) if dense else []
-            return tuple(tuple(part) for part in parts)
-        index_of = {_reference(sources[i]): i for i in dense}
-        grouped = [tuple(index_of[r] for r in group if r in index_of) for group in groups]
-        taken = {i for bundle in grouped for i in bundle}
-        return tuple(b for b in grouped if b) + tuple((i,) for i in dense if i not in taken)
+        by_variable = not (groups is None or isinstance(groups, int))
+        keys = [_reference(sources[i]) for i in dense] if by_variable else dense
+        return tuple(tuple(dense[k] for k in bundle) for bundle in bundles(keys, groups))
 
     def _is_dense(self, gradient: Any) -> bool:
         if isinstance(gradient, tf.IndexedSlices):
@@ -216,9 +158,9 @@ class GradientExchange:
                 if isinstance(gradient, tf.IndexedSlices):
                     results[index] = self._reduce_sparse(gradient, names[index])
                     outcomes.append(_outcome_of(results[index]))
-        if not may_withhold():
+        if not basics.may_withhold_gradients():
             return results, None
-        return results, tf.reduce_all(tf.equal(tf.stack(outcomes), 0))
+        return results, tf.reduce_all(tf.equal(tf.stack(outcomes), int(Outcome.REDUCED)))
 
     def _reduce_dense(
         self,
@@ -240,7 +182,7 @@ class GradientExchange:
             pairs = [outer.compress(tf.convert_to_tensor(results[i])) for i in bundle]
             outputs, outcome = ops.allreduce(
                 [sent for sent, _ in pairs], name, op=plan.op,
-                prescale=1.0 / plan.predivide_factor, postscale=plan.predivide_factor,
+                prescale=plan.prescale, postscale=plan.postscale,
                 process_set=plan.process_set, gradient_of=self._number,
                 codec=plan.compression.codec, codec_argument=plan.compression.argument,
                 grouped=len(bundle) > 1, fixed_name=fixed_name,
@@ -268,11 +210,7 @@ class GradientExchange:
                 f"[tensorflow] the gradient {name} is sparse, which needs op=Average or op=Sum and "
                 "no gradient_predivide_factor: pass sparse_as_dense=True"
             )
-        if _accumulates():
-            raise ValueError(
-                f"[tensorflow] the gradient {name} is sparse; PERSEUS_ACCUMULATE_N_STEPS sums "
-                "dense ones: pass sparse_as_dense=True"
-            )
+        check_sparse(name, "tensorflow")
         with on_device(plan.device_sparse):
             return reduce_slices(
                 slices, name, plan.op, plan.process_set, plan.compression, self._number
@@ -280,8 +218,9 @@ class GradientExchange:
 
 
 def _outcome_of(slices: Any) -> Any:
-    """Of a sparse gradient, as the core's of a dense one: 2 where some rank had a NaN, else 0."""
-    return tf.where(tf.reduce_any(tf.math.is_nan(slices.values)), 2, 0)
+    """Of a sparse gradient, as the core's of a dense one: an Outcome."""
+    has_nan = tf.reduce_any(tf.math.is_nan(slices.values))
+    return tf.where(has_nan, int(Outcome.SKIPPED), int(Outcome.REDUCED))
 
 
 def _name(index: int, source: Any) -> str:

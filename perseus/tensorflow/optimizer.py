@@ -14,9 +14,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from perseus import basics, config
+from perseus import basics
 from perseus.compression import Compressor
-from perseus.gradients.arguments import checked_passes, not_an_optimizer, wrapped_twice
+from perseus.gradients.arguments import (
+    check_adasum_of_steps,
+    checked_groups,
+    checked_passes,
+    checked_reduction,
+    not_an_optimizer,
+    wrapped_twice,
+)
+from perseus.gradients.participation import alone
+from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.adasum import AdasumOptimizer
 from perseus.tensorflow.compression import Compression
@@ -24,9 +33,8 @@ from perseus.tensorflow.gradient_aggregation import LocalGradientAggregationHelp
 from perseus.tensorflow.gradient_exchange import (
     GradientExchange,
     LocalSources,
-    Plan,
-    check_arguments,
-    checked_groups,
+    reference_of,
+    references_of,
 )
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.ops import Adasum, Average
@@ -78,7 +86,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             compression=compression,
             process_set=process_set,
             predivide_factor=gradient_predivide_factor,
-            groups=checked_groups(groups, 0),
+            groups=references_of(groups),
             sparse_as_dense=sparse_as_dense,
             device_dense=device_dense,
             device_sparse=device_sparse,
@@ -206,22 +214,16 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 
     Raises ValueError for arguments that do not fit.
     """
-    check_arguments(op, gradient_predivide_factor, compression, process_set)
+    checked_reduction(op, gradient_predivide_factor, compression, process_set, "tensorflow")
     checked_passes(backward_passes_per_step, "tensorflow")
     if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):
         raise wrapped_twice("tensorflow")
-    checked_groups(groups, num_groups)
-    groups = num_groups or None if groups is None else groups
+    groups = checked_groups(groups, num_groups, "variable", reference_of)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        alone = basics.size() == 1 and not config.elastic()
         if op == Adasum and residuals is not None:
             raise ValueError("[tensorflow] residuals= is of gradients, op=Adasum combines steps")
-        if op == Adasum and process_set.included() and not alone:
-            if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
-                raise ValueError(
-                    "[tensorflow] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum "
-                    "combines the steps of every rank's own optimizer: use backward_passes_per_step"
-                )
+        if op == Adasum and process_set.included() and not alone():
+            check_adasum_of_steps("tensorflow")
             return AdasumOptimizer(
                 optimizer, name, use_locking, device_dense, device_sparse, compression,
                 backward_passes_per_step, process_set,

@@ -13,8 +13,9 @@ import tensorflow as tf
 from tensorflow.python.training.saver import BaseSaverBuilder
 
 from perseus import basics
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Held, Source, go_on_with, own, pack, unpack
-from perseus.tensorflow.gradient_exchange import GradientExchange, Plan
+from perseus.tensorflow.gradient_exchange import GradientExchange
 
 _used_names: Counter[str] = Counter()
 

@@ -15,15 +15,15 @@ from typing import Any, cast
 import tensorflow as tf
 
 from perseus.compression import Compressor
-from perseus.gradients.arguments import wrapped_twice
+from perseus.gradients.arguments import checked_groups, checked_reduction, wrapped_twice
+from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.gradient_exchange import (
     GradientExchange,
     LocalSources,
-    Plan,
-    check_arguments,
-    checked_groups,
+    reference_of,
+    references_of,
 )
 from perseus.tensorflow.ops import Average
 from perseus.tensorflow.residuals import GradientResiduals
@@ -167,7 +167,7 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
     Returns the tape, with register_local_source() and `applies`. ValueError for arguments that do
     not fit.
     """
-    check_arguments(op, gradient_predivide_factor, compression, process_set)
+    checked_reduction(op, gradient_predivide_factor, compression, process_set, "tensorflow")
     if isinstance(gradtape, _DistributedGradientTape):
         raise wrapped_twice("tensorflow", "tape")
     if not isinstance(gradtape, tf.GradientTape):
@@ -190,7 +190,7 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
         compression=compression,
         process_set=process_set,
         predivide_factor=gradient_predivide_factor,
-        groups=checked_groups(groups, num_groups),
+        groups=references_of(checked_groups(groups, num_groups, "variable", reference_of)),
         sparse_as_dense=sparse_as_dense,
         device_dense=device_dense,
         device_sparse=device_sparse,

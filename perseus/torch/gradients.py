@@ -9,18 +9,17 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from perseus import basics
-from perseus.compression import Compressor
 from perseus.failures import Failures
+from perseus.gradients.arguments import check_sparse
+from perseus.gradients.bundles import bundles
+from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Residuals
 from perseus.memory import keep_freed_memory
-from perseus.process_sets import ProcessSet
 from perseus.torch.functions import broadcast_object
 from perseus.torch.residuals import Residual, as_buffers, as_tensors
 from perseus.torch.session import ALLREDUCE, session, synchronize
@@ -33,19 +32,6 @@ _TOO_MANY = (
 
 
 _POLL_SECONDS = 0.001
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How gradients are reduced; equal on all ranks."""
-
-    names: dict[torch.Tensor, str]
-    groups: int | list[list[torch.Tensor]] | None
-    compression: type[Compressor]
-    op: int
-    predivide_factor: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
 
 
 class _Bundle:
@@ -77,16 +63,24 @@ class GradientReducer:
     """Reduces the gradients of some parameters, once per step.
 
     parameters: those that take part; none at all makes every method a no-op.
+    names: of these at least, equal on all ranks.
     passes: backward passes that complete a gradient.
     """
 
-    def __init__(self, parameters: list[torch.Tensor], plan: Plan, passes: int) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.Tensor],
+        names: dict[torch.Tensor, str],
+        plan: Plan,
+        passes: int,
+    ) -> None:
         self.plan = plan
+        self.names = names
         self.passes = passes
-        self._bundles = _make_bundles(parameters, plan)
+        self._bundles = _make_bundles(parameters, names, plan)
         self._plain = plan.compression.in_core
-        self._prescale = 1.0 / plan.predivide_factor
-        self._postscale = plan.predivide_factor
+        self._prescale = plan.prescale
+        self._postscale = plan.postscale
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
         self._number = basics.new_gradients()
         self._residuals = Residuals(self._number, plan.process_set.process_set_id)
@@ -225,14 +219,10 @@ class GradientReducer:
         plan = self.plan
         for parameter, gradient in zip(bundle.parameters, gradients, strict=True):
             if gradient.is_sparse:
-                if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
-                    raise ValueError(
-                        f"[torch] the gradient of {plan.names[parameter]} is sparse; "
-                        "PERSEUS_ACCUMULATE_N_STEPS sums dense ones: pass sparse_as_dense=True"
-                    )
+                check_sparse(self.names[parameter], "torch")
                 self._sparse_dims[parameter] = gradient.sparse_dim()
                 finish = start_sparse_allreduce(
-                    gradient, plan.names[parameter], plan.op, plan.process_set, plan.compression,
+                    gradient, self.names[parameter], plan.op, plan.process_set, plan.compression,
                     gradient_of=self._number,
                 )  # fmt: skip
                 bundle.sparse.append((parameter, finish))
@@ -272,38 +262,32 @@ def _attach(reducer: GradientReducer, bundle: _Bundle, index: int, parameter: to
     weakref.finalize(reducer, registration.remove).atexit = False
 
 
-def _make_bundles(parameters: list[torch.Tensor], plan: Plan) -> list[_Bundle]:
+def _make_bundles(
+    parameters: list[torch.Tensor], names: dict[torch.Tensor, str], plan: Plan
+) -> list[_Bundle]:
     if plan.groups is None or not parameters:
-        return [_Bundle(plan.names[p], [p]) for p in parameters]
-    ordered = _in_root_order(parameters, plan)
-    if isinstance(plan.groups, int):
-        lists = _split(ordered, plan.groups)
-    else:
-        position = {id(p): i for i, p in enumerate(ordered)}
-        lists = [sorted(group, key=lambda p: position[id(p)]) for group in plan.groups if group]
-        grouped = {id(p) for group in lists for p in group}
-        lists += [[p] for p in ordered if id(p) not in grouped]
-    return [_Bundle(plan.names[members[0]], members) for members in lists]
+        return [_Bundle(names[p], [p]) for p in parameters]
+    ordered = _in_root_order(parameters, names, plan)
+    groups = plan.groups
+    if not isinstance(groups, int):
+        groups = [[id(p) for p in group] for group in groups]
+    found = bundles([id(p) for p in ordered], groups)
+    return [_Bundle(names[ordered[b[0]]], [ordered[i] for i in b]) for b in found]
 
 
-def _in_root_order(parameters: list[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+def _in_root_order(
+    parameters: list[torch.Tensor], names: dict[torch.Tensor, str], plan: Plan
+) -> list[torch.Tensor]:
     """The parameters in the order of the set's first rank: groups must be equal everywhere."""
-    by_name = {plan.names[p]: p for p in parameters}
+    by_name = {names[p]: p for p in parameters}
     ranks = plan.process_set.ranks
-    names = broadcast_object(
+    of_root = broadcast_object(
         list(by_name), ranks[0] if ranks else 0, "parameter_names", plan.process_set
     )
-    if set(names) != set(by_name):
-        different = sorted(set(names) ^ set(by_name))
+    if set(of_root) != set(by_name):
+        different = sorted(set(of_root) ^ set(by_name))
         raise ValueError(
             f"[torch] groups need the same parameters on all ranks; not everywhere: "
             f"{', '.join(different[:5])}"
         )
-    return [by_name[name] for name in names]
-
-
-def _split(items: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
-    """`count` contiguous lists of nearly equal length; fewer when there are fewer items."""
-    count = min(count, len(items))
-    bounds = [i * len(items) // count for i in range(count + 1)]
-    return [items[a:b] for a, b in pairwise(bounds)]
+    return [by_name[name] for name in of_root]

@@ -14,22 +14,25 @@ from typing import Any, cast
 
 import torch
 
-from perseus import basics, config
-from perseus.arguments import checked_compression, checked_op
+from perseus import basics
 from perseus.compression import Compressor
 from perseus.errors import HorovodInternalError, MismatchError
 from perseus.gradients.arguments import (
+    check_adasum_of_steps,
+    checked_groups,
     checked_passes,
-    checked_predivide_factor,
+    checked_reduction,
     not_an_optimizer,
     wrapped_twice,
 )
 from perseus.gradients.parameter_check import ParameterCheck
-from perseus.process_sets import ProcessSet, checked, global_process_set
+from perseus.gradients.participation import alone
+from perseus.gradients.plan import Plan
+from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, parameters_of
-from perseus.torch.gradients import GradientReducer, Plan
+from perseus.torch.gradients import GradientReducer
 from perseus.torch.session import Adasum, Average
 
 _RESIDUALS = "perseus_residuals"  # the key in state_dict()
@@ -76,7 +79,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """Horovod's own tests look at these."""
-        return self._reducer.plan.names
+        return self._reducer.names
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes belong to a step; counting starts anew."""
@@ -137,7 +140,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         MismatchError where PERSEUS_PARAMETER_CHECK_N_STEPS finds that ranks' parameters differ.
         """
         if self._check.due():
-            names = self._reducer.plan.names
+            names = self._reducer.names
             self._check.compare((names[p], buffer_of(p)) for p in parameters_of(self))
         if self._should_synchronize:
             if self._synchronized:
@@ -207,42 +210,26 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     ValueError for arguments that do not fit.
     """
     _check_optimizer(optimizer)
-    op = checked_op(op, "torch")
-    checked_predivide_factor(gradient_predivide_factor, op, "torch")
-    checked_compression(compression, "torch")
-    checked(process_set)
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups`.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        groups = num_groups if groups is None else groups
+    op = checked_reduction(op, gradient_predivide_factor, compression, process_set, "torch")
     checked_passes(backward_passes_per_step, "torch")
     parameters = parameters_of(optimizer)
     names = _names(optimizer, parameters, named_parameters)
     plan = Plan(
-        names=names,
-        groups=_checked_groups(groups, parameters),
+        groups=checked_groups(groups, num_groups, "tensor", _identity),
         compression=compression,
         op=op,
         predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
-    alone = basics.size() == 1 and not config.elastic()
     included = bool(process_set.included())
-    if op == Adasum and included and not alone:
-        if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
-            raise ValueError(
-                "[torch] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum combines the "
-                "steps of every rank's own optimizer: use backward_passes_per_step"
-            )
+    if op == Adasum and included and not alone():
+        check_adasum_of_steps("torch")
         trained = {p: names[p] for p in parameters if p.requires_grad}
         return adasum_optimizer(
             optimizer, trained, compression, backward_passes_per_step, process_set
         )
-    active = included and (not alone or basics.settings_act_on_gradients())
+    active = included and (not alone() or basics.settings_act_on_gradients())
     wrapped = type(optimizer)
     made_class = type(
         wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}
@@ -256,7 +243,10 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     made._should_synchronize = True
     made._synchronized = False
     made._reducer = GradientReducer(
-        [p for p in parameters if p.requires_grad] if active else [], plan, backward_passes_per_step
+        [p for p in parameters if p.requires_grad] if active else [],
+        names,
+        plan,
+        backward_passes_per_step,
     )
     return made
 
@@ -310,21 +300,7 @@ def _names(
     return names
 
 
-def _checked_groups(
-    groups: int | Sequence[Sequence[torch.Tensor]] | None, parameters: list[torch.Tensor]
-) -> int | list[list[torch.Tensor]] | None:
-    if groups is None:
-        return None
-    if isinstance(groups, int):
-        if groups <= 0:
-            raise ValueError("groups should be a positive integer or a list of lists of tensors")
-        return groups
-    if not (isinstance(groups, list) and all(isinstance(group, list) for group in groups)):
-        raise ValueError("groups should be a positive integer or a list of lists of tensors")
-    members = [p for group in groups for p in group]
-    if any(not isinstance(p, torch.Tensor) for p in members):
+def _identity(tensor: Any) -> int:
+    if not isinstance(tensor, torch.Tensor):
         raise ValueError("groups must consist of tensors")
-    if len({id(p) for p in members}) != len(members):
-        raise ValueError("A parameter can only appear once in groups")
-    owned = {id(p) for p in parameters}
-    return [[p for p in group if id(p) in owned and p.requires_grad] for group in groups]
+    return id(tensor)

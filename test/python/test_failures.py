@@ -62,10 +62,8 @@ def test_very_many_are_counted():
 def test_every_gradient_that_failed_is_told(monkeypatch):
     names = {torch.nn.Parameter(torch.ones(i + 1)): f"gradient.{i}" for i in range(3)}
     hvd.init()
-    plan = gradients.Plan(
-        names, None, hvd.Compression.none, hvd.Average, 1.0, False, hvd.global_process_set
-    )
-    reducer = gradients.GradientReducer(list(names), plan, passes=1)
+    plan = gradients.Plan(compression=hvd.Compression.none)
+    reducer = gradients.GradientReducer(list(names), names, plan, passes=1)
     waited = []
 
     def fails(handle: int) -> None:

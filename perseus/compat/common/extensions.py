@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from perseus import basics
 from perseus.arguments import checked_op
 from perseus.errors import HorovodVersionMismatchError, get_version_mismatch_message
+from perseus.gradients.bundles import split
 
 __all__ = [
     "EXTENSIONS",
@@ -180,9 +181,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 def split_list(l: Sequence[Item], n: int) -> list[Sequence[Item]]:
     """A sequence in n contiguous parts; the first ones have one element more where it is uneven."""
-    size, larger = divmod(len(l), n)
-    starts = [part * size + min(part, larger) for part in range(n + 1)]
-    return [l[starts[part] : starts[part + 1]] for part in range(n)]
+    return split(l, n)
 
 
 def check_installed_version(

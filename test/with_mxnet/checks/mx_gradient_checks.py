@@ -10,7 +10,8 @@ from worlds import world_with
 
 import perseus.mxnet as hvd
 from perseus.compression import Compressor, Int8Compressor
-from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.gradients.plan import Plan
+from perseus.mxnet.gradient_exchange import GradientExchange
 
 SHAPES = [(3,), (4, 5), (1031,), (2, 3, 4)]
 NAMES = [f"gradient{i}" for i in range(len(SHAPES))]

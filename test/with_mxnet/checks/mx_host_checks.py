@@ -11,7 +11,8 @@ from mx_sync_batch_norm_checks import CHANNELS, _close, _mine, _step, _weights, 
 from mxnet.gluon.contrib.nn import PerseusSyncBatchNorm
 
 import perseus.mxnet as hvd
-from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.gradients.plan import Plan
+from perseus.mxnet.gradient_exchange import GradientExchange
 from perseus.process_sets import of_host
 
 LOCAL = 2

@@ -17,7 +17,8 @@ import perseus
 import perseus.mxnet as hvd
 from perseus import basics, control
 from perseus.errors import InitializationError
-from perseus.mxnet.gradient_exchange import GradientExchange, Plan
+from perseus.gradients.plan import Plan
+from perseus.mxnet.gradient_exchange import GradientExchange
 
 TCP = {"PERSEUS_TRANSPORT": "tcp", "PERSEUS_GLOO_NETWORK_INTERFACE": "lo"}
 COUNT, ELEMENTS, STEPS = 8, 1024, 6

@@ -1,0 +1,40 @@
+"""How gradients are reduced, in the words of every framework. Immutable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perseus.arguments import OPS
+from perseus.compression import Compressor, SettingsCompressor
+from perseus.process_sets import ProcessSet, global_process_set
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What optimizer wrappers and tapes were asked for; equal on all ranks.
+
+    predivide_factor: gradients are divided by it before they are summed, and multiplied afterwards.
+    groups: a number, or lists of what the adapter takes for parameters; see bundles.bundles.
+    device_dense, device_sparse: where TensorFlow runs the reductions; "" leaves it to TensorFlow.
+    """
+
+    op: int = OPS.index("Average")
+    compression: type[Compressor] = SettingsCompressor
+    process_set: ProcessSet = global_process_set
+    predivide_factor: float = 1.0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    sparse_as_dense: bool = False
+    device_dense: str = ""
+    device_sparse: str = ""
+
+    @property
+    def prescale(self) -> float:
+        """What gradients are multiplied by before the reduction."""
+        return 1.0 / self.predivide_factor
+
+    @property
+    def postscale(self) -> float:
+        """What results are multiplied by."""
+        return self.predivide_factor
