@@ -51,7 +51,7 @@ def _warnings_of(function: Callable[[], None]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    return [str(entry.message) for entry in caught if "no DistributedOpt" in str(entry.message)]
+    return [str(entry.message) for entry in caught if "not a DistributedOpt" in str(entry.message)]
 
 
 def _start() -> keras.callbacks.Callback:

@@ -95,5 +95,5 @@ def check_the_hook_warns_of_an_optimizer_that_nobody_wrapped() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             _session_steps(0.0, wrap, [hvd.BroadcastGlobalVariablesHook(0)])
-        found = [entry for entry in caught if "no DistributedOptimizer" in str(entry.message)]
+        found = [entry for entry in caught if "not a DistributedOptimizer" in str(entry.message)]
         assert len(found) == (not wrap and hvd.rank() == 0), found
