@@ -23,11 +23,11 @@ TARGETS = ["perseus", "_core", "perseus_tensorflow", "perseus_mxnet", "perseus_c
 
 
 def version() -> str:
-    """The version of CMakeLists.txt, which the core reports too."""
-    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
-    found = re.search(r"project\(perseus VERSION ([0-9.]+)", text)
+    """The version of perseus/version.py, which the core reports too."""
+    text = (ROOT / "perseus" / "version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([0-9.]+)"$', text, re.MULTILINE)
     if found is None:
-        raise SystemExit("CMakeLists.txt: no line project(perseus VERSION …")
+        raise SystemExit("perseus/version.py: no line __version__ = …")
     return found.group(1)
 
 

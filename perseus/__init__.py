@@ -8,23 +8,27 @@ torch.distributed without Perseus is told that the import does nothing for it (p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perseus import ddp as _ddp
+from perseus.version import __version__
+
+if TYPE_CHECKING:
+    from perseus.basics import flush_residuals as flush_residuals
 
 __all__ = ["__version__", "flush_residuals", "run", "stats"]
 
-__version__: str
+# What a script imports by itself.
+_FACES = ("compat", "elastic", "keras", "mxnet", "tensorflow", "torch")
 
 _ddp.watch()
 
 
-def __getattr__(name: str) -> Any:
-    # The version is the core's own; asking for it is what loads the core.
-    if name == "__version__":
-        from perseus import _core
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_FACES})
 
-        return _core.version()
+
+def __getattr__(name: str) -> Any:
     if name == "run":  # a package that can be called: perseus.run(func, num_proc=2)
         from importlib import import_module
 

@@ -12,32 +12,27 @@ from typing import TYPE_CHECKING, Any
 from perseus import basics
 from perseus.arguments import checked_root
 from perseus.errors import NOT_INITIALIZED
+from perseus.operations import Kind
 
 if TYPE_CHECKING:
     from perseus import _core
 
-# enum perseus_kind.
-_ALLGATHER = 1
-_BROADCAST = 2
-_BARRIER = 5
-_ADD_GROUP = 6
-_REMOVE_GROUP = 7
 _UINT8 = 4  # enum perseus_dtype
 
 
 def add_group(ranks: Sequence[int]) -> int:
     """Make a group of these ranks; its id, the same on every rank of the world."""
-    return int(_run(_ADD_GROUP, "add", numbers=ranks))
+    return int(_run(Kind.ADD_GROUP, "add", numbers=ranks))
 
 
 def remove_group(group: int) -> None:
     """End a group; what is pending there fails on its members."""
-    _run(_REMOVE_GROUP, "remove", numbers=[group])
+    _run(Kind.REMOVE_GROUP, "remove", numbers=[group])
 
 
 def barrier() -> None:
     """Return once every rank of the world is here."""
-    _run(_BARRIER, "control.barrier")
+    _run(Kind.BARRIER, "control.barrier")
 
 
 def gather_lines(line: str, name: str) -> list[str]:
@@ -67,23 +62,23 @@ def broadcast_bytes(data: bytes, root_rank: int, name: str, group: int) -> bytes
     """The root's bytes; what others pass is ignored. root_rank: a global rank."""
     is_root = basics.rank() == checked_root(root_rank, "broadcast")
     size = (ctypes.c_char * 8).from_buffer_copy(len(data).to_bytes(8, "little"))
-    _run(_BROADCAST, f"{name}.sz", size, output=size, root=root_rank, group=group)
+    _run(Kind.BROADCAST, f"{name}.sz", size, output=size, root=root_rank, group=group)
     length = int.from_bytes(size.raw, "little")
     memory = (ctypes.c_char * length)()
     if is_root:
         memory.raw = data
-    _run(_BROADCAST, f"{name}.t", memory, output=memory, root=root_rank, group=group)
+    _run(Kind.BROADCAST, f"{name}.t", memory, output=memory, root=root_rank, group=group)
     return data if is_root else memory.raw
 
 
 def _gather(data: bytes, name: str, group: int) -> bytes:
     memory = (ctypes.c_char * len(data)).from_buffer_copy(data)
-    gathered: bytes = _run(_ALLGATHER, name, memory, group=group)
+    gathered: bytes = _run(Kind.ALLGATHER, name, memory, group=group)
     return gathered
 
 
 def _run(
-    kind: int,
+    kind: Kind,
     name: str,
     memory: Any = None,
     *,
@@ -95,7 +90,7 @@ def _run(
     if not basics.is_initialized():
         raise ValueError(NOT_INITIALIZED)
     operations = _door.operations
-    handle = operations.submit(kind, name, memory, output, 0, 1.0, 1.0, root, numbers, group)
+    handle = operations.submit(kind, name, memory, output, root=root, splits=numbers, group=group)
     return operations.synchronize(handle)
 
 

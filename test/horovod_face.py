@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import pickle
 import types
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -85,7 +86,9 @@ class Face:
             found = getattr(self._hvd, name)
             if facts["kind"] == "constant":
                 assert found == int(facts["value"])
-                assert type(found) is int
+                assert found == int(found)  # an int, whose name its repr() shows
+                assert pickle.loads(pickle.dumps(found)) is found
+                assert f"{found} {found!r}" == f"{int(found)} <ReduceOp.{name}: {int(found)}>"
             elif facts["kind"] == "module":
                 assert isinstance(found, types.ModuleType)
         assert self._hvd.global_process_set.process_set_id == 0

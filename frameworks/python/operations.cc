@@ -172,10 +172,11 @@ void settle(State& state, perseus_code code, Pending* pending) {
 
 // ---- methods ------------------------------------------------------------------------------------------------------
 
-PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+PyObject* submit(PyObject* self, PyObject* const* given, Py_ssize_t positional, PyObject* names) {
   State& state = state_of(self);
-  if (count < kSubmitArguments || count > kMostArguments)
-    return PyErr_Format(PyExc_TypeError, "submit takes %d to %d arguments", kSubmitArguments, kMostArguments);
+  SubmitArguments read_arguments;
+  if (!read_arguments.read(given, positional, names)) return nullptr;
+  PyObject* const* arguments = read_arguments.all();
   const int64_t number = ++state.last_number;
   perseus_context* context = state.owner->raw();
   if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
@@ -189,10 +190,10 @@ PyObject* submit(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   Pending pending;
   pending.number = number;
   GradientArguments gradient;
-  if (count > kGradientOf) gradient.gradient_of = PyLong_AsUnsignedLongLong(arguments[kGradientOf]);
-  if (count > kCodec) gradient.codec = static_cast<int>(PyLong_AsLong(arguments[kCodec]));
-  if (count > kCodecArgument) gradient.codec_argument = PyFloat_AsDouble(arguments[kCodecArgument]);
-  if (count > kGradientOf && PyErr_Occurred()) return nullptr;
+  gradient.gradient_of = PyLong_AsUnsignedLongLong(arguments[kGradientOf]);
+  gradient.codec = static_cast<int>(PyLong_AsLong(arguments[kCodec]));
+  gradient.codec_argument = PyFloat_AsDouble(arguments[kCodecArgument]);
+  if (PyErr_Occurred()) return nullptr;
   const bool submitted = PyTuple_Check(arguments[kInput])
                              ? submit_group(context, &state.reader, arguments, unnamed, gradient, &pending)
                              : submit_one(context, &state.reader, arguments, unnamed, gradient, &pending);
@@ -287,9 +288,9 @@ void dealloc(PyObject* self) {
 }
 
 PyMethodDef kMethods[] = {
-    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL,
-     "submit(kind, name, input, output, op, prescale, postscale, root, splits, group, gradient_of=0, codec=0,\n"
-     "       codec_argument=0.0, /)\n--\n\n"
+    {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL | METH_KEYWORDS,
+     "submit($self, kind, name, input, output=None, /, *, op=0, prescale=1.0, postscale=1.0, root=0,\n"
+     "       splits=None, group=0, gradient_of=0, codec=0, codec_argument=0.0)\n--\n\n"
      "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None."},
     {"poll", poll, METH_O, "poll($self, handle, /)\n--\n\nWhether synchronize would return at once."},
     {"synchronize", synchronize, METH_O,
@@ -310,7 +311,7 @@ bool bind_operations(PyObject* module) {
                                 {0, nullptr}};
   static PyType_Spec spec = {"perseus._core.Operations", sizeof(OperationsObject), 0, Py_TPFLAGS_DEFAULT, slots};
   PyObject* type = PyType_FromSpec(&spec);
-  if (type == nullptr) return false;
+  if (type == nullptr || !SubmitArguments::prepare()) return false;
   const bool added = PyModule_AddObjectRef(module, "Operations", type) == 0;
   Py_DECREF(type);
   return added;

@@ -1,6 +1,7 @@
 // Names are built on the stack and shapes point into the tensors: a plain submission allocates nothing.
 #include "submission.h"
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstring>
@@ -193,7 +194,58 @@ void state(const GradientArguments& gradient, perseus_request* request, Pending*
   request->codec_argument = gradient.codec_argument;
 }
 
+// Interned, so that a caller's keyword is mostly found by its address. They live as long as the process.
+std::array<PyObject*, kSubmitArguments> g_keywords;
+std::array<PyObject*, kSubmitArguments> g_defaults;
+
+// Which argument a keyword names; kSubmitArguments for none, -1 with an exception set.
+int position_of(PyObject* keyword) {
+  for (int i = kPositional; i < kSubmitArguments; ++i)
+    if (keyword == g_keywords[i]) return i;
+  for (int i = kPositional; i < kSubmitArguments; ++i) {
+    const int equal = PyObject_RichCompareBool(keyword, g_keywords[i], Py_EQ);
+    if (equal != 0) return equal < 0 ? -1 : i;
+  }
+  return kSubmitArguments;
+}
+
 }  // namespace
+
+bool SubmitArguments::prepare() {
+  constexpr const char* kKeywords[] = {"op",    "prescale",    "postscale", "root",          "splits",
+                                       "group", "gradient_of", "codec",     "codec_argument"};
+  PyObject* zero = PyLong_FromLong(0);
+  PyObject* one = PyFloat_FromDouble(1.0);
+  if (zero == nullptr || one == nullptr) return false;
+  g_defaults.fill(zero);
+  g_defaults[kOutput] = g_defaults[kSplits] = Py_None;
+  g_defaults[kPrescale] = g_defaults[kPostscale] = one;
+  for (int i = kPositional; i < kSubmitArguments; ++i) {
+    g_keywords[i] = PyUnicode_InternFromString(kKeywords[i - kPositional]);
+    if (g_keywords[i] == nullptr) return false;
+  }
+  return true;
+}
+
+bool SubmitArguments::read(PyObject* const* arguments, Py_ssize_t positional, PyObject* names) {
+  if (positional < kOutput || positional > kPositional) {
+    PyErr_Format(PyExc_TypeError, "submit takes 3 or 4 positional arguments, got %zd", positional);
+    return false;
+  }
+  values_ = g_defaults;
+  std::copy(arguments, arguments + positional, values_.begin());
+  const Py_ssize_t named = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  for (Py_ssize_t i = 0; i < named; ++i) {
+    const int position = position_of(PyTuple_GET_ITEM(names, i));
+    if (position < 0) return false;
+    if (position == kSubmitArguments) {
+      PyErr_Format(PyExc_TypeError, "submit got an unexpected keyword argument %R", PyTuple_GET_ITEM(names, i));
+      return false;
+    }
+    values_[position] = arguments[positional + i];
+  }
+  return true;
+}
 
 bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
                 const GradientArguments& gradient, Pending* pending) {

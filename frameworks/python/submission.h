@@ -4,6 +4,7 @@
 
 #include <Python.h>
 
+#include <array>
 #include <string>
 
 #include "handle_table.h"
@@ -12,24 +13,39 @@
 
 namespace perseus::python {
 
-// Positions of Operations.submit's arguments.
+// Where SubmitArguments keeps each of Operations.submit's arguments.
 enum SubmitArgument : int {
   kKind,
   kName,    // str, or None: a name made from a counter, which is used once
   kInput,   // tensor, tuple of tensors, or None
   kOutput,  // the same structure; None where the core owns the output
-  kOp,
+  // From here on they have keywords and may be left out.
+  kPositional,
+  kOp = kPositional,
   kPrescale,
   kPostscale,
   kRoot,
   kSplits,  // sequence of int (alltoall), ranks (groups), or None
   kGroup,
-  kSubmitArguments,
-  // These may be left out: no gradient, sent as it is.
-  kGradientOf = kSubmitArguments,
+  kGradientOf,
   kCodec,
   kCodecArgument,
-  kMostArguments
+  kSubmitArguments
+};
+
+// All arguments of one call, borrowed, with defaults for those that were left out.
+class SubmitArguments {
+ public:
+  // Makes the keywords and the defaults; false with an exception set. Once, when the module is made.
+  static bool prepare();
+
+  // positional: kind, name and input, and output where it is given. names: of what follows them, or null.
+  // False with an exception set.
+  bool read(PyObject* const* arguments, Py_ssize_t positional, PyObject* names);
+  PyObject* const* all() const { return values_.data(); }
+
+ private:
+  std::array<PyObject*, kSubmitArguments> values_;
 };
 
 constexpr const char* kShutDown = "Horovod has been shut down. Call hvd.init() to start again.";

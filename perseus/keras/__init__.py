@@ -45,6 +45,7 @@ from perseus.keras.functions import (
 )
 from perseus.keras.models import load_model
 from perseus.keras.wrapping import distribute, make_options
+from perseus.operations import ReduceOp
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,
@@ -96,9 +97,9 @@ __all__ = [
 ]
 
 Compression = backend.Compression
-Average: int = backend.Average
-Sum: int = backend.Sum
-Adasum: int = backend.Adasum
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
 
 
 def DistributedOptimizer(  # noqa: N802 - the name is Horovod's

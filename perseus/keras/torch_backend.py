@@ -92,9 +92,10 @@ class _Exchange:
         self.residuals.hand_over(key)
         sent = tensors[0] if len(tensors) == 1 else tensors
         return session.submit(
-            ALLREDUCE, name, sent, sent, plan.op, plan.prescale,
-            plan.postscale, 0, None, plan.process_set.process_set_id, self._number,
-            plan.compression.codec, plan.compression.argument,
+            ALLREDUCE, name, sent, sent, op=plan.op, prescale=plan.prescale,
+            postscale=plan.postscale, group=plan.process_set.process_set_id,
+            gradient_of=self._number, codec=plan.compression.codec,
+            codec_argument=plan.compression.argument,
         )  # fmt: skip
 
 

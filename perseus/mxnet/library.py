@@ -16,12 +16,16 @@ from typing import Any
 
 from perseus import basics
 from perseus.installed import require
+from perseus.operations import Kind
 
 _SERVED = (1, 9)
 path = Path(__file__).resolve().parent.parent / "libperseus_mxnet.so"
 
-# enum perseus_kind.
-ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER = range(5)
+ALLREDUCE = Kind.ALLREDUCE
+ALLGATHER = Kind.ALLGATHER
+BROADCAST = Kind.BROADCAST
+ALLTOALL = Kind.ALLTOALL
+REDUCESCATTER = Kind.REDUCESCATTER
 
 
 class Op(ctypes.Structure):

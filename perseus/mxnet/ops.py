@@ -36,15 +36,15 @@ from perseus.mxnet.library import (
     handles,
     mxnet,
 )
+from perseus.operations import ReduceOp
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 
-# enum perseus_reduce_op, with Horovod's numbers.
-Average = 0
-Sum = 1
-Adasum = 2
-Min = 3
-Max = 4
-Product = 5
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
 
 
 def check_array(array: Any) -> None:

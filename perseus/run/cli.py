@@ -19,6 +19,7 @@ from perseus.run.bootstrap.start_settings import start_timeout
 from perseus.run.check_build import report
 from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
 from perseus.run.launch import Job, Launcher, LaunchError
+from perseus.version import __version__
 
 _USAGE_ERROR = 2
 _LOG_LEVELS = ("PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
@@ -29,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
         if given.version:
-            print(_version())
+            print(__version__)
             return 0
         if given.check_build:
-            print(report(_version()))
+            print(report(__version__))
             return 0
         if given.build_xla:
             require("tensorflow")
@@ -230,13 +231,6 @@ def _variables() -> str:
         if entry["aliases"]:
             lines.append(" " * 8 + "also: " + str(entry["aliases"]).replace(",", ", "))
     return "\n".join(lines) + "\n"
-
-
-def _version() -> str:
-    try:
-        return str(import_module("perseus").__version__)
-    except ImportError:
-        return "(without its native core)"
 
 
 def _complain(message: str, code: int) -> int:

@@ -29,16 +29,16 @@ from typing import Any
 import tensorflow as tf
 
 from perseus.arguments import checked_op, checked_root
+from perseus.operations import ReduceOp
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow.library import native
 
-# enum perseus_reduce_op, with Horovod's numbers.
-Average = 0
-Sum = 1
-Adasum = 2
-Min = 3
-Max = 4
-Product = 5
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
 
 
 def bits(value: float) -> int:

@@ -67,8 +67,8 @@ class AdasumOptimizer(torch.optim.Optimizer):
         for parameter, start in zip(parameters, before, strict=True):
             sent, context = self._compression.compress(parameter - start)
             handle = session.submit(
-                ALLREDUCE, self._names[parameter], sent, torch.empty_like(sent), Adasum, 1.0, 1.0,
-                0, None, self._process_set.process_set_id, self._number, EXACT, 0.0,
+                ALLREDUCE, self._names[parameter], sent, torch.empty_like(sent), op=Adasum,
+                group=self._process_set.process_set_id, gradient_of=self._number, codec=EXACT,
             )  # fmt: skip
             started.append((handle, context))
         steps: list[Any] = []
@@ -124,7 +124,7 @@ def adasum_optimizer(
     compression: type[Compressor],
     passes: int,
     process_set: ProcessSet,
-) -> torch.optim.Optimizer:
+) -> AdasumOptimizer:
     """An optimizer of the same class whose step is the Adasum of all ranks' steps.
 
     names: of every parameter that takes part, in the same order on all ranks.

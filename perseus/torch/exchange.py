@@ -44,9 +44,7 @@ def allgather_async(
 
     tensor: contiguous, at least one dimension; only the first may differ across ranks, and be 0.
     """
-    return session.submit(
-        ALLGATHER, name, tensor, None, 0, 1.0, 1.0, 0, None, number_of(process_set)
-    )
+    return session.submit(ALLGATHER, name, tensor, group=number_of(process_set))
 
 
 def allgather(
@@ -75,9 +73,7 @@ def grouped_allgather_async(
     members = tuple(tensors)
     if not members:
         raise ValueError("[torch] a grouped operation needs at least one tensor, got none")
-    return session.submit(
-        ALLGATHER, name, members, None, 0, 1.0, 1.0, 0, None, number_of(process_set)
-    )
+    return session.submit(ALLGATHER, name, members, group=number_of(process_set))
 
 
 def grouped_allgather(
@@ -162,7 +158,7 @@ def broadcast_async_(
     root_rank: a global rank, also inside a process set. tensor: equal shape and dtype on all ranks.
     """
     return session.submit(
-        BROADCAST, name, tensor, tensor, 0, 1.0, 1.0, root_rank, None, number_of(process_set)
+        BROADCAST, name, tensor, tensor, root=root_rank, group=number_of(process_set)
     )
 
 
@@ -174,8 +170,8 @@ def broadcast_async(
 ) -> int:
     """Start copying the root's tensor into a new one; returns a handle. See broadcast_async_."""
     return session.submit(
-        BROADCAST, name, tensor, torch.empty_like(tensor), 0, 1.0, 1.0, root_rank, None,
-        number_of(process_set),
+        BROADCAST, name, tensor, torch.empty_like(tensor), root=root_rank,
+        group=number_of(process_set),
     )  # fmt: skip
 
 
@@ -279,8 +275,8 @@ def alltoall_async(
     """
     values = _checked_splits(tensor, splits, place(process_set)[1])
     return session.submit(
-        ALLTOALL, name, tensor, None, 0, 1.0, 1.0, 0, None if splits is None else values,
-        number_of(process_set),
+        ALLTOALL, name, tensor, splits=None if splits is None else values,
+        group=number_of(process_set),
     )  # fmt: skip
 
 
@@ -331,9 +327,7 @@ class HorovodAlltoall(torch.autograd.Function):
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every rank of the set is here. Operations still pending are not affected."""
     session.synchronize(
-        session.submit(
-            BARRIER, "barrier.noname", None, None, 0, 1.0, 1.0, 0, None, number_of(process_set)
-        )
+        session.submit(BARRIER, "barrier.noname", None, group=number_of(process_set))
     )
 
 
@@ -349,7 +343,5 @@ def join(device: int = -1) -> int:
     Returns the rank that joined last, the same on every rank: its model has seen most data.
     """
     del device
-    last: int = session.synchronize(
-        session.submit(JOIN, "join.noname", None, None, 0, 1.0, 1.0, 0, None, 0)
-    )
+    last: int = session.synchronize(session.submit(JOIN, "join.noname", None))
     return last

@@ -193,9 +193,10 @@ class GradientReducer:
         if self._residuals.waiting:
             self._residuals.hand_over(bundle.name)
         bundle.handle = session.submit(
-            ALLREDUCE, bundle.name, tensors, tensors, self.plan.op, self._prescale, self._postscale,
-            0, None, self.plan.process_set.process_set_id, self._number,
-            self.plan.compression.codec, self.plan.compression.argument,
+            ALLREDUCE, bundle.name, tensors, tensors, op=self.plan.op, prescale=self._prescale,
+            postscale=self._postscale, group=self.plan.process_set.process_set_id,
+            gradient_of=self._number, codec=self.plan.compression.codec,
+            codec_argument=self.plan.compression.argument,
         )  # fmt: skip
 
     def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:

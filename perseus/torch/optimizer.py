@@ -186,7 +186,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> torch.optim.Optimizer:
+) -> _DistributedOptimizer | AdasumOptimizer:
     """An optimizer of the same class that reduces gradients over all ranks before each step.
 
     optimizer: any torch optimizer; its param_groups are shared, state it has already is not taken.

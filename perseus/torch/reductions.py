@@ -59,8 +59,8 @@ def allreduce_async_(
     if op is None or average is not None:
         op = _resolve_op(op, average)
     return session.submit(
-        ALLREDUCE, name, tensor, tensor, op, prescale_factor, postscale_factor, 0, None,
-        number_of(process_set),
+        ALLREDUCE, name, tensor, tensor, op=op, prescale=prescale_factor,
+        postscale=postscale_factor, group=number_of(process_set),
     )  # fmt: skip
 
 
@@ -80,8 +80,8 @@ def allreduce_async(
     if op is None or average is not None:
         op = _resolve_op(op, average)
     return session.submit(
-        ALLREDUCE, name, tensor, torch.empty_like(tensor), op, prescale_factor, postscale_factor, 0,
-        None, number_of(process_set),
+        ALLREDUCE, name, tensor, torch.empty_like(tensor), op=op, prescale=prescale_factor,
+        postscale=postscale_factor, group=number_of(process_set),
     )  # fmt: skip
 
 
@@ -125,8 +125,9 @@ def _start(
     codec: tuple[int, float],
 ) -> int:
     return session.submit(
-        ALLREDUCE, name, sent, output, op, prescale_factor, postscale_factor, 0, None,
-        number_of(process_set), 0, *codec,
+        ALLREDUCE, name, sent, output, op=op, prescale=prescale_factor,
+        postscale=postscale_factor, group=number_of(process_set), codec=codec[0],
+        codec_argument=codec[1],
     )  # fmt: skip
 
 
@@ -219,8 +220,8 @@ def grouped_allreduce_async_(
     if op is None or average is not None:
         op = _resolve_op(op, average)
     return session.submit(
-        ALLREDUCE, name, members, members, op, prescale_factor, postscale_factor, 0, None,
-        number_of(process_set),
+        ALLREDUCE, name, members, members, op=op, prescale=prescale_factor,
+        postscale=postscale_factor, group=number_of(process_set),
     )  # fmt: skip
 
 
@@ -239,8 +240,8 @@ def grouped_allreduce_async(
         op = _resolve_op(op, average)
     outputs = tuple(torch.empty_like(tensor) for tensor in members)
     return session.submit(
-        ALLREDUCE, name, members, outputs, op, prescale_factor, postscale_factor, 0, None,
-        number_of(process_set),
+        ALLREDUCE, name, members, outputs, op=op, prescale=prescale_factor,
+        postscale=postscale_factor, group=number_of(process_set),
     )  # fmt: skip
 
 

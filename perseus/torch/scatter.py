@@ -57,8 +57,8 @@ def reducescatter_async(
     _check_scatter_op(op)
     output = _scattered(tensor, *place(process_set))
     return session.submit(
-        REDUCESCATTER, name, tensor, output, op, prescale_factor, postscale_factor, 0, None,
-        number_of(process_set),
+        REDUCESCATTER, name, tensor, output, op=op, prescale=prescale_factor,
+        postscale=postscale_factor, group=number_of(process_set),
     )  # fmt: skip
 
 
@@ -96,8 +96,8 @@ def grouped_reducescatter_async(
     rank, size = place(process_set)
     outputs = tuple(_scattered(tensor, rank, size) for tensor in members)
     return session.submit(
-        REDUCESCATTER, name, members, outputs, op, prescale_factor, postscale_factor, 0, None,
-        number_of(process_set),
+        REDUCESCATTER, name, members, outputs, op=op, prescale=prescale_factor,
+        postscale=postscale_factor, group=number_of(process_set),
     )  # fmt: skip
 
 

@@ -12,24 +12,23 @@ import torch
 
 from perseus import basics
 from perseus.errors import NOT_INITIALIZED, HorovodInternalError
+from perseus.operations import Kind, ReduceOp
 from perseus.process_sets import ProcessSet
 
-# enum perseus_reduce_op, with Horovod's numbers.
-Average = 0
-Sum = 1
-Adasum = 2
-Min = 3
-Max = 4
-Product = 5
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
 
-# enum perseus_kind.
-ALLREDUCE = 0
-ALLGATHER = 1
-BROADCAST = 2
-ALLTOALL = 3
-REDUCESCATTER = 4
-BARRIER = 5
-JOIN = 8
+ALLREDUCE = Kind.ALLREDUCE
+ALLGATHER = Kind.ALLGATHER
+BROADCAST = Kind.BROADCAST
+ALLTOALL = Kind.ALLTOALL
+REDUCESCATTER = Kind.REDUCESCATTER
+BARRIER = Kind.BARRIER
+JOIN = Kind.JOIN
 
 # enum perseus_dtype.
 DTYPES = {

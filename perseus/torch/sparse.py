@@ -86,8 +86,8 @@ def start_sparse_allreduce(
     handles = (
         allgather_async(_header_and_indices(own), names[0], process_set),
         session.submit(
-            ALLGATHER, names[1], values.contiguous(), None, 0, 1.0, 1.0, 0, None,
-            process_set.process_set_id, gradient_of, 0, 0.0,
+            ALLGATHER, names[1], values.contiguous(), group=process_set.process_set_id,
+            gradient_of=gradient_of,
         ),
     )  # fmt: skip
 

@@ -55,7 +55,7 @@ def join() -> None:
 
 def submit(vector: array.array[float] | None, name: str) -> int:
     kind = BARRIER if vector is None else ALLREDUCE
-    handle: int = operations.submit(kind, name, vector, vector, SUM, 1.0, 1.0, 0, None, 0)
+    handle: int = operations.submit(kind, name, vector, vector, op=SUM)
     return handle
 
 

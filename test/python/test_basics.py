@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,9 +54,9 @@ def test_import_leaves_hooks_and_environment_alone_but_for_the_one_that_waits_fo
 
 def test_version_is_the_builds():
     import perseus
+    from perseus import _core
 
-    text = (ROOT / "CMakeLists.txt").read_text(encoding="utf-8")
-    assert perseus.__version__ == re.search(r"project\(perseus VERSION ([0-9.]+)", text)[1]
+    assert perseus.__version__ == _core.version()
     with pytest.raises(AttributeError, match="no_such_thing"):
         perseus.no_such_thing  # noqa: B018
 

@@ -37,10 +37,7 @@ class Rank:
         self.operations = _core.Operations(self.context, wrap, options.get("describe", describe))
 
     def submit(self, kind: int, name: Any, tensor: Any, output: Any = None, **options: Any) -> int:
-        return self.operations.submit(
-            kind, name, tensor, output, options.get("op", Sum), 1.0, 1.0, options.get("root", 0),
-            options.get("splits"), options.get("group", 0),
-        )  # fmt: skip
+        return self.operations.submit(kind, name, tensor, output, **{"op": Sum, **options})
 
     def reduce(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return self.operations.synchronize(
@@ -193,8 +190,12 @@ def test_names(single):
 
 
 def test_arguments_of_the_wrong_kind(single):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="3 or 4 positional arguments, got 2"):
         single.operations.submit(ALLREDUCE, "x")
+    with pytest.raises(TypeError, match="3 or 4 positional arguments, got 5"):
+        single.operations.submit(ALLREDUCE, "x", torch.ones(1), torch.ones(1), Sum)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        single.submit(ALLREDUCE, "x", torch.ones(1), torch.ones(1), scale=2.0)
     with pytest.raises(ValueError, match="unknown kind"):
         single.submit(99, "x", torch.ones(1), torch.ones(1))
     with pytest.raises(ValueError, match="as many outputs"):

@@ -26,7 +26,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Callable[
         assert operations is not None
 
         def run(name: str) -> None:
-            handle = operations.submit(BARRIER, name, None, None, 0, 1.0, 1.0, 0, None, 0)
+            handle = operations.submit(BARRIER, name, None)
             operations.synchronize(handle)
 
         return run

@@ -23,6 +23,7 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from elftools.elf.sections import SymbolTableSection
 
+from perseus import _core
 from perseus.bench.virtual_hosts import unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,11 +205,8 @@ def run_in(home: Path, *command: str, code: int = 0) -> subprocess.CompletedProc
 def test_installed_alone_it_imports_and_launches(installed: Path) -> None:
     """In an environment without torch, numpy or a compiler: python -m venv, the wheel, no more."""
     code = "import sys, perseus; print(perseus.__version__, 'torch' in sys.modules)"
-    version = re.search(
-        r"project\(perseus VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text()
-    )
-    assert version is not None
-    assert run_in(installed, "python", "-c", code).stdout.split() == [version.group(1), "False"]
+    version = _core.version()
+    assert run_in(installed, "python", "-c", code).stdout.split() == [version, "False"]
     report = run_in(installed, "perseusrun", "--check-build").stdout
     assert "[ ] PyTorch" in report
     assert "[X] Gloo" in report

@@ -9,6 +9,7 @@ from typing import Any
 
 from perseus import basics
 from perseus.compat.common import extensions as util
+from perseus.operations import ReduceOp
 from perseus.process_sets import ProcessSet, global_process_set, ids_and_ranks
 
 __all__ = ["HorovodBasics", "ProcessSet", "global_process_set", "util"]
@@ -20,13 +21,12 @@ class HorovodBasics:
     pkg_path, args: where Horovod finds its library; unused here.
     """
 
-    # enum perseus_reduce_op, with Horovod's numbers.
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
+    Average = ReduceOp.Average
+    Sum = ReduceOp.Sum
+    Adasum = ReduceOp.Adasum
+    Min = ReduceOp.Min
+    Max = ReduceOp.Max
+    Product = ReduceOp.Product
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
         pass

@@ -39,9 +39,7 @@ def check_kind_of_operation() -> None:
 
     def mine() -> None:
         if _last():
-            handle = session.submit(
-                BARRIER, "allreduce.m.kind", None, None, 0, 1.0, 1.0, 0, None, 0
-            )
+            handle = session.submit(BARRIER, "allreduce.m.kind", None)
         else:
             handle = hvd.allreduce_async(torch.ones(3), name="m.kind")
         hvd.synchronize(handle)
