@@ -30,7 +30,7 @@ export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
 .PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-all test-core test-asan test-tsan test-torch \
         test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
-        packages-build packages-test packages-caffe packages-aarch64
+        check-locks packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
@@ -45,6 +45,9 @@ packages-test: packages-build
 
 packages-caffe: packages-build
 	@$(PYTHON) .ci/system_packages.py caffe
+
+packages-locks: packages-build
+	@$(PYTHON) .ci/system_packages.py locks
 
 packages-aarch64: packages-test
 	@$(PYTHON) .ci/system_packages.py aarch64
@@ -119,6 +122,7 @@ demo-caffe: build packages-caffe $(VENV)/.demo  ## the same with Caffe, which is
 # One after the other: they would disturb each other's timings. pytest's summary comes last.
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory check-locks
 	@$(MAKE) --no-print-directory test-core
 	@$(MAKE) --no-print-directory test-asan
 	@$(MAKE) --no-print-directory test-tsan
@@ -131,6 +135,9 @@ test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with the full grids instead of their pairwise-covering part
 	@$(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory check-aarch64
+
+check-locks: packages-locks  ## whether the core holds the locks that its annotations ask for; needs clang
+	$(PYTHON) .ci/check_locks.py
 
 test-core: packages-test $(BUILD)/build.ninja  ## the C++ tests
 	@$(BIN)/cmake -DPERSEUS_TESTS=ON $(BUILD) >/dev/null

@@ -38,7 +38,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "topology",
         "transport",
     },
-    "observe": {"execution", "kernels", "request", "topology"},
+    "observe": {"execution", "kernels", "progress", "request", "topology"},
     "engine": {
         "codec",
         "collective",

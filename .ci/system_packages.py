@@ -64,6 +64,7 @@ NEEDS = {
         Need("openssh-client", "perseusrun over ssh", command("ssh")),
         Need("openssh-server", "perseusrun over ssh, to virtual hosts", command("sshd")),
     ],
+    "locks": [Need("clang", "checks that locks are held", command("clang++"))],
     "aarch64": [
         Need("g++-aarch64-linux-gnu", "compiles for aarch64", command("aarch64-linux-gnu-g++")),
         Need("qemu-user-static", "runs that here", command("qemu-aarch64-static")),

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <optional>
 
 #include "base/clock.h"
 #include "net/interfaces.h"
@@ -35,8 +34,8 @@ ExecutionSettings settings_of(const Config& config) {
 constexpr int64_t kPickUp = 100 * kMicrosecond;
 constexpr int64_t kPickUpWithoutCore = kMillisecond;
 
-Driver::Settings driving(const Config& config, int spare_cores) {
-  Driver::Settings settings;
+ProgressEngine::Settings driving(const Config& config, int spare_cores) {
+  ProgressEngine::Settings settings;
   const int64_t microseconds = config.integer(Var::kSpin);
   settings.spin_ns = microseconds >= 0 ? microseconds * kMicrosecond : spare_cores >= 0 ? 200 * kMicrosecond : 0;
   settings.pick_up_ns = spare_cores > 0 ? kPickUp : kPickUpWithoutCore;
@@ -51,20 +50,6 @@ std::vector<TransportKind> kinds_of(const std::vector<Transport*>& route) {
   std::vector<TransportKind> kinds;
   for (const Transport* transport : route) kinds.push_back(kind_of(transport));
   return kinds;
-}
-
-// The one place where exceptions of a pass stop: what `action` threw. Whoever calls must end the world with it, and
-// complete all the same what a caller waits for.
-template <class Action>
-std::optional<Error> trouble_of(const Action& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::exception& error) {  // out of memory, most likely
-    return Error(ErrorKind::kInternal, std::string("[engine] ") + error.what());
-  }
-  return std::nullopt;
 }
 
 bool changes_groups(const Entry& entry) {
@@ -95,9 +80,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       perf_check_(config.integer(Var::kPerfCheckSteps)),
       left_(static_cast<size_t>(world.size), false),
       tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),
-      driver_(*waker_, driving(config, spare_cores),
-              Driver::Callbacks{[this](bool eager) { return pass(eager); }, [this] { return busy(); },
-                                [this] { return has_submissions(); }, [this] { return silent_batch_.complete(); }}) {
+      progress_(*waker_, driving(config, spare_cores), *this) {
   interfaces_ = interfaces_at_once(InterfaceChoice(config));
   if (world.rank == 0 && config.flag(Var::kNcclEnable) && interfaces_ == 1)
     log_.warning(
@@ -112,17 +95,16 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.say = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
   execution_settings_.topology = &topology_;
   execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
-  driver_.exclusively([this] {
-    for (const auto& transport : transports_) tcp_ |= transport->kind() == TransportKind::kTcp;
-    std::vector<int> all(static_cast<size_t>(world_.size));
-    for (int rank = 0; rank < world_.size; ++rank) all[rank] = rank;
-    add_group(0, std::move(all));
-  });
+  const ProgressLock lock(progress_);
+  for (const auto& transport : transports_) tcp_ |= transport->kind() == TransportKind::kTcp;
+  std::vector<int> all(static_cast<size_t>(world_.size));
+  for (int rank = 0; rank < world_.size; ++rank) all[rank] = rank;
+  add_group(0, std::move(all));
 }
 
 Engine::~Engine() {
   shutdown();
-  driver_.stop();
+  progress_.stop();
 }
 
 const char* Engine::transport_name(int peer) const { return perseus::transport_name(kind_of(route_[peer])); }
@@ -135,7 +117,8 @@ Location Engine::own_location() const {
 }
 
 void Engine::set_locations(std::vector<Location> locations) {
-  driver_.exclusively([&] { topology_.set_locations(std::move(locations)); });
+  const ProgressLock lock(progress_);
+  topology_.set_locations(std::move(locations));
 }
 
 void Engine::add_group(int id, std::vector<int> ranks) {
@@ -160,17 +143,17 @@ std::shared_ptr<Group> Engine::make_group(int id, uint32_t channels, const std::
         return entry;
       },
       [this](Entry* entry) -> std::vector<Output>& { return handles_.at(entry->handle)->outputs; },
-      schedules_ ? [this](const Entry& entry) { return awaited(entry); } : Negotiation::Awaited());
+      schedules_ ? [this](const Entry& entry) { return caller_waits_for(entry); } : Negotiation::Awaited());
 }
 
-bool Engine::busy() {
+bool Engine::busy() noexcept {
   if (failed_.load(std::memory_order_relaxed)) return false;
   for (auto& [id, group] : groups_)
     if (group->busy()) return true;
   return false;
 }
 
-bool Engine::has_submissions() const {
+bool Engine::has_submissions() const noexcept {
   std::lock_guard<std::mutex> lock(groups_mutex_);
   for (auto& [id, group] : groups_)
     if (group->negotiation().has_submissions()) return true;
@@ -179,18 +162,31 @@ bool Engine::has_submissions() const {
 
 bool Engine::pass(bool eager) {
   bool moved = false;
-  if (const auto trouble = trouble_of([&] { moved = advance(eager); })) {
-    abort(*trouble, true);
-    moved = true;
+  // What has ended is completed even where going on fails.
+  progress_.guard([&]() PERSEUS_REQUIRES(progress_lock) { moved = advance(eager); });
+  if (ending_) end_everything();
+  return complete_ended() || moved;
+}
+
+void Engine::on_failure(const Error& cause) noexcept {
+  try {
+    abort(cause, true);
+  } catch (const std::exception&) {
+    // There was no memory even for that. Passes go on with the rest until there is some.
+    failed_.store(true, std::memory_order_release);
+    drained_.store(true, std::memory_order_release);
+    ending_ = true;
   }
-  if (finished_.empty() && mismatched_.empty()) return moved;
-  const auto trouble = trouble_of([this] {
+}
+
+bool Engine::complete_ended() {
+  if (finished_.empty() && mismatched_.empty()) return false;
+  progress_.guard([this]() PERSEUS_REQUIRES(progress_lock) {
     count();  // who sees its request finished sees it counted
     nan_check_.scan_sums(finished_);
     nan_check_.report(finished_, log_);
   });
-  if (trouble) abort(*trouble, true);
-  // Group changes touch the map that was walked above and end what a group still has under way, so they come last.
+  // Group changes touch the map that passes walk and end what a group still has under way, so they come last.
   size_t changes = 0;
   for (Entry* entry : finished_) {
     if (changes_groups(*entry)) finished_[changes++] = entry;
@@ -229,7 +225,7 @@ bool Engine::advance(bool eager) {
   return moved;
 }
 
-bool Engine::awaited(const Entry& entry) const {
+bool Engine::caller_waits_for(const Entry& entry) const {
   if (handles_.at(entry.handle)->awaited.load(std::memory_order_acquire)) return true;
   return entry.done.call != nullptr && now_ns() - entry.submitted_ns > kSilentPatience;
 }
@@ -245,40 +241,41 @@ void Engine::finish(Entry* entry, const Status& status) {
     return;
   }
   HandleTable::Slot* slot = handles_.at(entry->handle);
-  auto trouble = trouble_of([&] {
-    slot->status = status;
-    if (status.ok) nan_check_.judge(*entry, slot);
-    flight_recorder_.record(*entry, *entry->text, status.ok);
-  });
+  // An exception may leave the status as it was, but never as a success.
+  const bool fine = progress_.guard(
+      [&]() PERSEUS_REQUIRES(progress_lock) {
+        slot->status = status;
+        if (status.ok) nan_check_.judge(*entry, slot);
+        flight_recorder_.record(*entry, *entry->text, status.ok);
+      },
+      &slot->status);
   // Its group may be the one that goes.
   const auto group = groups_.find(entry->group);
   if (group != groups_.end()) group->second->negotiation().retire(entry);
-  if (status.ok && !trouble) {
-    trouble = trouble_of([&] {
-      if (changes_groups(*entry)) {
-        slot->outputs.resize(1);
-        slot->status = change_groups(*entry, &slot->outputs[0]);
-      } else if (entry->description.kind == Kind::kJoin) {
-        slot->outputs.resize(1);
-        slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
-        // Those who went on while others had joined have counted further.
-        if (group != groups_.end()) group->second->restart_numbers();
-      }
-    });
+  if (status.ok && fine) {
+    progress_.guard(
+        [&]() PERSEUS_REQUIRES(progress_lock) {
+          if (changes_groups(*entry)) {
+            slot->outputs.resize(1);
+            slot->status = change_groups(*entry, &slot->outputs[0]);
+          } else if (entry->description.kind == Kind::kJoin) {
+            slot->outputs.resize(1);
+            slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
+            // Those who went on while others had joined have counted further.
+            if (group != groups_.end()) group->second->restart_numbers();
+          }
+        },
+        &slot->status);
   }
-  if (trouble) slot->status = Status::from(*trouble);
   const Completion done = entry->done;
   const int64_t handle = HandleTable::handle_of(*slot, entry->handle);
   recycle(entry);
   operations_.fetch_add(1, std::memory_order_relaxed);
   HandleTable::complete(slot);
-  driver_.completed();
-  if (done.call != nullptr) {
-    silent_batch_.done();
-    const auto other = trouble_of([&] { done.call(done.arg, handle); });
-    if (!trouble) trouble = other;
-  }
-  if (trouble) abort(*trouble, true);
+  progress_.completed();
+  if (done.call == nullptr) return;
+  silent_batch_.done();
+  progress_.guard([&] { done.call(done.arg, handle); });
 }
 
 // Every rank of the world gets here with the same request in the same order, so ids agree.
@@ -326,7 +323,7 @@ HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   const auto over = [slot, handle] { return HandleTable::is_over(*slot, handle); };
   if (over()) return slot;
   callers_.begins_wait(handle, now_ns());
-  driver_.wait(over, deadline_ns);
+  progress_.wait(over, deadline_ns);
   callers_.ends_wait(over(), now_ns());
   return slot;
 }
@@ -335,18 +332,16 @@ HandleTable::Slot* Engine::poll(int64_t handle) {
   HandleTable::Slot* slot = handles_.find(handle);
   if (slot != nullptr && !HandleTable::is_done(*slot)) {
     slot->awaited.store(true, std::memory_order_release);
-    driver_.nudge();
+    progress_.nudge();
   }
   return slot;
 }
 
 void Engine::start_timeline(const std::string& path, bool mark_cycles) {
-  timeline_.start(path, mark_cycles, [this](const std::function<void()>& action) { driver_.exclusively(action); });
+  timeline_.start(path, mark_cycles, progress_);
 }
 
-void Engine::stop_timeline() {
-  timeline_.stop([this](const std::function<void()>& action) { driver_.exclusively(action); });
-}
+void Engine::stop_timeline() { timeline_.stop(progress_); }
 
 std::vector<int> Engine::group_ranks(int id) const {
   std::lock_guard<std::mutex> lock(groups_mutex_);
@@ -361,12 +356,9 @@ int64_t Engine::next_number(int group) const {
 }
 
 Speeds Engine::speeds(int group) {
-  Speeds speeds;
-  driver_.exclusively([&] {
-    const auto found = groups_.find(group);
-    if (found != groups_.end()) speeds = found->second->speeds();
-  });
-  return speeds;
+  const ProgressLock lock(progress_);
+  const auto found = groups_.find(group);
+  return found == groups_.end() ? Speeds() : found->second->speeds();
 }
 
 void Engine::count() {
@@ -392,7 +384,7 @@ EngineStats Engine::stats() const {
   std::lock_guard<std::mutex> lock(stats_mutex_);
   EngineStats stats = stats_;
   stats.operations = operations_.load(std::memory_order_relaxed);
-  stats.sleeps = driver_.sleeps();
+  stats.sleeps = progress_.sleeps();
   return stats;
 }
 

@@ -34,7 +34,7 @@ struct EngineStats {
   uint64_t rounds = 0, buckets = 0, operations = 0, sleeps = 0, staging_bytes = 0, messages = 0;
 };
 
-class Engine {
+class Engine final : private ProgressWork {
  public:
   // A request as the caller states it; pointers need to live only during submit().
   struct Submission {
@@ -70,7 +70,7 @@ class Engine {
   // `spare_cores`: of this host, beyond one for each rank; negative when ranks share cores.
   Engine(const World& world, const Config& config, const Log& log, std::unique_ptr<Waker> waker,
          std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, int spare_cores);
-  ~Engine();
+  ~Engine() override;
 
   // Throws Error(kInvalidArgument) for what this rank alone can see to be wrong, Error(kAborted) after a failure.
   int64_t submit(const Submission& submission);
@@ -122,7 +122,7 @@ class Engine {
   // ---- gradients (gradients.cc); any thread ----
   // What comes before a gradient's reduction: true when there is none yet, because it was added to a sum.
   bool holds(const Submission& submission);
-  bool awaited(const Entry& entry) const;
+  bool caller_waits_for(const Entry& entry) const;
   int64_t held_handle(const Completion& done);
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
   void say_precision(const std::vector<int>& ranks);
@@ -130,43 +130,52 @@ class Engine {
   // Notes in the description whether what is held back has to go along.
   void ask_for_flush(const Submission& submission, const Group& group, Description* description);
 
-  // ---- driving (engine.cc); token held ----
-  // Throws nothing: what goes wrong ends the world.
-  bool pass(bool eager);
-  bool advance(bool eager);
-  bool busy();
-  bool has_submissions() const;  // any thread
+  // ---- ProgressWork (engine.cc) ----
+  bool pass(bool eager) override PERSEUS_REQUIRES(progress_lock);
+  void on_failure(const Error& cause) noexcept override PERSEUS_REQUIRES(progress_lock);
+  bool busy() noexcept override PERSEUS_REQUIRES(progress_lock);
+  bool has_submissions() const noexcept override;
+  bool awaited() const noexcept override { return silent_batch_.complete(); }
+
+  bool advance(bool eager) PERSEUS_REQUIRES(progress_lock);
+  // Completes what has ended since the last time; true when there was anything.
+  bool complete_ended() PERSEUS_REQUIRES(progress_lock);
   // Completes the handle in any case: what goes wrong meanwhile ends the world.
-  void finish(Entry* entry, const Status& status);
-  Status change_groups(const Entry& entry, Output* output);
-  void add_group(int id, std::vector<int> ranks);
+  void finish(Entry* entry, const Status& status) PERSEUS_REQUIRES(progress_lock);
+  Status change_groups(const Entry& entry, Output* output) PERSEUS_REQUIRES(progress_lock);
+  void add_group(int id, std::vector<int> ranks) PERSEUS_REQUIRES(progress_lock);
   std::shared_ptr<Group> make_group(int id, uint32_t channels, const std::vector<int>& ranks);
-  void count();
+  void count() PERSEUS_REQUIRES(progress_lock);
 
-  // ---- tuning (tuning.cc); token held ----
+  // ---- tuning (tuning.cc) ----
   void begin_tuner_log() const;
-  void keep_tuning(Group* world);
+  void keep_tuning(Group* world) PERSEUS_REQUIRES(progress_lock);
 
-  // ---- watching (watch.cc); token held ----
-  void read_notices();
-  void hear(const Notice& notice);
-  void hear_shutdown(int peer, const std::string& rounds);
-  void housekeeping(int64_t now);
-  void check_liveness(int64_t now);
-  void check_stalls(int64_t now);
-  void check_deadlocks(int64_t now);
-  void abort(const Error& cause, bool tell);
-  void fail_pending(Group* group, bool close, const Status& status);
-  void give_up(Group* group, const Status& status);
-  void wind_down();
-  bool never_ends(const Group& group) const;  // the round in flight
-  void say_goodbye();
+  // ---- watching (watch.cc) ----
+  void read_notices() PERSEUS_REQUIRES(progress_lock);
+  void hear(const Notice& notice) PERSEUS_REQUIRES(progress_lock);
+  void hear_shutdown(int peer, const std::string& rounds) PERSEUS_REQUIRES(progress_lock);
+  void housekeeping(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void check_liveness(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void check_stalls(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void check_deadlocks(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void abort(const Error& cause, bool tell) PERSEUS_REQUIRES(progress_lock);
+  // Once the world has failed: whatever is left of its requests.
+  void end_everything() PERSEUS_REQUIRES(progress_lock);
+  // Finishes what `take` takes, even where that throws.
+  template <class Take>
+  void end(const Take& take, const Status& status) PERSEUS_REQUIRES(progress_lock);
+  void fail_pending(Group* group, bool close, const Status& status) PERSEUS_REQUIRES(progress_lock);
+  void give_up(Group* group, const Status& status) PERSEUS_REQUIRES(progress_lock);
+  void wind_down() PERSEUS_REQUIRES(progress_lock);
+  bool never_ends(const Group& group) const PERSEUS_REQUIRES(progress_lock);  // the round in flight
+  void say_goodbye() PERSEUS_REQUIRES(progress_lock);
   std::string shutdown_text() const;
   void note_cause(const std::string& text);  // what failure() says from now on
 
   const World world_;
   const Log log_;
-  FlightRecorder flight_recorder_;  // token held
+  FlightRecorder flight_recorder_ PERSEUS_GUARDED_BY(progress_lock);
   const int64_t timeout_ns_, stall_ns_, stall_shutdown_ns_, cycle_ns_;
   const bool schedules_;
   ExecutionSettings execution_settings_;
@@ -189,12 +198,14 @@ class Engine {
   Callers callers_;
 
   mutable std::mutex groups_mutex_;
-  // Written under groups_mutex_ with the token; read under either. groups_ holds those this rank is a member of.
+  // Written under groups_mutex_ with the progress lock; read under either. groups_ holds those this rank is a member
+  // of.
   std::map<int, std::vector<int>> members_;
   std::map<int, std::shared_ptr<Group>> groups_;
-  std::deque<int> free_ids_;  // token; freed first is used first
-  int next_id_ = 1;           // token
-  uint32_t groups_made_ = 0;  // token; numbers channels, which are never used again
+  std::deque<int> free_ids_ PERSEUS_GUARDED_BY(progress_lock);  // freed first is used first
+  int next_id_ PERSEUS_GUARDED_BY(progress_lock) = 1;
+  // Numbers channels, which are never used again.
+  uint32_t groups_made_ PERSEUS_GUARDED_BY(progress_lock) = 0;
 
   std::mutex entries_mutex_;
   std::vector<std::unique_ptr<Entry>> entries_;  // all ever made; guarded by entries_mutex_
@@ -209,22 +220,26 @@ class Engine {
   std::string cause_;  // guarded by cause_mutex_
   std::atomic<uint64_t> operations_{0};
 
-  // Token held:
-  std::vector<bool> left_;                    // peers that said goodbye
-  std::map<uint32_t, uint64_t> last_rounds_;  // channel number of a group → last round that all who left took part in
-  int64_t housekeeping_ns_ = 0;
-  int64_t alive_since_ns_ = 0;  // silence counts from here on
-  int64_t events_ns_ = 0;
-  bool tcp_ = false;
-  std::vector<Entry*> finished_;
-  std::vector<std::pair<Entry*, std::string>> mismatched_;
-  int64_t tuner_handle_ = 0;  // of what tells the others this rank's times; 0 = not submitted
+  std::vector<bool> left_ PERSEUS_GUARDED_BY(progress_lock);  // peers that said goodbye
+  // Channel number of a group → last round that all who left took part in.
+  std::map<uint32_t, uint64_t> last_rounds_ PERSEUS_GUARDED_BY(progress_lock);
+  int64_t housekeeping_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  int64_t alive_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // silence counts from here on
+  int64_t events_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  bool tcp_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  std::vector<Entry*> finished_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<std::pair<Entry*, std::string>> mismatched_ PERSEUS_GUARDED_BY(progress_lock);
+  // Of what tells the others this rank's times; 0 = not submitted.
+  int64_t tuner_handle_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  ErrorKind failure_kind_ PERSEUS_GUARDED_BY(progress_lock) = ErrorKind::kInternal;
+  // The world has failed, but not everything could be told and ended yet.
+  bool ending_ PERSEUS_GUARDED_BY(progress_lock) = false;
   const std::string tuner_log_;
 
   mutable std::mutex stats_mutex_;
   EngineStats stats_;  // guarded by stats_mutex_
 
-  Driver driver_;  // last: its thread uses everything above
+  ProgressEngine progress_;  // last: its thread uses everything above
 };
 
 }  // namespace perseus

@@ -207,7 +207,7 @@ int64_t Engine::submit(const Submission& s) {
         "currently being processed. If you want to request another tensor, use a different tensor name. (" +
         std::string(s.name) + ")");
   }
-  driver_.submitted(all_there || group->negotiation().submitted_bytes() >= kBucketsWorth);
+  progress_.submitted(all_there || group->negotiation().submitted_bytes() >= kBucketsWorth);
   return handle;
 }
 

@@ -176,25 +176,39 @@ void Engine::abort(const Error& cause, bool tell) {
     for (int peer = 0; peer < world_.size; ++peer)
       if (route_[peer] != nullptr) route_[peer]->notify(peer, kAbortNotice + std::string(cause.what()).substr(0, 1000));
   log_.debug(std::string("the world failed: ") + cause.what());
-  const Status status{false, cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind(), cause.what()};
-  for (auto& [id, group] : groups_) {
-    fail_pending(group.get(), true, status);
-    give_up(group.get(), status);
-  }
+  failure_kind_ = cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind();
+  end_everything();
   if (!tell) return;
   flight_recorder_.write(cause.what(), log_);
 }
 
+void Engine::end_everything() {
+  const Status status{false, failure_kind_, failure()};
+  for (auto& [id, group] : groups_) {
+    fail_pending(group.get(), true, status);
+    give_up(group.get(), status);
+  }
+  ending_ = false;
+}
+
+template <class Take>
+void Engine::end(const Take& take, const Status& status) {
+  std::vector<Entry*> taken;
+  try {
+    take(&taken);
+  } catch (...) {
+    for (Entry* entry : taken) finish(entry, status);
+    throw;
+  }
+  for (Entry* entry : taken) finish(entry, status);
+}
+
 void Engine::fail_pending(Group* group, bool close, const Status& status) {
-  std::vector<Entry*> pending;
-  group->negotiation().take_pending(close, &pending);
-  for (Entry* entry : pending) finish(entry, status);
+  end([&](std::vector<Entry*>* taken) { group->negotiation().take_pending(close, taken); }, status);
 }
 
 void Engine::give_up(Group* group, const Status& status) {
-  std::vector<Entry*> under_way;
-  group->abandon(&under_way);
-  for (Entry* entry : under_way) finish(entry, status);
+  end([&](std::vector<Entry*>* taken) { group->abandon(taken); }, status);
 }
 
 // While closing: rounds that all ranks take part in are finished, and what they made ready; the rest fails.
@@ -249,12 +263,11 @@ void Engine::shutdown() {
   closing_.store(true, std::memory_order_release);
   const int64_t deadline = now_ns() + kDrainTime;
   for (bool said = false; !said;) {
-    driver_.wait([this] { return drained_.load(std::memory_order_acquire); }, deadline);
-    driver_.exclusively([&] {
-      // Since the wait ended another pass may have joined a round: what all have agreed on there is finished first.
-      said = drained_.load(std::memory_order_relaxed) || now_ns() >= deadline;
-      if (said) say_goodbye();
-    });
+    progress_.wait([this] { return drained_.load(std::memory_order_acquire); }, deadline);
+    const ProgressLock lock(progress_);
+    // Since the wait ended another pass may have joined a round: what all have agreed on there is finished first.
+    said = drained_.load(std::memory_order_relaxed) || now_ns() >= deadline;
+    if (said) say_goodbye();
   }
 }
 

@@ -37,7 +37,7 @@ std::unique_ptr<Recording> Timeline::open(const std::string& path) const {
   return std::make_unique<Recording>(timeline_path(path, rank_), rank_, size_, log_);
 }
 
-void Timeline::start(const std::string& path, bool mark_cycles, const Exclusively& exclusively) {
+void Timeline::start(const std::string& path, bool mark_cycles, ProgressEngine& progress) {
   if (!armed_)
     fail(ErrorKind::kInvalidArgument,
          "Set HOROVOD_TIMELINE=DYNAMIC (or to a file) before init() to start a timeline at run time.");
@@ -46,17 +46,17 @@ void Timeline::start(const std::string& path, bool mark_cycles, const Exclusivel
   std::lock_guard<std::mutex> lock(control_mutex_);
   if (recording_ && recording_->path() == timeline_path(path, rank_)) return;
   std::unique_ptr<Recording> other = open(path);
-  exclusively([&] {
-    recording_.swap(other);
-    mark_cycles_ = mark_cycles;
-  });
+  const ProgressLock progress_held(progress);
+  recording_.swap(other);
+  mark_cycles_ = mark_cycles;
 }
 
-void Timeline::stop(const Exclusively& exclusively) {
+void Timeline::stop(ProgressEngine& progress) {
   std::lock_guard<std::mutex> lock(control_mutex_);
   if (!recording_) return;
   std::unique_ptr<Recording> ended;
-  exclusively([&] { recording_.swap(ended); });
+  const ProgressLock progress_held(progress);
+  recording_.swap(ended);
 }
 
 void Timeline::operation(const Entry& entry, bool ok) {

@@ -1,8 +1,8 @@
-// The timeline (HOROVOD_TIMELINE): what the driver tells it goes into a Chrome trace, while one is being recorded.
-// Starting and stopping is for any thread, the rest for the driver. Costs one look at a pointer while it is off.
+// The timeline (HOROVOD_TIMELINE): what a pass tells it goes into a Chrome trace, while one is being recorded.
+// Starting and stopping is for any thread, the rest needs the progress lock. Costs one look at a pointer while it is
+// off.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "execution/bucket_observer.h"
 #include "observe/recording.h"
+#include "progress/progress_engine.h"
 #include "request/request.h"
 #include "topology/transport_kind.h"
 #include "topology/world.h"
@@ -20,14 +21,11 @@ namespace perseus {
 
 class Timeline final : public BucketObserver {
  public:
-  // Calls what it is given while no pass of the driver runs.
-  using Exclusively = std::function<void(const std::function<void()>&)>;
-
   // `transports[rank]` leads to that rank. Records from the start where HOROVOD_TIMELINE names a file;
   // throws Error(kInvalidArgument) when that file cannot be written.
   Timeline(const World& world, const Config& config, const std::vector<TransportKind>& transports, const Log& log);
 
-  // ---- driver ----
+  // ---- with the progress lock held ----
   bool on() const override { return recording_ != nullptr; }
   bool marks_cycles() const { return on() && mark_cycles_; }
   // The entry's handle is about to be done; it still has its name.
@@ -38,8 +36,8 @@ class Timeline final : public BucketObserver {
   void tuned(size_t bucket_bytes, int streams, const std::string& why);
 
   // ---- any thread; see perseus_timeline_start and perseus_timeline_stop ----
-  void start(const std::string& path, bool mark_cycles, const Exclusively& exclusively);
-  void stop(const Exclusively& exclusively);
+  void start(const std::string& path, bool mark_cycles, ProgressEngine& progress);
+  void stop(ProgressEngine& progress);
 
  private:
   std::unique_ptr<Recording> open(const std::string& path) const;
@@ -51,7 +49,7 @@ class Timeline final : public BucketObserver {
   std::vector<uint8_t> transports_;  // by rank, as transport_bit()
 
   std::mutex control_mutex_;  // held by whoever starts or stops
-  // Changed with the token and control_mutex_; read with either.
+  // Changed with the progress lock and control_mutex_; read with either.
   std::unique_ptr<Recording> recording_;
   bool mark_cycles_ = false;
 };

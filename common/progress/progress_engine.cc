@@ -1,6 +1,6 @@
-// The token, the engine thread and the ways to sleep. States of the engine thread:
-//   sleeping  in the Waker, without the token: any event, doorbell or the Waker's timer wakes it and it drives
-//   driving   holds the token
+// The progress lock, the engine thread and the ways to sleep. States of the engine thread:
+//   sleeping  in the Waker, without the lock: any event, doorbell or the Waker's timer wakes it and it drives
+//   driving   holds the lock
 //   standby   a caller drives; sleeps on a timer of its own, which callers set as they leave
 // Publishing work and looking at the state are ordered by sequentially consistent fences on both sides, so either the
 // submitter sees a sleeper and sets a timer, or the sleeper's last look sees the work.
@@ -20,7 +20,6 @@
 
 #include "base/clock.h"
 #include "base/descriptors.h"
-#include "base/error.h"
 #include "base/fork_guard.h"
 
 namespace perseus {
@@ -39,8 +38,23 @@ constexpr int64_t kPoliteAfter = 5 * kMicrosecond;
 
 }  // namespace
 
-Driver::Driver(Waker& waker, const Settings& settings, Callbacks callbacks)
-    : waker_(waker), settings_(settings), callbacks_(std::move(callbacks)) {
+// A caller's hold on the progress lock, which it has taken: given back whatever happens meanwhile.
+class PERSEUS_SCOPED_CAPABILITY ProgressEngine::Hold {
+ public:
+  Hold(ProgressEngine* engine, void (ProgressEngine::*give_back)()) PERSEUS_REQUIRES(progress_lock)
+      : engine_(engine), give_back_(give_back) {}
+  // The analysis does not see which function is called.
+  ~Hold() PERSEUS_RELEASE() PERSEUS_NO_THREAD_ANALYSIS { (engine_->*give_back_)(); }
+  Hold(const Hold&) = delete;
+  Hold& operator=(const Hold&) = delete;
+
+ private:
+  ProgressEngine* const engine_;
+  void (ProgressEngine::* const give_back_)();
+};
+
+ProgressEngine::ProgressEngine(Waker& waker, const Settings& settings, ProgressWork& work)
+    : waker_(waker), settings_(settings), work_(work) {
   standby_timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
   if (standby_timer_ < 0) fail(ErrorKind::kIo, "[engine] timerfd_create: " + error_text(errno));
   guard_fd(standby_timer_);
@@ -52,57 +66,80 @@ Driver::Driver(Waker& waker, const Settings& settings, Callbacks callbacks)
   pthread_sigmask(SIG_SETMASK, &old, nullptr);
 }
 
-Driver::~Driver() {
+ProgressEngine::~ProgressEngine() {
   stop();
   close_guarded(standby_timer_);
 }
 
-void Driver::stop() {
+void ProgressEngine::stop() {
   if (!thread_.joinable()) return;
   stop_.store(true);
   rouse();
   thread_.join();
 }
 
-void Driver::rouse() {
+void ProgressEngine::rouse() {
   waker_.kick();
   standby_at_.store(0, std::memory_order_relaxed);
   arm_standby(1);
 }
 
-// ---- the token ----
+// ---- the lock ----
 
-bool Driver::seize() {
+// See give_up().
+bool ProgressEngine::seize() PERSEUS_NO_THREAD_ANALYSIS {
   return !taken_.load(std::memory_order_relaxed) && !taken_.exchange(true, std::memory_order_acquire);
 }
 
-bool Driver::try_take() { return wanted_.load(std::memory_order_relaxed) == 0 && seize(); }
+// A conjunction is more than the analysis follows.
+bool ProgressEngine::try_take() PERSEUS_NO_THREAD_ANALYSIS {
+  return wanted_.load(std::memory_order_relaxed) == 0 && seize();
+}
 
-bool Driver::pass(bool eager) {
-  const bool moved = callbacks_.pass(eager);
+bool ProgressEngine::pass(bool eager) {
+  bool moved = true;  // a failure completes what was in flight
+  guard([&]() PERSEUS_REQUIRES(progress_lock) { moved = work_.pass(eager); });
   if (completed_) {
     completed_ = false;
     std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with wait_for_driver(): it sees done, or we see it
-    if (waiters_.load(std::memory_order_seq_cst) > 0) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      changed_.notify_all();
-    }
+    wake_waiters();
   }
   return moved;
 }
 
-void Driver::leave() {
-  const bool busy = callbacks_.busy();
-  taken_.store(false, std::memory_order_seq_cst);
-  if (waiters_.load(std::memory_order_seq_cst) > 0) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    changed_.notify_all();
+void ProgressEngine::on_exception(const Error& error, Status* outcome) noexcept {
+  if (outcome != nullptr) {
+    outcome->ok = false;
+    outcome->kind = error.kind();
+    try {
+      outcome->message = error.what();
+    } catch (const std::bad_alloc&) {
+      outcome->message.clear();  // the kind has to do
+    }
   }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with submitted(): it saw the token taken, or we see it
-  if (busy || callbacks_.has_submissions()) submitted(false);
+  work_.on_failure(error);
 }
 
-void Driver::submitted(bool urgent) {
+void ProgressEngine::wake_waiters() {
+  if (waiters_.load(std::memory_order_seq_cst) == 0) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  changed_.notify_all();
+}
+
+// The lock is a plain atomic word, which the analysis does not know.
+void ProgressEngine::give_up() PERSEUS_NO_THREAD_ANALYSIS {
+  taken_.store(false, std::memory_order_seq_cst);
+  wake_waiters();
+}
+
+void ProgressEngine::leave() {
+  const bool busy = work_.busy();
+  give_up();
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with submitted(): it saw the lock taken, or we see it
+  if (busy || work_.has_submissions()) submitted(false);
+}
+
+void ProgressEngine::submitted(bool urgent) {
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the fences before the engine thread's last look
   switch (state_.load(std::memory_order_relaxed)) {
     case EngineState::kSleeping:
@@ -122,7 +159,7 @@ void Driver::submitted(bool urgent) {
   }
 }
 
-void Driver::arm_standby(int64_t delay_ns) {
+void ProgressEngine::arm_standby(int64_t delay_ns) {
   const int64_t at = now_ns() + delay_ns;
   const int64_t set = standby_at_.load(std::memory_order_relaxed);
   if (set != 0 && set <= at) return;
@@ -135,26 +172,24 @@ void Driver::arm_standby(int64_t delay_ns) {
 
 // ---- callers ----
 
-void Driver::nudge() {
+void ProgressEngine::nudge() {
   if (!try_take()) return;
-  const Hold hold(this, &Driver::leave);
+  const Hold hold(this, &ProgressEngine::leave);
   pass(true);
 }
 
-void Driver::exclusively(const std::function<void()>& action) {
-  // A caller drives until its own request is done, which may be what the action is to bring about.
+void ProgressEngine::take() {
+  // A caller drives until its own request is done, which may be what is to be brought about with the lock.
   wanted_.fetch_add(1, std::memory_order_seq_cst);
   while (!seize()) {
     waker_.kick();
     wait_for_driver([] { return false; }, now_ns() + kMillisecond);
   }
   wanted_.fetch_sub(1, std::memory_order_relaxed);
-  const Hold hold(this, &Driver::leave);
-  action();
-  pass(true);  // also tells waiters what the action completed
 }
 
-bool Driver::take_over(const std::function<bool()>& done) {
+// See try_take().
+bool ProgressEngine::take_over(const std::function<bool()>& done) PERSEUS_NO_THREAD_ANALYSIS {
   if (try_take()) return true;
   waiters_.fetch_add(1, std::memory_order_seq_cst);
   const int64_t until = now_ns() + kHandOver;
@@ -164,14 +199,14 @@ bool Driver::take_over(const std::function<bool()>& done) {
   return taken;
 }
 
-bool Driver::wait(const std::function<bool()>& done, int64_t deadline_ns) {
+bool ProgressEngine::wait(const std::function<bool()>& done, int64_t deadline_ns) {
   while (!done()) {
     if (!take_over(done)) {
       if (!done()) wait_for_driver(done, deadline_ns);
     } else {
       // Peers need not ring while we look for ourselves, and the engine thread stands by: did it keep listening between
       // two calls of a busy caller, every message would wake it for nothing.
-      const Hold hold(this, &Driver::step_back);
+      const Hold hold(this, &ProgressEngine::step_back);
       waker_.cancel_sleep();
       if (state_.load(std::memory_order_relaxed) == EngineState::kSleeping) waker_.kick();
       drive(done, deadline_ns);
@@ -182,7 +217,7 @@ bool Driver::wait(const std::function<bool()>& done, int64_t deadline_ns) {
 }
 
 // Looks once more soon; false when it has done so in vain for long enough. *until: 0 before the first time.
-bool Driver::spin(int64_t now, int64_t* until) const {
+bool ProgressEngine::spin(int64_t now, int64_t* until) const {
   if (*until == 0) *until = now + settings_.spin_ns;
   if (now >= *until) {
     *until = 0;
@@ -193,7 +228,7 @@ bool Driver::spin(int64_t now, int64_t* until) const {
   return true;
 }
 
-void Driver::drive(const std::function<bool()>& done, int64_t deadline_ns) {
+void ProgressEngine::drive(const std::function<bool()>& done, int64_t deadline_ns) {
   int64_t spin_until = 0;
   while (!done() && wanted_.load(std::memory_order_relaxed) == 0) {
     if (pass(true)) {
@@ -207,7 +242,7 @@ void Driver::drive(const std::function<bool()>& done, int64_t deadline_ns) {
   }
 }
 
-void Driver::step_back() {
+void ProgressEngine::step_back() {
   left_ns_.store(now_ns(), std::memory_order_relaxed);
   if (state_.load(std::memory_order_relaxed) == EngineState::kSleeping) {
     // It listens again: peers must ring from here on, and what came meanwhile must be seen.
@@ -219,7 +254,7 @@ void Driver::step_back() {
   if (state_.load(std::memory_order_seq_cst) == EngineState::kStandby) arm_standby(kTakeOver);
 }
 
-void Driver::sleep_as_caller(int64_t timeout_ns) {
+void ProgressEngine::sleep_as_caller(int64_t timeout_ns) {
   // Only one thread may sleep in the Waker, else an event could wake the wrong one.
   if (state_.load(std::memory_order_seq_cst) == EngineState::kSleeping) {
     waker_.kick();
@@ -243,7 +278,7 @@ void Driver::sleep_as_caller(int64_t timeout_ns) {
   caller_sleeps_.store(false, std::memory_order_relaxed);
 }
 
-void Driver::wait_for_driver(const std::function<bool()>& done, int64_t deadline_ns) {
+void ProgressEngine::wait_for_driver(const std::function<bool()>& done, int64_t deadline_ns) {
   std::unique_lock<std::mutex> lock(mutex_);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with pass() and leave()
@@ -254,49 +289,39 @@ void Driver::wait_for_driver(const std::function<bool()>& done, int64_t deadline
 
 // ---- the engine thread ----
 
-void Driver::engine_loop() {
+void ProgressEngine::engine_loop() {
   pthread_setname_np(pthread_self(), "perseus-engine");
   while (!stop_.load()) {
-    if (try_take()) engine_drive();
+    if (try_take()) engine_drives();
     else engine_standby();
   }
 }
 
-// Drives until there is nothing to do, then sleeps in the Waker without the token; returns when somebody else drives.
-void Driver::engine_drive() {
-  for (;;) {
-    state_.store(EngineState::kDriving, std::memory_order_seq_cst);
-    bool idle = false;
-    int64_t spin_until = 0;
-    while (!stop_.load(std::memory_order_relaxed)) {
-      const bool awaited = callbacks_.awaited();
-      if (pass(awaited)) {
-        spin_until = 0;
-        continue;
-      }
-      if (waiters_.load(std::memory_order_relaxed) > 0) break;  // a blocked caller drives better
-      if (awaited && spin(now_ns(), &spin_until)) continue;
-      waker_.prepare_sleep();
-      state_.store(EngineState::kSleeping, std::memory_order_relaxed);
-      std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with submitted()
-      if (pass(false)) {
-        state_.store(EngineState::kDriving, std::memory_order_relaxed);
-        continue;
-      }
-      idle = true;
-      break;
+// Makes progress until there is nothing to do; false when somebody else wants to drive, or it is to stop.
+bool ProgressEngine::engine_drive() {
+  state_.store(EngineState::kDriving, std::memory_order_seq_cst);
+  int64_t spin_until = 0;
+  while (!stop_.load(std::memory_order_relaxed)) {
+    const bool awaited = work_.awaited();
+    if (pass(awaited)) {
+      spin_until = 0;
+      continue;
     }
-    if (!idle) {
-      state_.store(EngineState::kStandby, std::memory_order_seq_cst);
-      waker_.cancel_sleep();
-      leave();
-      return;
-    }
-    taken_.store(false, std::memory_order_seq_cst);
-    if (waiters_.load(std::memory_order_seq_cst) > 0) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      changed_.notify_all();
-    }
+    if (waiters_.load(std::memory_order_relaxed) > 0) return false;  // a blocked caller drives better
+    if (awaited && spin(now_ns(), &spin_until)) continue;
+    waker_.prepare_sleep();
+    state_.store(EngineState::kSleeping, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with submitted()
+    if (!pass(false)) return true;
+    state_.store(EngineState::kDriving, std::memory_order_relaxed);
+  }
+  return false;
+}
+
+// Drives, and sleeps in the Waker without the lock where there is nothing to do; returns when somebody else drives.
+void ProgressEngine::engine_drives() {
+  while (engine_drive()) {
+    give_up();
     // stop()'s kick may have been taken by the last look.
     waker_.wait(stop_.load() ? 0 : kHeartbeat);
     if (stop_.load() || !try_take()) {
@@ -304,9 +329,12 @@ void Driver::engine_drive() {
       return;
     }
   }
+  state_.store(EngineState::kStandby, std::memory_order_seq_cst);
+  waker_.cancel_sleep();
+  leave();
 }
 
-void Driver::engine_standby() {
+void ProgressEngine::engine_standby() {
   state_.store(EngineState::kStandby, std::memory_order_seq_cst);
   for (;;) {
     // A caller that left before it could see our state set no timer.

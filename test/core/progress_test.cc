@@ -12,7 +12,7 @@ using namespace perseus_test;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-class Drivers : public testing::TestWithParam<int> {
+class Progress : public testing::TestWithParam<int> {
  protected:
   Medium medium() const { return all_media()[static_cast<size_t>(GetParam())]; }
 };
@@ -33,7 +33,7 @@ bool comes_true(const std::function<bool()>& fact, int seconds = 300) {
   return fact();
 }
 
-TEST_P(Drivers, SeveralThreadsOfARankSubmitAndWaitAtOnce) {
+TEST_P(Progress, SeveralThreadsOfARankSubmitAndWaitAtOnce) {
   constexpr int kThreads = 4, kSteps = 12;
   for (int size : {2, 3}) {
     std::vector<std::vector<std::unique_ptr<Operation>>> operations(kThreads);
@@ -66,7 +66,7 @@ TEST_P(Drivers, SeveralThreadsOfARankSubmitAndWaitAtOnce) {
   }
 }
 
-TEST_P(Drivers, AnyNumberOfThreadsMayWaitForOneHandle) {
+TEST_P(Progress, AnyNumberOfThreadsMayWaitForOneHandle) {
   run_world(medium(), 2, [&](int rank, perseus_context* context) {
     for (int step = 0; step < 20; ++step) {
       Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(2), {{PERSEUS_FLOAT32, {30000}}});
@@ -82,7 +82,7 @@ TEST_P(Drivers, AnyNumberOfThreadsMayWaitForOneHandle) {
   });
 }
 
-TEST_P(Drivers, AThreadThatWaitsForALateRankDoesNotHoldUpItsNeighbours) {
+TEST_P(Progress, AThreadThatWaitsForALateRankDoesNotHoldUpItsNeighbours) {
   std::atomic<int> quick_done{0};
   run_world(medium(), 2, [&](int rank, perseus_context* context) {
     Operation slow(PERSEUS_ALLREDUCE, "slow", ranks_up_to(2), {{PERSEUS_FLOAT32, {1000}}});
@@ -104,7 +104,7 @@ TEST_P(Drivers, AThreadThatWaitsForALateRankDoesNotHoldUpItsNeighbours) {
   });
 }
 
-TEST_P(Drivers, WorkIsDoneThoughNobodyWaits) {
+TEST_P(Progress, WorkIsDoneThoughNobodyWaits) {
   constexpr uint64_t kRequests = 40;
   run_world(medium(), 3, [&](int rank, perseus_context* context) {
     std::vector<std::unique_ptr<Operation>> operations;
@@ -130,7 +130,7 @@ TEST_P(Drivers, WorkIsDoneThoughNobodyWaits) {
   });
 }
 
-TEST_P(Drivers, ARankThatNeverLooksAgainDoesNotHoldUpTheOthers) {
+TEST_P(Progress, ARankThatNeverLooksAgainDoesNotHoldUpTheOthers) {
   std::atomic<int> done{0};
   run_world(medium(), 3, [&](int rank, perseus_context* context) {
     std::deque<Operation> operations;
@@ -151,7 +151,7 @@ TEST_P(Drivers, ARankThatNeverLooksAgainDoesNotHoldUpTheOthers) {
   });
 }
 
-TEST_P(Drivers, PollingAloneFinishesTheWork) {
+TEST_P(Progress, PollingAloneFinishesTheWork) {
   run_world(medium(), 2, [&](int rank, perseus_context* context) {
     for (uint64_t i = 0; i < 60; ++i) {
       const auto operation = random_operation(i + 1, "t" + std::to_string(i % 20), ranks_up_to(2), 0, 1 << 18);
@@ -164,7 +164,7 @@ TEST_P(Drivers, PollingAloneFinishesTheWork) {
   });
 }
 
-TEST_P(Drivers, WaitsInSlicesEndWithTheirSlice) {
+TEST_P(Progress, WaitsInSlicesEndWithTheirSlice) {
   run_world(medium(), 2, [&](int rank, perseus_context* context) {
     Operation operation(PERSEUS_ALLREDUCE, "t", ranks_up_to(2), {{PERSEUS_FLOAT32, {50000}}});
     for (int step = 0; step < 10; ++step) {
@@ -181,7 +181,7 @@ TEST_P(Drivers, WaitsInSlicesEndWithTheirSlice) {
   });
 }
 
-TEST_P(Drivers, TwoContextsOfAThreadAreUsedInTurnsAndInOppositeOrders) {
+TEST_P(Progress, TwoContextsOfAThreadAreUsedInTurnsAndInOppositeOrders) {
   // The second world is made inside the first one's threads.
   const std::string second_name = unique_name();
   run_world(medium(), 3, [&](int rank, perseus_context* first) {
@@ -208,18 +208,43 @@ TEST_P(Drivers, TwoContextsOfAThreadAreUsedInTurnsAndInOppositeOrders) {
   });
 }
 
+// Has nothing to do, and notes what it is told.
+class Idle final : public perseus::ProgressWork {
+ public:
+  bool pass(bool) override {
+    ++passes;
+    if (throws) throws();
+    return false;
+  }
+  void on_failure(const perseus::Error& cause) noexcept override { failures.push_back(cause.what()); }
+  bool busy() noexcept override { return false; }
+  bool has_submissions() const noexcept override { return false; }
+  bool awaited() const noexcept override { return false; }
+
+  int passes = 0;
+  std::function<void()> throws;
+  std::vector<std::string> failures;
+};
+
 TEST(ProgressLock, IsGivenBackByAnActionThatThrows) {
   perseus::Waker waker;
-  perseus::Driver driver(
-      waker, {}, {[](bool) { return false; }, [] { return false; }, [] { return false; }, [] { return false; }});
-  EXPECT_THROW(driver.exclusively([] { throw std::runtime_error("no"); }), std::runtime_error);
-  EXPECT_THROW(driver.wait([]() -> bool { throw std::runtime_error("no"); }, 0), std::runtime_error);
+  Idle idle;
+  perseus::ProgressEngine engine(waker, {}, idle);
+  const auto throws = [&] {
+    const perseus::ProgressLock lock(engine);
+    throw std::runtime_error("no");
+  };
+  EXPECT_THROW(throws(), std::runtime_error);
+  EXPECT_THROW(engine.wait([]() -> bool { throw std::runtime_error("no"); }, 0), std::runtime_error);
   // A wait that gets as far as driving before its condition throws.
   int looks = 0;
   const auto throws_later = [&]() -> bool { return ++looks < 3 ? false : throw std::runtime_error("no"); };
-  EXPECT_THROW(driver.wait(throws_later, INT64_MAX), std::runtime_error);
+  EXPECT_THROW(engine.wait(throws_later, INT64_MAX), std::runtime_error);
   std::promise<void> ran;
-  std::thread other([&] { driver.exclusively([&] { ran.set_value(); }); });
+  std::thread other([&] {
+    const perseus::ProgressLock lock(engine);
+    ran.set_value();
+  });
   if (ran.get_future().wait_for(std::chrono::seconds(60)) != std::future_status::ready) {
     std::fprintf(stderr, "the progress lock was never given back\n");
     std::_Exit(1);  // the thread waits for ever
@@ -227,7 +252,31 @@ TEST(ProgressLock, IsGivenBackByAnActionThatThrows) {
   other.join();
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Drivers, testing::Range(0, 3),
+TEST(ProgressEngine, TellsItsWorkOfWhatAPassThrows) {
+  perseus::Waker waker;
+  Idle work;
+  perseus::ProgressEngine engine(waker, {}, work);
+  engine.stop();  // else its thread passes, too
+  const std::vector<std::pair<std::function<void()>, std::string>> cases = {
+      {[] { perseus::fail(perseus::ErrorKind::kIo, "[tcp] the wire is cut"); }, "[tcp] the wire is cut"},
+      {[] { throw std::bad_alloc(); }, "[engine] std::bad_alloc: this process is out of memory"},
+      {[] { throw std::out_of_range("17"); }, "[engine] 17"}};
+  for (const auto& [throws, text] : cases) {
+    work.throws = throws;
+    work.failures.clear();
+    engine.nudge();
+    EXPECT_EQ(work.failures, std::vector<std::string>{text});
+  }
+  perseus::Status outcome;
+  const perseus::ProgressLock lock(engine);
+  EXPECT_FALSE(engine.guard([] { perseus::fail(perseus::ErrorKind::kTimeout, "late"); }, &outcome));
+  EXPECT_FALSE(outcome.ok);
+  EXPECT_EQ(outcome.kind, perseus::ErrorKind::kTimeout);
+  EXPECT_EQ(outcome.message, "late");
+  EXPECT_TRUE(engine.guard([] {}, &outcome));
+}
+
+INSTANTIATE_TEST_SUITE_P(Media, Progress, testing::Range(0, 3),
                          [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
 
 }  // namespace

@@ -1,0 +1,64 @@
+"""Fails when code touches what a lock guards without holding the lock, as clang sees it.
+
+Clang reads the annotations of common/base/thread_annotations.h, which g++ ignores, and makes no
+objects. `python .ci/check_locks.py [ROOT]` prints what clang says and exits 1 where it says
+anything. First it makes sure that clang does see an offence.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+OFFENCE = """
+#include "progress/progress_lock.h"
+int guarded PERSEUS_GUARDED_BY(perseus::progress_lock) = 0;
+void offend() { guarded = 1; }
+"""
+
+
+def complaints(common: Path, source: Path) -> str:
+    """What clang says about the locks of one source file; "" where all is well."""
+    command = ["clang++", "-std=c++17", "-fsyntax-only", "-Wthread-safety", "-Werror"]
+    includes = [f"-I{common}", f"-I{common / 'include'}"]
+    version = ['-DPERSEUS_VERSION="0"']
+    done = subprocess.run(
+        [*command, *includes, *version, str(source)], capture_output=True, text=True, check=False
+    )
+    return "" if done.returncode == 0 else done.stderr
+
+
+def main(root: Path) -> int:
+    common = root.resolve() / "common"
+    with tempfile.TemporaryDirectory() as folder:
+        offence = Path(folder, "offence.cc")
+        offence.write_text(OFFENCE, encoding="utf-8")
+        if "progress_lock" not in complaints(common, offence):
+            print("locks: clang does not see an offence that was made on purpose")
+            return 1
+    # Kernels need flags of their own, and the version a generated file; neither has locks.
+    sources = [
+        source
+        for source in sorted(common.rglob("*.cc"))
+        if source.parent.name not in ("kernels", "glibc") and source.name != "version.cc"
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        said = [
+            text for text in pool.map(lambda source: complaints(common, source), sources) if text
+        ]
+    for text in said:
+        print(text)
+    print(
+        f"locks: {len(said)} files with offences"
+        if said
+        else f"locks: held in {len(sources)} files"
+    )
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent)))
