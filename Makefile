@@ -186,6 +186,7 @@ test-caffe: build packages-test packages-caffe $(VENV)/.test .venv/mpich/.ready 
 
 lint: build $(VENV)/.test  ## layers, comments, commit messages, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py
+	$(PY) .ci/draw_layers.py --check
 	$(PY) .ci/check_comments.py
 	$(PY) .ci/check_commits.py
 	$(BIN)/ruff check .
@@ -198,8 +199,9 @@ format: $(VENV)/.test  ## lay out C++ and Python files as lint wants them
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
 
-docs: build  ## docs/config.md from the table of variables
+docs: build  ## docs/config.md from the table of variables, and the drawing of the layers from the includes
 	$(PY) .ci/make_config_doc.py docs/config.md
+	$(PY) .ci/draw_layers.py
 
 bench: build packages-test $(VENV)/.demo  ## measure against torch gloo; write the tables of README.md and benchmarks/README.md
 	mkdir -p build/bench
