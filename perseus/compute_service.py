@@ -1,9 +1,9 @@
 """The place where the parts of a data service find each other: dispatchers, workers and trainers.
 
 Requests are JSON over HTTP. A client first asks for a challenge (GET), then sends its request on
-the same connection (POST). Requests and answers carry an HMAC that covers the challenge, so that a
-stranger is neither heard nor believed, and what was overheard is of no use again. ComputeService
-answers each request in a thread of its own; ComputeClient is thread-safe.
+the same connection (POST). Requests and answers carry an HMAC that covers the challenge, so that
+nobody without the key is heard or believed, and what was overheard is of no use again.
+ComputeService answers each request in a thread of its own; ComputeClient is thread-safe.
 
 Source of behaviour: Horovod 0.28.1, horovod.runner.common.service.compute_service.
 """
@@ -30,7 +30,7 @@ _MOST_BYTES = 1 << 16  # of a request or an answer
 _SLICE_SECONDS = 5.0  # of a wait without a limit, so that a service that died is noticed
 _ANSWER_SECONDS = 30.0  # for everything but what a request waits for
 _REQUEST_SECONDS = 10.0  # for a whole request to arrive
-_MOST_STRANGERS = 64  # connections that have not shown the key yet; the oldest makes room
+_MOST_PENDING = 64  # connections that have not shown the key yet; the oldest makes room
 _PORT_ATTEMPTS = 20  # for one that is free on all interfaces
 
 Addresses = Mapping[str, Sequence[tuple[str, int]]]
@@ -318,29 +318,29 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, place: tuple[str, int], key: bytes, service: ComputeService) -> None:
         self.key, self.service = key, service
         # Connections that have not shown the key, oldest first, and since when they are there.
-        self._strangers: dict[socket.socket, float] = {}
+        self._pending: dict[socket.socket, float] = {}
         self._lock = threading.Lock()  # guards them
         super().__init__(place, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread of its own; pending connections have a limited number."""
         with self._lock:
-            if len(self._strangers) >= _MOST_STRANGERS:
-                self._dismiss(next(iter(self._strangers)))
-            self._strangers[request] = time.monotonic()
+            if len(self._pending) >= _MOST_PENDING:
+                self._dismiss(next(iter(self._pending)))
+            self._pending[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         """Between connections: end those that take too long to show the key."""
         late = time.monotonic() - _REQUEST_SECONDS
         with self._lock:
-            for request in [each for each, since in self._strangers.items() if since < late]:
+            for request in [each for each, since in self._pending.items() if since < late]:
                 self._dismiss(request)
 
     def trust(self, request: socket.socket) -> bool:
         """It has shown the key; whether it had time left."""
         with self._lock:
-            return self._strangers.pop(request, None) is not None
+            return self._pending.pop(request, None) is not None
 
     def shutdown_request(self, request: Any) -> None:
         """At the end of its thread."""
@@ -352,7 +352,7 @@ class _Server(ThreadingHTTPServer):
 
     def _dismiss(self, request: socket.socket) -> None:
         """With the lock held; its thread sees the end of the stream."""
-        del self._strangers[request]
+        del self._pending[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 

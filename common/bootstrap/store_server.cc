@@ -4,14 +4,13 @@
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <deque>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -23,6 +22,7 @@
 #include "bootstrap/store.h"
 #include "bootstrap/store_protocol.h"
 #include "net/auth.h"
+#include "net/pending_connections.h"
 #include "net/socket.h"
 
 namespace perseus {
@@ -31,13 +31,11 @@ namespace {
 using namespace store_protocol;
 
 using Value = std::shared_ptr<const std::string>;
+using PendingIds = PendingConnections<uint64_t>;
 
-// Pending connections beyond the least of these push out the oldest one: a number, and a share of the descriptors that
-// this process may have, most of which belong to the job.
-constexpr size_t kMaxUnproven = 1024, kMinUnproven = 16, kUnprovenShare = 8;
+// How many pending connections there may be: this part of the descriptors of the process, within two bounds.
+constexpr size_t kPendingShare = 8, kLeastPending = 16, kMostPending = 1024;
 constexpr int kPortsTried = 101;
-// How long to leave connections in the kernel's queue when this process has no descriptor left.
-constexpr int64_t kAcceptPause = 100 * kMillisecond;
 
 // What epoll reports: these two, listeners from kFirstListener, clients from kFirstClient. Numbers are never reused.
 constexpr uint64_t kStop = 0;
@@ -50,11 +48,10 @@ struct Client {
   bool proven = false;
   bool close_when_sent = false;
   uint32_t interest = EPOLLIN;
-  int64_t deadline_ns = 0;  // of the proof
-  std::string nonce;        // ours
-  std::string in;           // received, not handled
-  std::string waits_for;    // key of the get that is parked, "" = none
-  std::string head;         // reply under way: head, then value
+  std::string nonce;      // ours
+  std::string in;         // received, not handled
+  std::string waits_for;  // key of the get that is parked, "" = none
+  std::string head;       // reply under way: head, then value
   Value value;
   size_t sent = 0;
 
@@ -116,23 +113,20 @@ class TcpStoreServer : public StoreServer {
           close_client(id);
         }
       }
-      close_late_strangers();
-      if (accept_again_ns_ != 0 && now_ns() >= accept_again_ns_) {
-        accept_again_ns_ = 0;
-        watch_listeners(EPOLLIN);
-      }
+      const int64_t now = now_ns();
+      while (pending_.oldest_is_late(now)) close_oldest_pending();
+      if (pending_.may_resume(now)) watch_listeners(EPOLLIN);
     }
   }
 
   int next_timeout_ms() const {
-    int64_t next = accept_again_ns_;
-    if (!strangers_.empty() && (next == 0 || strangers_.front().first < next)) next = strangers_.front().first;
+    const int64_t next = pending_.next_event_ns();
     if (next == 0) return -1;
     return static_cast<int>(std::max<int64_t>(0, next - now_ns()) / kMillisecond + 1);
   }
 
   void accept_from(int listener) {
-    const size_t most = most_strangers();
+    pending_.set_most(descriptors_for_pending(kPendingShare, kLeastPending, kMostPending));
     // A bounded batch: those already here get their turn in between.
     for (int i = 0; i < 64; ++i) {
       Socket socket = accept_one(listener);
@@ -145,48 +139,39 @@ class TcpStoreServer : public StoreServer {
       client->id = next_id_++;
       client->socket = std::move(socket);
       client->nonce = random_bytes(kNonceSize);
-      client->deadline_ns = now_ns() + kHandshakeLimit;
       put_u32(&client->head, kMagic);
       put_u32(&client->head, kFormat);
       client->head += version_field(this_version()) + client->nonce;
       Client& added = *client;
+      const int64_t now = now_ns();
+      while (pending_.room(now) == PendingIds::Room::kOldestMakesWay) close_oldest_pending();
       // First: should memory end here, the entry without a client is forgotten at its deadline.
-      strangers_.emplace_back(added.deadline_ns, added.id);
+      pending_.add(added.id, now);
       clients_[added.id] = std::move(client);
       if (!watch(EPOLL_CTL_ADD, added.socket.fd(), added.interest, added.id) || !flush(added)) close_client(added.id);
-      if (strangers_.size() > most) close_oldest_stranger();
     }
   }
 
-  static size_t most_strangers() {
-    rlimit files{};
-    if (getrlimit(RLIMIT_NOFILE, &files) != 0) return kMinUnproven;
-    return std::clamp<rlim_t>(files.rlim_cur / kUnprovenShare, kMinUnproven, kMaxUnproven);
-  }
-
-  // Most likely out of descriptors: a listener that stays readable would keep this thread spinning.
+  // Most likely this process has no descriptor left.
   void pause_accepting() {
-    close_oldest_stranger();
-    accept_again_ns_ = now_ns() + kAcceptPause;
+    close_oldest_pending();
+    pending_.pause(now_ns());
     watch_listeners(0);
   }
 
-  void close_oldest_stranger() {
-    if (strangers_.empty()) return;
-    const uint64_t id = strangers_.front().second;
-    strangers_.pop_front();  // whether there is such a client or not
-    close_client(id);
+  void close_oldest_pending() {
+    // Its client may be gone.
+    if (const std::optional<uint64_t> id = pending_.take_oldest()) close_client(*id);
   }
 
-  void close_late_strangers() {
-    const int64_t now = now_ns();
-    while (!strangers_.empty() && strangers_.front().first <= now) close_oldest_stranger();
+  void forget_pending(uint64_t id) {
+    pending_.take([id](uint64_t entry) { return entry == id; });
   }
 
   void close_client(uint64_t id) {
     const auto found = clients_.find(id);
     if (found == clients_.end()) return;
-    if (!found->second->proven) forget_stranger(id);
+    if (!found->second->proven) forget_pending(id);
     unpark(*found->second);
     clients_.erase(found);
   }
@@ -223,16 +208,8 @@ class TcpStoreServer : public StoreServer {
     const Digest proof = client.proven ? prove(secret_, {kServerLabel, format_text(), client.nonce, theirs}) : Digest{};
     verdict.append(reinterpret_cast<const char*>(proof.data()), proof.size());
     client.close_when_sent = !client.proven;
-    if (client.proven) forget_stranger(client.id);
+    if (client.proven) forget_pending(client.id);
     return reply(client, std::move(verdict), nullptr);
-  }
-
-  void forget_stranger(uint64_t id) {
-    for (auto it = strangers_.begin(); it != strangers_.end(); ++it)
-      if (it->second == id) {
-        strangers_.erase(it);
-        return;
-      }
   }
 
   bool handle_requests(Client& client) {
@@ -331,11 +308,10 @@ class TcpStoreServer : public StoreServer {
 
   // Of the thread alone.
   std::unordered_map<uint64_t, std::unique_ptr<Client>> clients_;
-  std::deque<std::pair<int64_t, uint64_t>> strangers_;  // (deadline, id) of the unproven, oldest first
+  PendingIds pending_{{kMostPending, kHandshakeLimit}};  // clients that have not proved the secret
   std::unordered_map<std::string, Value> values_;
   std::unordered_map<std::string, std::vector<uint64_t>> parked_;  // ids of those who wait for a key
   uint64_t next_id_ = kFirstClient;
-  int64_t accept_again_ns_ = 0;  // 0 = accepting
 };
 
 // Listeners for every address of `host` on one port; empty with errno set when the port is taken somewhere.

@@ -21,6 +21,7 @@
 #include "base/log.h"
 #include "bootstrap/store.h"
 #include "net/auth.h"
+#include "net/pending_connections.h"
 #include "net/socket.h"
 #include "net/waker.h"
 #include "topology/host.h"
@@ -35,7 +36,7 @@ namespace {
 // How long a rank that waits for another at the start may be deaf to an interruption.
 constexpr int64_t kSlice = 100 * kMillisecond;
 // Connections that have not said who they are: of ranks, between their connect and their hello, and of anybody.
-constexpr size_t kMostSilent = 128;
+constexpr size_t kMostPending = 128;
 constexpr int64_t kTryAgain = 5 * kMillisecond;
 // Stands for the address of a rank that has no shared memory.
 constexpr char kNoAddress[] = "-";
@@ -142,6 +143,7 @@ class ShmTransport final : public Transport {
   void listen_here();
   std::string connect_to(int rank, const std::string& address, const std::function<void()>& wait_a_little);
   void serve();
+  bool on_hello(Socket& socket);
   void await_welcome(int rank, const std::string& address, int64_t deadline_ns, const Interrupted& interrupted);
   std::string awaited() const;
   Digest proof(const char* label, int from, int to, const std::string& address) const;
@@ -157,8 +159,8 @@ class ShmTransport final : public Transport {
   SharedSegment page_{sizeof(StatePage)};
   std::string address_;
   Socket listener_;
-  std::deque<Socket> silent_;  // connections that have not said who they are, the oldest first
-  std::set<int> expected_;     // ranks of this host that are to connect to us
+  PendingConnections<Socket> pending_{{kMostPending}};
+  std::set<int> expected_;  // ranks of this host that are to connect to us
   std::map<int, Peer> peers_;
   std::deque<Notice> notices_;
   int unconnected_ = 0;  // links whose peer's ring has not been announced yet
@@ -263,7 +265,7 @@ std::map<int, std::string> ShmTransport::meet(Store& store, const std::map<int, 
   }
   for (serve(); !expected_.empty(); serve())
     if (!wait_readable(listener_.fd(), deadline_ns, interrupted)) report_missing(awaited());
-  silent_.clear();
+  pending_.clear();
   listener_.reset();
   for (const auto& [rank, address] : neighbours)
     if (rank < world_.rank && unreachable.count(rank) == 0) await_welcome(rank, address, deadline_ns, interrupted);
@@ -333,43 +335,42 @@ void ShmTransport::serve() {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno == EAGAIN) break;
       const int why = errno;
-      if (silent_.empty()) fail(ErrorKind::kIo, "[shm] cannot accept a rank of this host: " + error_text(why));
-      silent_.pop_front();
+      if (!pending_.take_oldest()) fail(ErrorKind::kIo, "[shm] cannot accept a rank of this host: " + error_text(why));
       continue;
     }
     if (!same_user(socket.fd())) continue;
-    silent_.push_back(std::move(socket));
-    if (silent_.size() > kMostSilent) silent_.pop_front();
+    const int64_t now = now_ns();
+    if (pending_.room(now) == decltype(pending_)::Room::kOldestMakesWay) pending_.take_oldest();
+    pending_.add(std::move(socket), now);
   }
-  std::deque<Socket> waiting;
-  for (Socket& socket : silent_) {
-    ShmMessage hello;
-    int fds[kMaxFds], fd_count = 0;
-    const int got = recv_message(socket.fd(), &hello, fds, &fd_count, MSG_DONTWAIT);
-    if (got < 0) {
-      waiting.push_back(std::move(socket));
-      continue;
-    }
-    const bool good = got > 0 && hello.type == ShmMessageType::kHello && hello.epoch == world_.epoch &&
-                      expected_.count(hello.rank) != 0 &&
-                      digests_equal(hello.proof, proof("hello", hello.rank, world_.rank, address_));
-    if (!good) {
-      for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
-      continue;
-    }
-    ShmMessage welcome;
-    welcome.type = ShmMessageType::kWelcome;
-    welcome.rank = world_.rank;
-    welcome.epoch = world_.epoch;
-    welcome.proof = proof("welcome", world_.rank, hello.rank, address_);
-    const int ours[2] = {page_.fd(), waker_.event_fd()};
-    peers_[hello.rank].socket = std::move(socket);
-    adopt(hello.rank, fds, fd_count);
-    if (!send_message(peers_[hello.rank].socket.fd(), welcome, ours, 2, MSG_DONTWAIT))
-      fail(ErrorKind::kIo, "[shm] rank " + std::to_string(hello.rank) + " ended while starting");
-    expected_.erase(hello.rank);
+  pending_.keep_if([this](Socket& socket) { return !on_hello(socket); });
+}
+
+// False when nothing has arrived yet. Else the connection belongs to a peer now, or leads to nobody and is closed.
+bool ShmTransport::on_hello(Socket& socket) {
+  ShmMessage hello;
+  int fds[kMaxFds], fd_count = 0;
+  const int got = recv_message(socket.fd(), &hello, fds, &fd_count, MSG_DONTWAIT);
+  if (got < 0) return false;
+  const bool good = got > 0 && hello.type == ShmMessageType::kHello && hello.epoch == world_.epoch &&
+                    expected_.count(hello.rank) != 0 &&
+                    digests_equal(hello.proof, proof("hello", hello.rank, world_.rank, address_));
+  if (!good) {
+    for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
+    return true;
   }
-  silent_ = std::move(waiting);
+  ShmMessage welcome;
+  welcome.type = ShmMessageType::kWelcome;
+  welcome.rank = world_.rank;
+  welcome.epoch = world_.epoch;
+  welcome.proof = proof("welcome", world_.rank, hello.rank, address_);
+  const int ours[2] = {page_.fd(), waker_.event_fd()};
+  peers_[hello.rank].socket = std::move(socket);
+  adopt(hello.rank, fds, fd_count);
+  if (!send_message(peers_[hello.rank].socket.fd(), welcome, ours, 2, MSG_DONTWAIT))
+    fail(ErrorKind::kIo, "[shm] rank " + std::to_string(hello.rank) + " ended while starting");
+  expected_.erase(hello.rank);
+  return true;
 }
 
 void ShmTransport::adopt(int rank, const int* fds, int fd_count) {

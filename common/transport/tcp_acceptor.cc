@@ -1,7 +1,6 @@
 // The acceptor's side of the handshakes in tcp_protocol.h.
 #include "transport/tcp_acceptor.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <utility>
 
@@ -14,11 +13,7 @@ using namespace tcp_protocol;
 
 namespace {
 
-constexpr size_t kMaxStrangers = 256;
-constexpr int64_t kIdentifyLimit = 5 * kSecond;
-// When there is no room, the oldest makes way after this time.
-constexpr int64_t kCrowdedLimit = 1 * kSecond;
-constexpr int64_t kPause = 100 * kMillisecond;
+constexpr PendingLimits kLimits{256, 5 * kSecond, 1 * kSecond};
 // A port scan must not fill the log.
 constexpr int kMaxWarnings = 8;
 
@@ -36,13 +31,12 @@ class TcpAcceptor::Listener : public TcpEventHandler {
 };
 
 // A connection that has not yet proved anything.
-class TcpAcceptor::Stranger : public TcpEventHandler {
+class TcpAcceptor::Pending : public TcpEventHandler {
  public:
-  Stranger(TcpAcceptor& owner, Socket socket)
-      : owner_(owner), socket_(std::move(socket)), since_ns_(now_ns()), from_(peer_address(socket_.fd()).text()) {}
+  Pending(TcpAcceptor& owner, Socket socket)
+      : owner_(owner), socket_(std::move(socket)), from_(peer_address(socket_.fd()).text()) {}
 
   int fd() const { return socket_.fd(); }
-  int64_t since_ns() const { return since_ns_; }
   const std::string& from() const { return from_; }
 
   void on_event(uint32_t) override {
@@ -101,7 +95,6 @@ class TcpAcceptor::Stranger : public TcpEventHandler {
 
   TcpAcceptor& owner_;
   Socket socket_;
-  const int64_t since_ns_;
   const std::string from_;
   std::string in_;
   Hello hello_;
@@ -111,11 +104,11 @@ class TcpAcceptor::Stranger : public TcpEventHandler {
 };
 
 TcpAcceptor::TcpAcceptor(TcpEvents& events, const World& world, Members& members, const Log& log)
-    : events_(events), world_(world), members_(members), log_(log) {}
+    : events_(events), world_(world), members_(members), log_(log), pending_(kLimits) {}
 
 TcpAcceptor::~TcpAcceptor() {
   for (const auto& listener : listeners_) events_.remove(listener->fd());
-  for (const auto& stranger : strangers_) events_.remove(stranger->fd());
+  pending_.keep_if([this](const auto& connection) { return events_.remove(connection->fd()), true; });
 }
 
 void TcpAcceptor::listen(Socket socket) {
@@ -125,10 +118,10 @@ void TcpAcceptor::listen(Socket socket) {
 
 void TcpAcceptor::accept_from(int listener) {
   for (;;) {
-    if (strangers_.size() >= kMaxStrangers) {
-      if (now_ns() - strangers_.front()->since_ns() < kCrowdedLimit) return pause();
-      refuse(strangers_.front().get(), "it said nothing while others were waiting");
-    }
+    const auto room = pending_.room(now_ns());
+    if (room == decltype(pending_)::Room::kNone) return pause();
+    if (room == decltype(pending_)::Room::kOldestMakesWay)
+      refuse(pending_.oldest().get(), "it said nothing while others were waiting");
     Socket socket = accept_one(listener);
     if (!socket) {
       const int why = errno;
@@ -137,8 +130,9 @@ void TcpAcceptor::accept_from(int listener) {
       said_shortage_ = true;
       return pause();
     }
-    strangers_.push_back(std::make_unique<Stranger>(*this, std::move(socket)));
-    Stranger* added = strangers_.back().get();
+    auto connection = std::make_unique<Pending>(*this, std::move(socket));
+    Pending* added = connection.get();
+    pending_.add(std::move(connection), now_ns());
     events_.add(added->fd(), EPOLLIN, added);
     added->on_event(EPOLLIN);  // its hello is usually here already
   }
@@ -146,45 +140,39 @@ void TcpAcceptor::accept_from(int listener) {
 
 void TcpAcceptor::pause() {
   for (const auto& listener : listeners_) events_.change(listener->fd(), 0, listener.get());
-  resume_ns_ = now_ns() + kPause;
+  pending_.pause(now_ns());
 }
 
 void TcpAcceptor::check_time() {
   const int64_t now = now_ns();
-  while (!strangers_.empty() && now - strangers_.front()->since_ns() > kIdentifyLimit)
-    refuse(strangers_.front().get(), "it did not say in time who it is");
-  if (resume_ns_ == 0 || now < resume_ns_) return;
-  resume_ns_ = 0;
+  while (pending_.oldest_is_late(now)) refuse(pending_.oldest().get(), "it did not say in time who it is");
+  if (!pending_.may_resume(now)) return;
   for (const auto& listener : listeners_) events_.change(listener->fd(), EPOLLIN, listener.get());
 }
 
-void TcpAcceptor::drop(Stranger* stranger) {
-  events_.remove(stranger->fd());
-  stranger->socket_.reset();
-  const auto same = [&](const auto& entry) { return entry.get() == stranger; };
-  const auto found = std::find_if(strangers_.begin(), strangers_.end(), same);
-  std::unique_ptr<Stranger> gone = std::move(*found);
-  strangers_.erase(found);
-  events_.retire(std::move(gone));
+void TcpAcceptor::drop(Pending* connection) {
+  events_.remove(connection->fd());
+  connection->socket_.reset();
+  events_.retire(*pending_.take([=](const auto& entry) { return entry.get() == connection; }));
 }
 
-void TcpAcceptor::refuse(Stranger* stranger, const std::string& why) {
+void TcpAcceptor::refuse(Pending* connection, const std::string& why) {
   const LogLevel level = ++warnings_ <= kMaxWarnings ? LogLevel::kWarning : LogLevel::kDebug;
-  log_.write(level, "[tcp] closed a connection from " + stranger->from() + ": " + why);
-  drop(stranger);
+  log_.write(level, "[tcp] closed a connection from " + connection->from() + ": " + why);
+  drop(connection);
 }
 
-void TcpAcceptor::welcome(Stranger* stranger) {
-  events_.remove(stranger->fd());
-  Socket socket = std::move(stranger->socket_);
-  const Hello& hello = stranger->hello_;
+void TcpAcceptor::welcome(Pending* connection) {
+  events_.remove(connection->fd());
+  Socket socket = std::move(connection->socket_);
+  const Hello& hello = connection->hello_;
   if (hello.purpose == Purpose::kSide) {
-    members_.on_side(hello.rank, std::move(socket), stranger->keys_);
+    members_.on_side(hello.rank, std::move(socket), connection->keys_);
   } else if (const std::string refusal = members_.on_data(hello.rank, hello.channel, std::move(socket));
              !refusal.empty()) {
-    return refuse(stranger, refusal);
+    return refuse(connection, refusal);
   }
-  drop(stranger);
+  drop(connection);
 }
 
 }  // namespace perseus

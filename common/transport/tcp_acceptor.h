@@ -3,12 +3,12 @@
 #pragma once
 
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/log.h"
+#include "net/pending_connections.h"
 #include "net/socket.h"
 #include "transport/tcp_events.h"
 #include "transport/tcp_protocol.h"
@@ -38,23 +38,22 @@ class TcpAcceptor {
 
  private:
   class Listener;
-  class Stranger;
+  class Pending;
   friend class Listener;
-  friend class Stranger;
+  friend class Pending;
 
   void accept_from(int listener);
   void pause();
-  void drop(Stranger* stranger);
-  void refuse(Stranger* stranger, const std::string& why);
-  void welcome(Stranger* stranger);
+  void drop(Pending* connection);
+  void refuse(Pending* connection, const std::string& why);
+  void welcome(Pending* connection);
 
   TcpEvents& events_;
   const World& world_;
   Members& members_;
   const Log& log_;
   std::vector<std::unique_ptr<Listener>> listeners_;
-  std::list<std::unique_ptr<Stranger>> strangers_;  // oldest first
-  int64_t resume_ns_ = 0;                           // 0 = accepting
+  PendingConnections<std::unique_ptr<Pending>> pending_;
   int warnings_ = 0;
   bool said_shortage_ = false;  // of descriptors
 };

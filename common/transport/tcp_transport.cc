@@ -26,9 +26,9 @@ constexpr int64_t kBusyEventsPause = 20 * kMicrosecond;
 constexpr int64_t kEventsPause = 1 * kMillisecond;
 constexpr int64_t kTimeCheckPause = 100 * kMillisecond;
 // An interface that swallows packets must not hold a stream for the kernel's two minutes.
-constexpr int64_t kDialLimit = 10 * kSecond;
+constexpr int64_t kConnectLimit = 10 * kSecond;
 // A rank that was stopped between connecting and saying who it is finds the door closed; it may knock again.
-constexpr int kMaxDials = 10;
+constexpr int kMaxTries = 10;
 // The engine's clocks, which know what was under way, speak first; the kernel's are for connections nobody waits for.
 // Besides, a living rank may leave what it is sent unread for 5 s, until a schedule is broken for it.
 constexpr int kBehindClocks = 10;
@@ -41,22 +41,22 @@ int keep_alive_seconds(const Config& config) {
 }  // namespace
 
 // A data connection on its way to a lower rank: connecting, then waiting for the welcome.
-class TcpTransport::Dial : public TcpEventHandler {
+class TcpTransport::Outgoing : public TcpEventHandler {
  public:
-  Dial(TcpTransport& owner, TcpLink& link, Socket socket, const std::string& where, bool striped, int tries)
+  Outgoing(TcpTransport& owner, TcpLink& link, Socket socket, const std::string& where, bool striped, int tries)
       : owner_(owner), link_(link), socket_(std::move(socket)), where_(where), striped_(striped), tries_(tries) {}
 
   void on_event(uint32_t events) override {
-    if (connected_) return hear();
+    if (connected_) return on_welcome();
     const int code = connect_result(socket_.fd());
-    if (code == ECONNRESET || code == EPIPE) return owner_.dial_refused(this, std::strerror(code));
-    if (code != 0) return owner_.dial_failed(this, std::strerror(code));
+    if (code == ECONNRESET || code == EPIPE) return owner_.on_refused(this, std::strerror(code));
+    if (code != 0) return owner_.on_unreachable(this, std::strerror(code));
     if ((events & EPOLLOUT) == 0) return;
     connected_ = true;
     // A fresh connection always has room for a hundred bytes.
     const std::string hello = owner_.hello_for(link_);
     if (send_some(socket_.fd(), hello.data(), hello.size()) != static_cast<ssize_t>(hello.size()))
-      return owner_.dial_refused(this, "connection closed");
+      return owner_.on_refused(this, "connection closed");
     owner_.traffic_.sent += hello.size();
     owner_.events_.change(socket_.fd(), EPOLLIN, this);
   }
@@ -64,15 +64,15 @@ class TcpTransport::Dial : public TcpEventHandler {
  private:
   friend class TcpTransport;
 
-  void hear() {
+  void on_welcome() {
     char welcome = 0;
     const ssize_t n = recv_some(socket_.fd(), &welcome, 1);
-    if (n < 0) return owner_.dial_refused(this, n == kEndOfStream ? "connection closed" : std::strerror(errno));
+    if (n < 0) return owner_.on_refused(this, n == kEndOfStream ? "connection closed" : std::strerror(errno));
     if (n == 0) return;
     ++owner_.traffic_.received;
     if (welcome != kWelcome)
-      return owner_.dial_failed(this, "the process that answers there is not a rank of this job");
-    owner_.dial_stands(this);
+      return owner_.on_unreachable(this, "the process that answers there is not a rank of this job");
+    owner_.on_established(this);
   }
 
   TcpTransport& owner_;
@@ -101,7 +101,7 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
 
 TcpTransport::~TcpTransport() {
   waker_.unwatch(events_.fd());
-  for (const auto& dial : dials_) events_.remove(dial->socket_.fd());
+  for (const auto& connection : outgoing_) events_.remove(connection->socket_.fd());
   for (const auto& [rank, peer] : peers_)
     for (const auto& [key, link] : peer.links)
       if (link->attached()) waker_.unwatch(link->fd());
@@ -122,7 +122,7 @@ Link& TcpTransport::link(int rank, Channel channel) {
   if (found != peer.links.end()) return *found->second;
   TcpLink& made = link_of(peer, rank, channel);
   if (!peer.gone.empty()) made.break_off(peer.gone);
-  else if (rank < world_.rank) dial(made, !peer.stripes.empty());
+  else if (rank < world_.rank) connect(made, !peer.stripes.empty());
   return made;
 }
 
@@ -135,7 +135,7 @@ TcpLink& TcpTransport::link_of(Peer& peer, int rank, Channel channel) {
   return *link;
 }
 
-void TcpTransport::dial(TcpLink& link, bool striped, int tries) {
+void TcpTransport::connect(TcpLink& link, bool striped, int tries) {
   const Peer& peer = peer_of(link.peer());
   SocketAddress to = peer.address;
   const SocketAddress* from = nullptr;
@@ -147,9 +147,9 @@ void TcpTransport::dial(TcpLink& link, bool striped, int tries) {
   Socket socket = start_connect(to, from);
   const int code = socket ? 0 : errno;
   const int fd = socket.fd();
-  dials_.push_back(std::make_unique<Dial>(*this, link, std::move(socket), to.text(), striped, tries));
-  if (code != 0) return dial_failed(dials_.back().get(), error_text(code));
-  events_.add(fd, EPOLLOUT, dials_.back().get());
+  outgoing_.push_back(std::make_unique<Outgoing>(*this, link, std::move(socket), to.text(), striped, tries));
+  if (code != 0) return on_unreachable(outgoing_.back().get(), error_text(code));
+  events_.add(fd, EPOLLOUT, outgoing_.back().get());
   events_at_ns_ = 0;
 }
 
@@ -165,40 +165,41 @@ std::string TcpTransport::hello_for(const TcpLink& link) {
   return hello.encode();
 }
 
-void TcpTransport::dial_stands(Dial* dial) {
-  events_.remove(dial->socket_.fd());
-  attach(dial->link_, std::move(dial->socket_));
-  end_dial(dial);
+void TcpTransport::on_established(Outgoing* connection) {
+  events_.remove(connection->socket_.fd());
+  attach(connection->link_, std::move(connection->socket_));
+  end(connection);
 }
 
-void TcpTransport::dial_refused(Dial* dial, const std::string& why) {
-  if (dial->tries_ >= kMaxDials) return dial_failed(dial, why);
-  TcpLink& link = dial->link_;
-  const bool striped = dial->striped_;
-  const int tries = dial->tries_ + 1;
-  log_.debug("[tcp] " + dial->where_ + " closed a data connection before it was established, try " +
+void TcpTransport::on_refused(Outgoing* connection, const std::string& why) {
+  if (connection->tries_ >= kMaxTries) return on_unreachable(connection, why);
+  TcpLink& link = connection->link_;
+  const bool striped = connection->striped_;
+  const int tries = connection->tries_ + 1;
+  log_.debug("[tcp] " + connection->where_ + " closed a data connection before it was established, try " +
              std::to_string(tries));
-  end_dial(dial);
-  this->dial(link, striped, tries);
+  end(connection);
+  connect(link, striped, tries);
 }
 
-void TcpTransport::dial_failed(Dial* dial, const std::string& why) {
-  TcpLink& link = dial->link_;
-  const bool again = dial->striped_ && peer_of(link.peer()).gone.empty();
+void TcpTransport::on_unreachable(Outgoing* connection, const std::string& why) {
+  TcpLink& link = connection->link_;
+  const bool again = connection->striped_ && peer_of(link.peer()).gone.empty();
   if (again)
     log_.warning("[tcp] stream " + std::to_string(link.channel().stream) + " to rank " + std::to_string(link.peer()) +
-                 " cannot use " + dial->where_ + " (" + why + ") and shares another interface");
-  else link.break_off("cannot connect to " + dial->where_ + ": " + why);
-  end_dial(dial);
-  if (again) this->dial(link, false);
+                 " cannot use " + connection->where_ + " (" + why + ") and shares another interface");
+  else link.break_off("cannot connect to " + connection->where_ + ": " + why);
+  end(connection);
+  if (again) connect(link, false);
 }
 
-void TcpTransport::end_dial(Dial* dial) {
-  events_.remove(dial->socket_.fd());
-  dial->socket_.reset();
-  const auto found = std::find_if(dials_.begin(), dials_.end(), [&](const auto& entry) { return entry.get() == dial; });
-  std::unique_ptr<Dial> gone = std::move(*found);
-  dials_.erase(found);
+void TcpTransport::end(Outgoing* connection) {
+  events_.remove(connection->socket_.fd());
+  connection->socket_.reset();
+  const auto found =
+      std::find_if(outgoing_.begin(), outgoing_.end(), [&](const auto& entry) { return entry.get() == connection; });
+  std::unique_ptr<Outgoing> gone = std::move(*found);
+  outgoing_.erase(found);
   events_.retire(std::move(gone));
 }
 
@@ -253,8 +254,8 @@ void TcpTransport::on_gone(int rank, const std::string& why) {
   Peer& peer = peer_of(rank);
   peer.gone = why;
   notices_.push_back(Notice{rank, Notice::Kind::kGone, why});
-  for (size_t i = dials_.size(); i-- > 0;)
-    if (dials_[i]->link_.peer() == rank) end_dial(dials_[i].get());
+  for (size_t i = outgoing_.size(); i-- > 0;)
+    if (outgoing_[i]->link_.peer() == rank) end(outgoing_[i].get());
   // Established links may still hold data that it sent before it left; they notice its end themselves.
   for (const auto& [key, link] : peer.links)
     if (!link->attached()) link->break_off(why);
@@ -280,9 +281,9 @@ void TcpTransport::look_at_events() {
   if (now < time_check_at_ns_) return;
   time_check_at_ns_ = now + kTimeCheckPause;
   acceptor_->check_time();
-  for (size_t i = dials_.size(); i-- > 0;)
-    if (i < dials_.size() && !dials_[i]->connected_ && now - dials_[i]->since_ns_ > kDialLimit)
-      dial_failed(dials_[i].get(), "no answer");
+  for (size_t i = outgoing_.size(); i-- > 0;)
+    if (i < outgoing_.size() && !outgoing_[i]->connected_ && now - outgoing_[i]->since_ns_ > kConnectLimit)
+      on_unreachable(outgoing_[i].get(), "no answer");
 }
 
 void TcpTransport::notify(int rank, const std::string& message) {

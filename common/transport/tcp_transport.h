@@ -44,8 +44,8 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   uint64_t staging_bytes() const override { return traffic_.staging; }
 
  private:
-  class Dial;
-  friend class Dial;
+  class Outgoing;
+  friend class Outgoing;
 
   struct Peer {
     int64_t heard_ns = 0;
@@ -64,12 +64,12 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   std::string missing() const;
   [[noreturn]] void report_missing();
   TcpLink& link_of(Peer& peer, int rank, Channel channel);
-  void dial(TcpLink& link, bool striped, int tries = 1);
+  void connect(TcpLink& link, bool striped, int tries = 1);
   std::string hello_for(const TcpLink& link);
-  void dial_stands(Dial* dial);
-  void dial_failed(Dial* dial, const std::string& why);
-  void dial_refused(Dial* dial, const std::string& why);
-  void end_dial(Dial* dial);
+  void on_established(Outgoing* connection);
+  void on_unreachable(Outgoing* connection, const std::string& why);
+  void on_refused(Outgoing* connection, const std::string& why);
+  void end(Outgoing* connection);
   void attach(TcpLink& link, Socket socket);
   void look_at_events();
   std::string store_key(int rank) const;
@@ -93,7 +93,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   std::map<int, Peer> peers_;
   std::unique_ptr<TcpAcceptor> acceptor_;
   std::vector<std::unique_ptr<TcpConnector>> connectors_;  // while joining
-  std::vector<std::unique_ptr<Dial>> dials_;
+  std::vector<std::unique_ptr<Outgoing>> outgoing_;
   std::deque<Notice> notices_;
   size_t unattached_ = 0;  // links without connection
   int64_t retry_at_ns_ = 0, events_at_ns_ = 0, time_check_at_ns_ = 0;

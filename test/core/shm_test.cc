@@ -1,5 +1,5 @@
-// The shared-memory transport by itself: how ranks of a host meet among strangers, what descriptors they keep, and what
-// happens when the kernel refuses memory, descriptors or room in a socket.
+// The shared-memory transport by itself: how ranks of a host meet among pending connections, what descriptors they
+// keep, and what happens when the kernel refuses memory, descriptors or room in a socket.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -89,11 +89,11 @@ void expect_transfer(Local& from, int from_rank, Local& to, int to_rank, Channel
   in.recv_release(kBytes);
 }
 
-TEST(Shm, SilentStrangersDelayNoStart) {
+TEST(Shm, SilentConnectionsDelayNoStart) {
   // Each of these used to be waited for, for 5 s, one after the other: longer than the start may take.
-  constexpr int kStrangers = 200;
+  constexpr int kConnections = 200;
   const auto store = make_memory_store();
-  std::vector<Socket> strangers;
+  std::vector<Socket> pending;
   const auto ranks = connect_all(3, *store, "auto", [&](int rank) {
     if (rank != 2) return;
     for (int other = 0; other < 2; ++other) {
@@ -102,9 +102,9 @@ TEST(Shm, SilentStrangersDelayNoStart) {
       sockaddr_un address{};
       address.sun_family = AF_UNIX;
       std::copy(name.begin(), name.end(), address.sun_path + 1);
-      for (int i = 0; i < kStrangers; ++i) {
-        strangers.emplace_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-        ASSERT_EQ(connect(strangers.back().fd(), reinterpret_cast<sockaddr*>(&address),
+      for (int i = 0; i < kConnections; ++i) {
+        pending.emplace_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+        ASSERT_EQ(connect(pending.back().fd(), reinterpret_cast<sockaddr*>(&address),
                           static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())),
                   0);
       }
@@ -174,11 +174,11 @@ TEST(Shm, AReceiverWithoutDescriptorsSaysSo) {
 
 TEST(Shm, RanksOfAnotherUserAreNotReached) {
   if (geteuid() != 0) GTEST_SKIP() << "needs root: one rank becomes another user";
-  for (int stranger : {0, 1, 2}) {
+  for (int outsider : {0, 1, 2}) {
     const auto store = make_memory_store();
     testing::internal::CaptureStderr();
     const auto ranks = connect_all(3, *store, "auto", [&](int rank) {
-      if (rank == stranger) syscall(SYS_setresuid, -1, 65534, -1);  // of this thread alone
+      if (rank == outsider) syscall(SYS_setresuid, -1, 65534, -1);  // of this thread alone
     });
     const std::string said = testing::internal::GetCapturedStderr();
     EXPECT_NE(said.find("(it runs as another user): TCP is used there"), std::string::npos) << said;
@@ -186,7 +186,7 @@ TEST(Shm, RanksOfAnotherUserAreNotReached) {
       const Local& self = *ranks[static_cast<size_t>(a)];
       ASSERT_NE(self.transport, nullptr) << self.error;
       for (int b = 0; b < 3; ++b)
-        EXPECT_EQ(self.transport->reaches(b), a != b && a != stranger && b != stranger) << a << " and " << b;
+        EXPECT_EQ(self.transport->reaches(b), a != b && a != outsider && b != outsider) << a << " and " << b;
     }
   }
 }

@@ -305,7 +305,7 @@ TEST(StoreServer, GarbageAndSilenceDisturbNobody) {
   EXPECT_EQ(store->get("k", in_ms(kPatienceMs)), "v");
 }
 
-TEST(StoreServer, CrowdOfStrangersLeavesRoomForMembers) {
+TEST(StoreServer, CrowdOfPendingConnectionsLeavesRoomForMembers) {
   rlimit files{};
   ::getrlimit(RLIMIT_NOFILE, &files);
   files.rlim_cur = files.rlim_max;
@@ -319,7 +319,7 @@ TEST(StoreServer, CrowdOfStrangersLeavesRoomForMembers) {
 }
 
 // Those who have proved nothing must not use up the descriptors of rank 0's process.
-TEST(StoreServer, StrangersGetAShareOfTheDescriptors) {
+TEST(StoreServer, PendingConnectionsGetAShareOfTheDescriptors) {
   constexpr int kCrowd = 200;
   constexpr rlim_t kLimit = 256;
   constexpr int kShare = static_cast<int>(kLimit) / 8;

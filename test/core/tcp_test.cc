@@ -366,7 +366,7 @@ TEST(Tcp, InterfacesAreNamedForNcclAndGlooToo) {
   EXPECT_TRUE(contains(error_of([&] { interfaces(everything); }), "leaves no interface that is up"));
 }
 
-// A rank that is stopped between connecting and saying who it is counts as a stranger after a while; it is late, not
+// A rank that is stopped between connecting and saying who it is counts as an intruder after a while; it is late, not
 // dead.
 TEST(Tcp, RankStoppedWhileConnectingIsNotLost) {
   run_ranks(2, [](Rank& self) {

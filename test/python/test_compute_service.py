@@ -139,7 +139,7 @@ def test_who_does_not_know_the_key_is_neither_heard_nor_believed(service):
         client.wait_for_dispatcher_registration(0, 0)
 
 
-def test_a_stranger_who_says_nothing_keeps_nobody(service, client):
+def test_a_silent_connection_keeps_nobody(service, client):
     with socket.create_connection(("127.0.0.1", service.get_port())):
         client.register_dispatcher(0, "grpc://a:1")
         service.shutdown()
@@ -189,28 +189,28 @@ def test_a_challenge_serves_one_request(service):
     connection.close()
 
 
-def test_strangers_have_few_threads_and_keep_out_nobody(service, client):
+def test_pending_connections_have_few_threads_and_keep_out_nobody(service, client):
     before = threading.active_count()
-    strangers = [socket.create_connection(("127.0.0.1", service.get_port())) for _ in range(200)]
+    pending = [socket.create_connection(("127.0.0.1", service.get_port())) for _ in range(200)]
     client.register_dispatcher(0, "grpc://a:1")
     # The oldest have made room: all but the last ones see the end.
-    for stranger in strangers[:100]:
-        stranger.settimeout(60)
-        assert stranger.recv(1) == b""
+    for connection in pending[:100]:
+        connection.settimeout(60)
+        assert connection.recv(1) == b""
     assert threading.active_count() - before <= 70
-    for stranger in strangers:
-        stranger.close()
+    for connection in pending:
+        connection.close()
 
 
 def test_a_request_that_does_not_get_finished_is_ended(monkeypatch):
     monkeypatch.setattr("perseus.compute_service._REQUEST_SECONDS", 0.5)
     service = ComputeService(1, 1, KEY, nics=["lo"])
     with (
-        socket.create_connection(("127.0.0.1", service.get_port()), timeout=60) as stranger,
+        socket.create_connection(("127.0.0.1", service.get_port()), timeout=60) as connection,
         pytest.raises((ConnectionResetError, BrokenPipeError)),
     ):
         for _ in range(600):  # a byte now and then keeps the connection busy, and open no longer
-            stranger.sendall(b"X")
+            connection.sendall(b"X")
             time.sleep(0.1)
     service.shutdown()
 

@@ -1,4 +1,4 @@
-"""Strangers at the ports of a job: whatever they send or do not send, the job goes on."""
+"""Pending connections at the ports of a job: whatever they send or do not send, the job goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def listening_ports(pid: int) -> list[int]:
     return ports
 
 
-class Strangers:
+class Intruders:
     """Connections that never belong: silent ones, talkative ones, ones that hang up at once."""
 
     def __init__(self, port: int) -> None:
@@ -36,7 +36,7 @@ class Strangers:
         self._thread = threading.Thread(target=self._bother)
         self.connections = 0
 
-    def __enter__(self) -> Strangers:
+    def __enter__(self) -> Intruders:
         self._thread.start()
         return self
 
@@ -86,8 +86,8 @@ class Strangers:
         connection.close()
 
 
-def test_strangers_at_the_store_do_not_disturb_a_start(tmp_path):
-    with Ranks(tmp_path, ["start"], 3, start=False) as ranks, Strangers(ranks.server.port) as crowd:
+def test_pending_connections_at_the_store_do_not_disturb_a_start(tmp_path):
+    with Ranks(tmp_path, ["start"], 3, start=False) as ranks, Intruders(ranks.server.port) as crowd:
         ranks.start(0)
         crowd.wait_for(30)
         ranks.start(1)
@@ -97,14 +97,14 @@ def test_strangers_at_the_store_do_not_disturb_a_start(tmp_path):
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
 
 
-def test_strangers_at_a_rank_do_not_disturb_its_work(tmp_path):
+def test_pending_connections_at_a_rank_do_not_disturb_its_work(tmp_path):
     with Ranks(
         tmp_path, ["keep_going"], 3, PERSEUS_TRANSPORT="tcp", GLOO_TIMEOUT_SECONDS="10"
     ) as ranks:
         ranks.all_note("going")
         ports = [listening_ports(ranks.rank[rank].pid) for rank in range(3)]
         assert all(ports)
-        with Strangers(ports[0][0]) as first, Strangers(ports[2][0]) as last:
+        with Intruders(ports[0][0]) as first, Intruders(ports[2][0]) as last:
             first.wait_for(200)
             last.wait_for(200)
             Path(tmp_path, "enough").touch()

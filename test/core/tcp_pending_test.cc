@@ -54,8 +54,8 @@ tcp_protocol::Hello side_hello(int rank, uint32_t epoch) {
   return hello;
 }
 
-// While rank 1 has not come yet, strangers try to be rank 1; afterwards they try to own its channels.
-TEST(Tcp, StrangersAreClosedAndDisturbNobody) {
+// While rank 1 has not come yet, intruders try to be rank 1; afterwards they try to own its channels.
+TEST(Tcp, PendingConnectionsAreClosedAndDisturbNobody) {
   const auto store = make_memory_store();
   std::atomic<bool> connected{false}, tried{false}, finished{false};
   std::thread zero([&] {
@@ -131,7 +131,7 @@ TEST(Tcp, StrangersAreClosedAndDisturbNobody) {
   EXPECT_TRUE(thief.closed());
   for (Intruder& loris : silent) {
     loris.hear(1);
-    EXPECT_TRUE(loris.closed()) << "slow stranger " << &loris - silent.data() << " was kept";
+    EXPECT_TRUE(loris.closed()) << "slow connection " << &loris - silent.data() << " was kept";
   }
   tried = true;
   zero.join();
