@@ -12,15 +12,13 @@
 #include "base/clock.h"
 #include "base/descriptors.h"
 #include "base/error.h"
-#include "base/fork_guard.h"
 
 namespace perseus {
 namespace {
 
-int checked(int fd, const char* call) {
+Socket checked(int fd, const char* call) {
   if (fd < 0) fail(ErrorKind::kIo, std::string("[waker] ") + call + ": " + error_text(errno));
-  guard_fd(fd);
-  return fd;
+  return Socket(fd);
 }
 
 void write_one(int fd) {
@@ -37,15 +35,11 @@ void Doorbell::ring_now() const {
 }
 
 Waker::Waker() {
-  epoll_fd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  event_fd_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-  timer_fd_ = checked(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "timerfd_create");
-  watch(event_fd_);
-  watch(timer_fd_);
-}
-
-Waker::~Waker() {
-  for (int fd : {epoll_fd_, event_fd_, timer_fd_}) close_guarded(fd);
+  epoll_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+  event_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+  timer_ = checked(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "timerfd_create");
+  watch(event_.fd());
+  watch(timer_.fd());
 }
 
 void Waker::watch(int fd) {
@@ -53,19 +47,19 @@ void Waker::watch(int fd) {
   // Edges: descriptors that nobody reads right now must not keep the sleeper awake.
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.fd = fd;
-  if (epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) != 0)
+  if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event) != 0)
     fail(ErrorKind::kIo, std::string("[waker] epoll_ctl: ") + std::strerror(errno));
 }
 
-void Waker::unwatch(int fd) { epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); }
+void Waker::unwatch(int fd) { epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, fd, nullptr); }
 
 void Waker::collect(int timeout_ms) {
   epoll_event events[16];
-  const int n = epoll_wait(epoll_fd_, events, 16, timeout_ms);
+  const int n = epoll_wait(epoll_.fd(), events, 16, timeout_ms);
   for (int i = 0; i < n; ++i) {
-    if (events[i].data.fd == timer_fd_) {
+    if (events[i].data.fd == timer_.fd()) {
       uint64_t fired;
-      if (::read(timer_fd_, &fired, sizeof fired) > 0) timer_at_.store(0, std::memory_order_relaxed);
+      if (::read(timer_.fd(), &fired, sizeof fired) > 0) timer_at_.store(0, std::memory_order_relaxed);
     } else {
       events_.store(true, std::memory_order_relaxed);
     }
@@ -95,9 +89,9 @@ void Waker::arm_timer(int64_t delay_ns) {
   itimerspec when{};
   when.it_value.tv_sec = at / kSecond;
   when.it_value.tv_nsec = at % kSecond;
-  timerfd_settime(timer_fd_, TFD_TIMER_ABSTIME, &when, nullptr);
+  timerfd_settime(timer_.fd(), TFD_TIMER_ABSTIME, &when, nullptr);
 }
 
-void Waker::kick() { write_one(event_fd_); }
+void Waker::kick() { write_one(event_.fd()); }
 
 }  // namespace perseus

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "net/socket.h"
+
 namespace perseus {
 
 // What others need in order to wake a Context: the flag it raises before sleeping and an eventfd.
@@ -25,12 +27,11 @@ struct Doorbell {
 class Waker {
  public:
   Waker();
-  ~Waker();
   Waker(const Waker&) = delete;
   Waker& operator=(const Waker&) = delete;
 
-  Doorbell doorbell() const { return Doorbell{sleeping_, event_fd_}; }
-  int event_fd() const { return event_fd_; }
+  Doorbell doorbell() const { return Doorbell{sleeping_, event_.fd()}; }
+  int event_fd() const { return event_.fd(); }
   // Moves the flag into memory that peers can see. Before anybody sleeps or rings.
   void place_flag(std::atomic<uint32_t>* flag) { sleeping_ = flag; }
 
@@ -63,9 +64,7 @@ class Waker {
   std::atomic<uint32_t>* sleeping_ = &own_flag_;
   std::atomic<bool> events_{false};
   std::atomic<int64_t> timer_at_{0};  // 0 = not set
-  int epoll_fd_ = -1;
-  int event_fd_ = -1;
-  int timer_fd_ = -1;
+  Socket epoll_, event_, timer_;
 };
 
 }  // namespace perseus

@@ -1,0 +1,64 @@
+// System calls that fail as a test declares, below the sockets and mappings of the core, which knows nothing of it: the
+// test's executable has its own socket(), sendmsg(), mmap() …, and the linker prefers these. Each rank is a process, so
+// that a fault hits one rank alone and what it leaves open can be counted.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "perseus/perseus.h"
+
+namespace perseus_test {
+
+enum class Call {
+  kSocket,
+  kConnect,
+  kAccept,
+  kSend,
+  kRecv,
+  kSendmsg,
+  kRecvmsg,
+  kEpollCreate,
+  kEpollCtl,
+  kEventfd,
+  kTimerfd,
+  kMemfd,
+  kFallocate,
+  kMmap,
+};
+constexpr int kCalls = 14;
+
+enum class Effect { kError, kShort, kDelay };
+
+constexpr int kStartUp = -1;
+constexpr int kAlways = 1 << 30;
+
+// From the `nth` call (0 = first) that `rank` makes in `step`, `times` calls have the effect.
+struct Fault {
+  int rank = 0;
+  int step = kStartUp;
+  Call call = Call::kSocket;
+  int nth = 0;
+  int times = 1;
+  Effect effect = Effect::kError;
+  int error = 0;  // of kError: what errno is then
+};
+
+// What became of one rank.
+struct Ending {
+  bool ended = false;   // by itself and in time
+  int steps = 0;        // done with the right bits
+  int injected = 0;     // faults that took effect
+  int descriptors = 0;  // left open
+  int mappings = 0;     // of shared memory, left behind
+  std::string message;  // "" = no error
+};
+
+// `size` processes of this host each build a world over `transport`, run `steps` allreduces of `elements` floats, and
+// end. Kills those that have not ended after `limit_s`.
+std::vector<Ending> run_faulty_world(const std::string& transport, int size, int steps, int64_t elements,
+                                     const std::vector<Fault>& faults, int limit_s);
+
+}  // namespace perseus_test

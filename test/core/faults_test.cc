@@ -1,0 +1,114 @@
+// Refused, short and delayed system calls of one rank: at the start and during an allreduce, over shared memory and
+// TCP. A fault is survived with the same bits, or ends every rank in time with an error that names the cause; nothing
+// is left open or mapped.
+#include "faults.h"
+
+#include <gtest/gtest.h>
+
+#include <cerrno>
+#include <cstring>
+
+namespace perseus_test {
+namespace {
+
+constexpr int kRanks = 3, kSteps = 3, kLimitSeconds = 60;
+constexpr int64_t kElements = 50'001;
+
+enum class Expected { kSurvives, kFails };
+
+struct Case {
+  const char* name;
+  const char* transport;
+  Fault fault;
+  Expected expected;
+};
+
+std::ostream& operator<<(std::ostream& out, const Case& c) { return out << c.name; }
+
+class Faults : public testing::TestWithParam<Case> {};
+
+TEST_P(Faults, AreSurvivedOrEndEveryRankWithTheCause) {
+  const Case& c = GetParam();
+  const std::vector<Ending> endings =
+      run_faulty_world(c.transport, kRanks, kSteps, kElements, {c.fault}, kLimitSeconds);
+  ASSERT_EQ(endings.size(), static_cast<size_t>(kRanks));
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const Ending& ending = endings[static_cast<size_t>(rank)];
+    SCOPED_TRACE("rank " + std::to_string(rank) + ": " + ending.message);
+    ASSERT_TRUE(ending.ended) << "hangs or crashed";
+    EXPECT_EQ(ending.descriptors, 0) << "left open";
+    EXPECT_EQ(ending.mappings, 0) << "left mapped";
+    if (rank == c.fault.rank) EXPECT_GT(ending.injected, 0) << "the call was not made";
+    if (c.expected == Expected::kSurvives) {
+      EXPECT_EQ(ending.steps, kSteps);
+      EXPECT_EQ(ending.message, "");
+      continue;
+    }
+    EXPECT_LT(ending.steps, kSteps);
+    EXPECT_NE(ending.message, "");
+    // Another rank learns the cause or names the rank that has ended; at the start it can only name a rank that it
+    // misses, which may be a third one that gave up a moment before.
+    const std::string missed = c.fault.step == kStartUp ? "rank " : "rank 1";
+    const bool told = ending.message.find(std::strerror(c.fault.error)) != std::string::npos;
+    EXPECT_TRUE(told || (rank != c.fault.rank && ending.message.find(missed) != std::string::npos));
+  }
+}
+
+Fault refused(Call call, int error, int step = kStartUp, int times = 1, int nth = 0) {
+  return Fault{1, step, call, nth, times, Effect::kError, error};
+}
+Fault shortened(Call call, int step, int times = kAlways) { return Fault{1, step, call, 0, times, Effect::kShort, 0}; }
+Fault delayed(Call call, int step, int times) { return Fault{1, step, call, 0, times, Effect::kDelay, 0}; }
+
+const Case kShm[] = {
+    {"no_socket", "shm", refused(Call::kSocket, EMFILE, kStartUp, kAlways), Expected::kFails},
+    {"no_memfd", "shm", refused(Call::kMemfd, EMFILE), Expected::kFails},
+    {"no_shared_memory", "shm", refused(Call::kFallocate, ENOMEM), Expected::kFails},
+    {"no_mapping", "shm", refused(Call::kMmap, ENOMEM), Expected::kFails},
+    {"no_epoll", "shm", refused(Call::kEpollCreate, EMFILE), Expected::kFails},
+    {"no_eventfd", "shm", refused(Call::kEventfd, EMFILE), Expected::kFails},
+    {"no_timer", "shm", refused(Call::kTimerfd, EMFILE), Expected::kFails},
+    {"no_memory_for_epoll", "shm", refused(Call::kEpollCtl, ENOMEM), Expected::kFails},
+    {"ring_without_memory", "shm", refused(Call::kFallocate, ENOMEM, 0), Expected::kFails},
+    {"ring_without_mapping", "shm", refused(Call::kMmap, ENOMEM, 0), Expected::kFails},
+    {"ring_without_descriptor", "shm", refused(Call::kMemfd, EMFILE, 0), Expected::kFails},
+    {"socket_full_for_a_while", "shm", refused(Call::kSendmsg, EAGAIN, 0, 5), Expected::kSurvives},
+    {"no_buffers_for_a_while", "shm", refused(Call::kSendmsg, ENOBUFS, 0, 5), Expected::kSurvives},
+    {"slow_handshake", "shm", delayed(Call::kRecvmsg, kStartUp, 20), Expected::kSurvives},
+    {"slow_messages", "shm", delayed(Call::kSendmsg, 0, 20), Expected::kSurvives},
+};
+const Case kTcp[] = {
+    {"no_socket", "tcp", refused(Call::kSocket, EMFILE, kStartUp, kAlways), Expected::kFails},
+    {"no_epoll", "tcp", refused(Call::kEpollCreate, EMFILE, kStartUp, kAlways), Expected::kFails},
+    {"short_handshake", "tcp", shortened(Call::kRecv, kStartUp), Expected::kSurvives},
+    {"refused_for_a_while", "tcp", refused(Call::kConnect, ECONNREFUSED, kStartUp, 3), Expected::kSurvives},
+    {"no_descriptor_to_accept_for_a_while", "tcp", refused(Call::kAccept, EMFILE), Expected::kSurvives},
+    {"slow_handshake", "tcp", delayed(Call::kRecv, kStartUp, 20), Expected::kSurvives},
+    {"data_refused", "tcp", refused(Call::kConnect, ECONNREFUSED, 0, kAlways), Expected::kFails},
+    {"data_without_socket", "tcp", refused(Call::kSocket, EMFILE, 0, kAlways), Expected::kFails},
+    {"short_writes", "tcp", shortened(Call::kSendmsg, 1, 500), Expected::kSurvives},
+    {"short_reads", "tcp", shortened(Call::kRecvmsg, 1, 500), Expected::kSurvives},
+    {"short_headers", "tcp", shortened(Call::kRecv, 1, 200), Expected::kSurvives},
+    {"interrupted_writes", "tcp", refused(Call::kSendmsg, EINTR, 1, 20), Expected::kSurvives},
+    {"interrupted_reads", "tcp", refused(Call::kRecv, EINTR, 1, 20), Expected::kSurvives},
+    {"slow_writes", "tcp", delayed(Call::kSendmsg, 1, 20), Expected::kSurvives},
+    {"broken_write", "tcp", refused(Call::kSendmsg, ECONNRESET, 1), Expected::kFails},
+    {"broken_read", "tcp", refused(Call::kRecv, ECONNRESET, 1), Expected::kFails},
+};
+const auto name_of = [](const testing::TestParamInfo<Case>& info) { return std::string(info.param.name); };
+INSTANTIATE_TEST_SUITE_P(Shm, Faults, testing::ValuesIn(kShm), name_of);
+INSTANTIATE_TEST_SUITE_P(Tcp, Faults, testing::ValuesIn(kTcp), name_of);
+
+// What the faults are compared with.
+TEST(NoFaults, LeaveNothingBehind) {
+  for (const char* transport : {"shm", "tcp"})
+    for (const Ending& ending : run_faulty_world(transport, kRanks, kSteps, kElements, {}, kLimitSeconds)) {
+      EXPECT_EQ(ending.message, "") << transport;
+      EXPECT_EQ(ending.steps, kSteps) << transport;
+      EXPECT_EQ(ending.descriptors, 0) << transport;
+      EXPECT_EQ(ending.mappings, 0) << transport;
+    }
+}
+
+}  // namespace
+}  // namespace perseus_test
