@@ -2,7 +2,6 @@
 #include "codec/codec.h"
 
 #include <sstream>
-#include <tuple>
 
 #include "base/error.h"
 #include "codec/half.h"
@@ -50,11 +49,6 @@ void require(bool holds, const char* field, T value, const char* expected) {
 }
 
 }  // namespace
-
-bool operator==(const CodecSpec& a, const CodecSpec& b) {
-  return std::tie(a.kind, a.ratio, a.half_values, a.every, a.momentum, a.scale) ==
-         std::tie(b.kind, b.ratio, b.half_values, b.every, b.momentum, b.scale);
-}
 
 const char* codec_kind_name(CodecKind kind) { return entry(kind).name; }
 

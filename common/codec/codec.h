@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "base/fields.h"
 #include "collective/wire_format.h"
 
 namespace perseus {
@@ -20,8 +21,14 @@ struct CodecSpec {
   int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1
   double momentum = 1.0;     // rotating subset: what a held value is multiplied by in each step, in [0, 1]
   double scale = 0.0;        // f16: the factor before rounding, > 0; 0 = chosen for each chunk from its largest element
+
+  static constexpr auto fields() {
+    return std::make_tuple(field("kind", &CodecSpec::kind), field("ratio", &CodecSpec::ratio),
+                           field("half_values", &CodecSpec::half_values), field("every", &CodecSpec::every),
+                           field("momentum", &CodecSpec::momentum), field("scale", &CodecSpec::scale));
+  }
 };
-bool operator==(const CodecSpec& a, const CodecSpec& b);
+inline bool operator==(const CodecSpec& a, const CodecSpec& b) { return same_fields(a, b); }
 inline bool operator!=(const CodecSpec& a, const CodecSpec& b) { return !(a == b); }
 
 const char* codec_kind_name(CodecKind kind);  // "float16", "top-k", …

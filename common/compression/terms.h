@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "base/fields.h"
 #include "codec/codec.h"
 
 namespace perseus {
@@ -13,6 +14,13 @@ struct CompressionTerms {
   bool inside = false;     // inside groups as PERSEUS_ALLREDUCE_DTYPE says, not exact
   bool doubles = false;    // float64 tensors, too
   uint64_t from = 0;       // bytes: smaller tensors go as the settings say
+
+  static constexpr auto fields() {
+    return std::make_tuple(field("codec", &CompressionTerms::codec), field("automatic", &CompressionTerms::automatic),
+                           field("inside", &CompressionTerms::inside), field("doubles", &CompressionTerms::doubles),
+                           field("from", &CompressionTerms::from));
+  }
 };
+inline bool operator==(const CompressionTerms& a, const CompressionTerms& b) { return same_fields(a, b); }
 
 }  // namespace perseus

@@ -1,9 +1,10 @@
 // Deadlocks: every rank waits for requests that not all ranks have submitted, and none will submit anything else.
 //
-// A rank whose callers all wait says so in every round that it takes part in, with what they wait for. Where all ranks
-// say so in the same round, and nothing else was said in it, nothing can become ready: what was submitted by then fails
-// on all ranks with the same error, as if they had disagreed about it. A rank that submits something in between does
-// not say it, so the verdict cannot come too early; it cannot differ either, since all ranks read the same round.
+// A rank whose callers all wait announces it in every round that it takes part in, with what they wait for. If all
+// ranks announce it in the same round, and nothing else is announced in it, nothing can become ready: what was
+// submitted by then fails on all ranks with the same error, as if they had disagreed about it. A rank that submits
+// something in between does not announce it, so the verdict cannot come too early; nor can it differ, since all ranks
+// read the same round.
 #include <algorithm>
 
 #include "control/negotiation.h"
@@ -22,19 +23,17 @@ void Negotiation::for_each_pending(const std::function<void(const Entry&)>& look
     if (name->entry != nullptr) look(*name->entry);
 }
 
-void Negotiation::say_blocked(std::string* blob) const {
-  if (blocked_.empty()) return;
-  Description description;
-  description.kind = Kind::kBlocked;
-  append_request(blocked_, description, blob);
+void Negotiation::announce_blocked(std::string* blob) const {
+  if (!blocked_.empty()) append_message(Blocked{blocked_}, blob);
 }
 
-void Negotiation::end_deadlock(const std::vector<std::string>& waits_for, Failures* failed) {
+void Negotiation::end_deadlock(const std::vector<Blocked>& by_rank, Failures* failed) {
   std::string error =
       "Deadlock: every rank waits for tensors that not all ranks have submitted (and has submitted nothing since, for "
       "HOROVOD_STALL_CHECK_TIME_SECONDS). Call the same operations with the same names on all ranks; where ranks have "
       "different numbers of batches, use hvd.join() or drop the last ones.\nWaiting ranks:";
-  for (size_t i = 0; i < waits_for.size(); ++i) error += "\n" + std::to_string(ranks_[i]) + ": [" + waits_for[i] + "]";
+  for (size_t i = 0; i < by_rank.size(); ++i)
+    error += "\n" + std::to_string(ranks_[i]) + ": [" + by_rank[i].waits_for + "]";
   blocked_.clear();
   std::lock_guard<std::mutex> lock(mutex_);
   // A rank that has joined goes on waiting for the others to do so; the tuner's request is for no caller.
@@ -60,7 +59,7 @@ void Negotiation::end_deadlock(const std::vector<std::string>& waits_for, Failur
       --pending_;
       failed->emplace_back(entry, error);
     }
-    // Of a name that this rank has never submitted nothing else would be heard.
+    // Nobody will announce again a name that this rank has never submitted.
     const bool forget =
         passing && name.announced_count == 0 && !name.in_flight && name.slot < 0 && name.seen_in_step == 0;
     at = forget ? names_.erase(at) : std::next(at);

@@ -37,7 +37,7 @@ std::string refusal(Kind kind) {
 
 bool joined_may_miss(Kind kind) { return kind == Kind::kAllreduce || kind == Kind::kBarrier; }
 
-void Negotiation::hear_join(int rank) {
+void Negotiation::on_join(int rank) {
   if (joined_[rank]) return;
   joined_[rank] = true;
   ++joined_count_;
@@ -59,7 +59,7 @@ void Negotiation::reannounce(bool all) {
   }
 }
 
-void Negotiation::say_ready_for_others(std::vector<uint64_t>* bits) const {
+void Negotiation::set_bits_for_others(std::vector<uint64_t>* bits) const {
   for (const Name* name : slots_)
     if (name != nullptr && joined_may_miss(name->agreed.kind))
       (*bits)[name->slot / 64] |= uint64_t{1} << name->slot % 64;

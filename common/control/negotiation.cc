@@ -2,6 +2,7 @@
 #include "control/negotiation.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 
@@ -88,13 +89,13 @@ void Negotiation::admit(Entry* entry) {
 
 void Negotiation::snapshot(RoundContent* content) {
   content->bits = bits_;
-  if (joined_[me_] && !closing_) say_ready_for_others(&content->bits);
+  if (joined_[me_] && !closing_) set_bits_for_others(&content->bits);
   for (std::string& blob : content->announced) blob.clear();
   std::string& blob = content->announced[me_];
   for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
   unannounced_.clear();
-  if (has_urgent_news()) say_break(&blob);
-  say_blocked(&blob);
+  if (has_urgent_news()) announce_leave(&blob);
+  announce_blocked(&blob);
   news_ = false;
   news_bytes_ = 0;
 }
@@ -109,11 +110,13 @@ Name& Negotiation::name_of(const std::string& text) {
   return *name;
 }
 
-void Negotiation::hear(int rank, const std::string& text, Description&& description) {
-  Name& name = name_of(text);
+void Negotiation::on_request(int rank, Request&& request) {
+  if (request.description.kind == Kind::kJoin) return on_join(rank);
+  Name& name = name_of(request.name);
   if (name.batch >= 0)
-    fail(ErrorKind::kInternal,
-         "[negotiation] a peer describes " + text + ", which a schedule has, without breaking it");
+    fail(ErrorKind::kInternal, "[negotiation] rank " + std::to_string(ranks_[rank]) + " describes " + request.name +
+                                   " (" + to_text(request.description) +
+                                   "), which is in a schedule, without leaving it");
   // Somebody's request differs from what was agreed (or asks who is missing): all start over with descriptions.
   if (name.slot >= 0) free_slot(&name);
   if (name.announced.empty()) {
@@ -126,7 +129,7 @@ void Negotiation::hear(int rank, const std::string& text, Description&& descript
     name.last_round = applied_;
   }
   name.announced_by[rank] = true;
-  name.announced[rank] = std::move(description);
+  name.announced[rank] = std::move(request.description);
   if (name.announced_count == size_) touched_.push_back(&name);
 }
 
@@ -142,29 +145,27 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
   touched_.clear();
   ++applied_;
   const bool closed = closing_;
-  std::string text;
-  std::vector<std::string> waits_for;  // of the ranks that are blocked, by group rank
-  bool quiet = ready->empty();         // the same on all ranks
+  std::vector<Blocked> blocked;  // in the order of ranks
+  bool quiet = ready->empty();   // the same on all ranks
   for (int rank = 0; rank < size_; ++rank) {
-    BlobReader reader(content.announced[rank]);
+    AnnouncementReader reader(content.announced[rank]);
+    bool is_blocked = false;
     while (!reader.at_end()) {
-      Description description;
-      reader.read_request(&text, &description);
-      if (description.kind == Kind::kBlocked) {
-        waits_for.push_back(text);
+      Message message = reader.next();
+      if (Blocked* now = std::get_if<Blocked>(&message)) {
+        if (!std::exchange(is_blocked, true)) blocked.push_back(std::move(*now));
         continue;
       }
       quiet = false;
-      if (description.kind == Kind::kJoin) hear_join(rank);
-      else if (description.kind == Kind::kBreak) hear_break(rank, description);
-      else hear(rank, text, std::move(description));
+      if (Request* request = std::get_if<Request>(&message)) on_request(rank, std::move(*request));
+      else on_leave(rank, std::get<LeaveSchedule>(message));
     }
   }
   if (joined_count_ > 0) touch_what_joins_complete();
   for (Name* name : touched_) decide(name, ready, failed);
   if (closed) finish_join(ready);
-  if (static_cast<int>(waits_for.size()) == size_) {
-    if (quiet && !closed && touched_.empty()) end_deadlock(waits_for, failed);
+  if (static_cast<int>(blocked.size()) == size_) {
+    if (quiet && !closed && touched_.empty()) end_deadlock(blocked, failed);
     else news_ = true;  // if that changes nothing for anybody, the next round says so
   }
   if (!ready->empty() || !failed->empty()) blocked_.clear();

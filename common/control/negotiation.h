@@ -1,6 +1,6 @@
 // Which requests every rank of a group has submitted: names, slots, readiness bits, announcements and the order in
 // which what is ready is executed. A replica: every rank holds the same slots and applies the same merged rounds in the
-// same order. `submit` and `retire` may be called by any thread; the rest by the driver.
+// same order. Any thread may call `submit` and `retire`; the rest is called with the progress lock held.
 #pragma once
 
 #include <atomic>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "control/announcement.h"
 #include "control/round.h"
 #include "control/schedule.h"
 #include "request/request.h"
@@ -25,7 +26,7 @@ bool joined_may_miss(Kind kind);
 struct Name {
   std::string text;
   bool in_flight = false;  // guarded by Negotiation's mutex
-  // The driver's:
+  // The rest belongs to the holder of the progress lock:
   Entry* entry = nullptr;  // submitted here and not yet ready
   int slot = -1;           // agreed on; then `agreed` describes it
   Description agreed;
@@ -59,12 +60,12 @@ class Negotiation {
   bool collect();
   size_t submitted_bytes() const { return submitted_bytes_.load(std::memory_order_relaxed); }  // any thread
   bool has_submissions() const { return any_submitted_.load(std::memory_order_seq_cst); }      // any thread
-  // Is there something that other ranks have not heard of?
+  // Is there something that other ranks do not know yet?
   bool has_news() const { return news_; }
   size_t news_bytes() const { return news_bytes_; }
   bool has_pending() const { return pending_ > 0; }
-  // Must other ranks hear of it, whatever else is under way?
-  bool has_urgent_news() const { return breaking_ && !said_; }
+  // Must other ranks learn of it, whatever else is under way?
+  bool has_urgent_news() const { return breaking_ && !leave_announced_; }
   bool joined() const { return joined_[static_cast<size_t>(me_)]; }  // this rank has, as all ranks know
 
   // This rank's part of the next round.
@@ -88,12 +89,12 @@ class Negotiation {
   // This rank begins no further batch and tells all others, who do the same.
   void break_schedule();
   // Has every rank said how many batches it has begun? Then begun() has them, by group rank.
-  bool broken() const { return heard_ == size_; }
+  bool broken() const { return left_count_ == size_; }
   const std::vector<uint64_t>& begun() const { return begun_by_; }
   // Once broken: the next batch that others have begun, with entries that stand in for this rank's.
   bool stand_in_batch(Batch* batch, std::vector<Entry*>* entries);
   // The schedule is over. What this rank has submitted and no rank has finished is agreed on in rounds again.
-  void thaw(const std::vector<Entry*>& taken_back);
+  void thaw(const std::vector<Entry*>& rolled_back);
 
   // ---- deadlocks (deadlock.cc) ----
 
@@ -120,16 +121,16 @@ class Negotiation {
   Name& name_of(const std::string& text);
   void admit(Entry* entry);
   void announce(Entry* entry);
-  void hear(int rank, const std::string& text, Description&& description);
+  void on_request(int rank, Request&& request);
   void decide(Name* name, Entries* ready, Failures* failed);
   void take_slot(Name* name);
   void free_slot(Name* name);
   Entry* take_entry(Name* name);
 
   // ---- ranks that have joined (joining.cc) ----
-  void hear_join(int rank);
+  void on_join(int rank);
   void reannounce(bool all);
-  void say_ready_for_others(std::vector<uint64_t>* bits) const;
+  void set_bits_for_others(std::vector<uint64_t>* bits) const;
   void touch_what_joins_complete();
   bool all_announced_or_joined(const Name& name) const;
   std::string find_mismatch_but_joined(const Name& name) const;
@@ -137,15 +138,15 @@ class Negotiation {
   void finish_join(Entries* ready);
 
   // ---- deadlock.cc ----
-  void say_blocked(std::string* blob) const;
-  void end_deadlock(const std::vector<std::string>& waits_for, Failures* failed);
+  void announce_blocked(std::string* blob) const;
+  void end_deadlock(const std::vector<Blocked>& by_rank, Failures* failed);
 
   // ---- scheduling.cc ----
   void learn(const Entries& ready);
   void begin_schedule();
   void hold(Entry* entry);
-  void say_break(std::string* blob);
-  void hear_break(int rank, const Description& description);
+  void announce_leave(std::string* blob);
+  void on_leave(int rank, const LeaveSchedule& message);
 
   const int size_;
   const int me_;
@@ -186,10 +187,10 @@ class Negotiation {
   std::vector<size_t> missing_;     // of every batch: names not yet submitted here
   uint64_t begun_ = 0;              // batches, by this rank
   bool breaking_ = false;           // no more of them
-  bool said_ = false;               // and the others are told
-  int heard_ = 0;                   // ranks that have said how many they have begun
-  std::vector<uint64_t> begun_by_;  // by group rank, where heard
-  std::vector<bool> heard_from_;
+  bool leave_announced_ = false;    // and the others are told
+  int left_count_ = 0;              // ranks that have announced that they leave, and how many they have begun
+  std::vector<uint64_t> begun_by_;  // by group rank, of those that have left
+  std::vector<bool> left_;
   int64_t looked_ns_ = 0;
 };
 

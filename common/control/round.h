@@ -1,6 +1,7 @@
 // One negotiation round: every rank of a group learns the AND of all readiness bits and the union of all announcements,
-// by dissemination: in step s rank r sends what it knows to r + 2^s and hears from r - 2^s, ceil(log2 N) messages per
-// rank for any N. Merging is idempotent, so what arrives twice does no harm. Resumable; used by one driver.
+// by dissemination: in step s rank r sends what it knows to r + 2^s and receives from r - 2^s, ceil(log2 N) messages
+// per rank for any N. Merging is idempotent, so what arrives twice does no harm. Resumable; called with the progress
+// lock held.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@ namespace perseus {
 
 struct RoundContent {
   std::vector<uint64_t> bits;          // slot s is bit s % 64 of word s / 64
-  std::vector<std::string> announced;  // by group rank; "" = nothing new (request.h has the format)
+  std::vector<std::string> announced;  // by group rank; "" = nothing new (announcement.h has the format)
 };
 
 class Round {

@@ -20,8 +20,8 @@ size_t bytes_of(const Description& description) {
   return bytes;
 }
 
-// What has no slot is described every time, or just now by somebody; what has no bytes is done as soon as it is begun,
-// so it could not be rolled back.
+// A name without a slot is described every time, or just now by some rank. A request without bytes is done as soon as
+// it is begun, so it could not be rolled back.
 bool can_be_scheduled(const Name& name) {
   return name.slot >= 0 && name.agreed.kind == Kind::kAllreduce && bytes_of(name.agreed) > 0;
 }

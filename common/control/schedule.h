@@ -1,6 +1,7 @@
 // The order in which a group's allreduces become ready, step after step: learnt from what rounds made ready and, when
 // it has repeated itself often enough, frozen, so that nothing needs to be said any more. A replica: all ranks of the
-// group apply the same rounds, so all learn the same and freeze it after the same round. Used by the driver.
+// group apply the same rounds, so all learn the same and freeze it after the same round. Called with the progress lock
+// held.
 #pragma once
 
 #include <cstdint>

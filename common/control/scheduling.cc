@@ -1,13 +1,14 @@
 // Keeping to a frozen schedule, and leaving it.
 //
 // While a schedule is frozen a rank begins its batches one after the other, each as soon as it has submitted all of it:
-// the exchanges' headers tell the others. A rank that deviates begins no further batch and says how many it has begun,
-// BREAK, in the next round; whoever hears of it does the same, so one more round later all ranks know how many batches
-// each has begun. What all have begun is finished. Of the rest nothing has been finished anywhere, since an exchange
-// writes nothing before every rank has begun it: it is rolled back, on all ranks, and agreed on in rounds again.
+// the exchanges' headers tell the others. A rank that deviates begins no further batch and announces in the next round
+// that it leaves the schedule and how many batches it has begun; a rank that learns of it does the same, so one more
+// round later all ranks know how many batches each has begun. They finish what all have begun. Of the rest nothing has
+// been finished anywhere, since an exchange writes nothing before every rank has begun it: all ranks roll it back and
+// agree on it in rounds again.
 //
-// Nobody waits for ever that would not do so without a schedule: who waits for something whose turn does not come
-// breaks it, and so does who has waited long for others to begin what it has begun.
+// No rank waits for ever that would not do so without a schedule: one that waits for something whose turn does not come
+// breaks the schedule, and so does one that has waited long for others to begin what it has begun.
 #include <algorithm>
 
 #include "base/error.h"
@@ -26,11 +27,11 @@ void Negotiation::begin_schedule() {
   missing_.clear();
   for (const std::vector<Name*>& batch : schedule_.batches()) missing_.push_back(batch.size());
   begun_ = 0;
-  breaking_ = said_ = false;
-  heard_ = 0;
+  breaking_ = leave_announced_ = false;
+  left_count_ = 0;
   begun_by_.assign(static_cast<size_t>(size_), 0);
-  heard_from_.assign(static_cast<size_t>(size_), false);
-  // What this rank has already submitted of the next step, of which nobody has heard or all have forgotten.
+  left_.assign(static_cast<size_t>(size_), false);
+  // What this rank has already submitted of the next step, which is unknown to all others or which all have forgotten.
   Entries again;
   again.swap(unannounced_);
   for (const std::vector<Name*>& batch : schedule_.batches()) {
@@ -83,27 +84,21 @@ void Negotiation::break_schedule() {
   news_ = true;
 }
 
-void Negotiation::say_break(std::string* blob) {
-  const uint64_t batches = missing_.size();
-  Description description;
-  description.kind = Kind::kBreak;
-  description.compression.from = schedule_.fingerprint();
-  description.ranks = {static_cast<int>(begun_ / batches), static_cast<int>(begun_ % batches)};
-  append_request("", description, blob);
-  said_ = true;
+void Negotiation::announce_leave(std::string* blob) {
+  append_message(LeaveSchedule{schedule_.fingerprint(), begun_}, blob);
+  leave_announced_ = true;
 }
 
-void Negotiation::hear_break(int rank, const Description& description) {
+void Negotiation::on_leave(int rank, const LeaveSchedule& message) {
   if (!scheduled()) return;  // given up meanwhile: the world ends
-  const uint64_t batches = missing_.size();
-  const std::vector<int>& at = description.ranks;
-  const bool plausible = at.size() == 2 && at[0] >= 0 && at[1] >= 0 && static_cast<uint64_t>(at[1]) < batches;
-  if (!plausible || description.compression.from != schedule_.fingerprint() || heard_from_[rank])
+  // A rank begins a batch again only after all have begun it: ranks are at most one pass over the schedule apart.
+  const uint64_t apart = std::max(message.begun, begun_) - std::min(message.begun, begun_);
+  if (message.schedule != schedule_.fingerprint() || apart > missing_.size() || left_[rank])
     fail(ErrorKind::kInternal,
-         "[negotiation] rank " + std::to_string(ranks_[rank]) + " breaks a schedule that is not the one in force");
-  heard_from_[rank] = true;
-  begun_by_[rank] = static_cast<uint64_t>(at[0]) * batches + static_cast<uint64_t>(at[1]);
-  ++heard_;
+         "[negotiation] rank " + std::to_string(ranks_[rank]) + " leaves a schedule that is not the one in force");
+  left_[rank] = true;
+  begun_by_[rank] = message.begun;
+  ++left_count_;
   break_schedule();
 }
 
@@ -114,16 +109,16 @@ bool Negotiation::stand_in_batch(Batch* batch, Entries* entries) {
   return true;
 }
 
-void Negotiation::thaw(const Entries& taken_back) {
-  Entries again = taken_back;
-  pending_ += static_cast<int>(taken_back.size());
+void Negotiation::thaw(const Entries& rolled_back) {
+  Entries again = rolled_back;
+  pending_ += static_cast<int>(rolled_back.size());
   for (const std::vector<Name*>& batch : schedule_.batches())
     for (const Name* name : batch)
       if (name->entry != nullptr) again.push_back(name->entry);
   if (join_entry_ != nullptr) again.push_back(join_entry_);
   schedule_.thaw(*std::min_element(begun_by_.begin(), begun_by_.end()));
-  breaking_ = said_ = false;
-  heard_ = 0;
+  breaking_ = leave_announced_ = false;
+  left_count_ = 0;
   pending_ -= static_cast<int>(again.size());
   for (Entry* entry : again) admit(entry);
 }

@@ -10,9 +10,8 @@ namespace {
 [[noreturn]] void refuse(const std::string& text) { fail(ErrorKind::kInvalidArgument, text); }
 
 std::string capitalised(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"Allreduce",     "Allgather", "Broadcast", "Alltoall",
-                                              "Reducescatter", "Barrier",   "Add group", "Remove group",
-                                              "Join",          "Break",     "Blocked"};
+  constexpr const char* kNames[kKindCount] = {"Allreduce", "Allgather", "Broadcast",    "Alltoall", "Reducescatter",
+                                              "Barrier",   "Add group", "Remove group", "Join"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -106,8 +106,6 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
       case Kind::kAddGroup:
       case Kind::kRemoveGroup:
       case Kind::kJoin:
-      case Kind::kBreak:
-      case Kind::kBlocked:
         break;  // that all are ready is all there is to it
     }
     if (entry->executions_left == 0) finished->push_back(entry);

@@ -1,16 +1,19 @@
-// Comparing, serialising and parsing descriptions.
+// Comparing and printing descriptions.
 #include "request/request.h"
 
-#include <cstring>
-
-#include "base/error.h"
+#include <algorithm>
+#include <sstream>
 
 namespace perseus {
 
+static_assert(lists_every_member<CodecSpec>() && lists_every_member<TensorDescription>() &&
+                  lists_every_member<RequestTerms>() && lists_every_member<CompressionTerms>() &&
+                  lists_every_member<RequestNotes>(),
+              "a field that its struct's fields() does not list would be neither compared nor announced");
+
 const char* kind_name(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"ALLREDUCE",     "ALLGATHER", "BROADCAST", "ALLTOALL",
-                                              "REDUCESCATTER", "BARRIER",   "ADD_GROUP", "REMOVE_GROUP",
-                                              "JOIN",          "BREAK",     "BLOCKED"};
+  constexpr const char* kNames[kKindCount] = {"ALLREDUCE", "ALLGATHER", "BROADCAST",    "ALLTOALL", "REDUCESCATTER",
+                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN"};
   return kNames[static_cast<int>(kind)];
 }
 
@@ -34,70 +37,104 @@ std::vector<size_t> tensor_bytes(const Description& description) {
 
 namespace {
 
+// ---- printing ----
+
+std::string text_of(bool value) { return value ? "true" : "false"; }
+std::string text_of(Kind value) { return kind_name(value); }
+std::string text_of(DType value) { return dtype_name(value); }
+std::string text_of(CodecKind value) { return codec_kind_name(value); }
+std::string text_of(const std::string& value) { return "'" + value + "'"; }
+std::string text_of(double value) {
+  std::ostringstream text;
+  text << value;
+  return text.str();
+}
+template <typename T>
+std::string text_of(const T& value);
+
+template <typename T>
+std::string text_of(const std::vector<T>& values) {
+  std::string text = "[";
+  for (size_t i = 0; i < values.size(); ++i) text += (i > 0 ? ", " : "") + text_of(values[i]);
+  return text + "]";
+}
+
+template <typename Struct>
+std::string fields_text(const Struct& value) {
+  std::string text;
+  for_each_field<Struct>([&](const auto& field) {
+    text += (text.empty() ? "" : " ") + std::string(field.name) + "=" + text_of(value.*field.member);
+  });
+  return text;
+}
+
+template <typename T>
+std::string text_of(const T& value) {
+  if constexpr (HasFields<T>::value) return "{" + fields_text(value) + "}";
+  else if constexpr (std::is_enum_v<T>) return std::to_string(static_cast<int>(value));
+  else return std::to_string(value);
+}
+
+// ---- comparing ----
+
 bool rows_may_differ(Kind kind) { return kind == Kind::kAllgather || kind == Kind::kAlltoall; }
 
-bool same_shape(Kind kind, const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
+inline bool same_shape(Kind kind, const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
   if (!rows_may_differ(kind)) return a == b;
   // A scalar has no rows; check_alone refuses it.
   return a.size() == b.size() && (a.empty() || std::equal(a.begin() + 1, a.end(), b.begin() + 1));
 }
 
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
-  return text + "]";
+template <typename Value>
+bool same_value(Kind, const Value& a, const Value& b) {
+  return a == b;
+}
+[[gnu::always_inline]] inline bool same_value(Kind kind, const std::vector<TensorDescription>& a,
+                                              const std::vector<TensorDescription>& b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i)
+    if (a[i].dtype != b[i].dtype || !same_shape(kind, a[i].shape, b[i].shape)) return false;
+  return true;
 }
 
-std::string wish_name(const Description& d) {
-  return d.compression.automatic ? "auto" : codec_name(d.compression.codec);
-}
-
-// The sentence for one pair of ranks; the order of the checks is Horovod's.
-std::string compare(const Description& a, const Description& b) {
-  const std::string kind = kind_name(a.kind);
-  const size_t tensors = std::min(a.tensors.size(), b.tensors.size());
-  for (size_t i = 0; i < tensors; ++i)
+// Horovod compares these before it compares the operations.
+std::string dtype_mismatch(const RequestTerms& a, const RequestTerms& b) {
+  for (size_t i = 0; i < std::min(a.tensors.size(), b.tensors.size()); ++i)
     if (a.tensors[i].dtype != b.tensors[i].dtype)
-      return std::string("Mismatched data types: One rank had type ") + dtype_name(a.tensors[i].dtype) +
-             ", but another rank had type " + dtype_name(b.tensors[i].dtype) + ".";
-  if (a.kind != b.kind)
-    return "Mismatched operations: One rank did an " + kind + ", but another rank did an " + kind_name(b.kind) + ".";
-  if (a.tensors.size() != b.tensors.size())
-    return "Mismatched " + kind + " group sizes: One rank sent " + std::to_string(a.tensors.size()) +
-           " tensors, but another rank sent " + std::to_string(b.tensors.size()) + ".";
-  for (size_t i = 0; i < tensors; ++i) {
-    const std::vector<int64_t>&x = a.tensors[i].shape, &y = b.tensors[i].shape;
-    if (same_shape(a.kind, x, y)) continue;
-    if (!rows_may_differ(a.kind))
-      return "Mismatched " + kind + " tensor shapes: One rank sent a tensor of shape " + shape_text(x) +
-             ", but another rank sent a tensor of shape " + shape_text(y) + ".";
-    if (x.size() != y.size())
-      return "Mismatched " + kind + " tensor shapes: One rank sent a tensor of rank " + std::to_string(x.size()) +
-             ", but another rank sent a tensor of rank " + std::to_string(y.size()) + ".";
-    for (size_t d = 1; d < x.size(); ++d)
-      if (x[d] != y[d])
-        return "Mismatched " + kind + " tensor shapes: One rank sent a tensor with dimension " + std::to_string(d) +
-               " equal to " + std::to_string(x[d]) + ", but another rank sent a tensor with dimension " +
-               std::to_string(d) + " equal to " + std::to_string(y[d]) + ".";
-  }
-  if (a.prescale != b.prescale || a.postscale != b.postscale)
-    return "Mismatched prescale and/or postscale factors: One rank sent factors (" + std::to_string(a.prescale) + ", " +
-           std::to_string(a.postscale) + "), but another rank sent factors (" + std::to_string(b.prescale) + ", " +
-           std::to_string(b.postscale) + ").";
-  if (a.op != b.op)
-    return "Mismatched reduction operation: One rank sent reduction op " + std::to_string(static_cast<int>(a.op)) +
-           ", but another rank sent reduction op " + std::to_string(static_cast<int>(b.op)) + ".";
-  if (a.gradient != b.gradient)
-    return "Mismatched gradients: One rank submitted a gradient, but another rank an ordinary " + kind + ".";
-  if (!(a.compression.codec == b.compression.codec) || a.compression.automatic != b.compression.automatic ||
-      a.compression.inside != b.compression.inside || a.compression.doubles != b.compression.doubles ||
-      a.compression.from != b.compression.from)
-    return "Mismatched compression: One rank sends " + wish_name(a) + ", but another rank sends " + wish_name(b) + ".";
-  if (a.kind == Kind::kBroadcast && a.root != b.root)
-    return "Mismatched " + kind + " root ranks: One rank specified root rank " + std::to_string(a.root) +
-           ", but another rank specified root rank " + std::to_string(b.root) + ".";
-  if (a.ranks != b.ranks) return "Mismatched process sets: ranks do not name the same members.";
+      return "Mismatched data types: One rank had type " + text_of(a.tensors[i].dtype) +
+             ", but another rank had type " + text_of(b.tensors[i].dtype) + ".";
   return "";
+}
+
+std::string shape_mismatch(Kind kind, const std::vector<int64_t>& x, const std::vector<int64_t>& y) {
+  const std::string begin = std::string("Mismatched ") + kind_name(kind) + " tensor shapes: One rank sent a tensor ";
+  if (!rows_may_differ(kind))
+    return begin + "of shape " + text_of(x) + ", but another rank sent a tensor of shape " + text_of(y) + ".";
+  if (x.size() != y.size())
+    return begin + "of rank " + text_of(x.size()) + ", but another rank sent a tensor of rank " + text_of(y.size()) +
+           ".";
+  const size_t d = static_cast<size_t>(std::mismatch(x.begin() + 1, x.end(), y.begin() + 1).first - x.begin());
+  return begin + "with dimension " + text_of(d) + " equal to " + text_of(x[d]) +
+         ", but another rank sent a tensor with dimension " + text_of(d) + " equal to " + text_of(y[d]) + ".";
+}
+
+std::string wish_name(const CompressionTerms& terms) { return terms.automatic ? "auto" : codec_name(terms.codec); }
+
+// The sentence for one pair of ranks.
+std::string pair_mismatch(const Description& a, const Description& b) {
+  std::string sentence = dtype_mismatch(a, b);
+  for_each_field<RequestTerms>([&](const auto& field) {
+    const auto &x = a.*field.member, &y = b.*field.member;
+    if (!sentence.empty() || same_value(a.kind, x, y)) return;
+    if (field.text != nullptr) sentence = field.text(a, b);
+    else
+      sentence = std::string("Mismatched ") + field.subject + ": One rank " + field.did + " " + text_of(x) +
+                 ", but another rank " + field.did + " " + text_of(y) + ".";
+  });
+  if (sentence.empty() && !(a.compression == b.compression))
+    return "Mismatched compression: One rank sends " + wish_name(a.compression) + ", but another rank sends " +
+           wish_name(b.compression) + ".";
+  return sentence;
 }
 
 // What one description can be wrong about all by itself; every rank learns of it.
@@ -109,24 +146,42 @@ std::string check_alone(const Description& d) {
   return "";
 }
 
-template <typename T>
-void put(std::string* blob, T value) {
-  blob->append(reinterpret_cast<const char*>(&value), sizeof value);
-}
-
 }  // namespace
 
+std::string tensor_mismatch(const RequestTerms& a, const RequestTerms& b) {
+  if (a.tensors.size() != b.tensors.size())
+    return std::string("Mismatched ") + kind_name(a.kind) + " group sizes: One rank sent " + text_of(a.tensors.size()) +
+           " tensors, but another rank sent " + text_of(b.tensors.size()) + ".";
+  size_t i = 0;
+  while (same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape)) ++i;
+  return shape_mismatch(a.kind, a.tensors[i].shape, b.tensors[i].shape);
+}
+
+std::string factor_mismatch(const RequestTerms& a, const RequestTerms& b) {
+  return "Mismatched prescale and/or postscale factors: One rank sent factors (" + std::to_string(a.prescale) + ", " +
+         std::to_string(a.postscale) + "), but another rank sent factors (" + std::to_string(b.prescale) + ", " +
+         std::to_string(b.postscale) + ").";
+}
+
+std::string gradient_mismatch(const RequestTerms& a, const RequestTerms&) {
+  return std::string("Mismatched gradients: One rank submitted a gradient, but another rank an ordinary ") +
+         kind_name(a.kind) + ".";
+}
+
+std::string root_mismatch(const RequestTerms& a, const RequestTerms& b) {
+  if (a.kind != Kind::kBroadcast) return "";
+  return "Mismatched BROADCAST root ranks: One rank specified root rank " + text_of(a.root) +
+         ", but another rank specified root rank " + text_of(b.root) + ".";
+}
+
+std::string member_mismatch(const RequestTerms&, const RequestTerms&) {
+  return "Mismatched process sets: ranks do not name the same members.";
+}
+
 bool same_request(const Description& a, const Description& b) {
-  if (a.kind != b.kind || a.op != b.op || a.prescale != b.prescale || a.postscale != b.postscale || a.root != b.root ||
-      a.tensors.size() != b.tensors.size() || a.ranks != b.ranks || a.gradient != b.gradient ||
-      !(a.compression.codec == b.compression.codec) || a.compression.automatic != b.compression.automatic ||
-      a.compression.inside != b.compression.inside || a.compression.doubles != b.compression.doubles ||
-      a.compression.from != b.compression.from)
-    return false;
-  for (size_t i = 0; i < a.tensors.size(); ++i)
-    if (a.tensors[i].dtype != b.tensors[i].dtype || !same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape))
-      return false;
-  return true;
+  return all_fields<RequestTerms>(
+             [&](const auto& field) { return same_value(a.kind, a.*field.member, b.*field.member); }) &&
+         a.compression == b.compression;
 }
 
 std::string find_mismatch(const std::string& name, const std::vector<Description>& by_rank,
@@ -135,7 +190,7 @@ std::string find_mismatch(const std::string& name, const std::vector<Description
     if (!by_rank[i].refusal.empty())
       return "Rank " + std::to_string(ranks[i]) + " cannot take part: " + by_rank[i].refusal + " (tensor " + name + ")";
   for (size_t i = 1; i < by_rank.size(); ++i) {
-    const std::string text = compare(by_rank[0], by_rank[i]);
+    const std::string text = pair_mismatch(by_rank[0], by_rank[i]);
     if (!text.empty())
       return text + " (tensor " + name + ", ranks " + std::to_string(ranks[0]) + " and " + std::to_string(ranks[i]) +
              ")";
@@ -144,112 +199,9 @@ std::string find_mismatch(const std::string& name, const std::vector<Description
   return text.empty() ? "" : text + " (tensor " + name + ")";
 }
 
-void append_request(const std::string& name, const Description& d, std::string* blob) {
-  put(blob, static_cast<uint32_t>(name.size()));
-  blob->append(name);
-  put(blob, static_cast<uint8_t>(d.kind));
-  put(blob, static_cast<uint8_t>(d.op));
-  put(blob, static_cast<uint8_t>(d.transient));
-  put(blob, static_cast<uint8_t>(d.gradient));
-  put(blob, static_cast<uint8_t>(d.compression.automatic));
-  put(blob, static_cast<uint8_t>(d.compression.inside));
-  put(blob, static_cast<uint8_t>(d.compression.doubles));
-  put(blob, d.compression.from);
-  put(blob, static_cast<uint8_t>(d.compression.codec.kind));
-  put(blob, d.compression.codec.ratio);
-  put(blob, static_cast<uint8_t>(d.compression.codec.half_values));
-  put(blob, static_cast<int32_t>(d.compression.codec.every));
-  put(blob, d.compression.codec.momentum);
-  put(blob, d.compression.codec.scale);
-  put(blob, d.prescale);
-  put(blob, d.postscale);
-  put(blob, static_cast<int32_t>(d.root));
-  put(blob, static_cast<int32_t>(d.priority));
-  put(blob, static_cast<uint32_t>(d.tensors.size()));
-  for (const TensorDescription& tensor : d.tensors) {
-    put(blob, static_cast<uint8_t>(tensor.dtype));
-    put(blob, static_cast<uint32_t>(tensor.shape.size()));
-    for (int64_t dimension : tensor.shape) put(blob, dimension);
-  }
-  put(blob, static_cast<uint32_t>(d.ranks.size()));
-  for (int rank : d.ranks) put(blob, static_cast<int32_t>(rank));
-  put(blob, static_cast<uint32_t>(d.nans.size()));
-  for (uint32_t tensor : d.nans) put(blob, tensor);
-  put(blob, static_cast<uint8_t>(d.flush));
-  put(blob, static_cast<uint32_t>(d.times.size()));
-  for (uint32_t time : d.times) put(blob, time);
-  put(blob, static_cast<uint32_t>(d.refusal.size()));
-  blob->append(d.refusal);
-}
-
-template <typename T>
-T BlobReader::take() {
-  if (static_cast<size_t>(end_ - at_) < sizeof(T)) fail(ErrorKind::kIo, "[negotiation] truncated announcement");
-  T value;
-  std::memcpy(&value, at_, sizeof value);
-  at_ += sizeof value;
-  return value;
-}
-
-size_t BlobReader::take_count(size_t element_bytes) {
-  const size_t count = take<uint32_t>();
-  if (count > static_cast<size_t>(end_ - at_) / element_bytes)
-    fail(ErrorKind::kIo, "[negotiation] announcement longer than its message");
-  return count;
-}
-
-std::string BlobReader::take_text() {
-  const size_t length = take_count(1);
-  at_ += length;
-  return std::string(at_ - length, length);
-}
-
-void BlobReader::read_request(std::string* name, Description* d) {
-  *name = take_text();
-  const uint8_t kind = take<uint8_t>();
-  const uint8_t op = take<uint8_t>();
-  if (kind >= kKindCount || op > static_cast<uint8_t>(ReduceOp::kProduct))
-    fail(ErrorKind::kIo, "[negotiation] announcement of an unknown operation");
-  d->kind = static_cast<Kind>(kind);
-  d->op = static_cast<ReduceOp>(op);
-  d->transient = take<uint8_t>() != 0;
-  d->gradient = take<uint8_t>() != 0;
-  d->compression.automatic = take<uint8_t>() != 0;
-  d->compression.inside = take<uint8_t>() != 0;
-  d->compression.doubles = take<uint8_t>() != 0;
-  d->compression.from = take<uint64_t>();
-  const uint8_t codec = take<uint8_t>();
-  if (codec >= kCodecKinds) fail(ErrorKind::kIo, "[negotiation] announcement of an unknown codec");
-  d->compression.codec.kind = static_cast<CodecKind>(codec);
-  d->compression.codec.ratio = take<double>();
-  d->compression.codec.half_values = take<uint8_t>() != 0;
-  d->compression.codec.every = take<int32_t>();
-  d->compression.codec.momentum = take<double>();
-  d->compression.codec.scale = take<double>();
-  d->prescale = take<double>();
-  d->postscale = take<double>();
-  d->root = take<int32_t>();
-  d->priority = take<int32_t>();
-  d->tensors.resize(take_count(5));
-  for (TensorDescription& tensor : d->tensors) {
-    const uint8_t dtype = take<uint8_t>();
-    if (dtype >= kDTypeCount) fail(ErrorKind::kIo, "[negotiation] announcement of an unknown dtype");
-    tensor.dtype = static_cast<DType>(dtype);
-    tensor.shape.resize(take_count(8));
-    for (int64_t& dimension : tensor.shape) dimension = take<int64_t>();
-  }
-  d->ranks.resize(take_count(4));
-  for (int& rank : d->ranks) rank = take<int32_t>();
-  d->nans.resize(take_count(4));
-  for (uint32_t& tensor : d->nans)
-    if ((tensor = take<uint32_t>()) >= d->tensors.size())
-      fail(ErrorKind::kIo, "[negotiation] announcement of a NaN in no tensor");
-  const uint8_t flush = take<uint8_t>();
-  if (flush >= kFlushes) fail(ErrorKind::kIo, "[negotiation] announcement of an unknown flush");
-  d->flush = static_cast<Flush>(flush);
-  d->times.resize(take_count(4));
-  for (uint32_t& time : d->times) time = take<uint32_t>();
-  d->refusal = take_text();
+std::string to_text(const Description& description) {
+  return fields_text<RequestTerms>(description) + " compression=" + text_of(description.compression) + " " +
+         fields_text<RequestNotes>(description);
 }
 
 }  // namespace perseus

@@ -1,5 +1,5 @@
 // What a rank asks for: the description that all ranks compare, and the entry that carries it through the engine.
-// Plain values; the engine's driver owns entries in flight.
+// Plain values; the progress engine owns entries in flight.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,14 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/fields.h"
 #include "base/span.h"
 #include "compression/residuals.h"
 #include "compression/terms.h"
 
 namespace perseus {
 
-// Same numbers as enum perseus_kind, which has neither kBreak nor kBlocked.
+// Same numbers as enum perseus_kind.
 enum class Kind : uint8_t {
   kAllreduce = 0,
   kAllgather = 1,
@@ -26,41 +27,94 @@ enum class Kind : uint8_t {
   kAddGroup = 6,
   kRemoveGroup = 7,
   kJoin = 8,
-  kBreak = 9,     // only announced: a rank leaves the schedule (scheduling.cc)
-  kBlocked = 10,  // only announced: all that a rank could do is wait (deadlock.cc)
 };
-constexpr int kKindCount = 11;
+constexpr int kKindCount = 9;
 const char* kind_name(Kind kind);  // "ALLREDUCE", as Horovod's messages say it
 
 struct TensorDescription {
   DType dtype = DType::kFloat32;
   std::vector<int64_t> shape;
 
+  static constexpr auto fields() {
+    return std::make_tuple(field("dtype", &TensorDescription::dtype), field("shape", &TensorDescription::shape));
+  }
   int64_t count() const;
   size_t bytes() const { return static_cast<size_t>(count()) * dtype_size(dtype); }
   // Elements of one row of dimension 0.
   int64_t row_count() const;
 };
 
-// Everything ranks must agree on (but for dimension 0 of allgather and alltoall).
-struct Description {
+// A request has three parts: what all ranks must say alike (RequestTerms), what chooses the compression
+// (CompressionTerms; all ranks must say it alike, too) and what only rides along (RequestNotes). Each part lists its
+// fields once, in fields(). Comparing, the error about a mismatch, announcing and printing follow from the lists.
+
+struct RequestTerms;
+using MismatchText = std::string (*)(const RequestTerms& a, const RequestTerms& b);
+
+// If ranks differ in the field: "Mismatched SUBJECT: One rank DID X, but another rank DID Y.", or what `text` returns,
+// where "" means that the difference does not matter.
+template <typename Value>
+struct ComparedField : Field<RequestTerms, Value> {
+  const char* subject;
+  const char* did;
+  MismatchText text;
+};
+template <typename Value>
+constexpr ComparedField<Value> compared(const char* name, Value RequestTerms::* member, const char* subject,
+                                        const char* did) {
+  return {{name, member}, subject, did, nullptr};
+}
+template <typename Value>
+constexpr ComparedField<Value> compared(const char* name, Value RequestTerms::* member, MismatchText text) {
+  return {{name, member}, nullptr, nullptr, text};
+}
+std::string tensor_mismatch(const RequestTerms& a, const RequestTerms& b);
+std::string factor_mismatch(const RequestTerms& a, const RequestTerms& b);
+std::string gradient_mismatch(const RequestTerms& a, const RequestTerms& b);
+std::string root_mismatch(const RequestTerms& a, const RequestTerms& b);
+std::string member_mismatch(const RequestTerms& a, const RequestTerms& b);
+
+struct RequestTerms {
   Kind kind = Kind::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;
+  std::vector<TensorDescription> tensors;  // dimension 0 may differ for allgather and alltoall
   double prescale = 1.0, postscale = 1.0;
-  int root = 0;  // global rank
-  int priority = 0;
-  bool transient = false;
+  ReduceOp op = ReduceOp::kSum;
   bool gradient = false;
-  CompressionTerms compression;
-  std::vector<TensorDescription> tensors;
+  int root = 0;            // global rank
   std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
-  // Told, but nothing to agree on:
+
+  // In the order in which Horovod checks them.
+  static constexpr auto fields() {
+    return std::make_tuple(compared("kind", &RequestTerms::kind, "operations", "did an"),
+                           compared("tensors", &RequestTerms::tensors, tensor_mismatch),
+                           compared("prescale", &RequestTerms::prescale, factor_mismatch),
+                           compared("postscale", &RequestTerms::postscale, factor_mismatch),
+                           compared("op", &RequestTerms::op, "reduction operation", "sent reduction op"),
+                           compared("gradient", &RequestTerms::gradient, gradient_mismatch),
+                           compared("root", &RequestTerms::root, root_mismatch),
+                           compared("ranks", &RequestTerms::ranks, member_mismatch));
+  }
+};
+
+struct RequestNotes {
+  int priority = 0;             // the lowest rank's goes for all
+  bool transient = false;       // the name will not come again
   std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN
   std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
   Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
   std::string refusal;          // why this rank cannot do it; then there are no tensors
 
+  static constexpr auto fields() {
+    return std::make_tuple(field("priority", &RequestNotes::priority), field("transient", &RequestNotes::transient),
+                           field("nans", &RequestNotes::nans), field("times", &RequestNotes::times),
+                           field("flush", &RequestNotes::flush), field("refusal", &RequestNotes::refusal));
+  }
+  // Must the other ranks learn of it, so that a readiness bit is not enough?
   bool tells() const { return !nans.empty() || flush != Flush::kNone || !refusal.empty(); }
+};
+
+struct Description : RequestTerms, RequestNotes {
+  CompressionTerms compression;
 };
 
 // Of every tensor, in bytes.
@@ -74,23 +128,8 @@ bool same_request(const Description& agreed, const Description& now);
 std::string find_mismatch(const std::string& name, const std::vector<Description>& by_rank,
                           const std::vector<int>& ranks);
 
-// As announced to the other ranks: little-endian, self-delimiting. parse() throws Error(kIo) on anything malformed.
-void append_request(const std::string& name, const Description& description, std::string* blob);
-class BlobReader {
- public:
-  explicit BlobReader(const std::string& blob) : at_(blob.data()), end_(at_ + blob.size()) {}
-  bool at_end() const { return at_ == end_; }
-  void read_request(std::string* name, Description* description);
-
- private:
-  template <typename T>
-  T take();
-  size_t take_count(size_t element_bytes);
-  std::string take_text();
-
-  const char* at_;
-  const char* end_;
-};
+// Every field with its value, for messages: "kind=ALLREDUCE tensors=[{dtype=float32 shape=[5]}] …".
+std::string to_text(const Description& description);
 
 struct Output {
   Byte* data = nullptr;  // malloc'ed

@@ -6,7 +6,6 @@
 #include <map>
 #include <random>
 
-#include "base/error.h"
 #include "control/negotiation.h"
 
 namespace {
@@ -235,71 +234,6 @@ TEST(Agreement, ANameInFlightIsRefusedAndAClosedTableTakesNothing) {
   table.take_pending(true, &pending);
   EXPECT_EQ(pending, std::vector<Entry*>{&entry});
   EXPECT_EQ(table.submit("u", &late), Negotiation::Submitted::kClosed);
-}
-
-// ---- announcements on the wire ----
-
-TEST(Announcement, RoundTripsEveryField) {
-  Description d;
-  d.kind = Kind::kAlltoall;
-  d.op = ReduceOp::kProduct;
-  d.prescale = -0.125;
-  d.postscale = 1e300;
-  d.root = 77;
-  d.priority = -5;
-  d.transient = true;
-  d.tensors = {{DType::kBool, {}}, {DType::kFloat16, {0, int64_t{1} << 40, 3}}};
-  d.ranks = {0, 5, 1000};
-  std::string blob;
-  append_request("näme", d, &blob);
-  append_request("", Description(), &blob);
-  BlobReader reader(blob);
-  std::string name;
-  Description read;
-  reader.read_request(&name, &read);
-  EXPECT_EQ(name, "näme");
-  EXPECT_EQ(read.kind, d.kind);
-  EXPECT_EQ(read.op, d.op);
-  EXPECT_EQ(read.prescale, d.prescale);
-  EXPECT_EQ(read.postscale, d.postscale);
-  EXPECT_EQ(read.root, d.root);
-  EXPECT_EQ(read.priority, d.priority);
-  EXPECT_EQ(read.transient, d.transient);
-  EXPECT_TRUE(same_request(read, d));
-  EXPECT_EQ(read.tensors[1].shape, d.tensors[1].shape);
-  EXPECT_FALSE(reader.at_end());
-  reader.read_request(&name, &read);
-  EXPECT_EQ(name, "");
-  EXPECT_TRUE(reader.at_end());
-}
-
-TEST(Announcement, WhateverArrivesIsReadOrRefused) {
-  std::string blob;
-  Description d = allreduce(5);
-  d.ranks = {1, 2};
-  append_request("name", d, &blob);
-  int refused = 0;
-  const auto read = [&](const std::string& bytes) {
-    BlobReader reader(bytes);
-    std::string name;
-    Description description;
-    try {
-      while (!reader.at_end()) reader.read_request(&name, &description);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kIo);
-      ++refused;
-    }
-  };
-  for (size_t n = 1; n < blob.size(); ++n) read(blob.substr(0, n));
-  EXPECT_EQ(refused, static_cast<int>(blob.size()) - 1) << "every cut is noticed";
-  std::mt19937 random(5);
-  for (int i = 0; i < 20000; ++i) {
-    std::string bytes = blob;
-    for (unsigned flips = 1 + random() % 4; flips > 0; --flips)
-      bytes[random() % bytes.size()] = static_cast<char>(random());
-    read(bytes);
-  }
-  EXPECT_GT(refused, 1000);
 }
 
 }  // namespace
