@@ -112,25 +112,23 @@ std::string first_difference(const std::string& a, const std::string& b) {
 }
 
 // Kernels are the process's, not the context's: only an explicit wish changes them.
-void force_variant(const std::string& name) {
-  if (name != "auto") kernels::select_variant(name.c_str());
+void force_variant(const Config& config) {
+  if (config.choice<Simd>() != Simd::kAuto) kernels::select_variant(config.text(Var::kSimd).c_str());
 }
-
-LogLevel level_of(const Config& config) { return static_cast<LogLevel>(config.integer(Var::kLogLevel)); }
 
 }  // namespace
 
 Context::Context(const ContextOptions& options)
     : world_(options.world),
       config_(options.overrides),
-      log_(level_of(config_), config_.flag(Var::kLogHideTime), options.world.rank),
+      log_(config_.choice<LogLevel>(), config_.flag(Var::kLogHideTime), options.world.rank),
       fork_generation_(fork_generation()) {
   if (world_.size < 1 || world_.rank < 0 || world_.rank >= world_.size)
     fail(ErrorKind::kInvalidArgument, "[context] rank " + std::to_string(world_.rank) + " of " +
                                           std::to_string(world_.size) + ": expected 0 <= rank < size");
   if (world_.rank == 0)
     for (const std::string& text : misspelt_variables()) log_.warning("[config] " + text);
-  force_variant(config_.text(Var::kSimd));
+  force_variant(config_);
   const int64_t deadline = now_ns() + config_.integer(Var::kStartTimeout) * kSecond;
   if (!options.memory_world.empty() || world_.size == 1) {
     // A world of one needs nobody; a private name keeps it to itself.
@@ -291,13 +289,13 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
   auto waker = std::make_unique<Waker>();
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<Transport*> route(static_cast<size_t>(world_.size), nullptr);
-  const std::string& choice = config_.text(Var::kTransport);
+  const auto choice = config_.choice<TransportChoice>();
   const auto* threads = dynamic_cast<const MemoryWorldStore*>(&store);
-  make_room(choice != "tcp" ? world_.size - ranks_here_ : world_.size - 1);
+  make_room(choice != TransportChoice::kTcp ? world_.size - ranks_here_ : world_.size - 1);
   if (world_.size > 1) {
-    if (threads != nullptr && choice == "auto") {
+    if (threads != nullptr && choice == TransportChoice::kAuto) {
       transports.push_back(connect_mem(world_, threads->fabric(), *waker));
-    } else if (choice != "tcp") {
+    } else if (choice != TransportChoice::kTcp) {
       auto shm = connect_shm(world_, store, *waker, config_, deadline, options.interrupted);
       if (shm) transports.push_back(std::move(shm));
     }
@@ -309,7 +307,7 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
     else remote.push_back(peer);
   }
   if (!remote.empty()) {
-    if (choice == "shm")
+    if (choice == TransportChoice::kShm)
       fail(ErrorKind::kInvalidArgument, "[context] PERSEUS_TRANSPORT=shm, but rank " + std::to_string(remote[0]) +
                                             " runs on another host: unset it");
     transports.push_back(connect_tcp(world_, store, *waker, config_, remote, deadline, options.interrupted));

@@ -9,13 +9,14 @@
 #include <cstring>
 #include <numeric>
 #include <sstream>
+#include <string_view>
 
 #include "base/error.h"
 
 namespace perseus {
 namespace {
 
-const Variable kTable[] = {
+constexpr Variable kTable[] = {
     {Var::kStreams, "PERSEUS_ALLREDUCE_STREAMS", "TIACC_TRAINING_NUM_NCCL_STREAMS,HOROVOD_NUM_NCCL_STREAMS",
      VarType::kInt, "4", "1..12", true,
      "How many buckets may be in flight at once, each on connections of its own. Up to 8 pays off on links of 32 "
@@ -164,6 +165,60 @@ const Variable kTable[] = {
     {Var::kLogHideTime, "HOROVOD_LOG_HIDE_TIME", "", VarType::kBool, "0", "", false,
      "1 = log lines begin without the time."},
 };
+
+template <class Choice>
+struct Named {
+  Choice value;
+  std::string_view text;
+};
+
+// Does the table allow exactly these texts for the enum's variable, in the enum's order?
+template <class Choice, size_t N>
+constexpr bool agree(const Named<Choice> (&choices)[N]) {
+  const Variable& entry = kTable[static_cast<int>(kVarOf<Choice>)];
+  std::string_view rest = entry.allowed;
+  if (entry.id != kVarOf<Choice> || entry.type != VarType::kChoice) return false;
+  for (size_t i = 0; i < N; ++i) {
+    const std::string_view text = rest.substr(0, rest.find('|'));
+    if (choices[i].value != static_cast<Choice>(i) || choices[i].text != text) return false;
+    if ((text.size() == rest.size()) != (i + 1 == N)) return false;
+    if (i + 1 < N) rest.remove_prefix(text.size() + 1);
+  }
+  return true;
+}
+
+static_assert(agree<Autotune>({{Autotune::kAuto, "auto"}, {Autotune::kOff, "0"}, {Autotune::kOn, "1"}}));
+static_assert(agree<AllreduceDtype>({{AllreduceDtype::kAuto, "auto"},
+                                     {AllreduceDtype::kHalf, "0"},
+                                     {AllreduceDtype::kFull, "1"},
+                                     {AllreduceDtype::kHalfBetweenHosts, "2"}}));
+static_assert(agree<AllreduceCodec>(
+    {{AllreduceCodec::kDtype, "dtype"}, {AllreduceCodec::kInt8, "int8"}, {AllreduceCodec::kAuto, "auto"}}));
+static_assert(agree<ChangeAllgather>(
+    {{ChangeAllgather::kAuto, "auto"}, {ChangeAllgather::kStack, "0"}, {ChangeAllgather::kJoin, "1"}}));
+static_assert(agree<AllreduceMode>(
+    {{AllreduceMode::kAuto, "auto"}, {AllreduceMode::kFlat, "0"}, {AllreduceMode::kOneRankPerHost, "1"}}));
+static_assert(agree<TwoD>({{TwoD::kAuto, "auto"}, {TwoD::kOff, "0"}, {TwoD::kOn, "1"}}));
+static_assert(agree<AllreduceAlgorithm>({{AllreduceAlgorithm::kAuto, "auto"},
+                                         {AllreduceAlgorithm::kPairwise, "pairwise"},
+                                         {AllreduceAlgorithm::kHalvingDoubling, "halving_doubling"},
+                                         {AllreduceAlgorithm::kRing, "ring"},
+                                         {AllreduceAlgorithm::kRecursiveDoubling, "recursive_doubling"}}));
+static_assert(agree<TransportChoice>(
+    {{TransportChoice::kAuto, "auto"}, {TransportChoice::kShm, "shm"}, {TransportChoice::kTcp, "tcp"}}));
+static_assert(agree<Simd>({{Simd::kAuto, "auto"},
+                           {Simd::kAvx512, "avx512"},
+                           {Simd::kAvx2, "avx2"},
+                           {Simd::kNeon, "neon"},
+                           {Simd::kPortable, "portable"}}));
+static_assert(
+    agree<NanAction>({{NanAction::kReport, "report"}, {NanAction::kRaise, "raise"}, {NanAction::kSkip, "skip"}}));
+static_assert(agree<LogLevel>({{LogLevel::kTrace, "trace"},
+                               {LogLevel::kDebug, "debug"},
+                               {LogLevel::kInfo, "info"},
+                               {LogLevel::kWarning, "warning"},
+                               {LogLevel::kError, "error"},
+                               {LogLevel::kFatal, "fatal"}}));
 static_assert(sizeof(kTable) / sizeof(kTable[0]) == static_cast<size_t>(Var::kCount), "one line per variable");
 
 std::string lower_case(std::string text) {

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "base/choices.h"
+
 namespace perseus {
 
 enum class Var {
@@ -74,6 +76,32 @@ struct Variable {
   const char* help;           // one or two sentences for --help and docs/config.md
 };
 
+// The variable to which an enum of base/choices.h belongs.
+template <class Choice>
+constexpr Var kVarOf = Var::kCount;
+template <>
+constexpr Var kVarOf<Autotune> = Var::kAutotune;
+template <>
+constexpr Var kVarOf<AllreduceDtype> = Var::kAllreduceDtype;
+template <>
+constexpr Var kVarOf<AllreduceCodec> = Var::kAllreduceCodec;
+template <>
+constexpr Var kVarOf<ChangeAllgather> = Var::kChangeAllgather;
+template <>
+constexpr Var kVarOf<AllreduceMode> = Var::kAllreduceMode;
+template <>
+constexpr Var kVarOf<TwoD> = Var::kTwoD;
+template <>
+constexpr Var kVarOf<AllreduceAlgorithm> = Var::kAllreduceAlgorithm;
+template <>
+constexpr Var kVarOf<TransportChoice> = Var::kTransport;
+template <>
+constexpr Var kVarOf<Simd> = Var::kSimd;
+template <>
+constexpr Var kVarOf<NanAction> = Var::kNanAction;
+template <>
+constexpr Var kVarOf<LogLevel> = Var::kLogLevel;
+
 // The value of a variable of the environment; "" = not set. For variables of launchers, not for those of the table.
 std::string environment_value(const std::string& name);
 
@@ -96,6 +124,12 @@ class Config {
   // The name or alias under which it was given; the name where it was not.
   const std::string& source(Var id) const { return source_[static_cast<int>(id)]; }
   int64_t integer(Var id) const { return integer_[static_cast<int>(id)]; }
+  // The value of the enum's variable.
+  template <class Choice>
+  Choice choice() const {
+    static_assert(kVarOf<Choice> != Var::kCount, "no variable has these choices");
+    return static_cast<Choice>(integer(kVarOf<Choice>));
+  }
   double number(Var id) const { return number_[static_cast<int>(id)]; }
   bool flag(Var id) const { return integer(id) != 0; }
 

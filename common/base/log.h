@@ -4,9 +4,9 @@
 
 #include <string>
 
-namespace perseus {
+#include "base/choices.h"
 
-enum class LogLevel { kTrace, kDebug, kInfo, kWarning, kError, kFatal };
+namespace perseus {
 
 // Where a Context's lines go; cheap to copy.
 class Log {

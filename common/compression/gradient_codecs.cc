@@ -4,12 +4,6 @@
 #include "base/error.h"
 
 namespace perseus {
-namespace {
-
-enum Precision : int64_t { kUnset, kHalfEverywhere, kFull, kMixed };  // choices of PERSEUS_ALLREDUCE_DTYPE
-enum Choice : int64_t { kByDtype, kInt8, kAuto };                     // choices of PERSEUS_ALLREDUCE_CODEC
-
-}  // namespace
 
 GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.ratio = config.number(Var::kTopKRatio);
@@ -17,21 +11,21 @@ GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.every = static_cast<int>(config.integer(Var::kDownsample));
   defaults_.momentum = config.number(Var::kGradientMomentum);
   defaults_.scale = config.number(Var::kGradientScale);
-  const int64_t precision = config.integer(Var::kAllreduceDtype);
-  if (precision != kFull) precision_ = spec(CodecWish::kFloat16, 0);
-  chosen_ = precision != kUnset;
-  inside_ = precision == kHalfEverywhere;
+  const auto precision = config.choice<AllreduceDtype>();
+  if (precision != AllreduceDtype::kFull) precision_ = spec(CodecWish::kFloat16, 0);
+  chosen_ = precision != AllreduceDtype::kAuto;
+  inside_ = precision == AllreduceDtype::kHalf;
   const bool top_k = config.flag(Var::kTopK), rotates = config.integer(Var::kDownsample) > 1;
-  const int64_t choice = config.integer(Var::kAllreduceCodec);
-  if (top_k + rotates + (choice != kByDtype) > 1)
+  const auto choice = config.choice<AllreduceCodec>();
+  if (top_k + rotates + (choice != AllreduceCodec::kDtype) > 1)
     fail(ErrorKind::kInvalidArgument,
          "[config] LIGHT_TOPK_ALLREDUCE, PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_ALLREDUCE_CODEC are ways to send "
          "less: set one of them");
-  gradient_ = top_k             ? spec(CodecWish::kTopK, 0)
-              : rotates         ? spec(CodecWish::kRotate, 0)
-              : choice == kInt8 ? spec(CodecWish::kInt8, 0)
-                                : precision_;
-  auto_ = choice == kAuto;
+  gradient_ = top_k                             ? spec(CodecWish::kTopK, 0)
+              : rotates                         ? spec(CodecWish::kRotate, 0)
+              : choice == AllreduceCodec::kInt8 ? spec(CodecWish::kInt8, 0)
+                                                : precision_;
+  auto_ = choice == AllreduceCodec::kAuto;
   check_codec(precision_);
   check_codec(gradient_);
   sparse_from_ = static_cast<uint64_t>(config.integer(Var::kTopKThreshold));

@@ -16,14 +16,29 @@ constexpr int64_t kLookForEvents = 50 * kMicrosecond;
 // Whether anything waits for what is told by a call cannot be seen; gradients of one step are not this far apart.
 constexpr int64_t kSilentPatience = kSecond;
 
+std::optional<Algorithm> wanted_algorithm(AllreduceAlgorithm choice) {
+  switch (choice) {
+    case AllreduceAlgorithm::kAuto:
+      break;
+    case AllreduceAlgorithm::kPairwise:
+      return Algorithm::kPairwise;
+    case AllreduceAlgorithm::kHalvingDoubling:
+      return Algorithm::kHalvingDoubling;
+    case AllreduceAlgorithm::kRing:
+      return Algorithm::kRing;
+    case AllreduceAlgorithm::kRecursiveDoubling:
+      return Algorithm::kRecursiveDoubling;
+  }
+  return std::nullopt;
+}
+
 ExecutionSettings settings_of(const Config& config) {
   ExecutionSettings settings;
   settings.tuner = tuner_settings(config);
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
   const double gbit = config.number(Var::kLinkGbit);
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
-  const int64_t algorithm = config.integer(Var::kAllreduceAlgorithm);
-  if (algorithm > 0) settings.algorithm = AlgorithmChoice(static_cast<Algorithm>(algorithm - 1));
+  settings.algorithm = AlgorithmChoice(wanted_algorithm(config.choice<AllreduceAlgorithm>()));
   // A ring's bits depend on buckets, and trials may change none.
   if (settings.algorithm.wanted() == Algorithm::kRing) settings.tuner.buckets = settings.tuner.streams = false;
   return settings;
@@ -76,7 +91,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       accumulation_(static_cast<int>(config.integer(Var::kAccumulateSteps))),
       gradient_codecs_(config),
       topology_(config),
-      nan_check_(config.flag(Var::kNanCheck), static_cast<NanAction>(config.integer(Var::kNanAction))),
+      nan_check_(config.flag(Var::kNanCheck), config.choice<NanAction>()),
       perf_check_(config.integer(Var::kPerfCheckSteps)),
       left_(static_cast<size_t>(world.size), false),
       tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),

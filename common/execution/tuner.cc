@@ -36,7 +36,6 @@ std::string TunerSettings::text() const {
 }
 
 TunerSettings tuner_settings(const Config& config) {
-  enum Autotune : int64_t { kAuto, kOff, kOn };  // choices of HOROVOD_AUTOTUNE
   TunerSettings settings;
   settings.start.bucket_bytes = static_cast<size_t>(config.integer(Var::kFusionThreshold));
   settings.start.streams = static_cast<int>(config.integer(Var::kStreams));
@@ -50,10 +49,10 @@ TunerSettings tuner_settings(const Config& config) {
     if (!own_streams) settings.start.streams = replayed.streams;
     own_buckets = own_streams = true;
   }
-  const int64_t autotune = config.integer(Var::kAutotune);
-  settings.buckets = autotune != kOff && !own_buckets;
-  settings.streams = autotune != kOff && !own_streams && !config.flag(Var::kStreamTuningDisable);
-  settings.everywhere = autotune == kOn;
+  const auto autotune = config.choice<Autotune>();
+  settings.buckets = autotune != Autotune::kOff && !own_buckets;
+  settings.streams = autotune != Autotune::kOff && !own_streams && !config.flag(Var::kStreamTuningDisable);
+  settings.everywhere = autotune == Autotune::kOn;
   return settings;
 }
 

@@ -12,8 +12,6 @@
 
 namespace perseus {
 
-enum class NanAction { kReport = 0, kRaise = 1, kSkip = 2 };
-
 class NanCheck {
  public:
   NanCheck(bool on, NanAction action) : on_(on), action_(action) {}

@@ -6,19 +6,14 @@
 #include "base/hash.h"
 
 namespace perseus {
-namespace {
-
-enum Mode : int64_t { kAuto, kFlat, kTwoLevel };  // choices of PERSEUS_ALLREDUCE_MODE
-enum TwoD : int64_t { kAsMode, kOff, kOn };       // choices of LIGHT_2D_ALLREDUCE
-
-}  // namespace
 
 Topology::Topology(const Config& config) {
-  const int64_t mode = config.integer(Var::kAllreduceMode), two_d = config.integer(Var::kTwoD);
-  flat_ = (mode == kFlat && two_d != kOn) || (two_d == kOff && mode != kTwoLevel);
-  settings_.one_shard = mode == kTwoLevel;
+  const auto mode = config.choice<AllreduceMode>();
+  const auto two_d = config.choice<TwoD>();
+  settings_.one_shard = mode == AllreduceMode::kOneRankPerHost;
+  flat_ = (mode == AllreduceMode::kFlat && two_d != TwoD::kOn) || (two_d == TwoD::kOff && !settings_.one_shard);
   most_staged_ = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
-  if (two_d == kOn) settings_.most_inner = static_cast<int>(config.integer(Var::kIntraSize));
+  if (two_d == TwoD::kOn) settings_.most_inner = static_cast<int>(config.integer(Var::kIntraSize));
 }
 
 void Topology::set_locations(std::vector<Location> locations) {

@@ -519,8 +519,8 @@ int64_t ShmTransport::last_heard_ns(int rank) {
 
 std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& waker, const Config& config,
                                        int64_t deadline_ns, const std::function<bool()>& interrupted) {
-  const bool only = config.text(Var::kTransport) == "shm";
-  const Log log(static_cast<LogLevel>(config.integer(Var::kLogLevel)), config.flag(Var::kLogHideTime), world.rank);
+  const bool only = config.choice<TransportChoice>() == TransportChoice::kShm;
+  const Log log(config.choice<LogLevel>(), config.flag(Var::kLogHideTime), world.rank);
   std::unique_ptr<ShmTransport> transport;
   std::string trouble;
   try {

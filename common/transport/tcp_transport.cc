@@ -90,7 +90,7 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
     : world_(world),
       keep_alive_s_(keep_alive_seconds(config)),
       waker_(waker),
-      log_(static_cast<LogLevel>(config.integer(Var::kLogLevel)), config.flag(Var::kLogHideTime), world.rank) {
+      log_(config.choice<LogLevel>(), config.flag(Var::kLogHideTime), world.rank) {
   traffic_.now_ns = now_ns();
   for (const int rank : peers) peers_[rank];
   acceptor_ = std::make_unique<TcpAcceptor>(events_, world_, *this, log_);
