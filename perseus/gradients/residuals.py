@@ -92,22 +92,6 @@ class Source(Protocol):
         """
 
 
-class Exchange(Protocol):
-    """What reduces gradients. forget(): have the core give up what it has of them."""
-
-    residuals: Residuals
-
-    def forget(self) -> None: ...
-
-
-def go_on_with(exchange: Exchange, residuals: Mapping[str, Held], owner: int | None) -> None:
-    """Have what was read before, by the rank `owner` if it comes from a file, replace what is."""
-    exchange.forget()
-    exchange.residuals.replace(own(residuals, owner))
-    if basics.is_initialized():
-        exchange.residuals.hand_over_known()
-
-
 def pack(held: Mapping[str, Held], rank: int) -> bytes:
     """What a rank holds as one string: a line of JSON, the numbers, and a dot for NumPy's sake."""
     index = [[key, layout, len(data)] for key, (layout, data) in held.items()]

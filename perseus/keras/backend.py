@@ -15,7 +15,6 @@ import numpy as np
 from perseus.compression import Compressor
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Residuals
 from perseus.installed import missing, require
 from perseus.process_sets import ProcessSet
 
@@ -39,17 +38,12 @@ keras: Any = _import_keras()
 KERAS_2 = keras.__version__.startswith("2.")
 
 
-class Exchange(Protocol):
-    """Reduces the gradients of one optimizer.
+class BackendReducer(Protocol):
+    """Reduces the gradients of one optimizer; a Reducer, too.
 
     residuals: by what the first name of a bundle has in front of a slash, the variable's number: a
     model that was loaded may call its variables otherwise.
     """
-
-    residuals: Residuals
-
-    def forget(self) -> None:
-        """Drop the sums over steps and the held-back values."""
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
         """Backward is next, and reduce() of what it gives: reductions may begin meanwhile.
@@ -76,7 +70,7 @@ class Backend(Protocol):
     Sum: int
     Adasum: int
 
-    def make_exchange(self, scope: str, plan: Plan) -> Exchange:
+    def make_reducer(self, scope: str, plan: Plan) -> BackendReducer:
         """scope: what names begin with, before those that are given."""
 
     def compared(

@@ -17,7 +17,7 @@ from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.keras.backend import KERAS_2, backend, keras
-from perseus.keras.exchange import readable
+from perseus.keras.reducer import readable
 from perseus.keras.wrapping import is_distributed
 
 __all__ = [

@@ -14,7 +14,7 @@ _replaced = keras.Model.compile if KERAS_2 else keras.Model._resolve_auto_jit_co
 
 
 def _is_distributed(optimizer: Any) -> bool:
-    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_exchange")
+    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_reducer")
 
 
 def _choose(self: Any) -> bool:

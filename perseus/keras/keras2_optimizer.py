@@ -16,7 +16,7 @@ from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.keras import jit
 from perseus.keras.backend import keras
-from perseus.keras.exchange import Exchanging, GradientExchange, Options
+from perseus.keras.reducer import GradientReducer, Options, Reducing
 from perseus.keras.residuals import SavedResiduals
 from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from perseus.tensorflow.modes import belongs_here, when
@@ -46,10 +46,10 @@ class _Places:
 
 
 class _AggregationHelper(LocalGradientAggregationHelperEager):
-    """Sums of several passes, which travel by the optimizer's exchange."""
+    """Sums of several passes, which travel by the optimizer's reducer."""
 
-    def __init__(self, exchange: GradientExchange) -> None:
-        options, plan = exchange.options, exchange.plan
+    def __init__(self, reducer: GradientReducer) -> None:
+        options, plan = reducer.options, reducer.plan
         super().__init__(
             options.passes,
             lambda grads, variables: self.reduce(grads, variables)[0],
@@ -58,7 +58,7 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
             plan.process_set,
             options.scale_local_gradients,
         )
-        self._exchange = exchange
+        self._reducer = reducer
 
     def _variable(self, initial: Any, name: str) -> Any:
         made = super()._variable(initial, name)
@@ -67,13 +67,13 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
         return made
 
     def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
-        """As the exchange says."""
-        if not self._exchange.active():
+        """As the reducer says."""
+        if not self._reducer.active():
             return grads, None
-        return self._exchange.reduce(grads, vars, _Places(vars))
+        return self._reducer.reduce(grads, vars, _Places(vars))
 
 
-class DistributedMixin(Exchanging):
+class DistributedMixin(Reducing):
     """What is put in front of an optimizer's class."""
 
     _agg_helper: _AggregationHelper | None
@@ -83,10 +83,10 @@ class DistributedMixin(Exchanging):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.perseus_residuals = SavedResiduals(self._exchange)
+        self.perseus_residuals = SavedResiduals(self._reducer)
         # Not by assignment, which would make it a part of every checkpoint.
-        self.__dict__[_CHILD] = ResidualState(self._exchange)
-        self._agg_helper = _AggregationHelper(self._exchange) if self._options.passes > 1 else None
+        self.__dict__[_CHILD] = ResidualState(self._reducer)
+        self._agg_helper = _AggregationHelper(self._reducer) if self._options.passes > 1 else None
         self._applies = None
         self._reduces_later = False
         self._state = ()
@@ -95,7 +95,7 @@ class DistributedMixin(Exchanging):
         """As in the wrapped optimizer, with the held-back values, if any."""
         wrapped: Any = super()
         children: dict[str, Any] = wrapped._trackable_children(save_type, **kwargs)
-        held = save_type == "checkpoint" and basics.is_initialized() and self._exchange.residuals()
+        held = save_type == "checkpoint" and basics.is_initialized() and self._reducer.residuals()
         return {**children, _CHILD: self.__dict__[_CHILD]} if held else children
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
@@ -136,15 +136,15 @@ class DistributedMixin(Exchanging):
         if not getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
             return self._allreduce(grads, vars)
         self._reduces_later = True
-        return _finite_everywhere(grads, self._exchange)
+        return _finite_everywhere(grads, self._reducer)
 
     def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         grads, vars = list(grads), list(vars)
         if self._agg_helper is not None:
             return self._agg_helper.compute_gradients(grads, vars)
-        if not self._exchange.active():
+        if not self._reducer.active():
             return grads
-        grads, self._applies = self._exchange.reduce(grads, vars, _Places(vars))
+        grads, self._applies = self._reducer.reduce(grads, vars, _Places(vars))
         return grads
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,16 +195,16 @@ class _Legacy(DistributedMixin):
         self._take_over()
 
 
-def _finite_everywhere(grads: Sequence[Any], exchange: GradientExchange) -> list[Any]:
+def _finite_everywhere(grads: Sequence[Any], reducer: GradientReducer) -> list[Any]:
     """Gradients; NaN in their place if some are not finite on any rank.
 
     So LossScaleOptimizers, which look at their own rank's only, leave out the same steps.
     """
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
-    if not values or not exchange.active():
+    if not values or not reducer.active():
         return list(grads)
     here = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
-    finite = exchange.everywhere(here)
+    finite = reducer.everywhere(here)
 
     def marked(gradient: Any) -> Any:
         if isinstance(gradient, tf.IndexedSlices):

@@ -19,8 +19,8 @@ _local_check = keras.optimizers.LossScaleOptimizer.check_finite
 def _check_everywhere(self: Any, grads: Sequence[Any]) -> Any:
     """Whether all gradients are finite, on every rank where the optimizer is distributed."""
     finite = _local_check(self, grads)
-    exchange = getattr(self.inner_optimizer, "_exchange", None)
-    return finite if exchange is None or not exchange.active() else exchange.everywhere(finite)
+    reducer = getattr(self.inner_optimizer, "_reducer", None)
+    return finite if reducer is None or not reducer.active() else reducer.everywhere(finite)
 
 
 def install() -> None:

@@ -14,21 +14,21 @@ import keras
 from perseus.keras import jit, loss_scale
 from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import backend
-from perseus.keras.exchange import Exchanging, Options
+from perseus.keras.reducer import Options, Reducing
 from perseus.keras.residuals import SavedResiduals
 
 # What is said by calling methods, and so is in no config.
 _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
-class DistributedMixin(Exchanging):
+class DistributedMixin(Reducing):
     """What is put in front of an optimizer's class."""
 
     _agg_helper: LocalAggregation | None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.perseus_residuals = SavedResiduals(self._exchange)
+        self.perseus_residuals = SavedResiduals(self._reducer)
         passes = self._options.passes
         self._agg_helper = LocalAggregation(passes) if passes > 1 else None
 
@@ -41,8 +41,8 @@ class DistributedMixin(Exchanging):
     def scale_loss(self, loss: Any) -> Any:
         """As in the wrapped optimizer; Keras' train_step calls it right before backward."""
         sums_up = self._agg_helper is not None or self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if not sums_up and self._exchange.active():
-            self._exchange.before_backward(self)
+        if not sums_up and self._reducer.active():
+            self._reducer.before_backward(self)
         return super().scale_loss(loss)  # type: ignore[misc]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -53,7 +53,7 @@ class DistributedMixin(Exchanging):
         alike, the wrapped optimizer is left alone.
         """
         optimizer: Any = self
-        if not grads or not self._exchange.active() or not _ready(optimizer, trainable_variables):
+        if not grads or not self._reducer.active() or not _ready(optimizer, trainable_variables):
             self._apply_local(grads, trainable_variables)
             return
         variables = list(trainable_variables or optimizer._trainable_variables)
@@ -63,7 +63,7 @@ class DistributedMixin(Exchanging):
         elif optimizer.gradient_accumulation_steps:
             self._apply_accumulated(grads, variables)
         else:
-            grads, applies = self._exchange.reduce(grads, variables, self)
+            grads, applies = self._reducer.reduce(grads, variables, self)
             self._apply_where(applies, grads, variables)
 
     def _apply_local(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
@@ -98,7 +98,7 @@ class DistributedMixin(Exchanging):
             taken = sums.take(grads, indices)
             if self._options.average_passes:
                 taken = [g if g is None else g / sums.passes for g in taken]
-            reduced, applies = self._exchange.reduce(taken, variables, self)
+            reduced, applies = self._reducer.reduce(taken, variables, self)
             self._apply_where(applies, reduced, variables, self._count)
 
         keras.ops.cond(due, step, self._count)
@@ -124,7 +124,7 @@ class DistributedMixin(Exchanging):
                     continue
                 taken.append(keras.ops.add(backend.dense(gradient), total))
                 total.assign(keras.ops.zeros(total.shape, total.dtype))
-            reduced, applies = self._exchange.reduce(taken, variables, self)
+            reduced, applies = self._reducer.reduce(taken, variables, self)
             self._apply_where(applies, reduced, variables, self._count)
 
         due = keras.ops.equal((optimizer._iterations + 1) % steps, 0)

@@ -14,7 +14,7 @@ import numpy as np
 from perseus import basics
 from perseus.gradients.residuals import Held
 from perseus.keras.backend import keras
-from perseus.keras.exchange import GradientExchange
+from perseus.keras.reducer import GradientReducer
 
 _INDEX = "index"  # JSON: {"rank": who held these, "held": [[name, layout], …]}; beside them 0, 1 …
 
@@ -27,20 +27,20 @@ class SavedResiduals(keras.losses.Loss):
     It has no name, since for that alone Keras would make the group. It is a Source, too.
     """
 
-    def __init__(self, exchange: GradientExchange) -> None:
-        self._exchange = exchange
+    def __init__(self, reducer: GradientReducer) -> None:
+        self._reducer = reducer
 
     def residuals(self) -> dict[str, Held]:
         """See Source."""
-        return self._exchange.residuals()
+        return self._reducer.residuals()
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
         """See Source."""
-        self._exchange.go_on_with(residuals, owner)
+        self._reducer.go_on_with(residuals, owner)
 
     def save_own_variables(self, store: Any) -> None:
         """Write this rank's; float32 of shape (2, elements) each."""
-        held = self._exchange.residuals() if basics.is_initialized() else {}
+        held = self._reducer.residuals() if basics.is_initialized() else {}
         if not held:
             return
         names = [[name, layout] for name, (layout, _) in held.items()]
@@ -59,4 +59,4 @@ class SavedResiduals(keras.losses.Loss):
             for number, (name, layout) in enumerate(index["held"]):
                 data = np.asarray(store[str(number)], dtype=np.float32)
                 held[name] = layout, np.ascontiguousarray(data).tobytes()
-        self._exchange.go_on_with(held, owner)
+        self._reducer.go_on_with(held, owner)

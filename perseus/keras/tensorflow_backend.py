@@ -14,45 +14,37 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow import functions, mpi_ops, ops, reductions
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.elastic import run
-from perseus.tensorflow.gradient_exchange import GradientExchange
 from perseus.tensorflow.ops import Adasum, Average, Min, Sum
 from perseus.tensorflow.parameters import compared
+from perseus.tensorflow.reducer import GradientReducer
 
 __all__ = ["Adasum", "Average", "Compression", "Sum", "compared", "run"]
 
 
-class _Exchange:
-    """See Exchange."""
+class _Reducer(GradientReducer):
+    """See BackendReducer."""
 
     def __init__(self, scope: str, plan: Plan) -> None:
-        self._exchange = GradientExchange(scope, plan, lasting=True)
-        self.residuals = self._exchange.residuals
-
-    def forget(self) -> None:
-        """See Exchange."""
-        self._exchange.forget()
+        super().__init__(scope, plan, lasting=True)
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
-        """See Exchange. In functions reductions begin as gradients become ready, by themselves."""
+        """See BackendReducer. In functions reductions begin by themselves, when they can."""
 
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
     ) -> tuple[list[Any], Any]:
-        """See Exchange. tf.IndexedSlices go one by one, unless they are to be dense."""
-        plan = self._exchange.plan
+        """See BackendReducer. tf.IndexedSlices go one by one, unless they are to be dense."""
         dense = [
-            plan.sparse_as_dense or not isinstance(gradient, tf.IndexedSlices)
+            self.plan.sparse_as_dense or not isinstance(gradient, tf.IndexedSlices)
             for gradient in gradients
         ]
         parts = (tuple(index for index in bundle if dense[index]) for bundle in bundles)
-        return self._exchange.reduce(
-            list(gradients), tuple(names), tuple(part for part in parts if part)
-        )
+        return super().reduce(list(gradients), tuple(names), tuple(part for part in parts if part))
 
 
-def make_exchange(scope: str, plan: Plan) -> _Exchange:
+def make_reducer(scope: str, plan: Plan) -> _Reducer:
     """See Backend."""
-    return _Exchange(scope, plan)
+    return _Reducer(scope, plan)
 
 
 def dense(gradient: Any) -> Any:

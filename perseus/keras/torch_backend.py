@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from perseus import basics
 from perseus.compression import Compressor
 from perseus.failures import Failures
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Residuals
+from perseus.gradients.reducer import Reducer
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
 from perseus.torch import exchange, functions, gather, reductions, scatter
@@ -25,24 +23,17 @@ from perseus.torch.session import ALLREDUCE, Adasum, Average, Min, Sum, session,
 __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 
 
-class _Exchange:
-    """See Exchange. Dense gradients are reduced in place, sparse ones are made dense first."""
+class _Reducer(Reducer):
+    """See BackendReducer. Dense gradients are reduced in place, sparse ones become dense first."""
 
     def __init__(self, scope: str, plan: Plan) -> None:
+        super().__init__(plan)
         self._scope = scope
-        self._plan = plan
-        self._number = basics.new_gradients()
-        self.residuals = Residuals(self._number, plan.process_set.process_set_id)
         self._overlap = Overlap(self._start)
-        weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
-
-    def forget(self) -> None:
-        """See Exchange."""
-        basics.forget_gradients(self._number)
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
-        """See Exchange."""
-        if self._plan.compression.in_core:
+        """See BackendReducer."""
+        if self.plan.compression.in_core:
             self._overlap.announce([variable.value for variable in variables], names)
 
     def reduce(
@@ -51,8 +42,8 @@ class _Exchange:
         names: Sequence[str],
         bundles: Sequence[Sequence[int]],
     ) -> tuple[list[torch.Tensor], bool]:
-        """See Exchange."""
-        compression = self._plan.compression
+        """See BackendReducer."""
+        compression = self.plan.compression
         tensors = [dense(gradient).detach().contiguous() for gradient in gradients]
         pairs = [
             (tensor, None) if compression.in_core else compression.compress(tensor)
@@ -85,7 +76,7 @@ class _Exchange:
         return tensors, applies
 
     def _start(self, name: str, tensors: tuple[torch.Tensor, ...]) -> int:
-        plan = self._plan
+        plan = self.plan
         key = name.partition("/")[0]
         name = f"{self._scope}/{name}"
         self.residuals.know(key, name, len(tensors) > 1)
@@ -94,14 +85,14 @@ class _Exchange:
         return session.submit(
             ALLREDUCE, name, sent, sent, op=plan.op, prescale=plan.prescale,
             postscale=plan.postscale, group=plan.process_set.process_set_id,
-            gradient_of=self._number, codec=plan.compression.codec,
+            gradient_of=self.number, codec=plan.compression.codec,
             codec_argument=plan.compression.argument,
         )  # fmt: skip
 
 
-def make_exchange(scope: str, plan: Plan) -> _Exchange:
+def make_reducer(scope: str, plan: Plan) -> _Reducer:
     """See Backend."""
-    return _Exchange(scope, plan)
+    return _Reducer(scope, plan)
 
 
 def compared(

@@ -16,7 +16,7 @@ from perseus.gradients.arguments import (
 )
 from perseus.gradients.plan import Plan
 from perseus.keras.backend import KERAS_2, backend, keras
-from perseus.keras.exchange import Options
+from perseus.keras.reducer import Options
 
 if KERAS_2:
     from perseus.keras import keras2_optimizer as _kind

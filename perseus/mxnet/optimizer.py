@@ -15,10 +15,10 @@ from perseus import basics
 from perseus.gradients.arguments import checked_predivide_factor, not_an_optimizer, wrapped_twice
 from perseus.gradients.bundles import bundles
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Held, go_on_with, pack, unpack
+from perseus.gradients.residuals import Held, pack, unpack
 from perseus.mxnet import ops, state_files
-from perseus.mxnet.gradient_exchange import GradientExchange
 from perseus.mxnet.parameters import WeightsByKey
+from perseus.mxnet.reducer import GradientReducer
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
@@ -43,7 +43,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     whole steps, of which update() sees a part at a time.
     """
 
-    _OWN = frozenset(["_optimizer", "_exchange", "_num_groups", "_weights"])
+    _OWN = frozenset(["_optimizer", "_reducer", "_num_groups", "_weights"])
 
     def __init__(
         self,
@@ -66,13 +66,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._optimizer = optimizer
         self._num_groups = num_groups
         self._weights = WeightsByKey(process_set, self._name_of)
-        self._exchange = GradientExchange(
+        self._reducer = GradientReducer(
             Plan(process_set=process_set, predivide_factor=gradient_predivide_factor)
         )
 
     def __reduce__(self) -> Any:
         # With updaters' states; what the core has summed up of the gradients stays behind.
-        plan = self._exchange.plan
+        plan = self._reducer.plan
         arguments = self._optimizer, plan.predivide_factor, self._num_groups, plan.process_set
         held = self._held()
         # Nothing, where that is so: __setstate__ is not called then.
@@ -81,7 +81,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def __setstate__(self, state: bytes) -> None:
         """What a copy goes on with in the rank that has made it; others begin with nothing."""
-        go_on_with(self._exchange, *unpack(state))
+        self._reducer.go_on_with(*unpack(state))
 
     def __getattr__(self, item: str) -> Any:
         if item in self._OWN:  # not there yet
@@ -133,12 +133,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def load_residuals(self, fname: str) -> None:
         """Go on with what this rank has written there; counting of steps to sum up starts anew."""
-        self._exchange.forget()
-        self._exchange.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
+        self._reducer.forget()
+        self._reducer.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
 
     def _held(self) -> dict[str, Held]:
-        self._exchange.wait()
-        return self._exchange.residuals.read()
+        self._reducer.wait()
+        return self._reducer.residuals.read()
 
     def _name_of(self, index: Any) -> str:
         """What a parameter is called, by gluon's optimizers or Module's."""
@@ -149,7 +149,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def _reduce(self, index: Any, weight: Any, grad: Any) -> bool:
         """Whether the gradients, which are on their way, are to be applied."""
-        if not self._exchange.takes_part():
+        if not self._reducer.takes_part():
             return True
         if basics.skips_nan_gradients():
             raise ValueError(
@@ -162,13 +162,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             self._weights.update(each, array)
         found, names = bundled(indices, self._num_groups if together else 0)
         priorities = [-i if isinstance(i, int) else 0 for i in indices]
-        return self._exchange(gradients, names, priorities, found).applies()
+        return self._reducer(gradients, names, priorities, found).applies()
 
 
 def bundled(
     indices: Sequence[Any], num_groups: int, prefix: str = ""
 ) -> tuple[Sequence[Sequence[int]] | None, list[str]]:
-    """What GradientExchange takes for gradients of parameters with these indices.
+    """What GradientReducer takes for gradients of parameters with these indices.
 
     Bundles, None where num_groups is 0, and names, as Horovod has them.
     """

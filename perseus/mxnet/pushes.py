@@ -18,8 +18,8 @@ from perseus.compression import Compressor, SettingsCompressor
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.plan import Plan
 from perseus.mxnet import ops, sparse
-from perseus.mxnet.gradient_exchange import GradientExchange
 from perseus.mxnet.kvstore_arguments import PerseusOp
+from perseus.mxnet.reducer import GradientReducer
 
 
 class Pushes:
@@ -32,9 +32,9 @@ class Pushes:
 
     def __init__(self, scope: str, compression: type[Compressor] = SettingsCompressor) -> None:
         plan = Plan(op=PerseusOp.Sum, compression=compression)
-        self._exchange = GradientExchange(plan, scope)
-        self.residuals = self._exchange.residuals
-        self.forget = self._exchange.forget
+        self._reducer = GradientReducer(plan, scope)
+        self.residuals = self._reducer.residuals
+        self.forget = self._reducer.forget
 
     def combine(
         self,
@@ -54,7 +54,7 @@ class Pushes:
         """
         array = _joined(given, output, op)
         if gradient and np.dtype(output.dtype).kind in "fV":  # V: bfloat16
-            return self._exchange([array], [name], [priority], outputs=[output]).together()
+            return self._reducer([array], [name], [priority], outputs=[output]).together()
         ops.allreduce([array], [output], name, op=op, priority=priority)
         return Outcome.REDUCED
 
@@ -62,7 +62,7 @@ class Pushes:
         self, given: list[Any], name: str, *, priority: int, gradient: bool
     ) -> tuple[Any, Outcome]:
         """The sum of row-sparse arrays as a new one, to be used where it is REDUCED; waits."""
-        total = sparse.sum_rows(given, name, priority, self._exchange.number if gradient else 0)
+        total = sparse.sum_rows(given, name, priority, self._reducer.number if gradient else 0)
         skips = gradient and basics.skips_nan_gradients()
         has_nan = skips and np.isnan(total.data.asnumpy()).any()
         return total, Outcome.SKIPPED if has_nan else Outcome.REDUCED

@@ -22,10 +22,10 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.mxnet import ops, state_files
 from perseus.mxnet.compression import Compression
-from perseus.mxnet.gradient_exchange import GradientExchange
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
 from perseus.mxnet.parameters import buffer_of
+from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.sparse import sum_rows
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
@@ -101,7 +101,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._num_groups = num_groups
         self._applies = True
         self._check = ParameterCheck(process_set)
-        self._exchange = GradientExchange(
+        self._reducer = GradientReducer(
             Plan(
                 compression=compression,
                 process_set=process_set,
@@ -117,7 +117,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """
         if self._check.due():
             self._check.compare((p.name, buffer_of(p.list_data()[0])) for _, p in self._trained())
-        if ignore_stale_grad and self._exchange.takes_part():
+        if ignore_stale_grad and self._reducer.takes_part():
             for _, parameter in self._trained():
                 if not parameter.data()._fresh_grad:
                     parameter.zero_grad()
@@ -129,9 +129,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         Plain MXNet reads such a file, too.
         """
         super().save_states(fname)
-        self._exchange.wait()
+        self._reducer.wait()
         path = Path(fname)
-        state_files.write(path, path.read_bytes(), self._exchange.residuals.read())
+        state_files.write(path, path.read_bytes(), self._reducer.residuals.read())
 
     def load_states(self, fname: str) -> None:
         """As in gluon; counting of steps to sum up starts anew.
@@ -139,8 +139,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         What codecs hold back becomes what this rank has written there, or nothing.
         """
         super().load_states(fname)
-        self._exchange.forget()
-        self._exchange.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
+        self._reducer.forget()
+        self._reducer.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
 
     def _trained(self) -> list[tuple[int, Any]]:
         """What has gradients, with its number."""
@@ -148,21 +148,21 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _allreduce_grads(self) -> None:
         trained = self._trained()
-        if not trained or not self._exchange.takes_part():
+        if not trained or not self._reducer.takes_part():
             return
         dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
-        outcomes = self._exchange(list(dense.values()), names, [-i for i in dense], bundles)
+        outcomes = self._reducer(list(dense.values()), names, [-i for i in dense], bundles)
         # Later, as they are waited for.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
         self._applies = outcomes.applies() and all(usable)
 
     def _average_rows(self, index: int, parameter: Any) -> bool:
         """Average a row-sparse gradient; whether it may be applied."""
-        exchange, (gradient,) = self._exchange, parameter.list_grad()
-        members = exchange.plan.process_set
+        reducer, (gradient,) = self._reducer, parameter.list_grad()
+        members = reducer.plan.process_set
         name = f"{self._prefix}{index}"
-        total = sum_rows([gradient], name, -index, exchange.number, members)
+        total = sum_rows([gradient], name, -index, reducer.number, members)
         (total / members.size()).copyto(gradient)
         withheld = basics.may_withhold_gradients()
         return not (withheld and np.isnan(total.data.asnumpy()).any())
@@ -179,8 +179,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def _agree_on_fresh(self) -> None:
         """Have a gradient count as new where it is on some rank: all are to update the same."""
-        members, trained = self._exchange.plan.process_set, self._trained()
-        if not trained or not self._exchange.takes_part():
+        members, trained = self._reducer.plan.process_set, self._trained()
+        if not trained or not self._reducer.takes_part():
             return
         fresh = mx.nd.array([parameter.data()._fresh_grad for _, parameter in trained])
         name = f"{self._prefix}fresh"

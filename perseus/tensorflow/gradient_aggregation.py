@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.tensorflow.gradient_exchange import LocalSources
 from perseus.tensorflow.modes import belongs_here, belongs_to_program, tf_variable, when
+from perseus.tensorflow.reducer import LocalSources
 
 
 def apply_op_to_not_none_tensors(

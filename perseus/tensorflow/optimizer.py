@@ -30,27 +30,27 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.adasum import AdasumOptimizer
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, count_step
-from perseus.tensorflow.gradient_exchange import (
-    GradientExchange,
+from perseus.tensorflow.modes import belongs_here, when
+from perseus.tensorflow.ops import Adasum, Average
+from perseus.tensorflow.reducer import (
+    GradientReducer,
     LocalSources,
     reference_of,
     references_of,
 )
-from perseus.tensorflow.modes import belongs_here, when
-from perseus.tensorflow.ops import Adasum, Average
 from perseus.tensorflow.residuals import GradientResiduals
 
 
 class _AggregationHelper(LocalGradientAggregationHelper):
-    """Knows more of an exchange than its gradients."""
+    """Knows more of an reducer than its gradients."""
 
-    def __init__(self, exchange: GradientExchange, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, reducer: GradientReducer, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._exchange = exchange
+        self._reducer = reducer
 
     def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
-        """As the exchange says."""
-        return self._exchange(grads, vars)
+        """As the reducer says."""
+        return self._reducer(grads, vars)
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
@@ -91,10 +91,10 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             device_dense=device_dense,
             device_sparse=device_sparse,
         )
-        self._exchange = (
-            GradientExchange(f"{name}_Allreduce", plan)
+        self._reducer = (
+            GradientReducer(f"{name}_Allreduce", plan)
             if residuals is None
-            else residuals.exchange(plan)
+            else residuals.reducer(plan)
         )
         self._agg_helper: _AggregationHelper | None = None
         if backward_passes_per_step > 1:
@@ -104,7 +104,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
                     "in graphs only; in eager mode use a Keras optimizer"
                 )
             self._agg_helper = _AggregationHelper(
-                self._exchange,
+                self._reducer,
                 backward_passes_per_step,
                 self._allreduce,
                 sparse_as_dense,
@@ -124,7 +124,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
     def _allreduce(self, gradients: Any, variables: Any) -> list[Any]:
         """Reduced gradients; Horovod's own tests call it."""
-        return self._exchange(list(gradients), list(variables))[0]
+        return self._reducer(list(gradients), list(variables))[0]
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """As in the wrapped optimizer, the gradients being reduced over all ranks."""
@@ -133,7 +133,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         if self._agg_helper is not None:
             reduced = self._agg_helper.compute_gradients(gradients, variables)
         else:
-            reduced, self._applies = self._local.around(self._exchange, gradients, variables)
+            reduced, self._applies = self._local.around(self._reducer, gradients, variables)
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(

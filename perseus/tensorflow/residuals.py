@@ -6,7 +6,6 @@ Belongs to the thread that trains.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -14,8 +13,9 @@ from tensorflow.python.training.saver import BaseSaverBuilder
 
 from perseus import basics
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Held, Source, go_on_with, own, pack, unpack
-from perseus.tensorflow.gradient_exchange import GradientExchange
+from perseus.gradients.reducer import LateReducer
+from perseus.gradients.residuals import Source, pack, unpack
+from perseus.tensorflow.reducer import GradientReducer
 
 _used_names: Counter[str] = Counter()
 
@@ -37,7 +37,7 @@ class ResidualState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._source.go_on_with(*unpack(getattr(string_value, "item", lambda: string_value)()))
 
 
-class GradientResiduals(ResidualState):
+class GradientResiduals(LateReducer, ResidualState):
     """What lossy codecs hold back of one model's gradients: `residuals=` of what reduces them.
 
     Of every hvd.DistributedGradientTape of the model's, which have equal arguments, or of one
@@ -51,37 +51,24 @@ class GradientResiduals(ResidualState):
     """
 
     def __init__(self, name: str = "gradients") -> None:
-        super().__init__(self)
+        LateReducer.__init__(self)
+        ResidualState.__init__(self, self)
         number = _used_names[name]
         _used_names[name] += 1
         self._scope = f"{name}_{number}_Allreduce" if number else f"{name}_Allreduce"
-        self._exchange: GradientExchange | None = None
-        self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
 
-    def exchange(self, plan: Plan) -> GradientExchange:
+    def reducer(self, plan: Plan) -> GradientReducer:
         """The one that reduces; ValueError where another plan has been given before."""
-        if self._exchange is None:
-            self._exchange = GradientExchange(self._scope, plan, lasting=True)
+        if self._reducer is None:
+            self._reducer = GradientReducer(self._scope, plan, lasting=True)
             self.go_on_with(*self._loaded)
-        elif self._exchange.plan != plan:
+        elif self._reducer.plan != plan:
             raise ValueError(
                 "[tensorflow] residuals= were given together with other arguments before: make a "
                 "GradientResiduals for each model and each way to reduce"
             )
-        return self._exchange
-
-    def residuals(self) -> dict[str, Held]:
-        """See Source."""
-        if self._exchange is None:
-            return own(*self._loaded)
-        return self._exchange.residuals.read()
-
-    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
-        """See Source."""
-        if self._exchange is None:
-            self._loaded = residuals, owner
-            return
-        go_on_with(self._exchange, residuals, owner)
+        made: GradientReducer = self._reducer
+        return made
 
     def saveable(self, name: str = "perseus_residuals") -> Any:
         """What a tf.compat.v1.train.Saver of this graph takes in its list of variables.

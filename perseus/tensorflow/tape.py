@@ -19,13 +19,13 @@ from perseus.gradients.arguments import checked_groups, checked_reduction, wrapp
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
-from perseus.tensorflow.gradient_exchange import (
-    GradientExchange,
+from perseus.tensorflow.ops import Average
+from perseus.tensorflow.reducer import (
+    GradientReducer,
     LocalSources,
     reference_of,
     references_of,
 )
-from perseus.tensorflow.ops import Average
 from perseus.tensorflow.residuals import GradientResiduals
 
 _WITHHELD = (
@@ -36,9 +36,9 @@ _WITHHELD = (
 
 
 @functools.cache
-def _exchange(plan: Plan) -> GradientExchange:
+def _reducer(plan: Plan) -> GradientReducer:
     # Scripts make a new tape every step; what the core holds of its gradients goes on.
-    return GradientExchange("DistributedGradientTape_Allreduce", plan)
+    return GradientReducer("DistributedGradientTape_Allreduce", plan)
 
 
 @functools.cache
@@ -99,12 +99,12 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
             [pair for pair in pairs if not self._local.is_local(pair[0])],
         )
 
-    def _exchange(self) -> GradientExchange:
-        return _exchange(self._plan) if self._kept is None else self._kept.exchange(self._plan)
+    def _reducer(self) -> GradientReducer:
+        return _reducer(self._plan) if self._kept is None else self._kept.reducer(self._plan)
 
     def _reduced(self, sources: list[Any], gradients: list[Any], generic: bool) -> list[Any]:
         reduced, applies = self._local.around(
-            lambda g, s: self._exchange()(g, s, generic), gradients, sources
+            lambda g, s: self._reducer()(g, s, generic), gradients, sources
         )
         self.applies = True if applies is None else applies
         if applies is None:

@@ -32,7 +32,8 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, parameters_of
-from perseus.torch.gradients import GradientReducer
+from perseus.torch.reducer import GradientReducer
+from perseus.torch.residuals import as_buffers, as_tensors
 from perseus.torch.session import Adasum, Average
 
 _RESIDUALS = "perseus_residuals"  # the key in state_dict()
@@ -93,7 +94,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         the same rank; nothing is sent. Without a lossy codec in use there is no such key.
         """
         state = super().state_dict()
-        residuals = self._reducer.residuals()
+        self._reducer.wait()
+        residuals = as_tensors(self._reducer.residuals.read())
         return {**state, _RESIDUALS: residuals} if residuals else state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +113,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.forget()
         super().load_state_dict(*args, **kwargs)
         state = args[0] if args else kwargs["state_dict"]
-        self._reducer.go_on_with(state.get(_RESIDUALS, {}))
+        self._reducer.residuals.replace(as_buffers(state.get(_RESIDUALS, {})))
 
     def synchronize(self) -> None:
         """Wait until every p.grad is the reduction over all ranks.

@@ -10,7 +10,7 @@ import torch
 import perseus.torch.horovod as hvd
 from perseus.errors import MismatchError
 from perseus.failures import Failures
-from perseus.torch import gradients
+from perseus.torch import reducer as reducers
 
 
 def told_by(call) -> str:
@@ -62,8 +62,8 @@ def test_very_many_are_counted():
 def test_every_gradient_that_failed_is_told(monkeypatch):
     names = {torch.nn.Parameter(torch.ones(i + 1)): f"gradient.{i}" for i in range(3)}
     hvd.init()
-    plan = gradients.Plan(compression=hvd.Compression.none)
-    reducer = gradients.GradientReducer(list(names), names, plan, passes=1)
+    plan = reducers.Plan(compression=hvd.Compression.none)
+    reducer = reducers.GradientReducer(list(names), names, plan, passes=1)
     waited = []
 
     def fails(handle: int) -> None:
@@ -71,7 +71,7 @@ def test_every_gradient_that_failed_is_told(monkeypatch):
         raise MismatchError(f"[engine] number {len(waited)} differs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gradients, "synchronize", fails)
+        patch.setattr(reducers, "synchronize", fails)
         text = told_by(reducer.synchronize)
     hvd.shutdown()
     assert len(waited) == len(set(waited)) == 3

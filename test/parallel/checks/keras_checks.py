@@ -461,8 +461,8 @@ def check_reductions_begin_before_backward_ends() -> None:
 
         @staticmethod
         def backward(ctx, gradient):
-            exchange = model.optimizer._exchange._exchange
-            begun = exchange._overlap._begun.values() if exchange else ()
+            reducer = model.optimizer._reducer._reducer
+            begun = reducer._overlap._begun.values() if reducer else ()
             handles = [each.handle for each in begun]
             while not all(map(poll, handles)):
                 pass

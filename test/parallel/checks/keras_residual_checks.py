@@ -17,7 +17,7 @@ from keras_checks import _data, _model, _numbers, _same_everywhere
 
 import perseus.keras as hvd
 from perseus.elastic.loop import reset
-from perseus.keras import exchange
+from perseus.keras import reducer
 
 
 def _compiled(compression, **options):
@@ -50,7 +50,7 @@ def check_a_saved_model_goes_on_with_what_it_held() -> None:
             (hvd.Compression.int8, {"gradient_accumulation_steps": 2}),
         ):
             path, weights = Path(folder) / "all.keras", Path(folder) / "all.weights.h5"
-            exchange._used_names.clear()  # names begin anew, as in another process
+            reducer._used_names.clear()  # names begin anew, as in another process
             model = _compiled(compression, **options)
             _fit(model)
             held = _held(model)
@@ -67,7 +67,7 @@ def check_a_saved_model_goes_on_with_what_it_held() -> None:
                 assert _held(model) == after
             _same_everywhere(model.weights)
             if not options:
-                exchange._used_names.clear()
+                reducer._used_names.clear()
                 again = hvd.load_model(path, compression=compression)
                 assert _held(again) == held
                 _assert_bits(_fit(again), expected)

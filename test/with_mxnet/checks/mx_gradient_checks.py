@@ -1,4 +1,4 @@
-"""Gradients through the exchange that optimizers, trainers and stores share."""
+"""Gradients through the reducer that optimizers, trainers and stores share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worlds import world_with
 import perseus.mxnet as hvd
 from perseus.compression import Compressor, Int8Compressor
 from perseus.gradients.plan import Plan
-from perseus.mxnet.gradient_exchange import GradientExchange
+from perseus.mxnet.reducer import GradientReducer
 
 SHAPES = [(3,), (4, 5), (1031,), (2, 3, 4)]
 NAMES = [f"gradient{i}" for i in range(len(SHAPES))]
@@ -22,13 +22,13 @@ def _gradients(step: int = 0) -> list[mx.nd.NDArray]:
 
 
 def check_gradients_are_reduced_in_place() -> None:
-    exchange = GradientExchange(Plan())
-    summed = GradientExchange(Plan(op=hvd.Sum, predivide_factor=1.0))
-    divided = GradientExchange(Plan(predivide_factor=2.0))
+    reducer = GradientReducer(Plan())
+    summed = GradientReducer(Plan(op=hvd.Sum, predivide_factor=1.0))
+    divided = GradientReducer(Plan(predivide_factor=2.0))
     for step in range(3):
         for given, bundles in (
-            (exchange, None),
-            (exchange, [(0, 2), (1, 3)]),
+            (reducer, None),
+            (reducer, [(0, 2), (1, 3)]),
             (divided, None),
             (summed, [(3,), (0, 1, 2)]),
         ):
@@ -51,53 +51,53 @@ def check_other_compressors_act_around_it() -> None:
             return tensor * ctx
 
     gradients = _gradients()
-    GradientExchange(Plan(op=hvd.Sum, compression=Halved))(gradients, NAMES)
+    GradientReducer(Plan(op=hvd.Sum, compression=Halved))(gradients, NAMES)
     for salt, gradient in enumerate(gradients):
         assert_equal(gradient, 2 * everyone(SHAPES[salt], salt).sum(axis=0))
 
 
 def check_gradients_are_held_and_summed_in_the_core() -> None:
     with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
-        exchange = GradientExchange(Plan())
+        reducer = GradientReducer(Plan())
         for step in range(4):
             gradients = _gradients(step)
-            outcomes = exchange(gradients, NAMES, None, [(0, 1), (2,), (3,)])
+            outcomes = reducer(gradients, NAMES, None, [(0, 1), (2,), (3,)])
             assert outcomes.applies() is (step % 2 == 1)
             if step % 2 == 1:
                 for salt, gradient in enumerate(gradients):
                     both = [everyone(SHAPES[salt], salt + s).mean(axis=0) for s in (step - 1, step)]
                     assert_equal(gradient, both[0] + both[1])
             if step == 1:
-                exchange(_gradients(), NAMES)
-                exchange.forget()
+                reducer(_gradients(), NAMES)
+                reducer.forget()
 
 
 def check_a_nan_keeps_all_ranks_from_stepping() -> None:
     nan = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "skip"}
     with world_with(**nan):
-        exchange = GradientExchange(Plan())
+        reducer = GradientReducer(Plan())
         for step in range(3):
             gradients = _gradients()
             if step == 1 and hvd.rank() == 1:
                 gradients[2][7] = np.nan
-            assert exchange(gradients, NAMES).applies() is (step != 1)
+            assert reducer(gradients, NAMES).applies() is (step != 1)
     nan["PERSEUS_ALLREDUCE_NANCHECK_ACTION"] = "raise"
     with world_with(**nan):
         gradients = _gradients()
         if hvd.rank() == 1:
             gradients[2][7] = np.nan
-        GradientExchange(Plan())(gradients, NAMES)
+        GradientReducer(Plan())(gradients, NAMES)
         message = raised(mx.base.MXNetError, gradients[2].wait_to_read)
         assert "gradient2" in message, message
         assert_equal(gradients[0], everyone(SHAPES[0], 0).mean(axis=0))
 
 
 def _reduce(given: list[settings.Arrays]) -> list[settings.Arrays]:
-    exchange = GradientExchange(Plan(op=hvd.Sum))
+    reducer = GradientReducer(Plan(op=hvd.Sum))
     results = []
     for arrays in given:
         gradients = [mx.nd.array(array) for array in arrays]
-        exchange(gradients, ["large", "small"])
+        reducer(gradients, ["large", "small"])
         results.append([gradient.asnumpy() for gradient in gradients])
     return results
 
@@ -125,16 +125,16 @@ def check_the_shape_of_the_allreduce_changes_nothing() -> None:
 def check_codecs_and_what_they_hold_back() -> None:
     """The core rounds; what it held back is in the next sum, or in that of who goes on with it."""
     with settings.apart():
-        exchange = GradientExchange(Plan(op=hvd.Sum, compression=Int8Compressor))
+        reducer = GradientReducer(Plan(op=hvd.Sum, compression=Int8Compressor))
         first, second, third = ([array / 7 for array in _gradients()] for _ in range(3))
-        exchange(first, NAMES)
-        exchange.wait()
-        held = exchange.residuals.read()
+        reducer(first, NAMES)
+        reducer.wait()
+        held = reducer.residuals.read()
         assert set(held) == set(NAMES)
-        other = GradientExchange(exchange.plan)
+        other = GradientReducer(reducer.plan)
         other.residuals.replace(held)
-        exchange(second, NAMES)
-        exchange.wait()
+        reducer(second, NAMES)
+        reducer.wait()
         other(third, NAMES)
         for left, right in zip(second, third, strict=True):
             assert_equal(left, right.asnumpy())
@@ -147,9 +147,9 @@ def check_codecs_and_what_they_hold_back() -> None:
 def check_only_one_rank_in_the_set() -> None:
     with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
         last = hvd.add_process_set([1])
-        exchange = GradientExchange(Plan(process_set=last, compression=Int8Compressor))
-        assert not exchange.takes_part()
+        reducer = GradientReducer(Plan(process_set=last, compression=Int8Compressor))
+        assert not reducer.takes_part()
         gradients = _gradients()
-        assert exchange(gradients, NAMES).applies()
+        assert reducer(gradients, NAMES).applies()
         for salt, gradient in enumerate(gradients):
             assert_equal(gradient, everyone(SHAPES[salt], salt)[hvd.rank()])

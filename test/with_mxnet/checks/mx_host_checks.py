@@ -12,7 +12,7 @@ from mxnet.gluon.contrib.nn import PerseusSyncBatchNorm
 
 import perseus.mxnet as hvd
 from perseus.gradients.plan import Plan
-from perseus.mxnet.gradient_exchange import GradientExchange
+from perseus.mxnet.reducer import GradientReducer
 from perseus.process_sets import of_host
 
 LOCAL = 2
@@ -84,8 +84,8 @@ def check_statistics_of_a_host_and_of_all() -> None:
 def _error(members: hvd.ProcessSet) -> float:
     """The largest in a sum over a set's ranks of gradients that need all of their digits."""
     gradients = [mx.nd.array(array) for array in settings.normal(hvd.rank(), 0)]
-    exchange = GradientExchange(Plan(op=hvd.Sum, process_set=members))
-    exchange(gradients, ["large", "small"])
+    reducer = GradientReducer(Plan(op=hvd.Sum, process_set=members))
+    reducer(gradients, ["large", "small"])
     everybody = [settings.normal(rank, 0) for rank in members.ranks]
     return max(
         np.abs(gradient.asnumpy() - sum(array.astype(np.float64) for array in arrays)).max()

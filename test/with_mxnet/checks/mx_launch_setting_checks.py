@@ -18,7 +18,7 @@ import perseus.mxnet as hvd
 from perseus import basics, control
 from perseus.errors import InitializationError
 from perseus.gradients.plan import Plan
-from perseus.mxnet.gradient_exchange import GradientExchange
+from perseus.mxnet.reducer import GradientReducer
 
 TCP = {"PERSEUS_TRANSPORT": "tcp", "PERSEUS_GLOO_NETWORK_INTERFACE": "lo"}
 COUNT, ELEMENTS, STEPS = 8, 1024, 6
@@ -29,12 +29,12 @@ def _steps(count: int = STEPS, *, together: bool = True) -> int:
 
     Counting may be some operations late.
     """
-    exchange = GradientExchange(Plan(op=hvd.Sum))
+    reducer = GradientReducer(Plan(op=hvd.Sum))
     before = perseus.stats()["buckets"]
     for step in range(count):
         gradients = [mine((ELEMENTS,), salt=step + index) for index in range(COUNT)]
         names = [f"gradient{index}" for index in range(COUNT)]
-        exchange(gradients, names, None, [tuple(range(COUNT))] if together else None)
+        reducer(gradients, names, None, [tuple(range(COUNT))] if together else None)
         for index, gradient in enumerate(gradients):
             assert_equal(gradient, everyone((ELEMENTS,), step + index).sum(axis=0))
     return perseus.stats()["buckets"] - before

@@ -95,5 +95,5 @@ def check_an_optimizer_is_the_one_it_wraps() -> None:
     for again in (pickle.loads(pickle.dumps(optimizer)), copy.deepcopy(optimizer)):
         assert type(again) is hvd.DistributedOptimizer
         assert again._optimizer is not inner and again.lr == 0.125
-        assert (again._exchange.plan.predivide_factor, again._num_groups) == (2.0, 3)
-        assert again._exchange.takes_part()
+        assert (again._reducer.plan.predivide_factor, again._num_groups) == (2.0, 3)
+        assert again._reducer.takes_part()

@@ -53,8 +53,8 @@ class _Trainer:
         self.trainer.load_states(str(path))
 
     def held(self) -> dict[str, bytes]:
-        self.trainer._exchange.wait()
-        found = self.trainer._exchange.residuals.read()
+        self.trainer._reducer.wait()
+        found = self.trainer._reducer.residuals.read()
         return {key: bytes(numbers) for key, (_, numbers) in found.items()}
 
 
@@ -126,9 +126,9 @@ class _Updater:
         self.updater.set_states(path.read_bytes())
 
     def held(self) -> dict[str, bytes]:
-        exchange = self.updater.optimizer._exchange
-        exchange.wait()
-        return {key: bytes(numbers) for key, (_, numbers) in exchange.residuals.read().items()}
+        reducer = self.updater.optimizer._reducer
+        reducer.wait()
+        return {key: bytes(numbers) for key, (_, numbers) in reducer.residuals.read().items()}
 
 
 class _GroupedUpdater(_Updater):
@@ -265,14 +265,14 @@ def check_gluons_trainer_saves_what_its_optimizer_holds() -> None:
         loss.backward()
         trainer.step(1)
         parameter.data().wait_to_read()
-        held = optimizer._exchange.residuals.read()
+        held = optimizer._reducer.residuals.read()
         assert any(held["0"][1])
         if hvd.rank() == 0:
             trainer.save_states(str(folder / "root"))
         settings.control.barrier()
         trainer.load_states(str(folder / "root"))
         assert trainer.optimizer is not optimizer
-        assert trainer.optimizer._exchange.residuals.read() == (held if hvd.rank() == 0 else {})
+        assert trainer.optimizer._reducer.residuals.read() == (held if hvd.rank() == 0 else {})
 
 
 def check_files_are_as_ever_where_nothing_is_held() -> None:

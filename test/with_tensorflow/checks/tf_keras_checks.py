@@ -53,14 +53,14 @@ def check_sparse_gradients_are_those_of_the_joined_batch() -> None:
         model.compile(hvd_keras.DistributedOptimizer(make(), sparse_as_dense=dense), "mse")
         reference.compile(make(), "mse")
         kinds: set[type] = set()
-        exchange = model.optimizer._exchange
-        reduce = exchange.reduce
+        reducer = model.optimizer._reducer
+        reduce = reducer.reduce
 
         def watched(gradients, *rest, kinds=kinds, reduce=reduce):
             kinds.update(map(type, gradients))
             return reduce(gradients, *rest)
 
-        exchange.reduce = watched
+        reducer.reduce = watched
         model.fit(*_words(hvd.rank()), batch_size=LOCAL, epochs=2, shuffle=False, verbose=0)
         reference.fit(*_joined(), batch_size=LOCAL * hvd.size(), epochs=2, shuffle=False, verbose=0)
         assert tf.IndexedSlices in kinds

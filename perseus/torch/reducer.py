@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +18,9 @@ from perseus.failures import Failures
 from perseus.gradients.arguments import check_sparse
 from perseus.gradients.bundles import bundles
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Residuals
+from perseus.gradients.reducer import Reducer
 from perseus.memory import keep_freed_memory
 from perseus.torch.functions import broadcast_object
-from perseus.torch.residuals import Residual, as_buffers, as_tensors
 from perseus.torch.session import ALLREDUCE, session, synchronize
 from perseus.torch.sparse import empty_like, start_sparse_allreduce
 
@@ -59,7 +58,7 @@ class _Bundle:
         return self.handle != 0 or bool(self.sparse)
 
 
-class GradientReducer:
+class GradientReducer(Reducer):
     """Reduces the gradients of some parameters, once per step.
 
     parameters: those that take part; none at all makes every method a no-op.
@@ -74,7 +73,7 @@ class GradientReducer:
         plan: Plan,
         passes: int,
     ) -> None:
-        self.plan = plan
+        super().__init__(plan)
         self.names = names
         self.passes = passes
         self._bundles = _make_bundles(parameters, names, plan)
@@ -82,10 +81,8 @@ class GradientReducer:
         self._prescale = plan.prescale
         self._postscale = plan.postscale
         self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
-        self._number = basics.new_gradients()
-        self._residuals = Residuals(self._number, plan.process_set.process_set_id)
         for bundle in self._bundles:
-            self._residuals.know(bundle.name, bundle.name, bundle.grouped)
+            self.residuals.know(bundle.name, bundle.name, bundle.grouped)
         # Whether what was waited for last may be applied: it is neither part of a sum nor a NaN.
         self.applies = True
         self.reset()
@@ -95,7 +92,6 @@ class GradientReducer:
         _living.add(self)
         if parameters:
             keep_freed_memory()
-            weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
     def reset(self) -> None:
         """Count backward passes from the start again."""
@@ -103,21 +99,11 @@ class GradientReducer:
             bundle.passes_left = [self.passes] * len(bundle.parameters)
             bundle.waiting = len(bundle.parameters)
 
-    def forget(self) -> None:
-        """Drop what was summed over steps and held back: the next one is the first of a new sum."""
-        basics.forget_gradients(self._number)
-        self._residuals.replace({})
-
-    def residuals(self) -> dict[str, Residual]:
-        """What lossy codecs hold back here; waits for what was started."""
+    def wait(self) -> None:
+        """Return once all that was started has ended; it is still to be finished."""
         for bundle in self._bundles:
             while bundle.handle != 0 and not session.poll(bundle.handle):
                 time.sleep(_POLL_SECONDS)
-        return as_tensors(self._residuals.read())
-
-    def go_on_with(self, residuals: Mapping[str, Residual]) -> None:
-        """Have these, as residuals() gave them, added to the next gradients; after a forget()."""
-        self._residuals.replace(as_buffers(residuals))
 
     def busy(self) -> bool:
         """Whether a reduction was started and not waited for."""
@@ -190,12 +176,12 @@ class GradientReducer:
         if not gradients:
             return
         tensors = gradients[0] if len(gradients) == 1 else tuple(gradients)
-        if self._residuals.waiting:
-            self._residuals.hand_over(bundle.name)
+        if self.residuals.waiting:
+            self.residuals.hand_over(bundle.name)
         bundle.handle = session.submit(
             ALLREDUCE, bundle.name, tensors, tensors, op=self.plan.op, prescale=self._prescale,
             postscale=self._postscale, group=self.plan.process_set.process_set_id,
-            gradient_of=self._number, codec=self.plan.compression.codec,
+            gradient_of=self.number, codec=self.plan.compression.codec,
             codec_argument=self.plan.compression.argument,
         )  # fmt: skip
 
@@ -224,7 +210,7 @@ class GradientReducer:
                 self._sparse_dims[parameter] = gradient.sparse_dim()
                 finish = start_sparse_allreduce(
                     gradient, self.names[parameter], plan.op, plan.process_set, plan.compression,
-                    gradient_of=self._number,
+                    gradient_of=self.number,
                 )  # fmt: skip
                 bundle.sparse.append((parameter, finish))
         return [gradient for gradient in gradients if not gradient.is_sparse]

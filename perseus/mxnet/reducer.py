@@ -7,7 +7,6 @@ Belongs to the thread that steps them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
@@ -18,7 +17,7 @@ from perseus.failures import Failures
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.participation import takes_part
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Residuals
+from perseus.gradients.reducer import Reducer
 from perseus.mxnet import ops
 from perseus.mxnet.library import Batch, Op, mxnet
 
@@ -46,7 +45,7 @@ class Outcomes:
         return Outcome(max(numbers, default=Outcome.REDUCED))
 
 
-class GradientExchange:
+class GradientReducer(Reducer):
     """Reduces lists of gradients by a plan.
 
     scope: what names begin with that is another thing in another process.
@@ -54,18 +53,10 @@ class GradientExchange:
     """
 
     def __init__(self, plan: Plan, scope: str = "") -> None:
-        self.plan = plan
+        super().__init__(plan)
         self._scope = scope
-        self._number = basics.new_gradients()
-        self.residuals = Residuals(self._number, plan.process_set.process_set_id)
         self._under_way: dict[str, Any] = {}  # what is being written to, by its name
         self._made: tuple[list[Any], _Key | None, Batch] = [], None, Batch([])
-        weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
-
-    @property
-    def number(self) -> int:
-        """Of these gradients in the core, see perseus_request.gradient_of."""
-        return self._number
 
     def takes_part(self) -> bool:
         """Whether this rank has anything to reduce; ValueError where the set is not registered."""
@@ -153,8 +144,7 @@ class GradientExchange:
     def forget(self) -> None:
         """Drop what the core has summed up and held back, once nothing is under way. See wait."""
         self.wait()
-        basics.forget_gradients(self._number)
-        self.residuals.replace({})
+        super().forget()
 
     def _key_of(self, name: str) -> str:
         return name.removeprefix(self._scope)
@@ -168,6 +158,6 @@ class GradientExchange:
             postscale=plan.postscale, priority=priority, process_set=plan.process_set,
             grouped=grouped,
         )  # fmt: skip
-        made.gradient_of = self._number
+        made.gradient_of = self.number
         made.codec, made.codec_argument = plan.compression.codec, plan.compression.argument
         return made

@@ -20,7 +20,7 @@ from perseus.gradients.outcome import Outcome
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.participation import takes_part
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Residuals
+from perseus.gradients.reducer import Reducer
 from perseus.process_sets import ProcessSet
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
@@ -43,26 +43,23 @@ def reference_of(variable: Any) -> Any:
     return tf_variable(variable).ref()
 
 
-class GradientExchange:
+class GradientReducer(Reducer):
     """Reduces lists of gradients by a plan.
 
     scope: what the names of its reductions begin with. lasting: dense ones are called in the core
     what they are called here, in whatever functions they are, so that `residuals` can be saved;
-    the scope belongs to this exchange alone then. They are known there by what their names have in
+    the scope belongs to this reducer alone then. They are known there by what their names have in
     front of a slash.
     """
 
     def __init__(self, scope: str, plan: Plan, lasting: bool = False) -> None:
-        self.plan = plan
+        super().__init__(plan)
         self._scope = scope
-        self._number = basics.new_gradients()
-        self.residuals = Residuals(self._number, plan.process_set.process_set_id)
         self._turns: weakref.WeakKeyDictionary[Any, int] | None = None
         if lasting:
             self._turns = weakref.WeakKeyDictionary()
         self._checks: dict[tuple[str, ...], ParameterCheck] = {}
         self._traced: dict[Any, Callable[..., tuple[list[Any], Any]]] = {}
-        weakref.finalize(self, basics.forget_gradients, self._number).atexit = False
 
     def __call__(
         self, gradients: Sequence[Any], sources: Sequence[Any], generic_names: bool = False
@@ -103,10 +100,6 @@ class GradientExchange:
             name = f"{self._scope}.{names[0]}"
             self._checks[names] = ParameterCheck(self.plan.process_set, name)
         return self._checks[names]
-
-    def forget(self) -> None:
-        """Drop what the core has summed up and held back."""
-        basics.forget_gradients(self._number)
 
     def _as_graph(
         self, names: tuple[str, ...], bundles: tuple[tuple[int, ...], ...]
@@ -183,7 +176,7 @@ class GradientExchange:
             outputs, outcome = ops.allreduce(
                 [sent for sent, _ in pairs], name, op=plan.op,
                 prescale=plan.prescale, postscale=plan.postscale,
-                process_set=plan.process_set, gradient_of=self._number,
+                process_set=plan.process_set, gradient_of=self.number,
                 codec=plan.compression.codec, codec_argument=plan.compression.argument,
                 grouped=len(bundle) > 1, fixed_name=fixed_name,
             )  # fmt: skip
@@ -213,7 +206,7 @@ class GradientExchange:
         check_sparse(name, "tensorflow")
         with on_device(plan.device_sparse):
             return reduce_slices(
-                slices, name, plan.op, plan.process_set, plan.compression, self._number
+                slices, name, plan.op, plan.process_set, plan.compression, self.number
             )
 
 

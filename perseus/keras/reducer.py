@@ -6,7 +6,7 @@ Belongs to the thread that applies gradients, or that traces the function which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from perseus.gradients.names import unnumbered
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.participation import takes_part
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Held, go_on_with, own
-from perseus.keras.backend import Exchange, backend
+from perseus.gradients.reducer import LateReducer
+from perseus.keras.backend import backend
 
 _used_names: Counter[str] = Counter()
 
@@ -32,31 +32,17 @@ class Options:
     average_passes: bool
 
 
-class GradientExchange:
+class GradientReducer(LateReducer):
     """Reduces one optimizer's gradients. name: what theirs begin with unless the options say it."""
 
     def __init__(self, options: Options, name: str) -> None:
+        super().__init__()
         self.options = options
         self.plan = options.plan
         self.local_variables: list[Any] = []
         self._name = options.name or name
         self._prefix = ""
         self._check = ParameterCheck(options.plan.process_set)
-        self._exchange: Exchange | None = None
-        self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _exchange
-
-    def residuals(self) -> dict[str, Held]:
-        """See Source. By names that are the same in every process."""
-        if self._exchange is None:
-            return own(*self._loaded)
-        return self._exchange.residuals.read()
-
-    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
-        """See Source."""
-        if self._exchange is None:
-            self._loaded = residuals, owner
-            return
-        go_on_with(self._exchange, residuals, owner)
 
     def active(self) -> bool:
         """Whether there is anything to do; where the world may grow, it counts as grown."""
@@ -64,11 +50,11 @@ class GradientExchange:
 
     def before_backward(self, optimizer: Any) -> None:
         """Backward is next, and then reduce(); from the second step on reductions begin in it."""
-        if self._exchange is None or self.plan.groups is not None:
+        if self._reducer is None or self.plan.groups is not None:
             return
         local = {optimizer._var_key(variable) for variable in self.local_variables}
         wide = [v for v in optimizer._trainable_variables if optimizer._var_key(v) not in local]
-        self._exchange.before_backward(wide, [self._name_of(v, optimizer) for v in wide])
+        self._reducer.before_backward(wide, [self._name_of(v, optimizer) for v in wide])
 
     def _name_of(self, variable: Any, optimizer: Any) -> str:
         return f"{optimizer._get_variable_index(variable)}/{readable(variable)}"
@@ -79,7 +65,7 @@ class GradientExchange:
         """The gradients of an optimizer's variables, reduced over all ranks; None stays None.
 
         Gradients of local variables are left alone, or divided by the number of ranks. Returns them
-        and whether they may be applied: None for yes, always; else as Exchange.reduce.
+        and whether they may be applied: None for yes, always; else as BackendReducer.reduce.
         """
         results = list(gradients)
         local = {optimizer._var_key(variable) for variable in self.local_variables}
@@ -101,12 +87,10 @@ class GradientExchange:
             [gradients[index] for index in sent],
         )
         numbers = [optimizer._get_variable_index(variables[index]) for index in sent]
-        if self._exchange is None:
-            self._exchange = backend.make_exchange(self.prefix(), self.plan)
+        if self._reducer is None:
+            self._reducer = backend.make_reducer(self.prefix(), self.plan)
             self.go_on_with(*self._loaded)
-        reduced, applies = self._exchange.reduce(
-            gradients, names, self._bundles(numbers, optimizer)
-        )
+        reduced, applies = self._reducer.reduce(gradients, names, self._bundles(numbers, optimizer))
         for index, gradient in zip(sent, reduced, strict=True):
             results[index] = gradient
         return results, applies
@@ -137,15 +121,15 @@ class GradientExchange:
         return bundles(numbers, [[known[key] for key in group if key in known] for group in keys])
 
 
-class Exchanging:
+class Reducing:
     """What is put in front of an optimizer's class, whichever Keras it is of."""
 
     _options: Options
-    _exchange: GradientExchange
+    _reducer: GradientReducer
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._exchange = GradientExchange(self._options, f"Distributed{type(self).__name__}")
+        self._reducer = GradientReducer(self._options, f"Distributed{type(self).__name__}")
 
     @property
     def process_set(self) -> Any:
@@ -159,7 +143,7 @@ class Exchanging:
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on this rank; before the first step."""
-        self._exchange.local_variables.append(var)
+        self._reducer.local_variables.append(var)
 
 
 def readable(variable: Any) -> str:
