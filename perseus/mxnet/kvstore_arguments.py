@@ -73,7 +73,7 @@ def checked_op(op: int) -> PerseusOp:
         return PerseusOp(op)
     except ValueError:
         raise ValueError(
-            f"[kvstore] push with op={op!r}: expected PerseusOp.Sum, PerseusOp.Max or PerseusOp.Min"
+            f"[kvstore] push with op={op}: expected PerseusOp.Sum, PerseusOp.Max or PerseusOp.Min"
         ) from None
 
 
