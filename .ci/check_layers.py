@@ -22,7 +22,7 @@ CXX_LAYERS: dict[str, set[str]] = {
     "net": set(),
     "topology": set(),
     "bootstrap": {"net"},
-    "transport": {"bootstrap", "net", "topology"},
+    "transport": {"bootstrap", "kernels", "net", "topology"},
     "collective": {"kernels", "topology", "transport"},
     "codec": {"kernels"},  # and collective/wire_format.h, below
     "compression": {"codec", "kernels", "topology"},

@@ -1,16 +1,13 @@
 // The steps of an Exchange: headers, sends, receives, reductions. exchange_plan.cc decides what goes to which rank.
 #include "collective/exchange.h"
 
-#include <cstring>
-
 #include "base/error.h"
 #include "collective/stepped_exchange.h"
 
 namespace perseus {
 namespace {
 
-constexpr int kMostPieces = 32;  // of one gathered send or receive
-constexpr int kBurst = 4;        // chunks moved on one link before the others get their turn
+constexpr int kBurst = 4;  // chunks moved on one link before the others get their turn
 
 // In the place of chunks that nobody will look at: the tensors they would come from may be gone.
 constexpr Byte kNothing[kChunkBytes] = {};
@@ -43,7 +40,6 @@ size_t Exchange::chunk_at(const Flow& flow, uint64_t lag) const {
 }
 
 void Exchange::next(const Peer& peer, Flow* flow) const {
-  flow->moved = 0;
   if (flow->result) {
     flow->result = false;
     ++flow->turn;
@@ -70,7 +66,7 @@ bool Exchange::step() {
     for (int burst = 0; burst < kBurst && send_some(peer); ++burst) moved = true;
     if (peer.header_seen && (sink_ == nullptr || headers_done_))
       for (int burst = 0; burst < kBurst && receive_some(peer); ++burst) moved = true;
-    all_done = all_done && peer.tx.done && peer.tx.header_left == 0 && peer.rx.done;
+    all_done = all_done && peer.tx.done && peer.sender.header_gone() && peer.rx.done;
   }
   if (reduces_) {
     moved |= reduce_some();
@@ -89,66 +85,13 @@ bool Exchange::step() {
 
 bool Exchange::send_some(Peer& peer) {
   Flow& tx = peer.tx;
-  if (tx.done && tx.header_left == 0) return false;
-  if (peer.windows && tx.header_left > 0) {
-    const Span window = peer.link->send_window(sizeof(ExchangeHeader));
-    if (!window) return false;
-    std::memcpy(window.data, &peer.out, sizeof(ExchangeHeader));
-    peer.link->send_commit(sizeof(ExchangeHeader));
-    tx.header_left = 0;
-    return true;
-  }
+  if (tx.done && peer.sender.header_gone()) return false;
   const bool may_send = rolled_back_ || (scheduled_ && !headers_done_) ? eager(peer, tx) : !tx.done;
   const bool ready = may_send && (!tx.result || !results_follow_ || chunk_index(tx, peer.lag) < reduced_);
   const size_t n = ready ? chunk_at(tx, peer.lag) : 0;
-  if (n == 0 && tx.header_left == 0) return false;
-  return peer.windows ? send_windowed(peer, n) : send_streamed(peer, n);
-}
-
-bool Exchange::send_windowed(Peer& peer, size_t n) {
-  const Span window = peer.link->send_window(n);
-  if (!window) return false;
-  Flow& tx = peer.tx;
-  Cursor& source = tx.result ? peer.r_src : peer.c_src;
-  const bool from_input = !tx.result || results_from_input_;
-  for (size_t done = 0; done < n;) {
-    const size_t run = std::min(n - done, source.contiguous());
-    kernels::copy(window.data + done, from_input ? source.in() : source.out(), run, false);
-    source.advance(run);
-    done += run;
-  }
-  peer.link->send_commit(n);
-  next(peer, &tx);
-  return true;
-}
-
-bool Exchange::send_streamed(Peer& peer, size_t n) {
-  iovec pieces[kMostPieces + 1];
-  int count = 0;
-  Flow& tx = peer.tx;
-  const size_t header_left = tx.header_left;
-  if (header_left > 0) {
-    // Header and first bytes leave in one packet.
-    Byte* rest = reinterpret_cast<Byte*>(&peer.out) + sizeof(ExchangeHeader) - header_left;
-    pieces[count++] = iovec{rest, header_left};
-  }
-  Cursor& source = tx.result ? peer.r_src : peer.c_src;
-  if (n > 0) {
-    const bool from_input = !tx.result || results_from_input_;
-    count += from_input ? source.gather_in(n - tx.moved, pieces + count, kMostPieces)
-                        : source.gather_out(n - tx.moved, pieces + count, kMostPieces);
-  }
-  size_t sent = peer.link->try_send(pieces, count);
-  if (sent == 0) return false;
-  const size_t of_header = std::min(sent, header_left);
-  tx.header_left -= of_header;
-  sent -= of_header;
-  if (sent > 0) {
-    source.advance(sent);
-    tx.moved += sent;
-    if (tx.moved == n) next(peer, &tx);
-  }
-  return true;
+  const Moved moved = peer.sender.send(n, tx.result ? &peer.r_src : &peer.c_src, !tx.result || results_from_input_);
+  if (n > 0 && moved == Moved::kAll) next(peer, &tx);
+  return moved != Moved::kNothing;
 }
 
 bool Exchange::receive_some(Peer& peer) {
@@ -157,30 +100,12 @@ bool Exchange::receive_some(Peer& peer) {
   if (rolled_back_) return discard(peer);
   const size_t n = chunk_at(rx, peer.lag);
   if (!rx.result) {
-    peer.contribution = peer.link->recv_window(n);  // released by the reduction
+    peer.contribution = peer.receiver.whole(n);  // released by the reduction
     return static_cast<bool>(peer.contribution);
   }
-  if (!peer.windows) {
-    iovec pieces[kMostPieces];
-    const int count = peer.r_dst.gather_out(n - rx.moved, pieces, kMostPieces);
-    const size_t got = peer.link->try_recv(pieces, count);
-    if (got == 0) return false;
-    peer.r_dst.advance(got);
-    rx.moved += got;
-    if (rx.moved == n) next(peer, &rx);
-    return true;
-  }
-  const ConstSpan window = peer.link->recv_window(n);
-  if (!window) return false;
-  for (size_t done = 0; done < n;) {
-    const size_t run = std::min(n - done, peer.r_dst.contiguous());
-    kernels::copy(peer.r_dst.out(), window.data + done, run, stream_out_);
-    peer.r_dst.advance(run);
-    done += run;
-  }
-  peer.link->recv_release(n);
-  next(peer, &rx);
-  return true;
+  const Moved moved = peer.receiver.receive(n, &peer.r_dst, stream_out_);
+  if (moved == Moved::kAll) next(peer, &rx);
+  return moved != Moved::kNothing;
 }
 
 // ---- rolling back ----
@@ -196,14 +121,14 @@ void Exchange::roll_back(const std::vector<bool>& began) {
     if (peer.link == nullptr) continue;
     peer.c_src = Cursor(nothing_, 0);
     if (!began[static_cast<size_t>(me_)]) {
-      peer.tx.header_left = 0;
+      peer.sender.drop_header();
       peer.tx.done = true;
     }
     if (!began[i]) {
       peer.header_seen = true;
       peer.rx.done = true;
     } else if (peer.contribution) {
-      peer.link->recv_release(peer.contribution.size);
+      peer.receiver.release(peer.contribution.size);
       peer.contribution = ConstSpan();
       next(peer, &peer.rx);
     }
@@ -213,8 +138,8 @@ void Exchange::roll_back(const std::vector<bool>& began) {
 bool Exchange::discard(Peer& peer) {
   if (!eager(peer, peer.rx)) return false;
   const size_t n = chunk_at(peer.rx, peer.lag);
-  if (!peer.link->recv_window(n)) return false;
-  peer.link->recv_release(n);
+  if (!peer.receiver.whole(n)) return false;
+  peer.receiver.release(n);
   next(peer, &peer.rx);
   return true;
 }
@@ -222,7 +147,7 @@ bool Exchange::discard(Peer& peer) {
 bool Exchange::eager_parts_gone() const {
   for (const Peer& peer : peers_) {
     if (peer.link == nullptr) continue;
-    if (peer.tx.header_left > 0 || eager(peer, peer.tx)) return false;
+    if (!peer.sender.header_gone() || eager(peer, peer.tx)) return false;
     if (!peer.header_seen || eager(peer, peer.rx)) return false;
   }
   return true;
@@ -249,10 +174,10 @@ bool Exchange::reduce_ready(size_t n) {
     if ((only_contributor_ < 0 || only_contributor_ == static_cast<int>(i)) && !peer.contribution) return false;
     // Every rank reduces into the place from which its own contribution is sent: the contribution must have left first.
     if (everyone_owns_all_ && !peer.tx.done) return false;
-    if (!results_follow_ || !peer.windows || peer.tx.r_total == 0) continue;
+    if (!results_follow_ || !peer.sender.composes_in_place() || peer.tx.r_total == 0) continue;
     const bool at_result = !peer.tx.done && peer.tx.result && chunk_index(peer.tx, peer.lag) == reduced_;
-    if (!at_result || peer.tx.header_left > 0) return false;
-    const Span window = peer.link->send_window(n);
+    if (!at_result || !peer.sender.header_gone()) return false;
+    const Span window = peer.sender.room(n);
     if (!window) return false;
     windows_.push_back(window.data);
   }
@@ -282,12 +207,12 @@ void Exchange::reduce_chunk(size_t n) {
   }
   for (Peer& peer : peers_) {
     if (peer.contribution) {
-      peer.link->recv_release(n);
+      peer.receiver.release(n);
       peer.contribution = ConstSpan();
       next(peer, &peer.rx);
     }
-    if (peer.link != nullptr && results_follow_ && peer.windows && peer.tx.r_total > 0) {
-      peer.link->send_commit(n);
+    if (peer.link != nullptr && results_follow_ && peer.sender.composes_in_place() && peer.tx.r_total > 0) {
+      peer.sender.commit(n);
       next(peer, &peer.tx);
     }
   }

@@ -21,15 +21,11 @@
 #include <string>
 #include <vector>
 
-#include "collective/pieces.h"
 #include "collective/steps.h"
 #include "kernels/kernels.h"
-#include "transport/transport.h"
+#include "transport/messages.h"
 
 namespace perseus {
-
-constexpr size_t kChunkBytes = 64 * 1024;
-static_assert(kChunkBytes <= kMaxMessage, "a chunk is one message");
 
 // kSpread: an allgather of parts whose sizes all know, into tensors; the own part lies there already.
 enum class Collective : uint8_t { kAllreduce, kReduceScatter, kAllgather, kBroadcast, kAlltoall, kSpread };
@@ -107,16 +103,15 @@ class Exchange {
  private:
   // Where one direction of one link stands.
   struct Flow {
-    size_t header_left = 0;
     uint64_t turn = 0;    // of the schedule: c(turn), then r(turn - lag)
     bool result = false;  // within the turn
-    size_t moved = 0;     // bytes of the current chunk already moved (links without windows)
     size_t c_total = 0, r_total = 0;
     bool done = false;
   };
   struct Peer {
     Link* link = nullptr;
-    bool windows = false;
+    MessageSender sender;
+    MessageReceiver receiver;
     uint64_t lag = 0;
     ExchangeHeader out, in;
     bool header_seen = false;
@@ -143,8 +138,6 @@ class Exchange {
   bool discard(Peer& peer);
   bool eager_parts_gone() const;
   bool send_some(Peer& peer);
-  bool send_windowed(Peer& peer, size_t n);
-  bool send_streamed(Peer& peer, size_t n);
   bool receive_some(Peer& peer);
   bool reduce_some();
   bool reduce_ready(size_t n);

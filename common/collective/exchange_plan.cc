@@ -1,6 +1,4 @@
 // What an Exchange sends to whom: the collectives as parts, contributions and results.
-#include <cstring>
-
 #include "base/error.h"
 #include "collective/exchange.h"
 #include "collective/stepped_exchange.h"
@@ -13,24 +11,17 @@ constexpr uint32_t kMagic = 0x50584348;  // "PXCH"
 // Results larger than this will not be read again from the cache: write around it, but not into lines that have just
 // been read (in place), where that is slower.
 constexpr size_t kStreamBytes = 8 * 1024 * 1024;
-// Turns a result trails its contribution. Rings hold 2 * lag + 2 chunks and the gap at their end; sockets buffer more,
-// but what all peers send to one rank at once meets in one queue of the network, and what overflows there is sent
-// again.
-constexpr uint64_t kWindowLag = 2;
-constexpr uint64_t kStreamLag = 8, kLeastStreamLag = 2;  // of all peers together; of each
-static_assert((2 * kWindowLag + 3) * kChunkBytes <= 512 * 1024, "see the argument in exchange.h");
 
 }  // namespace
 
 Exchange::Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel)
     : peers_(links.size()), me_(me), epoch_(epoch), channel_(channel), even_(links.size()), sources_(links.size()) {
-  const uint64_t peers = std::max<size_t>(2, links.size()) - 1;
-  const uint64_t stream_lag = std::max(kLeastStreamLag, kStreamLag / peers);
   for (size_t i = 0; i < links.size(); ++i) {
     peers_[i].link = static_cast<int>(i) == me ? nullptr : links[i];
     if (peers_[i].link == nullptr) continue;
-    peers_[i].windows = links[i]->has_windows();
-    peers_[i].lag = peers_[i].windows ? kWindowLag : stream_lag;
+    peers_[i].sender = MessageSender(links[i]);
+    peers_[i].receiver = MessageReceiver(links[i]);
+    peers_[i].lag = peers_[i].sender.depth(links.size() - 1);  // turns by which a result trails its contribution
   }
   windows_.reserve(links.size());
 }
@@ -79,10 +70,10 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
     stepped_->start(plan, header_of(sequence, bytes));
     return;
   }
-  bool streamed = false;
-  for (const Peer& peer : peers_) streamed |= peer.link != nullptr && !peer.windows;
+  bool in_memory = true;
+  for (const Peer& peer : peers_) in_memory &= peer.link == nullptr || peer.sender.composes_in_place();
   const bool in_place = !plan.pieces.empty() && plan.pieces[0].in == plan.pieces[0].out;
-  stream_out_ = bytes >= kStreamBytes && !streamed && !in_place;
+  stream_out_ = bytes >= kStreamBytes && in_memory && !in_place;
 
   switch (plan.collective) {
     case Collective::kAllreduce:
@@ -111,7 +102,8 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
     header.schedule = schedule;
     header.result_bytes = peer.tx.r_total;
     if (!plan.send_rows.empty()) header.rows = plan.send_rows[plan.collective == Collective::kAlltoall ? i : 0];
-    peer.tx.header_left = sizeof header;
+    peer.sender.start(&header, sizeof header);
+    peer.receiver.start();
     settle(peer, &peer.tx);
     if (!sizes_differ) settle(peer, &peer.rx);
   }
@@ -227,13 +219,10 @@ bool Exchange::check_headers() {
   for (size_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     if (peer.link == nullptr || peer.header_seen) continue;
-    const ConstSpan window = peer.link->recv_window(sizeof(ExchangeHeader));
-    if (!window) {
+    if (!peer.receiver.take_header(&peer.in, sizeof peer.in)) {
       all = false;
       continue;
     }
-    std::memcpy(&peer.in, window.data, sizeof(ExchangeHeader));
-    peer.link->recv_release(sizeof(ExchangeHeader));
     check_header(peer.in, peer.out, static_cast<int>(i));
     if (sink_ == nullptr && peer.in.result_bytes != peer.rx.r_total)
       fail(ErrorKind::kInternal, "[collective] member " + std::to_string(i) + " of the group has results of " +

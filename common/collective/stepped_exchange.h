@@ -27,9 +27,9 @@ class SteppedExchange {
  private:
   struct Peer {
     Link* link = nullptr;
-    bool windows = false;
+    MessageSender sender;
+    MessageReceiver receiver;
     ExchangeHeader out;
-    size_t header_left = 0;
     bool header_seen = false;
   };
 
@@ -37,10 +37,7 @@ class SteppedExchange {
   void begin_step();
   Peer& peer(int member) { return peers_[static_cast<size_t>(member)]; }
   bool send_some();
-  bool send_window(Peer& to, size_t n);
-  bool send_stream(Peer& to, size_t n);
   bool receive_some();
-  bool receive_header(Peer& from);
   bool reduce_next(Peer& from, size_t n);
   bool place_next(Peer& from, size_t n);
 
@@ -51,7 +48,7 @@ class SteppedExchange {
   std::vector<Piece> run_;     // in the order that steps speak of
   std::vector<Step> steps_;
   size_t at_ = 0;                   // the step under way
-  size_t sent_ = 0, received_ = 0;  // bytes of it
+  size_t sent_ = 0, received_ = 0;  // bytes of it, in whole messages
   Cursor source_, target_;
 };
 

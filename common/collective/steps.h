@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "collective/pieces.h"
 #include "topology/algorithm.h"
+#include "transport/pieces.h"
 
 namespace perseus {
 

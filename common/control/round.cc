@@ -23,11 +23,13 @@ Round::Round(std::vector<Link*> send_links, std::vector<Link*> receive_links, in
       epoch_(epoch),
       group_(group) {
   content_.announced.resize(size);
+  for (Link* link : send_links_) senders_.emplace_back(link);
+  for (Link* link : receive_links_) receivers_.emplace_back(link);
 }
 
 bool Round::called() const {
-  for (Link* link : receive_links_)
-    if (link->recv_window(sizeof(Frame))) return true;
+  for (const MessageReceiver& receiver : receivers_)
+    if (receiver.whole(sizeof(Frame))) return true;
   return false;
 }
 
@@ -68,7 +70,11 @@ void Round::compose() {
     out_.resize(sizeof frame);
   }
   std::memcpy(&out_[0], &frame, sizeof frame);
-  out_sent_ = out_message_ = 0;
+  out_left_ = out_.size() - sizeof frame;
+  out_body_.assign(1, Piece{reinterpret_cast<const Byte*>(out_.data()) + sizeof frame, nullptr, out_left_});
+  out_at_ = Cursor(out_body_, 0);
+  senders_[step_].start(out_.data(), sizeof frame);
+  receivers_[step_].start();
   in_frame_here_ = in_done_ = false;
   ++messages_;
 }
@@ -77,10 +83,10 @@ bool Round::step() {
   bool moved = false;
   while (step_ >= 0) {
     bool now = false;
-    if (out_sent_ < out_.size()) now |= send_some();
+    if (!sent()) now |= send_some();
     if (!in_done_) now |= receive_some();
     moved |= now;
-    if (out_sent_ == out_.size() && in_done_) {
+    if (sent() && in_done_) {
       const char* body = in_frame_.body_bytes <= sizeof in_frame_.inlined
                              ? reinterpret_cast<const char*>(in_frame_.inlined)
                              : in_body_.data();
@@ -96,40 +102,23 @@ bool Round::step() {
 }
 
 bool Round::send_some() {
-  Link& link = *send_links_[step_];
   bool moved = false;
-  while (out_sent_ < out_.size()) {
+  while (!sent()) {
     // Message boundaries both ends know: the frame, then pieces of a fixed size.
-    const size_t n = out_sent_ == 0 ? sizeof(Frame) : std::min(kMaxControlMessage, out_.size() - out_sent_);
-    if (link.has_windows()) {
-      const Span window = link.send_window(n);
-      if (!window) break;
-      std::memcpy(window.data, out_.data() + out_sent_, n);
-      link.send_commit(n);
-      out_sent_ += n;
-    } else {
-      iovec piece{&out_[out_sent_ + out_message_], n - out_message_};
-      const size_t sent = link.try_send(&piece, 1);
-      if (sent == 0) break;
-      out_message_ += sent;
-      if (out_message_ == n) {
-        out_sent_ += n;
-        out_message_ = 0;
-      }
-    }
+    const size_t n = std::min(kMaxControlMessage, out_left_);
+    const Moved now = senders_[step_].send(n, &out_at_, true);
+    if (now == Moved::kNothing) break;
+    if (now == Moved::kAll) out_left_ -= n;
     moved = true;
   }
   return moved;
 }
 
 bool Round::receive_some() {
-  Link& link = *receive_links_[step_];
+  MessageReceiver& receiver = receivers_[step_];
   bool moved = false;
   if (!in_frame_here_) {
-    const ConstSpan window = link.recv_window(sizeof(Frame));
-    if (!window) return false;
-    std::memcpy(&in_frame_, window.data, sizeof in_frame_);
-    link.recv_release(sizeof(Frame));
+    if (!receiver.take_header(&in_frame_, sizeof in_frame_)) return false;
     const Frame& f = in_frame_;
     if (f.magic != kMagic || f.epoch != epoch_ || f.group != group_ || f.step != static_cast<uint32_t>(step_) ||
         f.round != number_ || f.body_bytes > kMostBody || size_t{f.words} * 8 > f.body_bytes)
@@ -143,10 +132,10 @@ bool Round::receive_some() {
   if (in_frame_.body_bytes > sizeof in_frame_.inlined) {
     while (in_body_.size() < in_frame_.body_bytes) {
       const size_t n = std::min(kMaxControlMessage, in_frame_.body_bytes - in_body_.size());
-      const ConstSpan window = link.recv_window(n);
+      const ConstSpan window = receiver.whole(n);
       if (!window) return moved;
       in_body_.append(reinterpret_cast<const char*>(window.data), n);
-      link.recv_release(n);
+      receiver.release(n);
       moved = true;
     }
   }
@@ -158,7 +147,7 @@ std::vector<int> Round::waiting_for() const {
   std::vector<int> members;
   const int distance = 1 << step_;
   if (!in_done_) members.push_back((me_ - distance + size_) % size_);
-  if (out_sent_ < out_.size()) members.push_back((me_ + distance) % size_);
+  if (!sent()) members.push_back((me_ + distance) % size_);
   return members;
 }
 

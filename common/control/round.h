@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/messages.h"
 
 namespace perseus {
 
@@ -53,10 +53,13 @@ class Round {
 
   void compose();
   bool send_some();
+  bool sent() const { return out_left_ == 0 && senders_[step_].header_gone(); }
   bool receive_some();
   void merge(const char* body, size_t bytes, size_t words);
 
   std::vector<Link*> send_links_, receive_links_;
+  std::vector<MessageSender> senders_;      // over send_links_
+  std::vector<MessageReceiver> receivers_;  // over receive_links_
   int size_, me_;
   uint32_t epoch_, group_;
 
@@ -64,9 +67,10 @@ class Round {
   int step_ = -1;  // -1 = idle
   RoundContent content_;
 
-  std::string out_;         // frame and body of this step
-  size_t out_sent_ = 0;     // bytes of out_
-  size_t out_message_ = 0;  // bytes of the current message already taken (links without windows)
+  std::string out_;      // frame and body of this step
+  size_t out_left_ = 0;  // bytes of the body that still go behind the frame, in whole messages
+  std::vector<Piece> out_body_;
+  Cursor out_at_;
   Frame in_frame_{};
   bool in_frame_here_ = false;
   std::string in_body_;

@@ -1,0 +1,83 @@
+// Messages over one direction of a link: an optional header, then messages whose sizes both ends know. Hides whether
+// the link lends windows of memory that both ends share, or carries a stream of bytes. Resumable: no call blocks, and
+// what a call could not move, the next one moves. Used by one progress engine.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "transport/pieces.h"
+#include "transport/transport.h"
+
+namespace perseus {
+
+// No message of an exchange is larger, and a larger range travels in messages of this size.
+constexpr size_t kChunkBytes = 64 * 1024;
+static_assert(kChunkBytes <= kMaxMessage, "a chunk is one message");
+
+enum class Moved : uint8_t { kNothing, kSome, kAll };  // of the message, and of the header before it
+
+class MessageSender {
+ public:
+  MessageSender() = default;
+  explicit MessageSender(Link* link) : link_(link), windows_(link->has_windows()) {}
+
+  // `header` goes before the first message and must stay until it has gone. Only between messages.
+  void start(const void* header, size_t bytes) {
+    header_ = static_cast<const Byte*>(header);
+    header_left_ = bytes;
+    moved_ = 0;
+  }
+  // The header need not go any more.
+  void drop_header() { header_left_ = 0; }
+  bool header_gone() const { return header_left_ == 0; }
+
+  // Moves what the link takes of the header and of a message of n bytes, which begins at `source`: its in side where
+  // `from_in`, else its out side. Advances `source`. n = 0: only the header, and nothing where that has gone. The
+  // same n must be given until kAll.
+  Moved send(size_t n, Cursor* source, bool from_in);
+
+  // Can messages be composed where the receiver reads them? Then room() gives that place, empty while there is none
+  // free, and commit() sends the message. Only after the header.
+  bool composes_in_place() const { return windows_; }
+  Span room(size_t n) { return link_->send_window(n); }
+  void commit(size_t n) { link_->send_commit(n); }
+
+  // How many messages may be under way beyond the one that the receiver works on, to each of so many peers at once.
+  uint64_t depth(size_t peers) const;
+
+ private:
+  Moved send_windowed(size_t n, Cursor* source, bool from_in);
+  Moved send_streamed(size_t n, Cursor* source, bool from_in);
+
+  Link* link_ = nullptr;
+  bool windows_ = false;
+  const Byte* header_ = nullptr;  // what is left of it
+  size_t header_left_ = 0;
+  size_t moved_ = 0;  // bytes of the message that a stream has taken so far
+};
+
+class MessageReceiver {
+ public:
+  MessageReceiver() = default;
+  explicit MessageReceiver(Link* link) : link_(link), windows_(link->has_windows()) {}
+
+  void start() { moved_ = 0; }
+  // Has the whole header come? Then it is copied to `header` and gone from the link.
+  bool take_header(void* header, size_t bytes);
+
+  // A message of n bytes once all of it is here, in the link's own memory until release(n).
+  ConstSpan whole(size_t n) const { return link_->recv_window(n); }
+  void release(size_t n) { link_->recv_release(n); }
+
+  // Moves what has come of a message of n bytes to the out side of `target` and advances it. `around_cache`: see
+  // kernels::copy. Until kAll, n must stay the same.
+  Moved receive(size_t n, Cursor* target, bool around_cache);
+
+ private:
+  Link* link_ = nullptr;
+  bool windows_ = false;
+  size_t moved_ = 0;  // bytes of the message that a stream has given so far
+};
+
+}  // namespace perseus
