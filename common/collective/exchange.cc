@@ -1,4 +1,5 @@
-// The steps of an Exchange: headers, sends, receives, reductions. exchange_plan.cc decides what goes to which rank.
+// The steps of an Exchange: headers, sends, receives, reductions. What goes to which rank is decided in
+// pairwise.cc, broadcast.cc and allgather.cc.
 #include "collective/exchange.h"
 
 #include "base/error.h"

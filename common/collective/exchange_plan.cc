@@ -1,8 +1,7 @@
-// What an Exchange sends to whom: the collectives as parts, contributions and results.
+// How an Exchange begins: its header, and the check that all members do the same thing.
 #include "base/error.h"
 #include "collective/exchange.h"
 #include "collective/stepped_exchange.h"
-#include "topology/allreduce_cost.h"
 
 namespace perseus {
 namespace {
@@ -109,111 +108,6 @@ void Exchange::start(const ExchangePlan& plan, uint64_t sequence, OutputSink* si
   }
 }
 
-void Exchange::plan_reduction(bool gather) {
-  const size_t ranks = peers_.size();
-  const size_t bytes = total_bytes(plan_->pieces);
-  reduces_ = true;
-  // The bits are the same, because both ways reduce in rank order.
-  if (gather && everyone_reduces(bytes, static_cast<int>(ranks))) {
-    everyone_owns_all_ = true;
-    own_bytes_ = bytes;
-    own_in_ = own_out_ = Cursor(plan_->pieces, 0);
-    for (Peer& peer : peers_) {
-      peer.tx.c_total = peer.rx.c_total = bytes;
-      peer.c_src = Cursor(plan_->pieces, 0);
-    }
-    return;
-  }
-  if (gather) even_parts(bytes, &even_);
-  const std::vector<size_t>& parts = gather ? even_ : plan_->parts;
-  results_follow_ = gather;
-  size_t begin = 0, own_begin = 0;
-  for (size_t i = 0; i < ranks; ++i) {
-    if (static_cast<int>(i) == me_) own_begin = begin;
-    Peer& peer = peers_[i];
-    peer.tx.c_total = parts[i];
-    peer.rx.c_total = parts[me_];
-    peer.c_src = Cursor(plan_->pieces, begin);
-    if (gather) {
-      peer.tx.r_total = parts[me_];
-      peer.rx.r_total = parts[i];
-      peer.r_dst = Cursor(plan_->pieces, begin);
-    }
-    begin += parts[i];
-  }
-  own_bytes_ = parts[me_];
-  own_in_ = Cursor(plan_->pieces, own_begin);
-  own_out_ = gather ? own_in_ : Cursor(plan_->result, 0);
-  for (Peer& peer : peers_) peer.r_src = own_in_;
-}
-
-void Exchange::plan_broadcast() {
-  const size_t ranks = peers_.size();
-  const size_t bytes = total_bytes(plan_->pieces);
-  const int root = plan_->root;
-  const bool at_root = me_ == root;
-  if (at_root)
-    for (const Piece& piece : plan_->pieces)
-      if (piece.out != piece.in && piece.bytes > 0) kernels::copy(piece.out, piece.in, piece.bytes, stream_out_);
-  // Small: the root sends everything to everybody. Large: it scatters parts, which their owners pass on (the root's own
-  // part goes out directly), so no link carries more than the buffer.
-  const bool whole = bytes <= kChunkBytes || ranks == 2;
-  if (whole) even_.assign(ranks, bytes);
-  else even_parts(bytes, &even_);
-  const std::vector<size_t>& parts = even_;
-  reduces_ = !at_root;
-  results_follow_ = !at_root && !whole;
-  only_contributor_ = at_root ? -1 : root;
-  own_bytes_ = at_root ? 0 : parts[me_];
-  size_t begin = 0;
-  for (size_t i = 0; i < ranks; ++i) {
-    Peer& peer = peers_[i];
-    const bool to_root = static_cast<int>(i) == root;
-    if (static_cast<int>(i) == me_) {
-      own_out_ = Cursor(plan_->pieces, begin);
-    } else if (at_root) {
-      peer.tx.c_total = parts[i];
-      peer.c_src = Cursor(plan_->pieces, begin);
-    } else if (to_root) {
-      peer.rx.c_total = parts[me_];
-    }
-    if (!whole && static_cast<int>(i) != me_) {
-      peer.tx.r_total = to_root ? 0 : parts[me_];
-      peer.rx.r_total = at_root ? 0 : parts[i];
-      peer.r_dst = Cursor(plan_->pieces, begin);
-    }
-    if (!whole) begin += parts[i];
-  }
-  size_t own_begin = 0;
-  for (int i = 0; i < me_ && !whole; ++i) own_begin += parts[i];
-  for (Peer& peer : peers_) peer.r_src = Cursor(plan_->pieces, own_begin);
-}
-
-void Exchange::plan_gather() {
-  results_from_input_ = true;
-  const bool all_to_all = plan_->collective == Collective::kAlltoall;
-  size_t begin = 0;
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    Peer& peer = peers_[i];
-    peer.tx.r_total = all_to_all ? plan_->send_bytes[i] : total_bytes(plan_->pieces);
-    peer.r_src = Cursor(plan_->pieces, begin);
-    if (all_to_all) begin += plan_->send_bytes[i];
-  }
-}
-
-void Exchange::plan_spread() {
-  results_from_input_ = true;
-  size_t begin = 0;
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    Peer& peer = peers_[i];
-    peer.tx.r_total = plan_->parts[static_cast<size_t>(me_)];
-    peer.r_src = Cursor(plan_->pieces, 0);
-    peer.rx.r_total = plan_->parts[i];
-    peer.r_dst = Cursor(plan_->result, begin);
-    begin += plan_->parts[i];
-  }
-}
-
 bool Exchange::check_headers() {
   bool moved = false, all = true;
   for (size_t i = 0; i < peers_.size(); ++i) {
@@ -253,44 +147,6 @@ void check_header(const ExchangeHeader& in, const ExchangeHeader& out, int from)
   };
   fail(ErrorKind::kInternal, "[collective] member " + std::to_string(from) + " of the group sent the header of " +
                                  describe(in) + ", expected " + describe(out));
-}
-
-void Exchange::place_outputs() {
-  std::vector<size_t>& bytes = received_bytes_;
-  std::vector<uint64_t>& rows = received_rows_;
-  bytes.resize(peers_.size());
-  rows.resize(peers_.size());
-  const bool all_to_all = plan_->collective == Collective::kAlltoall;
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    const bool own = static_cast<int>(i) == me_;
-    bytes[i] = own ? peers_[i].tx.r_total : peers_[i].in.result_bytes;
-    rows[i] = own ? plan_->send_rows[all_to_all ? i : 0] : peers_[i].in.rows;
-  }
-  Byte* memory = sink_->allocate(bytes, rows);
-  gathered_.clear();
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    gathered_.push_back(Piece{nullptr, memory, bytes[i]});
-    memory += bytes[i];
-  }
-  size_t begin = 0, own_begin = 0;
-  for (int i = 0; i < me_ && all_to_all; ++i) own_begin += plan_->send_bytes[i];
-  for (size_t i = 0; i < peers_.size(); ++i) {
-    Peer& peer = peers_[i];
-    if (static_cast<int>(i) == me_) {
-      Cursor source(plan_->pieces, own_begin);
-      for (size_t done = 0; done < bytes[i];) {
-        const size_t run = std::min(bytes[i] - done, source.contiguous());
-        kernels::copy(gathered_[i].out + done, source.in(), run, stream_out_);
-        source.advance(run);
-        done += run;
-      }
-    } else {
-      peer.rx.r_total = bytes[i];
-      peer.r_dst = Cursor(gathered_, begin);
-      settle(peer, &peer.rx);
-    }
-    begin += bytes[i];
-  }
 }
 
 }  // namespace perseus

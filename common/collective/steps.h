@@ -11,12 +11,14 @@
 
 namespace perseus {
 
-// Equal parts of whole elements, aligned, one for each entry of `parts`; the last ones may be empty.
-void even_parts(size_t bytes, std::vector<size_t>* parts);
-
 struct ByteRange {
   size_t begin = 0, bytes = 0;
 };
+
+// Equal parts of whole elements, aligned, one for each entry of `parts`; the last ones may be empty.
+void even_parts(size_t bytes, std::vector<size_t>* parts);
+// Part `index` of `count` of them.
+ByteRange even_part(size_t bytes, size_t count, size_t index);
 
 struct Step {
   int to = -1, from = -1;  // members of the group, -1 = none. Never without bytes
