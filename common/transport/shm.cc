@@ -389,16 +389,17 @@ void ShmTransport::adopt(int rank, const int* fds, int fd_count) {
 
 Link& ShmTransport::link(int rank, Channel channel) {
   Peer& peer = peers_.at(rank);
-  std::unique_ptr<ShmLink>& link = peer.links[channel.key()];
-  if (link) return *link;
+  const auto found = peer.links.find(channel.key());
+  if (found != peer.links.end()) return *found->second;
   const size_t capacity = ring_capacity(channel.stream);
-  staging_ += capacity;  // the incoming ring is the peer's
-  SharedSegment ring(kRingHeaderBytes + capacity);
+  staging_ += capacity;                             // the incoming ring is the peer's
+  SharedSegment ring(kRingHeaderBytes + capacity);  // may fail: then there is no link, whatever the peer announces
   ShmMessage announce;
   announce.type = ShmMessageType::kRing;
   announce.rank = world_.rank;
   announce.channel = channel.key();
   announce.bytes = capacity;
+  std::unique_ptr<ShmLink>& link = peer.links[channel.key()];
   link = std::make_unique<ShmLink>(peer.doorbell(), std::move(ring), capacity, &sent_, &received_);
   send(rank, peer, announce, link.get());
   const auto early = peer.early.find(channel.key());
