@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests of a file share fixtures, checks of so many ranks a launch: one process runs them."""
     for item in items:
         group = item.path.stem
-        if "outcome_of" in item.fixturenames:
+        if "expect_check" in item.fixturenames:
             group = f"{item.callspec.params['ranks']} ranks"
         item.add_marker(pytest.mark.xdist_group(group))
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 pytest.importorskip("torch")
 
-from run_checks import checks_of
+from ranks.launch import checks_of
 
 MODULES = [
     "collective_checks",
@@ -37,11 +35,11 @@ CASES = [
         module, check, id=f"{module.removesuffix('_checks')}-{check.removeprefix('check_')}"
     )
     for module in MODULES
-    for check in checks_of(importlib.import_module(module))
+    for check in checks_of(module)
 ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(("module", "check"), CASES)
-def test_on_ranks(outcome_of, module, check, ranks):
-    outcome_of(module, ranks).expect(check)
+def test_on_ranks(expect_check, module, check, ranks):
+    expect_check(module, check, ranks)

@@ -8,12 +8,12 @@ import sys
 import sysconfig
 
 import pytest
-from conftest import HERE, run_ranks
 from mpi_launchers import mpi_or_skip
+from ranks.launch import PARALLEL, run_ranks
 
 pytest.importorskip("torch")
 
-SCRIPT = HERE / "programs" / "horovod_script.py"
+SCRIPT = PARALLEL / "programs" / "horovod_script.py"
 
 
 def _all_finished(output: str, ranks: int) -> bool:
@@ -52,7 +52,7 @@ def test_script_for_horovod_runs_under_mpirun_with_the_sibling_products_variable
         "LIGHT_TOPK_THRESHOLD": "2097152",
         "OMP_NUM_THREADS": "1",
         # The python of another environment has an mpi4py of its own, and PyTorch from here.
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), sysconfig.get_path("purelib")]),
+        "PYTHONPATH": os.pathsep.join([str(PARALLEL.parents[1]), sysconfig.get_path("purelib")]),
         **light,
     }
     foreign = ("PERSEUS_", "HOROVOD_", "LIGHT_", "OMPI_", "PMI_", "PMIX_", "SLURM_")

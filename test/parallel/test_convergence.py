@@ -18,5 +18,5 @@ pytest.importorskip("tqdm")
         pytest.param("convergence_grid_checks", marks=pytest.mark.full),
     ],
 )
-def test_every_codec_converges(outcome_of, module, check, ranks):
-    outcome_of(module, ranks).expect(check)
+def test_every_codec_converges(expect_check, module, check, ranks):
+    expect_check(module, check, ranks)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from conftest import run_ranks
 from doc_snippets import assert_trained, snippets
+from ranks.launch import run_ranks
 
 pytest.importorskip("torch")
 

@@ -6,7 +6,7 @@ import re
 import sys
 
 import pytest
-from conftest import HERE, run_ranks
+from ranks.launch import PARALLEL, run_ranks
 
 pytest.importorskip("torch")
 
@@ -25,13 +25,13 @@ def _expect_all_finished(ranks: int, *command: object) -> None:
 
 @pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1), (3, 1), (4, 2)])
 def test_a_failure_on_one_rank_costs_nothing_but_the_way_back_to_the_commit(ranks, failing):
-    _expect_all_finished(ranks, HERE / "programs" / "elastic_training.py", failing)
+    _expect_all_finished(ranks, PARALLEL / "programs" / "elastic_training.py", failing)
 
 
 def test_the_elastic_demo_learns_digits_through_a_failure():
     pytest.importorskip("sklearn")
     pytest.importorskip("tqdm")
-    example = HERE.parent.parent / "examples" / "pytorch_elastic_mnist.py"
+    example = PARALLEL.parent.parent / "examples" / "pytorch_elastic_mnist.py"
     output = _run(2, example, "--epochs", "4", "--fail-at-epoch", "1")
     assert "going on at epoch 1, batch 5" in output
     assert output.count("failing on purpose") == 1

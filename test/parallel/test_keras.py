@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
 
 import pytest
-from conftest import HERE, run_ranks
 
 pytest.importorskip("torch")
 # Keras would choose TensorFlow, and the ranks inherit this.
@@ -16,7 +14,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 pytest.importorskip("keras")
 pytest.importorskip("sklearn")  # the example's digits
 
-from run_checks import checks_of
+from ranks.launch import PARALLEL, checks_of, run_ranks
 
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
@@ -28,19 +26,19 @@ CASES = [
         "keras_parameter_checks",
         "keras_example_checks",
     )
-    for check in checks_of(importlib.import_module(module))
+    for check in checks_of(module)
 ]
 
 
 @pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize(("module", "check"), CASES)
-def test_on_ranks(outcome_of, module, check, ranks):
-    outcome_of(module, ranks).expect(check)
+def test_on_ranks(expect_check, module, check, ranks):
+    expect_check(module, check, ranks)
 
 
 @pytest.mark.full
 def test_the_example_is_a_script():
-    example = HERE.parent.parent / "examples" / "keras_torch_mnist.py"
+    example = PARALLEL.parent.parent / "examples" / "keras_torch_mnist.py"
     status, output = run_ranks(2, [sys.executable, str(example)])
     assert status == 0, output
     found = re.findall(r"test accuracy: (\d\.\d+)", output)
@@ -50,7 +48,7 @@ def test_the_example_is_a_script():
 
 @pytest.mark.full
 def test_training_goes_on_in_another_process(tmp_path):
-    command = [sys.executable, str(HERE / "programs" / "keras_resume.py"), str(tmp_path)]
+    command = [sys.executable, str(PARALLEL / "programs" / "keras_resume.py"), str(tmp_path)]
     for times in range(2):
         status, output = run_ranks(2, command)
         assert status == 0, output

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HERE, run_ranks
+from ranks.launch import PARALLEL, run_ranks
 
 pytest.importorskip("torch")
 
-EXAMPLES = HERE.parent.parent / "examples"
+EXAMPLES = PARALLEL.parent.parent / "examples"
 
 
 def _run(ranks: int, *command: object) -> str:
@@ -23,7 +23,7 @@ def _run(ranks: int, *command: object) -> str:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ctrl_c_ends_a_wait_and_not_the_operation(ranks):
-    output = _run(ranks, HERE / "programs" / "interrupted_synchronize.py")
+    output = _run(ranks, PARALLEL / "programs" / "interrupted_synchronize.py")
     assert "interrupted after" in output
     for rank in range(ranks):
         assert f"rank {rank} finished" in output
@@ -31,13 +31,13 @@ def test_ctrl_c_ends_a_wait_and_not_the_operation(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shutdown_and_init_again_in_one_process(ranks):
-    output = _run(ranks, HERE / "programs" / "restart.py")
+    output = _run(ranks, PARALLEL / "programs" / "restart.py")
     assert output.count("finished") == ranks
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_leaves_ends_the_others_waits(ranks):
-    output = _run(ranks, HERE / "programs" / "one_leaves.py")
+    output = _run(ranks, PARALLEL / "programs" / "one_leaves.py")
     for rank in range(ranks):
         assert f"rank {rank} finished" in output
 

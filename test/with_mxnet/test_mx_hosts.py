@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +10,7 @@ from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
 pytest.importorskip("mxnet")
 
-from run_checks import checks_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from ranks.launch import Launch, checks_of
 
 if reason := unavailable():
     pytest.skip(reason, allow_module_level=True)
@@ -24,20 +19,19 @@ MODULE = "mx_network_checks"
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What became of the checks on each rank."""
-    folder = tmp_path_factory.mktemp("hosts")
-    command = [sys.executable, "-m", "perseus.run", "-np", "4", "-H", "host0:2,host1:2"]
-    command += [sys.executable, str(ROOT / "test" / "parallel" / "run_checks.py")]
-    with VirtualHosts(2) as hosts:
-        env = {**hosts.environment(), "OMP_NUM_THREADS": "1"}
-        run = hosts.run(0, [*command, str(folder), MODULE], env=env, timeout=400)
-    files = [folder / f"{MODULE}-{rank}.json" for rank in range(4)]
-    assert all(file.exists() for file in files), run.stdout + run.stderr
-    return [json.loads(file.read_text()) for file in files]
+def launched() -> Launch:
+    """The run of the checks, two ranks on each host."""
+    start = [sys.executable, "-m", "perseus.run", "-np", "4", "-H", "host0:2,host1:2"]
+
+    def run(command: list[str]) -> tuple[int, str]:
+        with VirtualHosts(2) as hosts:
+            env = {**hosts.environment(), "OMP_NUM_THREADS": "1"}
+            done = hosts.run(0, [*start, *command], env=env, timeout=400)
+        return done.returncode, done.stdout + done.stderr
+
+    return Launch({MODULE: checks_of(MODULE)}, 4, run)
 
 
-@pytest.mark.parametrize("check", checks_of(importlib.import_module(MODULE)))
-def test_on_hosts(results: list[dict[str, str]], check: str) -> None:
-    for rank, outcomes in enumerate(results):
-        assert outcomes.get(check, "not run") == "", f"on rank {rank}:\n{outcomes.get(check)}"
+@pytest.mark.parametrize("check", checks_of(MODULE))
+def test_on_hosts(launched: Launch, check: str) -> None:
+    launched.expect(MODULE, check)

@@ -5,14 +5,12 @@ Those that are about several hosts are on 4, in another one.
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 pytest.importorskip("mxnet")
 pytest.importorskip("sklearn")  # the examples' digits
 
-from run_checks import checks_of
+from ranks.launch import checks_of
 
 MODULES = [
     "mx_op_checks",
@@ -37,10 +35,10 @@ CASES = [
     pytest.param(module, check, ranks, id=f"{module.removesuffix('_checks')}-{check}")
     for ranks, modules in ((2, MODULES), (4, ["mx_host_checks"]))
     for module in modules
-    for check in checks_of(importlib.import_module(module))
+    for check in checks_of(module)
 ]
 
 
 @pytest.mark.parametrize(("module", "check", "ranks"), CASES)
-def test_on_ranks(outcome_of, module, check, ranks):
-    outcome_of(module, ranks).expect(check)
+def test_on_ranks(expect_check, module, check, ranks):
+    expect_check(module, check, ranks)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tensorflow")
 pytest.importorskip("sklearn")  # the examples' digits
 
-from run_checks import checks_of
+from ranks.launch import Launch, checks_of
 
 from perseus.keras.backend import KERAS_2
 
@@ -49,24 +46,25 @@ MODULES = [
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
     for module in MODULES
-    for check in checks_of(importlib.import_module(module))
+    for check in checks_of(module)
 ]
 
 
 @pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize(("module", "check"), CASES)
-def test_on_ranks(outcome_of, module, check, ranks):
-    outcome_of(module, ranks).expect(check)
+def test_on_ranks(expect_check, module, check, ranks):
+    expect_check(module, check, ranks)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not (KERAS_2 or find_spec("tf_keras")), reason="needs Keras 2")
 @pytest.mark.parametrize("modules", KERAS_2_MODULES, ids=["eager", "graph"])
-def test_keras_2_on_ranks(run_ranks, tmp_path, monkeypatch, modules):
+def test_keras_2_on_ranks(monkeypatch, modules):
     if not KERAS_2:
         monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
-    checks = Path(__file__).parents[1] / "parallel" / "run_checks.py"
-    command = [sys.executable, str(checks), str(tmp_path), *modules]
-    status, output = run_ranks(2, command, timeout=500)
-    assert status == 0, output
+    checks = {module: checks_of(module) for module in modules}
+    launch = Launch(checks, 2)
+    for module, names in checks.items():
+        for check in names:
+            launch.expect(module, check)

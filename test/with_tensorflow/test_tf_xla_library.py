@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 
-from run_checks import checks_of
+from ranks.launch import Launch, checks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = [sys.executable, "-m", "perseus.run", "--build-xla"]
@@ -39,12 +38,12 @@ def with_library(request):
 
 
 @pytest.fixture(scope="module")
-def launched(with_library, launch_checks, tmp_path_factory):
-    return launch_checks([MODULE], 2, tmp_path_factory.mktemp("xla")).outcomes[MODULE]
+def launched(with_library):
+    return Launch({MODULE: checks_of(MODULE)}, 2)
 
 
 @pytest.mark.full  # a minute or two of compiling
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("check", checks_of(importlib.import_module(MODULE)))
+@pytest.mark.parametrize("check", checks_of(MODULE))
 def test_on_ranks(launched, check):
-    launched.expect(check)
+    launched.expect(MODULE, check)

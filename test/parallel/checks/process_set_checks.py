@@ -11,7 +11,7 @@ from patterns import added, assert_job_usable, assert_same, raised, values
 import perseus.torch.horovod as hvd
 from perseus.process_sets import ids_and_ranks
 
-os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+SETTINGS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 def _mine(salt: int = 0) -> torch.Tensor:

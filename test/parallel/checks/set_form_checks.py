@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import nn
 
 import perseus.torch.horovod as hvd
 
-os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+SETTINGS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 def _sets() -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # README.md's scripts train for three epochs and show the loss of each, as Keras does, too.
 _LOSS = re.compile(r"\bloss:? (\d+\.\d+)")
 
