@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <string_view>
 
 namespace perseus {
 
@@ -107,18 +108,25 @@ std::string dtype_mismatch(const RequestTerms& a, const RequestTerms& b) {
 }
 
 std::string shape_mismatch(Kind kind, const std::vector<int64_t>& x, const std::vector<int64_t>& y) {
-  const std::string begin = std::string("Mismatched ") + kind_name(kind) + " tensor shapes: One rank sent a tensor ";
+  const std::string begin = std::string("Mismatched ") + kind_name(kind);
   if (!rows_may_differ(kind))
-    return begin + "of shape " + text_of(x) + ", but another rank sent a tensor of shape " + text_of(y) + ".";
+    return begin + " tensor shapes: One rank sent a tensor of shape " + text_of(x) +
+           ", but another rank sent a tensor of shape " + text_of(y) + ".";
   if (x.size() != y.size())
-    return begin + "of rank " + text_of(x.size()) + ", but another rank sent a tensor of rank " + text_of(y.size()) +
-           ".";
+    return begin + " tensor shapes: One rank sent a tensor of rank " + text_of(x.size()) +
+           ", but another rank sent a tensor of rank " + text_of(y.size()) + ".";
   const size_t d = static_cast<size_t>(std::mismatch(x.begin() + 1, x.end(), y.begin() + 1).first - x.begin());
-  return begin + "with dimension " + text_of(d) + " equal to " + text_of(x[d]) +
+  return begin + " tensor shapes: One rank sent a tensor with dimension " + text_of(d) + " equal to " + text_of(x[d]) +
          ", but another rank sent a tensor with dimension " + text_of(d) + " equal to " + text_of(y[d]) + ".";
 }
 
 std::string wish_name(const CompressionTerms& terms) { return terms.automatic ? "auto" : codec_name(terms.codec); }
+
+// Of "Mismatched …: One rank did this": " did this".
+std::string what_it_did(const std::string& mismatch) {
+  constexpr std::string_view kOneRank = "One rank";
+  return mismatch.substr(mismatch.find(kOneRank) + kOneRank.size());
+}
 
 // The sentence for one pair of ranks.
 std::string pair_mismatch(const Description& a, const Description& b) {
@@ -128,8 +136,8 @@ std::string pair_mismatch(const Description& a, const Description& b) {
     if (!sentence.empty() || same_value(a.kind, x, y)) return;
     if (field.text != nullptr) sentence = field.text(a, b);
     else
-      sentence = std::string("Mismatched ") + field.subject + ": One rank " + field.did + " " + text_of(x) +
-                 ", but another rank " + field.did + " " + text_of(y) + ".";
+      sentence = std::string(field.mismatch) + " " + text_of(x) + ", but another rank" + what_it_did(field.mismatch) +
+                 " " + text_of(y) + ".";
   });
   if (sentence.empty() && !(a.compression == b.compression))
     return "Mismatched compression: One rank sends " + wish_name(a.compression) + ", but another rank sends " +

@@ -51,22 +51,20 @@ struct TensorDescription {
 struct RequestTerms;
 using MismatchText = std::string (*)(const RequestTerms& a, const RequestTerms& b);
 
-// If ranks differ in the field: "Mismatched SUBJECT: One rank DID X, but another rank DID Y.", or what `text` returns,
-// where "" means that the difference does not matter.
+// If ranks differ in the field, the error is `mismatch`, "Mismatched …: One rank did", with " X, but another rank did
+// Y." behind it; or what `text` returns, where "" means that the difference does not matter.
 template <typename Value>
 struct ComparedField : Field<RequestTerms, Value> {
-  const char* subject;
-  const char* did;
+  const char* mismatch;
   MismatchText text;
 };
 template <typename Value>
-constexpr ComparedField<Value> compared(const char* name, Value RequestTerms::* member, const char* subject,
-                                        const char* did) {
-  return {{name, member}, subject, did, nullptr};
+constexpr ComparedField<Value> compared(const char* name, Value RequestTerms::* member, const char* mismatch) {
+  return {{name, member}, mismatch, nullptr};
 }
 template <typename Value>
 constexpr ComparedField<Value> compared(const char* name, Value RequestTerms::* member, MismatchText text) {
-  return {{name, member}, nullptr, nullptr, text};
+  return {{name, member}, nullptr, text};
 }
 std::string tensor_mismatch(const RequestTerms& a, const RequestTerms& b);
 std::string factor_mismatch(const RequestTerms& a, const RequestTerms& b);
@@ -85,14 +83,14 @@ struct RequestTerms {
 
   // In the order in which Horovod checks them.
   static constexpr auto fields() {
-    return std::make_tuple(compared("kind", &RequestTerms::kind, "operations", "did an"),
-                           compared("tensors", &RequestTerms::tensors, tensor_mismatch),
-                           compared("prescale", &RequestTerms::prescale, factor_mismatch),
-                           compared("postscale", &RequestTerms::postscale, factor_mismatch),
-                           compared("op", &RequestTerms::op, "reduction operation", "sent reduction op"),
-                           compared("gradient", &RequestTerms::gradient, gradient_mismatch),
-                           compared("root", &RequestTerms::root, root_mismatch),
-                           compared("ranks", &RequestTerms::ranks, member_mismatch));
+    return std::make_tuple(
+        compared("kind", &RequestTerms::kind, "Mismatched operations: One rank did an"),
+        compared("tensors", &RequestTerms::tensors, tensor_mismatch),
+        compared("prescale", &RequestTerms::prescale, factor_mismatch),
+        compared("postscale", &RequestTerms::postscale, factor_mismatch),
+        compared("op", &RequestTerms::op, "Mismatched reduction operation: One rank sent reduction op"),
+        compared("gradient", &RequestTerms::gradient, gradient_mismatch),
+        compared("root", &RequestTerms::root, root_mismatch), compared("ranks", &RequestTerms::ranks, member_mismatch));
   }
 };
 

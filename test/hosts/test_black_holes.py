@@ -64,7 +64,7 @@ begun, text = time.monotonic(), None
 if rank == 0:
     values = array.array("f", [1.0] * 100)
     try:
-        operations.synchronize(operations.submit(0, "a", values, values, 1, 1.0, 1.0, 0, None, 0))
+        operations.synchronize(operations.submit(0, "a", values, values, op=1))
     except Exception as error:
         text = type(error).__name__ + ": " + str(error)
 else:
