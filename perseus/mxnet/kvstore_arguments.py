@@ -72,8 +72,10 @@ def checked_op(op: int) -> PerseusOp:
     try:
         return PerseusOp(op)
     except ValueError:
+        given = int(op) if isinstance(op, int) else op  # the number, not the repr of an IntEnum
         raise ValueError(
-            f"[kvstore] push with op={op}: expected PerseusOp.Sum, PerseusOp.Max or PerseusOp.Min"
+            f"[kvstore] push with op={given!r}: expected PerseusOp.Sum, PerseusOp.Max or "
+            "PerseusOp.Min"
         ) from None
 
 

@@ -5,6 +5,7 @@ names: tools that prepare this package's libraries, and Keras, import modules of
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from perseus.installed import require
@@ -19,6 +20,9 @@ require("tensorflow")
 def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # `from perseus.tensorflow import xla` asks here first, and the face itself needs xla.
+    if find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
     value = getattr(import_module("perseus.tensorflow.horovod"), name)
     globals()[name] = value  # the next one who asks finds it at once
     return value
