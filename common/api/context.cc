@@ -7,12 +7,12 @@
 #include <cstring>
 #include <fstream>
 #include <map>
-#include <mutex>
 
 #include "base/clock.h"
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
+#include "base/mutex.h"
 #include "bootstrap/store.h"
 #include "execution/tuner.h"
 #include "kernels/kernels.h"
@@ -30,9 +30,9 @@ struct MemoryWorld {
 
 // One for each epoch: a rank may be in the next before all have left the last.
 std::shared_ptr<MemoryWorld> memory_world(const std::string& name, uint32_t epoch, int size) {
-  static std::mutex mutex;
+  static Mutex mutex;
   static std::map<std::pair<std::string, uint32_t>, std::weak_ptr<MemoryWorld>> worlds;
-  std::lock_guard<std::mutex> lock(mutex);
+  const MutexLock lock(mutex);
   std::shared_ptr<MemoryWorld> world = worlds[{name, epoch}].lock();
   if (!world) {
     world = std::make_shared<MemoryWorld>();

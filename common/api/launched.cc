@@ -2,25 +2,24 @@
 #include "api/launched.h"
 
 #include <map>
-#include <mutex>
 #include <optional>
 
 #include "base/config.h"
 #include "base/error.h"
+#include "base/mutex.h"
 #include "bootstrap/identity.h"
 
 namespace perseus {
 namespace {
 
 struct Launched {
-  std::mutex mutex;
-  Identity identity;
-  std::optional<Meeting> meeting;
-  std::optional<Error> failure;
-  std::map<std::string, uint32_t> epochs;  // worlds built, by job
+  Mutex mutex;
+  Identity identity PERSEUS_GUARDED_BY(mutex);
+  std::optional<Meeting> meeting PERSEUS_GUARDED_BY(mutex);
+  std::optional<Error> failure PERSEUS_GUARDED_BY(mutex);
+  std::map<std::string, uint32_t> epochs PERSEUS_GUARDED_BY(mutex);  // worlds built, by job
 
-  // With the mutex held.
-  const Meeting& met() {
+  const Meeting& met() PERSEUS_REQUIRES(mutex) {
     if (failure) throw Error(*failure);
     if (meeting) return *meeting;
     identity = identify(environment_value);
@@ -45,7 +44,7 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
   ContextOptions options;
   {
     Launched& known = launched();
-    std::lock_guard<std::mutex> lock(known.mutex);
+    const MutexLock lock(known.mutex);
     const Meeting& meeting = known.met();
     options.world.rank = known.identity.rank;
     options.world.size = known.identity.size;
@@ -65,7 +64,7 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
 
 const Meeting& launched_meeting() {
   Launched& known = launched();
-  std::lock_guard<std::mutex> lock(known.mutex);
+  const MutexLock lock(known.mutex);
   return known.met();
 }
 

@@ -6,23 +6,25 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <vector>
+
+#include "base/mutex.h"
 
 namespace perseus {
 namespace {
 
 struct Registry {
-  std::mutex mutex;
-  std::vector<int> fds;
+  Mutex mutex;
+  std::vector<int> fds PERSEUS_GUARDED_BY(mutex);
   std::atomic<uint32_t> generation{0};
 };
 
 Registry& registry();
 
-void before_fork() { registry().mutex.lock(); }
-void after_fork_in_parent() { registry().mutex.unlock(); }
-void after_fork_in_child() {
+// Across fork() the mutex is held between two functions, which the analysis cannot follow.
+void before_fork() PERSEUS_NO_THREAD_ANALYSIS { registry().mutex.lock(); }
+void after_fork_in_parent() PERSEUS_NO_THREAD_ANALYSIS { registry().mutex.unlock(); }
+void after_fork_in_child() PERSEUS_NO_THREAD_ANALYSIS {
   Registry& r = registry();
   for (int fd : r.fds) ::close(fd);
   r.fds.clear();
@@ -43,9 +45,10 @@ Registry& registry() {
 }  // namespace
 
 void guard_fd(int fd) {
-  std::lock_guard<std::mutex> lock(registry().mutex);
+  Registry& r = registry();
+  const MutexLock lock(r.mutex);
   try {
-    registry().fds.push_back(fd);
+    r.fds.push_back(fd);
   } catch (...) {
     ::close(fd);
     throw;
@@ -55,7 +58,7 @@ void guard_fd(int fd) {
 void close_guarded(int fd) {
   if (fd < 0) return;
   Registry& r = registry();
-  std::lock_guard<std::mutex> lock(r.mutex);
+  const MutexLock lock(r.mutex);
   const auto it = std::find(r.fds.begin(), r.fds.end(), fd);
   if (it == r.fds.end()) return;  // a forked child: the number may belong to somebody else by now
   *it = r.fds.back();

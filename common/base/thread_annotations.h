@@ -21,7 +21,5 @@
 #define PERSEUS_ACQUIRE(...) PERSEUS_THREAD_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define PERSEUS_TRY_ACQUIRE(result, ...) PERSEUS_THREAD_ATTRIBUTE(try_acquire_capability(result, __VA_ARGS__))
 #define PERSEUS_RELEASE(...) PERSEUS_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
-// A function that the caller knows to run with it held, where the compiler cannot see why: say why beside it.
-#define PERSEUS_ASSERT_HELD(...) PERSEUS_THREAD_ATTRIBUTE(assert_capability(__VA_ARGS__))
 // A body that is not looked into: say why beside it.
 #define PERSEUS_NO_THREAD_ANALYSIS PERSEUS_THREAD_ATTRIBUTE(no_thread_safety_analysis)

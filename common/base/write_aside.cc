@@ -5,15 +5,14 @@
 #include <signal.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <deque>
-#include <mutex>
 #include <system_error>
 #include <thread>
 
 #include "base/fork_guard.h"
+#include "base/mutex.h"
 
 namespace perseus {
 namespace {
@@ -47,26 +46,27 @@ class Writer {
 
   void write(std::function<void()> action) {
     if (process_ != fork_generation() || std::this_thread::get_id() == id_) return run_one(action);
-    std::unique_lock<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     queue_.push_back(std::move(action));
     const uint64_t number = ++taken_;
     work_.notify_one();
     if (held_up_) return;
-    if (!wait_for(number, kPatience, &lock)) held_up_ = true;
+    if (!wait_for(number, kPatience)) held_up_ = true;
   }
 
  private:
   static constexpr uint32_t kNobody = UINT32_MAX;
 
-  template <class Duration>
-  bool wait_for(uint64_t number, Duration most, std::unique_lock<std::mutex>* lock) {
-    return done_.wait_for(*lock, most, [&] { return finished_ >= number; });
+  bool wait_for(uint64_t number, std::chrono::milliseconds most) PERSEUS_REQUIRES(mutex_) {
+    const auto end = std::chrono::steady_clock::now() + most;
+    while (finished_ < number && done_.wait_until(mutex_, end)) continue;
+    return finished_ >= number;
   }
 
   void say_goodbye() {
     if (process_ != fork_generation()) return;
-    std::unique_lock<std::mutex> lock(mutex_);
-    wait_for(taken_, kFarewell, &lock);
+    const MutexLock lock(mutex_);
+    wait_for(taken_, kFarewell);
   }
 
   static void run_one(const std::function<void()>& action) {
@@ -79,14 +79,15 @@ class Writer {
 
   void run() {
     pthread_setname_np(pthread_self(), "perseus-writer");
-    std::unique_lock<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     for (;;) {
-      work_.wait(lock, [this] { return !queue_.empty(); });
+      while (queue_.empty()) work_.wait(mutex_);
       const std::function<void()> action = std::move(queue_.front());
       queue_.pop_front();
-      lock.unlock();
-      run_one(action);
-      lock.lock();
+      {
+        const MutexUnlock meanwhile(mutex_);
+        run_one(action);
+      }
       ++finished_;
       if (finished_ == taken_) held_up_ = false;
       done_.notify_all();
@@ -95,12 +96,12 @@ class Writer {
 
   uint32_t process_ = fork_generation();
   std::thread::id id_;
-  std::mutex mutex_;
-  // Guarded by mutex_:
-  std::condition_variable work_, done_;
-  std::deque<std::function<void()>> queue_;
-  uint64_t taken_ = 0, finished_ = 0;
-  bool held_up_ = false;
+  Mutex mutex_;
+  ConditionVariable work_, done_;
+  std::deque<std::function<void()>> queue_ PERSEUS_GUARDED_BY(mutex_);
+  uint64_t taken_ PERSEUS_GUARDED_BY(mutex_) = 0;
+  uint64_t finished_ PERSEUS_GUARDED_BY(mutex_) = 0;
+  bool held_up_ PERSEUS_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace

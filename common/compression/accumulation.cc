@@ -20,7 +20,7 @@ Accumulation::Sum::~Sum() {
 }
 
 std::shared_ptr<Accumulation::Sum> Accumulation::take(uint64_t owner, int group, const char* name) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   key_.assign(name);
   key_.append(1, '\0');
   key_.append(reinterpret_cast<const char*>(&owner), sizeof owner);
@@ -65,7 +65,7 @@ bool Accumulation::hold(uint64_t owner, int group, const char* name, const std::
   const std::shared_ptr<Sum> sum = take(owner, group, name);
   bool last = false;
   const auto give_back = [&] {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     sum->busy = false;
   };
   try {
@@ -88,7 +88,7 @@ bool Accumulation::hold(uint64_t owner, int group, const char* name, const std::
 }
 
 void Accumulation::forget(uint64_t owner) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto it = sums_.begin(); it != sums_.end();) it = it->second->owner == owner ? sums_.erase(it) : std::next(it);
 }
 

@@ -6,12 +6,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/mutex.h"
 #include "base/span.h"
 
 namespace perseus {
@@ -45,7 +45,7 @@ class Accumulation {
     std::unique_ptr<Byte[]> data;                  // of all tensors, each on a cache line
     size_t size = 0;
     int taken = 0;
-    bool busy = false;  // guarded by mutex_; whoever set it has the rest to itself
+    bool busy = false;  // guarded by Accumulation::mutex_; whoever set it has the rest to itself
     std::atomic<size_t>* bytes = nullptr;
   };
 
@@ -54,9 +54,9 @@ class Accumulation {
 
   const int steps_;
   std::atomic<size_t> bytes_{0};
-  std::mutex mutex_;
-  std::unordered_map<std::string, std::shared_ptr<Sum>> sums_;  // guarded by mutex_, as is key_
-  std::string key_;                                             // keeps its capacity
+  Mutex mutex_;
+  std::unordered_map<std::string, std::shared_ptr<Sum>> sums_ PERSEUS_GUARDED_BY(mutex_);
+  std::string key_ PERSEUS_GUARDED_BY(mutex_);  // keeps its capacity
 };
 
 }  // namespace perseus

@@ -66,7 +66,7 @@ std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::ve
 
 Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
                      const std::function<uint64_t()>& layout, bool* dropped) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   *dropped = false;
   const std::shared_ptr<Record> record = find(key);
   if (!record) return Flush::kNone;
@@ -85,14 +85,14 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Com
 
 // Not before: a rank that alone has other sizes fails, and its count of steps must remain that of the others.
 void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const std::shared_ptr<Record> record = find(key);
   if (record && !fits(record.get(), sizes)) records_.erase(key_);
 }
 
 Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
                                  uint64_t layout, Flush flush) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   std::shared_ptr<Record> record = find(key);
   if (flush != Flush::kNone && !keeps_residual(terms.codec)) {
     records_.erase(key_);
@@ -109,18 +109,18 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
 }
 
 void Residuals::flush() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto& [key, record] : records_) record->flushes = true;
 }
 
 void Residuals::forget(uint64_t owner) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto it = records_.begin(); it != records_.end();)
     it = it->second->owner == owner ? records_.erase(it) : std::next(it);
 }
 
 size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layout) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const Record* record = idle(key);
   if (record == nullptr || !record->holds) return 0;
   const size_t count = record->begins.back();
@@ -134,7 +134,7 @@ size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layou
 }
 
 void Residuals::write(const Key& key, const float* data, size_t room, uint64_t layout) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const Record* before = idle(key);
   if (room == 0 || room % 2 != 0)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' cannot hold back " + std::to_string(room) +

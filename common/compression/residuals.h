@@ -7,11 +7,11 @@
 #include <cstdlib>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "base/mutex.h"
 #include "compression/terms.h"
 
 namespace perseus {
@@ -45,7 +45,7 @@ class Residuals {
     uint64_t steps = 0;  // times it was taken
     std::atomic<size_t>* bytes = nullptr;
     std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
-    // Guarded by mutex_:
+    // Guarded by Residuals::mutex_:
     CompressionTerms terms;
     uint64_t layout = 0;   // names the division of chunks that `memory` belongs to
     bool holds = false;    // else it is zeros
@@ -104,14 +104,14 @@ class Residuals {
 
  private:
   // Null where there is none; key_ is what it is found by.
-  std::shared_ptr<Record> find(const Key& key);
-  const Record* idle(const Key& key);
+  std::shared_ptr<Record> find(const Key& key) PERSEUS_REQUIRES(mutex_);
+  const Record* idle(const Key& key) PERSEUS_REQUIRES(mutex_);
   std::shared_ptr<Record> make(const Key& key, const std::vector<size_t>& sizes);
 
   std::atomic<size_t> bytes_{0};
-  std::mutex mutex_;
-  std::unordered_map<std::string, std::shared_ptr<Record>> records_;  // guarded by mutex_, as is key_
-  std::string key_;                                                   // keeps its capacity
+  Mutex mutex_;
+  std::unordered_map<std::string, std::shared_ptr<Record>> records_ PERSEUS_GUARDED_BY(mutex_);
+  std::string key_ PERSEUS_GUARDED_BY(mutex_);  // keeps its capacity
 };
 
 }  // namespace perseus

@@ -141,7 +141,7 @@ void Engine::add_group(int id, std::vector<int> ranks) {
   // Connecting to the members may take a while, or fail: neither must be with the list locked or changed.
   std::shared_ptr<Group> group;
   if (std::find(ranks.begin(), ranks.end(), world_.rank) != ranks.end()) group = make_group(id, channels, ranks);
-  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const MutexLock lock(groups_mutex_);
   members_[id] = std::move(ranks);
   if (group) groups_[id] = std::move(group);
 }
@@ -169,7 +169,7 @@ bool Engine::busy() noexcept {
 }
 
 bool Engine::has_submissions() const noexcept {
-  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const MutexLock lock(groups_mutex_);
   for (auto& [id, group] : groups_)
     if (group->negotiation().has_submissions()) return true;
   return false;
@@ -323,7 +323,7 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
     // Its channels are never used again, so what peers still send or miss there harms nobody.
     give_up(group->second.get(), removed);
   }
-  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const MutexLock lock(groups_mutex_);
   groups_.erase(id);
   members_.erase(id);
   free_ids_.push_back(id);
@@ -359,13 +359,13 @@ void Engine::start_timeline(const std::string& path, bool mark_cycles) {
 void Engine::stop_timeline() { timeline_.stop(progress_); }
 
 std::vector<int> Engine::group_ranks(int id) const {
-  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const MutexLock lock(groups_mutex_);
   const auto found = members_.find(id);
   return found == members_.end() ? std::vector<int>() : found->second;
 }
 
 int64_t Engine::next_number(int group) const {
-  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const MutexLock lock(groups_mutex_);
   const auto found = groups_.find(group);
   return found == groups_.end() ? -1 : found->second->next_number();
 }
@@ -391,12 +391,12 @@ void Engine::count() {
     stats.staging_bytes += group->staging_bytes();
   }
   stats.staging_bytes += accumulation_.bytes() + residuals_.bytes();
-  std::lock_guard<std::mutex> lock(stats_mutex_);
+  const MutexLock lock(stats_mutex_);
   stats_ = stats;
 }
 
 EngineStats Engine::stats() const {
-  std::lock_guard<std::mutex> lock(stats_mutex_);
+  const MutexLock lock(stats_mutex_);
   EngineStats stats = stats_;
   stats.operations = operations_.load(std::memory_order_relaxed);
   stats.sleeps = progress_.sleeps();

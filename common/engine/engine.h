@@ -6,12 +6,12 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/config.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "compression/accumulation.h"
 #include "compression/gradient_codecs.h"
 #include "compression/residuals.h"
@@ -197,7 +197,7 @@ class Engine final : private ProgressWork {
   SilentBatch silent_batch_;
   Callers callers_;
 
-  mutable std::mutex groups_mutex_;
+  mutable Mutex groups_mutex_;
   // Written under groups_mutex_ with the progress lock; read under either. groups_ holds those this rank is a member
   // of.
   std::map<int, std::vector<int>> members_;
@@ -207,17 +207,17 @@ class Engine final : private ProgressWork {
   // Numbers channels, which are never used again.
   uint32_t groups_made_ PERSEUS_GUARDED_BY(progress_lock) = 0;
 
-  std::mutex entries_mutex_;
-  std::vector<std::unique_ptr<Entry>> entries_;  // all ever made; guarded by entries_mutex_
-  std::vector<Entry*> free_entries_;             // guarded by entries_mutex_
+  Mutex entries_mutex_;
+  std::vector<std::unique_ptr<Entry>> entries_ PERSEUS_GUARDED_BY(entries_mutex_);  // all ever made
+  std::vector<Entry*> free_entries_ PERSEUS_GUARDED_BY(entries_mutex_);
 
   std::atomic<bool> failed_{false};   // over: cause_ says why
   std::atomic<bool> closing_{false};  // some rank shuts down: what all have agreed on is finished, no more is taken
   std::atomic<bool> said_goodbye_{false};
   std::atomic<bool> drained_{false};  // while closing: nothing is moving
   std::atomic<int> first_left_{-1};   // the peer that was first to say goodbye
-  mutable std::mutex cause_mutex_;
-  std::string cause_;  // guarded by cause_mutex_
+  mutable Mutex cause_mutex_;
+  std::string cause_ PERSEUS_GUARDED_BY(cause_mutex_);
   std::atomic<uint64_t> operations_{0};
 
   std::vector<bool> left_ PERSEUS_GUARDED_BY(progress_lock);  // peers that said goodbye
@@ -236,8 +236,8 @@ class Engine final : private ProgressWork {
   bool ending_ PERSEUS_GUARDED_BY(progress_lock) = false;
   const std::string tuner_log_;
 
-  mutable std::mutex stats_mutex_;
-  EngineStats stats_;  // guarded by stats_mutex_
+  mutable Mutex stats_mutex_;
+  EngineStats stats_ PERSEUS_GUARDED_BY(stats_mutex_);
 
   ProgressEngine progress_;  // last: its thread uses everything above
 };

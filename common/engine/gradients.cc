@@ -63,7 +63,7 @@ void Engine::ask_for_flush(const Submission& s, const Group& group, Description*
 }
 
 uint32_t Engine::channel_of(int group) const {
-  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const MutexLock lock(groups_mutex_);
   const auto found = groups_.find(group);
   if (found == groups_.end())
     fail(ErrorKind::kInvalidArgument, "[codec] this rank is not in process set " + std::to_string(group));
@@ -90,7 +90,7 @@ void Engine::forget_gradients(uint64_t owner) {
 // is not done when it is wanted again is left out.
 void Engine::check_speed(const Submission& s) {
   const double mine = perf_check_.submitted(s.gradient_of, s.group, s.name, now_ns());
-  std::lock_guard<std::mutex> lock(perf_check_.comparison_mutex);
+  const MutexLock lock(perf_check_.comparison_mutex);
   if (mine < 0 && perf_check_.handle == 0) return;
   const std::vector<int> ranks = group_ranks(s.group);
   if (perf_check_.handle != 0) {

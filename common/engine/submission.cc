@@ -114,7 +114,7 @@ void describe(const Engine::Submission& s, Description* d) {
 }  // namespace
 
 std::shared_ptr<Group> Engine::find_group(const Submission& s) const {
-  std::lock_guard<std::mutex> lock(groups_mutex_);
+  const MutexLock lock(groups_mutex_);
   const auto group = groups_.find(s.group);
   if (group != groups_.end()) return group->second;
   if (members_.count(s.group) != 0)
@@ -124,7 +124,7 @@ std::shared_ptr<Group> Engine::find_group(const Submission& s) const {
 }
 
 Entry* Engine::take_entry() {
-  std::lock_guard<std::mutex> lock(entries_mutex_);
+  const MutexLock lock(entries_mutex_);
   if (free_entries_.empty()) {
     entries_.push_back(std::make_unique<Entry>());
     free_entries_.reserve(entries_.capacity());  // giving one back must not fail
@@ -137,7 +137,7 @@ Entry* Engine::take_entry() {
 
 void Engine::recycle(Entry* entry) {
   entry->residuals.reset();
-  std::lock_guard<std::mutex> lock(entries_mutex_);
+  const MutexLock lock(entries_mutex_);
   free_entries_.push_back(entry);
 }
 

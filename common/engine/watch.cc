@@ -204,11 +204,13 @@ void Engine::end(const Take& take, const Status& status) {
 }
 
 void Engine::fail_pending(Group* group, bool close, const Status& status) {
-  end([&](std::vector<Entry*>* taken) { group->negotiation().take_pending(close, taken); }, status);
+  Negotiation& negotiation = group->negotiation();
+  end([&](std::vector<Entry*>* taken) PERSEUS_REQUIRES(progress_lock) { negotiation.take_pending(close, taken); },
+      status);
 }
 
 void Engine::give_up(Group* group, const Status& status) {
-  end([&](std::vector<Entry*>* taken) { group->abandon(taken); }, status);
+  end([&](std::vector<Entry*>* taken) PERSEUS_REQUIRES(progress_lock) { group->abandon(taken); }, status);
 }
 
 // While closing: rounds that all ranks take part in are finished, and what they made ready; the rest fails.
@@ -246,7 +248,7 @@ bool Engine::never_ends(const Group& group) const {
 }
 
 void Engine::note_cause(const std::string& text) {
-  std::lock_guard<std::mutex> lock(cause_mutex_);
+  const MutexLock lock(cause_mutex_);
   cause_ = text;
 }
 
@@ -286,7 +288,7 @@ void Engine::say_goodbye() {
 }
 
 std::string Engine::failure() const {
-  std::lock_guard<std::mutex> lock(cause_mutex_);
+  const MutexLock lock(cause_mutex_);
   return cause_;
 }
 

@@ -1,6 +1,6 @@
 // What this rank did last, kept at hand and written out when the world fails: one JSON object per line, first the
 // failure, then every operation. Of a user's files in a directory the last few are kept: four for each rank of the
-// world, and no fewer than 16. Used by the driver.
+// world, and no fewer than 16. Its owner guards it.
 #pragma once
 
 #include <cstdint>

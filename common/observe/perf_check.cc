@@ -7,7 +7,7 @@
 namespace perseus {
 
 double PerfCheck::submitted(uint64_t owner, int group, const char* name, int64_t now) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const int64_t waited = waited_ns_.load(std::memory_order_relaxed);
   if (owner_ == 0) {
     first_ = name;
@@ -27,7 +27,7 @@ double PerfCheck::submitted(uint64_t owner, int group, const char* name, int64_t
 }
 
 void PerfCheck::forget(uint64_t owner) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (owner == owner_) owner_ = 0;
 }
 

@@ -4,11 +4,11 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 
 namespace perseus {
 
@@ -29,19 +29,21 @@ class PerfCheck {
   void forget(uint64_t owner);
 
   // The comparison, which is under way from one step to a later one: `handle` is 0 when it is not.
-  std::mutex comparison_mutex;
-  int64_t handle = 0;           // guarded by comparison_mutex, as is `seconds`
-  std::vector<double> seconds;  // of every member of the group; 0 = takes no part
+  Mutex comparison_mutex;
+  int64_t handle PERSEUS_GUARDED_BY(comparison_mutex) = 0;
+  // Of every member of the group; 0 = takes no part.
+  std::vector<double> seconds PERSEUS_GUARDED_BY(comparison_mutex);
 
  private:
   const int64_t steps_;
   std::atomic<int64_t> waited_ns_{0};
-  std::mutex mutex_;
-  std::string first_;  // guarded by mutex_, as is all that follows
-  uint64_t owner_ = 0;
-  int group_ = 0;
-  int64_t count_ = 0;  // steps since began_ns_
-  int64_t began_ns_ = 0, began_waited_ns_ = 0;
+  Mutex mutex_;
+  std::string first_ PERSEUS_GUARDED_BY(mutex_);
+  uint64_t owner_ PERSEUS_GUARDED_BY(mutex_) = 0;
+  int group_ PERSEUS_GUARDED_BY(mutex_) = 0;
+  int64_t count_ PERSEUS_GUARDED_BY(mutex_) = 0;  // steps since began_ns_
+  int64_t began_ns_ PERSEUS_GUARDED_BY(mutex_) = 0;
+  int64_t began_waited_ns_ PERSEUS_GUARDED_BY(mutex_) = 0;
 };
 
 // What is to be said about these seconds of computing in a step, by the ranks they belong to: "" when none is slow.

@@ -40,7 +40,7 @@ Recording::Recording(const std::string& path, int rank, int size, const Log& log
 
 Recording::~Recording() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
   }
   wake_.notify_one();
@@ -51,7 +51,7 @@ Recording::~Recording() {
                  "': they could not be written fast enough");
 }
 
-// ---- the driver ----
+// ---- with the progress lock held ----
 
 size_t Recording::slots_for(size_t name_bytes) {
   const size_t rest = name_bytes > kInline ? name_bytes - kInline : 0;
@@ -83,15 +83,15 @@ void Recording::add(TraceRecord record, const std::string& name) {
 
 void Recording::write_loop() {
   pthread_setname_np(pthread_self(), "perseus-trace");
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_) {
-    wake_.wait_for(lock, std::chrono::milliseconds(kWriteEveryMs));
-    lock.unlock();
-    drain();
-    lock.lock();
-  }
-  lock.unlock();
+  while (wait_for_records()) drain();
   drain();
+}
+
+// False when the recording ends.
+bool Recording::wait_for_records() {
+  const MutexLock lock(mutex_);
+  if (!stop_) wake_.wait_for(mutex_, std::chrono::milliseconds(kWriteEveryMs));
+  return !stop_;
 }
 
 void Recording::drain() {

@@ -1,19 +1,19 @@
-// One trace file while it is being written: the driver appends fixed-size records to a ring that was allocated
-// beforehand; a thread of its own turns them into events and writes these. What the ring has no room for is counted and
-// said, in the trace and in the log.
+// One trace file while it is being written: the holder of the progress lock appends fixed-size records to a ring that
+// was allocated beforehand; a thread of its own turns them into events and writes these. Records that the ring has no
+// room for are counted, and the trace and the log report them.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 
 #include "base/log.h"
+#include "base/mutex.h"
 #include "observe/trace_file.h"
 #include "observe/trace_format.h"
+#include "progress/progress_lock.h"
 
 namespace perseus {
 
@@ -30,15 +30,15 @@ class Recording {
 
   const std::string& path() const { return file_.path(); }
 
-  // ---- the driver; token held ----
   static size_t slots_for(size_t name_bytes);
   // Room for `slots`? If not, `records` are counted as dropped.
-  bool has_room(size_t slots, size_t records);
+  bool has_room(size_t slots, size_t records) PERSEUS_REQUIRES(progress_lock);
   // Only after has_room().
-  void add(TraceRecord record, const std::string& name);
+  void add(TraceRecord record, const std::string& name) PERSEUS_REQUIRES(progress_lock);
 
  private:
   void write_loop();
+  bool wait_for_records();
   void drain();
   void flush();
   void take(size_t* tail);
@@ -47,7 +47,7 @@ class Recording {
   TraceFile file_;
   TraceFormat format_;
   std::unique_ptr<TraceRecord[]> ring_;  // slot n lies at n % kSlots
-  std::atomic<size_t> head_{0};          // slots ever filled; written by the driver
+  std::atomic<size_t> head_{0};          // slots ever filled; written with the progress lock held
   std::atomic<size_t> tail_{0};          // slots ever taken; written by the thread
   std::atomic<uint64_t> dropped_{0};
 
@@ -56,9 +56,9 @@ class Recording {
   uint64_t dropped_said_ = 0;
   bool broken_ = false;  // nothing can be written any more
 
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stop_ = false;  // guarded by mutex_
+  Mutex mutex_;
+  ConditionVariable wake_;
+  bool stop_ PERSEUS_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
 

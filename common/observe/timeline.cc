@@ -43,7 +43,7 @@ void Timeline::start(const std::string& path, bool mark_cycles, ProgressEngine& 
          "Set HOROVOD_TIMELINE=DYNAMIC (or to a file) before init() to start a timeline at run time.");
   if (path.empty()) fail(ErrorKind::kInvalidArgument, "[timeline] the file's name is empty");
   if (!writes_) return;
-  std::lock_guard<std::mutex> lock(control_mutex_);
+  const MutexLock lock(control_mutex_);
   if (recording_ && recording_->path() == timeline_path(path, rank_)) return;
   std::unique_ptr<Recording> other = open(path);
   const ProgressLock progress_held(progress);
@@ -52,7 +52,7 @@ void Timeline::start(const std::string& path, bool mark_cycles, ProgressEngine& 
 }
 
 void Timeline::stop(ProgressEngine& progress) {
-  std::lock_guard<std::mutex> lock(control_mutex_);
+  const MutexLock lock(control_mutex_);
   if (!recording_) return;
   std::unique_ptr<Recording> ended;
   const ProgressLock progress_held(progress);

@@ -1,15 +1,14 @@
-// The timeline (HOROVOD_TIMELINE): what a pass tells it goes into a Chrome trace, while one is being recorded.
-// Starting and stopping is for any thread, the rest needs the progress lock. Costs one look at a pointer while it is
-// off.
+// The timeline (HOROVOD_TIMELINE): what a pass tells it goes into a Chrome trace, while one is being recorded. Any
+// thread may start and stop it. Costs one look at a pointer while it is off.
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/config.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "execution/bucket_observer.h"
 #include "observe/recording.h"
 #include "progress/progress_engine.h"
@@ -25,17 +24,17 @@ class Timeline final : public BucketObserver {
   // throws Error(kInvalidArgument) when that file cannot be written.
   Timeline(const World& world, const Config& config, const std::vector<TransportKind>& transports, const Log& log);
 
-  // ---- with the progress lock held ----
-  bool on() const override { return recording_ != nullptr; }
-  bool marks_cycles() const { return on() && mark_cycles_; }
+  bool on() const override PERSEUS_REQUIRES(progress_lock) { return recording_ != nullptr; }
+  bool marks_cycles() const PERSEUS_REQUIRES(progress_lock) { return on() && mark_cycles_; }
   // The entry's handle is about to be done; it still has its name.
-  void operation(const Entry& entry, bool ok);
-  void bucket(const Bucket& bucket, const std::vector<int>& ranks, const std::vector<Entry*>& entries) override;
-  void round(int group, uint64_t number);
+  void operation(const Entry& entry, bool ok) PERSEUS_REQUIRES(progress_lock);
+  void bucket(const Bucket& bucket, const std::vector<int>& ranks, const std::vector<Entry*>& entries) override
+      PERSEUS_REQUIRES(progress_lock);
+  void round(int group, uint64_t number) PERSEUS_REQUIRES(progress_lock);
   // The tuner has settled.
-  void tuned(size_t bucket_bytes, int streams, const std::string& why);
+  void tuned(size_t bucket_bytes, int streams, const std::string& why) PERSEUS_REQUIRES(progress_lock);
 
-  // ---- any thread; see perseus_timeline_start and perseus_timeline_stop ----
+  // See perseus_timeline_start and perseus_timeline_stop.
   void start(const std::string& path, bool mark_cycles, ProgressEngine& progress);
   void stop(ProgressEngine& progress);
 
@@ -48,7 +47,7 @@ class Timeline final : public BucketObserver {
   const bool writes_;                // this rank has a file
   std::vector<uint8_t> transports_;  // by rank, as transport_bit()
 
-  std::mutex control_mutex_;  // held by whoever starts or stops
+  Mutex control_mutex_;  // held by whoever starts or stops
   // Changed with the progress lock and control_mutex_; read with either.
   std::unique_ptr<Recording> recording_;
   bool mark_cycles_ = false;

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 
 #include "base/clock.h"
+#include "base/mutex.h"
 
 namespace perseus {
 namespace {
@@ -24,9 +24,9 @@ struct Callers::Caller {
 };
 
 struct Callers::List {
-  std::mutex mutex;
-  std::vector<std::shared_ptr<Caller>> callers;  // guarded by mutex
-  std::atomic<bool> over{false};                 // the engine is gone
+  Mutex mutex;
+  std::vector<std::shared_ptr<Caller>> callers PERSEUS_GUARDED_BY(mutex);
+  std::atomic<bool> over{false};  // the engine is gone
 };
 
 struct Callers::OfThread {
@@ -62,7 +62,7 @@ void Callers::submits() {
   memberships.erase(std::remove_if(memberships.begin(), memberships.end(), over), memberships.end());
   const auto caller = std::make_shared<Caller>();
   memberships.push_back({list_, caller});
-  std::lock_guard<std::mutex> lock(list_->mutex);
+  const MutexLock lock(list_->mutex);
   auto& callers = list_->callers;
   const auto ended = [](const auto& other) { return other->ended.load(std::memory_order_relaxed); };
   callers.erase(std::remove_if(callers.begin(), callers.end(), ended), callers.end());
@@ -87,7 +87,7 @@ void Callers::ends_wait(bool served, int64_t now) {
 }
 
 bool Callers::all_wait(int64_t now, int64_t ns, std::vector<int64_t>* handles) const {
-  std::lock_guard<std::mutex> lock(list_->mutex);
+  const MutexLock lock(list_->mutex);
   for (const auto& caller : list_->callers) {
     if (caller->ended.load(std::memory_order_relaxed)) continue;
     const int64_t handle = caller->handle.load(std::memory_order_relaxed);

@@ -122,7 +122,7 @@ void ProgressEngine::on_exception(const Error& error, Status* outcome) noexcept 
 
 void ProgressEngine::wake_waiters() {
   if (waiters_.load(std::memory_order_seq_cst) == 0) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   changed_.notify_all();
 }
 
@@ -279,11 +279,12 @@ void ProgressEngine::sleep_as_caller(int64_t timeout_ns) {
 }
 
 void ProgressEngine::wait_for_driver(const std::function<bool()>& done, int64_t deadline_ns) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with pass() and leave()
   const int64_t left = std::min(std::max<int64_t>(deadline_ns - now_ns(), 0), kSlice);
-  changed_.wait_for(lock, std::chrono::nanoseconds(left), [&] { return done() || !taken_.load(); });
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(left);
+  while (!done() && taken_.load() && changed_.wait_until(mutex_, end)) continue;
   waiters_.fetch_sub(1, std::memory_order_relaxed);
 }
 

@@ -4,15 +4,14 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <new>
 #include <thread>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "net/waker.h"
 #include "progress/progress_lock.h"
 
@@ -98,8 +97,8 @@ class ProgressEngine {
   std::atomic<int> wanted_{0};      // by take(), which goes before everybody else
   bool completed_ PERSEUS_GUARDED_BY(progress_lock) = false;
   std::atomic<int> waiters_{0};
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  Mutex mutex_;  // guards nothing: a waiter's look at the atomics and its sleep are one step to wake_waiters()
+  ConditionVariable changed_;
 
   std::atomic<EngineState> state_{EngineState::kStandby};
   std::atomic<bool> caller_sleeps_{false};

@@ -18,7 +18,7 @@ HandleTable::~HandleTable() {
 }
 
 int64_t HandleTable::open() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   uint32_t index;
   if (!free_.empty()) {
     index = free_.back();
@@ -51,13 +51,13 @@ HandleTable::Slot* HandleTable::find_done(int64_t handle) const {
 }
 
 std::optional<Status> HandleTable::outcome(int64_t handle) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const Slot* slot = find_done(handle);
   return slot == nullptr ? std::nullopt : std::optional<Status>(slot->status);
 }
 
 void* HandleTable::take_output(int64_t handle, int index) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   Slot* slot = find_done(handle);
   if (slot == nullptr || index < 0 || index >= static_cast<int>(slot->outputs.size())) return nullptr;
   return std::exchange(slot->outputs[static_cast<size_t>(index)].data, nullptr);
@@ -66,7 +66,7 @@ void* HandleTable::take_output(int64_t handle, int index) {
 bool HandleTable::release(int64_t handle) {
   std::vector<Output> unclaimed;  // freed without the lock: large memory goes back to the system
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     Slot* slot = find_done(handle);
     if (slot == nullptr) return false;
     const auto held = [](const Output& output) { return output.data != nullptr; };

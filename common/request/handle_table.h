@@ -1,14 +1,15 @@
-// Handles: what a caller holds of a request. Looked up without locks by any thread; completed by the driver only.
+// Handles: what a caller holds of a request. Looked up without locks by any thread; completed by the holder of the
+// progress lock only.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "request/request.h"
 
 namespace perseus {
@@ -16,14 +17,14 @@ namespace perseus {
 class HandleTable {
  public:
   struct Slot {
-    // Generation of the handle it serves, kOpen while that is not released, kDone. Release by the driver pairs with
+    // Generation of the handle it serves, kOpen while that is not released, kDone. Release in complete() pairs with
     // acquire in is_done(): whoever sees the bit sees status, outputs and the tensors' bytes.
     std::atomic<uint64_t> state{0};
     Status status;                                         // valid once done
     GradientOutcome gradient = GradientOutcome::kReduced;  // likewise
     std::vector<Output> outputs;                           // likewise
-    // A caller waits, or asks whether it is done. Release by the caller pairs with acquire by the driver, which then
-    // sees what the caller has submitted.
+    // A caller waits, or asks whether it is done. Release by the caller pairs with acquire by the holder of the
+    // progress lock, which then sees what the caller has submitted.
     std::atomic<bool> awaited{false};
   };
 
@@ -41,7 +42,7 @@ class HandleTable {
   static bool is_over(const Slot& slot, int64_t handle) {
     return slot.state.load(std::memory_order_acquire) != (generation_of(handle) << kFlags | kOpen);
   }
-  // By the driver, after which the slot belongs to the caller.
+  // By the holder of the progress lock, after which the slot belongs to the caller; also by a submitter that fails.
   static void complete(Slot* slot) { slot->state.fetch_or(kDone, std::memory_order_release); }
   Slot* at(uint32_t index) const { return &blocks_[index / kBlock].load(std::memory_order_acquire)[index % kBlock]; }
   static int64_t handle_of(const Slot& slot, uint32_t index) {
@@ -64,10 +65,9 @@ class HandleTable {
   Slot* find_done(int64_t handle) const;
 
   std::atomic<Slot*> blocks_[kBlocks] = {};
-  // Guards what follows, and a done slot's fields against the thread that releases it.
-  std::mutex mutex_;
-  std::vector<uint32_t> free_;
-  uint32_t size_ = 0;
+  Mutex mutex_;  // also keeps a done slot's fields from the thread that releases it
+  std::vector<uint32_t> free_ PERSEUS_GUARDED_BY(mutex_);
+  uint32_t size_ PERSEUS_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace perseus
