@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 OFFENCE = """
-#include "progress/progress_lock.h"
+#include "base/progress_lock.h"
 int guarded PERSEUS_GUARDED_BY(perseus::progress_lock) = 0;
 void offend() { guarded = 1; }
 """

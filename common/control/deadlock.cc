@@ -18,7 +18,7 @@ void Negotiation::set_blocked(const std::string& waits_for) {
 
 void Negotiation::for_each_pending(const std::function<void(const Entry&)>& look) {
   if (pending_ == 0) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const auto& [text, name] : names_)
     if (name->entry != nullptr) look(*name->entry);
 }
@@ -35,7 +35,7 @@ void Negotiation::end_deadlock(const std::vector<Blocked>& by_rank, Failures* fa
   for (size_t i = 0; i < by_rank.size(); ++i)
     error += "\n" + std::to_string(ranks_[i]) + ": [" + by_rank[i].waits_for + "]";
   blocked_.clear();
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   // A rank that has joined goes on waiting for the others to do so; the tuner's request is for no caller.
   const auto stays = [](const Description& d) { return d.kind == Kind::kJoin || !d.times.empty(); };
   for (auto at = names_.begin(); at != names_.end();) {

@@ -74,7 +74,7 @@ bool Negotiation::all_announced_or_joined(const Name& name) const {
 void Negotiation::touch_what_joins_complete() {
   std::vector<Name*> complete;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     for (auto& [text, name] : names_)
       if (name->announced_count > 0 && name->announced_count < size_ && all_announced_or_joined(*name))
         complete.push_back(name.get());

@@ -25,7 +25,7 @@ Negotiation::Negotiation(int me, std::vector<int> ranks, std::function<Entry*()>
       joined_(ranks_.size(), false) {}
 
 Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (closed_) return Submitted::kClosed;
   lookup_.assign(text);
   std::unique_ptr<Name>& name = names_[lookup_];
@@ -44,7 +44,7 @@ Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
 }
 
 void Negotiation::retire(Entry* entry) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   Name* name = entry->name;
   if (!entry->stand_in) name->in_flight = false;
   entry->name = nullptr;
@@ -58,7 +58,7 @@ void Negotiation::retire(Entry* entry) {
 bool Negotiation::collect() {
   if (!any_submitted_.load(std::memory_order_acquire)) return false;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     collected_.swap(submitted_);
     any_submitted_.store(false, std::memory_order_relaxed);
     submitted_bytes_.store(0, std::memory_order_relaxed);
@@ -101,7 +101,7 @@ void Negotiation::snapshot(RoundContent* content) {
 }
 
 Name& Negotiation::name_of(const std::string& text) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   std::unique_ptr<Name>& name = names_[text];
   if (!name) {
     name = std::make_unique<Name>();
@@ -253,12 +253,12 @@ void Negotiation::announce(Entry* entry) {
 
 void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     closed_ = closed_ || close;
   }
   collect();
   if (scheduled()) thaw({});  // of what others begin nothing is finished
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto& [text, name] : names_) {
     if (name->entry == nullptr) continue;
     entries->push_back(name->entry);
@@ -274,7 +274,7 @@ void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
 
 void Negotiation::find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled) {
   if (pending_ == 0) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto& [text, name] : names_) {
     Entry* entry = name->entry;
     if (entry == nullptr || now - entry->submitted_ns < age_ns) continue;

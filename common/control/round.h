@@ -1,13 +1,13 @@
 // One negotiation round: every rank of a group learns the AND of all readiness bits and the union of all announcements,
 // by dissemination: in step s rank r sends what it knows to r + 2^s and receives from r - 2^s, ceil(log2 N) messages
-// per rank for any N. Merging is idempotent, so what arrives twice does no harm. Resumable; called with the progress
-// lock held.
+// per rank for any N. Merging is idempotent, so what arrives twice does no harm. Resumable.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "transport/messages.h"
 
 namespace perseus {
@@ -24,22 +24,23 @@ class Round {
         uint32_t group);
 
   // Has a peer begun the next round? Only while idle.
-  bool called() const;
-  bool idle() const { return step_ < 0; }
-  uint64_t number() const { return number_; }  // of the round in flight or, when idle, of the last one finished
-
-  uint64_t messages() const { return messages_; }  // sent so far, ceil(log2 N) a round
+  bool called() const PERSEUS_REQUIRES(progress_lock);
+  bool idle() const PERSEUS_REQUIRES(progress_lock) { return step_ < 0; }
+  // Of the round in flight or, when idle, of the last one finished.
+  uint64_t number() const PERSEUS_REQUIRES(progress_lock) { return number_; }
+  // Sent so far, ceil(log2 N) a round.
+  uint64_t messages() const PERSEUS_REQUIRES(progress_lock) { return messages_; }
 
   // Begins the next round with this rank's bits and announcements in `content().bits` / announced[me].
-  RoundContent& content() { return content_; }
-  void begin();
+  RoundContent& content() PERSEUS_REQUIRES(progress_lock) { return content_; }
+  void begin() PERSEUS_REQUIRES(progress_lock);
   // Moves what can be moved; true when anything did. After the last step idle() holds and content() is merged.
-  bool step();
+  bool step() PERSEUS_REQUIRES(progress_lock);
 
   // Of the round in flight: members whose part of this step is missing, or that do not take ours.
-  std::vector<int> waiting_for() const;
+  std::vector<int> waiting_for() const PERSEUS_REQUIRES(progress_lock);
   // Members whose hosts have not acknowledged what was sent to them.
-  std::vector<int> unreached() const;
+  std::vector<int> unreached() const PERSEUS_REQUIRES(progress_lock);
 
  private:
   // Fixed first message of every step: small bodies ride inside.

@@ -22,7 +22,7 @@ size_t bytes_of(const Description& description) {
 
 // A name without a slot is described every time, or just now by some rank. A request without bytes is done as soon as
 // it is begun, so it could not be rolled back.
-bool can_be_scheduled(const Name& name) {
+bool can_be_scheduled(const Name& name) PERSEUS_REQUIRES(progress_lock) {
   return name.slot >= 0 && name.agreed.kind == Kind::kAllreduce && bytes_of(name.agreed) > 0;
 }
 
@@ -79,7 +79,8 @@ void Schedule::end_step(bool complete) {
 }
 
 bool Schedule::steady() const {
-  return std::all_of(expected_.begin(), expected_.end(), [](const Name* name) { return can_be_scheduled(*name); });
+  const auto can = [](const Name* name) PERSEUS_REQUIRES(progress_lock) { return can_be_scheduled(*name); };
+  return std::all_of(expected_.begin(), expected_.end(), can);
 }
 
 // As the last step's rounds had it: what became ready in one round had been submitted on all ranks together, so no rank

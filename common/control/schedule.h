@@ -1,12 +1,12 @@
 // The order in which a group's allreduces become ready, step after step: learnt from what rounds made ready and, when
 // it has repeated itself often enough, frozen, so that nothing needs to be said any more. A replica: all ranks of the
-// group apply the same rounds, so all learn the same and freeze it after the same round. Called with the progress lock
-// held.
+// group apply the same rounds, so all learn the same and freeze it after the same round.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "request/batch.h"
 #include "request/request.h"
 
@@ -15,23 +15,23 @@ namespace perseus {
 class Schedule {
  public:
   // What became ready in one round, in the order of execution. May freeze.
-  void learn(const std::vector<Entry*>& ready);
+  void learn(const std::vector<Entry*>& ready) PERSEUS_REQUIRES(progress_lock);
   // What was learnt no longer holds.
-  void forget();
+  void forget() PERSEUS_REQUIRES(progress_lock);
 
-  bool frozen() const { return !batches_.empty(); }
+  bool frozen() const PERSEUS_REQUIRES(progress_lock) { return !batches_.empty(); }
   // Of names, requests and batches; never 0.
-  uint64_t fingerprint() const { return fingerprint_; }
+  uint64_t fingerprint() const PERSEUS_REQUIRES(progress_lock) { return fingerprint_; }
   // Names in the order of execution; the batches come round for ever.
-  const std::vector<std::vector<Name*>>& batches() const { return batches_; }
+  const std::vector<std::vector<Name*>>& batches() const PERSEUS_REQUIRES(progress_lock) { return batches_; }
   // Ends after so many batches. A schedule that broke soon is not tried again so soon.
-  void thaw(uint64_t batches);
+  void thaw(uint64_t batches) PERSEUS_REQUIRES(progress_lock);
 
  private:
-  void see(Name* name);
-  void end_step(bool complete);
-  bool steady() const;
-  void freeze();
+  void see(Name* name) PERSEUS_REQUIRES(progress_lock);
+  void end_step(bool complete) PERSEUS_REQUIRES(progress_lock);
+  bool steady() const PERSEUS_REQUIRES(progress_lock);
+  void freeze() PERSEUS_REQUIRES(progress_lock);
 
   struct Seen {
     Name* name;

@@ -1,5 +1,5 @@
 // A set of ranks that does collectives together: its negotiation, its rounds and its execution, on channels of its own,
-// so groups never wait for each other. Submitting is for any thread, the rest for the driver.
+// so groups never wait for each other.
 #pragma once
 
 #include <atomic>
@@ -33,42 +33,46 @@ class Group {
   // One pass, at `now`. `eager`: somebody is waiting, so begin a round for whatever is new; else only for
   // `enough_bytes`, or when nothing is under way. Appends what finished and what failed.
   bool step(int64_t now, bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
-            std::vector<std::pair<Entry*, std::string>>* failed);
+            std::vector<std::pair<Entry*, std::string>>* failed) PERSEUS_REQUIRES(progress_lock);
   // The transfer clock: throws Error(kTimeout), naming a rank, when the round or an operation under way has moved no
   // byte for the time limit. Every living rank answers rounds, whatever its script does, so waiting for a rank to
   // submit never gets here. Silence before `since_ns` proves nothing: this process itself did not run then.
   // `round_ends`: no rank that it needs has left.
-  void check_progress(int64_t now, int64_t since_ns, bool round_ends) const;
+  void check_progress(int64_t now, int64_t since_ns, bool round_ends) const PERSEUS_REQUIRES(progress_lock);
   // Work that needs driving, or news that others should hear?
-  bool busy() const { return moving() || negotiation_.has_news(); }
+  bool busy() const PERSEUS_REQUIRES(progress_lock) { return moving() || negotiation_.has_news(); }
   // Has this rank submitted something that waits for its turn in a schedule?
-  bool holds() const { return negotiation_.scheduled() && negotiation_.has_pending(); }
+  bool holds() const PERSEUS_REQUIRES(progress_lock) { return negotiation_.scheduled() && negotiation_.has_pending(); }
   // Does a peer wait for us to join its round?
-  bool called() const { return called_ns_ != 0; }
-  bool moving() const { return executing() || !round_.idle(); }
-  bool executing() const { return execution_.busy() || aside_.busy(); }
+  bool called() const PERSEUS_REQUIRES(progress_lock) { return called_ns_ != 0; }
+  bool moving() const PERSEUS_REQUIRES(progress_lock) { return executing() || !round_.idle(); }
+  bool executing() const PERSEUS_REQUIRES(progress_lock) { return execution_.busy() || aside_.busy(); }
   // Gives up everything queued and under way; each entry once.
-  void abandon(std::vector<Entry*>* entries);
-  bool round_idle() const { return round_.idle(); }
+  void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
+  bool round_idle() const PERSEUS_REQUIRES(progress_lock) { return round_.idle(); }
   // 1, 2, …; any thread.
   int64_t next_number() { return numbers_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void restart_numbers() { numbers_.store(0, std::memory_order_relaxed); }
-  const Speeds& speeds() const { return execution_.speeds(); }
-  uint64_t rounds() const { return round_.number(); }
-  uint64_t messages() const { return round_.messages(); }
-  uint64_t buckets() const { return execution_.buckets() + aside_.buckets(); }
-  size_t staging_bytes() const { return execution_.staging_bytes() + aside_.staging_bytes(); }
+  const Speeds& speeds() const PERSEUS_REQUIRES(progress_lock) { return execution_.speeds(); }
+  uint64_t rounds() const PERSEUS_REQUIRES(progress_lock) { return round_.number(); }
+  uint64_t messages() const PERSEUS_REQUIRES(progress_lock) { return round_.messages(); }
+  uint64_t buckets() const PERSEUS_REQUIRES(progress_lock) { return execution_.buckets() + aside_.buckets(); }
+  size_t staging_bytes() const PERSEUS_REQUIRES(progress_lock) {
+    return execution_.staging_bytes() + aside_.staging_bytes();
+  }
   // No more rounds from now on but what peers have begun, or what ends a schedule (shutting down).
-  void close() { closed_ = true; }
+  void close() PERSEUS_REQUIRES(progress_lock) { closed_ = true; }
 
  private:
   Execution::MakeLinks links_of(const LinkTo& link_to);
-  bool may_begin(int64_t now, bool eager, size_t enough_bytes) const;
-  bool joins(int64_t now);
-  void check_round(int64_t now, int64_t since_ns) const;
-  void apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed);
-  void keep_schedule(std::vector<Entry*>* finished);
-  void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed);
+  bool may_begin(int64_t now, bool eager, size_t enough_bytes) const PERSEUS_REQUIRES(progress_lock);
+  bool joins(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void check_round(int64_t now, int64_t since_ns) const PERSEUS_REQUIRES(progress_lock);
+  void apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
+      PERSEUS_REQUIRES(progress_lock);
+  void keep_schedule(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
+  void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
+      PERSEUS_REQUIRES(progress_lock);
 
   const uint32_t id_;
   const std::vector<int> ranks_;

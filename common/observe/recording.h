@@ -11,9 +11,9 @@
 
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/progress_lock.h"
 #include "observe/trace_file.h"
 #include "observe/trace_format.h"
-#include "progress/progress_lock.h"
 
 namespace perseus {
 

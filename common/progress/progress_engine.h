@@ -12,8 +12,8 @@
 
 #include "base/error.h"
 #include "base/mutex.h"
+#include "base/progress_lock.h"
 #include "net/waker.h"
-#include "progress/progress_lock.h"
 
 namespace perseus {
 
