@@ -109,7 +109,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.sparse_from = gradient_codecs_.sparse_from();
   execution_settings_.say = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
   execution_settings_.topology = &topology_;
-  execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_heard_ns(rank); };
+  execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_alive_ns(rank); };
   const ProgressLock lock(progress_);
   for (const auto& transport : transports_) tcp_ |= transport->kind() == TransportKind::kTcp;
   std::vector<int> all(static_cast<size_t>(world_.size));
@@ -223,7 +223,7 @@ bool Engine::advance(bool eager) {
     events_ns_ = now;
   }
   for (auto& transport : transports_) transport->poll(woken);
-  read_notices();
+  read_peer_events();
   if (!failed_.load(std::memory_order_relaxed)) {
     for (auto& [id, group] : groups_) {
       const uint64_t rounds = group->rounds();

@@ -152,9 +152,9 @@ class Engine final : private ProgressWork {
   void keep_tuning(Group* world) PERSEUS_REQUIRES(progress_lock);
 
   // ---- watching (watch.cc) ----
-  void read_notices() PERSEUS_REQUIRES(progress_lock);
-  void hear(const Notice& notice) PERSEUS_REQUIRES(progress_lock);
-  void hear_shutdown(int peer, const std::string& rounds) PERSEUS_REQUIRES(progress_lock);
+  void read_peer_events() PERSEUS_REQUIRES(progress_lock);
+  void on_peer_event(const PeerEvent& event) PERSEUS_REQUIRES(progress_lock);
+  void on_goodbye(int peer, const std::string& rounds) PERSEUS_REQUIRES(progress_lock);
   void housekeeping(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_liveness(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_stalls(int64_t now) PERSEUS_REQUIRES(progress_lock);
@@ -169,7 +169,7 @@ class Engine final : private ProgressWork {
   void give_up(Group* group, const Status& status) PERSEUS_REQUIRES(progress_lock);
   void wind_down() PERSEUS_REQUIRES(progress_lock);
   bool never_ends(const Group& group) const PERSEUS_REQUIRES(progress_lock);  // the round in flight
-  void say_goodbye() PERSEUS_REQUIRES(progress_lock);
+  void send_goodbye() PERSEUS_REQUIRES(progress_lock);
   std::string shutdown_text() const;
   void note_cause(const std::string& text);  // what failure() says from now on
 
@@ -213,7 +213,7 @@ class Engine final : private ProgressWork {
 
   std::atomic<bool> failed_{false};   // over: cause_ says why
   std::atomic<bool> closing_{false};  // some rank shuts down: what all have agreed on is finished, no more is taken
-  std::atomic<bool> said_goodbye_{false};
+  std::atomic<bool> sent_goodbye_{false};
   std::atomic<bool> drained_{false};  // while closing: nothing is moving
   std::atomic<int> first_left_{-1};   // the peer that was first to say goodbye
   mutable Mutex cause_mutex_;

@@ -26,7 +26,7 @@ void Engine::keep_tuning(Group* world) {
     told.name = Tuner::kName;
     told.transient = true;
     told.times = tuner.take_times();
-    // Who has joined hears of it all the same.
+    // A rank that has joined learns of it all the same.
     if (!world->negotiation().joined()) try {
         tuner_handle_ = submit(told);
       } catch (const Error& error) {

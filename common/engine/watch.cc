@@ -1,4 +1,4 @@
-// Peers: their notices, their signs of life, what they have not submitted; and how a world ends.
+// Peers: their control messages, their signs of life, what they have not submitted; and how a world ends.
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
@@ -10,8 +10,8 @@
 namespace perseus {
 namespace {
 
-constexpr char kAbortNotice = 'A';    // followed by the cause
-constexpr char kGoodbyeNotice = 'S';  // followed by who left first and "channel:round " of every group
+constexpr char kAbortMessage = 'A';    // followed by the cause
+constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
 constexpr int64_t kDrainTime = 10 * kSecond;
 // We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
 constexpr int64_t kOwnPause = 5 * kSecond, kLeastOwnPause = 2 * kSecond;  // signs of life come every second
@@ -24,38 +24,38 @@ std::string leaver(int rank) { return rank < 0 ? "this rank" : "rank " + std::to
 
 }  // namespace
 
-// ---- notices ----
+// ---- control messages ----
 
-void Engine::read_notices() {
-  Notice notice;
-  std::vector<Notice> gone;
+void Engine::read_peer_events() {
+  PeerEvent event;
+  std::vector<PeerEvent> gone;
   for (auto& transport : transports_)
-    while (transport->next_notice(&notice)) {
-      if (notice.kind == Notice::Kind::kGone) gone.push_back(notice);
-      else hear(notice);
+    while (transport->next_event(&event)) {
+      if (event.kind == PeerEvent::Kind::kGone) gone.push_back(event);
+      else on_peer_event(event);
     }
   // Who left first comes before who ended because of it.
-  for (const Notice& last : gone) hear(last);
+  for (const PeerEvent& last : gone) on_peer_event(last);
 }
 
-void Engine::hear(const Notice& notice) {
-  const std::string rank = std::to_string(notice.peer);
-  if (notice.kind == Notice::Kind::kGone) {
-    if (left_[notice.peer]) return;
+void Engine::on_peer_event(const PeerEvent& event) {
+  const std::string rank = std::to_string(event.peer);
+  if (event.kind == PeerEvent::Kind::kGone) {
+    if (left_[event.peer]) return;
     const int first = first_left_.load();
     abort(
-        Error(ErrorKind::kIo, std::string("[") + route_[notice.peer]->name() + "] lost rank " + rank + ": " +
-                                  notice.text + " (its own output says why)" +
+        Error(ErrorKind::kIo, std::string("[") + route_[event.peer]->name() + "] lost rank " + rank + ": " +
+                                  event.text + " (its own output says why)" +
                                   (first < 0 ? "" : "; before that " + leaver(first) + " called shutdown() or ended")),
         true);
-  } else if (!notice.text.empty() && notice.text[0] == kAbortNotice) {
-    abort(Error(ErrorKind::kAborted, notice.text.substr(1)), true);
-  } else if (!notice.text.empty() && notice.text[0] == kGoodbyeNotice) {
-    hear_shutdown(notice.peer, notice.text.substr(1));
+  } else if (!event.text.empty() && event.text[0] == kAbortMessage) {
+    abort(Error(ErrorKind::kAborted, event.text.substr(1)), true);
+  } else if (!event.text.empty() && event.text[0] == kGoodbyeMessage) {
+    on_goodbye(event.peer, event.text.substr(1));
   }
 }
 
-void Engine::hear_shutdown(int peer, const std::string& rounds) {
+void Engine::on_goodbye(int peer, const std::string& rounds) {
   left_[peer] = true;
   std::istringstream stream(rounds);
   int first = peer;
@@ -76,7 +76,7 @@ void Engine::housekeeping(int64_t now) {
   const int64_t pause = std::max(std::min(kOwnPause, timeout_ns_ / 2), kLeastOwnPause);
   const bool paused = housekeeping_ns_ == 0 || now - housekeeping_ns_ > pause;
   housekeeping_ns_ = now;
-  for (auto& transport : transports_) transport->beat();
+  for (auto& transport : transports_) transport->send_heartbeats();
   if (failed_.load(std::memory_order_relaxed)) return;
   if (timeout_ns_ > 0) {
     if (paused) alive_since_ns_ = now;
@@ -90,10 +90,10 @@ void Engine::housekeeping(int64_t now) {
 void Engine::check_liveness(int64_t now) {
   for (int peer = 0; peer < world_.size; ++peer) {
     if (route_[peer] == nullptr || left_[peer]) continue;
-    const int64_t heard = std::max(route_[peer]->last_heard_ns(peer), alive_since_ns_);
-    if (now - heard <= timeout_ns_) continue;
+    const int64_t alive = std::max(route_[peer]->last_alive_ns(peer), alive_since_ns_);
+    if (now - alive <= timeout_ns_) continue;
     fail(ErrorKind::kTimeout, std::string("[") + route_[peer]->name() + "] no sign of life from rank " +
-                                  std::to_string(peer) + " for " + std::to_string((now - heard) / kSecond) +
+                                  std::to_string(peer) + " for " + std::to_string((now - alive) / kSecond) +
                                   " s (GLOO_TIMEOUT_SECONDS=" + std::to_string(timeout_ns_ / kSecond) + ")");
   }
 }
@@ -174,7 +174,8 @@ void Engine::abort(const Error& cause, bool tell) {
   drained_.store(true, std::memory_order_release);
   if (tell)
     for (int peer = 0; peer < world_.size; ++peer)
-      if (route_[peer] != nullptr) route_[peer]->notify(peer, kAbortNotice + std::string(cause.what()).substr(0, 1000));
+      if (route_[peer] != nullptr)
+        route_[peer]->send_control_message(peer, kAbortMessage + std::string(cause.what()).substr(0, 1000));
   log_.debug(std::string("the world failed: ") + cause.what());
   failure_kind_ = cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind();
   end_everything();
@@ -228,7 +229,7 @@ void Engine::wind_down() {
     if (scheduled && !peer_left) group->negotiation().break_schedule();
     if (peer_left && !round_goes_on) {
       const Status status{false, ErrorKind::kAborted, shutdown_text()};
-      note_cause(status.message);  // whoever hears of it may ask why the world ends, before all groups are done
+      note_cause(status.message);  // whoever learns of it may ask why the world ends, before all groups are done
       fail_pending(group.get(), true, status);
       if (scheduled) give_up(group.get(), status);
     }
@@ -261,7 +262,7 @@ std::string Engine::shutdown_text() const {
 }
 
 void Engine::shutdown() {
-  if (said_goodbye_.exchange(true)) return;
+  if (sent_goodbye_.exchange(true)) return;
   closing_.store(true, std::memory_order_release);
   const int64_t deadline = now_ns() + kDrainTime;
   for (bool said = false; !said;) {
@@ -269,21 +270,21 @@ void Engine::shutdown() {
     const ProgressLock lock(progress_);
     // Since the wait ended another pass may have joined a round: what all have agreed on there is finished first.
     said = drained_.load(std::memory_order_relaxed) || now_ns() >= deadline;
-    if (said) say_goodbye();
+    if (said) send_goodbye();
   }
 }
 
-void Engine::say_goodbye() {
+void Engine::send_goodbye() {
   const int first = first_left_ < 0 ? world_.rank : first_left_.load();
-  std::string rounds = kGoodbyeNotice + std::to_string(first) + " ";
+  std::string rounds = kGoodbyeMessage + std::to_string(first) + " ";
   for (auto& [id, group] : groups_) {
-    if (rounds.size() > 950) break;  // a notice holds no more; the others' groups end by the transfer clock
+    if (rounds.size() > 950) break;  // a control message holds no more; the others' groups end by the transfer clock
     // A round we began but could not finish has not had our part in full.
     const uint64_t last = group->rounds() - (group->round_idle() ? 0 : 1);
     rounds += std::to_string(group->id()) + ":" + std::to_string(last) + " ";
   }
   for (int peer = 0; peer < world_.size; ++peer)
-    if (route_[peer] != nullptr) route_[peer]->notify(peer, rounds);
+    if (route_[peer] != nullptr) route_[peer]->send_control_message(peer, rounds);
   abort(Error(ErrorKind::kAborted, shutdown_text()), false);
 }
 

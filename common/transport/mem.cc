@@ -24,9 +24,9 @@ class MemFabric {
     std::atomic<uint32_t> sleeping{0};  // the owner's Waker flag: lives here so that peers may look at it at any time
     int event_fd = -1;                  // the owner's, valid while present
     bool present = false;
-    std::atomic<int64_t> heard_ns{0};
+    std::atomic<int64_t> alive_ns{0};
     std::atomic<uint32_t> mail{0};
-    std::deque<Notice> mailbox;
+    std::deque<PeerEvent> mailbox;
   };
 
   // Zeroed memory of the ring from one rank to another, made by whoever asks first.
@@ -47,24 +47,24 @@ class MemFabric {
     waker.place_flag(&seats_[rank].sleeping);
     seats_[rank].event_fd = waker.event_fd();
     seats_[rank].present = true;
-    seats_[rank].heard_ns.store(now_ns(), std::memory_order_relaxed);
+    seats_[rank].alive_ns.store(now_ns(), std::memory_order_relaxed);
   }
   void leave(int rank) {
     std::lock_guard<std::mutex> lock(mutex_);
     seats_[rank].present = false;
     for (size_t other = 0; other < seats_.size(); ++other)
-      if (static_cast<int>(other) != rank) post_locked(other, Notice{rank, Notice::Kind::kGone, "thread ended"});
+      if (static_cast<int>(other) != rank) post_locked(other, PeerEvent{rank, PeerEvent::Kind::kGone, "thread ended"});
   }
-  void post(int to, Notice notice) {
+  void post(int to, PeerEvent event) {
     std::lock_guard<std::mutex> lock(mutex_);
-    post_locked(to, std::move(notice));
+    post_locked(to, std::move(event));
   }
-  bool take(int rank, Notice* notice) {
+  bool take(int rank, PeerEvent* event) {
     if (seats_[rank].mail.load(std::memory_order_acquire) == 0) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     Seat& seat = seats_[rank];
     if (seat.mailbox.empty()) return false;
-    *notice = std::move(seat.mailbox.front());
+    *event = std::move(seat.mailbox.front());
     seat.mailbox.pop_front();
     seat.mail.fetch_sub(1, std::memory_order_relaxed);
     return true;
@@ -76,14 +76,14 @@ class MemFabric {
     std::lock_guard<std::mutex> lock(mutex_);
     ring_locked(seats_[rank]);
   }
-  int64_t heard_ns(int rank) const { return seats_[rank].heard_ns.load(std::memory_order_relaxed); }
-  void beat(int rank) { seats_[rank].heard_ns.store(now_ns(), std::memory_order_relaxed); }
+  int64_t alive_ns(int rank) const { return seats_[rank].alive_ns.load(std::memory_order_relaxed); }
+  void send_heartbeat(int rank) { seats_[rank].alive_ns.store(now_ns(), std::memory_order_relaxed); }
 
  private:
-  void post_locked(int to, Notice notice) {
+  void post_locked(int to, PeerEvent event) {
     Seat& seat = seats_[to];
     if (!seat.present) return;
-    seat.mailbox.push_back(std::move(notice));
+    seat.mailbox.push_back(std::move(event));
     seat.mail.fetch_add(1, std::memory_order_release);
     ring_locked(seat);
   }
@@ -157,12 +157,12 @@ class MemTransport final : public Transport {
     return *link;
   }
   void poll(bool) override {}
-  void notify(int peer, const std::string& message) override {
-    fabric_->post(peer, Notice{rank_, Notice::Kind::kMessage, message});
+  void send_control_message(int peer, const std::string& message) override {
+    fabric_->post(peer, PeerEvent{rank_, PeerEvent::Kind::kControlMessage, message});
   }
-  bool next_notice(Notice* notice) override { return fabric_->take(rank_, notice); }
-  void beat() override { fabric_->beat(rank_); }
-  int64_t last_heard_ns(int peer) override { return fabric_->heard_ns(peer); }
+  bool next_event(PeerEvent* event) override { return fabric_->take(rank_, event); }
+  void send_heartbeats() override { fabric_->send_heartbeat(rank_); }
+  int64_t last_alive_ns(int peer) override { return fabric_->alive_ns(peer); }
   uint64_t bytes_sent() const override { return sent_; }
   uint64_t bytes_received() const override { return received_; }
   uint64_t staging_bytes() const override { return staging_; }

@@ -1,5 +1,5 @@
-// Ranks of one host: rings in memfd segments passed over authenticated abstract UNIX sockets, which also carry notices
-// and report a peer's death at once. Belongs to one Context's progress engine; the memory is shared with the
+// Ranks of one host: rings in memfd segments passed over authenticated abstract UNIX sockets, which also carry control
+// messages and report a peer's death at once. Belongs to one Context's progress engine; the memory is shared with the
 // peers' engines.
 #include <poll.h>
 #include <sys/socket.h>
@@ -44,7 +44,7 @@ constexpr char kNoAddress[] = "-";
 // Of each Context, visible to all its local peers.
 struct StatePage {
   alignas(64) std::atomic<uint32_t> sleeping;
-  alignas(64) std::atomic<uint64_t> beats;
+  alignas(64) std::atomic<uint64_t> heartbeats;
 };
 
 class ShmLink final : public Link {
@@ -109,10 +109,10 @@ class ShmTransport final : public Transport {
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
   Link& link(int peer, Channel channel) override;
   void poll(bool woken) override;
-  void notify(int peer, const std::string& text) override;
-  bool next_notice(Notice* notice) override;
-  void beat() override { state().beats.fetch_add(1, std::memory_order_relaxed); }
-  int64_t last_heard_ns(int peer) override;
+  void send_control_message(int peer, const std::string& text) override;
+  bool next_event(PeerEvent* event) override;
+  void send_heartbeats() override { state().heartbeats.fetch_add(1, std::memory_order_relaxed); }
+  int64_t last_alive_ns(int peer) override;
   uint64_t bytes_sent() const override { return sent_; }
   uint64_t bytes_received() const override { return received_; }
   uint64_t staging_bytes() const override { return staging_; }
@@ -128,8 +128,8 @@ class ShmTransport final : public Transport {
     Socket socket;
     Socket event_fd;
     SharedSegment page;
-    uint64_t beats = 0;
-    int64_t heard_ns = 0;
+    uint64_t heartbeats = 0;
+    int64_t alive_ns = 0;
     bool gone = false;
     std::map<uint64_t, std::unique_ptr<ShmLink>> links;
     std::map<uint64_t, SharedSegment> early;  // rings announced before we asked for the channel
@@ -162,7 +162,7 @@ class ShmTransport final : public Transport {
   PendingConnections<Socket> pending_{{kMostPending}};
   std::set<int> expected_;  // ranks of this host that are to connect to us
   std::map<int, Peer> peers_;
-  std::deque<Notice> notices_;
+  std::deque<PeerEvent> peer_events_;
   int unconnected_ = 0;  // links whose peer's ring has not been announced yet
   size_t unsent_ = 0;    // of all peers
   uint64_t sent_ = 0, received_ = 0, staging_ = 0;
@@ -383,7 +383,7 @@ void ShmTransport::adopt(int rank, const int* fds, int fd_count) {
   Peer& peer = peers_[rank];
   peer.event_fd = Socket(fds[1]);
   peer.page = SharedSegment(fds[0], sizeof(StatePage));
-  peer.heard_ns = now_ns();
+  peer.alive_ns = now_ns();
   waker_.watch(peer.socket.fd());
 }
 
@@ -463,11 +463,12 @@ void ShmTransport::read_peer(int rank, Peer& peer) {
     if (got == 0) {
       peer.gone = true;
       forget_unsent(peer);
-      notices_.push_back(Notice{rank, Notice::Kind::kGone, "its process ended"});
+      peer_events_.push_back(PeerEvent{rank, PeerEvent::Kind::kGone, "its process ended"});
       return;
     }
-    if (message.type == ShmMessageType::kNotice) {
-      notices_.push_back(Notice{rank, Notice::Kind::kMessage, std::string(message.text, message.bytes)});
+    if (message.type == ShmMessageType::kControl) {
+      peer_events_.push_back(
+          PeerEvent{rank, PeerEvent::Kind::kControlMessage, std::string(message.text, message.bytes)});
     } else if (message.type == ShmMessageType::kRing) {
       if (fd_count != 1)
         fail(ErrorKind::kIo, "[shm] cannot take the memory that rank " + std::to_string(rank) +
@@ -489,31 +490,31 @@ void ShmTransport::take_ring(Peer& peer, const ShmMessage& message, int fd) {
   }
 }
 
-void ShmTransport::notify(int rank, const std::string& text) {
+void ShmTransport::send_control_message(int rank, const std::string& text) {
   const auto peer = peers_.find(rank);
   if (peer == peers_.end() || peer->second.gone) return;
   ShmMessage message;
   message.rank = world_.rank;
-  message.bytes = std::min(text.size(), kMaxNotice);
+  message.bytes = std::min(text.size(), kMaxControlText);
   std::memcpy(message.text, text.data(), message.bytes);
   send(rank, peer->second, message, nullptr);
 }
 
-bool ShmTransport::next_notice(Notice* notice) {
-  if (notices_.empty()) return false;
-  *notice = std::move(notices_.front());
-  notices_.pop_front();
+bool ShmTransport::next_event(PeerEvent* event) {
+  if (peer_events_.empty()) return false;
+  *event = std::move(peer_events_.front());
+  peer_events_.pop_front();
   return true;
 }
 
-int64_t ShmTransport::last_heard_ns(int rank) {
+int64_t ShmTransport::last_alive_ns(int rank) {
   Peer& peer = peers_.at(rank);
-  const uint64_t beats = peer.state().beats.load(std::memory_order_relaxed);
-  if (beats != peer.beats) {
-    peer.beats = beats;
-    peer.heard_ns = now_ns();
+  const uint64_t heartbeats = peer.state().heartbeats.load(std::memory_order_relaxed);
+  if (heartbeats != peer.heartbeats) {
+    peer.heartbeats = heartbeats;
+    peer.alive_ns = now_ns();
   }
-  return peer.heard_ns;
+  return peer.alive_ns;
 }
 
 }  // namespace

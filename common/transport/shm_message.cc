@@ -16,7 +16,7 @@ constexpr size_t kMessageHead = offsetof(ShmMessage, text);
 
 bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_count, int flags) {
   iovec piece{const_cast<ShmMessage*>(&message),
-              kMessageHead + (message.type == ShmMessageType::kNotice ? message.bytes : size_t{0})};
+              kMessageHead + (message.type == ShmMessageType::kControl ? message.bytes : size_t{0})};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)] = {};
   msghdr header{};
   header.msg_iov = &piece;
@@ -55,8 +55,8 @@ int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags
     std::memcpy(fds, CMSG_DATA(c), sizeof(int) * *fd_count);
   }
   const bool sane = static_cast<size_t>(got) >= kMessageHead && message->magic == kShmMagic &&
-                    (message->type != ShmMessageType::kNotice ||
-                     (message->bytes <= kMaxNotice && static_cast<size_t>(got) == kMessageHead + message->bytes));
+                    (message->type != ShmMessageType::kControl ||
+                     (message->bytes <= kMaxControlText && static_cast<size_t>(got) == kMessageHead + message->bytes));
   const bool truncated = (header.msg_flags & MSG_CTRUNC) != 0;
   if (sane && !truncated) return 1;
   for (int i = 0; i < *fd_count; ++i) ::close(fds[i]);

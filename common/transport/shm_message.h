@@ -10,20 +10,20 @@
 namespace perseus {
 
 constexpr uint32_t kShmMagic = 0x50534d31;  // "PSM1"
-constexpr size_t kMaxNotice = 1024;
+constexpr size_t kMaxControlText = 1024;
 constexpr int kMaxFds = 2;
 
-enum class ShmMessageType : uint32_t { kHello = 1, kWelcome = 2, kRing = 3, kNotice = 4 };
+enum class ShmMessageType : uint32_t { kHello = 1, kWelcome = 2, kRing = 3, kControl = 4 };
 
 struct ShmMessage {
   uint32_t magic = kShmMagic;
-  ShmMessageType type = ShmMessageType::kNotice;
+  ShmMessageType type = ShmMessageType::kControl;
   int32_t rank = 0;
   uint32_t epoch = 0;
   uint64_t channel = 0;  // kRing
-  uint64_t bytes = 0;    // kRing: capacity; kNotice: length of text
+  uint64_t bytes = 0;    // kRing: capacity; kControl: length of text
   Digest proof{};        // kHello, kWelcome
-  char text[kMaxNotice] = {};
+  char text[kMaxControlText] = {};
 };
 
 // False, with the reason in errno, when the message cannot be sent, now (MSG_DONTWAIT in `flags`) or ever.

@@ -147,7 +147,7 @@ size_t TcpLink::account(ssize_t received, size_t asked) {
   const auto bytes = static_cast<size_t>(received);
   if (bytes < asked) recv_tried_ = traffic_.round;
   traffic_.received += bytes;
-  heard_ns_ = traffic_.now_ns;
+  alive_ns_ = traffic_.now_ns;
   return bytes;
 }
 

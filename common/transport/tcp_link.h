@@ -24,8 +24,8 @@ struct TcpTraffic {
 
 class TcpLink : public Link {
  public:
-  TcpLink(TcpTraffic& traffic, int64_t& heard_ns, int peer, Channel channel)
-      : traffic_(traffic), heard_ns_(heard_ns), peer_(peer), channel_(channel) {}
+  TcpLink(TcpTraffic& traffic, int64_t& alive_ns, int peer, Channel channel)
+      : traffic_(traffic), alive_ns_(alive_ns), peer_(peer), channel_(channel) {}
 
   Channel channel() const { return channel_; }
   int peer() const { return peer_; }
@@ -57,7 +57,7 @@ class TcpLink : public Link {
   void report_broken() const;  // throws once the grace is over
 
   TcpTraffic& traffic_;
-  int64_t& heard_ns_;  // of the peer
+  int64_t& alive_ns_;  // of the peer
   const int peer_;
   const Channel channel_;
   Socket socket_;

@@ -8,7 +8,7 @@
 //   answer    = proof:32B                                 ; the connector knows the secret, …
 //   verdict   = proof:32B                                 ; … and so does the acceptor
 //   welcome   = 1:u8               ; the acceptor's; if the connection closes before it, the connector tries again
-//   frame     = size:u32 byte*     ; size <= kMaxNotice; 0 = a heartbeat, else a control message
+//   frame     = size:u32 byte*     ; size <= kMaxControlText; 0 = a heartbeat, else a control message
 // Both sides may send frames as soon as they have sent or seen the verdict. Every proof covers version, job, epoch,
 // both ranks and both nonces; that of a data connection the nonces of the control connection and the channel.
 #pragma once
@@ -24,7 +24,7 @@ constexpr uint32_t kMagic = 0x50435450;  // "PTCP"
 constexpr size_t kNonceSize = 32;
 constexpr size_t kProofSize = 32;
 constexpr size_t kHelloSize = 6 * 4 + kVersionField + 32;
-constexpr size_t kMaxNotice = 1024;
+constexpr size_t kMaxControlText = 1024;
 constexpr char kWelcome = 1;
 
 enum class Purpose : uint32_t { kSide = 1, kData = 2 };

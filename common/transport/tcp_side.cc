@@ -16,16 +16,16 @@ constexpr size_t kMaxQueued = 64 * 1024;
 
 }  // namespace
 
-TcpSide::TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& heard_ns, int peer, Socket socket,
+TcpSide::TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
                  tcp_protocol::SideKeys keys)
     : events_(events),
       traffic_(traffic),
       listener_(listener),
-      heard_ns_(heard_ns),
+      alive_ns_(alive_ns),
       peer_(peer),
       socket_(std::move(socket)),
       keys_(std::move(keys)) {
-  heard_ns_ = now_ns();
+  alive_ns_ = now_ns();
   events_.add(socket_.fd(), EPOLLIN | EPOLLRDHUP, this);
 }
 
@@ -38,9 +38,11 @@ TcpSide::~TcpSide() {
   for (int i = 0; i < 64 && recv_some(socket_.fd(), rest, sizeof rest) > 0; ++i) continue;
 }
 
-void TcpSide::notify(const std::string& message) { queue(message.substr(0, tcp_protocol::kMaxNotice)); }
+void TcpSide::send_control_message(const std::string& message) {
+  queue(message.substr(0, tcp_protocol::kMaxControlText));
+}
 
-void TcpSide::beat() {
+void TcpSide::send_heartbeat() {
   // Whatever is queued says the same.
   if (out_.empty()) queue("");
 }
@@ -80,16 +82,16 @@ void TcpSide::receive() {
     if (n == 0) return;
     if (n < 0) return lose(n == kEndOfStream ? "connection closed" : std::strerror(errno));
     traffic_.received += static_cast<size_t>(n);
-    heard_ns_ = now_ns();
+    alive_ns_ = now_ns();
     in_.append(buffer, static_cast<size_t>(n));
     size_t at = 0;
     while (in_.size() - at >= 4) {
       const size_t size = get_u32(in_.data() + at);
-      if (size > tcp_protocol::kMaxNotice)
+      if (size > tcp_protocol::kMaxControlText)
         return lose("sent a control message of " + std::to_string(size) + " bytes, expected at most " +
-                    std::to_string(tcp_protocol::kMaxNotice));
+                    std::to_string(tcp_protocol::kMaxControlText));
       if (in_.size() - at - 4 < size) break;
-      if (size != 0) listener_.on_notice(peer_, in_.substr(at + 4, size));
+      if (size != 0) listener_.on_control_message(peer_, in_.substr(at + 4, size));
       at += 4 + size;
     }
     in_.erase(0, at);

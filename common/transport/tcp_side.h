@@ -18,11 +18,11 @@ class TcpSide : public TcpEventHandler {
   // What the transport wants to know; both may be called from on_event() only.
   struct Listener {
     virtual ~Listener() = default;
-    virtual void on_notice(int peer, std::string text) = 0;
+    virtual void on_control_message(int peer, std::string text) = 0;
     virtual void on_gone(int peer, const std::string& why) = 0;
   };
 
-  TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& heard_ns, int peer, Socket socket,
+  TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
           tcp_protocol::SideKeys keys);
   // Sends what is queued if that does not block, and closes so that the peer can still read all of it.
   ~TcpSide() override;
@@ -30,8 +30,8 @@ class TcpSide : public TcpEventHandler {
   const tcp_protocol::SideKeys& keys() const { return keys_; }
   SocketAddress address() const { return peer_address(socket_.fd()); }
 
-  void notify(const std::string& message);
-  void beat();
+  void send_control_message(const std::string& message);
+  void send_heartbeat();
   void on_event(uint32_t events) override;
 
  private:
@@ -43,7 +43,7 @@ class TcpSide : public TcpEventHandler {
   TcpEvents& events_;
   TcpTraffic& traffic_;
   Listener& listener_;
-  int64_t& heard_ns_;
+  int64_t& alive_ns_;
   const int peer_;
   Socket socket_;
   const tcp_protocol::SideKeys keys_;

@@ -129,7 +129,7 @@ Link& TcpTransport::link(int rank, Channel channel) {
 TcpLink& TcpTransport::link_of(Peer& peer, int rank, Channel channel) {
   std::unique_ptr<TcpLink>& link = peer.links[channel.key()];
   if (!link) {
-    link = std::make_unique<TcpLink>(traffic_, peer.heard_ns, rank, channel);
+    link = std::make_unique<TcpLink>(traffic_, peer.alive_ns, rank, channel);
     ++unattached_;
   }
   return *link;
@@ -232,7 +232,7 @@ void TcpTransport::on_side(int rank, Socket socket, SideKeys keys) {
   peer.address = peer_address(socket.fd());
   if (keep_alive_s_ > 0) keep_alive(socket.fd(), keep_alive_s_);
   peer.side =
-      std::make_unique<TcpSide>(events_, traffic_, *this, peer.heard_ns, rank, std::move(socket), std::move(keys));
+      std::make_unique<TcpSide>(events_, traffic_, *this, peer.alive_ns, rank, std::move(socket), std::move(keys));
 }
 
 std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {
@@ -246,17 +246,17 @@ std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {
   return "";
 }
 
-void TcpTransport::on_notice(int rank, std::string text) {
-  notices_.push_back(Notice{rank, Notice::Kind::kMessage, std::move(text)});
+void TcpTransport::on_control_message(int rank, std::string text) {
+  peer_events_.push_back(PeerEvent{rank, PeerEvent::Kind::kControlMessage, std::move(text)});
 }
 
 void TcpTransport::on_gone(int rank, const std::string& why) {
   Peer& peer = peer_of(rank);
   peer.gone = why;
-  notices_.push_back(Notice{rank, Notice::Kind::kGone, why});
+  peer_events_.push_back(PeerEvent{rank, PeerEvent::Kind::kGone, why});
   for (size_t i = outgoing_.size(); i-- > 0;)
     if (outgoing_[i]->link_.peer() == rank) end(outgoing_[i].get());
-  // Established links may still hold data that it sent before it left; they notice its end themselves.
+  // Established links may still hold data that it sent before it left; they event its end themselves.
   for (const auto& [key, link] : peer.links)
     if (!link->attached()) link->break_off(why);
   events_.retire(std::move(peer.side));
@@ -286,21 +286,21 @@ void TcpTransport::look_at_events() {
       on_unreachable(outgoing_[i].get(), "no answer");
 }
 
-void TcpTransport::notify(int rank, const std::string& message) {
+void TcpTransport::send_control_message(int rank, const std::string& message) {
   const auto found = peers_.find(rank);
-  if (found != peers_.end() && found->second.side) found->second.side->notify(message);
+  if (found != peers_.end() && found->second.side) found->second.side->send_control_message(message);
 }
 
-bool TcpTransport::next_notice(Notice* notice) {
-  if (notices_.empty()) return false;
-  *notice = std::move(notices_.front());
-  notices_.pop_front();
+bool TcpTransport::next_event(PeerEvent* event) {
+  if (peer_events_.empty()) return false;
+  *event = std::move(peer_events_.front());
+  peer_events_.pop_front();
   return true;
 }
 
-void TcpTransport::beat() {
+void TcpTransport::send_heartbeats() {
   for (auto& [rank, peer] : peers_)
-    if (peer.side) peer.side->beat();
+    if (peer.side) peer.side->send_heartbeat();
 }
 
 }  // namespace perseus

@@ -35,10 +35,10 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
   Link& link(int peer, Channel channel) override;
   void poll(bool woken) override;
-  void notify(int peer, const std::string& message) override;
-  bool next_notice(Notice* notice) override;
-  void beat() override;
-  int64_t last_heard_ns(int peer) override { return peer_of(peer).heard_ns; }
+  void send_control_message(int peer, const std::string& message) override;
+  bool next_event(PeerEvent* event) override;
+  void send_heartbeats() override;
+  int64_t last_alive_ns(int peer) override { return peer_of(peer).alive_ns; }
   uint64_t bytes_sent() const override { return traffic_.sent; }
   uint64_t bytes_received() const override { return traffic_.received; }
   uint64_t staging_bytes() const override { return traffic_.staging; }
@@ -48,7 +48,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   friend class Outgoing;
 
   struct Peer {
-    int64_t heard_ns = 0;
+    int64_t alive_ns = 0;
     std::unique_ptr<TcpSide> side;
     SocketAddress address;  // data connections go to the address at which the control connection found the peer …
     std::vector<std::pair<SocketAddress, SocketAddress>> stripes;  // … or, several interfaces, to these in turn
@@ -80,7 +80,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   void on_side(int rank, Socket socket, tcp_protocol::SideKeys keys) override;
   std::string on_data(int rank, Channel channel, Socket socket) override;
   // TcpSide::Listener
-  void on_notice(int peer, std::string text) override;
+  void on_control_message(int peer, std::string text) override;
   void on_gone(int peer, const std::string& why) override;
 
   const World world_;
@@ -94,7 +94,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   std::unique_ptr<TcpAcceptor> acceptor_;
   std::vector<std::unique_ptr<TcpConnector>> connectors_;  // while joining
   std::vector<std::unique_ptr<Outgoing>> outgoing_;
-  std::deque<Notice> notices_;
+  std::deque<PeerEvent> peer_events_;
   size_t unattached_ = 0;  // links without connection
   int64_t retry_at_ns_ = 0, events_at_ns_ = 0, time_check_at_ns_ = 0;
 };

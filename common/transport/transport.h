@@ -65,12 +65,12 @@ class Link {
   virtual bool delivered() const { return true; }
 };
 
-// Out-of-band word from or about a peer.
-struct Notice {
-  enum class Kind { kMessage, kGone };
+// A control message from a peer, or its end.
+struct PeerEvent {
+  enum class Kind { kControlMessage, kGone };
   int peer = -1;
-  Kind kind = Kind::kMessage;
-  std::string text;  // kMessage: the bytes sent; kGone: "connection closed", "process ended", … without the rank
+  Kind kind = Kind::kControlMessage;
+  std::string text;  // kControlMessage: the bytes sent; kGone: "connection closed", "process ended", … without the rank
 };
 
 class Transport {
@@ -88,15 +88,16 @@ class Transport {
   // can have changed. `woken`: the waker reported an event since the last call.
   virtual void poll(bool woken) = 0;
 
-  // Send a short message (<= 1024 bytes) that is not queued behind data. Best effort; never throws for a dead peer.
-  virtual void notify(int peer, const std::string& message) = 0;
-  // Takes the next Notice; returns false if there is none. A peer is reported gone once.
-  virtual bool next_notice(Notice* notice) = 0;
+  // Sends a control message (<= 1024 bytes), which is not queued behind data. Best effort; never throws for a dead
+  // peer.
+  virtual void send_control_message(int peer, const std::string& message) = 0;
+  // Takes the next event; returns false if there is none. A peer is reported gone once.
+  virtual bool next_event(PeerEvent* event) = 0;
 
-  // Tell every peer that we live; about once a second.
-  virtual void beat() = 0;
-  // When `peer` was last known to live, in now_ns() time.
-  virtual int64_t last_heard_ns(int peer) = 0;
+  // Tells every peer that we live; about once a second.
+  virtual void send_heartbeats() = 0;
+  // When a heartbeat or data last proved that `peer` lives, in now_ns() time.
+  virtual int64_t last_alive_ns(int peer) = 0;
 
   // Bytes handed to and taken from this transport so far, headers included.
   virtual uint64_t bytes_sent() const = 0;

@@ -244,7 +244,7 @@ TEST_P(Contexts, ShutdownMayBeCalledAgainAndByAnyThread) {
   perseus_context_destroy(nullptr);
 }
 
-// Ends of a rank, of 120, that took about as long as a beat.
+// Ends of a rank, of 120, that took about as long as a heartbeat.
 int slow_ends(const Medium& medium) {
   std::atomic<int> slow{0};
   for (int round = 0; round < 60; ++round) {
@@ -266,8 +266,8 @@ int slow_ends(const Medium& medium) {
 }
 
 TEST_P(Contexts, EndingTakesNoTimeLimit) {
-  // A wake-up that goes astray is made good by the next beat, a second later: now and then, in every attempt. What a
-  // busy machine makes slow is not slow in all of them.
+  // A wake-up that goes astray is made good by the next heartbeat, a second later: now and then, in every attempt. What
+  // a busy machine makes slow is not slow in all of them.
   std::vector<int> slow;
   while (slow.empty() || (slow.back() > 1 && slow.size() < 6)) slow.push_back(slow_ends(medium()));
   EXPECT_LE(slow.back(), 1) << "of 120, " << slow.size() << " times";

@@ -135,17 +135,17 @@ TEST(Shm, WhatASocketHasNoRoomForIsSentLater) {
   const auto ranks = connect_all(2, *store);
   ASSERT_NE(ranks[0]->transport, nullptr) << ranks[0]->error;
   for (uint32_t group = 0; group < kRings; ++group) ranks[0]->transport->link(1, Channel{group, kControlStream});
-  ranks[0]->transport->notify(1, "after all of them");
+  ranks[0]->transport->send_control_message(1, "after all of them");
   for (uint32_t group = 0; group < kRings; ++group)
     ASSERT_NO_FATAL_FAILURE(expect_transfer(*ranks[0], 0, *ranks[1], 1, Channel{group, kControlStream}));
-  Notice notice;
+  PeerEvent event;
   const int64_t deadline = now_ns() + kLimit;
-  while (!ranks[1]->transport->next_notice(&notice)) {
+  while (!ranks[1]->transport->next_event(&event)) {
     ASSERT_LT(now_ns(), deadline);
     ranks[0]->transport->poll(true);
     ranks[1]->transport->poll(true);
   }
-  EXPECT_EQ(notice.text, "after all of them");
+  EXPECT_EQ(event.text, "after all of them");
 }
 
 TEST(Shm, ASenderWithoutDescriptorsSaysSo) {

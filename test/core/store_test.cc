@@ -88,20 +88,20 @@ class RawPeer {
   }
   void say(const std::string& bytes) { send_some(socket_.fd(), bytes.data(), bytes.size()); }
   // What the server says until it closes or `enough` bytes are here.
-  std::string hear(bool* closed, size_t enough = SIZE_MAX) {
-    std::string heard;
+  std::string receive(bool* closed, size_t enough = SIZE_MAX) {
+    std::string received;
     const int64_t deadline = in_ms(kPatienceMs);
     *closed = false;
-    while (now_ns() < deadline && heard.size() < enough) {
+    while (now_ns() < deadline && received.size() < enough) {
       char buffer[4096];
       const ssize_t n = recv_some(socket_.fd(), buffer, sizeof buffer);
-      if (n > 0) heard.append(buffer, static_cast<size_t>(n));
+      if (n > 0) received.append(buffer, static_cast<size_t>(n));
       *closed = n < 0;
       if (n < 0) break;
       pollfd entry{socket_.fd(), POLLIN, 0};
       if (n == 0) ::poll(&entry, 1, 20);
     }
-    return heard;
+    return received;
   }
 
  private:
@@ -227,7 +227,7 @@ TEST(TcpStore, ServerThatCannotProveTheSecretIsRefused) {
     put_u32(&lines, 1);
     lines += std::string(kProofSize, 'p');
     send_some(victim.fd(), lines.data(), lines.size());
-    // Until the victim has heard it and hangs up.
+    // Until the victim has received it and hangs up.
     char answer[256];
     for (ssize_t n = 0; n >= 0; n = recv_some(victim.fd(), answer, sizeof answer)) {
       pollfd talk{victim.fd(), POLLIN, 0};
@@ -293,14 +293,14 @@ TEST(StoreServer, GarbageAndSilenceDisturbNobody) {
   garbage.say(std::string(100'000, 'G'));
   loris.say("x");
   bool closed = false;
-  const std::string heard = garbage.hear(&closed);
+  const std::string received = garbage.receive(&closed);
   EXPECT_TRUE(closed);
-  EXPECT_LE(heard.size(), kGreetingSize + kVerdictSize);
+  EXPECT_LE(received.size(), kGreetingSize + kVerdictSize);
   store->set("k", "v");
   EXPECT_EQ(client_of(*server)->get("k", in_ms(kPatienceMs)), "v");
-  silent.hear(&closed);
+  silent.receive(&closed);
   EXPECT_TRUE(closed);
-  loris.hear(&closed);
+  loris.receive(&closed);
   EXPECT_TRUE(closed);
   EXPECT_EQ(store->get("k", in_ms(kPatienceMs)), "v");
 }
@@ -339,7 +339,7 @@ TEST(StoreServer, PendingConnectionsGetAShareOfTheDescriptors) {
     for (int i = 0; i < kCrowd; ++i) crowd.emplace_back(server->port());
     for (int i = 0; i < kCrowd - kShare; ++i) {  // the oldest, which were pushed out
       bool closed = false;
-      crowd[static_cast<size_t>(i)].hear(&closed);
+      crowd[static_cast<size_t>(i)].receive(&closed);
       if (!closed) _exit(1);
     }
     char byte = 0;
@@ -393,16 +393,16 @@ TEST(StoreServer, ImpossibleSizesCloseTheConnection) {
   for (const std::string& bytes : bad) {
     RawPeer peer(server->port());
     bool closed = false;
-    const std::string greeting = peer.hear(&closed, kGreetingSize);
+    const std::string greeting = peer.receive(&closed, kGreetingSize);
     ASSERT_EQ(greeting.size(), kGreetingSize);
     const std::string nonce(kNonceSize, 'c');
     const Digest proof =
         prove("secret", {kClientLabel, format_text(), greeting.substr(kGreetingSize - kNonceSize), nonce});
     peer.say(nonce + std::string(reinterpret_cast<const char*>(proof.data()), proof.size()));
-    EXPECT_EQ(peer.hear(&closed, kVerdictSize).size(), kVerdictSize);
+    EXPECT_EQ(peer.receive(&closed, kVerdictSize).size(), kVerdictSize);
     ASSERT_FALSE(closed);
     peer.say(bytes);
-    peer.hear(&closed);
+    peer.receive(&closed);
     EXPECT_TRUE(closed) << "request " << &bytes - bad;
   }
   store->set("k", "v");

@@ -26,18 +26,18 @@ class Intruder {
   }
   void say(const std::string& bytes) { send_some(socket_.fd(), bytes.data(), bytes.size()); }
   // Up to n bytes; "" and closed() when the other side hangs up.
-  std::string hear(size_t n) {
-    std::string heard;
+  std::string receive(size_t n) {
+    std::string received;
     const int64_t deadline = now_ns() + kLimit;
-    while (heard.size() < n && now_ns() < deadline && !closed_) {
+    while (received.size() < n && now_ns() < deadline && !closed_) {
       char buffer[256];
-      const ssize_t got = recv_some(socket_.fd(), buffer, std::min(sizeof buffer, n - heard.size()));
+      const ssize_t got = recv_some(socket_.fd(), buffer, std::min(sizeof buffer, n - received.size()));
       closed_ = got < 0;
-      if (got > 0) heard.append(buffer, static_cast<size_t>(got));
+      if (got > 0) received.append(buffer, static_cast<size_t>(got));
       pollfd entry{socket_.fd(), POLLIN, 0};
       if (got == 0) ::poll(&entry, 1, 50);
     }
-    return heard;
+    return received;
   }
   bool closed() const { return closed_; }
 
@@ -69,36 +69,36 @@ TEST(Tcp, PendingConnectionsAreClosedAndDisturbNobody) {
     Intruder garbage(*store), old_epoch(*store), wrong_secret(*store), wrong_rank(*store), early_data(*store);
     Intruder wrong_version(*store);
     garbage.say(std::string(5000, 'x'));
-    EXPECT_EQ(garbage.hear(1), "");
+    EXPECT_EQ(garbage.receive(1), "");
     EXPECT_TRUE(garbage.closed());
     old_epoch.say(side_hello(1, 6).encode());
-    EXPECT_EQ(old_epoch.hear(1), "");
+    EXPECT_EQ(old_epoch.receive(1), "");
     EXPECT_TRUE(old_epoch.closed());
     for (const int rank : {0, 2, 0x7fffffff}) {
       Intruder impossible(*store);
       impossible.say(side_hello(rank, 7).encode());
-      EXPECT_EQ(impossible.hear(1), "") << rank;
+      EXPECT_EQ(impossible.receive(1), "") << rank;
       EXPECT_TRUE(impossible.closed());
     }
     std::string other_version = side_hello(1, 7).encode();
     other_version[4] = 2;
     wrong_version.say(other_version);
-    EXPECT_EQ(wrong_version.hear(1), "");
+    EXPECT_EQ(wrong_version.receive(1), "");
     EXPECT_TRUE(wrong_version.closed());
     // A perfect hello and the wrong secret.
     wrong_secret.say(side_hello(1, 7).encode());
-    const std::string challenge = wrong_secret.hear(32);
+    const std::string challenge = wrong_secret.receive(32);
     ASSERT_EQ(challenge.size(), 32u);
     World liar = world_of(1, 2);
     liar.secret = "another";
     wrong_secret.say(
         proof_of(tcp_protocol::Claim::kConnector, liar, {1, 0, std::string(tcp_protocol::kNonceSize, 'n'), challenge}));
-    EXPECT_EQ(wrong_secret.hear(1), "");
+    EXPECT_EQ(wrong_secret.receive(1), "");
     EXPECT_TRUE(wrong_secret.closed());
     tcp_protocol::Hello data = side_hello(1, 7);
     data.purpose = tcp_protocol::Purpose::kData;
     early_data.say(data.encode());
-    EXPECT_EQ(early_data.hear(1), "");
+    EXPECT_EQ(early_data.receive(1), "");
     EXPECT_TRUE(early_data.closed());
   }
   // These stay, silent or slow, while the real rank 1 joins and works.
@@ -114,23 +114,23 @@ TEST(Tcp, PendingConnectionsAreClosedAndDisturbNobody) {
     });
     EXPECT_TRUE(talk.exact());
     finished = true;
-    Notice notice;
-    self.drive([&] { return self.transport->next_notice(&notice); });
-    EXPECT_EQ(notice.kind, Notice::Kind::kGone);
+    PeerEvent event;
+    self.drive([&] { return self.transport->next_event(&event); });
+    EXPECT_EQ(event.kind, PeerEvent::Kind::kGone);
   });
   while (!connected) std::this_thread::yield();
   Intruder second(*store), thief(*store);
   second.say(side_hello(1, 7).encode());
-  EXPECT_EQ(second.hear(1), "");
+  EXPECT_EQ(second.receive(1), "");
   EXPECT_TRUE(second.closed());
   tcp_protocol::Hello data = side_hello(1, 7);
   data.purpose = tcp_protocol::Purpose::kData;
   data.channel = Channel{3, 3};
   thief.say(data.encode());
-  EXPECT_EQ(thief.hear(1), "");
+  EXPECT_EQ(thief.receive(1), "");
   EXPECT_TRUE(thief.closed());
   for (Intruder& loris : silent) {
-    loris.hear(1);
+    loris.receive(1);
     EXPECT_TRUE(loris.closed()) << "slow connection " << &loris - silent.data() << " was kept";
   }
   tried = true;

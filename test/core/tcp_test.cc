@@ -50,15 +50,15 @@ TEST(Tcp, BytesArriveExactlyOnManyChannelsBothWays) {
     Link* bell[kSize];
     for (const int peer : others(self.world.rank, kSize)) bell[peer] = &self.transport->link(peer, {9, 9});
     Byte byte = 1;
-    int heard = 0;
+    int arrived = 0;
     std::vector<bool> told(kSize), seen(kSize);
     self.drive([&] {
       const iovec piece{&byte, 1};
       for (const int peer : others(self.world.rank, kSize)) {
         if (!told[peer]) told[peer] = bell[peer]->try_send(&piece, 1) == 1;
-        if (!seen[peer] && bell[peer]->recv_window(1)) seen[peer] = true, ++heard;
+        if (!seen[peer] && bell[peer]->recv_window(1)) seen[peer] = true, ++arrived;
       }
-      return heard == kSize - 1 && std::count(told.begin(), told.end(), true) == kSize - 1;
+      return arrived == kSize - 1 && std::count(told.begin(), told.end(), true) == kSize - 1;
     });
   });
 }
@@ -101,7 +101,7 @@ TEST(Tcp, EveryConnectionIsKeptAlive) {
 
 // A rank that sleeps whenever it has to wait is woken by every byte it waits for: no wait may last until its time
 // limit.
-TEST(Tcp, SleeperIsWokenByDataSpaceAndNotices) {
+TEST(Tcp, SleeperIsWokenByDataSpaceAndControlMessages) {
   run_ranks(2, [](Rank& self) {
     const int peer = 1 - self.world.rank;
     Link& link = self.transport->link(peer, {0, 1});
@@ -143,40 +143,41 @@ TEST(Tcp, SleeperIsWokenByDataSpaceAndNotices) {
     });
     const bool right = self.world.rank == 0 || in == std::vector<Byte>(bulk.size(), 1);
     EXPECT_TRUE(right);
-    // Both wait for the other's notice, so neither leaves early.
-    if (self.world.rank == 1) self.transport->notify(0, "done");
-    Notice notice;
-    sleep_until([&] { return self.transport->next_notice(&notice); });
-    EXPECT_EQ(notice.text, "done");
-    if (self.world.rank == 0) self.transport->notify(1, "done");
+    // Both wait for the other's control message, so neither leaves early.
+    if (self.world.rank == 1) self.transport->send_control_message(0, "done");
+    PeerEvent event;
+    sleep_until([&] { return self.transport->next_event(&event); });
+    EXPECT_EQ(event.text, "done");
+    if (self.world.rank == 0) self.transport->send_control_message(1, "done");
     EXPECT_LT(longest, kLimit - kSecond);
   });
 }
 
-TEST(Tcp, NoticesKeepTheirOrderAndBeatsAreHeard) {
+TEST(Tcp, ControlMessagesKeepTheirOrderAndHeartbeatsArrive) {
   run_ranks(2, [](Rank& self) {
     const int peer = 1 - self.world.rank;
-    for (int i = 0; i < 20; ++i) self.transport->notify(peer, std::string(1 + i * 50, static_cast<char>('a' + i)));
+    for (int i = 0; i < 20; ++i)
+      self.transport->send_control_message(peer, std::string(1 + i * 50, static_cast<char>('a' + i)));
     for (int i = 0; i < 20; ++i) {
-      Notice notice;
-      self.drive([&] { return self.transport->next_notice(&notice); });
-      EXPECT_EQ(notice.peer, peer);
-      EXPECT_EQ(notice.kind, Notice::Kind::kMessage);
-      EXPECT_EQ(notice.text, std::string(1 + i * 50, static_cast<char>('a' + i)));
+      PeerEvent event;
+      self.drive([&] { return self.transport->next_event(&event); });
+      EXPECT_EQ(event.peer, peer);
+      EXPECT_EQ(event.kind, PeerEvent::Kind::kControlMessage);
+      EXPECT_EQ(event.text, std::string(1 + i * 50, static_cast<char>('a' + i)));
     }
-    // Rank 1 beats until rank 0 says that it has heard one.
-    const int64_t before = self.transport->last_heard_ns(peer);
-    Notice notice;
+    // Rank 1 sends heartbeats until rank 0 says that it has received one.
+    const int64_t before = self.transport->last_alive_ns(peer);
+    PeerEvent event;
     if (self.world.rank == 1) {
       self.drive([&] {
-        self.transport->beat();
-        return self.transport->next_notice(&notice);
+        self.transport->send_heartbeats();
+        return self.transport->next_event(&event);
       });
-      EXPECT_EQ(notice.text, "heard");
+      EXPECT_EQ(event.text, "received");
     } else {
-      self.drive([&] { return self.transport->last_heard_ns(peer) > before; });
-      EXPECT_FALSE(self.transport->next_notice(&notice)) << "a beat is no notice";
-      self.transport->notify(peer, "heard");
+      self.drive([&] { return self.transport->last_alive_ns(peer) > before; });
+      EXPECT_FALSE(self.transport->next_event(&event)) << "a heartbeat is no event";
+      self.transport->send_control_message(peer, "received");
     }
   });
 }
@@ -194,7 +195,7 @@ TEST(Tcp, LastWordsArriveBeforeTheEnd) {
           sent += link.try_send(&piece, 1);
           return sent == bytes.size();
         });
-        self.transport->notify(peer, "bye");
+        self.transport->send_control_message(peer, "bye");
       }
       self.transport.reset();
       return;
@@ -204,12 +205,12 @@ TEST(Tcp, LastWordsArriveBeforeTheEnd) {
     std::vector<std::string> words;
     bool gone = false;
     self.drive([&] {
-      self.transport->beat();  // unread bytes at the one who leaves
-      Notice notice;
-      while (self.transport->next_notice(&notice)) {
-        if (notice.peer != 0) continue;
-        if (notice.kind == Notice::Kind::kGone) gone = true;
-        else words.push_back(notice.text);
+      self.transport->send_heartbeats();  // unread bytes at the one who leaves
+      PeerEvent event;
+      while (self.transport->next_event(&event)) {
+        if (event.peer != 0) continue;
+        if (event.kind == PeerEvent::Kind::kGone) gone = true;
+        else words.push_back(event.text);
       }
       return gone;
     });
@@ -230,7 +231,7 @@ TEST(Tcp, LastWordsArriveBeforeTheEnd) {
     Link& late = self.transport->link(0, {0, 2});
     EXPECT_EQ(error_of([&] { self.drive([&] { return static_cast<bool>(late.recv_window(1)); }); }).kind(),
               ErrorKind::kIo);
-    self.transport->notify(0, "to a dead rank");
+    self.transport->send_control_message(0, "to a dead rank");
     // The other survivor is untouched.
     const int peer = 3 - self.world.rank;
     Conversation talk(self.world.rank, *self.transport, peer, {1, 0}, 100'003);
@@ -238,9 +239,9 @@ TEST(Tcp, LastWordsArriveBeforeTheEnd) {
     self.drive([&] { return talk.step(), talk.done(); });
     EXPECT_TRUE(talk.exact());
     self.drive([&] { return bell.step(), bell.done(); });
-    Notice notice;
-    while (self.transport->next_notice(&notice))
-      EXPECT_FALSE(notice.peer == 0) << "reported gone twice, or a message after the end";
+    PeerEvent event;
+    while (self.transport->next_event(&event))
+      EXPECT_FALSE(event.peer == 0) << "reported gone twice, or a message after the end";
   });
 }
 
@@ -264,9 +265,9 @@ TEST(Tcp, ForkedChildDoesNotHideTheEnd) {
       self.transport.reset();
       return;
     }
-    Notice notice;
-    self.drive([&] { return self.transport->next_notice(&notice); });
-    EXPECT_EQ(notice.kind, Notice::Kind::kGone);
+    PeerEvent event;
+    self.drive([&] { return self.transport->next_event(&event); });
+    EXPECT_EQ(event.kind, PeerEvent::Kind::kGone);
   });
   ::close(hold[0]);
   ::close(hold[1]);
@@ -374,11 +375,11 @@ TEST(Tcp, RankStoppedWhileConnectingIsNotLost) {
     if (self.world.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(5500));
     Byte byte = 5;
     const iovec piece{&byte, 1};
-    bool told = false, heard = false;
+    bool told = false, arrived = false;
     self.drive([&] {
       if (!told) told = link.try_send(&piece, 1) == 1;
-      if (!heard && link.recv_window(1)) heard = true;
-      return told && heard;
+      if (!arrived && link.recv_window(1)) arrived = true;
+      return told && arrived;
     });
   });
 }

@@ -103,16 +103,16 @@ TEST(Version, IsTheReleaseAndAHash) {
 }
 
 TEST(Version, OfAHelloOverTcpIsComparedFirst) {
-  tcp_protocol::Hello hello, heard;
+  tcp_protocol::Hello hello, received;
   hello.version = "9.9.9+fedcba987654";
   hello.rank = 3;
   hello.tail = std::string(tcp_protocol::kNonceSize, 'n');
   const std::string bytes = hello.encode();
   ASSERT_EQ(bytes.size(), tcp_protocol::kHelloSize);
-  EXPECT_EQ(heard.decode(bytes, "9.9.9+fedcba987654"), "");
-  EXPECT_EQ(heard.rank, 3);
-  EXPECT_EQ(heard.tail, hello.tail);
-  EXPECT_EQ(heard.decode(bytes, "0.1.0+0123456789ab"),
+  EXPECT_EQ(received.decode(bytes, "9.9.9+fedcba987654"), "");
+  EXPECT_EQ(received.rank, 3);
+  EXPECT_EQ(received.tail, hello.tail);
+  EXPECT_EQ(received.decode(bytes, "0.1.0+0123456789ab"),
             "it runs Perseus 9.9.9+fedcba987654, expected 0.1.0+0123456789ab: install the same Perseus on every host");
   const auto claim = [](const std::string& version) {
     World world;

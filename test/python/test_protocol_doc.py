@@ -100,14 +100,14 @@ def test_the_handshake_over_tcp_has_the_sizes_of_the_code() -> None:
     assert size_of("challenge", "Handshakes") == code["kNonceSize"]
     assert size_of("answer", "Handshakes") == code["kProofSize"]
     assert size_of("verdict", "Handshakes") == code["kProofSize"]
-    assert f"at most {code['kMaxNotice']} bytes" in PAGE
+    assert f"at most {code['kMaxControlText']} bytes" in PAGE
     assert list(enumerators(text, "Purpose").values()) == [1, 2]
 
 
 def test_messages_between_ranks_of_a_host_have_the_fields_of_the_code() -> None:
     text = source_with("struct ShmMessage {")
-    size = constants(text)["kMaxNotice"]
-    fields = [name.replace("kMaxNotice", str(size)) for name in fields_of("ShmMessage")]
+    size = constants(text)["kMaxControlText"]
+    fields = [name.replace("kMaxControlText", str(size)) for name in fields_of("ShmMessage")]
     assert production("shm_message", "Handshakes").split() == fields
     numbers = re.findall(r"(\d+) \(", production("type", "Handshakes"))
     assert [int(n) for n in numbers] == list(enumerators(text, "ShmMessageType").values())
@@ -131,7 +131,7 @@ def test_every_collective_has_a_row() -> None:
 
 def test_control_messages_begin_with_the_letters_of_the_code() -> None:
     letters = set(
-        re.findall(r"constexpr char k\w+(?:Notice|Message) = ('.')", "".join(SOURCES.values()))
+        re.findall(r"constexpr char k\w+(?:PeerEvent|Message) = ('.')", "".join(SOURCES.values()))
     )
     section = "Channels and links"
     listed = {production(name, section).split()[0] for name in ("abort", "goodbye")}
