@@ -1,19 +1,21 @@
-/* The C ABI of Perseus: the only thing adapters include.
+/* The C ABI of Perseus. Adapters include no other header of the core.
  *
  * Conventions
- * - Opaque types, functions named perseus_<noun>_<verb>. Every call that can fail returns a perseus_code; the message
- * of the calling thread's last failure is perseus_error_message(). Nothing throws across this boundary.
- * - Strings are NUL-terminated UTF-8; returned ones stay valid until the calling thread's next call unless said
- * otherwise.
- * - Structs start with `struct_size` = sizeof of the caller's version; zero-initialise them. Fields are only ever added
- *   at the end, and 0 means what it meant before a field was there. The library reads and writes no more of a struct
- *   than its size; a field that is set but unknown to the library is PERSEUS_INVALID_ARGUMENT. perseus_tensor and
- *   perseus_store_place have no size and never change.
- * - A context may be used by any number of threads. Several contexts (several ranks) may live in one process.
- * - In a process that was forked after perseus_context_create, a context can be destroyed and asked for ranks and
- *   sizes; every other call fails at once with PERSEUS_ABORTED, or with what it returns for an unknown handle or group.
- * - Buffers belong to the caller and must stay valid and untouched until the handle is done: a handle that is done,
- *   with success or error, is no longer used by any thread or peer.
+ * - Names: types are opaque, and functions are named perseus_<noun>_<verb>.
+ * - Errors: a call that can fail returns a perseus_code; perseus_error_message() describes the calling thread's last
+ *   failure. No exception crosses this boundary.
+ * - Strings are NUL-terminated UTF-8. A returned string stays valid until the calling thread's next call, unless its
+ *   function says otherwise.
+ * - Structs: zero-initialise a struct and set its first field, `struct_size`, to its sizeof. New versions only add
+ *   fields at the end, where 0 means the behaviour before the field existed. The library reads and writes no more of a
+ *   struct than its size, and refuses a set field that it does not know with PERSEUS_INVALID_ARGUMENT. perseus_tensor
+ *   and perseus_store_place have no size and never change.
+ * - Threads: any number of threads may use a context, and several contexts (ranks) may live in one process.
+ * - Forks: in a process that was forked after perseus_context_create, a context can be destroyed and asked for ranks
+ *   and sizes. Every other call fails at once with PERSEUS_ABORTED, or returns what it returns for an unknown handle or
+ *   group.
+ * - Buffers belong to the caller and must stay valid and untouched until the handle is done. After that, with success
+ *   or error, no thread and no peer uses them.
  */
 #ifndef PERSEUS_PERSEUS_H_
 #define PERSEUS_PERSEUS_H_
@@ -29,14 +31,14 @@ extern "C" {
 
 typedef enum perseus_code {
   PERSEUS_OK = 0,
-  PERSEUS_INVALID_ARGUMENT = 1, /* the request makes no sense; nothing was started */
+  PERSEUS_INVALID_ARGUMENT = 1, /* the request makes no sense and was not started */
   PERSEUS_MISMATCH = 2,         /* ranks disagree about this tensor; the job goes on */
   PERSEUS_IO = 3,               /* a link, file or segment failed */
   PERSEUS_TIMEOUT = 4,          /* a deadline passed */
   PERSEUS_ABORTED = 5,          /* the group failed or was shut down; initialise again to go on */
   PERSEUS_INTERNAL = 6,         /* a bug */
   PERSEUS_IN_PROGRESS = 7,      /* perseus_handle_wait: not done within the given time; not a failure */
-  PERSEUS_NAN = 8               /* a rank's gradient has a NaN and the job asks for an error then; the job goes on */
+  PERSEUS_NAN = 8               /* a rank's gradient has a NaN, which the settings make an error; the job goes on */
 } perseus_code;
 
 typedef enum perseus_dtype {
@@ -62,17 +64,17 @@ typedef enum perseus_reduce_op {
   PERSEUS_PRODUCT = 5
 } perseus_reduce_op;
 
-/* What elements look like between hosts, see docs/algorithms.md. Lossy ones keep what they hold back under the
- * request's name (and gradient_of), so the name should come again. */
+/* How elements are encoded between hosts; see docs/algorithms.md. A lossy codec keeps a residual under the request's
+ * name and gradient_of, so use the same name in every step. */
 typedef enum perseus_codec {
-  PERSEUS_CODEC_SETTINGS = 0, /* gradients: as the settings say; others: exact */
+  PERSEUS_CODEC_SETTINGS = 0, /* gradients follow the settings; everything else is exact */
   PERSEUS_CODEC_EXACT = 1,
   PERSEUS_CODEC_FLOAT16 = 2,
   PERSEUS_CODEC_BFLOAT16 = 3,
   PERSEUS_CODEC_INT8 = 4,
   PERSEUS_CODEC_TOP_K = 5,
   PERSEUS_CODEC_ROTATE = 6,
-  /* EXACT, FLOAT16, INT8 or TOP_K (as the settings say), whichever is fastest by perseus_group_speeds */
+  /* the fastest of EXACT, FLOAT16, INT8 and TOP_K by perseus_group_speeds; their arguments follow the settings */
   PERSEUS_CODEC_AUTO = 7
 } perseus_codec;
 
@@ -85,23 +87,23 @@ typedef enum perseus_kind {
   PERSEUS_BARRIER = 5,
   PERSEUS_ADD_GROUP = 6,
   PERSEUS_REMOVE_GROUP = 7,
-  /* "No more from me": until all ranks of the group have joined, this one gives zeros to every allreduce of the others.
-   * Other collectives of theirs fail. The output's `size` is the rank that joined last. */
+  /* This rank has no more data. Until all ranks of the group have joined, it contributes zeros to their allreduces;
+   * their other collectives fail. The output's `size` is the rank that joined last. */
   PERSEUS_JOIN = 8
 } perseus_kind;
 
 PERSEUS_EXPORT const char* perseus_version(void);
-/* Of the calling thread's last failed call, "" before any. */
+/* Describes the calling thread's last failed call; "" before the first one. */
 PERSEUS_EXPORT const char* perseus_error_message(void);
 
-/* ---- configuration: the one table behind every variable ------------------------------------------------------- */
+/* ---- configuration: the table that defines every variable ------------------------------------------------------ */
 
 typedef struct perseus_config_variable {
   size_t struct_size;
   const char* name;          /* "PERSEUS_ALLREDUCE_STREAMS" */
   const char* aliases;       /* comma-separated, may be "" */
   const char* type;          /* "int", "float", "bool", "string", "choice" */
-  const char* default_value; /* as text, "" = unset */
+  const char* default_value; /* as text; "" = unset */
   const char* allowed;       /* "1..12", "0|1|2", "" = anything */
   const char* help;
 } perseus_config_variable;
@@ -109,16 +111,16 @@ typedef struct perseus_config_variable {
 PERSEUS_EXPORT int perseus_config_count(void);
 /* The strings live as long as the process. */
 PERSEUS_EXPORT perseus_code perseus_config_describe(int index, perseus_config_variable* variable);
-/* Checks every variable of the environment as perseus_context_create would. */
+/* Checks all variables in the environment, as perseus_context_create does. */
 PERSEUS_EXPORT perseus_code perseus_config_check(void);
 
 /* ---- rendezvous ------------------------------------------------------------------------------------------------- */
 
 typedef struct perseus_store_server perseus_store_server;
 
-/* A key-value server through which ranks find each other; requests prove knowledge of `secret` (secret_size bytes,
- * not 0).
- * host "" = every interface, port 0 = any; next_free != 0 moves on to the next free port when it is taken. */
+/* Starts a key-value server through which ranks find each other. Clients must prove that they know `secret`
+ * (secret_size bytes, at least 1). An empty `host` means every interface, and port 0 any port. With next_free != 0 the
+ * server takes the next free port if `port` is taken. */
 PERSEUS_EXPORT perseus_code perseus_store_server_create(const char* host, int port, int next_free, const void* secret,
                                                         size_t secret_size, perseus_store_server** server);
 PERSEUS_EXPORT int perseus_store_server_port(const perseus_store_server* server);
@@ -131,49 +133,51 @@ typedef struct perseus_context perseus_context;
 typedef struct perseus_context_options {
   size_t struct_size;
   int rank, size;
-  int local_rank, local_size; /* on this host; local_size 0 = let Perseus find out by host name */
-  int cross_rank, cross_size; /* this host's index among those that own the same local rank; 0 likewise */
-  const char* store_host;     /* server made by perseus_store_server_create; may be NULL when size is 1 */
+  int local_rank, local_size; /* on this host; local_size 0 = Perseus derives both from host names */
+  int cross_rank, cross_size; /* this host's index among the hosts with this local rank; 0 likewise */
+  const char* store_host;     /* of a perseus_store_server; may be NULL if size is 1 */
   int store_port;
   const void* secret;
   size_t secret_size;
-  const char* job; /* prefix of the store's keys, NULL = "world" */
+  const char* job; /* prefix of the store's keys; NULL = "world" */
   uint32_t epoch;  /* counts the worlds built in this job; equal on all ranks */
-  /* NULL-terminated NAME=VALUE strings that override the environment, NULL = none. */
+  /* NULL-terminated array of NAME=VALUE strings that override the environment; NULL = none. */
   const char* const* overrides;
-  /* Ranks as threads of one process: ranks that pass the same non-NULL name meet in memory, without a store. */
+  /* Not NULL: the ranks are threads of one process, find each other by this name, and need no store. */
   const char* memory_world;
-  /* Asked about every 100 ms while perseus_context_create blocks; non-zero gives up. May be NULL. */
+  /* NULL, or called about every 100 ms while perseus_context_create blocks; non-zero makes that give up. */
   int (*interrupted)(void*);
   void* interrupted_arg;
 } perseus_context_options;
 
-/* Blocks until every rank is there or the start timeout passes (the message names the missing ranks). */
+/* Blocks until all ranks are connected, or until the start timeout passes; the error names the missing ranks. */
 PERSEUS_EXPORT perseus_code perseus_context_create(const perseus_context_options* options, perseus_context** context);
-/* The same for a process that knows nothing of its world: rank, size and the way to the others are those of whatever
- * launched it (perseusrun, mpirun of Open MPI or MPICH, srun, torchrun's variables); without a launcher, a world of
- * one. Nothing but the environment and, for Open MPI, its libpmix.so.2 is used, which is opened then. What ranks find
- * out once serves all worlds of the process; rank 0's process runs the store until it ends. `job` as above; the epoch
- * counts this process's calls for that job. Under mpirun this process must not initialise MPI afterwards, under MPICH's
- * not before either. Errors: PERSEUS_INVALID_ARGUMENT for a variable that is wrong or missing, PERSEUS_TIMEOUT when
- * ranks stay away for HOROVOD_START_TIMEOUT, PERSEUS_IO where the launcher does not answer. */
+/* The same for a process that knows nothing of its world. Rank, size and the way to the other ranks come from the
+ * launcher: perseusrun, mpirun of Open MPI or MPICH, srun, or torchrun's variables. Without a launcher this is a world
+ * of one rank. Perseus reads the environment and, under Open MPI, opens its libpmix.so.2; it needs nothing else. The
+ * launcher is asked once for all worlds of the process, and rank 0's process runs the store until that process ends.
+ * `job` is as above; the epoch counts this process's calls for that job. Under mpirun this process must not initialise
+ * MPI afterwards, and under MPICH's mpirun not before either. Errors: PERSEUS_INVALID_ARGUMENT for a wrong or missing
+ * variable, PERSEUS_TIMEOUT if ranks are missing after HOROVOD_START_TIMEOUT, PERSEUS_IO if the launcher does not
+ * answer. */
 PERSEUS_EXPORT perseus_code perseus_context_create_launched(const char* job, perseus_context** context);
 typedef struct perseus_store_place {
-  const char* host; /* "" and port 0: a world of one rank, without a store */
+  const char* host; /* "" and port 0 for a world of one rank, which has no store */
   int port;
   const void* secret;
   size_t secret_size;
 } perseus_store_place;
-/* Where that store is, for processes that build their worlds by perseus_context_create. All ranks must ask, as they
- * must create; the same conditions and errors. The texts stay until the process ends. */
+/* Returns the address of that store, for processes that create their contexts with perseus_context_create. All ranks
+ * must call it. Conditions and errors are those of perseus_context_create_launched. The strings stay valid until the
+ * process ends. */
 PERSEUS_EXPORT perseus_code perseus_launched_store(perseus_store_place* place);
-/* Tells all ranks; pending operations everywhere end with PERSEUS_ABORTED "Horovod has been shut down…". Operations
- * already under way on all ranks are finished first. Safe to call twice. */
+/* Ends the world on all ranks. Operations that are under way on all ranks are finished first; pending ones fail
+ * everywhere with PERSEUS_ABORTED "Horovod has been shut down…". May be called twice. */
 PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);
-/* Shuts down if that was not done, waits for threads, frees everything; handles die with it. */
+/* Shuts the context down unless that was done, waits for its threads, and frees everything, handles included. */
 PERSEUS_EXPORT void perseus_context_destroy(perseus_context* context);
 
-/* Non-zero in a process that was forked after the context was created: no thread works on it here. */
+/* Non-zero in a process that was forked after the context was created; the context has no threads there. */
 PERSEUS_EXPORT int perseus_context_forked(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_rank(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_size(const perseus_context* context);
@@ -182,23 +186,25 @@ PERSEUS_EXPORT int perseus_context_local_size(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_cross_rank(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_cross_size(const perseus_context* context);
 PERSEUS_EXPORT int perseus_context_is_homogeneous(const perseus_context* context);
-/* A variable as this context has read it: the number, 0 or 1, or the place among its choices; -1 for others. */
+/* The value that this context uses for a variable: a number, 0 or 1 for a flag, or the index of a choice; -1 for every
+ * other type. */
 PERSEUS_EXPORT int64_t perseus_context_setting(const perseus_context* context, const char* name);
-/* Non-zero once the world has failed or was shut down (by any rank); `reason` may be NULL, else receives the text. */
+/* Non-zero once the world has failed, or any rank has shut it down. `*reason` receives the text unless `reason` is
+ * NULL. */
 PERSEUS_EXPORT int perseus_context_failed(const perseus_context* context, const char** reason);
-/* "none", "mem", "shm" or "tcp": how bytes reach `peer`. */
+/* The transport to `peer`: "none", "mem", "shm" or "tcp". */
 PERSEUS_EXPORT const char* perseus_context_transport(const perseus_context* context, int peer);
 
 typedef struct perseus_stats {
   size_t struct_size;
-  uint64_t shm_bytes_sent, tcp_bytes_sent; /* headers included; mem counts as shm */
+  uint64_t shm_bytes_sent, tcp_bytes_sent; /* including headers; mem counts as shm */
   uint64_t shm_bytes_received, tcp_bytes_received;
-  uint64_t rounds;        /* negotiation rounds finished */
-  uint64_t buckets;       /* fused executions */
-  uint64_t operations;    /* requests finished */
-  uint64_t sleeps;        /* times a thread went to sleep waiting for peers */
-  uint64_t staging_bytes; /* memory held beyond the caller's tensors */
-  uint64_t messages;      /* sent to negotiate */
+  uint64_t rounds;        /* finished negotiation rounds */
+  uint64_t buckets;       /* executed buckets */
+  uint64_t operations;    /* finished requests */
+  uint64_t sleeps;        /* how often a thread slept while it waited for peers */
+  uint64_t staging_bytes; /* memory in use beyond the caller's tensors */
+  uint64_t messages;      /* sent by negotiation */
 } perseus_stats;
 PERSEUS_EXPORT perseus_code perseus_context_stats(const perseus_context* context, perseus_stats* stats);
 
@@ -208,7 +214,7 @@ typedef int64_t perseus_handle; /* > 0 */
 
 typedef struct perseus_tensor {
   const void* input;
-  void* output;         /* may equal input. NULL for allgather, alltoall: fetch with perseus_handle_output */
+  void* output;         /* may equal input; NULL for allgather and alltoall, see perseus_handle_output */
   const int64_t* shape; /* copied by the call */
   int ndim;
   perseus_dtype dtype;
@@ -218,80 +224,84 @@ typedef struct perseus_request {
   size_t struct_size;
   perseus_kind kind;
   int group;                     /* 0 = the world */
-  const char* name;              /* pairs requests across ranks, whatever order they are submitted in */
-  const perseus_tensor* tensors; /* 1 for a plain operation, more = grouped: ready, executed and finished together */
+  const char* name;              /* matches requests across ranks, in whatever order ranks submit them */
+  const perseus_tensor* tensors; /* several form a grouped operation: ready, executed and finished together */
   int tensor_count;
   perseus_reduce_op op;       /* allreduce, reducescatter */
-  double prescale, postscale; /* 1.0 = nothing; 0-initialised requests must set them */
+  double prescale, postscale; /* 1.0 = no scaling; must be set, since 0 scales everything to 0 */
   int root;                   /* broadcast: a GLOBAL rank */
-  const int64_t* splits;      /* alltoall: rows of dimension 0 for each rank of the group; NULL = equal parts */
+  const int64_t* splits;      /* alltoall: rows of dimension 0 for every rank of the group; NULL = equal parts */
   int split_count;
-  int priority;     /* higher is executed first among what is ready together */
-  int transient;    /* the name will not come again: do not remember it */
+  int priority;     /* requests that become ready together run in descending priority */
+  int transient;    /* non-zero: the name will not be used again, so it is not remembered */
   const int* ranks; /* PERSEUS_ADD_GROUP: members; PERSEUS_REMOVE_GROUP: ranks[0] = group id */
   int rank_count;
-  /* 0 = an ordinary operation. Else this is a gradient of the optimizer (tape, store, …) for which the caller chose
-   * this number: an allreduce of floating-point tensors, or an allgather of a sparse gradient's values, which
-   * PERSEUS_ACCUMULATE_N_STEPS > 1 refuses. Settings for gradients apply, see perseus_handle_gradient. */
+  /* 0 = an ordinary operation. Otherwise this is a gradient of the optimizer (tape, store, …) to which the caller has
+   * given this number: an allreduce of floating-point tensors, or an allgather of a sparse gradient's values, which
+   * PERSEUS_ACCUMULATE_N_STEPS > 1 refuses. The settings for gradients apply; see perseus_handle_gradient. */
   uint64_t gradient_of;
-  int codec; /* a perseus_codec: sums and averages only. float16 and bfloat16 tensors are encoded as float32 by what is
-              * smaller than them, float64 ones where the codec is not SETTINGS; others travel as they are */
-  double codec_argument; /* PERSEUS_CODEC_TOP_K: the fraction of elements, ROTATE: N; 0 = as the settings say */
-  /* NULL, or called once when the handle is done, on whichever thread makes progress: that may be the submitting one,
-   * before perseus_request_submit returns. It must not block: no waiting for handles in progress, no shutdown or
-   * destruction of the context. It may read and release the handle and submit requests. Never called for a request that
-   * perseus_request_submit refused. */
+  /* A perseus_codec, for sums and averages only. A codec that sends less than 16 bits per element takes float16 and
+   * bfloat16 tensors as float32; a lossy codec that is named here also takes float64 tensors as float32. All other
+   * tensors are sent unchanged. */
+  int codec;
+  double codec_argument; /* TOP_K: the fraction of elements; ROTATE: N; 0 = as in the settings */
+  /* If not NULL, called once when the handle is done, by any thread that makes progress: perhaps the submitting one,
+   * before perseus_request_submit returns. It must not block, so it must not wait for handles in progress, nor shut
+   * down or destroy the context. It may read and release the handle, and submit requests. Never called for a request
+   * that perseus_request_submit refuses. */
   void (*done)(void* done_arg, perseus_handle handle);
   void* done_arg;
-  /* NULL, or why this rank cannot do what the others submit under this name: they get it as a PERSEUS_MISMATCH, and so
-   * does this rank. Tensors and splits are not looked at. */
+  /* If not NULL, this rank cannot take part in what the others submit under this name, and this is the reason: the
+   * request fails on all ranks with PERSEUS_MISMATCH and this text. Tensors and splits are ignored. */
   const char* refusal;
 } perseus_request;
 
-/* Hands the request over without copying tensors; returns at once. */
+/* Submits the request and returns at once. Does not copy tensors. */
 PERSEUS_EXPORT perseus_code perseus_request_submit(perseus_context* context, const perseus_request* request,
                                                    perseus_handle* handle);
-/* 1 done (also with an error), 0 in progress, -1 unknown handle. Makes progress itself if nobody else does. */
+/* 1 if the handle is done, also with an error; 0 if it is in progress; -1 if it is unknown. Makes progress itself if no
+ * other thread does. */
 PERSEUS_EXPORT int perseus_handle_poll(perseus_context* context, perseus_handle handle);
-/* Waits up to timeout_ms (-1 = for ever). PERSEUS_IN_PROGRESS when it passes, else the operation's outcome. */
+/* Waits at most timeout_ms (-1 = for ever). Returns the operation's outcome, or PERSEUS_IN_PROGRESS after that time. */
 PERSEUS_EXPORT perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle, int timeout_ms);
 
-/* What became of a gradient whose handle is done without an error. Only when all gradients of a step are REDUCED may
- * the step be applied; it is the same on every rank of the group. */
+/* What happened to a gradient whose handle is done without an error; the same on every rank of the group. Apply a step
+ * only if all of its gradients are REDUCED. */
 typedef enum perseus_gradient {
-  PERSEUS_GRADIENT_REDUCED = 0, /* the output is the reduction: of the sums when PERSEUS_ACCUMULATE_N_STEPS > 1 */
-  PERSEUS_GRADIENT_HELD = 1,    /* added to a sum inside the context; nothing was sent, the output is untouched */
-  PERSEUS_GRADIENT_SKIPPED = 2  /* reduced, but some rank had a NaN and PERSEUS_ALLREDUCE_NANCHECK_ACTION is skip */
+  PERSEUS_GRADIENT_REDUCED = 0, /* the output is reduced: over the sums if PERSEUS_ACCUMULATE_N_STEPS > 1 */
+  PERSEUS_GRADIENT_HELD = 1,    /* added to a sum inside the context: nothing was sent or written */
+  PERSEUS_GRADIENT_SKIPPED = 2  /* reduced, but a rank had a NaN and PERSEUS_ALLREDUCE_NANCHECK_ACTION is skip */
 } perseus_gradient;
-/* One of perseus_gradient; -1 for a handle that is unknown or in progress. */
+/* A perseus_gradient; -1 for a handle that is unknown or in progress. */
 PERSEUS_EXPORT int perseus_handle_gradient(perseus_context* context, perseus_handle handle);
-/* Drops the sums of perseus_request.gradient_of and counts its steps from the start. */
+/* Drops the sums of this perseus_request.gradient_of, and counts its steps from the start again. */
 PERSEUS_EXPORT void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of);
 
-/* What lossy codecs hold back, on this rank, of the requests of one name: for every element of its tensors, end to end,
- * what is added to this rank's next gradient; then as many that are added to the next results of which this rank is the
- * owner. */
+/* The residual that a lossy codec keeps on this rank for the requests of one name. Its first half has one number for
+ * every element of the tensors, one tensor after the other: what is added to this rank's next gradient. The second half
+ * has as many: what is added to the next results of which this rank is the owner. */
 typedef struct perseus_residual {
   size_t struct_size;
-  uint64_t gradient_of; /* as in the request, like the next two */
+  uint64_t gradient_of; /* as in the request, like `group` and `name` */
   int group;
   const char* name;
-  float* data;     /* `count` numbers, the caller's; NULL = only say how many there are */
-  size_t count;    /* two for each element; 0 = nothing is held back */
-  uint64_t layout; /* names the places of ranks among which chunks were dealt out */
+  float* data;     /* `count` numbers in the caller's memory; NULL = return the count only */
+  size_t count;    /* two for every element; 0 = there is no residual */
+  uint64_t layout; /* identifies the division of chunks among the ranks that the residual belongs to */
 } perseus_residual;
-/* Fills data, count and layout. PERSEUS_INVALID_ARGUMENT where `count` is not the number there is, and while a request
- * of that name is in progress. */
+/* Fills data, count and layout. Returns PERSEUS_INVALID_ARGUMENT if `count` is wrong, and while a request of that name
+ * is in progress. */
 PERSEUS_EXPORT perseus_code perseus_residual_read(perseus_context* context, perseus_residual* residual);
-/* Takes the place of what is held back. With the next request of the name it goes on as if it had never been away, or,
- * where the layout is another one now, or the request's codec keeps nothing, it is sent as it is, once. */
+/* Replaces the residual. The next request of that name continues with it. If the layout has changed, or the request's
+ * codec keeps no residual, that request sends all of it instead. */
 PERSEUS_EXPORT perseus_code perseus_residual_write(perseus_context* context, const perseus_residual* residual);
-/* The next request of every name that a lossy codec has held something back of is sent with all that is held, as
- * float32, on all ranks, whichever of them call this. Nothing is held back of it afterwards. */
+/* Flushes all residuals: the next request of every name with a residual sends all of it, as float32 and on all ranks,
+ * even if only some of them call this. That request leaves no residual. */
 PERSEUS_EXPORT perseus_code perseus_residuals_flush(perseus_context* context);
 
-/* Allgather, alltoall: tensor `index` of the result, owned by the handle until it is released. shape: ndim values.
- * add_group: ndim 0 and `size` carries the new group's id; join: the same with the rank that joined last. */
+/* Allgather and alltoall: tensor `index` of the result, which the handle owns until it is released; `shape` has ndim
+ * values. PERSEUS_ADD_GROUP: ndim is 0, and `size` is the new group's id. PERSEUS_JOIN: ndim is 0, and `size` is the
+ * rank that joined last. */
 typedef struct perseus_output {
   size_t struct_size;
   void* data;
@@ -303,58 +313,59 @@ typedef struct perseus_output {
 } perseus_output;
 PERSEUS_EXPORT perseus_code perseus_handle_output(perseus_context* context, perseus_handle handle, int index,
                                                   perseus_output* output);
-/* Detaches the buffer `data` of perseus_handle_output from the handle; free it with perseus_buffer_free. */
+/* Transfers the buffer `data` of perseus_handle_output to the caller, who frees it with perseus_buffer_free. */
 PERSEUS_EXPORT void* perseus_handle_take_output(perseus_context* context, perseus_handle handle, int index);
 PERSEUS_EXPORT void perseus_buffer_free(void* data);
-/* Forgets a handle that is done. Releasing one in progress, or a second time, is an error. */
+/* Frees a handle that is done. It is an error to release a handle in progress, or to release a handle twice. */
 PERSEUS_EXPORT perseus_code perseus_handle_release(perseus_context* context, perseus_handle handle);
 
-/* ---- groups: made by submitting PERSEUS_ADD_GROUP / PERSEUS_REMOVE_GROUP on all ranks of the world --------------- */
+/* ---- groups: all ranks of the world submit PERSEUS_ADD_GROUP or PERSEUS_REMOVE_GROUP ---------------------------- */
 
-/* Members in group order; returns how many, -1 for an unknown group; fills at most `capacity`. */
+/* Writes at most `capacity` members, in group order. Returns the number of members; -1 for an unknown group. */
 PERSEUS_EXPORT int perseus_group_ranks(const perseus_context* context, int group, int* ranks, int capacity);
 
-/* 1, 2, … : the next number for the name of a request that its caller gave none. Counted per group as long as that
- * lives, in the world anew whenever all ranks have joined, so ranks agree about the numbers when they issue the same
- * unnamed requests there. -1 for a group this rank is not in. */
+/* Returns 1, 2, …, from which an adapter makes the name of an unnamed request. Each group has its own counter, so ranks
+ * agree on the numbers if they submit the same unnamed requests; a group's counter starts again once all of its ranks
+ * have joined. -1 for a group that this rank is not in. */
 PERSEUS_EXPORT int64_t perseus_group_next_number(perseus_context* context, int group);
 
-/* ---- speeds: what PERSEUS_CODEC_AUTO goes by, see docs/algorithms.md ------------------------------------------- */
+/* ---- speeds: the base of PERSEUS_CODEC_AUTO's choices; see docs/algorithms.md ----------------------------------- */
 
 #define PERSEUS_SPEEDS_CODECS 4
 
-/* Measured when the first request of a group asks for PERSEUS_CODEC_AUTO; the largest values of all its ranks, so the
- * same on each of them. */
+/* Measured when the first request of a group asks for PERSEUS_CODEC_AUTO. The values are the largest of all its ranks,
+ * so every rank has the same. */
 typedef struct perseus_speeds {
   size_t struct_size;
-  int measurement;         /* its number; 0 = nothing was measured */
-  int groups, shards;      /* sets of ranks that share memory, and ranks of each that exchange with the others */
-  double latency_s;        /* of an exchange between them, */
-  double seconds_per_byte; /* and of what a rank sends and receives at once */
-  uint64_t sparse_from;    /* bytes: smaller tensors do not go as TOP_K */
-  /* Of EXACT, FLOAT16, INT8, TOP_K: by byte of float32, seconds and bytes sent. */
+  int measurement;         /* its number; 0 = nothing was measured yet */
+  int groups, shards;      /* sets of ranks that share memory; ranks of each set that exchange with other sets */
+  double latency_s;        /* of an exchange between sets */
+  double seconds_per_byte; /* that a rank sends and receives at the same time */
+  uint64_t sparse_from;    /* bytes; AUTO does not choose TOP_K for smaller tensors */
+  /* For EXACT, FLOAT16, INT8 and TOP_K: seconds and sent bytes per byte of float32. */
   double encode_s[PERSEUS_SPEEDS_CODECS], decode_s[PERSEUS_SPEEDS_CODECS], wire[PERSEUS_SPEEDS_CODECS];
 } perseus_speeds;
 PERSEUS_EXPORT perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_speeds* speeds);
-/* Seconds that an allreduce of a float32 tensor of so many bytes takes between the groups; -1 for a codec that AUTO
- * does not choose, or when struct_size is wrong. A pure function, as is the next. */
+/* Estimates the seconds that an allreduce of a float32 tensor of `bytes` bytes takes between the sets. -1 for a codec
+ * that AUTO never chooses, or a wrong struct_size. A pure function, like perseus_speeds_choose. */
 PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes);
-/* The perseus_codec that AUTO takes for such a tensor; -1 when struct_size is wrong. */
+/* The perseus_codec that AUTO chooses for such a tensor; -1 for a wrong struct_size. */
 PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes);
 
-/* ---- timeline: a Chrome trace of every operation, see docs/timeline.md ------------------------------------------- */
+/* ---- timeline: a Chrome trace of every operation; see docs/timeline.md ------------------------------------------- */
 
-/* Records into the file `path` from here on; a recording into another file ends, one into the same file goes on. All of
- * it has happened on return. Each rank decides for itself: rank 0 has the file as named, the others (trace.rank1.json)
- * write only with PERSEUS_TIMELINE_ALL_RANKS=1 and else do nothing here. mark_cycles: where negotiation rounds begin.
- * PERSEUS_INVALID_ARGUMENT when HOROVOD_TIMELINE is not set or the file cannot be written. */
+/* Starts recording into the file `path`. A recording into another file ends first; one into the same file continues.
+ * The recording has begun when the call returns. Each rank calls this for itself: rank 0 writes `path`; the others
+ * write trace.rank1.json and so on with PERSEUS_TIMELINE_ALL_RANKS=1, and otherwise do nothing. mark_cycles != 0 also
+ * records where negotiation rounds begin. Returns PERSEUS_INVALID_ARGUMENT if HOROVOD_TIMELINE is not set or the file
+ * cannot be written. */
 PERSEUS_EXPORT perseus_code perseus_timeline_start(perseus_context* context, const char* path, int mark_cycles);
-/* Ends the recording, if there is one: the file is complete on return, what happens later is not in it. */
+/* Ends the recording, if there is one. The file is complete when the call returns. */
 PERSEUS_EXPORT perseus_code perseus_timeline_stop(perseus_context* context);
 
 /* ---- comparing what ranks hold ---------------------------------------------------------------------------------- */
 
-/* XXH64 with seed 0 of `bytes` bytes: the same number for the same bits on every rank. Not for secrets. */
+/* XXH64 of `bytes` bytes, with seed 0: the same bits give the same number on every rank. Not for secrets. */
 PERSEUS_EXPORT uint64_t perseus_hash(const void* data, uint64_t bytes);
 
 /* ---- kernels, for benchmarks ------------------------------------------------------------------------------------ */
