@@ -313,7 +313,7 @@ def forget_gradients(gradient_of: int) -> None:
 def read_residual(
     gradient_of: int, group: int, name: str, grouped: bool
 ) -> tuple[int, bytearray] | None:
-    """What codecs hold back of an allreduce here: (layout, 2 n float32 numbers); None = nothing."""
+    """This rank's residual of an allreduce: (layout, 2 n float32 numbers); None without one."""
     return _context().read_residual(gradient_of, group, name, grouped)
 
 
@@ -325,7 +325,7 @@ def write_residual(
 
 
 def flush_residuals() -> None:
-    """Have the next reduction of every tensor send all that lossy codecs hold back of it.
+    """Have the next reduction of every tensor send all of its residual.
 
     That reduction is sent as float32, on all ranks, as soon as one of them has called this; what
     was held on any rank is in its result, and nothing is held afterwards. Tensors that no codec has

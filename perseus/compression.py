@@ -19,7 +19,7 @@ class Compressor:
         `codec` (perseus_codec) with `argument`; compress is for what else is sent. float16 and
         bfloat16 are left as they are by codecs that save nothing; int8, top-k and the rotating
         subset refuse integers (ValueError).
-    stateful: the core keeps what it holds back under the tensor's name.
+    stateful: the core keeps a residual under the tensor's name.
     """
 
     in_core = False
@@ -107,7 +107,7 @@ class TopKCompressor(NoneCompressor):
 
 
 class RotatingCompressor(NoneCompressor):
-    """Every step another N-th of the elements travels between hosts; the others are held back."""
+    """Each step sends another N-th of the elements between hosts, and keeps the rest back."""
 
     stateful = True
     codec = ROTATE

@@ -41,7 +41,7 @@ class VariablesState(ObjectState):
         super().__init__(bcast_object, get_rank, **kwargs)
 
     def save(self) -> None:
-        """Copy all values into host memory, and what this rank's codecs hold back of gradients."""
+        """Copy all values, and this rank's residuals of gradients, into host memory."""
         self._copy()
         super().save()
 

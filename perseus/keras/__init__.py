@@ -1,7 +1,7 @@
 """The public face for Keras: `import perseus.keras as hvd` in the place of horovod.keras.
 
-Keras 3 may run on TensorFlow or PyTorch (KERAS_BACKEND). Keras 2 is that of TensorFlow 2.15, or
-tf_keras where TF_USE_LEGACY_KERAS=1 is set.
+Keras 3 may run on TensorFlow or PyTorch (KERAS_BACKEND). Keras 2 comes with TensorFlow 2.15, or as
+tf_keras if TF_USE_LEGACY_KERAS=1 is set.
 """
 # ruff: noqa: PLR0917 - the signatures are Horovod's
 
@@ -120,26 +120,26 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 ) -> Any:
     """An optimizer of the same class that reduces gradients over all ranks before each step.
 
-    optimizer: any optimizer of Keras, a LossScaleOptimizer around one included; its options and
-        state are taken over. With gradient_accumulation_steps gradients travel once a step. Keras 2
+    optimizer: any optimizer of Keras, also a LossScaleOptimizer around one; its options and state
+        are taken over. With gradient_accumulation_steps gradients are sent once per step. Keras 2
         reduces in minimize() and compute_gradients(), not in apply_gradients(), as in Horovod.
-    name: what names of reductions begin with, equal on all ranks; else optimizers are numbered.
+    name: the prefix of its reductions' names, equal on all ranks; without one, a number.
     device_dense, device_sparse: where reductions run on TensorFlow; "" leaves it to TensorFlow.
-    compression: what a gradient looks like while it travels. Without it the settings decide, which
-        are float16 between hosts; Compression.none is full precision everywhere.
+    compression: how gradients are encoded on their way. Without it the settings decide, by default
+        float16 between hosts; Compression.none keeps full precision everywhere.
     sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their rows are gathered.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
         only with Average.
     op: Average or Sum.
     groups: reduce several gradients as one operation: an int makes that many groups in order; lists
-        of variables are taken as they are, the rest goes one by one. num_groups is its old name.
-    backward_passes_per_step: calls of apply whose gradients are summed on each rank before they
-        travel; average_aggregated_gradients divides them by that number.
+        of variables form groups as given, all others are reduced one by one. Formerly num_groups.
+    backward_passes_per_step: calls of apply whose gradients each rank sums before it sends them;
+        average_aggregated_gradients divides the sums by that number.
     process_set: the ranks that take part.
     scale_local_gradients: divide gradients of local variables (register_local_var) by the number
         of ranks.
 
-    ValueError for arguments that do not fit.
+    Raises ValueError for inconsistent arguments.
     """
     plan = make_options(
         name, device_dense, device_sparse, compression, sparse_as_dense,

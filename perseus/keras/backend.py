@@ -1,6 +1,6 @@
-"""Which Keras, and the framework that it runs on: the few things that differ, a module for each.
+"""Chooses the Keras and its framework; the module of each framework holds what differs.
 
-Both are chosen at import, as TensorFlow and Keras choose. Stateless.
+Both are chosen at import, as TensorFlow and Keras do it. Stateless.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from perseus.process_sets import ProcessSet
 
 
 def _import_keras() -> Any:
-    """What tf.keras is; keras where TensorFlow does not matter."""
+    """Import what tf.keras is; keras if it does not run on TensorFlow."""
     legacy = os.environ.get("TF_USE_LEGACY_KERAS") in {"1", "true", "True"}
     name = "tf_keras" if legacy else "keras"
     require(name)
     try:
         return import_module(name)
-    except ModuleNotFoundError as error:  # of what it runs on
+    except ModuleNotFoundError as error:  # of its framework
         framework = str(error.name).partition(".")[0]
         if framework not in ("tensorflow", "torch"):
             raise
@@ -39,16 +39,16 @@ KERAS_2 = keras.__version__.startswith("2.")
 
 
 class BackendReducer(Protocol):
-    """Reduces the gradients of one optimizer; a Reducer, too.
+    """Reduces the gradients of one optimizer. It is also a Reducer.
 
-    residuals: by what the first name of a bundle has in front of a slash, the variable's number: a
-    model that was loaded may call its variables otherwise.
+    residuals: keyed by the variable's number, which precedes the slash in a bundle's first name: a
+    loaded model may name its variables differently.
     """
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
-        """Backward is next, and reduce() of what it gives: reductions may begin meanwhile.
+        """Backward comes next, then reduce(); reductions may begin during backward.
 
-        variables: the optimizer's, always the same, whose gradients go one by one, by these names.
+        variables: the optimizer's, always the same; each gradient is reduced alone, under its name.
         """
 
     def reduce(
@@ -56,14 +56,14 @@ class BackendReducer(Protocol):
     ) -> tuple[list[Any], Any]:
         """Reduce gradients over all ranks; none of them is None.
 
-        names: what ranks pair them by. bundles: positions of those that go as one operation; every
-        position occurs once. Returns the reductions, and whether they may be applied: None for yes,
-        always; else a bool or a boolean tensor, equal on all ranks.
+        names: match gradients across ranks. bundles: the positions that form one operation; every
+        position occurs once. Returns the reductions, and whether they may be applied: None means
+        always, else it is a bool or a boolean tensor, equal on all ranks.
         """
 
 
 class Backend(Protocol):
-    """What a module for one framework has. Tensors are the framework's, variables are Keras's."""
+    """What every framework's module has. Tensors are the framework's, variables are Keras's."""
 
     Compression: Any
     Average: int
@@ -71,7 +71,7 @@ class Backend(Protocol):
     Adasum: int
 
     def make_reducer(self, scope: str, plan: Plan) -> BackendReducer:
-        """scope: what names begin with, before those that are given."""
+        """scope: a prefix of all names."""
 
     def compared(
         self,
@@ -80,13 +80,13 @@ class Backend(Protocol):
         variables: Sequence[Any],
         gradients: Sequence[Any],
     ) -> list[Any]:
-        """Gradients of variables that were compared over all ranks, if that was due."""
+        """The gradients, after a comparison of their variables over all ranks, if due."""
 
     def dense(self, gradient: Any) -> Any:
         """A gradient as a dense tensor."""
 
     def divided_by_size(self, gradient: Any, process_set: ProcessSet) -> Any:
-        """A gradient, dense or sparse, divided by the number of ranks, as a new one."""
+        """Return a gradient, dense or sparse, divided by the number of ranks."""
 
     def everywhere(self, flag: Any, name: str, process_set: ProcessSet) -> Any:
         """Whether a scalar boolean tensor is true on all ranks."""
@@ -115,7 +115,7 @@ class Backend(Protocol):
         postscale_factor: float,
         compression: type[Compressor],
     ) -> Any:
-        """The reduction of a tensor-like value."""
+        """Return the reduction of a tensor-like value."""
 
     def allgather(self, value: Any, name: str | None) -> Any:
         """All ranks' values, concatenated along the first axis."""

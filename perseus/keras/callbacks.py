@@ -39,13 +39,14 @@ _UNWRAPPED = (
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives every rank the root's weights and optimizer state, once, after the first batch.
 
-    That is when the optimizer has all of its variables; so every rank's first step is thrown away
-    but the root's. Random seeds stay each rank's own: ranks drop out different units.
+    By then the optimizer has all of its variables, so all first steps but the root's are discarded.
+    Each rank keeps its random seeds: ranks drop out different units.
 
     Rank 0 warns if the model's optimizer is not a DistributedOptimizer and nothing else reduces
-    anything in a batch. PERSEUS_PARAMETER_CHECK_N_STEPS finds differences between ranks here then.
+    anything in a batch. In that case this callback does the comparisons of
+    PERSEUS_PARAMETER_CHECK_N_STEPS.
 
-    root_rank: a global rank. device: accepted for Horovod's sake. local_variables: left alone.
+    root_rank: a global rank. device: accepted for Horovod's sake. local_variables: not broadcast.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._operations: int | None = None  # finished when the batch after the broadcast began
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable alone."""
+        """Do not broadcast a variable."""
         self._local_variables.append(var)
 
     def on_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compare parameters where the optimizer does not, if that is due."""
+        """Compare parameters if that is due and the optimizer does not."""
         if is_distributed(self.model.optimizer):
             return
         if self._check.due():
@@ -103,7 +104,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces an epoch's metrics by their mean over all ranks, for the callbacks that follow.
 
-    So it comes before ReduceLROnPlateau, TensorBoard and others that read metrics. All ranks must
+    Put it before ReduceLROnPlateau, TensorBoard and others that read metrics. All ranks must
     have the same metrics; MismatchError on every rank where their number differs.
     """
 
@@ -127,10 +128,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     initial_lr: of one rank times the number of ranks, usually. multiplier: a function of the epoch,
     or a number m for m ** (epoch - start_epoch). start_epoch, end_epoch: acts in this range,
-    without its end; None = no end. staircase: once an epoch; else in every batch, with a fractional
-    epoch.
-    momentum_correction: keep the length of momentum's next step: it is scaled by new / old rate.
-    steps_per_epoch: batches of an epoch, where Keras does not know. ValueError without initial_lr.
+    without its end; None = no end. staircase: once per epoch; otherwise in every batch, with a
+    fractional epoch.
+    momentum_correction: scale momentum by new / old rate, which keeps its next step's length.
+    steps_per_epoch: batches per epoch, if Keras does not know. ValueError without initial_lr.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.multiplier = lambda epoch: base ** (epoch - start_epoch)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Find out how many steps an epoch has, if that matters."""
+        """Determine the steps per epoch, if they matter."""
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -188,7 +189,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._set(self.multiplier(epoch))
 
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Nothing: momentum needs no restoring."""
+        """Do nothing: momentum need not be restored."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the learning rate as `lr`."""
@@ -206,14 +207,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         if not self.momentum_correction or before in (0.0, rate):
             return
         if _value(getattr(optimizer, "momentum", None)):
-            # Keras has the coefficient as a constant in its graphs. What it is multiplied with is a
+            # Keras has the coefficient as a constant in its graphs. Its factor is a
             # variable, and contains the old rate.
             for velocity in _velocities(optimizer, self.model.trainable_weights):
                 _multiply(velocity, rate / before)
 
 
 def _value(variable: Any) -> Any:
-    """Without eager execution, too, which Keras 2 does not need."""
+    """The value of a variable; Keras 2 may run without eager execution."""
     return keras.backend.get_value(variable) if KERAS_2 else variable
 
 
@@ -231,7 +232,7 @@ def _multiply(variable: Any, factor: float) -> None:
 
 
 def _velocities(optimizer: Any, weights: Iterable[Any]) -> list[Any]:
-    if hasattr(optimizer, "get_slot_names"):  # a legacy one of Keras 2
+    if hasattr(optimizer, "get_slot_names"):  # a legacy optimizer of Keras 2
         has_them = "momentum" in optimizer.get_slot_names()
         return [optimizer.get_slot(weight, "momentum") for weight in weights if has_them]
     name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
@@ -241,8 +242,9 @@ def _velocities(optimizer: Any, weights: Iterable[Any]) -> list[Any]:
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from initial_lr / size to initial_lr over the first epochs.
 
-    In every batch, by the same amount (Goyal et al., "Accurate, Large Minibatch SGD", 2017).
-    warmup_epochs: how many. verbose: 1 = rank 0 says when it is done. The rest: as in
+    The rate rises by the same amount in every batch (Goyal et al., "Accurate, Large Minibatch
+    SGD", 2017).
+    warmup_epochs: how many. verbose: 1 = rank 0 says when it is done. The rest: see
     LearningRateScheduleCallback.
     """
 
@@ -255,7 +257,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            # The last batch of an epoch has the epoch's round number.
+            # After the last batch of an epoch the epoch is a whole number.
             epoch += 1.0 / (self.steps_per_epoch or 1)
             size = basics.size()
             return (epoch * (size - 1) / warmup_epochs + 1) / size
@@ -275,9 +277,9 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """keras.callbacks.ModelCheckpoint that keeps the best model, in a file that is named later.
+    """keras.callbacks.ModelCheckpoint that keeps the best model, in a file to be named later.
 
-    Assign `filepath` before fit, on the rank that is to save: ValueError where it is missing.
+    Assign `filepath` before fit, on the rank that is to save: ValueError if it is missing.
     """
 
     def __init__(

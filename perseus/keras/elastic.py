@@ -69,7 +69,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Count from the start: other ranks do, too."""
+        """Count from the start, as all ranks do."""
         self.batches_remaining = self.batches_per_commit
 
     def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -91,8 +91,8 @@ class CommitStateCallback(keras.callbacks.Callback):
 class UpdateBatchStateCallback(keras.callbacks.Callback):
     """Keeps state.batch, the batch that was finished last; 0 at the end of an epoch.
 
-    Comes before CommitStateCallback in fit's list. When training goes on in the middle of an epoch
-    the progress bar shows the batches that are left; giving fit fewer is up to the script.
+    Comes before CommitStateCallback in fit's list. If training continues in the middle of an epoch,
+    the progress bar shows the remaining batches; the script must pass fit no more than these.
     """
 
     def __init__(self, state: Any) -> None:
@@ -102,11 +102,11 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
         self.steps_per_epoch: int | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Ask anew how many steps an epoch has."""
+        """Determine the steps per epoch again."""
         self.steps_per_epoch = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Shorten the epoch by the batches that are done already."""
+        """Shorten the epoch by the finished batches."""
         if self.params.get("steps"):
             if self.steps_per_epoch is None:
                 self.steps_per_epoch = self.params["steps"]

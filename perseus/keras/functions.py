@@ -1,4 +1,4 @@
-"""Collectives on values, as horovod.keras has them: results are tensors of Keras's framework.
+"""Collectives on values, as in horovod.keras; results are tensors of Keras's framework.
 
 Stateless. Source of behaviour: Horovod 0.28.1, horovod.keras, except that allreduce takes op.
 """
@@ -26,8 +26,9 @@ def allreduce(
 ) -> Any:
     """The reduction of a value over all ranks; the mean unless op says otherwise.
 
-    value: a tensor, array or number; equal shapes and dtypes on all ranks. name: pairs ranks'
-    calls; without one they must come in the same order. average: Horovod's deprecated form of op.
+    value: a tensor, array or number; equal shapes and dtypes on all ranks. name: matches
+    the ranks' calls; without one, ranks must call in the same order. average: Horovod's deprecated
+    form of op.
     """
     return backend.allreduce(
         value, name, _resolve_op(op, average), prescale_factor, postscale_factor, compression
@@ -35,7 +36,7 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """The ranks' values one behind the other along the first axis; its length may differ."""
+    """The ranks' values concatenated along the first axis, whose length may differ."""
     return backend.allgather(value, name)
 
 
@@ -45,13 +46,13 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = backend.Average) -> Any:
-    """This rank's rows of the reduction: they are dealt out in rank order, low ranks get more."""
+    """This rank's rows of the reduction, divided in rank order; low ranks get the remainder."""
     return backend.reducescatter(value, name, op)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
     """Give TensorFlow 1's global variables the root's values.
 
-    RuntimeError where there are none: use BroadcastGlobalVariablesCallback.
+    RuntimeError if there are none; then use BroadcastGlobalVariablesCallback.
     """
     return backend.broadcast_global_variables(root_rank)

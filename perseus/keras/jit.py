@@ -1,6 +1,6 @@
-"""jit_compile="auto" for a distributed optimizer: no XLA, whose programs cannot call our ops.
+"""jit_compile="auto" of a distributed optimizer means no XLA, which cannot call our ops.
 
-Keras 3 takes it where there is a GPU. Keras 2 does not know the word, and takes it for True.
+Keras 3 would choose XLA on a GPU. Keras 2 does not know "auto" and treats it as True.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ def _is_distributed(optimizer: Any) -> bool:
 
 
 def _choose(self: Any) -> bool:
-    """No for a distributed optimizer, else as Keras 3 does."""
+    """False for a distributed optimizer; otherwise Keras 3's own choice."""
     return False if _is_distributed(getattr(self, "optimizer", None)) else bool(_replaced(self))
 
 
 @functools.wraps(_replaced)
 def _compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """As in Keras 2, with None in the place of "auto" for a distributed optimizer."""
+    """Keras 2's compile, with None instead of "auto" for a distributed optimizer."""
     optimizer = args[0] if args else kwargs.get("optimizer")
     if kwargs.get("jit_compile") == "auto" and _is_distributed(optimizer):
         kwargs["jit_compile"] = None
@@ -32,7 +32,7 @@ def _compile(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Have models of distributed optimizers choose so; others are as before."""
+    """Have models of distributed optimizers choose so; others keep Keras's choice."""
     if KERAS_2:
         keras.Model.compile = _compile
     else:

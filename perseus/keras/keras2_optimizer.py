@@ -22,7 +22,7 @@ from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregati
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.residuals import ResidualState
 
-# What is said by calling methods, and so is in no config.
+# Set by method calls, so no config has it.
 _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
 _CHILD = "perseus_residuals_state"  # in TensorFlow's checkpoints
 
@@ -74,7 +74,7 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
 
 
 class DistributedMixin(Reducing):
-    """What is put in front of an optimizer's class."""
+    """The mixin that is put in front of an optimizer's class."""
 
     _agg_helper: _AggregationHelper | None
     _applies: Any
@@ -150,8 +150,8 @@ class DistributedMixin(Reducing):
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the wrapped optimizer: compute_gradients reduces, unless losses are scaled.
 
-        While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
-        alike, it is left alone; while backward_passes_per_step does, `iterations` goes on.
+        While PERSEUS_ACCUMULATE_N_STEPS sums up, or if a NaN is to be skipped, no rank calls it;
+        while backward_passes_per_step sums up, only `iterations` advances.
         """
         wrapped: Any = super()
         pairs = list(grads_and_vars)
@@ -196,9 +196,9 @@ class _Legacy(DistributedMixin):
 
 
 def _finite_everywhere(grads: Sequence[Any], reducer: GradientReducer) -> list[Any]:
-    """Gradients; NaN in their place if some are not finite on any rank.
+    """The gradients; NaN instead if some rank has one that is not finite.
 
-    So LossScaleOptimizers, which look at their own rank's only, leave out the same steps.
+    So LossScaleOptimizers, each of which sees only its own rank's gradients, skip the same steps.
     """
     values = [g.values if isinstance(g, tf.IndexedSlices) else g for g in grads if g is not None]
     if not values or not reducer.active():
@@ -232,7 +232,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
         inner = distribute(optimizer.inner_optimizer, options)
         return wrapped(**{**optimizer.get_config(), "inner_optimizer": inner})
     mixin = _Current if hasattr(wrapped, "build") else _Legacy
-    # Saved models name the class they need: one that is there without Perseus, too.
+    # Saved models name the class that they need, which must also exist without Perseus.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
     made_class: Any = type(wrapped.__name__, (mixin, wrapped), {**copied, "_options": options})
     made = made_class.from_config(optimizer.get_config())

@@ -1,9 +1,9 @@
-"""mixed_float16: ranks agree whether gradients are finite.
+"""Under mixed_float16, ranks agree on whether gradients are finite.
 
-Under that policy `compile` puts a LossScaleOptimizer around the optimizer. It leaves out the step
-when a gradient is not finite, looking at its own rank's only: the others would take the step, wait
-for that rank's gradients and go on with another scale. What it looks at stays away from the core,
-where one infinite gradient would spoil what codecs hold back and what is being summed up.
+Under that policy `compile` puts a LossScaleOptimizer around the optimizer. It skips the step
+if a gradient of its own rank is not finite: the other ranks would take the step, wait for that
+rank's gradients and continue with another scale. The check comes before the core, in which one
+infinite gradient would spoil residuals and sums.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def _check_everywhere(self: Any, grads: Sequence[Any]) -> Any:
 
 
 def install() -> None:
-    """Have LossScaleOptimizers of distributed optimizers ask all ranks; others are as before."""
+    """Have LossScaleOptimizers of distributed optimizers ask all ranks; others stay as they are."""
     keras.optimizers.LossScaleOptimizer.check_finite = _check_everywhere

@@ -1,4 +1,4 @@
-"""load_model: a saved model, to be trained further on all ranks. Stateless."""
+"""load_model: loads a saved model to train it further on all ranks. Stateless."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def load_model(
     compression: Any = backend.Compression.settings,
     legacy_opts: bool = False,
 ) -> Any:
-    """keras.models.load_model, with a DistributedOptimizer in the place of the model's optimizer.
+    """keras.models.load_model, with a DistributedOptimizer instead of the model's optimizer.
 
-    The optimizer goes on where it was saved. filepath: a .keras or .h5 file. custom_optimizers:
+    The optimizer continues from its saved state. filepath: a .keras or .h5 file. custom_optimizers:
     classes of optimizers that the file may name. custom_objects: other things that it may name.
-    compression: as for DistributedOptimizer. legacy_opts: accepted; nobody needs to be told.
+    compression: as for DistributedOptimizer. legacy_opts: accepted and not needed.
     """
     named = {custom.__name__: custom for custom in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
@@ -37,5 +37,5 @@ def load_model(
         optimizer_variables(model.optimizer, model.trainable_weights)
         inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         if hasattr(inner, "perseus_residuals") and str(filepath).endswith(".keras"):
-            model.load_weights(filepath)  # once more, as a plain optimizer knows no residuals
+            model.load_weights(filepath)  # again, since a plain optimizer has no residuals
     return model

@@ -1,4 +1,4 @@
-"""What lossy codecs hold back of a Keras optimizer, as a part of what Keras saves of it.
+"""Residuals of lossy codecs as a part of what Keras saves of an optimizer.
 
 Belongs to the thread that trains.
 """
@@ -20,11 +20,11 @@ _INDEX = "index"  # JSON: {"rank": who held these, "held": [[name, layout], …]
 
 
 class SavedResiduals(keras.losses.Loss):
-    """An optimizer's attribute, which is saved in a group of its own, if there is anything to save.
+    """An attribute of an optimizer, saved in a separate group if there are residuals.
 
-    So it is in .keras files and in .weights.h5, and where a plain optimizer loads those it is not
-    looked at. Keras saves attributes of its own kinds only; of these a loss brings nothing along.
-    It has no name, since for that alone Keras would make the group. It is a Source, too.
+    So .keras and .weights.h5 files contain it, and a plain optimizer that loads them ignores it.
+    Keras saves attributes of its own kinds only, of which a loss adds nothing else to the file. It
+    has no name, because Keras would create the group for the name alone. It is also a Source.
     """
 
     def __init__(self, reducer: GradientReducer) -> None:
@@ -39,7 +39,7 @@ class SavedResiduals(keras.losses.Loss):
         self._reducer.go_on_with(residuals, owner)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write this rank's; float32 of shape (2, elements) each."""
+        """Write this rank's residuals, each as float32 of shape (2, elements)."""
         held = self._reducer.residuals() if basics.is_initialized() else {}
         if not held:
             return
@@ -53,7 +53,7 @@ class SavedResiduals(keras.losses.Loss):
         """Continue with the stored values if this rank has saved them, else with none."""
         held: dict[str, Held] = {}
         owner: int | None = None
-        if _INDEX in store.keys():  # noqa: SIM118 - stores are no dictionaries
+        if _INDEX in store.keys():  # noqa: SIM118 - stores are not dictionaries
             index = json.loads(np.asarray(store[_INDEX]).tobytes())
             owner = index["rank"]
             for number, (name, layout) in enumerate(index["held"]):

@@ -28,12 +28,12 @@ class _Reducer(GradientReducer):
         super().__init__(scope, plan, lasting=True)
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
-        """See BackendReducer. In functions reductions begin by themselves, when they can."""
+        """See BackendReducer. In functions, reductions begin by themselves as soon as they can."""
 
     def reduce(
         self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
     ) -> tuple[list[Any], Any]:
-        """See BackendReducer. tf.IndexedSlices go one by one, unless they are to be dense."""
+        """See BackendReducer. tf.IndexedSlices go one by one, unless made dense."""
         dense = [
             self.plan.sparse_as_dense or not isinstance(gradient, tf.IndexedSlices)
             for gradient in gradients
@@ -58,7 +58,7 @@ def divided_by_size(gradient: Any, process_set: ProcessSet) -> Any:
 
 
 def _evaluated(result: Any) -> Any:
-    """What an operation gives: Keras 2 without eager execution has a session to run it in."""
+    """The result of an operation; Keras 2 without eager execution runs it in a session."""
     if tf.compat.v1.executing_eagerly_outside_functions():
         return result
     return tf.compat.v1.keras.backend.get_session().run(result)

@@ -1,4 +1,4 @@
-"""From the arguments of DistributedOptimizer to an optimizer, in the terms of the Keras there is.
+"""Turns the arguments of DistributedOptimizer into an optimizer of the Keras in use.
 
 Stateless.
 """
@@ -25,12 +25,12 @@ else:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether it is a DistributedOptimizer, or a LossScaleOptimizer around one."""
+    """Whether an optimizer is a DistributedOptimizer, or a LossScaleOptimizer around one."""
     return isinstance(getattr(optimizer, "inner_optimizer", optimizer), _kind.DistributedMixin)
 
 
 def distribute(optimizer: Any, options: Options) -> Any:
-    """A distributed optimizer of the class, with the options and the state of `optimizer`.
+    """A distributed optimizer of the same class, with the options and the state of `optimizer`.
 
     A LossScaleOptimizer stays one, around a distributed one. ValueError for anything else.
     """
@@ -68,7 +68,7 @@ def make_options(  # noqa: PLR0917 - all are given
     process_set: Any,
     scale_local_gradients: bool,
 ) -> Options:
-    """The arguments of DistributedOptimizer, checked: ValueError for those that do not fit."""
+    """The checked arguments of DistributedOptimizer; ValueError if they are inconsistent."""
     op = checked_reduction(op, gradient_predivide_factor, compression, process_set, "keras")
     if op not in (backend.Average, backend.Sum):
         raise ValueError("[keras] op: expected Average or Sum; Adasum is not supported with Keras")

@@ -1,6 +1,6 @@
 """The public face: `import perseus.mxnet as hvd` replaces `horovod.mxnet`."""
 
-import perseus.mxnet.library  # noqa: F401 - first of all: it says which MXNet is served
+import perseus.mxnet.library  # noqa: F401 - first of all: it checks MXNet's version
 from perseus.basics import (
     ccl_built,
     cross_rank,

@@ -17,7 +17,7 @@ from perseus.compression import (
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]
 
-# MXNet's own name for it, which NumPy does not have: the field of a record.
+# MXNet's name for bfloat16, which NumPy lacks: the field of a record.
 _BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 
 _compressor = partial(

@@ -21,12 +21,12 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
 
     params: `net.collect_params()`, or a dict of gluon parameters or arrays, such as a Module's
         arg_params; equal keys, shapes and dtypes on all ranks. Gluon parameters that get their
-        shape from the first forward pass are overwritten right after that has initialised them.
-    root_rank: a global rank. prefix: put before the keys, under which ranks pair parameters; two
-        sets that have keys in common need different ones.
+        shape from the first forward pass are overwritten as soon as that has initialised them.
+    root_rank: a global rank. prefix: put before the keys, by which ranks match parameters; two
+        sets with common keys need different ones.
 
-    ValueError for other params; RuntimeError for a parameter that nobody called initialize() for;
-    MXNetError where ranks disagree, or the world has broken.
+    ValueError for other params; RuntimeError for a parameter without initialize();
+    MXNetError if ranks disagree or the world has broken.
     """
     if not isinstance(params, (Mapping, ParameterDict)):
         raise ValueError(
@@ -49,7 +49,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
 
 
 def _broadcast(parameter: Parameter, root_rank: int, name: str) -> list[Any]:
-    """The parameter's arrays, one for each of its contexts, on their way."""
+    """Start broadcasting the parameter's arrays, one for each of its contexts."""
     first, *others = arrays = list(parameter.list_data())
     broadcast_(first, root_rank, name=name)
     for other in others:
@@ -58,7 +58,7 @@ def _broadcast(parameter: Parameter, root_rank: int, name: str) -> list[Any]:
 
 
 def _broadcasting(root_rank: int, name: str) -> Callable[[Any, Any, Any], None]:
-    """What takes the place of a parameter's _init_impl, once; copies of the parameter keep it."""
+    """Replaces a parameter's _init_impl once; copies of the parameter keep it."""
 
     def initialize(self: Any, data: Any, ctx_list: Any) -> None:
         del self._init_impl  # the class has its own

@@ -1,4 +1,4 @@
-"""MXNet's dictionaries about compression, as compressors of Perseus. Stateless, thread-safe."""
+"""Turns MXNet's compression dictionaries into compressors of Perseus. Stateless, thread-safe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perseus.mxnet.compression import Compression
 
 
 def _two_bits(threshold: float | None = None) -> type[Compressor]:
-    """MXNet's own kind, of which the closest here is taken: its blocks find their own scale."""
+    """MXNet's own kind, for which int8 is the closest: its blocks find their own scale."""
     if basics.is_initialized() and basics.rank() == 0:
         unused = "" if threshold is None else f", so that threshold={threshold} has no effect"
         warnings.warn(
@@ -24,7 +24,7 @@ def _two_bits(threshold: float | None = None) -> type[Compressor]:
     return Compression.int8
 
 
-# By `type`; what else the dictionary has are arguments.
+# By `type`; the other entries of the dictionary are arguments.
 _KINDS: dict[str, Callable[..., type[Compressor]]] = {
     "2bit": _two_bits,
     "fp16": lambda: Compression.fp16,
@@ -39,11 +39,11 @@ _KINDS: dict[str, Callable[..., type[Compressor]]] = {
 
 
 def compressor_of(parameters: Mapping[str, Any]) -> type[Compressor]:
-    """What {'type': …} stands for: fp16, bf16, int8, topk, rotate, auto, none or settings.
+    """The compressor that 'type' names: fp16, bf16, int8, topk, rotate, auto, none or settings.
 
-    'ratio' goes with topk, 'n' with rotate. MXNet's 2bit is served by int8, which also keeps what
-    it leaves out for the next gradient; its threshold has no effect, and a warning on rank 0 says
-    so. ValueError for other things.
+    'ratio' belongs to topk, 'n' to rotate. MXNet's 2bit becomes int8, which also adds what it
+    leaves out to the next gradient; rank 0 warns that the threshold has no effect. ValueError for
+    anything else.
     """
     arguments = dict(parameters)
     kind = arguments.pop("type", None)

@@ -1,8 +1,8 @@
 """The KVStore `dist_sync_perseus`: MXNet's store of synchronous training, without servers.
 
-Every rank holds every value. A push is an allreduce, and who has set an optimizer has each rank run
-the same update on the same numbers. Nothing here waits for the data, unless it says so: pushes,
-updates and pulls are ops of MXNet's engine, in order. Belongs to the thread that trains.
+Every rank holds every value. A push is an allreduce; with an optimizer, each rank runs the same
+update on the same numbers. No method waits for the data unless it says so: pushes, updates and
+pulls are ops that MXNet's engine runs in order. Belongs to the thread that trains.
 
 Source of the interface: MXNet 1.9, mxnet.kvstore.KVStore.
 """
@@ -45,8 +45,8 @@ _store_numbers = count(1)
 class _Value:
     """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update.
     reduced: what the last push has written to. given_to: the parameter that was broadcast into,
-    which others update where the store has no updater. is_given_out: that is not here, see
-    pushpull.
+    which others update where the store has no updater. is_given_out: the value is not
+    here, see pushpull.
     """
 
     array: Any
@@ -58,18 +58,18 @@ class _Value:
 
 
 class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
-    """See the module. Making one joins the world, as hvd.init() does, where that was not done.
+    """See the module. Creating one calls hvd.init(), if that was not done.
 
     Arguments of several methods: key is an int or a string (one kind in a store), or a list; value
     and out are an NDArray, a list of them for several devices, or, with a list of keys, a list of
     either. priority: higher goes first.
 
-    Keys, shapes, dtypes, order of `init` and of making stores are the same on all ranks. ValueError
-    or TypeError says what is wrong with an argument; where ranks disagree, or one has died, the
-    next wait for an array raises MXNetError.
+    Keys, shapes, dtypes, and the order of `init` and of creating stores are the same on all ranks.
+    ValueError or TypeError says what is wrong with an argument. If ranks disagree, or one has died,
+    the next wait for an array raises MXNetError.
     """
 
-    def __init__(self) -> None:  # not super's, whose store is one of MXNet's own
+    def __init__(self) -> None:  # not super's, which creates a store of MXNet's own
         if not basics.is_initialized():
             basics.init()
         self._updater: Updater | None = None
@@ -80,11 +80,11 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         self._weights = WeightsByKey()
 
     def __del__(self) -> None:
-        """Nothing of MXNet's has to be freed."""
+        """There is nothing of MXNet's to free."""
 
     @property
     def type(self) -> str:
-        """`dist_sync_perseus`: Module multiplies its batch size by num_workers for such a name."""
+        """`dist_sync_perseus`: Module multiplies its batch size by num_workers for such names."""
         return TYPE
 
     @property
@@ -99,7 +99,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
     @property
     def local_rank(self) -> int:
-        """This process's number among the ranks of its host, which is its device's."""
+        """This process's number among the ranks of its host, and the number of its device."""
         return basics.local_rank()
 
     def is_capable(self, capability: str) -> bool:
@@ -111,11 +111,11 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     # ---- values
 
     def init(self, key: Any, value: Any, param_only: bool = False) -> None:
-        """Have the store hold rank 0's `value` under a key; the array itself stays as it is.
+        """Store rank 0's `value` under a key; the array itself is not changed.
 
-        param_only: it is no parameter with gradients but anything else that ranks combine: pushes
-            are never updated with and never compressed.
-        Again for the same key: it begins anew. Collective.
+        param_only: the value is no parameter with gradients; its pushes are never compressed and
+            never run the updater.
+        A second call for a key replaces the value. Collective.
         """
         for each, array in single_pairs(key, value):
             self._init(each, array, bool(param_only))
@@ -137,9 +137,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         with. Otherwise, and with param_only, the result is what the store holds then. Gradients
         travel between hosts as the settings or set_gradient_compression say.
 
-        Sums of row-sparse arrays block.
+        Pushes of row-sparse arrays block.
         """
-        if isinstance(priority, PerseusOp):  # as a third argument it can mean nothing else
+        if isinstance(priority, PerseusOp):  # a third argument can mean nothing else
             priority, op = 0, priority
         combine = checked_op(op)
         for each, given in pairs(key, value):
@@ -150,9 +150,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def pull(
         self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True
     ) -> None:
-        """Copy what the store holds to each of `out`.
+        """Copy the stored value to each of `out`.
 
-        ignore_sparse: leave row-sparse ones of what an optimizer updates to row_sparse_pull.
+        ignore_sparse: leave row-sparse values that an optimizer updates to row_sparse_pull.
         """
         for each, outs in pairs(key, out):
             held = self._held_here(each, "pull")
@@ -165,8 +165,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, then `pull` to `out`, or to `value` itself.
 
-        The sum of what no optimizer updates is made in `value` where that is one array and out is
-        None. The store has no copy of it then, and until the next `push` nothing to pull.
+        If no optimizer updates the value, `value` is one array and out is None, the sum is computed
+        in place. The store then has no copy of it, and nothing to pull until the next `push`.
         """
         if out is not None:
             self.push(key, value, priority)
@@ -184,7 +184,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def row_sparse_pull(
         self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None
     ) -> None:
-        """Copy some rows of what the store holds to RowSparseNDArrays, which then have only those.
+        """Copy some rows of the stored value to RowSparseNDArrays, which then have only those.
 
         row_ids: an NDArray of row numbers in any order, repeated or not, or a list with one for
             each of `out`. Blocks.
@@ -202,9 +202,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     # ---- updates
 
     def set_optimizer(self, optimizer: Any) -> None:
-        """Have pushed gradients update what the store holds, on every rank with this optimizer.
+        """Have this optimizer update the stored values with pushed gradients, on every rank.
 
-        Sums are not divided by the number of ranks: rescale_grad is for that. Module sets it by
+        Sums are not divided by the number of ranks; rescale_grad does that. Module sets it by
         num_workers; a Trainer's step() takes the batch of all ranks together.
         """
         if not isinstance(optimizer, mx.optimizer.Optimizer):
@@ -221,17 +221,17 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Write the optimizer's states, which are the same on every rank, to a file.
 
-        dump_optimizer: the optimizer itself too. Several ranks may write the same file; what codecs
-        hold back is that of the last one. Waits. ValueError without set_optimizer.
+        dump_optimizer: also write the optimizer. Several ranks may write the same file, which then
+        has the last one's residuals. Waits. ValueError without set_optimizer.
         """
         states = self._states("save").get_states(dump_optimizer)
         self._wait()
         state_files.write(Path(fname), states, self._pushes.residuals.read())
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Read such a file, or one of MXNet's; every rank must. ValueError without set_optimizer.
+        """Read such a file, or one of MXNet's, on every rank. ValueError without set_optimizer.
 
-        What codecs hold back becomes what this rank has written there, or nothing.
+        The residuals become those that this rank wrote there, or none.
         """
         updater = self._states("load")
         content = Path(fname).read_bytes()
@@ -241,9 +241,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         self._pushes.residuals.replace(state_files.held_in(content))
 
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
-        """How gradients travel between hosts; the same on all ranks.
+        """Set the encoding of gradients between hosts; the same on all ranks.
 
-        MXNet's dictionary, see gradient_compression.compressor_of. ValueError.
+        For the dictionary and its errors see gradient_compression.compressor_of.
         """
         self._pushes = Pushes(f"{self._scope}.", compressor_of(compression_params))
 
@@ -266,7 +266,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         return self._updater
 
     def _wait(self) -> None:
-        """Return once nothing is under way."""
+        """Wait until nothing is under way."""
         for held in self._values.values():
             for array in (held.array, held.pushed):
                 if array is not None:
@@ -344,7 +344,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
 
 def create(name: str = TYPE) -> KVStore:
-    """A new store, which joins the world where hvd.init() was not called.
+    """Create a store; calls hvd.init() if that was not done.
 
     name: dist_sync_perseus or dist-sync-perseus, in any case; ValueError for others, which
     mx.kvstore.create makes. It takes these two as well once perseus.mxnet is imported.
@@ -357,6 +357,6 @@ def create(name: str = TYPE) -> KVStore:
     return KVStore()
 
 
-# What KVStoreBase.register does, with names that are not the class's.
+# KVStoreBase.register's work, with names other than the class's.
 mx.kvstore.KVStoreBase.kv_registry.update(dict.fromkeys(SPELLINGS, KVStore))
 check_names()

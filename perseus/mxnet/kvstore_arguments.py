@@ -1,4 +1,4 @@
-"""What a KVStore's methods are called with: keys and arrays, alone or in lists. Pure functions."""
+"""The arguments of a KVStore's methods: keys and arrays, single or in lists. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Key = int | str
 
 
 class PerseusOp(IntEnum):
-    """How `push` combines what the ranks have; the numbers are Horovod's."""
+    """How `push` combines the ranks' values; the numbers are Horovod's."""
 
     Sum = 1
     Min = 3
@@ -22,10 +22,10 @@ class PerseusOp(IntEnum):
 
 
 def pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
-    """Each key with its arrays, as mx.nd.NDArrays; those of a repeated key are put together.
+    """Each key with its arrays, as mx.nd.NDArrays; the arrays of a repeated key are joined.
 
-    key: int, str or a list of them. value: an array or a list of arrays, with a list of keys a list
-    of such. TypeError for other things, ValueError for lists of different lengths.
+    key: int, str or a list of them. value: an array or a list of arrays; with a list of keys a list
+    of these. TypeError for anything else, ValueError for lists of different lengths.
     """
     if not isinstance(key, list | tuple):
         return [(_checked(key), _arrays(key, value))]
@@ -37,7 +37,7 @@ def pairs(key: Any, value: Any) -> list[tuple[Key, list[Any]]]:
 
 
 def single_pairs(key: Any, value: Any) -> Iterator[tuple[Key, Any]]:
-    """Each key with its only array; ValueError where it has several. The rest as in pairs()."""
+    """Each key with its only array; ValueError if it has several. The rest as in pairs()."""
     for each, given in pairs(key, value):
         if len(given) != 1:
             raise ValueError(f"[kvstore] init of {each!r}: expected one array, got {len(given)}")
@@ -68,7 +68,7 @@ def with_rows(key: Any, out: Any, row_ids: Any) -> Iterator[tuple[Key, Any, Any]
 
 
 def checked_op(op: int) -> PerseusOp:
-    """As a PerseusOp; ValueError."""
+    """The op as a PerseusOp; ValueError if there is none."""
     try:
         return PerseusOp(op)
     except ValueError:
@@ -80,7 +80,7 @@ def checked_op(op: int) -> PerseusOp:
 
 
 def check_shape(key: Key, array: Any, held: Any, what: str) -> None:
-    """ValueError where an array is not like what the store holds; what: the method."""
+    """ValueError if an array does not match the stored value; what: the method."""
     if array.shape != held.shape:
         raise ValueError(
             f"[kvstore] {what} of {key!r}: an array of shape {array.shape}, but it was initialised "
@@ -89,7 +89,7 @@ def check_shape(key: Key, array: Any, held: Any, what: str) -> None:
 
 
 def check_pushed(key: Key, given: Sequence[Any], held: Any, op: PerseusOp) -> None:
-    """ValueError where the arrays of a push cannot be combined into what the store holds."""
+    """ValueError if the arrays of a push cannot be combined into the stored value."""
     for array in given:
         check_shape(key, array, held, "push")
         if array.dtype != held.dtype:
@@ -106,7 +106,7 @@ def check_pushed(key: Key, given: Sequence[Any], held: Any, op: PerseusOp) -> No
 
 
 def alike(array: Any, held: Any) -> bool:
-    """Whether what is written to one might as well be written to the other."""
+    """Whether one array can take the place of the other as an output."""
     return bool(array.stype == held.stype == "default" and array.context == held.context)
 
 

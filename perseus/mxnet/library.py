@@ -1,4 +1,4 @@
-"""The native part: finds libperseus_mxnet.so, shows it MXNet's library, and gives it the world.
+"""The native part: finds libperseus_mxnet.so, and gives it MXNet's library and the world.
 
 Ops are described by `Op` and pushed onto MXNet's engine, which runs them in the order in which
 their arrays are used. Thread-safe after import.
@@ -54,7 +54,7 @@ class Op(ctypes.Structure):
 
 
 def _import_mxnet() -> Any:
-    """MXNet; ImportError where it is missing or of a version whose engine is another one."""
+    """MXNet; ImportError if it is missing, or its version has another engine."""
     require("mxnet")
     import mxnet
 
@@ -115,9 +115,9 @@ def _attach() -> None:
 
 
 def _finish() -> None:
-    """Wait, as MXNet does at the end of a script, for what its engine still has to do.
+    """Wait until MXNet's engine is idle, as MXNet does at the end of a script.
 
-    The world must be there for it: a last step may not have been reduced yet.
+    The world must still exist then: a last step may not have been reduced yet.
     """
     if basics.is_initialized() and not hasattr(sys, "last_type"):
         mxnet.nd.waitall()
@@ -134,23 +134,23 @@ def _error() -> Exception:
 
 
 class Batch:
-    """Ops whose outputs are given, to be pushed together, any number of times."""
+    """Ops with given outputs, which can be pushed together any number of times."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = (Op * len(ops))(*ops)
         self._kept = ops  # what their pointers point to
 
     def push(self) -> None:
-        """Hand them over to the engine, which keeps their arrays; returns at once.
+        """Push the ops to the engine, which keeps their arrays; returns at once.
 
-        MXNetError for one that makes no sense; other errors come at the next wait for its outputs.
+        MXNetError for an invalid op; other errors are raised by the next wait for its outputs.
         """
         if native.perseus_mxnet_push(self.ops, len(self.ops)) != 0:
             raise _error()
 
 
 class Gathered:
-    """The results of an op whose outputs the core makes, once it is done. Made by gather()."""
+    """The results of a finished op whose outputs the core allocates. gather() creates it."""
 
     def __init__(self, handle: ctypes.c_void_p) -> None:
         self._handle = handle
@@ -184,7 +184,7 @@ class Gathered:
 def gather(op: Op, arrays: Sequence[Any]) -> Gathered:
     """Run an op without outputs in the engine's order and wait for it. MXNetError where it fails.
 
-    arrays: its inputs, for what an earlier op on one of them has failed with.
+    arrays: its inputs, which may carry an earlier op's error.
     """
     handle = ctypes.c_void_p()
     status = native.perseus_mxnet_gather(op, handle)
@@ -197,9 +197,9 @@ def gather(op: Op, arrays: Sequence[Any]) -> Gathered:
 
 
 def _end_quietly() -> None:
-    """After an uncaught exception: that is what to read, and not what failed because of it.
+    """After an uncaught exception, hide the errors that follow from it.
 
-    Comes after the end of the world, which ends all ops, and before MXNet raises their errors.
+    Runs after the end of the world, which ends all ops, and before MXNet raises their errors.
     """
     if hasattr(sys, "last_type"):
         with suppress(mxnet.base.MXNetError):

@@ -1,6 +1,6 @@
 """Horovod's module of collectives, `horovod.mxnet.mpi_ops`: one place with all of their names.
 
-Each takes one array (or, grouped, a list); the rest, and all errors, are as in perseus.mxnet.ops.
+Each takes one array (or, if grouped, a list); the rest, and errors, are as in perseus.mxnet.ops.
 Common arguments:
 
 average: Horovod's deprecated form of op. op: Average (if neither is given), Sum, Min, Max, Product
@@ -207,7 +207,7 @@ def grouped_allreduce_(
 
 
 def _laid_out(tensor: Any) -> Any:
-    """As allgather takes it: a row of ranks where PERSEUS_CHANGE_HVD_ALLGATHER is 0."""
+    """The array for allgather: with a new first dimension if PERSEUS_CHANGE_HVD_ALLGATHER is 0."""
     return tensor.expand_dims(0) if basics.stacks_gathered() else tensor
 
 
@@ -280,7 +280,7 @@ def alltoall(
 
 
 def _rows(splits: Any) -> list[int]:
-    """Splits as whole numbers; ValueError for arrays that have others or more dimensions."""
+    """Splits as integers; ValueError for fractions and for more than one dimension."""
     if not isinstance(splits, mx.nd.NDArray):
         return [int(rows) for rows in splits]
     if splits.ndim != 1:

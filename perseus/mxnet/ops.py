@@ -1,19 +1,19 @@
-"""The collectives as ops on MXNet's engine: what everything else of perseus.mxnet is made of.
+"""The collectives as ops on MXNet's engine, on which everything else in perseus.mxnet is built.
 
 arrays: mx.nd.NDArray or mx.np.ndarray on the CPU, dense; lists of them.
-name: pairs an op across ranks, which may run ops in any order. None: a number, for which all ranks
-    must call the same unnamed ops in the same order.
+name: matches an op across ranks, which may run ops in any order. None: a number, for which all
+    ranks must call the same unnamed ops in the same order.
 grouped: one op for all arrays, which are ready, executed and finished together; else there is one.
-priority: the engine's and the core's; the higher, the earlier, of what is ready.
+priority: the engine's and the core's; of ready ops, the highest runs first.
 process_set: the ranks that take part.
 
-Results of a shape that is known are returned at once and filled later, in the engine's order; those
-of allgather and alltoall are waited for. dtypes: float16, bfloat16, float32, float64, uint8, int8,
+Results of known shapes are returned at once and filled later, in the engine's order; allgather and
+alltoall wait for theirs. dtypes: float16, bfloat16, float32, float64, uint8, int8,
 int32, int64, bool.
 Errors: ValueError for arguments and arrays that cannot be served. MXNetError at the next wait for
-an output, or from the call that waits itself: on every rank where ranks disagree about a tensor
-(the job goes on); where the world has broken or was shut down; and for what the core refuses. It
-comes from the call where init() is missing.
+an output, or from a call that waits itself: on every rank if ranks disagree about a tensor (the job
+goes on); if the world has broken or was shut down; and for requests that the core refuses. Without
+init() the call itself raises it.
 Source of behaviour: Horovod 0.28.1, horovod.mxnet.mpi_ops.
 """
 
@@ -48,7 +48,7 @@ Product = ReduceOp.Product
 
 
 def check_array(array: Any) -> None:
-    """ValueError for what no collective can take."""
+    """ValueError for an array that no collective can take."""
     if not isinstance(array, mxnet.nd.NDArray):
         raise ValueError(f"[mxnet] expected mx.nd.NDArray or mx.np.ndarray, got {type(array)}")
     if array.stype != "default":
@@ -101,7 +101,7 @@ def reduction(
     process_set: ProcessSet = global_process_set,
     grouped: bool = False,
 ) -> Op:
-    """An allreduce that is still to be pushed."""
+    """An allreduce that has not been pushed yet."""
     made = _op(ALLREDUCE, arrays, name, grouped, process_set)
     made.op = checked_op(op, "mxnet")
     made.prescale, made.postscale, made.priority = prescale, postscale, priority

@@ -25,22 +25,22 @@ from perseus.process_sets import ProcessSet, checked, global_process_set
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer around another one, which gets gradients that are averaged over all ranks.
 
-    For Module.fit, updaters and loops of one's own; gluon's have DistributedTrainer. Whatever else
-    is asked of it or set on it, is the wrapped optimizer's.
+    For Module.fit, updaters and custom loops; gluon has DistributedTrainer. All other attributes
+    are those of the wrapped optimizer.
 
     optimizer: any mx.optimizer.Optimizer.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum.
-    num_groups: reduce the gradients of a call of update() in so many operations; 0 = each by
-        itself. Updaters pass MXNET_OPTIMIZER_AGGREGATION_SIZE of them at a time.
+    num_groups: the number of operations that reduce the gradients of one update(); 0 = one for each
+        gradient. Updaters pass MXNET_OPTIMIZER_AGGREGATION_SIZE of them at a time.
     process_set: the ranks that take part; the others apply their own gradients.
 
-    What lossy codecs hold back on this rank is pickled with the optimizer, so it is in what gluon's
-    Trainer.save_states and Updater.get_states(dump_optimizer=True) give. Module's
-    save_optimizer_states leaves the optimizer out: save_residuals and load_residuals go with it.
+    This rank's residuals of lossy codecs are pickled with the optimizer, so gluon's
+    Trainer.save_states and Updater.get_states(dump_optimizer=True) include them. Module's
+    save_optimizer_states omits the optimizer: use save_residuals and load_residuals with it.
 
-    Reductions are named by the parameters' indices, so two optimizers must not be at work at the
-    same time. PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip is refused with a ValueError: it is about
-    whole steps, of which update() sees a part at a time.
+    Reductions are named by the parameters' indices, so two optimizers must not work at the same
+    time. PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip is a ValueError: it applies to whole steps, of
+    which update() sees one part at a time.
     """
 
     _OWN = frozenset(["_optimizer", "_reducer", "_num_groups", "_weights"])
@@ -71,7 +71,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         )
 
     def __reduce__(self) -> Any:
-        # With updaters' states; what the core has summed up of the gradients stays behind.
+        # As a part of updaters' states; the core's sums of gradients are not included.
         plan = self._reducer.plan
         arguments = self._optimizer, plan.predivide_factor, self._num_groups, plan.process_set
         held = self._held()
@@ -80,7 +80,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         return DistributedOptimizer, arguments, state
 
     def __setstate__(self, state: bytes) -> None:
-        """What a copy goes on with in the rank that has made it; others begin with nothing."""
+        """Continue with the residuals on the rank that saved them; others begin with none."""
         self._reducer.go_on_with(*unpack(state))
 
     def __getattr__(self, item: str) -> Any:
@@ -128,11 +128,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._optimizer.set_wd_mult(args_wd_mult)
 
     def save_residuals(self, fname: str) -> None:
-        """Write what codecs hold back on this rank, one file for each; waits for gradients."""
+        """Write this rank's residuals, to a file for each rank; waits for gradients."""
         state_files.write(Path(fname), b"", self._held())
 
     def load_residuals(self, fname: str) -> None:
-        """Go on with what this rank has written there; counting of steps to sum up starts anew."""
+        """Continue with the residuals that this rank wrote; sums over steps begin again."""
         self._reducer.forget()
         self._reducer.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
 
@@ -141,14 +141,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         return self._reducer.residuals.read()
 
     def _name_of(self, index: Any) -> str:
-        """What a parameter is called, by gluon's optimizers or Module's."""
+        """The name of a parameter in gluon's optimizers or Module's."""
         parameter = self._optimizer.param_dict.get(index)
         return str(
             self._optimizer.idx2name.get(index, index) if parameter is None else parameter.name
         )
 
     def _reduce(self, index: Any, weight: Any, grad: Any) -> bool:
-        """Whether the gradients, which are on their way, are to be applied."""
+        """Reduce the gradients; returns whether to apply them."""
         if not self._reducer.takes_part():
             return True
         if basics.skips_nan_gradients():
@@ -168,9 +168,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 def bundled(
     indices: Sequence[Any], num_groups: int, prefix: str = ""
 ) -> tuple[Sequence[Sequence[int]] | None, list[str]]:
-    """What GradientReducer takes for gradients of parameters with these indices.
+    """GradientReducer's arguments for gradients of parameters with these indices.
 
-    Bundles, None where num_groups is 0, and names, as Horovod has them.
+    Returns bundles (None if num_groups is 0) and names, as in Horovod.
     """
     names = [f"{prefix}{index}" for index in indices]
     if num_groups <= 0:

@@ -17,9 +17,9 @@ def buffer_of(array: Any) -> Any:
 
 
 class WeightsByKey:
-    """Weights that come one by one; a step ends where one of them comes again.
+    """Weights that come one by one; a step ends when one of them comes again.
 
-    name_of: what messages call the weight of a key.
+    name_of: the name of a key's weight in messages.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class WeightsByKey:
         self._of_step: set[Any] = set()
 
     def update(self, key: Any, weight: Any) -> None:
-        """A weight is about to be updated: compare all of them first, if that is due."""
+        """Before a weight is updated: compare all of them, if that is due."""
         if self._check.every == 0:
             return
         if not self._of_step or key in self._of_step:

@@ -49,7 +49,8 @@ class GradientReducer(Reducer):
     """Reduces lists of gradients by a plan.
 
     scope: what names begin with that is another thing in another process.
-    `residuals` has what lossy codecs hold back, by names without it; wait() before reading it.
+    `residuals` has the residuals of lossy codecs, by names without the scope; wait() before reading
+    it.
     """
 
     def __init__(self, plan: Plan, scope: str = "") -> None:
@@ -142,7 +143,7 @@ class GradientReducer(Reducer):
         failures.raise_first()
 
     def forget(self) -> None:
-        """Drop what the core has summed up and held back, once nothing is under way. See wait."""
+        """Drop the core's sums and residuals, once nothing is under way. See wait."""
         self.wait()
         super().forget()
 

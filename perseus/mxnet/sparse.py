@@ -11,7 +11,7 @@ import numpy as np
 from perseus.mxnet import ops
 from perseus.process_sets import ProcessSet, global_process_set
 
-_HEADER = -1  # an index in front of a rank's rows: MXNet has no arrays without elements to send
+_HEADER = -1  # an index before a rank's rows: MXNet has no empty arrays to send
 
 
 def sum_rows(
@@ -27,7 +27,7 @@ def sum_rows(
         is on the CPU. Rows are added in the order of ranks, float16 ones in float32.
     gradient_of: see basics.new_gradients. Values travel in full precision.
 
-    Blocks. Raises MXNetError where ranks disagree about the shape of a row, and where
+    Blocks. Raises MXNetError if ranks disagree about the shape of a row, or if
     PERSEUS_ACCUMULATE_N_STEPS is set.
     """
     first = arrays[0]
@@ -67,10 +67,10 @@ def from_rows(values: Any, rows: Any, like: Any) -> Any:
 
 
 def as_stored(array: Any, stype: str) -> Any:
-    """An array as one of a storage type: itself, or a new one.
+    """An array with a storage type: itself, or a new one.
 
-    MXNet's tostype() always makes a new one, by an op with temporary memory. Where another op that
-    used it has failed and nobody has waited for that yet, MXNet leaves it out, without a word.
+    MXNet's tostype() always makes a new one, by an op with temporary memory. If another op that
+    used that memory has failed, and nobody has waited for it yet, MXNet silently skips this op.
     """
     return array if array.stype == stype else array.tostype(stype)
 
@@ -81,7 +81,7 @@ def copy(array: Any, out: Any) -> None:
 
 
 def copy_rows(array: Any, rows: Any, out: Any) -> None:
-    """Have a row-sparse array be some rows of a dense or row-sparse one. rows: int64, ascending."""
+    """Set a row-sparse array to some rows of a dense or row-sparse one. rows: int64, ascending."""
     numbers = mx.nd.array(rows, dtype=rows.dtype)
     if array.stype == "row_sparse":
         chosen = mx.nd.sparse.retain(array, numbers)

@@ -12,10 +12,10 @@ from perseus.mxnet.kvstore_arguments import Key
 
 
 def check_start(key: Key, value: Any, held: Any, scope: str) -> None:
-    """ValueError on all ranks where some rank's value of a key is not rank 0's, which is `held`.
+    """ValueError on all ranks if a rank's value of a key differs from rank 0's, which is `held`.
 
-    Module does not ask for rank 0's weights where it updates them itself, as in MXNet's own stores,
-    so that ranks would train different models; else nothing is looked at. scope: the store's.
+    If Module updates the weights itself, it does not take rank 0's (as with MXNet's own stores), so
+    ranks would train different models. In other cases nothing is checked. scope: the store's.
     """
     if os.environ.get("MXNET_UPDATE_ON_KVSTORE", "1") != "0":
         return

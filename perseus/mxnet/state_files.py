@@ -1,6 +1,6 @@
-"""Files with an optimizer's states: MXNet's own, and behind them what lossy codecs hold back.
+"""Files with an optimizer's states: MXNet's own, followed by the residuals of lossy codecs.
 
-MXNet reads its part and looks no further, so that it can load these files as well. Stateless.
+MXNet reads only its part, so it can load these files as well. Stateless.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _END = b"perseus.residuals"  # of the file; the number of bytes that precede it 
 
 
 def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
-    """Replace a file as a whole: other ranks may be writing, or reading, the same one.
+    """Replace a file atomically: other ranks may be writing or reading the same one.
 
-    held: this rank's, see gradients.residuals. Where there is nothing, the file is as MXNet's.
+    held: this rank's residuals, see gradients.residuals. Without any, the file is MXNet's own.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -33,7 +33,7 @@ def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
 
 
 def held_in(content: bytes) -> dict[str, Held]:
-    """What this rank held back when it wrote a file with this content; none of another rank's."""
+    """The residuals of this rank in a file with this content; none if another rank wrote it."""
     if not content.endswith(_END):
         return {}
     end = len(content) - len(_END) - _LENGTH.size

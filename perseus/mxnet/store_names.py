@@ -1,6 +1,6 @@
-"""Names of KVStores: MXNet takes most names that it does not know for "local", without a word.
+"""Names of KVStores: MXNet silently takes most names that it does not know for "local".
 
-A misspelt dist_sync_perseus would train every rank alone, or look for parameter servers.
+With a misspelt dist_sync_perseus every rank would train alone, or look for parameter servers.
 Thread-safe after import.
 """
 
@@ -16,12 +16,12 @@ import mxnet as mx
 TYPE = "dist_sync_perseus"
 SPELLINGS = (TYPE, "dist-sync-perseus")
 
-# Nothing of MXNet's own is as close: dist_sync_device is 0.67.
+# No name of MXNet's is as similar: dist_sync_device has 0.67.
 _CLOSE = 0.75
 
 
 def check_name(name: Any) -> None:
-    """ValueError for a name that MXNet would misunderstand; it judges all others itself."""
+    """ValueError for a name that MXNet would misunderstand; MXNet judges all others itself."""
     known = mx.kvstore.KVStoreBase.kv_registry
     if not isinstance(name, str) or name.lower() in known:
         return

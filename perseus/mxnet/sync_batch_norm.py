@@ -1,7 +1,7 @@
 """PerseusSyncBatchNorm: batch normalisation over the joined batch of a host's ranks, or of all.
 
-MXNet has it, once this module is imported, as mx.gluon.contrib.nn.PerseusSyncBatchNorm,
-mx.sym.contrib.PerseusSyncBatchNorm and mx.nd.contrib.PerseusSyncBatchNorm. Ranks pair layers by
+Importing this module adds mx.gluon.contrib.nn.PerseusSyncBatchNorm,
+mx.sym.contrib.PerseusSyncBatchNorm and mx.nd.contrib.PerseusSyncBatchNorm. Ranks match layers by
 name, in whatever order they run.
 """
 # ruff: noqa: PLR0917, N803 - the signatures are MXNet's
@@ -18,20 +18,20 @@ from perseus.mxnet.joined_batch import OP
 class PerseusSyncBatchNorm(mx.gluon.nn.BatchNorm):  # type: ignore[misc]
     """Batch normalisation of axis 1 whose statistics, while training, are those of several ranks.
 
-    in_channels: 0 = found out from the first input.
-    comm_scope: 0 = the ranks of this host share statistics, 1 = all ranks do; else a ValueError.
+    in_channels: 0 = taken from the first input.
+    comm_scope: 0 = the ranks of each host share statistics, 1 = all ranks do; else a ValueError.
     num_devices: accepted and ignored.
     The others: as for mx.gluon.nn.BatchNorm, equal on all ranks; parameters are saved and loaded as
         that layer's.
 
-    Inputs of any floating dtype; ranks may have batches of different sizes, and weigh as many
-    values as they have. The gradient of the input is that of the sum of all ranks' losses; gamma
+    Inputs of any floating dtype. Ranks may have batches of different sizes; a rank's weight is its
+    number of values. The gradient of the input is that of the sum of all ranks' losses; gamma
     and beta get this rank's share of it. Running statistics move in the forward pass, by the
     variance of the joined batch without Bessel's correction, as in MXNet. In inference, and with
     use_global_stats, it is MXNet's own layer and does not communicate.
-    Ranks pair a layer by its prefix: make the same layers in the same order everywhere, or give
-    `prefix`. The first training step with comm_scope 0 on several hosts makes process sets: it has
-    to be one that all ranks take.
+    Ranks match a layer by its prefix: create the same layers in the same order everywhere, or give
+    `prefix`. The first training step with comm_scope 0 on several hosts creates process sets, so
+    all ranks must take it.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ def symbol(
 ) -> Any:
     """mx.sym.contrib.PerseusSyncBatchNorm: the layer as a Symbol.
 
-    data … moving_var: Symbols; what is missing becomes a variable `<name>_gamma` and so on.
+    data … moving_var: Symbols; a missing one becomes a variable `<name>_gamma` and so on.
     output_mean_var: three outputs: the values, and mean and variance of the joined batch.
     ndev, key: accepted and ignored. The others: as for mx.sym.contrib.SyncBatchNorm.
-    Ranks pair layers by `name`. See the gluon layer for scope, dtypes and the rest.
+    Ranks match layers by `name`. See the gluon layer for scope, dtypes and the rest.
     """
     name = mx.name.NameManager.current.get(name, OP.lower())
     given = {"data": data, "gamma": gamma, "beta": beta}
@@ -104,7 +104,7 @@ def symbol(
     for argument, value in given.items():
         if value is None:
             given[argument] = mx.sym.var(f"{name}_{argument}")
-    # The manager that is current would put its prefix before the names again.
+    # The current manager would put its prefix before the names again.
     with mx.name.NameManager():
         given["data"] = _in_plain_layout(given["data"], name=f"{name}_plain")
         outputs = mx.sym.Custom(
@@ -135,7 +135,7 @@ def ndarray(
     """mx.nd.contrib.PerseusSyncBatchNorm: the layer's arithmetic on arrays; see `symbol`.
 
     Moves moving_mean and moving_var, (channels,), while training.
-    name, key: what ranks pair the layer by; layers without either must depend on each other.
+    name, key: by which ranks match the layer; layers without either must depend on each other.
     """
     outputs = mx.nd.Custom(
         _in_plain_layout(data), gamma, beta, moving_mean, moving_var,
@@ -148,11 +148,11 @@ def ndarray(
 
 
 def _in_plain_layout(array: Any, **options: Any) -> Any:
-    """A copy of an NDArray or Symbol, as of its gradient, in no layout of oneDNN's.
+    """Copy an NDArray or Symbol, and its gradient, out of oneDNN's layout.
 
-    MXNet 1.9 hands operators in Python a plain copy of such, whose memory it has freed by then.
+    MXNet 1.9 gives operators in Python a plain copy of these, whose memory it has already freed.
     """
-    # Not an operation that may work in place: the memory would keep the layout.
+    # This operation never works in place, where the memory would keep the layout.
     module = mx.nd if isinstance(array, mx.nd.NDArray) else mx.sym
     return module.slice_axis(array, axis=0, begin=0, end=None, **options)
 

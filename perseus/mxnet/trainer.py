@@ -31,31 +31,30 @@ from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
-    """A gluon Trainer whose step() averages gradients over all ranks, then updates as ever.
+    """A gluon Trainer whose step() averages gradients over all ranks before it updates.
 
-    backward() and step() return before MXNet's engine has come to what they ask for: reductions
-    start as soon as the engine has written their gradients, the last layers' while the first
-    layers' are being computed; those of small parameters together with the next ones', by the MiB,
-    so that a model of less than that is reduced after backward. step(batch_size) takes the batch of
-    one rank.
+    backward() and step() return before MXNet's engine has done the work. A reduction starts as soon
+    as the engine has written its gradients, so the last layers are reduced while the first ones are
+    computed. Small gradients share reductions of about 1 MiB, so a smaller model is reduced after
+    backward. step(batch_size) takes the batch size of one rank.
 
     params: `net.collect_params()`, or a list of parameters, which is sorted by name; one context.
     optimizer, optimizer_params: as in gluon. A DistributedOptimizer is unwrapped, with a warning.
-    compression: what a gradient looks like while it travels. Without it the settings decide, which
-        are float16 between hosts; Compression.none is full precision everywhere.
+    compression: how gradients are encoded on their way. Without it the settings decide, by default
+        float16 between hosts; Compression.none keeps full precision everywhere.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum.
-    prefix: put before the parameters' numbers, by which ranks pair gradients: trainers that are at
-        work at the same time need different ones.
-    num_groups: reduce gradients in so many operations; 0 = each by itself.
+    prefix: put before the parameters' numbers, by which ranks match gradients; trainers that work
+        at the same time need different ones.
+    num_groups: the number of operations that reduce gradients; 0 = one for each gradient.
     process_set: the ranks that take part; the others train alone.
 
-    Row-sparse gradients (sparse_grad=True) travel as the rows that they have, in full precision,
+    Of row-sparse gradients (sparse_grad=True) only the rows are sent, in full precision,
     and step() waits for them; PERSEUS_ACCUMULATE_N_STEPS refuses them (MXNetError).
-    step(…, ignore_stale_grad=True) updates what has a new gradient on some rank, the others giving
-    zeros, so that ranks may use different layers. While PERSEUS_ACCUMULATE_N_STEPS sums up, and
-    where a NaN is to be skipped, on all ranks alike, nothing is updated.
+    step(…, ignore_stale_grad=True) updates a parameter with a new gradient on any rank; the other
+    ranks contribute zeros, so ranks may use different layers. No rank updates while
+    PERSEUS_ACCUMULATE_N_STEPS sums gradients up, or if a NaN is to be skipped.
 
-    ValueError for arguments that do not fit.
+    Raises ValueError for inconsistent arguments.
     """
 
     def __init__(
@@ -112,8 +111,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Average gradients over all ranks and update, as in gluon.
 
-        batch_size: of this rank; gradients are divided by it. MismatchError where
-        PERSEUS_PARAMETER_CHECK_N_STEPS finds that ranks' parameters differ.
+        batch_size: of this rank; gradients are divided by it. MismatchError if
+        PERSEUS_PARAMETER_CHECK_N_STEPS finds that the ranks' parameters differ.
         """
         if self._check.due():
             self._check.compare((p.name, buffer_of(p.list_data()[0])) for _, p in self._trained())
@@ -124,7 +123,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         super().step(batch_size, ignore_stale_grad)
 
     def save_states(self, fname: str) -> None:
-        """As in gluon, with what codecs hold back on this rank behind it; waits for gradients.
+        """As in gluon, followed by this rank's residuals; waits for gradients.
 
         Plain MXNet reads such a file, too.
         """
@@ -134,16 +133,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         state_files.write(path, path.read_bytes(), self._reducer.residuals.read())
 
     def load_states(self, fname: str) -> None:
-        """As in gluon; counting of steps to sum up starts anew.
+        """As in gluon; sums over steps begin again.
 
-        What codecs hold back becomes what this rank has written there, or nothing.
+        The residuals become those that this rank wrote there, or none.
         """
         super().load_states(fname)
         self._reducer.forget()
         self._reducer.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
 
     def _trained(self) -> list[tuple[int, Any]]:
-        """What has gradients, with its number."""
+        """The parameters with gradients, and their numbers."""
         return [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
 
     def _allreduce_grads(self) -> None:
@@ -158,7 +157,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._applies = outcomes.applies() and all(usable)
 
     def _average_rows(self, index: int, parameter: Any) -> bool:
-        """Average a row-sparse gradient; whether it may be applied."""
+        """Average a row-sparse gradient; returns whether it may be applied."""
         reducer, (gradient,) = self._reducer, parameter.list_grad()
         members = reducer.plan.process_set
         name = f"{self._prefix}{index}"
@@ -178,7 +177,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
                 parameter.data()._fresh_grad = False
 
     def _agree_on_fresh(self) -> None:
-        """Have a gradient count as new where it is on some rank: all are to update the same."""
+        """Mark gradients as new that are new on any rank: all ranks update the same ones."""
         members, trained = self._reducer.plan.process_set, self._trained()
         if not trained or not self._reducer.takes_part():
             return

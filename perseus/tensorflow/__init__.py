@@ -1,7 +1,7 @@
 """The public face for TensorFlow: `import perseus.tensorflow as hvd`.
 
 perseus.tensorflow.horovod is the same. The face is loaded when a script first asks for one of its
-names: tools that prepare this package's libraries, and Keras, import modules of it alone.
+names, because Keras, and tools that prepare this package's libraries, import single modules of it.
 """
 
 from importlib import import_module
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
     value = getattr(import_module("perseus.tensorflow.horovod"), name)
-    globals()[name] = value  # the next one who asks finds it at once
+    globals()[name] = value  # the next access finds it at once
     return value
 
 

@@ -1,4 +1,4 @@
-"""DistributedOptimizer(op=Adasum): every rank takes a step of its own, and the steps are combined.
+"""DistributedOptimizer(op=Adasum): every rank takes its own step, and Adasum combines the steps.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; behaviour
 of Horovod 0.28.1, horovod.tensorflow.
@@ -28,7 +28,7 @@ from perseus.tensorflow.reductions import allreduce
 class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """A tf.compat.v1 optimizer around another one, whose steps are combined over all ranks.
 
-    backward_passes_per_step: steps that a rank takes by itself before they are combined.
+    backward_passes_per_step: steps that a rank takes alone before they are combined.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._starts: list[Any] = []
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's: gradients are not reduced, steps are."""
+        """The wrapped optimizer's gradients: Adasum reduces steps, not gradients."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
     def apply_gradients(
@@ -65,7 +65,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         variables = [tf_variable(variable) for gradient, variable in pairs if gradient is not None]
         if self._passes > 1:
             return self._apply_some(pairs, variables, global_step, name)
-        # A copy: identity gives the memory of a reference variable, which the step changes.
+        # A copy, since identity returns a reference variable's own memory, which the step changes.
         before = [tf.raw_ops.DeepCopy(x=variable) for variable in variables]
         with tf.control_dependencies(before):
             stepped = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
@@ -73,7 +73,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             return self._combine(variables, before)
 
     def _apply_some(self, pairs: Any, variables: list[Any], global_step: Any, name: Any) -> Any:
-        """A step of one's own; every N-th time what has been done since the last is combined."""
+        """Take this rank's step; every N-th call combines the steps since the last combination."""
         self._remember(variables)
         first = tf.equal(tf.identity(self._counter), 0)
         began = when(first, lambda: self._copy_to_starts(variables), lambda: None)

@@ -1,7 +1,7 @@
 """`perseusrun --build-xla`: compiles the XLA library for the TensorFlow that is installed here.
 
-`python -m perseus.tensorflow.build_xla` does the same. It takes a C++ compiler, a minute or two of
-one core and 2 GiB of memory, for TensorFlow's headers.
+`python -m perseus.tensorflow.build_xla` does the same. It needs a C++ compiler and, for
+TensorFlow's headers, one or two minutes of one core and 2 GiB of memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _command(tensorflow: Any, compiler: str, output: Path) -> list[str]:
 
     include = Path(tensorflow.sysconfig.get_include())
     library = Path(tensorflow.sysconfig.get_lib())
-    # Headers that TensorFlow's own include, which its wheels keep in folders of their own.
+    # Headers that TensorFlow's headers include; its wheels keep them in separate folders.
     bundled = [include / "external" / "highwayhash", include / "external/farmhash_archive/src"]
     return [
         compiler, "-O1", "-fPIC", "-shared", "-w",
@@ -42,7 +42,7 @@ def _command(tensorflow: Any, compiler: str, output: Path) -> list[str]:
 
 
 def build() -> Path:
-    """The library's path, after compiling it if it was not there; RuntimeError in words."""
+    """Compile the library unless it exists; returns its path. RuntimeError if that fails."""
     import tensorflow
 
     from perseus.tensorflow import xla
@@ -72,12 +72,12 @@ def build() -> Path:
                 f"[xla] TensorFlow {tensorflow.__version__}: g++ ended with {done.returncode}, "
                 f"what it said is in {log}"
             )
-        made.replace(target)  # at once: others may build, or start, at the same time
+        made.replace(target)  # atomically: other processes may build or start meanwhile
     return target
 
 
 def main() -> int:
-    """Exit status 0 with the library in place."""
+    """Build the library; exit status 0 if that worked."""
     try:
         print(build())
     except (RuntimeError, ImportError, OSError) as error:

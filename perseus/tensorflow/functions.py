@@ -18,7 +18,7 @@ from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import on_device, tf_variable
 
-# A dtype that the core lacks travels as one of the same width: seeds of Keras are uint32.
+# A dtype that the core lacks is sent as one of the same width: Keras's seeds are uint32.
 _SAME_WIDTH = {
     tf.uint32: tf.int32,
     tf.uint64: tf.int64,
@@ -35,10 +35,10 @@ def broadcast_variables(
     """Overwrite variables with the root's; those of TensorFlow and of Keras.
 
     variables: equal in number, order, shapes and dtypes on all ranks. root_rank: a global rank.
-    inplace: use broadcast_. Either way values arrive in new memory, which becomes the variables'
-        without another copy: TensorFlow 2.21 does not export what would give a kernel theirs.
+    inplace: use broadcast_. In both cases values arrive in new memory, which the variables take
+        over without a copy: TensorFlow 2.21 exports no way to give a kernel their own memory.
 
-    In eager mode it is done on return (None). In a graph, returns the operation that does it.
+    In eager mode, returns None when it is done. In a graph, returns the operation that does it.
     """
     if not isinstance(variables, Iterable):
         raise ValueError(
@@ -76,7 +76,7 @@ def _arrived(value: Any, dtype: tf.DType) -> Any:
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """An operation that overwrites all global variables of the default graph with the root's.
+    """Return an operation that overwrites the default graph's global variables with the root's.
 
     RuntimeError in eager mode, which has no such collection.
     """
@@ -95,7 +95,7 @@ _UNWRAPPED = (
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Overwrites all global variables with the root's when a session has been made.
+    """Overwrites all global variables with the root's after a session was created.
 
     For MonitoredTrainingSession and Estimator: variables restored from rank 0's checkpoint, or
     initialised there, are then equal everywhere.

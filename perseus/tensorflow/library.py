@@ -1,8 +1,8 @@
 """The native ops: finds libperseus_tensorflow.so, loads it into TensorFlow, and gives it the world.
 
-`native` has one function for every op, see perseus.tensorflow.xla. Loading starts nothing of
-TensorFlow's, so that scripts may still choose devices and threads. Whether completions are handed
-over as expected of this version is tested by the library before its first asynchronous op runs.
+`native` has one function for every op; see perseus.tensorflow.xla. Loading starts no part of
+TensorFlow, so scripts can still choose devices and threads. Before its first asynchronous op runs,
+the library tests whether this version hands completions over as expected.
 Thread-safe after import.
 """
 
@@ -36,7 +36,7 @@ OPS = (
 
 
 def _import_tensorflow() -> tuple[Any, tuple[int, int]]:
-    """TensorFlow and its version; ImportError where it is too old."""
+    """TensorFlow and its version; ImportError if it is too old."""
     import tensorflow
 
     major, minor = (int(part) for part in tensorflow.__version__.split(".")[:2])
@@ -56,7 +56,7 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     if not _LIBRARY.exists():
         raise ImportError(f"[tensorflow] {_LIBRARY} is missing: pip install Perseus again")
     # The ops are stateful, so that equal ones are neither merged nor folded; TensorFlow would then
-    # run them one after the other. They pair by name, so any order will do.
+    # run them one after the other. Ranks match them by name, so they may run in any order.
     order.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= frozenset(OPS)
     try:
         functions = tensorflow.load_op_library(str(_LIBRARY))

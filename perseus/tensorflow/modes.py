@@ -18,27 +18,27 @@ def _executing_eagerly() -> bool:
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What dictionaries can be keyed by: a variable's reference, a tuple of them for a list."""
+    """Keys for dictionaries: a variable's reference, or a tuple of references for a list."""
     if isinstance(vars, list):
         return tuple(vars_to_refs(variable) for variable in vars)
     return tf_variable(vars).ref()
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables again: a list for a tuple of references."""
+    """The variables of such keys; a list for a tuple of references."""
     if isinstance(refs, tuple):
         return [refs_to_vars(reference) for reference in refs]
     return refs.deref()
 
 
 def tf_variable(variable: Any) -> Any:
-    """TensorFlow's variable under Keras 3's; anything else as it is."""
+    """The TensorFlow variable of a Keras 3 variable; anything else is returned as it is."""
     inner = getattr(variable, "_value", None)
     return inner if isinstance(inner, tf.Variable) else variable
 
 
 def name_of(source: Any) -> str:
-    """How a variable or tensor is called, for messages; empty where it has no name."""
+    """The name of a variable or tensor for messages; "" if it has none."""
     if isinstance(source, tf.Variable) or hasattr(source, "path"):
         name = getattr(source, "path", None) or source.name
     else:
@@ -47,13 +47,13 @@ def name_of(source: Any) -> str:
 
 
 def on_device(device: str) -> AbstractContextManager[Any]:
-    """tf.device(device); "" leaves the placement alone."""
+    """tf.device(device); "" leaves the placement to TensorFlow."""
     context: AbstractContextManager[Any] = tf.device(device) if device else nullcontext()
     return context
 
 
 def when(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """Run one of two functions as a scalar bool tensor says, for what they do.
+    """Run one of two functions for its effects; a scalar bool tensor chooses.
 
     Returns None in eager mode, else the operation that has done it.
     """
@@ -74,9 +74,9 @@ def when(condition: Any, action: Callable[[], Any], otherwise: Callable[[], Any]
 
 @contextmanager
 def _branches_in_this_graph() -> Iterator[None]:
-    """Conditionals of a session's graph as it had them before they became functions.
+    """Build conditionals of a session's graph in the old form, which are not functions.
 
-    Those cannot use reference variables.
+    Functions cannot use reference variables.
     """
     v1 = tf.compat.v1
     if v1.get_default_graph().building_function or not v1.control_flow_v2_enabled():
@@ -90,7 +90,7 @@ def _branches_in_this_graph() -> Iterator[None]:
 
 
 def belongs_here(tensor: Any) -> bool:
-    """Whether code that runs now can use a tensor: an eager one, or one of a graph around here."""
+    """Whether code that runs now can use a tensor: an eager one, or one of an enclosing graph."""
     if tf.executing_eagerly():
         return hasattr(tensor, "numpy")
     graph = tf.compat.v1.get_default_graph()

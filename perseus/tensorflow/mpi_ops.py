@@ -1,6 +1,7 @@
 """Horovod's module of collectives, `horovod.tensorflow.mpi_ops`: one place with all of their names.
 
-Each takes one tensor (or, grouped, a list), the rest is as in perseus.tensorflow.ops. Thread-safe.
+Each takes one tensor (or, if grouped, a list); the rest is as in perseus.tensorflow.ops.
+Thread-safe.
 """
 
 # ruff: noqa: PLR0917 - the signatures are Horovod's
@@ -181,7 +182,7 @@ def _grouped_allreduce(
 
 
 def _laid_out(tensor: Any) -> Any:
-    """As allgather takes it: a row of ranks where PERSEUS_CHANGE_HVD_ALLGATHER is 0."""
+    """The tensor for allgather: with a new first dimension if PERSEUS_CHANGE_HVD_ALLGATHER is 0."""
     return tf.expand_dims(tensor, 0) if basics.stacks_gathered() else tensor
 
 
@@ -232,7 +233,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Overwrite variables with the root's, as one operation; returns what they hold then.
+    """Overwrite variables with the root's, as one operation; returns their new values.
 
     The root's values go to a tensor first, from which they are assigned. Not differentiable.
     """

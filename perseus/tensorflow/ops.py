@@ -1,7 +1,7 @@
-"""The collectives as ops: what everything else of perseus.tensorflow is made of.
+"""The collectives as ops, on which everything else in perseus.tensorflow is built.
 
 All work eagerly, in tf.function and in v1 graphs, on the CPU. They may run in any order and at the
-same time: ranks pair them by name. Common arguments:
+same time: ranks match them by name. Common arguments:
 
 tensors: a list of tensors, variables or arrays.
 name: None makes one. In a graph it is the name of the node, which TensorFlow makes unique there
@@ -10,8 +10,8 @@ name: None makes one. In a graph it is the name of the node, which TensorFlow ma
 grouped: one op for all tensors, which are ready, executed and finished together.
 process_set: the ranks that take part.
 
-dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64, bool; what is only moved
-    may be uint16 too, which TensorFlow refuses to have reduced.
+dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64, bool; ops that do not
+    reduce also take uint16, of which TensorFlow allows no reductions.
 Gradients are registered by perseus.tensorflow.gradients.
 Errors, raised where the result is used: FailedPreconditionError on every rank where ranks disagree
 about a tensor (the job goes on), and before init(); UnknownError when the world has broken;
@@ -42,7 +42,7 @@ Product = ReduceOp.Product
 
 
 def bits(value: float) -> int:
-    """A float64 as the integer that stands for it in an op's attributes."""
+    """A float64 as the integer that represents it in an op's attributes."""
     number: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return number
 
@@ -59,11 +59,11 @@ def normalize_name(name: str) -> str:
 
 
 def naming(word: str, name: str | None, tensors: Sequence[Any], ignore: bool) -> dict[str, Any]:
-    """The attributes that decide what an op is called in the core."""
+    """The attributes that decide the name of an op in the core."""
     if tf.executing_eagerly():
         return {"eager": True, "tensor_name": name or ""}
     if name:
-        # What a node may be called.
+        # The characters that a node's name may have.
         node = re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", name).rstrip("/")
         if not re.match("[A-Za-z0-9.]", node):
             node = f"tensor{node}"
@@ -73,14 +73,14 @@ def naming(word: str, name: str | None, tensors: Sequence[Any], ignore: bool) ->
 
 
 def keep_shapes(results: Iterable[Any], tensors: Iterable[Any]) -> None:
-    """State in a graph what the results' shapes are; eagerly they have them."""
+    """Set the results' shapes in a graph; eager results have theirs."""
     if not tf.executing_eagerly():
         for result, tensor in zip(results, tensors, strict=True):
             result.set_shape(tensor.shape)
 
 
 def _keep_rows(results: Iterable[Any], tensors: Iterable[Any]) -> None:
-    """The same for results that differ from the tensors in the number of rows."""
+    """The same for results with another number of rows than the tensors."""
     if not tf.executing_eagerly():
         for result, tensor in zip(results, tensors, strict=True):
             if tensor.shape.rank:
@@ -94,7 +94,7 @@ def _as_tensors(tensors: Iterable[Any]) -> list[Any]:
 def _in_parts(
     tensors: list[Any], names: Sequence[str | None] | str | None, grouped: bool
 ) -> list[tuple[list[Any], str | None]]:
-    """(tensors, name) of each op that is to be made."""
+    """(tensors, name) of each op to build."""
     if grouped:
         if names is not None and not isinstance(names, str):
             raise ValueError(f"[tensorflow] a grouped operation has one name, got {names!r}")
@@ -128,8 +128,8 @@ def allreduce(
     op: Average, Sum, Min, Max, Product or Adasum; integers truncate towards zero.
     prescale, postscale: multiplied in before and after.
     gradient_of, codec, codec_argument, priority: as in perseus_request (perseus.h).
-    fixed_name: the core's, of the only op, whatever its node in a graph is called; it must not be
-        in flight twice.
+    fixed_name: the name in the core of the only op, whatever the name of its node in a graph; it
+        must not be in flight twice.
 
     outcomes: None unless gradient_of is given, else an int32 scalar of each op (one if grouped), a
     perseus_gradient: 0 reduced; 1 held back, the result means nothing; 2 skipped.
@@ -261,7 +261,7 @@ def alltoall(
 
 
 def _splits_dtype(splits: Any) -> Any:
-    """int32; a list or array has no say in how wide its numbers are, a tensor has."""
+    """int32 for a list or array, whose width means nothing; a tensor's own dtype."""
     if tf.is_tensor(splits) and splits.dtype != tf.int32:
         raise ValueError("alltoall expects splits to contain 32-bit integer elements")
     return tf.int32
@@ -299,10 +299,10 @@ def reducescatter(
 
 
 def join() -> Any:
-    """Say that this rank has no more data: the rank that joined last, an int32 scalar.
+    """Announce that this rank has no more data; the result is the rank that joined last, an int32.
 
-    Runs until all ranks have said so; meanwhile this one gives zeros to every allreduce of the
-    others, whose other collectives fail.
+    Runs until all ranks have done so. Meanwhile this rank contributes zeros to the others'
+    allreduces; their other collectives fail.
     """
     return _scalar(native.perseus_join(eager=tf.executing_eagerly()))
 
@@ -314,7 +314,7 @@ def _scalar(number: Any) -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """How many ranks a process set has when the op runs, an int32 scalar, like those below."""
+    """The number of ranks in a process set when the op runs, an int32 scalar like those below."""
     return _scalar(native.perseus_size(process_set_id=process_set_id, name=name))
 
 
@@ -324,12 +324,12 @@ def rank_op(name: str | None = None) -> Any:
 
 
 def index_op(process_set_id: int, name: str | None = None) -> Any:
-    """This process's place in a process set; its size where it is not in it."""
+    """This process's index in a process set; the set's size if it is not a member."""
     return _scalar(native.perseus_rank(process_set_id=process_set_id, name=name))
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """How many ranks this host has."""
+    """The number of ranks on this host."""
     return _scalar(native.perseus_local_size(name=name))
 
 
@@ -339,5 +339,5 @@ def local_rank_op(name: str | None = None) -> Any:
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """1 where this process is in a process set, else 0."""
+    """1 if this process is in the process set, else 0."""
     return _scalar(native.perseus_process_set_included(process_set_id=process_set_id, name=name))

@@ -1,6 +1,6 @@
 """DistributedOptimizer: reduces gradients over all ranks before they are applied.
 
-Here for optimizers of tf.compat.v1; what Keras optimizers get is perseus.tensorflow.horovod.keras.
+This module serves optimizers of tf.compat.v1; perseus.tensorflow.horovod.keras serves Keras's.
 Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
 """
 
@@ -141,8 +141,8 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     ) -> Any:
         """As in the wrapped optimizer.
 
-        While gradients are summed up, and where a NaN is to be skipped, on all ranks alike, only
-        global_step goes on.
+        While gradients are summed up, or if a NaN is to be skipped, all ranks only advance
+        global_step.
         """
         pairs = list(grads_and_vars)
 
@@ -194,8 +194,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         see perseus.tensorflow.horovod.keras.
     name: of the optimizer; `Distributed<class>` without one. use_locking: as in TensorFlow.
     device_dense, device_sparse: where the reductions run; "" leaves it to TensorFlow.
-    compression: what a gradient looks like while it travels. Without it the settings decide, which
-        are float16 between hosts; Compression.none is full precision everywhere.
+    compression: how gradients are encoded on their way. Without it the settings decide, by default
+        float16 between hosts; Compression.none keeps full precision everywhere.
     sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their values and indices
         are gathered, with op Average or Sum only.
     backward_passes_per_step: passes that add up locally before gradients are reduced and applied,
@@ -205,14 +205,14 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
         only with Average.
     groups: reduce several gradients as one operation: an int makes that many groups in order; lists
-        of variables are taken as they are, the rest goes one by one. num_groups is its old name.
+        of variables form groups as given, all others are reduced one by one. Formerly num_groups.
     process_set: the ranks that take part.
     scale_local_gradients: divide the gradients of variables given to register_local_var() by the
         number of ranks.
-    residuals: keeps what codecs hold back, for checkpoints, with optimizers of tf.compat.v1; see
-        hvd.GradientResiduals. Keras optimizers have them in their own files.
+    residuals: keeps the residuals of lossy codecs for checkpoints, with optimizers of tf.compat.v1;
+        see hvd.GradientResiduals. Keras optimizers save them in their own files.
 
-    Raises ValueError for arguments that do not fit.
+    Raises ValueError for inconsistent arguments.
     """
     checked_reduction(op, gradient_predivide_factor, compression, process_set, "tensorflow")
     checked_passes(backward_passes_per_step, "tensorflow")

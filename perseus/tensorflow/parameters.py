@@ -1,7 +1,7 @@
 """PERSEUS_PARAMETER_CHECK_N_STEPS for variables, eagerly and as part of any graph. Stateless.
 
-In a graph Python is called: once a step to count it, and with the variables when they are to be
-compared. So programs of XLA go without.
+A graph calls Python: once in a step to count it, and with the variables when they are to be
+compared. Programs of XLA therefore do not compare.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from perseus.tensorflow.modes import name_of, tf_variable, when
 def compared(
     check: ParameterCheck, names: Sequence[str], sources: Sequence[Any], gradients: Sequence[Any]
 ) -> list[Any]:
-    """Gradients that are there once the variables among `sources` have been compared, if due.
+    """The gradients, available once the variables among `sources` have been compared, if due.
 
     names, sources, gradients: one each; gradients are tensors, tf.IndexedSlices or None.
     MismatchError, in a graph UnknownError, on all ranks where variables differ.
@@ -59,7 +59,7 @@ def compared(
 
 
 def _kept(gradient: Any) -> Any:
-    """The same gradient, after what it depends on here."""
+    """The same gradient, with control dependencies on the comparison."""
     if gradient is None:
         return None
     return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)

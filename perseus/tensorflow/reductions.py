@@ -97,7 +97,7 @@ def grouped_allreduce(
     """The reductions of several tensors as one operation, as new tensors.
 
     They are executed together once all of them are ready on all ranks; dtypes may differ. An empty
-    list is returned as it is. tf.IndexedSlices among them go one by one. See allreduce.
+    list is returned as it is. tf.IndexedSlices among them are reduced one by one. See allreduce.
     """
     if not tensors:
         return list(tensors)
@@ -143,7 +143,7 @@ def _codec(compression: type[Compressor], name: str | None) -> tuple[int, float]
 
 
 def set_size(process_set: ProcessSet, dtype: tf.DType) -> Any:
-    """How many ranks a set has; read when the graph runs where elastic training may change it."""
+    """The number of ranks in a set; read when the graph runs, if elastic training may change it."""
     if config.elastic():
         return tf.cast(ops.size_op(group_id(process_set)), dtype)
     return tf.constant(process_set.size(), dtype)
@@ -152,8 +152,8 @@ def set_size(process_set: ProcessSet, dtype: tf.DType) -> Any:
 def divided_by_size(tensor: Any, process_set: ProcessSet) -> Any:
     """A tensor or tf.IndexedSlices divided by the number of ranks.
 
-    Integers truncate in a tensor. In slices they become floats, as Horovod's do: rows of one index
-    are still to be added, and truncated parts would add up to something else than the mean.
+    Integers in a tensor truncate. In slices they become floats, as in Horovod: rows of one index
+    are still to be added, and truncated parts would not add up to the mean.
     """
     if isinstance(tensor, tf.IndexedSlices):
         values = tensor.values / set_size(process_set, tensor.values.dtype)

@@ -1,4 +1,4 @@
-"""What lossy codecs hold back of gradients, as a part of TensorFlow's checkpoints.
+"""Residuals of lossy codecs as a part of TensorFlow's checkpoints.
 
 Belongs to the thread that trains.
 """
@@ -21,33 +21,33 @@ _used_names: Counter[str] = Counter()
 
 
 class ResidualState(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What tf.train.Checkpoint saves of a source; a rank takes only what it has saved itself."""
+    """The state that tf.train.Checkpoint saves; a rank restores only what it saved itself."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def serialize(self) -> bytes:
-        """This rank's; nothing outside of a world."""
+        """This rank's residuals; none outside of a world."""
         if not basics.is_initialized():
             return pack({}, 0)
         return pack(self._source.residuals(), basics.rank())
 
     def deserialize(self, string_value: Any) -> None:
-        """Go on with what serialize() gave; ValueError for anything else."""
+        """Continue with the result of serialize(); ValueError for anything else."""
         self._source.go_on_with(*unpack(getattr(string_value, "item", lambda: string_value)()))
 
 
 class GradientResiduals(LateReducer, ResidualState):
-    """What lossy codecs hold back of one model's gradients: `residuals=` of what reduces them.
+    """The residuals of one model's gradients: the `residuals=` of what reduces them.
 
-    Of every hvd.DistributedGradientTape of the model's, which have equal arguments, or of one
-    hvd.DistributedOptimizer of tf.compat.v1. It is a part of checkpoints as
+    They belong to all of the model's hvd.DistributedGradientTapes, which must have equal arguments,
+    or to one hvd.DistributedOptimizer of tf.compat.v1. They become a part of checkpoints by
     `tf.train.Checkpoint(model=model, residuals=residuals)`, of tf.compat.v1.train.Saver's by
     saveable(), and of elastic states as `TensorFlowState(variables, residuals=residuals)`. A rank
-    takes only what it has saved itself; others begin with nothing.
+    restores only what it saved itself; other ranks begin without residuals.
 
-    name: equal on all ranks and in all runs, another one for each model. While gradients have it,
-        no two reductions of the same variable may be in flight, as in loops that do not assign it.
+    name: equal on all ranks and in all runs, and different for each model. No two reductions of the
+        same variable may be in flight under it, as in loops that do not assign the variable.
     """
 
     def __init__(self, name: str = "gradients") -> None:
@@ -58,7 +58,7 @@ class GradientResiduals(LateReducer, ResidualState):
         self._scope = f"{name}_{number}_Allreduce" if number else f"{name}_Allreduce"
 
     def reducer(self, plan: Plan) -> GradientReducer:
-        """The one that reduces; ValueError where another plan has been given before."""
+        """The reducer; ValueError if an earlier call has given another plan."""
         if self._reducer is None:
             self._reducer = GradientReducer(self._scope, plan, lasting=True)
             self.go_on_with(*self._loaded)
@@ -71,9 +71,9 @@ class GradientResiduals(LateReducer, ResidualState):
         return made
 
     def saveable(self, name: str = "perseus_residuals") -> Any:
-        """What a tf.compat.v1.train.Saver of this graph takes in its list of variables.
+        """The object for the variable list of a tf.compat.v1.train.Saver of this graph.
 
-        name: in the checkpoint. It calls Python, so it is not to be used from an exported graph.
+        name: its name in the checkpoint. It calls Python, so an exported graph cannot use it.
         """
         return _Saveable(self, name)
 
@@ -86,6 +86,6 @@ class _Saveable(BaseSaverBuilder.SaveableObject):  # type: ignore[misc]
         super().__init__(tensor, [spec], name)
 
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
-        """The operation that does it."""
+        """The operation that restores the residuals."""
         (tensor,) = restored_tensors
         return tf.numpy_function(self._state.deserialize, [tensor], [])

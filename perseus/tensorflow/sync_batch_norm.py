@@ -1,7 +1,7 @@
 """Batch normalisation over the batches of all ranks, as a Keras layer.
 
-Source of the interface: Horovod 0.28.1, horovod.tensorflow.sync_batch_norm; unlike there, ranks
-weigh as many values as they have, so that batches of different sizes are the joined batch too.
+Source of the interface: Horovod 0.28.1, horovod.tensorflow.sync_batch_norm; unlike there, a rank's
+weight is its number of values, so batches of different sizes also form the joined batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from perseus.tensorflow import ops
 from perseus.tensorflow.ops import Sum
 
 _KERAS_2 = hasattr(tf.keras.layers.BatchNormalization, "_calculate_mean_and_var")
-# Not a layer's, whose name counts what the rank has made before: positions in the graph.
+# Not the layer's name, which counts earlier layers of this rank, but its position in the graph.
 _SCOPE = "SyncBatchNormalization/"
 
 
@@ -29,7 +29,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     Inputs of any floating dtype; all sizes but the number of channels may differ between ranks, and
     a batch may be empty. In inference, and on one rank, it is the plain layer and does not
     communicate. The gradient of the inputs is that of the sum of all ranks' losses; gamma and beta
-    get this rank's share of it. DistributedOptimizer and the tape make the mean of all that.
+    get this rank's share of it. DistributedOptimizer and the tape average both.
     """
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         super().__init__(**kwargs)
 
     def _moments(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        # Where Keras 3 asks for mean and variance: (inputs, mask).
+        # Keras 3 calls this for mean and variance: (inputs, mask).
         if _KERAS_2 or _alone():
             return super()._moments(inputs, *args, **kwargs)
         return joined_moments(inputs, self._reduction_axes, *args, **kwargs)
@@ -48,7 +48,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
     def _calculate_mean_and_var(
         self, inputs: Any, reduction_axes: Any, keep_dims: bool, mask: Any = None
     ) -> Any:
-        # Where Keras 2 does.
+        # Keras 2 calls this.
         if _alone():
             return super()._calculate_mean_and_var(inputs, reduction_axes, keep_dims, mask=mask)
         moments = joined_moments(inputs, list(reduction_axes), mask)
@@ -65,8 +65,8 @@ def _alone() -> bool:
 def joined_moments(inputs: Any, axes: list[int], mask: Any = None) -> tuple[Any, Any]:
     """Mean and variance of all ranks' inputs over `axes`, one number per channel each.
 
-    mask: of the inputs' shape without the last dimension, which must be that of the channels; what
-        is false does not count.
+    mask: has the inputs' shape without the last dimension, which must be the channels; values where
+        it is false do not count.
     """
     weights = None if mask is None else tf.cast(tf.expand_dims(mask, -1), inputs.dtype)
     shape = _kept_shape(inputs, axes)

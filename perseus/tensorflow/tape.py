@@ -37,7 +37,7 @@ _WITHHELD = (
 
 @functools.cache
 def _reducer(plan: Plan) -> GradientReducer:
-    # Scripts make a new tape every step; what the core holds of its gradients goes on.
+    # Scripts create a new tape in every step; the core's state of its gradients continues.
     return GradientReducer("DistributedGradientTape_Allreduce", plan)
 
 
@@ -47,7 +47,7 @@ def _warn_of_withheld() -> None:
 
 
 class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
-    """What DistributedGradientTape puts in front of the wrapped tape's class.
+    """The mixin that DistributedGradientTape puts in front of the wrapped tape's class.
 
     applies: after gradient(), whether the settings want the step to be taken: True, or a scalar
         bool tensor where they may not; gradients are zeros where it is false.
@@ -151,21 +151,21 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
     gradtape: a tf.GradientTape that has recorded, or that will: `with
         hvd.DistributedGradientTape(tf.GradientTape()) as tape`.
     device_dense, device_sparse: where the reductions run; "" leaves it to TensorFlow.
-    compression: what a gradient looks like while it travels. Without it the settings decide, which
-        are float16 between hosts; Compression.none is full precision everywhere.
+    compression: how gradients are encoded on their way. Without it the settings decide, by default
+        float16 between hosts; Compression.none keeps full precision everywhere.
     sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their values and indices
         are gathered, with op Average or Sum only.
     op: Average, Sum, Min, Max, Product or Adasum, of gradients.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
         only with Average.
     groups: reduce several gradients as one operation: an int makes that many groups in order; lists
-        of variables are taken as they are, the rest goes one by one. num_groups is its old name.
+        of variables form groups as given, all others are reduced one by one. Formerly num_groups.
     process_set: the ranks that take part.
     scale_local_gradients: divide gradients that stay on their rank by the number of ranks.
-    residuals: keeps what codecs hold back, for checkpoints; see hvd.GradientResiduals.
+    residuals: keeps the residuals of lossy codecs for checkpoints; see hvd.GradientResiduals.
 
-    Returns the tape, with register_local_source() and `applies`. ValueError for arguments that do
-    not fit.
+    Returns the tape, with register_local_source() and `applies`. ValueError for
+    inconsistent arguments.
     """
     checked_reduction(op, gradient_predivide_factor, compression, process_set, "tensorflow")
     if isinstance(gradtape, _DistributedGradientTape):
@@ -179,7 +179,7 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
     made_class = type(wrapped.__name__, (_DistributedGradientTape, wrapped), {})
     made = cast(_DistributedGradientTape, cast(Any, made_class).__new__(made_class))
     made.__dict__.update(gradtape.__dict__)
-    made._recording = False  # whoever pushed the wrapped tape pops it
+    made._recording = False  # the code that pushed the wrapped tape pops it
     made.process_set = process_set
     made.scale_local_gradients = scale_local_gradients
     made.applies = True

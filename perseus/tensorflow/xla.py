@@ -1,10 +1,10 @@
-"""Ops in functions that XLA compiles: by a library that is made on request, else refused in words.
+"""Ops in functions that XLA compiles: served by a library built on request, else refused.
 
 The library (frameworks/tensorflow/xla) needs TensorFlow's own C++ headers, so it is compiled where
-it is used, see build_xla, and kept for each version of TensorFlow and of its sources. Without it an
-op says what to do when it is traced; TensorFlow itself would only say, when the function runs, that
-no such kernel is registered, as it still does where a function had been traced before one with
-jit_compile=True called it. Thread-safe.
+it is used (see build_xla) and kept for each version of TensorFlow and of its sources. Without it an
+op raises an error with the remedy when it is traced. TensorFlow itself would only report, when the
+function runs, that no such kernel is registered; it still does so if a function was traced before
+a function with jit_compile=True called it. Thread-safe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SOURCES = _PACKAGE / "sources" if (_PACKAGE / "sources").is_dir() else _PACKAGE
 _ADAPTERS = _SOURCES / "frameworks"
 FOLDERS = [_ADAPTERS / "tensorflow" / "xla", _ADAPTERS / "tensorflow", _SOURCES / "common/include"]
 
-# What the library has. Others' results have shapes that only a run knows.
+# The ops in the library. The results of all others have shapes that only a run knows.
 _COMPILED = frozenset(
     f"perseus_{op}"
     for op in (
@@ -38,7 +38,7 @@ _COMPILED = frozenset(
 
 
 def sources(tensorflow: Any) -> list[Path]:
-    """What the library is made of for a TensorFlow; headers of ours are near, or in FOLDERS."""
+    """The library's sources for a TensorFlow; our own headers are beside them or in FOLDERS."""
     typed = Path(tensorflow.sysconfig.get_include(), "xla", "ffi", "api", "ffi.h").exists()
     own = ["kernels", "plan", "compiled_call", "library"]
     own.append("targets_ffi" if typed else "targets_status")
@@ -50,7 +50,7 @@ def sources(tensorflow: Any) -> list[Path]:
 
 
 def place(tensorflow: Any) -> Path:
-    """Where the library for a TensorFlow is kept, for this user, whether it is there or not."""
+    """Where this user's library for a TensorFlow is kept, whether it exists or not."""
     files = {*sources(tensorflow), *(FOLDERS[2] / "perseus").glob("*.h")}
     for folder in (*FOLDERS[:2], _ADAPTERS / "world"):
         files.update(folder.glob("*.h"))
@@ -70,7 +70,7 @@ def _cache() -> Path:
 
 
 def load(tensorflow: Any) -> ctypes.CDLL | None:
-    """The library with its kernels registered; None where it has not been built."""
+    """Load the library, which registers its kernels; None if it has not been built."""
     if not _cache().is_dir():
         return None
     path = place(tensorflow)
@@ -141,7 +141,7 @@ def _guarded(name: str, function: Callable[..., Any], built: bool) -> Any:
 def guarded(functions: Any, built: bool) -> SimpleNamespace:
     """The generated functions of our ops, which raise NotImplementedError where XLA compiles.
 
-    built: the library is there, and so only what it has not is refused.
+    built: the library exists, so only ops that it lacks are refused.
     """
     return SimpleNamespace(
         **{

@@ -1,4 +1,4 @@
-"""DistributedOptimizer(op=Adasum): every rank takes a step of its own, and the steps are combined.
+"""DistributedOptimizer(op=Adasum): every rank takes its own step, and Adasum combines the steps.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021; behaviour
 of Horovod 0.28.1, horovod.torch.optimizer.
@@ -25,7 +25,7 @@ from perseus.torch.session import ALLREDUCE, Adasum, session, synchronize
 
 
 class AdasumOptimizer(torch.optim.Optimizer):
-    """What adasum_optimizer puts in front of the wrapped optimizer's class."""
+    """The mixin that adasum_optimizer puts in front of the wrapped optimizer's class."""
 
     _check: ParameterCheck
     _names: dict[torch.Tensor, str]
@@ -35,15 +35,15 @@ class AdasumOptimizer(torch.optim.Optimizer):
     backward_passes_per_step: int
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """How many backward passes the caller sums in p.grad before step(): up to the caller."""
+        """Set how many backward passes the caller sums in p.grad before it calls step()."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Nothing: gradients are not reduced, steps are."""
+        """Does nothing: Adasum reduces steps, not gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """AssertionError: there is nothing to skip."""
+        """Raises AssertionError: there is nothing to skip."""
         raise AssertionError(
             "Skipping synchronization is not supported when using Adasum optimizer."
         )
@@ -96,7 +96,7 @@ _Saved = tuple[dict[Any, Any], list[dict[str, Any]]]
 
 
 def _saved(optimizer: torch.optim.Optimizer) -> _Saved | None:
-    """What a step changes besides parameters, where a NaN may make it one that is not taken."""
+    """What a step changes besides parameters, saved where a NaN may undo the step."""
     if not basics.setting("PERSEUS_ALLREDUCE_NANCHECK"):
         return None
     if not basics.setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION"):
@@ -125,7 +125,7 @@ def adasum_optimizer(
     passes: int,
     process_set: ProcessSet,
 ) -> AdasumOptimizer:
-    """An optimizer of the same class whose step is the Adasum of all ranks' steps.
+    """Return an optimizer of the same class whose step is the Adasum of all ranks' steps.
 
     names: of every parameter that takes part, in the same order on all ranks.
     """
@@ -135,7 +135,7 @@ def adasum_optimizer(
     )
     made = cast(AdasumOptimizer, cast(Any, made_class).__new__(made_class))
     made.__dict__.update(optimizer.__dict__)
-    made.__dict__.pop("step", None)  # bound to the wrapped optimizer by a scheduler made before
+    made.__dict__.pop("step", None)  # a scheduler bound it to the wrapped optimizer
     made.state = defaultdict(dict)
     made._check = ParameterCheck(process_set)
     made._names = names

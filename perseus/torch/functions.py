@@ -44,9 +44,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order, without a copy where it lies so in host memory.
+    """The bytes of a tensor in row-major order; not a copy if they lie like that in host memory.
 
-    The view keeps the memory alive. Not by Tensor.numpy(): PyTorch works without NumPy.
+    The view keeps the memory alive. Does not use Tensor.numpy(): PyTorch works without NumPy.
     """
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
     flat = dense.cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -104,7 +104,7 @@ def _bytes_to_tensor(payload: bytes) -> torch.Tensor:
 
 
 class _TensorSlot:
-    """Stands for a tensor of the root's state, which travels on its own."""
+    """Stands for a tensor of the root's state, which is sent separately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -119,9 +119,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's optimizer state and options (lr, momentum, …).
 
-    The parameters must be the same, in the same order. State that only the root has yet, e.g. after
-    loading a checkpoint there, is created elsewhere. Where the root has no state, missing gradients
-    become zeros, as Horovod leaves them. model: accepted for Horovod's sake.
+    The parameters must be the same, in the same order. State that only the root has, e.g. after
+    loading a checkpoint there, is created on the others. If the root has no state, missing
+    gradients become zeros, as in Horovod. model: accepted for Horovod's sake.
     ValueError for LBFGS, whose state is not per parameter, and for anything but an optimizer.
     """
     checked_root(root_rank, "torch")

@@ -1,7 +1,7 @@
 """allgather as scripts see it: PERSEUS_CHANGE_HVD_ALLGATHER chooses the layout of the result.
 
-Joined along dimension 0 as in Horovod or, where that variable is 0, stacked: one dimension more, of
-ranks, and all tensors of one shape. What Perseus itself gathers, perseus.torch.exchange, is joined.
+Tensors are joined along dimension 0 as in Horovod. If that variable is 0, they are stacked along a
+new dimension of ranks, and need equal shapes. Perseus' own gathers (perseus.torch.exchange) join.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Collectives on a subset of ranks: what data + model parallel training is built from.
+"""Collectives on a subset of ranks: the base of data + model parallel training.
 
 A GroupComm is a process set that registers itself and carries the collectives as methods. Groups
-work at the same time without waiting for each other. One thread makes them, any thread uses them.
+work concurrently and never wait for each other. One thread creates them; any thread may use them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GroupComm(ProcessSet):
         return reducescatter(tensor, op=op, name=name, process_set=self)
 
     def alltoall(self, tensor: torch.Tensor, splits: Any = None, name: str | None = None) -> Any:
-        """Rows to every member, and what they send; with splits (output, received_splits)."""
+        """Exchange rows with every member; with splits (output, received_splits)."""
         return alltoall(tensor, splits=splits, name=name, process_set=self)
 
     def broadcast(

@@ -1,4 +1,4 @@
-"""What lossy codecs hold back, in a state_dict(). Stateless; see perseus.gradients.residuals."""
+"""Residuals of lossy codecs in a state_dict(). Stateless; see perseus.gradients.residuals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Residual = tuple[int, torch.Tensor]
 
 
 def as_tensors(held: Mapping[str, Held]) -> dict[str, Residual]:
-    """The same numbers; memory is shared."""
+    """The residuals as tensors that share their memory."""
     return {
         name: (layout, torch.frombuffer(data, dtype=torch.float32).reshape(2, -1))
         for name, (layout, data) in held.items()
@@ -23,7 +23,7 @@ def as_tensors(held: Mapping[str, Held]) -> dict[str, Residual]:
 
 
 def as_buffers(residuals: Mapping[str, Residual]) -> dict[str, Held]:
-    """Copies of what as_tensors() gave, on whatever device it is now."""
+    """Copies of the tensors that as_tensors() gave, whatever device they are on now."""
     return {
         name: (layout, buffer_of(data.to(torch.float32)).tobytes())
         for name, (layout, data) in residuals.items()

@@ -1,4 +1,4 @@
-"""PyTorch's door to the core: which tensors go through, how results come back, who waits.
+"""PyTorch's access to the core: which tensors it accepts, how results come back, and how to wait.
 
 One table of handles per init(). Any thread may use it.
 """
@@ -48,7 +48,7 @@ DTYPES = {
 def wrap(
     buffer: Any, shape: tuple[int, ...], like: torch.Tensor, received: tuple[int, ...] | None
 ) -> Any:
-    """A tensor on memory the core allocated, without a copy; with the received splits if asked."""
+    """A tensor over memory that the core allocated; with the received splits if asked."""
     if 0 in shape:
         output = torch.empty(shape, dtype=like.dtype)
     else:
@@ -59,7 +59,7 @@ def wrap(
 
 
 def describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    """Where a tensor lies, for PyTorch without DLPack's exchange table (before 2.10)."""
+    """A tensor's address and layout, for PyTorch before 2.10 (without DLPack's exchange table)."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"[torch] expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
@@ -123,7 +123,7 @@ def synchronize(handle: int) -> Any:
 
 
 def place(process_set: ProcessSet) -> tuple[int, int]:
-    """(this process's index, size) of a set, as (0, n) for a process outside of it."""
+    """(this process's index, size) of a set; (0, size) for a process outside of it."""
     if not basics.is_initialized():
         raise HorovodInternalError(NOT_INITIALIZED)
     if process_set.process_set_id == 0:
@@ -135,7 +135,7 @@ def place(process_set: ProcessSet) -> tuple[int, int]:
 
 
 def wants_grad(*tensors: torch.Tensor) -> bool:
-    """Whether an operation on these must be recorded for backward; TypeError for no tensors."""
+    """Whether autograd must record an operation on these; TypeError for anything but tensors."""
     try:
         for tensor in tensors:  # any() over a generator costs 0.3 µs
             if tensor.requires_grad:

@@ -60,10 +60,10 @@ def start_sparse_allreduce(
     *,
     gradient_of: int = 0,
 ) -> Callable[[], torch.Tensor | None]:
-    """sparse_allreduce_async whose values travel compressed, and are added in their own dtype.
+    """sparse_allreduce_async that compresses the values, and adds them in their own dtype.
 
     gradient_of: the number of the reducer whose gradient it is; 0 = no gradient. The function
-        returns None for one with a NaN that all ranks are to skip.
+        returns None if all ranks skip the gradient because of a NaN.
     """
     if tensor.layout != torch.sparse_coo:
         raise ValueError(
@@ -81,7 +81,7 @@ def start_sparse_allreduce(
     size = place(process_set)[1]
     values, context = compression.compress(own.values())
     names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
-    if not values.is_floating_point():  # what a compression of one's own may make of them
+    if not values.is_floating_point():  # a user's own compression may change them
         gradient_of = 0
     handles = (
         allgather_async(_header_and_indices(own), names[0], process_set),
@@ -111,7 +111,7 @@ def start_sparse_allreduce(
 
 
 def _both(handles: tuple[int, int]) -> list[Any]:
-    """What two operations give; both have ended when the failure of one is raised."""
+    """The results of two operations. If one fails, its error is raised after both have ended."""
     outcomes: list[Any] = []
     failures = Failures()
     for handle in handles:

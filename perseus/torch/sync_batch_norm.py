@@ -114,7 +114,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Joined sums go into the input's gradient; the parameters get this rank's sums."""
+        """The input's gradient uses the joined sums; the parameters get this rank's sums."""
         input, weight, mean, variance = ctx.saved_tensors
         kind = mean.dtype
         grad, values = grads[0].to(kind), input.to(kind)
@@ -144,7 +144,7 @@ def _joined_statistics(input: torch.Tensor) -> tuple[int, torch.Tensor, torch.Te
     if count:
         values = input.to(_working_dtype(input))
         own[0], own[1] = torch.batch_norm_update_stats(values, None, None, 0.0)
-    # The name says the size, so that layers of other sizes are other tensors to the core.
+    # The size is part of the name, so layers of other sizes are other tensors to the core.
     row = torch.cat([own.flatten(), torch.tensor([count], dtype=torch.float64)])
     rows = allgather(row.unsqueeze(0), name=f"sync_batch_norm.statistics.{channels}")
     counts = rows[:, -1:]
@@ -161,7 +161,7 @@ def _own_sums(
     """This rank's sums over each channel: gradient times normalised input, and gradient."""
     if values.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    # What plain batch normalisation with given statistics has as the parameters' gradients.
+    # Plain batch normalisation with given statistics has the same gradients of parameters.
     _, products, totals = torch.ops.aten.native_batch_norm_backward(
         grad, values, None, mean, variance, None, None, False, eps, [False, True, True]
     )

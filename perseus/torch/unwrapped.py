@@ -1,6 +1,6 @@
-"""A warning where ranks were made equal, but then train without averaging gradients.
+"""A warning for ranks that were made equal but then train without averaging gradients.
 
-What a forgotten DistributedOptimizer looks like: an optimizer that is none takes two steps after a
+This is how a forgotten DistributedOptimizer shows: an ordinary optimizer takes two steps after a
 broadcast, and between them this rank finishes no operation. Belongs to the thread that trains.
 """
 
@@ -22,7 +22,7 @@ _WARNING = (
 
 
 class _Watch:
-    """Of the first two steps after a broadcast; any further broadcast starts it again."""
+    """Watches the first two steps after a broadcast; another broadcast starts it again."""
 
     def __init__(self) -> None:
         self._registration: Any = None
@@ -59,6 +59,6 @@ _watch = _Watch()
 
 
 def watch() -> None:
-    """Parameters have been broadcast: rank 0 looks at what the optimizer does with them."""
+    """Parameters have been broadcast: rank 0 watches what the optimizer does with them."""
     if basics.size() > 1 and basics.rank() == 0:
         _watch.start()

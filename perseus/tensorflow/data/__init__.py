@@ -1,1 +1,1 @@
-"""tf.data on processes of their own: `python -m perseus.tensorflow.data.compute_worker`."""
+"""tf.data in separate processes: `python -m perseus.tensorflow.data.compute_worker`."""

@@ -1,7 +1,7 @@
-"""TensorFlow's data service, run by a job of its own, for the job that trains.
+"""TensorFlow's data service, which one job runs for another job that trains.
 
-Source of behaviour: Horovod 0.28.1, horovod.tensorflow.data.compute_service. Its servers are for
-one host; these are reached under the address that leads to the compute service. One thread.
+Source of behaviour: Horovod 0.28.1, horovod.tensorflow.data.compute_service. Its servers serve
+one host; these are reached at the address that leads to the compute service. One thread.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _SIDES = ("compute", "training")
 
 @dataclasses.dataclass(frozen=True)
 class TfDataServiceConfig:
-    """What a job that trains has to know of one that computes.
+    """What the job that trains must know about the job that computes.
 
-    dispatcher_side: "compute" or "training", where dispatchers run. addresses, key: of the
-    ComputeService. timeout: seconds for everybody to register.
+    dispatcher_side: "compute" or "training", where dispatchers run. addresses, key: those of
+    the ComputeService. timeout: seconds until everybody must have registered.
     """
 
     dispatchers: int
@@ -42,16 +42,16 @@ class TfDataServiceConfig:
     timeout: int = 60
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """A new one; ConnectionError where the service is not to be reached."""
+        """Connect a new client; ConnectionError if the service cannot be reached."""
         return ComputeClient(self.addresses, self.key, verbose=verbose)
 
     def to_dict(self) -> Mapping[str, Any]:
-        """With the key as hexadecimal digits, for JSON."""
+        """The fields for JSON, with the key as hexadecimal digits."""
         return {**vars(self), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
-        """What to_dict gave, also after JSON."""
+        """Recreate a configuration from to_dict's result, also after JSON."""
         addresses = {
             interface: [(str(host), int(port)) for host, port in places]
             for interface, places in config["addresses"].items()
@@ -60,7 +60,7 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**config, "addresses": addresses, "key": key})
 
     def write(self, filename: str) -> None:
-        """All at once, and for this user only, since the key is in it."""
+        """Write the file atomically, readable by this user only, since it has the key."""
         path = Path(filename)
         descriptor, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -69,7 +69,7 @@ class TfDataServiceConfig:
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False) -> TfDataServiceConfig:
-        """What write() wrote; waits for it if asked to."""
+        """Read what write() wrote; waits for the file if asked to."""
         path = Path(filename)
         while wait_for_file_creation and not path.exists():
             time.sleep(_LOOK_AGAIN_SECONDS)
@@ -78,10 +78,10 @@ class TfDataServiceConfig:
 
 @contextlib.contextmanager
 def tf_data_service(compute_config: TfDataServiceConfig, rank: int) -> Iterator[str]:
-    """Give the address, "grpc://host:port", of the dispatcher that this rank is to use.
+    """Provide the address, "grpc://host:port", of the dispatcher that this rank uses.
 
-    Where dispatchers run with those who train, rank 0 has the one for all, or every rank its own,
-    until the end of the `with`. TimeoutException where somebody does not register in time.
+    If dispatchers run in the job that trains, rank 0 runs one for all ranks, or every rank its own,
+    until the end of the `with`. TimeoutException if a server does not register in time.
     """
     compute = compute_config.compute_client(verbose=2)
     alone = compute_config.dispatchers == 1
@@ -150,12 +150,12 @@ def compute_worker_fn(compute_config: TfDataServiceConfig) -> None:
         servers.callback(_stop, worker)
         compute.register_worker_for_dispatcher(dispatcher_id, index)
         compute.wait_for_shutdown()
-        # TensorFlow stops a server under Python's lock: by then all have heard what this one says.
+        # TensorFlow stops a server under Python's lock: by then this one has answered all.
         control.barrier()
 
 
 def checked_side(side: str) -> str:
-    """The side; ValueError for one that does not exist."""
+    """Return the side; ValueError if it is unknown."""
     if side not in _SIDES:
         raise ValueError(f"dispatcher side is '{side}', expected one of {', '.join(_SIDES)}")
     return side
@@ -174,13 +174,13 @@ def _dispatcher(compute: ComputeClient, dispatcher_id: int) -> Iterator[None]:
 
 
 def _own_host(compute: ComputeClient) -> str:
-    """Under which this host talks to the service, and others to it."""
+    """The address from which this host reaches the service, and at which others reach this host."""
     hosts = [host for places in compute.addresses().values() for host, _ in places]
-    # The service's own host reaches it over loopback, too, which is of no use to others.
+    # The service's own host also reaches it over loopback, which is of no use to others.
     service = next((host for host in hosts if not is_loopback(host)), hosts[0])
     return source_address(service) or "localhost"
 
 
 def _stop(server: Any) -> None:
-    server._stop()  # there is no public way
+    server._stop()  # TensorFlow has no public way
     server.join()

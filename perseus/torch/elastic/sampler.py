@@ -1,4 +1,4 @@
-"""Deals a dataset out to the ranks, and its remaining samples after a change of ranks.
+"""Shares a dataset among the ranks, and its remaining samples when the ranks change.
 
 Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.torch.elastic.sampler.
 """
@@ -24,7 +24,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     Call record_batch after each batch and set_epoch at the end of an epoch; put the sampler into
     a TorchState, so that progress is committed and restored. Progress takes effect when the sampler
     is reset: by set_epoch, load_state_dict, reset, or a new world; a running iterator stays as it
-    is. Shares are equally long: the first samples are repeated where they do not come out even.
+    is. Shares have equal lengths: if the samples cannot be divided evenly, the first ones are
+    repeated.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -46,7 +47,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy epoch and progress, and deal out the remaining samples."""
+        """Copy epoch and progress, and share the remaining samples among the ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
@@ -56,7 +57,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def reset(self) -> None:
-        """Deal out the remaining samples of the epoch to the present ranks."""
+        """Share the remaining samples of the epoch among the present ranks."""
         self.num_replicas = size()
         self.rank = rank()
         self.remaining_indices = self._order()[self.processed_num :]
@@ -65,7 +66,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     @property
     def processed_indices(self) -> set[int]:
-        """The samples that this epoch has processed, on whatever rank."""
+        """The samples that this epoch has processed on any rank."""
         return set(self._order()[: self.processed_num])
 
     def _order(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Elastic state of PyTorch: modules, optimizers and samplers, each with its way to be kept.
+"""Elastic state of PyTorch: modules, optimizers and samplers, each with a handler that keeps it.
 
 Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.torch.elastic.state.
 """
@@ -97,11 +97,11 @@ class SamplerStateHandler(StateHandler):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Roll back to the progress last saved, and deal out the remaining samples."""
+        """Roll back to the progress last saved, and share the remaining samples."""
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
-        """Copy rank 0's progress, and deal out the remaining samples to the present ranks."""
+        """Copy rank 0's progress, and share the remaining samples among the present ranks."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
@@ -115,7 +115,7 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Which handler a value given to TorchState gets: (type, handler class), the first that fits.
+    """The (type, handler class) pairs from which TorchState takes the first that fits.
 
     Appending to the list adds a kind of value.
     """
@@ -133,7 +133,7 @@ def _handler_for(value: Any) -> StateHandler | None:
 
 
 class TorchState(ObjectState):
-    """What elastic training with PyTorch keeps, as attributes.
+    """The state of elastic training with PyTorch, as attributes.
 
         state = TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
 
@@ -172,7 +172,7 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Take over rank 0's state of everything, and what it has saved last of the other values.
+        """Take over rank 0's modules, optimizers and samplers, and its last save of other values.
 
         Collective; ranks must have the same attributes.
         """
@@ -181,7 +181,7 @@ class TorchState(ObjectState):
         super().sync()
 
     def reset(self) -> None:
-        """Have samplers deal out anew: the ranks may be others, even where no sync follows."""
+        """Have samplers share their samples again, since the ranks may have changed."""
         for handler in self._handlers.values():
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
