@@ -10,22 +10,62 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-KINDS = {
-    "positional_only": inspect.Parameter.POSITIONAL_ONLY,
-    "positional_or_keyword": inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    "keyword_only": inspect.Parameter.KEYWORD_ONLY,
-    "var_positional": inspect.Parameter.VAR_POSITIONAL,
-    "var_keyword": inspect.Parameter.VAR_KEYWORD,
-}
+
+def read_facts(file: str) -> dict[str, Any]:
+    """The facts in test/data/`file`: each on a line, parameters as Horovod's source has them."""
+    path = Path(__file__).parent / "data" / file
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return facts
 
 
-class Face:
-    """hvd: the module; its `names` and `compression` are in test/data/`file`.
+class Signatures:
+    """Parameters of one module against Horovod's.
 
     extra: parameters of functions beyond Horovod's; optional, and after its own.
     compressing: whose `compression` is by default what the settings say, so that Compression.none,
     when given, means exact: the one default that differs.
+    other_defaults: (function, parameter) -> the default here.
     """
+
+    def __init__(
+        self,
+        hvd: Any,
+        extra: Mapping[str, Sequence[str]],
+        compressing: Collection[str],
+        other_defaults: Mapping[tuple[str, str], Any] | None = None,
+    ) -> None:
+        self._hvd = hvd
+        self._extra = extra
+        self._compressing = compressing
+        self._other_defaults = other_defaults or {}
+
+    def expect_parameters(self, name: str, function: Any, expected: str) -> None:
+        """The same ones in the same order, of the same kinds, with the same defaults."""
+        horovods = self._parameters(expected)
+        actual = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        assert len(actual) >= len(horovods), f"misses {horovods[len(actual) :]}"
+        for theirs, ours in zip(horovods, actual, strict=False):
+            assert (ours.name, ours.kind) == (theirs.name, theirs.kind)
+            if ours.name == "compression" and name in self._compressing:
+                settings = self._hvd.Compression.settings
+                assert ours.default is settings
+                assert issubclass(settings, theirs.default)
+            else:
+                default = self._other_defaults.get((name, ours.name), theirs.default)
+                assert ours.default == default, ours.name
+        beyond = actual[len(horovods) :]
+        assert [parameter.name for parameter in beyond] == list(self._extra.get(name, []))
+        assert all(parameter.default is not inspect.Parameter.empty for parameter in beyond)
+
+    def _parameters(self, text: str) -> list[inspect.Parameter]:
+        """From their source text, whose defaults are names of the module."""
+        scope = {**vars(self._hvd)}
+        exec(f"from __future__ import annotations\ndef described({text}): ...", scope)
+        return list(inspect.signature(scope["described"]).parameters.values())
+
+
+class Face(Signatures):
+    """A whole module: its `names` and `compression` are in test/data/`file`."""
 
     def __init__(
         self,
@@ -34,32 +74,10 @@ class Face:
         extra: Mapping[str, Sequence[str]],
         compressing: Collection[str],
     ) -> None:
-        self._hvd = hvd
-        self._extra = extra
-        self._compressing = compressing
-        path = Path(__file__).parent / "data" / file
-        self.facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        super().__init__(hvd, extra, compressing)
+        self.facts = read_facts(file)
         self.names: dict[str, Any] = self.facts["names"]
         self.functions = sorted(n for n, fact in self.names.items() if fact["kind"] == "function")
-
-    def expect_parameters(self, name: str, function: Any, expected: list[dict[str, str]]) -> None:
-        """The same ones in the same order, of the same kinds, with the same defaults."""
-        actual = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-        assert len(actual) >= len(expected), f"misses {expected[len(actual) :]}"
-        for fact, parameter in zip(expected, actual, strict=False):
-            assert parameter.name == fact["name"]
-            assert parameter.kind == KINDS[fact["kind"]]
-            if parameter.name == "compression" and name in self._compressing:
-                settings = self._hvd.Compression.settings
-                assert parameter.default is settings
-                assert issubclass(settings, self._value(fact["default"]))
-            elif "default" in fact:
-                assert parameter.default == self._value(fact["default"]), parameter.name
-            else:
-                assert parameter.default is inspect.Parameter.empty, parameter.name
-        beyond = actual[len(expected) :]
-        assert [parameter.name for parameter in beyond] == list(self._extra.get(name, []))
-        assert all(parameter.default is not inspect.Parameter.empty for parameter in beyond)
 
     def expect_names(self) -> None:
         """None is missing; all are exported, and everything that is exported exists."""
@@ -96,8 +114,8 @@ class Face:
     def expect_methods(self, class_name: str) -> None:
         """With Horovod's parameters."""
         found = getattr(self._hvd, class_name)
-        for name, facts in self.names[class_name]["methods"].items():
-            self.expect_parameters(name, getattr(found, name), facts["params"])
+        for name, parameters in self.names[class_name]["methods"].items():
+            self.expect_parameters(name, getattr(found, name), parameters)
 
     def expect_compressors(self) -> None:
         """Static methods, as users' own classes have them."""
@@ -110,7 +128,3 @@ class Face:
         assert self._hvd.Compression.none is compression.NoneCompressor
         assert self._hvd.Compression.fp16 is compression.FP16Compressor
         assert self._hvd.Compression.topk(0.25) is self._hvd.Compression.topk(0.25)
-
-    def _value(self, text: str) -> Any:
-        """A default from its source text, in the face's own namespace."""
-        return eval(text, {**vars(self._hvd)})

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import types
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from horovod_face import read_facts
 from test_signatures import FACE
 
 import perseus.torch.horovod as hvd
 from perseus import elastic
 
-FACTS = json.loads(
-    (Path(__file__).parent.parent / "data" / "horovod_torch_elastic_api.json").read_text(
-        encoding="utf-8"
-    )
-)
+FACTS = read_facts("horovod_torch_elastic_api.json")
 MODULES = {
     "horovod.common.elastic": "perseus.elastic",
     "horovod.torch.elastic": "perseus.torch.elastic",
@@ -60,9 +55,9 @@ def test_name_is_there_with_horovods_parameters(module, name):
     else:
         bases = [base.__name__ for base in found.__mro__]
         assert {base.split(".")[-1] for base in facts["bases"]} <= set(bases)
-        for method, method_facts in facts["methods"].items():
+        for method, parameters in facts["methods"].items():
             if (name, method) not in MORE_LENIENT:
-                FACE.expect_parameters(method, getattr(found, method), method_facts["params"])
+                FACE.expect_parameters(method, getattr(found, method), parameters)
 
 
 @pytest.mark.parametrize(("module", "name"), CASES)
@@ -100,4 +95,5 @@ def test_attributes_of_instances():
 
 def test_results_of_host_updates_are_horovods_numbers():
     found = {result.name: int(result) for result in elastic.HostUpdateResult.__members__.values()}
-    assert found == {"no_update": 0, "removed": 1, "added": 2, "mixed": 3}
+    facts = FACTS["horovod.common.elastic"]["HostUpdateResult"]["class_attributes"]
+    assert found == {name: eval(text, dict(found)) for name, text in facts.items()}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +12,15 @@ import pytest
 pytest.importorskip("tensorflow")
 
 import keras
+from horovod_face import Signatures, read_facts
 
 import perseus.keras as hvd
 
-FACTS = json.loads(
-    (Path(__file__).parent.parent / "data" / "horovod_keras_api.json").read_text("utf-8")
-)["modules"]
+# Facts that both of Horovod's modules share are told once.
+FACTS: dict[str, dict[str, Any]] = {}
+for modules, told in read_facts("horovod_keras_api.json")["modules"].items():
+    for module in modules.split(", "):
+        FACTS.setdefault(module, {}).update(told)
 FACES = {
     "horovod.keras": ["perseus.keras"],
     "horovod.tensorflow.keras": ["perseus.tensorflow.horovod.keras", "perseus.tensorflow.keras"],
@@ -33,35 +34,27 @@ MODULES = [
 
 # Parameters beyond Horovod's; optional, and after its own.
 EXTRA_PARAMETERS = {
-    ("perseus.keras", "DistributedOptimizer"): [
-        "backward_passes_per_step",
-        "average_aggregated_gradients",
-        "process_set",
-        "scale_local_gradients",
-    ],
-    ("perseus.keras.callbacks", "BestModelCheckpoint"): ["save_weights_only"],
+    "perseus.keras": {
+        "DistributedOptimizer": [
+            "backward_passes_per_step",
+            "average_aggregated_gradients",
+            "process_set",
+            "scale_local_gradients",
+        ]
+    },
+    "perseus.keras.callbacks": {"BestModelCheckpoint": ["save_weights_only"]},
 }
+COMPRESSING = {"DistributedOptimizer", "PartialDistributedOptimizer", "load_model"}
+# Horovod's True makes every op an error.
+OTHER_DEFAULTS = {"perseus.keras": {("allreduce", "average"): None}}
 # Graphs of TensorFlow 1 had these.
 MISSING_ATTRIBUTES = {"MetricAverageCallback": {"variables", "allreduce_ops"}}
 
 
-def _assert_parameters(face: str, name: str, function: Any, expected: list[dict[str, str]]) -> None:
-    actual = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
-    assert len(actual) >= len(expected), f"misses {expected[len(actual) :]}"
-    for fact, parameter in zip(expected, actual, strict=False):
-        assert parameter.name == fact["name"]
-        if parameter.name == "compression" and name != "allreduce":
-            # So that Compression.none, when given, means exact.
-            assert parameter.default is hvd.Compression.settings
-        elif (face, name, parameter.name) == ("perseus.keras", "allreduce", "average"):
-            assert parameter.default is None  # Horovod's True makes every op an error
-        elif "default" in fact:
-            assert parameter.default == eval(fact["default"], {**vars(hvd)})
-        else:
-            assert parameter.default is inspect.Parameter.empty, parameter.name
-    extra = actual[len(expected) :]
-    assert [parameter.name for parameter in extra] == EXTRA_PARAMETERS.get((face, name), [])
-    assert all(parameter.default is not inspect.Parameter.empty for parameter in extra)
+def _signatures(face: str) -> Signatures:
+    """Defaults are names of perseus.keras, whichever face has the function."""
+    extra, other_defaults = EXTRA_PARAMETERS.get(face, {}), OTHER_DEFAULTS.get(face)
+    return Signatures(hvd, extra, COMPRESSING, other_defaults)
 
 
 @pytest.mark.parametrize(("face", "names"), MODULES)
@@ -75,7 +68,7 @@ def test_nothing_is_missing(face, names):
         elif fact["kind"] == "module":
             assert isinstance(found, types.ModuleType)
         elif fact["kind"] == "function":
-            _assert_parameters(face, name, found, fact["params"])
+            _signatures(face).expect_parameters(name, found, fact["params"])
             assert (inspect.getdoc(found) or "").strip()
     assert set(module.__all__) <= set(dir(module))
 
@@ -88,7 +81,8 @@ def test_classes_have_horovods_methods(face, names):
             continue
         for method, parameters in fact["methods"].items():
             function = getattr(getattr(module, name), method)
-            _assert_parameters(face, name if method == "__init__" else "", function, parameters)
+            fact_of = name if method == "__init__" else ""
+            _signatures(face).expect_parameters(fact_of, function, parameters)
 
 
 @pytest.mark.parametrize(("face", "names"), [m for m in MODULES if "callbacks" in m.id])

@@ -85,8 +85,8 @@ def test_modules_behind_the_face(module):
         made = getattr(MODULES[module], name)
         if facts["kind"] in ("function", "contextmanager"):
             FACE.expect_parameters(name, made, facts["params"])
-        for method, described in facts.get("methods", {}).items():
-            FACE.expect_parameters(method, getattr(made, method), described["params"])
+        for method, parameters in facts.get("methods", {}).items():
+            FACE.expect_parameters(method, getattr(made, method), parameters)
 
 
 def test_helpers_attributes():
@@ -120,8 +120,8 @@ def test_what_the_factories_make():
         ("DistributedGradientTape", hvd.DistributedGradientTape(tf.GradientTape())),
     ):
         facts = FACE.names[name]
-        for method, described in facts["instance_methods"].items():
+        for method, parameters in facts["instance_methods"].items():
             if method != "__init__":  # made by the factory
-                FACE.expect_parameters(method, getattr(made, method), described["params"])
+                FACE.expect_parameters(method, getattr(made, method), parameters)
         for attribute in facts["instance_attributes"]:
             assert hasattr(made, attribute), attribute
