@@ -21,15 +21,17 @@ BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_in
 # The longest first, so that none is left for the end.
 TEST_DIRS := $(wildcard test/parallel test/faults test/hosts test/python)
 CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc'
+# By pytest's marks, which pyproject.toml explains.
+SELECTED := $(if $(PERSEUS_TEST_FULL),,not full)
 # As many processes as there are cores; a file's tests stay together (test/conftest.py).
-PYTEST := -m pytest -n $(JOBS) --dist loadgroup --durations=10
+PYTEST := -m pytest -n $(JOBS) --dist loadgroup --durations=10 -m "$(SELECTED)"
 # ThreadSanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
-.PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-all test-core test-asan test-tsan test-torch \
-        test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
+.PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
+        test-torch test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
         check-locks packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
@@ -131,6 +133,12 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory test-mxnet
 	@$(MAKE) --no-print-directory test-caffe
 
+test-quick:  ## in five minutes: checks, C++ tests, and the Python tests that start no processes of their own
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory check-locks
+	@$(MAKE) --no-print-directory test-core
+	@$(MAKE) --no-print-directory test-torch SELECTED="not full and not slow"
+
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with the full grids instead of their pairwise-covering part
 	@$(MAKE) --no-print-directory test
@@ -167,22 +175,22 @@ check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch6
 	  -R "^($$(tr ' ' '|' <<<'$(strip $(AARCH64_TESTS))'))$$"
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
-	$(PY) $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") $(TEST_DIRS) </dev/null
+	$(PY) $(PYTEST) $(TEST_DIRS) </dev/null
 
 # The oldest TensorFlow that is served, too, where everything is tested.
 TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)
 
 test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Python tests, with TensorFlow
 	for venv in $(TENSORFLOWS); do \
-	    .venv/$$venv/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_tensorflow </dev/null; \
+	    .venv/$$venv/bin/python $(PYTEST) test/with_tensorflow </dev/null; \
 	done
 
 test-mxnet: build packages-test .venv/mxnet/.ready  ## the Python tests, with MXNet
-	.venv/mxnet/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_mxnet </dev/null
+	.venv/mxnet/bin/python $(PYTEST) test/with_mxnet </dev/null
 
 test-caffe: build packages-test packages-caffe $(VENV)/.test .venv/mpich/.ready  ## Caffe with our patches, built in build/caffe
 	$(PY) .ci/caffe.py build/caffe
-	$(PY) $(PYTEST) $(if $(PERSEUS_TEST_FULL),,-m "not full") test/with_caffe </dev/null
+	$(PY) $(PYTEST) test/with_caffe </dev/null
 
 lint: build $(VENV)/.test  ## layers, comments, commit messages, ruff, mypy --strict, clang-format
 	$(PY) .ci/check_layers.py

@@ -8,16 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from slow_tests import is_slow
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Tests of a file share fixtures, checks of so many ranks a launch: one process runs them."""
+    """Tests of a file share fixtures, checks of so many ranks a launch: one process runs them.
+
+    Those that take long are marked, so that others can be run alone.
+    """
     for item in items:
         group = item.path.stem
         if "expect_check" in item.fixturenames:
             group = f"{item.callspec.params['ranks']} ranks"
         item.add_marker(pytest.mark.xdist_group(group))
+        if is_slow(item):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)
