@@ -8,7 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mpi_launchers import _no_segments_left
 from slow_tests import is_slow
+
+__all__ = ["_no_segments_left"]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks

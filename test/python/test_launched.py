@@ -25,7 +25,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request: pytest.FixtureRequest) -> tuple[str, list[str], Path]:
+def mpi(request: pytest.FixtureRequest, _no_segments_left: None) -> tuple[str, list[str], Path]:
     return str(request.param), *mpi_or_skip(str(request.param))
 
 

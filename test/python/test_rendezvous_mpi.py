@@ -19,7 +19,7 @@ assert MPI.COMM_WORLD.allreduce(10 ** MPI.COMM_WORLD.Get_rank()) == 111
 
 
 @pytest.fixture(params=["openmpi", "mpich"])
-def mpi(request: pytest.FixtureRequest) -> tuple[str, list[str], Path]:
+def mpi(request: pytest.FixtureRequest, _no_segments_left: None) -> tuple[str, list[str], Path]:
     """Which MPI, the start of its command line, and the python to run."""
     return str(request.param), *mpi_or_skip(str(request.param))
 
