@@ -36,8 +36,7 @@ class FlightRecorder : public testing::Test {
           Call call(operation, rank);
           if (rank == 2) {
             const char* reason = "";
-            while (perseus_context_failed(context, &reason) == 0)
-              std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            EXPECT_TRUE(comes_true([&] { return perseus_context_failed(context, &reason) != 0; }));
             return;
           }
           ASSERT_EQ(call.submit(context).code, PERSEUS_OK);

@@ -17,21 +17,7 @@ class Progress : public testing::TestWithParam<int> {
   Medium medium() const { return all_media()[static_cast<size_t>(GetParam())]; }
 };
 
-uint64_t operations_done(perseus_context* context) {
-  perseus_stats stats{};
-  stats.struct_size = sizeof stats;
-  EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
-  return stats.operations;
-}
-
-// Without driving anything.
-bool comes_true(const std::function<bool()>& fact, int seconds = 300) {
-  for (const auto end = Clock::now() + std::chrono::seconds(seconds); Clock::now() < end;) {
-    if (fact()) return true;
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  return fact();
-}
+uint64_t operations_done(perseus_context* context) { return stats_of(context).operations; }
 
 TEST_P(Progress, SeveralThreadsOfARankSubmitAndWaitAtOnce) {
   constexpr int kThreads = 4, kSteps = 12;
@@ -117,7 +103,7 @@ TEST_P(Progress, WorkIsDoneThoughNobodyWaits) {
     // Counted a moment before it can be seen to be finished.
     for (Call& call : calls) EXPECT_TRUE(comes_true([&] { return perseus_handle_poll(context, call.handle()) == 1; }));
     for (Call& call : calls) call.finish(context);
-    // One by one, with pauses in which the engine thread goes back to sleep.
+    // One by one, with pauses of different lengths, in which the engine thread goes back to sleep.
     for (int step = 0; step < 10; ++step) {
       Operation operation(PERSEUS_ALLREDUCE, "alone", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
       Call call(operation, rank);

@@ -64,8 +64,8 @@ void run_late(const Medium& medium, const std::function<void()>& late, bool know
       options);
 }
 
-// The same in worlds side by side, over every medium, with names new and known; returns what was written to standard
-// error.
+// Rank 2 is so late in worlds side by side, over every medium, with names new and known; returns what was written to
+// standard error.
 std::string run_late_everywhere(milliseconds late, const std::vector<std::string>& overrides) {
   const StandardError standard_error;
   std::vector<std::thread> threads;
@@ -93,10 +93,7 @@ TEST(Stall, TheWarningNamesTensorAndMissingRankAndComesFromOneRank) {
   for (const Medium& medium : all_media())
     for (bool known : {false, true})
       threads.emplace_back([&, medium, known] {
-        const auto late = [&] {
-          while (warned(medium, known) == 0 && std::chrono::steady_clock::now() - begun < std::chrono::seconds(60))
-            std::this_thread::sleep_for(milliseconds(20));
-        };
+        const auto late = [&] { EXPECT_TRUE(comes_true([&] { return warned(medium, known) > 0; }, 60)); };
         run_late(medium, late, known, {"HOROVOD_STALL_CHECK_TIME_SECONDS=2"});
       });
   for (std::thread& thread : threads) thread.join();
@@ -147,7 +144,7 @@ void run_until_stall_ends_the_job(const Medium& medium, std::vector<std::string>
         if (rank == 2) {
           // The cause reaches the rank that never submitted, too.
           const char* reason = "";
-          while (perseus_context_failed(context, &reason) == 0) std::this_thread::sleep_for(milliseconds(5));
+          EXPECT_TRUE(comes_true([&] { return perseus_context_failed(context, &reason) != 0; }));
           expect_cause(reason);
           const Outcome outcome = call.submit(context);
           EXPECT_EQ(outcome.code, PERSEUS_ABORTED) << outcome.message;
@@ -155,7 +152,7 @@ void run_until_stall_ends_the_job(const Medium& medium, std::vector<std::string>
         }
         // On a busy machine the clock may have run out for the other rank that submits, before this one does.
         Outcome outcome = call.submit(context);
-        std::this_thread::sleep_for(milliseconds(500));
+        std::this_thread::sleep_for(milliseconds(500));  // so that the second one is younger
         later.submit(context);
         if (outcome.code == PERSEUS_OK) outcome = wait(context, call.handle());
         EXPECT_TRUE(outcome.code == PERSEUS_TIMEOUT || outcome.code == PERSEUS_ABORTED) << outcome.code;

@@ -44,6 +44,22 @@ void run_world(const Medium& medium, int size, const std::function<void(int, per
   for (std::thread& thread : threads) thread.join();
 }
 
+bool comes_true(const std::function<bool()>& fact, int seconds) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
+  while (!fact()) {
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+perseus_stats stats_of(perseus_context* context) {
+  perseus_stats stats{};
+  stats.struct_size = sizeof stats;
+  EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
+  return stats;
+}
+
 perseus_request request_of(perseus_kind kind, const char* name, const perseus_tensor* tensors, int count) {
   perseus_request r{};
   r.struct_size = sizeof r;
@@ -77,11 +93,9 @@ Outcome run(perseus_context* context, const perseus_request& request) {
 
 uint64_t messages_at_rest(perseus_context* context, Meeting* meeting) {
   meeting->meet();
-  perseus_stats stats{};
-  stats.struct_size = sizeof stats;
-  EXPECT_EQ(perseus_context_stats(context, &stats), PERSEUS_OK);
+  const uint64_t messages = stats_of(context).messages;
   meeting->meet();
-  return stats.messages;
+  return messages;
 }
 
 }  // namespace perseus_test

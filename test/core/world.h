@@ -73,6 +73,12 @@ Outcome wait(perseus_context* context, perseus_handle handle, int timeout_ms = 3
 
 Outcome run(perseus_context* context, const perseus_request& request);
 
+// Waits for it without making any progress; false when it does not come true in time.
+bool comes_true(const std::function<bool()>& fact, int seconds = 300);
+
+// What the context counts; any thread may ask.
+perseus_stats stats_of(perseus_context* context);
+
 // All ranks wait for each other, without Perseus.
 class Meeting {
  public:
