@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from mpi_launchers import _no_segments_left
@@ -42,22 +40,3 @@ def _interruptible() -> None:
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Jobs that fail on purpose leave their flight recorders among the tests' own files."""
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("temporary"))
-
-
-@pytest.fixture
-def quickly(tmp_path: Path) -> Callable[[float, Callable[[Path], float]], None]:
-    """quickly(limit, attempt): one of up to ten attempts takes less than `limit` seconds.
-
-    For what would otherwise wait for a clock: that fails every time, a busy machine now and then.
-    attempt(directory) returns how long it took.
-    """
-
-    def check(limit: float, attempt: Callable[[Path], float]) -> None:
-        times: list[float] = []
-        while not times or times[-1] >= limit:
-            assert len(times) < 10, f"took {times} s, expected less than {limit} s"
-            directory = tmp_path / f"attempt{len(times)}"
-            directory.mkdir()
-            times.append(attempt(directory))
-
-    return check

@@ -103,6 +103,7 @@ class Agent:
         self._orders = orders
         self._reports = reports
         self._silence = silence
+        self._grace = GRACE_SECONDS  # until there is a job, which has its own
         self._lost_at = float("inf")  # unless something is heard before
         self._beat_at = 0.0
         self._has_job = False
@@ -127,6 +128,7 @@ class Agent:
         job = self._wait_for_job(lines)
         if job is None:
             return 0
+        self._grace = job["grace"]
         started = self._start(job)
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
         if self._silence:
@@ -208,7 +210,7 @@ class Agent:
             time.sleep(min(left, self._silence))
         self._muted = True
         self._end()
-        time.sleep(GRACE_SECONDS + 1.0)
+        time.sleep(self._grace + 1.0)
         self._kill(signal.SIGKILL)
         os._exit(1)  # the main thread may be stuck in a report that nobody takes
 
@@ -216,7 +218,7 @@ class Agent:
         if not self._ending:
             self._ending = True
             self._kill(signal.SIGTERM)
-            timer = threading.Timer(GRACE_SECONDS, self._kill, (signal.SIGKILL,))
+            timer = threading.Timer(self._grace, self._kill, (signal.SIGKILL,))
             timer.daemon = True
             timer.start()
 
@@ -255,7 +257,7 @@ class Agent:
         while True:
             if all(rank.exited for rank in self._ranks):
                 now = time.monotonic()
-                give_up = give_up or now + GRACE_SECONDS
+                give_up = give_up or now + self._grace
                 if not any(rank.has_leftovers() for rank in self._ranks):
                     give_up = min(give_up, now)
                 if now >= give_up:

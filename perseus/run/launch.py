@@ -59,6 +59,7 @@ class Job:
     start_timeout: int = 60
     # Seconds without a sign of life after which launcher and other hosts take each other for lost.
     silence: float = SILENCE_SECONDS
+    grace: float = agent.GRACE_SECONDS  # between the request to end and the signal that kills
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     ssh_accept_new_keys: bool = False
@@ -271,6 +272,7 @@ class Launcher:
                 "command": self._job.command,
                 "directory": directory,
                 "call": call,
+                "grace": self._job.grace,
                 "keep_environment": not host.local,
                 "environment": base(os.environ) | common,
                 "ranks": [
@@ -445,7 +447,7 @@ class Launcher:
         """Ask all agents to end their ranks; they kill what does not end in time."""
         if not self._ending:
             self._ending = True
-            self._last_moment = time.monotonic() + agent.GRACE_SECONDS + _LAST_GRACE
+            self._last_moment = time.monotonic() + self._job.grace + _LAST_GRACE
             for host in self._hosts:
                 if host.hello is None:
                     host.kill()

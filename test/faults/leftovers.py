@@ -81,6 +81,14 @@ def expect_nothing_left(mark: str, held: set[Inode], files: set[str], timeout: f
         time.sleep(0.05)
 
 
+def sleeps(pid: int) -> bool:
+    """Whether the main thread of a process waits for something."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+    except OSError:
+        return False
+
+
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 

@@ -26,10 +26,14 @@ import pytest
 
 HERE = Path(__file__).parent
 PROGRAM = str(HERE / "rank_program.py")
+PERSEUSRUN = [sys.executable, "-m", "perseus.run"]
+PATIENT_PERSEUSRUN = [sys.executable, str(HERE.parent / "patient_perseusrun.py")]
 SECRET = "0123456789abcdef" * 2
 # Seconds, more than a busy machine makes of "at once". Whether it was a clock that ended something,
 # errors say themselves.
 PATIENCE = 90.0
+# Limits that nothing reaches while a test has patience: for what must not wait for them.
+NO_CLOCKS = {"GLOO_TIMEOUT_SECONDS": "600", "HOROVOD_START_TIMEOUT": "600"}
 _OUR_PREFIXES = ("PERSEUS_", "HOROVOD_", "OMPI_", "PMI_", "SLURM_", "GLOO_", "TIACC_")
 _OUR_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -80,6 +84,20 @@ class Marked:
                 )
             time.sleep(0.01)
         return found
+
+    def wait_until_asleep(self, *ranks: int) -> None:
+        """Until these ranks sleep where they wait for others, after what they noted last.
+
+        The system's word for it, at several looks in a row: on the way there a rank may sleep for a
+        moment.
+        """
+        pids = [self.note(rank, "ready")["pid"] for rank in ranks]
+        deadline = time.monotonic() + PATIENCE
+        looks = 0
+        while looks < 5:
+            assert time.monotonic() < deadline, f"{ranks} do not sleep: {self.notes(ranks[0])}"
+            looks = looks + 1 if all(map(leftovers.sleeps, pids)) else 0
+            time.sleep(0.01)
 
     def expect_nothing_left(self) -> None:
         leftovers.expect_nothing_left(self.mark, self.held, self._files)
@@ -151,6 +169,15 @@ class Ranks(Marked):
         for rank in self.rank:
             self.note(rank, event)
 
+    def wait_for_steps(self, more: int) -> None:
+        """Until every rank has done so many steps more (scenario keep_going)."""
+        files = [Path(self.directory, f"{rank}.steps") for rank in self.rank]
+        enough = [file.stat().st_size + more for file in files]
+        deadline = time.monotonic() + PATIENCE
+        while any(file.stat().st_size < size for file, size in zip(files, enough, strict=True)):
+            assert time.monotonic() < deadline, self.everything_said()
+            time.sleep(0.01)
+
     def signal(self, rank: int, number: int) -> float:
         """Send a signal; returns the time of it."""
         self.remember()
@@ -158,13 +185,11 @@ class Ranks(Marked):
         self.rank[rank].send_signal(number)
         return at
 
-    def signal_all(self, number: int) -> float:
-        """Send it to all that live, as a terminal does; returns the time of it."""
+    def signal_all(self, number: int) -> None:
+        """Send it to all that live, as a terminal does."""
         self.remember()
-        at = time.monotonic()
         for process in self.rank.values():
             process.send_signal(number)
-        return at
 
     def finish(self, rank: int) -> int:
         """The exit status, which must come in time."""
@@ -213,6 +238,7 @@ class Launch(Marked):
         *,
         options: Sequence[str] = (),
         command: Sequence[str] = (),
+        perseusrun: Sequence[str] = PERSEUSRUN,
         limits: Sequence[str] = (),
         terminal: bool = False,
         environment: Mapping[str, str] | None = None,
@@ -221,11 +247,10 @@ class Launch(Marked):
         if not command:
             name, *words = scenario
             command = [sys.executable, PROGRAM, name, str(directory), *words]
-        launcher = [sys.executable, "-m", "perseus.run", "-np", str(size), *options]
+        launcher = [*perseusrun, "-np", str(size), *options]
         self._output = Path(directory, "launch.output")
         self._errors = Path(directory, "launch.errors")
         self._terminal: int | None = None
-        self.ended_at = 0.0
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             streams: dict[str, Any] = {
                 "stdin": subprocess.DEVNULL,
@@ -246,26 +271,21 @@ class Launch(Marked):
             if terminal:
                 os.close(end)
 
-    def type(self, keys: bytes) -> float:
-        """Press keys on the terminal; returns the time of it."""
+    def type(self, keys: bytes) -> None:
+        """Press keys on the terminal."""
         assert self._terminal is not None
         self.remember()
-        at = time.monotonic()
         os.write(self._terminal, keys)
-        return at
 
-    def signal(self, number: int) -> float:
-        """Send a signal to perseusrun alone; returns the time of it."""
+    def signal(self, number: int) -> None:
+        """Send a signal to perseusrun alone."""
         self.remember()
-        at = time.monotonic()
         self.process.send_signal(number)
-        return at
 
     def finish(self) -> int:
         """The exit status, which must come in time; nothing may be left behind then."""
         try:
             status = self.process.wait(PATIENCE)
-            self.ended_at = time.monotonic()
         except subprocess.TimeoutExpired:
             pytest.fail(
                 f"perseusrun did not end within {PATIENCE} s\n{self.everything_said()}",

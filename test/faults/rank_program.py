@@ -44,7 +44,7 @@ def describe(vector: array.array[float]) -> tuple[int, tuple[int], tuple[int], i
 
 def join() -> None:
     global operations
-    note("ready")
+    note("ready", pid=os.getpid())
     while Path(sys.argv[2], "hold").exists():
         time.sleep(0.005)
     note("joining")
@@ -155,8 +155,13 @@ def start() -> None:
 
 
 def keep_going() -> None:
-    """Six steps or more, of small and large allreduces, until there is a file named enough."""
+    """Six steps or more, of small and large allreduces, until there is a file named enough.
+
+    RANK.steps gets a byte for each.
+    """
     step, more = 0, True
+    steps = Path(sys.argv[2], f"{RANK}.steps")
+    steps.touch()
     note("going")
     while more:
         reduce_and_check(step, "small")
@@ -165,6 +170,8 @@ def keep_going() -> None:
         vote[0] = float(RANK == 0 and step >= 5 and Path(sys.argv[2], "enough").exists())
         allreduce(vote, "vote")
         more, step = vote[0] == 0, step + 1
+        with steps.open("ab") as file:
+            file.write(b".")
     barrier()
     note("passed")
 
@@ -343,7 +350,7 @@ def warn_nobody() -> None:
         os.set_blocking(2, True)
     barrier()
     if RANK == 1:
-        time.sleep(10)
+        time.sleep(10)  # late for as long as a few warnings take
     reduce_and_check(1, "late")
     note("passed")
 
@@ -355,7 +362,7 @@ def leave(how: str) -> None:
     vector = values(RANK, 99, BIG)
     handle = submit(vector, "last")
     if RANK == 1:
-        time.sleep(0.5)
+        time.sleep(0.5)  # late, so that the others leave while it is not yet done
     if how == "unfinished" and RANK == 0:
         note("passed")
         return

@@ -67,7 +67,7 @@ def test_while_the_others_wait_or_compute(tmp_path, fault, transport):
         tmp_path, ["wait", *roles], 5, PERSEUS_TRANSPORT=transport, GLOO_TIMEOUT_SECONDS=str(LIMIT)
     ) as ranks:
         ranks.all_note("going")
-        time.sleep(0.3)
+        ranks.wait_until_asleep(1, 2)  # the others compute, or look again and again
         at = ranks.signal(victim, fault)
         for survivor in range(1, 5):
             expect_error_in_time(ranks, survivor, victim, fault, at)
@@ -97,9 +97,9 @@ def test_ranks_that_were_suspended_together_go_on(tmp_path, transport):
         ranks.all_note("going")
         for pause in (LIMIT + 1, LIMIT + 1):
             ranks.signal_all(signal.SIGSTOP)
-            time.sleep(pause)
+            time.sleep(pause)  # what is tested: longer than ranks may be silent
             ranks.signal_all(signal.SIGCONT)
-            time.sleep(0.5)
+            ranks.wait_for_steps(1)
         Path(tmp_path, "enough").touch()
         ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]

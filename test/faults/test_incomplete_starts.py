@@ -43,7 +43,7 @@ def test_rank_that_dies_while_others_are_still_missing_is_named(tmp_path, transp
     ) as ranks:
         ranks.start(1)
         ranks.note(1, "joining")
-        time.sleep(0.5)  # it has said that it is there, and waits for the others
+        ranks.wait_until_asleep(1)  # it has said that it is there, and waits for the others
         ranks.signal(1, signal.SIGKILL)
         ranks.start_together(0, 2)
         for rank in (0, 2):
@@ -55,7 +55,9 @@ def test_late_rank_is_waited_for_until_the_limit(tmp_path):
     with Ranks(tmp_path, ["start"], 3, start=False, HOROVOD_START_TIMEOUT="20") as ranks:
         ranks.start(2)
         ranks.start(0)
-        time.sleep(2)
+        for rank in (0, 2):
+            ranks.note(rank, "joining")
+        ranks.wait_until_asleep(0, 2)
         ranks.start(1)
         ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
@@ -67,13 +69,13 @@ def test_rank_killed_at_any_moment_of_the_start_is_named(tmp_path, transport):
     environment = {"HOROVOD_START_TIMEOUT": "2", "PERSEUS_TRANSPORT": transport}
     with contextlib.ExitStack() as stack:
         worlds = []
-        for attempt in range(5):
-            directory = tmp_path / str(attempt)
+        for moment in range(5):
+            directory = tmp_path / str(moment)
             directory.mkdir()
             ranks = stack.enter_context(Ranks(directory, scenario, 3, start=False, **environment))
             ranks.start_together(0, 1, 2)
             ranks.note(1, "joining")
-            time.sleep(0.025 * attempt)
+            time.sleep(0.025 * moment)  # what is tested: wherever the start has got to by then
             ranks.signal(1, signal.SIGKILL)
             worlds.append(ranks)
         for ranks in worlds:

@@ -121,7 +121,7 @@ def test_store_that_goes_away_after_the_start_does_not_matter(tmp_path, transpor
     with Ranks(tmp_path, ["keep_going"], 2, PERSEUS_TRANSPORT=transport) as ranks:
         ranks.all_note("going")
         ranks.server.close()
-        time.sleep(1)
+        ranks.wait_for_steps(3)
         Path(tmp_path, "enough").touch()
         ranks.all_note("passed")
         assert [ranks.finish(rank) for rank in range(2)] == [0, 0]

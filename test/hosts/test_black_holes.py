@@ -42,23 +42,26 @@ rank, store = int(os.environ["PERSEUS_RANK"]), int(os.environ["PERSEUS_RENDEZVOU
 basics.init()
 operations = basics.operations(
     lambda *_: None, lambda v: (v.buffer_info()[0], (len(v),), (1,), 2))
-time.sleep(2.5)
-connections = {}
-for name in os.listdir("/proc/self/fd"):
-    try:
-        own = socket.socket(fileno=os.dup(int(name)))
-        peer = own.getpeername()
-    except OSError:
-        continue
-    if own.type != socket.SOCK_STREAM or own.family == socket.AF_UNIX or peer[1] == store:
-        continue
-    # Heartbeats come every second on one connection; rounds and data have the others.
-    facts = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
-    heard = struct.unpack_from("I", facts, 52)[0]  # ms ago
-    host = int(peer[0].rpartition(".")[2]) - 1
-    connections.setdefault(host, []).append((heard, own.getsockname()[1], peer[1]))
-assert all(len(heard) > 1 for heard in connections.values()), connections
-print(json.dumps({host: sorted(heard)[1:] for host, heard in connections.items()}), flush=True)
+def connections():
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            own = socket.socket(fileno=os.dup(int(name)))
+            peer = own.getpeername()
+        except OSError:
+            continue
+        if own.type != socket.SOCK_STREAM or own.family == socket.AF_UNIX or peer[1] == store:
+            continue
+        facts = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+        heard = struct.unpack_from("I", facts, 52)[0]  # ms ago
+        host = int(peer[0].rpartition(".")[2]) - 1
+        found.setdefault(host, []).append((heard, own.getsockname()[1], peer[1]))
+    assert all(len(heard) > 1 for heard in found.values()), found
+    return {host: sorted(heard) for host, heard in found.items()}
+# Heartbeats come every second on one connection; those of rounds and data fall silent.
+while any(heard[1][0] < 2000 for heard in connections().values()):
+    time.sleep(0.05)
+print(json.dumps({host: heard[1:] for host, heard in connections().items()}), flush=True)
 sys.stdin.readline()
 begun, text = time.monotonic(), None
 if rank == 0:

@@ -102,10 +102,14 @@ def test_environment_travels_but_not_what_belongs_to_a_host(hosts: VirtualHosts)
     )
 
 
-def test_no_secret_is_on_any_command_line_of_any_host(hosts: VirtualHosts) -> None:
-    # Namespaces of processes differ, so each rank looks at its own host's.
+def test_no_secret_is_on_any_command_line_of_any_host(hosts: VirtualHosts, tmp_path: Path) -> None:
+    # Namespaces of processes differ, so each rank looks at its own host's. It does once both are
+    # up, and with them all that is needed to start them.
     look = (
-        "import os, pathlib, time; time.sleep(0.3); secret = os.environ['PERSEUS_SECRET'].encode();"
+        f"import os, pathlib; up = pathlib.Path({str(tmp_path)!r});"
+        "up.joinpath(os.environ['PERSEUS_RANK']).touch()\n"
+        "while len(list(up.iterdir())) < 2: pass\n"
+        "secret = os.environ['PERSEUS_SECRET'].encode();"
         "lines = [p.read_bytes() for p in pathlib.Path('/proc').glob('[0-9]*/cmdline')];"
         "print(len(lines) > 3, sum(secret in line for line in lines))"
     )
@@ -226,7 +230,7 @@ def test_stopped_launcher_is_not_taken_for_lost(hosts: VirtualHosts, tmp_path: P
     hosts.run(0, ["kill", "-TSTP", pid])
     stopped = ["sh", "-c", f"until grep -q ') T' /proc/{pid}/stat; do sleep 0.01; done"]
     assert hosts.run(0, stopped).returncode == 0
-    time.sleep(5)
+    time.sleep(5)  # what is tested: longer than silence may last
     assert any(str(go) in line for line in hosts.command_lines(1))
     hosts.run(0, ["kill", "-CONT", pid])
     go.touch()
@@ -241,7 +245,7 @@ def test_output_that_waits_for_its_reader_is_no_silence(hosts: VirtualHosts) -> 
     job = job_with_a_short_clock(hosts, 2, script)
     assert job.stdout is not None
     job.stdout.readline()
-    time.sleep(5)
+    time.sleep(5)  # what is tested: nobody reads for longer than silence may last
     output, errors = job.communicate(timeout=300)
     assert job.returncode == 1 and "no sign of life" not in errors, errors
     assert output.count("x") == size

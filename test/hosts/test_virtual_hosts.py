@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,29 +79,28 @@ def test_ssh_knows_the_hosts_by_name(hosts: VirtualHosts) -> None:
     assert result.stdout.splitlines()[1].startswith("10.77.0.1 ")
 
 
-def test_rate_is_kept_and_bytes_are_counted(
-    hosts: VirtualHosts, quickly: Callable[[float, Callable[[Path], float]], None]
-) -> None:
-    def attempt(_: Path) -> float:
-        before = [hosts.counters(i)[0] for i in range(3)]
-        environments = [{**hosts.environment(), "HOST": str(i)} for i in range(2)]
-        processes = [
-            hosts.popen(
-                i, [sys.executable, "-c", _TRANSFER], env=env, stdout=subprocess.PIPE, text=True
-            )
-            for i, env in enumerate(environments)
-        ]
-        seconds = float(processes[0].communicate(timeout=300)[0])
-        processes[1].communicate(timeout=300)
-        assert _BYTES * 8 / seconds < 1.05 * 100e6
-        moved = [hosts.counters(i)[0] - before[i] for i in range(3)]
-        assert _BYTES < moved[0].received_bytes < 1.1 * _BYTES
-        assert _BYTES < moved[1].sent_bytes < 1.1 * _BYTES
-        assert moved[0].sent_bytes < 0.1 * _BYTES > moved[1].received_bytes
-        assert moved[2].received_bytes < 0.1 * _BYTES
-        return seconds
-
-    quickly(_BYTES * 8 / 30e6, attempt)
+def test_rate_is_kept_and_bytes_are_counted(hosts: VirtualHosts) -> None:
+    # How much less a busy machine moves says nothing about the link: the kernel has its rate.
+    for i in range(3):
+        for link in range(2):
+            limit = hosts.run(i, ["tc", "qdisc", "show", "dev", f"eth{link}"]).stdout
+            assert re.search(r"\btbf\b.* rate 100Mbit\b", limit), limit
+    before = [hosts.counters(i)[0] for i in range(3)]
+    environments = [{**hosts.environment(), "HOST": str(i)} for i in range(2)]
+    processes = [
+        hosts.popen(
+            i, [sys.executable, "-c", _TRANSFER], env=env, stdout=subprocess.PIPE, text=True
+        )
+        for i, env in enumerate(environments)
+    ]
+    seconds = float(processes[0].communicate(timeout=300)[0])
+    processes[1].communicate(timeout=300)
+    assert _BYTES * 8 / seconds < 1.05 * 100e6
+    moved = [hosts.counters(i)[0] - before[i] for i in range(3)]
+    assert _BYTES < moved[0].received_bytes < 1.1 * _BYTES
+    assert _BYTES < moved[1].sent_bytes < 1.1 * _BYTES
+    assert moved[0].sent_bytes < 0.1 * _BYTES > moved[1].received_bytes
+    assert moved[2].received_bytes < 0.1 * _BYTES
 
 
 def test_cable_can_be_pulled(hosts: VirtualHosts) -> None:

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 COMMAND = [sys.executable, "-m", "perseus.run"]
+PATIENT = [sys.executable, str(Path(__file__).parents[1] / "patient_perseusrun.py")]
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -38,9 +39,14 @@ def perseusrun(
 class Running:
     """A perseusrun that is still at work; leaves no process behind."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
+            [*command, *arguments],
             env=env or environment(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
