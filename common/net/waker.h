@@ -1,11 +1,12 @@
-// Sleeping until something may have changed, and waking a sleeper of this host: one epoll set, one doorbell and one
-// timer per Context. One thread at a time sleeps here; `ring` and `arm_timer` may be called by any thread, `ring` in
+// Sleeping until something may have changed, and waking a sleeper of this host: one poller, one doorbell and one timer
+// per Context. One thread at a time sleeps here; `ring` and `arm_timer` may be called by any thread, `ring` in
 // any process that holds the doorbell.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 
+#include "net/poller.h"
 #include "net/socket.h"
 
 namespace perseus {
@@ -58,13 +59,23 @@ class Waker {
   void kick();
 
  private:
-  void collect(int timeout_ms);
+  // Somebody may look for events while another sleeps: the handlers touch atomics alone.
+  struct Timer final : PollHandler {
+    void on_event(uint32_t) override;
+    std::atomic<int64_t> at{0};  // 0 = not set
+    Socket fd;
+  };
+  struct Note final : PollHandler {
+    void on_event(uint32_t) override { set.store(true, std::memory_order_relaxed); }
+    std::atomic<bool> set{false};
+  };
 
   std::atomic<uint32_t> own_flag_{0};
   std::atomic<uint32_t>* sleeping_ = &own_flag_;
-  std::atomic<bool> events_{false};
-  std::atomic<int64_t> timer_at_{0};  // 0 = not set
-  Socket epoll_, event_, timer_;
+  Note events_;
+  Timer timer_;
+  Poller poller_{"waker"};
+  Socket event_;
 };
 
 }  // namespace perseus

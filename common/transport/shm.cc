@@ -1,7 +1,6 @@
 // Ranks of one host: rings in memfd segments passed over authenticated abstract UNIX sockets, which also carry control
 // messages and report a peer's death at once. Belongs to one Context's progress engine; the memory is shared with the
 // peers' engines.
-#include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -22,6 +21,7 @@
 #include "bootstrap/store.h"
 #include "net/auth.h"
 #include "net/pending_connections.h"
+#include "net/poller.h"
 #include "net/socket.h"
 #include "net/waker.h"
 #include "topology/host.h"
@@ -33,8 +33,6 @@
 namespace perseus {
 namespace {
 
-// How long a rank that waits for another at the start may be deaf to an interruption.
-constexpr int64_t kSlice = 100 * kMillisecond;
 // Connections that have not said who they are: of ranks, between their connect and their hello, and of anybody.
 constexpr size_t kMostPending = 128;
 constexpr int64_t kTryAgain = 5 * kMillisecond;
@@ -185,13 +183,9 @@ bool same_user(int fd) {
 
 // Until `fd` has something to read; false at the deadline.
 bool wait_readable(int fd, int64_t deadline_ns, const std::function<bool()>& interrupted) {
-  for (;;) {
-    const int64_t left = deadline_ns - now_ns();
-    pollfd entry{fd, POLLIN, 0};
-    if (::poll(&entry, 1, static_cast<int>(std::clamp<int64_t>(left, 0, kSlice) / kMillisecond)) > 0) return true;
-    if (left <= 0) return false;
-    if (interrupted && interrupted()) fail(ErrorKind::kAborted, "[shm] interrupted while connecting");
-  }
+  const Wait outcome = wait_for(fd, POLLIN, deadline_ns, interrupted);
+  if (outcome == Wait::kInterrupted) fail(ErrorKind::kAborted, "[shm] interrupted while connecting");
+  return outcome == Wait::kReady;
 }
 
 [[noreturn]] void report_missing(const std::string& ranks) {

@@ -48,7 +48,7 @@ void TcpTransport::open_listeners(const InterfaceChoice& choice) {
 
 void TcpTransport::work(int timeout_ms) {
   for (const auto& connector : connectors_) connector->check_time();
-  events_.run(timeout_ms);
+  poller_.run(timeout_ms);
   acceptor_->check_time();
 }
 
@@ -72,7 +72,7 @@ void TcpTransport::look_up(Store& store, int64_t deadline_ns, const std::functio
     const auto done = [this, rank = rank](Socket socket, tcp_protocol::SideKeys keys) {
       on_side(rank, std::move(socket), std::move(keys));
     };
-    connectors_.push_back(std::make_unique<TcpConnector>(events_, world_, rank, candidates(own_, theirs), done));
+    connectors_.push_back(std::make_unique<TcpConnector>(poller_, world_, rank, candidates(own_, theirs), done));
     connectors_.back()->check_time();
   }
 }

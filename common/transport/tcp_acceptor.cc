@@ -19,7 +19,7 @@ constexpr int kMaxWarnings = 8;
 
 }  // namespace
 
-class TcpAcceptor::Listener : public TcpEventHandler {
+class TcpAcceptor::Listener : public PollHandler {
  public:
   Listener(TcpAcceptor& owner, Socket socket) : owner_(owner), socket_(std::move(socket)) {}
   int fd() const { return socket_.fd(); }
@@ -31,7 +31,7 @@ class TcpAcceptor::Listener : public TcpEventHandler {
 };
 
 // A connection that has not yet proved anything.
-class TcpAcceptor::Pending : public TcpEventHandler {
+class TcpAcceptor::Pending : public PollHandler {
  public:
   Pending(TcpAcceptor& owner, Socket socket)
       : owner_(owner), socket_(std::move(socket)), from_(peer_address(socket_.fd()).text()) {}
@@ -103,17 +103,17 @@ class TcpAcceptor::Pending : public TcpEventHandler {
   bool proven_ = false;
 };
 
-TcpAcceptor::TcpAcceptor(TcpEvents& events, const World& world, Members& members, const Log& log)
-    : events_(events), world_(world), members_(members), log_(log), pending_(kLimits) {}
+TcpAcceptor::TcpAcceptor(Poller& poller, const World& world, Members& members, const Log& log)
+    : poller_(poller), world_(world), members_(members), log_(log), pending_(kLimits) {}
 
 TcpAcceptor::~TcpAcceptor() {
-  for (const auto& listener : listeners_) events_.remove(listener->fd());
-  pending_.keep_if([this](const auto& connection) { return events_.remove(connection->fd()), true; });
+  for (const auto& listener : listeners_) poller_.remove(listener->fd());
+  pending_.keep_if([this](const auto& connection) { return poller_.remove(connection->fd()), true; });
 }
 
 void TcpAcceptor::listen(Socket socket) {
   listeners_.push_back(std::make_unique<Listener>(*this, std::move(socket)));
-  events_.add(listeners_.back()->fd(), EPOLLIN, listeners_.back().get());
+  poller_.add(listeners_.back()->fd(), EPOLLIN, listeners_.back().get());
 }
 
 void TcpAcceptor::accept_from(int listener) {
@@ -133,13 +133,13 @@ void TcpAcceptor::accept_from(int listener) {
     auto connection = std::make_unique<Pending>(*this, std::move(socket));
     Pending* added = connection.get();
     pending_.add(std::move(connection), now_ns());
-    events_.add(added->fd(), EPOLLIN, added);
+    poller_.add(added->fd(), EPOLLIN, added);
     added->on_event(EPOLLIN);  // its hello is usually here already
   }
 }
 
 void TcpAcceptor::pause() {
-  for (const auto& listener : listeners_) events_.change(listener->fd(), 0, listener.get());
+  for (const auto& listener : listeners_) poller_.change(listener->fd(), 0, listener.get());
   pending_.pause(now_ns());
 }
 
@@ -147,13 +147,13 @@ void TcpAcceptor::check_time() {
   const int64_t now = now_ns();
   while (pending_.oldest_is_late(now)) refuse(pending_.oldest().get(), "it did not say in time who it is");
   if (!pending_.may_resume(now)) return;
-  for (const auto& listener : listeners_) events_.change(listener->fd(), EPOLLIN, listener.get());
+  for (const auto& listener : listeners_) poller_.change(listener->fd(), EPOLLIN, listener.get());
 }
 
 void TcpAcceptor::drop(Pending* connection) {
-  events_.remove(connection->fd());
+  poller_.remove(connection->fd());
   connection->socket_.reset();
-  events_.retire(*pending_.take([=](const auto& entry) { return entry.get() == connection; }));
+  poller_.retire(*pending_.take([=](const auto& entry) { return entry.get() == connection; }));
 }
 
 void TcpAcceptor::refuse(Pending* connection, const std::string& why) {
@@ -163,7 +163,7 @@ void TcpAcceptor::refuse(Pending* connection, const std::string& why) {
 }
 
 void TcpAcceptor::welcome(Pending* connection) {
-  events_.remove(connection->fd());
+  poller_.remove(connection->fd());
   Socket socket = std::move(connection->socket_);
   const Hello& hello = connection->hello_;
   if (hello.purpose == Purpose::kSide) {

@@ -9,8 +9,8 @@
 
 #include "base/log.h"
 #include "net/pending_connections.h"
+#include "net/poller.h"
 #include "net/socket.h"
-#include "transport/tcp_events.h"
 #include "transport/tcp_protocol.h"
 
 namespace perseus {
@@ -29,7 +29,7 @@ class TcpAcceptor {
     virtual std::string on_data(int rank, Channel channel, Socket socket) = 0;
   };
 
-  TcpAcceptor(TcpEvents& events, const World& world, Members& members, const Log& log);
+  TcpAcceptor(Poller& poller, const World& world, Members& members, const Log& log);
   ~TcpAcceptor();
 
   void listen(Socket listener);
@@ -48,7 +48,7 @@ class TcpAcceptor {
   void refuse(Pending* connection, const std::string& why);
   void welcome(Pending* connection);
 
-  TcpEvents& events_;
+  Poller& poller_;
   const World& world_;
   Members& members_;
   const Log& log_;

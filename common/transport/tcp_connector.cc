@@ -22,7 +22,7 @@ constexpr int64_t kAttemptLimit = 5 * kSecond;
 
 }  // namespace
 
-class TcpConnector::Attempt : public TcpEventHandler {
+class TcpConnector::Attempt : public PollHandler {
  public:
   Attempt(TcpConnector& owner, Socket socket, const SocketAddress& address, int64_t now)
       : owner_(owner), socket_(std::move(socket)), where_(address.text()), since_ns_(now) {
@@ -44,7 +44,7 @@ class TcpConnector::Attempt : public TcpEventHandler {
       hello.rank = owner_.world_.rank;
       hello.tail = keys_.connector_nonce;
       stage_ = Stage::kAwaitsChallenge;
-      owner_.events_.change(socket_.fd(), EPOLLIN, this);
+      owner_.poller_.change(socket_.fd(), EPOLLIN, this);
       return say(hello.encode());
     }
     char buffer[32];
@@ -89,12 +89,12 @@ class TcpConnector::Attempt : public TcpEventHandler {
   SideKeys keys_;
 };
 
-TcpConnector::TcpConnector(TcpEvents& events, const World& world, int peer, std::vector<SocketAddress> candidates,
+TcpConnector::TcpConnector(Poller& poller, const World& world, int peer, std::vector<SocketAddress> candidates,
                            Done done)
-    : events_(events), world_(world), peer_(peer), candidates_(std::move(candidates)), on_done_(std::move(done)) {}
+    : poller_(poller), world_(world), peer_(peer), candidates_(std::move(candidates)), on_done_(std::move(done)) {}
 
 TcpConnector::~TcpConnector() {
-  for (const auto& attempt : attempts_) events_.remove(attempt->fd());
+  for (const auto& attempt : attempts_) poller_.remove(attempt->fd());
 }
 
 void TcpConnector::check_time() {
@@ -119,7 +119,7 @@ void TcpConnector::start(const SocketAddress& address, int64_t now) {
     return;
   }
   attempts_.push_back(std::make_unique<Attempt>(*this, std::move(socket), address, now));
-  events_.add(attempts_.back()->fd(), EPOLLOUT, attempts_.back().get());
+  poller_.add(attempts_.back()->fd(), EPOLLOUT, attempts_.back().get());
 }
 
 void TcpConnector::end(Attempt* attempt, const std::string& why) {
@@ -127,13 +127,13 @@ void TcpConnector::end(Attempt* attempt, const std::string& why) {
   if (chosen_ == attempt) chosen_ = nullptr;
   // The next address need not wait for its turn.
   if (next_ < candidates_.size()) next_start_ns_ = 0;
-  events_.remove(attempt->fd());
+  poller_.remove(attempt->fd());
   attempt->socket_.reset();
   const auto same = [&](const auto& entry) { return entry.get() == attempt; };
   const auto found = std::find_if(attempts_.begin(), attempts_.end(), same);
   std::unique_ptr<Attempt> gone = std::move(*found);
   attempts_.erase(found);
-  events_.retire(std::move(gone));
+  poller_.retire(std::move(gone));
 }
 
 bool TcpConnector::choose(Attempt* attempt) {
@@ -149,7 +149,7 @@ bool TcpConnector::choose(Attempt* attempt) {
 
 void TcpConnector::succeed(Attempt* attempt) {
   done_ = true;
-  events_.remove(attempt->fd());
+  poller_.remove(attempt->fd());
   on_done_(std::move(attempt->socket_), attempt->keys_);
   end(attempt, "done");
 }

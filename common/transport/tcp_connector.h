@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "net/poller.h"
 #include "net/socket.h"
-#include "transport/tcp_events.h"
 #include "transport/tcp_protocol.h"
 
 namespace perseus {
@@ -19,7 +19,7 @@ class TcpConnector {
  public:
   using Done = std::function<void(Socket socket, tcp_protocol::SideKeys keys)>;
 
-  TcpConnector(TcpEvents& events, const World& world, int peer, std::vector<SocketAddress> candidates, Done done);
+  TcpConnector(Poller& poller, const World& world, int peer, std::vector<SocketAddress> candidates, Done done);
   ~TcpConnector();
 
   // Starts tries that are due and ends those that take too long. Call every few ms until done.
@@ -39,7 +39,7 @@ class TcpConnector {
   // True for the first attempt that got a challenge: the others are ended, so that the peer sees one answer.
   bool choose(Attempt* attempt);
 
-  TcpEvents& events_;
+  Poller& poller_;
   const World& world_;
   const int peer_;
   const std::vector<SocketAddress> candidates_;

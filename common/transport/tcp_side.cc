@@ -16,9 +16,9 @@ constexpr size_t kMaxQueued = 64 * 1024;
 
 }  // namespace
 
-TcpSide::TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
+TcpSide::TcpSide(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
                  tcp_protocol::SideKeys keys)
-    : events_(events),
+    : poller_(poller),
       traffic_(traffic),
       listener_(listener),
       alive_ns_(alive_ns),
@@ -26,12 +26,12 @@ TcpSide::TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int
       socket_(std::move(socket)),
       keys_(std::move(keys)) {
   alive_ns_ = now_ns();
-  events_.add(socket_.fd(), EPOLLIN | EPOLLRDHUP, this);
+  poller_.add(socket_.fd(), EPOLLIN | EPOLLRDHUP, this);
 }
 
 TcpSide::~TcpSide() {
   if (!lost_) flush();
-  events_.remove(socket_.fd());
+  poller_.remove(socket_.fd());
   // Closing with unread bytes would reset the connection and destroy our last control message on its way.
   ::shutdown(socket_.fd(), SHUT_WR);
   char rest[4096];
@@ -64,7 +64,7 @@ bool TcpSide::flush() {
   }
   if (waits_to_write_ == out_.empty()) {
     waits_to_write_ = !out_.empty();
-    events_.change(socket_.fd(), waits_to_write_ ? EPOLLIN | EPOLLRDHUP | EPOLLOUT : EPOLLIN | EPOLLRDHUP, this);
+    poller_.change(socket_.fd(), waits_to_write_ ? EPOLLIN | EPOLLRDHUP | EPOLLOUT : EPOLLIN | EPOLLRDHUP, this);
   }
   return true;
 }
@@ -103,7 +103,7 @@ void TcpSide::lose(const std::string& why) {
   if (lost_) return;
   lost_ = true;
   out_.clear();
-  events_.remove(socket_.fd());
+  poller_.remove(socket_.fd());
   listener_.on_gone(peer_, why);
 }
 

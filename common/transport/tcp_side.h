@@ -6,14 +6,14 @@
 #include <functional>
 #include <string>
 
+#include "net/poller.h"
 #include "net/socket.h"
-#include "transport/tcp_events.h"
 #include "transport/tcp_link.h"
 #include "transport/tcp_protocol.h"
 
 namespace perseus {
 
-class TcpSide : public TcpEventHandler {
+class TcpSide : public PollHandler {
  public:
   // What the transport wants to know; both may be called from on_event() only.
   struct Listener {
@@ -22,7 +22,7 @@ class TcpSide : public TcpEventHandler {
     virtual void on_gone(int peer, const std::string& why) = 0;
   };
 
-  TcpSide(TcpEvents& events, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
+  TcpSide(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
           tcp_protocol::SideKeys keys);
   // Sends what is queued if that does not block, and closes so that the peer can still read all of it.
   ~TcpSide() override;
@@ -40,7 +40,7 @@ class TcpSide : public TcpEventHandler {
   void receive();
   void lose(const std::string& why);
 
-  TcpEvents& events_;
+  Poller& poller_;
   TcpTraffic& traffic_;
   Listener& listener_;
   int64_t& alive_ns_;

@@ -41,7 +41,7 @@ int keep_alive_seconds(const Config& config) {
 }  // namespace
 
 // A data connection on its way to a lower rank: connecting, then waiting for the welcome.
-class TcpTransport::Outgoing : public TcpEventHandler {
+class TcpTransport::Outgoing : public PollHandler {
  public:
   Outgoing(TcpTransport& owner, TcpLink& link, Socket socket, const std::string& where, bool striped, int tries)
       : owner_(owner), link_(link), socket_(std::move(socket)), where_(where), striped_(striped), tries_(tries) {}
@@ -58,7 +58,7 @@ class TcpTransport::Outgoing : public TcpEventHandler {
     if (send_some(socket_.fd(), hello.data(), hello.size()) != static_cast<ssize_t>(hello.size()))
       return owner_.on_refused(this, "connection closed");
     owner_.traffic_.sent += hello.size();
-    owner_.events_.change(socket_.fd(), EPOLLIN, this);
+    owner_.poller_.change(socket_.fd(), EPOLLIN, this);
   }
 
  private:
@@ -93,15 +93,15 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
       log_(config.choice<LogLevel>(), config.flag(Var::kLogHideTime), world.rank) {
   traffic_.now_ns = now_ns();
   for (const int rank : peers) peers_[rank];
-  acceptor_ = std::make_unique<TcpAcceptor>(events_, world_, *this, log_);
+  acceptor_ = std::make_unique<TcpAcceptor>(poller_, world_, *this, log_);
   open_listeners(InterfaceChoice(config));
   if (!peers_.empty()) store.set(store_key(world_.rank), own_.encode());
-  waker_.watch(events_.fd());
+  waker_.watch(poller_.fd());
 }
 
 TcpTransport::~TcpTransport() {
-  waker_.unwatch(events_.fd());
-  for (const auto& connection : outgoing_) events_.remove(connection->socket_.fd());
+  waker_.unwatch(poller_.fd());
+  for (const auto& connection : outgoing_) poller_.remove(connection->socket_.fd());
   for (const auto& [rank, peer] : peers_)
     for (const auto& [key, link] : peer.links)
       if (link->attached()) waker_.unwatch(link->fd());
@@ -149,7 +149,7 @@ void TcpTransport::connect(TcpLink& link, bool striped, int tries) {
   const int fd = socket.fd();
   outgoing_.push_back(std::make_unique<Outgoing>(*this, link, std::move(socket), to.text(), striped, tries));
   if (code != 0) return on_unreachable(outgoing_.back().get(), error_text(code));
-  events_.add(fd, EPOLLOUT, outgoing_.back().get());
+  poller_.add(fd, EPOLLOUT, outgoing_.back().get());
   events_at_ns_ = 0;
 }
 
@@ -166,7 +166,7 @@ std::string TcpTransport::hello_for(const TcpLink& link) {
 }
 
 void TcpTransport::on_established(Outgoing* connection) {
-  events_.remove(connection->socket_.fd());
+  poller_.remove(connection->socket_.fd());
   attach(connection->link_, std::move(connection->socket_));
   end(connection);
 }
@@ -194,13 +194,13 @@ void TcpTransport::on_unreachable(Outgoing* connection, const std::string& why) 
 }
 
 void TcpTransport::end(Outgoing* connection) {
-  events_.remove(connection->socket_.fd());
+  poller_.remove(connection->socket_.fd());
   connection->socket_.reset();
   const auto found =
       std::find_if(outgoing_.begin(), outgoing_.end(), [&](const auto& entry) { return entry.get() == connection; });
   std::unique_ptr<Outgoing> gone = std::move(*found);
   outgoing_.erase(found);
-  events_.retire(std::move(gone));
+  poller_.retire(std::move(gone));
 }
 
 void TcpTransport::attach(TcpLink& link, Socket socket) {
@@ -232,7 +232,7 @@ void TcpTransport::on_side(int rank, Socket socket, SideKeys keys) {
   peer.address = peer_address(socket.fd());
   if (keep_alive_s_ > 0) keep_alive(socket.fd(), keep_alive_s_);
   peer.side =
-      std::make_unique<TcpSide>(events_, traffic_, *this, peer.alive_ns, rank, std::move(socket), std::move(keys));
+      std::make_unique<TcpSide>(poller_, traffic_, *this, peer.alive_ns, rank, std::move(socket), std::move(keys));
 }
 
 std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {
@@ -256,10 +256,10 @@ void TcpTransport::on_gone(int rank, const std::string& why) {
   peer_events_.push_back(PeerEvent{rank, PeerEvent::Kind::kGone, why});
   for (size_t i = outgoing_.size(); i-- > 0;)
     if (outgoing_[i]->link_.peer() == rank) end(outgoing_[i].get());
-  // Established links may still hold data that it sent before it left; they event its end themselves.
+  // Established links may still hold data that it sent before it left; they notice its end themselves.
   for (const auto& [key, link] : peer.links)
     if (!link->attached()) link->break_off(why);
-  events_.retire(std::move(peer.side));
+  poller_.retire(std::move(peer.side));
 }
 
 // ---- the progress pass ----
@@ -275,7 +275,7 @@ void TcpTransport::poll(bool woken) {
 }
 
 void TcpTransport::look_at_events() {
-  events_.run(0);
+  poller_.run(0);
   const int64_t now = traffic_.now_ns;
   events_at_ns_ = now + (unattached_ != 0 ? kBusyEventsPause : kEventsPause);
   if (now < time_check_at_ns_) return;

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "base/log.h"
+#include "net/poller.h"
 #include "transport/tcp_acceptor.h"
 #include "transport/tcp_connector.h"
 #include "transport/tcp_endpoint.h"
-#include "transport/tcp_events.h"
 #include "transport/tcp_link.h"
 #include "transport/tcp_side.h"
 #include "transport/transport.h"
@@ -88,7 +88,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   Waker& waker_;
   const Log log_;
   TcpTraffic traffic_;
-  TcpEvents events_;
+  Poller poller_{"tcp"};
   TcpEndpoint own_;
   std::map<int, Peer> peers_;
   std::unique_ptr<TcpAcceptor> acceptor_;
