@@ -108,6 +108,10 @@ bool digests_equal(const Digest& a, const Digest& b) {
   return difference == 0;
 }
 
+std::string bytes_of(const Digest& digest) {
+  return std::string(reinterpret_cast<const char*>(digest.data()), digest.size());
+}
+
 std::string random_bytes(size_t n) {
   std::string bytes(n, '\0');
   for (size_t filled = 0; filled < n;) {

@@ -15,6 +15,7 @@ Digest sha256(const void* data, size_t size);                               // F
 Digest hmac_sha256(const std::string& key, const void* data, size_t size);  // RFC 2104
 // Same run time wherever the first difference is.
 bool digests_equal(const Digest& a, const Digest& b);
+std::string bytes_of(const Digest& digest);
 // n bytes from the kernel's generator. Throws Error(kIo).
 std::string random_bytes(size_t n);
 

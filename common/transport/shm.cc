@@ -20,6 +20,7 @@
 #include "base/log.h"
 #include "bootstrap/store.h"
 #include "net/auth.h"
+#include "net/handshake.h"
 #include "net/pending_connections.h"
 #include "net/poller.h"
 #include "net/socket.h"
@@ -124,6 +125,7 @@ class ShmTransport final : public Transport {
 
   struct Peer {
     Socket socket;
+    std::unique_ptr<Handshake> handshake;  // with a lower rank, until it welcomes us
     Socket event_fd;
     SharedSegment page;
     uint64_t heartbeats = 0;
@@ -142,9 +144,9 @@ class ShmTransport final : public Transport {
   std::string connect_to(int rank, const std::string& address, const std::function<void()>& wait_a_little);
   void serve();
   bool on_hello(Socket& socket);
-  void await_welcome(int rank, const std::string& address, int64_t deadline_ns, const Interrupted& interrupted);
+  void await_welcome(int rank, int64_t deadline_ns, const Interrupted& interrupted);
   std::string awaited() const;
-  Digest proof(const char* label, int from, int to, const std::string& address) const;
+  Opening opening_of(int rank) const;
   void adopt(int rank, const int* fds, int fd_count);
   void send(int rank, Peer& peer, const ShmMessage& message, ShmLink* ring);
   void flush(int rank, Peer& peer);
@@ -262,18 +264,17 @@ std::map<int, std::string> ShmTransport::meet(Store& store, const std::map<int, 
   pending_.clear();
   listener_.reset();
   for (const auto& [rank, address] : neighbours)
-    if (rank < world_.rank && unreachable.count(rank) == 0) await_welcome(rank, address, deadline_ns, interrupted);
+    if (rank < world_.rank && unreachable.count(rank) == 0) await_welcome(rank, deadline_ns, interrupted);
   page_.close_fd();
   return unreachable;
 }
 
-Digest ShmTransport::proof(const char* label, int from, int to, const std::string& address) const {
-  // The listener's random name makes a proof worthless anywhere else.
-  const std::string text = std::string(label) + "|" + world_.version + "|" + world_.job + "|" +
-                           std::to_string(world_.epoch) + "|" + std::to_string(from) + "|" + std::to_string(to) + "|" +
-                           address;
-  return hmac_sha256(world_.secret, text.data(), text.size());
+Opening ShmTransport::opening_of(int rank) const {
+  return Opening{kShmMagic, kShmFormat, world_.version, world_.epoch, rank, 0, ""};
 }
+
+// Both ends of a socket know its random name, so nobody has to be asked for the listener's opening.
+std::string nonce_of(const std::string& address) { return bytes_of(sha256(address.data(), address.size())); }
 
 // Returns why shared memory does not lead to this rank, though it lives; throws when it seems to be dead.
 std::string ShmTransport::connect_to(int rank, const std::string& name, const std::function<void()>& wait_a_little) {
@@ -290,28 +291,34 @@ std::string ShmTransport::connect_to(int rank, const std::string& name, const st
     wait_a_little();  // its queue is full
   }
   if (!same_user(to.fd())) return "it runs as another user";
+  auto& handshake = peers_[rank].handshake;
+  handshake =
+      std::make_unique<Handshake>(Handshake::Side::kConnector, world_.secret, world_.job, opening_of(world_.rank));
+  Opening theirs = opening_of(rank);
+  theirs.nonce = nonce_of(name);
+  const std::string bytes = theirs.encode();
   ShmMessage hello;
   hello.type = ShmMessageType::kHello;
-  hello.rank = world_.rank;
-  hello.epoch = world_.epoch;
-  hello.proof = proof("hello", world_.rank, rank, name);
+  set_text(&hello, handshake->feed(bytes.data(), bytes.size()));
   const int fds[2] = {page_.fd(), waker_.event_fd()};
   if (!send_message(to.fd(), hello, fds, 2, MSG_DONTWAIT)) fail(ErrorKind::kIo, who + error_text(errno));
   return "";
 }
 
 // Lower ranks answer while they accept.
-void ShmTransport::await_welcome(int rank, const std::string& address, int64_t deadline_ns,
-                                 const Interrupted& interrupted) {
+void ShmTransport::await_welcome(int rank, int64_t deadline_ns, const Interrupted& interrupted) {
   const int socket = peers_[rank].socket.fd();
+  const std::unique_ptr<Handshake> handshake = std::move(peers_[rank].handshake);
   ShmMessage message;
   int fds[kMaxFds], fd_count;
   if (!wait_readable(socket, deadline_ns, interrupted)) report_missing(std::to_string(rank));
   const int got = recv_message(socket, &message, fds, &fd_count, 0);
-  if (got <= 0 || message.type != ShmMessageType::kWelcome || message.rank != rank ||
-      !digests_equal(message.proof, proof("welcome", rank, world_.rank, address)))
+  if (got > 0 && message.type == ShmMessageType::kWelcome) handshake->feed(message.text, message.bytes);
+  if (!handshake->proven()) {
+    for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
     fail(ErrorKind::kIo,
          "[shm] rank " + std::to_string(rank) + " did not prove that it belongs to this job (or ended while starting)");
+  }
   adopt(rank, fds, fd_count);
 }
 
@@ -346,24 +353,26 @@ bool ShmTransport::on_hello(Socket& socket) {
   int fds[kMaxFds], fd_count = 0;
   const int got = recv_message(socket.fd(), &hello, fds, &fd_count, MSG_DONTWAIT);
   if (got < 0) return false;
-  const bool good = got > 0 && hello.type == ShmMessageType::kHello && hello.epoch == world_.epoch &&
-                    expected_.count(hello.rank) != 0 &&
-                    digests_equal(hello.proof, proof("hello", hello.rank, world_.rank, address_));
-  if (!good) {
+  Opening ours = opening_of(world_.rank);
+  ours.nonce = nonce_of(address_);
+  Handshake handshake(
+      Handshake::Side::kListener, world_.secret, world_.job, ours, Versions::kSame,
+      [this](const Opening& theirs) { return expected_.count(theirs.rank) == 0 ? "not expected" : ""; });
+  handshake.open();  // what the connector has from the store
+  ShmMessage welcome;
+  welcome.type = ShmMessageType::kWelcome;
+  if (got > 0 && hello.type == ShmMessageType::kHello) set_text(&welcome, handshake.feed(hello.text, hello.bytes));
+  if (!handshake.proven()) {
     for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
     return true;
   }
-  ShmMessage welcome;
-  welcome.type = ShmMessageType::kWelcome;
-  welcome.rank = world_.rank;
-  welcome.epoch = world_.epoch;
-  welcome.proof = proof("welcome", world_.rank, hello.rank, address_);
-  const int ours[2] = {page_.fd(), waker_.event_fd()};
-  peers_[hello.rank].socket = std::move(socket);
-  adopt(hello.rank, fds, fd_count);
-  if (!send_message(peers_[hello.rank].socket.fd(), welcome, ours, 2, MSG_DONTWAIT))
-    fail(ErrorKind::kIo, "[shm] rank " + std::to_string(hello.rank) + " ended while starting");
-  expected_.erase(hello.rank);
+  const int rank = handshake.theirs().rank;
+  const int own_fds[2] = {page_.fd(), waker_.event_fd()};
+  peers_[rank].socket = std::move(socket);
+  adopt(rank, fds, fd_count);
+  if (!send_message(peers_[rank].socket.fd(), welcome, own_fds, 2, MSG_DONTWAIT))
+    fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) + " ended while starting");
+  expected_.erase(rank);
   return true;
 }
 
@@ -390,7 +399,6 @@ Link& ShmTransport::link(int rank, Channel channel) {
   SharedSegment ring(kRingHeaderBytes + capacity);  // may fail: then there is no link, whatever the peer announces
   ShmMessage announce;
   announce.type = ShmMessageType::kRing;
-  announce.rank = world_.rank;
   announce.channel = channel.key();
   announce.bytes = capacity;
   std::unique_ptr<ShmLink>& link = peer.links[channel.key()];
@@ -461,8 +469,7 @@ void ShmTransport::read_peer(int rank, Peer& peer) {
       return;
     }
     if (message.type == ShmMessageType::kControl) {
-      peer_events_.push_back(
-          PeerEvent{rank, PeerEvent::Kind::kControlMessage, std::string(message.text, message.bytes)});
+      peer_events_.push_back(PeerEvent{rank, PeerEvent::Kind::kControlMessage, text_of(message)});
     } else if (message.type == ShmMessageType::kRing) {
       if (fd_count != 1)
         fail(ErrorKind::kIo, "[shm] cannot take the memory that rank " + std::to_string(rank) +
@@ -488,9 +495,7 @@ void ShmTransport::send_control_message(int rank, const std::string& text) {
   const auto peer = peers_.find(rank);
   if (peer == peers_.end() || peer->second.gone) return;
   ShmMessage message;
-  message.rank = world_.rank;
-  message.bytes = std::min(text.size(), kMaxControlText);
-  std::memcpy(message.text, text.data(), message.bytes);
+  set_text(&message, text);
   send(rank, peer->second, message, nullptr);
 }
 

@@ -4,6 +4,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -12,11 +13,17 @@ namespace {
 
 constexpr size_t kMessageHead = offsetof(ShmMessage, text);
 
+size_t text_size(const ShmMessage& message) { return message.type == ShmMessageType::kRing ? 0 : message.bytes; }
+
 }  // namespace
 
+void set_text(ShmMessage* message, const std::string& text) {
+  message->bytes = std::min(text.size(), kMaxControlText);
+  std::memcpy(message->text, text.data(), message->bytes);
+}
+
 bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_count, int flags) {
-  iovec piece{const_cast<ShmMessage*>(&message),
-              kMessageHead + (message.type == ShmMessageType::kControl ? message.bytes : size_t{0})};
+  iovec piece{const_cast<ShmMessage*>(&message), kMessageHead + text_size(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)] = {};
   msghdr header{};
   header.msg_iov = &piece;
@@ -55,8 +62,8 @@ int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags
     std::memcpy(fds, CMSG_DATA(c), sizeof(int) * *fd_count);
   }
   const bool sane = static_cast<size_t>(got) >= kMessageHead && message->magic == kShmMagic &&
-                    (message->type != ShmMessageType::kControl ||
-                     (message->bytes <= kMaxControlText && static_cast<size_t>(got) == kMessageHead + message->bytes));
+                    text_size(*message) <= kMaxControlText &&
+                    static_cast<size_t>(got) == kMessageHead + text_size(*message);
   const bool truncated = (header.msg_flags & MSG_CTRUNC) != 0;
   if (sane && !truncated) return 1;
   for (int i = 0; i < *fd_count; ++i) ::close(fds[i]);

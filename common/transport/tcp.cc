@@ -69,8 +69,8 @@ void TcpTransport::look_up(Store& store, int64_t deadline_ns, const std::functio
       report_missing();
     }
     peer.stripes = stripes(own_, theirs);
-    const auto done = [this, rank = rank](Socket socket, tcp_protocol::SideKeys keys) {
-      on_side(rank, std::move(socket), std::move(keys));
+    const auto done = [this, rank = rank](Socket socket, std::string session) {
+      on_side(rank, std::move(socket), std::move(session));
     };
     connectors_.push_back(std::make_unique<TcpConnector>(poller_, world_, rank, candidates(own_, theirs), done));
     connectors_.back()->check_time();

@@ -1,4 +1,4 @@
-// The acceptor's side of the handshakes in tcp_protocol.h.
+// The listener's side of tcp_protocol.h.
 #include "transport/tcp_acceptor.h"
 
 #include <cerrno>
@@ -6,6 +6,8 @@
 
 #include "base/clock.h"
 #include "base/descriptors.h"
+#include "base/little_endian.h"
+#include "transport/tcp_protocol.h"
 
 namespace perseus {
 
@@ -34,20 +36,26 @@ class TcpAcceptor::Listener : public PollHandler {
 class TcpAcceptor::Pending : public PollHandler {
  public:
   Pending(TcpAcceptor& owner, Socket socket)
-      : owner_(owner), socket_(std::move(socket)), from_(peer_address(socket_.fd()).text()) {}
+      : owner_(owner),
+        socket_(std::move(socket)),
+        from_(peer_address(socket_.fd()).text()),
+        handshake_(Handshake::Side::kListener, owner.world_.secret, owner.world_.job, opening_of(owner.world_, kMagic),
+                   Versions::kSame, [&owner](const Opening& theirs) { return owner.members_.may_join(theirs.rank); }) {}
 
   int fd() const { return socket_.fd(); }
   const std::string& from() const { return from_; }
 
   void on_event(uint32_t) override {
-    const size_t wanted = challenged_ ? kProofSize : kHelloSize;
-    char buffer[kHelloSize];
-    const ssize_t n = recv_some(socket_.fd(), buffer, wanted - in_.size());
+    const size_t wanted = greeted_ ? handshake_.wanted() : kOpeningSize - in_.size();
+    char buffer[kOpeningSize];
+    const ssize_t n = recv_some(socket_.fd(), buffer, wanted);
     // Most likely one of several tries by a rank that got through by another.
     if (n < 0) return owner_.drop(this);
     in_.append(buffer, static_cast<size_t>(n));
-    if (in_.size() < wanted) return;
-    const std::string refusal = challenged_ ? check_answer() : check_hello();
+    if (!greeted_ && in_.size() < kOpeningSize) return;
+    const bool ticket = !greeted_ && get_u32(in_.data()) == kDataMagic;
+    greeted_ = true;
+    const std::string refusal = ticket ? check_ticket() : shake_hands();
     in_.clear();
     if (!refusal.empty()) owner_.refuse(this, refusal);
     else if (proven_) owner_.welcome(this);
@@ -56,50 +64,32 @@ class TcpAcceptor::Pending : public PollHandler {
  private:
   friend class TcpAcceptor;
 
-  std::string check_hello() {
-    const std::string wrong = hello_.decode(in_, owner_.world_.version);
-    if (!wrong.empty()) return wrong;
-    const World& world = owner_.world_;
-    if (hello_.epoch != world.epoch)
-      return "it belongs to epoch " + std::to_string(hello_.epoch) + " of the job, expected " +
-             std::to_string(world.epoch);
-    if (hello_.purpose == Purpose::kData) {
-      const SideKeys* keys = owner_.members_.keys_of(hello_.rank);
-      proven_ = keys != nullptr && keys->connector == hello_.rank &&
-                proof_is_good(hello_.tail, Claim::kData, world, *keys, hello_.channel);
-      return proven_ ? "" : "it could not prove that it is rank " + std::to_string(hello_.rank);
-    }
-    const std::string refusal = owner_.members_.may_join(hello_.rank);
-    if (!refusal.empty()) return refusal;
-    keys_ = SideKeys{hello_.rank, world.rank, hello_.tail, random_bytes(kNonceSize)};
-    challenged_ = true;
-    return say(keys_.acceptor_nonce);
+  std::string check_ticket() {
+    const Refusal refusal = read_opening(in_, opening_of(owner_.world_, kDataMagic), Versions::kSame, &data_);
+    if (refusal) return refusal.why;
+    const std::string* session = owner_.members_.session_with(data_.rank);
+    proven_ = session != nullptr && ticket_holds(*session, in_);
+    return proven_ ? "" : "it could not prove that it is rank " + std::to_string(data_.rank);
   }
 
-  std::string check_answer() {
-    const World& world = owner_.world_;
-    if (!proof_is_good(in_, Claim::kConnector, world, keys_))
-      return "it does not know this job's secret: start every rank with the same one (PERSEUS_SECRET_FILE), or is it "
-             "another job's rank?";
-    const std::string refusal = owner_.members_.may_join(hello_.rank);
-    proven_ = refusal.empty();
-    return proven_ ? say(proof_of(Claim::kAcceptor, world, keys_)) : refusal;
-  }
-
-  // A fresh connection always has room for 32 bytes.
-  std::string say(const std::string& bytes) {
-    if (send_some(socket_.fd(), bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size())) return "";
-    proven_ = false;
-    return "it closed the connection";
+  std::string shake_hands() {
+    const std::string reply = handshake_.feed(in_.data(), in_.size());
+    // A fresh connection always has room for a hundred bytes.
+    const bool said =
+        reply.empty() || send_some(socket_.fd(), reply.data(), reply.size()) == static_cast<ssize_t>(reply.size());
+    if (handshake_.refusal()) return handshake_.refusal().why;
+    if (!said) return "it closed the connection";
+    proven_ = handshake_.proven();
+    return "";
   }
 
   TcpAcceptor& owner_;
   Socket socket_;
   const std::string from_;
   std::string in_;
-  Hello hello_;
-  SideKeys keys_;
-  bool challenged_ = false;
+  Handshake handshake_;
+  Opening data_;          // of a data connection
+  bool greeted_ = false;  // its opening has come
   bool proven_ = false;
 };
 
@@ -165,13 +155,12 @@ void TcpAcceptor::refuse(Pending* connection, const std::string& why) {
 void TcpAcceptor::welcome(Pending* connection) {
   poller_.remove(connection->fd());
   Socket socket = std::move(connection->socket_);
-  const Hello& hello = connection->hello_;
-  if (hello.purpose == Purpose::kSide) {
-    members_.on_side(hello.rank, std::move(socket), connection->keys_);
-  } else if (const std::string refusal = members_.on_data(hello.rank, hello.channel, std::move(socket));
-             !refusal.empty()) {
-    return refuse(connection, refusal);
-  }
+  const Handshake& handshake = connection->handshake_;
+  const Opening& data = connection->data_;
+  std::string refusal;
+  if (handshake.proven()) members_.on_side(handshake.theirs().rank, std::move(socket), handshake.session());
+  else refusal = members_.on_data(data.rank, Channel::of_key(data.channel), std::move(socket));
+  if (!refusal.empty()) return refuse(connection, refusal);
   drop(connection);
 }
 

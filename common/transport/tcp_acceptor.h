@@ -11,7 +11,8 @@
 #include "net/pending_connections.h"
 #include "net/poller.h"
 #include "net/socket.h"
-#include "transport/tcp_protocol.h"
+#include "topology/world.h"
+#include "transport/transport.h"
 
 namespace perseus {
 
@@ -22,9 +23,9 @@ class TcpAcceptor {
     virtual ~Members() = default;
     // Whether `rank` may open a control connection now: "" = yes, else the reason why not.
     virtual std::string may_join(int rank) = 0;
-    // The keys of the control connection with `rank`, null if there is none.
-    virtual const tcp_protocol::SideKeys* keys_of(int rank) = 0;
-    virtual void on_side(int rank, Socket socket, tcp_protocol::SideKeys keys) = 0;
+    // The session of the control connection that `rank` has opened, null if there is none.
+    virtual const std::string* session_with(int rank) = 0;
+    virtual void on_side(int rank, Socket socket, std::string session) = 0;
     // "" = taken, else why not.
     virtual std::string on_data(int rank, Channel channel, Socket socket) = 0;
   };

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/descriptors.h"
+#include "transport/tcp_protocol.h"
 
 namespace perseus {
 
@@ -25,53 +26,43 @@ constexpr int64_t kAttemptLimit = 5 * kSecond;
 class TcpConnector::Attempt : public PollHandler {
  public:
   Attempt(TcpConnector& owner, Socket socket, const SocketAddress& address, int64_t now)
-      : owner_(owner), socket_(std::move(socket)), where_(address.text()), since_ns_(now) {
-    keys_ = SideKeys{owner.world_.rank, owner.peer_, random_bytes(kNonceSize), ""};
-  }
+      : owner_(owner),
+        socket_(std::move(socket)),
+        where_(address.text()),
+        since_ns_(now),
+        handshake_(Handshake::Side::kConnector, owner.world_.secret, owner.world_.job, opening_of(owner.world_, kMagic),
+                   Versions::kSame, [this](const Opening& theirs) { return admit(theirs); }) {}
 
   int fd() const { return socket_.fd(); }
   int64_t since_ns() const { return since_ns_; }
   const std::string& where() const { return where_; }
 
   void on_event(uint32_t events) override {
-    if (stage_ == Stage::kConnecting) {
+    if (!connected_) {
       if (const int code = connect_result(socket_.fd()); code != 0) return owner_.end(this, std::strerror(code));
       if ((events & EPOLLOUT) == 0) return;
-      Hello hello;
-      hello.version = owner_.world_.version;
-      hello.purpose = Purpose::kSide;
-      hello.epoch = owner_.world_.epoch;
-      hello.rank = owner_.world_.rank;
-      hello.tail = keys_.connector_nonce;
-      stage_ = Stage::kAwaitsChallenge;
+      connected_ = true;
       owner_.poller_.change(socket_.fd(), EPOLLIN, this);
-      return say(hello.encode());
+      return say(handshake_.open());
     }
-    char buffer[32];
-    static_assert(kNonceSize == sizeof buffer && kProofSize == sizeof buffer, "both answers are read alike");
-    const ssize_t n = recv_some(socket_.fd(), buffer, sizeof buffer - in_.size());
-    if (n < 0)
-      return owner_.end(this,
-                        "closed during the handshake: is that the right host, and do all ranks have the same "
-                        "secret?");
-    in_.append(buffer, static_cast<size_t>(n));
-    if (in_.size() < sizeof buffer) return;
-    if (stage_ == Stage::kAwaitsChallenge) return answer_challenge();
-    if (!proof_is_good(in_, Claim::kAcceptor, owner_.world_, keys_))
-      return owner_.end(this, "could not prove that it knows the job's secret");
-    owner_.succeed(this);
+    char buffer[kOpeningSize];
+    const ssize_t n = recv_some(socket_.fd(), buffer, handshake_.wanted());
+    if (n < 0) return owner_.end(this, kClosed);
+    const std::string reply = handshake_.feed(buffer, static_cast<size_t>(n));
+    if (handshake_.refusal().kind == Refusal::Kind::kSecret) return owner_.end(this, kClosed);
+    if (handshake_.refusal()) return owner_.end(this, handshake_.refusal().why);
+    if (handshake_.proven()) return owner_.succeed(this);
+    if (!reply.empty()) say(reply);
   }
 
  private:
   friend class TcpConnector;
-  enum class Stage { kConnecting, kAwaitsChallenge, kAwaitsVerdict };
+  static constexpr const char* kClosed =
+      "closed during the handshake: is that the right host, and do all ranks have the same secret?";
 
-  void answer_challenge() {
-    if (!owner_.choose(this)) return;
-    keys_.acceptor_nonce = std::move(in_);
-    in_.clear();
-    stage_ = Stage::kAwaitsVerdict;
-    say(proof_of(Claim::kConnector, owner_.world_, keys_));
+  std::string admit(const Opening& theirs) {
+    if (theirs.rank != owner_.peer_) return "rank " + std::to_string(theirs.rank) + " answers there";
+    return owner_.choose(this) ? "" : "answered later than another address";
   }
 
   // A fresh connection always has room for a hundred bytes.
@@ -84,9 +75,8 @@ class TcpConnector::Attempt : public PollHandler {
   Socket socket_;
   const std::string where_;
   const int64_t since_ns_;
-  Stage stage_ = Stage::kConnecting;
-  std::string in_;
-  SideKeys keys_;
+  bool connected_ = false;
+  Handshake handshake_;
 };
 
 TcpConnector::TcpConnector(Poller& poller, const World& world, int peer, std::vector<SocketAddress> candidates,
@@ -137,10 +127,7 @@ void TcpConnector::end(Attempt* attempt, const std::string& why) {
 }
 
 bool TcpConnector::choose(Attempt* attempt) {
-  if (chosen_ != nullptr) {
-    end(attempt, "answered later than another address");
-    return false;
-  }
+  if (chosen_ != nullptr) return false;
   while (attempts_.size() > 1)
     end(attempts_.front().get() == attempt ? attempts_.back().get() : attempts_.front().get(), "slower than another");
   chosen_ = attempt;
@@ -150,7 +137,7 @@ bool TcpConnector::choose(Attempt* attempt) {
 void TcpConnector::succeed(Attempt* attempt) {
   done_ = true;
   poller_.remove(attempt->fd());
-  on_done_(std::move(attempt->socket_), attempt->keys_);
+  on_done_(std::move(attempt->socket_), attempt->handshake_.session());
   end(attempt, "done");
 }
 

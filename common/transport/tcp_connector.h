@@ -11,13 +11,13 @@
 
 #include "net/poller.h"
 #include "net/socket.h"
-#include "transport/tcp_protocol.h"
+#include "topology/world.h"
 
 namespace perseus {
 
 class TcpConnector {
  public:
-  using Done = std::function<void(Socket socket, tcp_protocol::SideKeys keys)>;
+  using Done = std::function<void(Socket socket, std::string session)>;
 
   TcpConnector(Poller& poller, const World& world, int peer, std::vector<SocketAddress> candidates, Done done);
   ~TcpConnector();
@@ -36,7 +36,7 @@ class TcpConnector {
   void start(const SocketAddress& address, int64_t now);
   void end(Attempt* attempt, const std::string& why);
   void succeed(Attempt* attempt);
-  // True for the first attempt that got a challenge: the others are ended, so that the peer sees one answer.
+  // True for the first attempt that was answered: the others are ended, so that the peer sees one proof.
   bool choose(Attempt* attempt);
 
   Poller& poller_;

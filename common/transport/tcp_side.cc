@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/little_endian.h"
+#include "transport/tcp_protocol.h"
 
 namespace perseus {
 namespace {
@@ -17,14 +18,14 @@ constexpr size_t kMaxQueued = 64 * 1024;
 }  // namespace
 
 TcpSide::TcpSide(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
-                 tcp_protocol::SideKeys keys)
+                 std::string session)
     : poller_(poller),
       traffic_(traffic),
       listener_(listener),
       alive_ns_(alive_ns),
       peer_(peer),
       socket_(std::move(socket)),
-      keys_(std::move(keys)) {
+      session_(std::move(session)) {
   alive_ns_ = now_ns();
   poller_.add(socket_.fd(), EPOLLIN | EPOLLRDHUP, this);
 }

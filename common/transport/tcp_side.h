@@ -9,7 +9,6 @@
 #include "net/poller.h"
 #include "net/socket.h"
 #include "transport/tcp_link.h"
-#include "transport/tcp_protocol.h"
 
 namespace perseus {
 
@@ -23,11 +22,12 @@ class TcpSide : public PollHandler {
   };
 
   TcpSide(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
-          tcp_protocol::SideKeys keys);
+          std::string session);
   // Sends what is queued if that does not block, and closes so that the peer can still read all of it.
   ~TcpSide() override;
 
-  const tcp_protocol::SideKeys& keys() const { return keys_; }
+  // Makes the tickets of the pair's data connections.
+  const std::string& session() const { return session_; }
   SocketAddress address() const { return peer_address(socket_.fd()); }
 
   void send_control_message(const std::string& message);
@@ -46,7 +46,7 @@ class TcpSide : public PollHandler {
   int64_t& alive_ns_;
   const int peer_;
   Socket socket_;
-  const tcp_protocol::SideKeys keys_;
+  const std::string session_;
   std::string in_, out_;
   bool waits_to_write_ = false;
   bool lost_ = false;

@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "bootstrap/store.h"
 #include "net/waker.h"
+#include "transport/tcp_protocol.h"
 
 namespace perseus {
 
@@ -54,10 +55,10 @@ class TcpTransport::Outgoing : public PollHandler {
     if ((events & EPOLLOUT) == 0) return;
     connected_ = true;
     // A fresh connection always has room for a hundred bytes.
-    const std::string hello = owner_.hello_for(link_);
-    if (send_some(socket_.fd(), hello.data(), hello.size()) != static_cast<ssize_t>(hello.size()))
+    const std::string ticket = owner_.ticket_for(link_);
+    if (send_some(socket_.fd(), ticket.data(), ticket.size()) != static_cast<ssize_t>(ticket.size()))
       return owner_.on_refused(this, "connection closed");
-    owner_.traffic_.sent += hello.size();
+    owner_.traffic_.sent += ticket.size();
     owner_.poller_.change(socket_.fd(), EPOLLIN, this);
   }
 
@@ -153,16 +154,9 @@ void TcpTransport::connect(TcpLink& link, bool striped, int tries) {
   events_at_ns_ = 0;
 }
 
-std::string TcpTransport::hello_for(const TcpLink& link) {
-  Hello hello;
-  hello.version = world_.version;
-  hello.purpose = Purpose::kData;
-  hello.epoch = world_.epoch;
-  hello.rank = world_.rank;
-  hello.channel = link.channel();
+std::string TcpTransport::ticket_for(const TcpLink& link) {
   // Its control connection exists: outgoing connections end with it.
-  hello.tail = proof_of(Claim::kData, world_, *keys_of(link.peer()), link.channel());
-  return hello.encode();
+  return make_ticket(peer_of(link.peer()).side->session(), opening_of(world_, kDataMagic, link.channel().key()));
 }
 
 void TcpTransport::on_established(Outgoing* connection) {
@@ -222,23 +216,25 @@ std::string TcpTransport::may_join(int rank) {
   return "";
 }
 
-const SideKeys* TcpTransport::keys_of(int rank) {
+const std::string* TcpTransport::session_with(int rank) {
   const auto found = peers_.find(rank);
-  return found == peers_.end() || !found->second.side ? nullptr : &found->second.side->keys();
+  // The higher rank connects.
+  if (found == peers_.end() || rank <= world_.rank || !found->second.side) return nullptr;
+  return &found->second.side->session();
 }
 
-void TcpTransport::on_side(int rank, Socket socket, SideKeys keys) {
+void TcpTransport::on_side(int rank, Socket socket, std::string session) {
   Peer& peer = peer_of(rank);
   peer.address = peer_address(socket.fd());
   if (keep_alive_s_ > 0) keep_alive(socket.fd(), keep_alive_s_);
   peer.side =
-      std::make_unique<TcpSide>(poller_, traffic_, *this, peer.alive_ns, rank, std::move(socket), std::move(keys));
+      std::make_unique<TcpSide>(poller_, traffic_, *this, peer.alive_ns, rank, std::move(socket), std::move(session));
 }
 
 std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {
   TcpLink& link = link_of(peer_of(rank), rank, channel);
   if (link.attached()) return "a second data connection for one channel of rank " + std::to_string(rank);
-  traffic_.received += kHelloSize;
+  traffic_.received += kOpeningSize;
   // A fresh connection always has room for a byte.
   if (send_some(socket.fd(), &kWelcome, 1) != 1) return "it closed the connection";
   ++traffic_.sent;

@@ -65,7 +65,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   [[noreturn]] void report_missing();
   TcpLink& link_of(Peer& peer, int rank, Channel channel);
   void connect(TcpLink& link, bool striped, int tries = 1);
-  std::string hello_for(const TcpLink& link);
+  std::string ticket_for(const TcpLink& link);
   void on_established(Outgoing* connection);
   void on_unreachable(Outgoing* connection, const std::string& why);
   void on_refused(Outgoing* connection, const std::string& why);
@@ -76,8 +76,8 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
 
   // TcpAcceptor::Members
   std::string may_join(int rank) override;
-  const tcp_protocol::SideKeys* keys_of(int rank) override;
-  void on_side(int rank, Socket socket, tcp_protocol::SideKeys keys) override;
+  const std::string* session_with(int rank) override;
+  void on_side(int rank, Socket socket, std::string session) override;
   std::string on_data(int rank, Channel channel, Socket socket) override;
   // TcpSide::Listener
   void on_control_message(int peer, std::string text) override;

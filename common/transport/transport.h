@@ -26,6 +26,7 @@ struct Channel {
   uint32_t group = 0;
   uint32_t stream = 0;
   uint64_t key() const { return uint64_t{group} << 32 | stream; }
+  static Channel of_key(uint64_t key) { return {static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key)}; }
 };
 
 // Streams at or above this number carry negotiation, not data: small rings suffice.

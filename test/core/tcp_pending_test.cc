@@ -46,12 +46,14 @@ class Intruder {
   bool closed_ = false;
 };
 
-tcp_protocol::Hello side_hello(int rank, uint32_t epoch) {
-  tcp_protocol::Hello hello;
-  hello.epoch = epoch;
-  hello.rank = rank;
-  hello.tail = std::string(tcp_protocol::kNonceSize, 'n');
-  return hello;
+// What this rank would say on such a connection, with a nonce that proves nothing.
+Opening opening_by(int rank, uint32_t epoch, uint32_t magic = tcp_protocol::kMagic) {
+  World world;
+  world.rank = rank;
+  world.epoch = epoch;
+  Opening opening = tcp_protocol::opening_of(world, magic);
+  opening.nonce = std::string(kNonceSize, 'n');
+  return opening;
 }
 
 // While rank 1 has not come yet, intruders try to be rank 1; afterwards they try to own its channels.
@@ -71,33 +73,29 @@ TEST(Tcp, PendingConnectionsAreClosedAndDisturbNobody) {
     garbage.say(std::string(5000, 'x'));
     EXPECT_EQ(garbage.receive(1), "");
     EXPECT_TRUE(garbage.closed());
-    old_epoch.say(side_hello(1, 6).encode());
+    old_epoch.say(opening_by(1, 6).encode());
     EXPECT_EQ(old_epoch.receive(1), "");
     EXPECT_TRUE(old_epoch.closed());
     for (const int rank : {0, 2, 0x7fffffff}) {
       Intruder impossible(*store);
-      impossible.say(side_hello(rank, 7).encode());
+      impossible.say(opening_by(rank, 7).encode());
       EXPECT_EQ(impossible.receive(1), "") << rank;
       EXPECT_TRUE(impossible.closed());
     }
-    std::string other_version = side_hello(1, 7).encode();
-    other_version[4] = 2;
+    std::string other_version = opening_by(1, 7).encode();
+    other_version[8] = 2;
     wrong_version.say(other_version);
     EXPECT_EQ(wrong_version.receive(1), "");
     EXPECT_TRUE(wrong_version.closed());
-    // A perfect hello and the wrong secret.
-    wrong_secret.say(side_hello(1, 7).encode());
-    const std::string challenge = wrong_secret.receive(32);
-    ASSERT_EQ(challenge.size(), 32u);
-    World liar = world_of(1, 2);
-    liar.secret = "another";
-    wrong_secret.say(
-        proof_of(tcp_protocol::Claim::kConnector, liar, {1, 0, std::string(tcp_protocol::kNonceSize, 'n'), challenge}));
-    EXPECT_EQ(wrong_secret.receive(1), "");
+    // A perfect opening and the wrong secret.
+    Handshake liar(Handshake::Side::kConnector, "another", "job", opening_by(1, 7));
+    wrong_secret.say(liar.open());
+    const std::string challenge = wrong_secret.receive(kOpeningSize);
+    ASSERT_EQ(challenge.size(), kOpeningSize);
+    wrong_secret.say(liar.feed(challenge.data(), challenge.size()));
+    EXPECT_EQ(wrong_secret.receive(kProofSize + 1), std::string(kProofSize, '\0'));
     EXPECT_TRUE(wrong_secret.closed());
-    tcp_protocol::Hello data = side_hello(1, 7);
-    data.purpose = tcp_protocol::Purpose::kData;
-    early_data.say(data.encode());
+    early_data.say(opening_by(1, 7, tcp_protocol::kDataMagic).encode());
     EXPECT_EQ(early_data.receive(1), "");
     EXPECT_TRUE(early_data.closed());
   }
@@ -120,12 +118,11 @@ TEST(Tcp, PendingConnectionsAreClosedAndDisturbNobody) {
   });
   while (!connected) std::this_thread::yield();
   Intruder second(*store), thief(*store);
-  second.say(side_hello(1, 7).encode());
+  second.say(opening_by(1, 7).encode());
   EXPECT_EQ(second.receive(1), "");
   EXPECT_TRUE(second.closed());
-  tcp_protocol::Hello data = side_hello(1, 7);
-  data.purpose = tcp_protocol::Purpose::kData;
-  data.channel = Channel{3, 3};
+  Opening data = opening_by(1, 7, tcp_protocol::kDataMagic);
+  data.channel = Channel{3, 3}.key();
   thief.say(data.encode());
   EXPECT_EQ(thief.receive(1), "");
   EXPECT_TRUE(thief.closed());

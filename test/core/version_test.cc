@@ -12,7 +12,6 @@
 #include "bootstrap/store.h"
 #include "bootstrap/store_protocol.h"
 #include "net/socket.h"
-#include "transport/tcp_protocol.h"
 #include "world.h"
 
 namespace perseus {
@@ -100,28 +99,6 @@ TEST(Version, IsTheReleaseAndAHash) {
   ASSERT_EQ(version.size(), release.size() + 1 + 12) << version;
   EXPECT_EQ(version.substr(0, release.size() + 1), release + "+");
   for (const char digit : version.substr(release.size() + 1)) EXPECT_TRUE(std::isxdigit(digit)) << version;
-}
-
-TEST(Version, OfAHelloOverTcpIsComparedFirst) {
-  tcp_protocol::Hello hello, received;
-  hello.version = "9.9.9+fedcba987654";
-  hello.rank = 3;
-  hello.tail = std::string(tcp_protocol::kNonceSize, 'n');
-  const std::string bytes = hello.encode();
-  ASSERT_EQ(bytes.size(), tcp_protocol::kHelloSize);
-  EXPECT_EQ(received.decode(bytes, "9.9.9+fedcba987654"), "");
-  EXPECT_EQ(received.rank, 3);
-  EXPECT_EQ(received.tail, hello.tail);
-  EXPECT_EQ(received.decode(bytes, "0.1.0+0123456789ab"),
-            "it runs Perseus 9.9.9+fedcba987654, expected 0.1.0+0123456789ab: install the same Perseus on every host");
-  const auto claim = [](const std::string& version) {
-    World world;
-    world.secret = "secret";
-    world.version = version;
-    return tcp_protocol::proof_of(tcp_protocol::Claim::kConnector, world, {1, 0, "n", "m"});
-  };
-  EXPECT_EQ(claim("a"), claim("a"));
-  EXPECT_NE(claim("a"), claim("b"));
 }
 
 // What a client says to a server that greets like this.

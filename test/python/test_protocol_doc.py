@@ -93,15 +93,19 @@ def test_the_store_s_operations_have_the_numbers_of_the_code() -> None:
     assert sum(map(int, head)) == code["kRequestHeader"]
 
 
-def test_the_handshake_over_tcp_has_the_sizes_of_the_code() -> None:
-    text = source_with("namespace perseus::tcp_protocol {\n\nconstexpr")
-    code = constants(text)
-    assert size_of("hello", "Handshakes") == code["kHelloSize"]
-    assert size_of("challenge", "Handshakes") == code["kNonceSize"]
+def test_the_handshake_has_the_sizes_of_the_code() -> None:
+    code = constants(source_with("constexpr size_t kOpeningSize = "))
+    assert size_of("opening", "Handshakes") == code["kOpeningSize"]
+    head, numbers = production("opening", "Handshakes").split(" epoch:")
+    assert sum(int(field.split(":")[1]) for field in head.split()) == code["kOpeningHead"]
+    assert numbers.endswith(f"nonce:{code['kNonceSize']}")
     assert size_of("answer", "Handshakes") == code["kProofSize"]
     assert size_of("verdict", "Handshakes") == code["kProofSize"]
+
+
+def test_control_messages_over_tcp_have_the_limit_of_the_code() -> None:
+    code = constants(source_with("namespace perseus::tcp_protocol {\n\nconstexpr"))
     assert f"at most {code['kMaxControlText']} bytes" in PAGE
-    assert list(enumerators(text, "Purpose").values()) == [1, 2]
 
 
 def test_messages_between_ranks_of_a_host_have_the_fields_of_the_code() -> None:
