@@ -5,13 +5,12 @@
 #include <signal.h>
 
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <fstream>
-#include <mutex>
 #include <vector>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "bootstrap/launcher_space.h"
 
 namespace perseus {
@@ -111,14 +110,14 @@ Library load() {
 
 // An answer that the library's thread brings; it may do so after we have given up.
 struct Answer {
-  std::mutex mutex;
-  std::condition_variable came;
-  bool done = false;
-  int status = kSuccess;
-  std::string text;
+  Mutex mutex;
+  ConditionVariable came;
+  bool done PERSEUS_GUARDED_BY(mutex) = false;
+  int status PERSEUS_GUARDED_BY(mutex) = kSuccess;
+  std::string text PERSEUS_GUARDED_BY(mutex);
 
   void finish(int code, std::string value) {
-    std::lock_guard<std::mutex> lock(mutex);
+    const MutexLock lock(mutex);
     done = true;
     status = code;
     text = std::move(value);
@@ -201,8 +200,9 @@ class PmixSpace final : public LauncherSpace {
     if (code == kOperationSucceeded) return "";  // nothing will be brought
     check(name, code);
     passed.release();  // the answer's to free
-    std::unique_lock<std::mutex> lock(answer->mutex);
-    while (!answer->came.wait_for(lock, kLookAgain, [&] { return answer->done; })) check_patience(options_, what);
+    const MutexLock lock(answer->mutex);
+    while (!answer->done)
+      if (!answer->came.wait_for(answer->mutex, kLookAgain) && !answer->done) check_patience(options_, what);
     check(name, answer->status);
     return answer->text;
   }

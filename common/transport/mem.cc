@@ -5,11 +5,12 @@
 #include <cstring>
 #include <deque>
 #include <map>
-#include <mutex>
 #include <tuple>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/mutex.h"
 #include "net/waker.h"
 #include "transport/ring.h"
 #include "transport/transport.h"
@@ -18,20 +19,11 @@ namespace perseus {
 
 class MemFabric {
  public:
-  explicit MemFabric(int size) : seats_(size) {}
-
-  struct Seat {
-    std::atomic<uint32_t> sleeping{0};  // the owner's Waker flag: lives here so that peers may look at it at any time
-    int event_fd = -1;                  // the owner's, valid while present
-    bool present = false;
-    std::atomic<int64_t> alive_ns{0};
-    std::atomic<uint32_t> mail{0};
-    std::deque<PeerEvent> mailbox;
-  };
+  explicit MemFabric(int size) : seats_(size), owners_(size) {}
 
   // Zeroed memory of the ring from one rank to another, made by whoever asks first.
   std::shared_ptr<void> ring(int from, int to, Channel channel) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     std::shared_ptr<void>& memory = rings_[{from, to, channel.key()}];
     if (!memory) {
       const size_t bytes = kRingHeaderBytes + ring_capacity(channel.stream);
@@ -43,57 +35,69 @@ class MemFabric {
     return memory;
   }
   void sit(int rank, Waker& waker) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     waker.place_flag(&seats_[rank].sleeping);
-    seats_[rank].event_fd = waker.event_fd();
-    seats_[rank].present = true;
+    owners_[rank].event_fd = waker.event_fd();
+    owners_[rank].present = true;
     seats_[rank].alive_ns.store(now_ns(), std::memory_order_relaxed);
   }
   void leave(int rank) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    seats_[rank].present = false;
+    const MutexLock lock(mutex_);
+    owners_[rank].present = false;
     for (size_t other = 0; other < seats_.size(); ++other)
       if (static_cast<int>(other) != rank) post_locked(other, PeerEvent{rank, PeerEvent::Kind::kGone, "thread ended"});
   }
   void post(int to, PeerEvent event) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     post_locked(to, std::move(event));
   }
   bool take(int rank, PeerEvent* event) {
     if (seats_[rank].mail.load(std::memory_order_acquire) == 0) return false;
-    std::lock_guard<std::mutex> lock(mutex_);
-    Seat& seat = seats_[rank];
-    if (seat.mailbox.empty()) return false;
-    *event = std::move(seat.mailbox.front());
-    seat.mailbox.pop_front();
-    seat.mail.fetch_sub(1, std::memory_order_relaxed);
+    const MutexLock lock(mutex_);
+    std::deque<PeerEvent>& mailbox = owners_[rank].mailbox;
+    if (mailbox.empty()) return false;
+    *event = std::move(mailbox.front());
+    mailbox.pop_front();
+    seats_[rank].mail.fetch_sub(1, std::memory_order_relaxed);
     return true;
   }
   void ring_bell(int rank) {
     std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with Waker::prepare_sleep
     if (seats_[rank].sleeping.load(std::memory_order_relaxed) == 0) return;
     // Its owner may leave at any time and take the descriptor along.
-    std::lock_guard<std::mutex> lock(mutex_);
-    ring_locked(seats_[rank]);
+    const MutexLock lock(mutex_);
+    ring_locked(rank);
   }
   int64_t alive_ns(int rank) const { return seats_[rank].alive_ns.load(std::memory_order_relaxed); }
   void send_heartbeat(int rank) { seats_[rank].alive_ns.store(now_ns(), std::memory_order_relaxed); }
 
  private:
-  void post_locked(int to, PeerEvent event) {
-    Seat& seat = seats_[to];
-    if (!seat.present) return;
-    seat.mailbox.push_back(std::move(event));
-    seat.mail.fetch_add(1, std::memory_order_release);
-    ring_locked(seat);
+  // What peers may look at at any time.
+  struct Seat {
+    std::atomic<uint32_t> sleeping{0};  // the owner's Waker flag
+    std::atomic<int64_t> alive_ns{0};
+    std::atomic<uint32_t> mail{0};  // how many are in the mailbox
+  };
+  struct Owner {
+    int event_fd = -1;  // valid while present
+    bool present = false;
+    std::deque<PeerEvent> mailbox;
+  };
+
+  void post_locked(int to, PeerEvent event) PERSEUS_REQUIRES(mutex_) {
+    if (!owners_[to].present) return;
+    owners_[to].mailbox.push_back(std::move(event));
+    seats_[to].mail.fetch_add(1, std::memory_order_release);
+    ring_locked(to);
   }
-  static void ring_locked(Seat& seat) {
-    if (seat.present) Doorbell{&seat.sleeping, seat.event_fd}.ring();
+  void ring_locked(int rank) PERSEUS_REQUIRES(mutex_) {
+    if (owners_[rank].present) Doorbell{&seats_[rank].sleeping, owners_[rank].event_fd}.ring();
   }
 
-  std::mutex mutex_;
   std::deque<Seat> seats_;
-  std::map<std::tuple<int, int, uint64_t>, std::shared_ptr<void>> rings_;
+  Mutex mutex_;
+  std::vector<Owner> owners_ PERSEUS_GUARDED_BY(mutex_);
+  std::map<std::tuple<int, int, uint64_t>, std::shared_ptr<void>> rings_ PERSEUS_GUARDED_BY(mutex_);
 };
 
 namespace {
