@@ -302,23 +302,32 @@ Ending read_report(int fd) {
 
 std::vector<Ending> run_faulty_world(const std::string& transport, int size, int steps, int64_t elements,
                                      const std::vector<Fault>& faults, int limit_s) {
-  perseus_store_server* server = nullptr;
   Job job{transport, size, steps, elements, 0};
-  perseus_store_server_create("127.0.0.1", 0, 0, kSecret, sizeof kSecret - 1, &server);
-  job.port = perseus_store_server_port(server);
   std::vector<pid_t> processes;
-  std::vector<int> pipes;
+  std::vector<int> pipes, orders;
+  // Before the store has a thread: ThreadSanitizer looks at no child of a process with several.
   for (int rank = 0; rank < size; ++rank) {
-    int ends[2];
-    if (::pipe2(ends, O_CLOEXEC) != 0) break;
+    int ends[2], order[2];
+    if (::pipe2(ends, O_CLOEXEC) != 0 || ::pipe2(order, O_CLOEXEC) != 0) break;
     const pid_t child = ::fork();
     if (child == 0) {
+      ::close(order[1]);
+      if (::read(order[0], &job.port, sizeof job.port) != sizeof job.port) _exit(3);
       report(ends[1], live(job, rank, faults));
       _exit(0);
     }
     ::close(ends[1]);
+    ::close(order[0]);
     processes.push_back(child);
     pipes.push_back(ends[0]);
+    orders.push_back(order[1]);
+  }
+  perseus_store_server* server = nullptr;
+  perseus_store_server_create("127.0.0.1", 0, 0, kSecret, sizeof kSecret - 1, &server);
+  job.port = perseus_store_server_port(server);
+  for (size_t i = 0; i < orders.size(); ++i) {
+    if (::write(orders[i], &job.port, sizeof job.port) != sizeof job.port) ::kill(processes[i], SIGKILL);
+    ::close(orders[i]);
   }
   std::vector<Ending> endings;
   const int64_t deadline = perseus::now_ns() + limit_s * perseus::kSecond;
