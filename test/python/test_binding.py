@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import queue
 import sys
 import threading
 import time
@@ -285,20 +286,27 @@ def test_outcomes_are_kept_when_closing():
             rank.submit(ALLREDUCE, "late", torch.ones(1), torch.ones(1))
 
 
+def until_it_waits(rank: Rank, sleeps: int) -> None:
+    """Until a thread sleeps in a wait of this rank, which has counted so many sleeps before."""
+    deadline = time.monotonic() + 60
+    while rank.context.stats()["sleeps"] == sleeps:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_a_wait_does_not_hold_the_interpreter():
     ticks = []
-    waits = threading.Event()
+    waits: queue.Queue[tuple[Rank, int]] = queue.Queue()
 
     def body(rank: Rank) -> None:
         if rank.context.rank == 0:
             handle = rank.submit(ALLREDUCE, "slow", torch.ones(1), torch.empty(1))
             ticks.append(time.monotonic())
-            waits.set()
+            waits.put((rank, rank.context.stats()["sleeps"]))
             rank.operations.synchronize(handle)
             ticks.append(time.monotonic())
         else:
-            assert waits.wait(60)
-            time.sleep(0.5)  # another Python thread gets on meanwhile
+            until_it_waits(*waits.get(timeout=60))  # this Python thread gets on meanwhile
             ticks.append(time.monotonic())
             rank.reduce("slow", torch.ones(1))
 
@@ -311,8 +319,9 @@ def test_closing_ends_another_threads_wait():
     with ThreadPoolExecutor(3) as pool:
         first, second = pool.map(lambda i: Rank(i, 2, world), range(2))
         handle = first.submit(ALLREDUCE, "never", torch.ones(1), torch.empty(1))
+        sleeps = first.context.stats()["sleeps"]
         waiting = pool.submit(first.operations.synchronize, handle)
-        time.sleep(0.3)
+        until_it_waits(first, sleeps)
         assert not waiting.done()
         first.close()
         with pytest.raises(errors.AbortedError):

@@ -395,7 +395,7 @@ def check_grouped_reducescatter() -> None:
 
 def check_barrier_waits_for_the_last_rank() -> None:
     hvd.barrier()
-    time.sleep(0.15 * hvd.rank())
+    time.sleep(0.15 * hvd.rank())  # each rank is later than the one before
     arrived = torch.tensor([time.monotonic()], dtype=torch.float64)
     hvd.barrier()
     left = time.monotonic()
