@@ -15,14 +15,14 @@
 #include <thread>
 #include <vector>
 
-#include "meeting.h"
+#include "barrier.h"
 #include "perseus/perseus.h"
 #include "topology/allreduce_cost.h"
 
 namespace {
 
-using perseus::Meeting;
-using Clock = Meeting::Clock;
+using perseus::Barrier;
+using Clock = Barrier::Clock;
 
 // The first four in the order of perseus::Algorithm.
 constexpr const char* kContenders[] = {"pairwise", "halving_doubling", "ring", "recursive_doubling", "auto", "nothing"};
@@ -57,7 +57,7 @@ perseus_context* join_world(const std::string& transport, const std::string& alg
 }
 
 // One allreduce; seconds.
-double reduce(perseus_context* context, Meeting* meeting, const std::string& name, int rank, int size,
+double reduce(perseus_context* context, Barrier* barrier, const std::string& name, int rank, int size,
               std::vector<float>* values) {
   for (size_t i = 0; i < values->size(); ++i) (*values)[i] = static_cast<float>(rank + static_cast<int>(i % 7));
   const int64_t count = static_cast<int64_t>(values->size());
@@ -70,7 +70,7 @@ double reduce(perseus_context* context, Meeting* meeting, const std::string& nam
   request.tensor_count = 1;
   request.op = PERSEUS_SUM;
   request.prescale = request.postscale = 1.0;
-  const Clock::time_point begin = meeting->begin();
+  const Clock::time_point begin = barrier->begin();
   std::this_thread::sleep_until(begin);
   perseus_handle handle = 0;
   check(perseus_request_submit(context, &request, &handle));
@@ -96,7 +96,7 @@ void print(const std::string& transport, int ranks, size_t bytes, size_t contend
 }
 
 void measure(const std::string& transport, int size, const std::vector<size_t>& sizes, int rounds) {
-  Meeting meeting(size);
+  Barrier barrier(size);
   // [size][contender][rank][round]
   std::vector<std::vector<std::vector<std::vector<double>>>> times(
       sizes.size(), std::vector<std::vector<std::vector<double>>>(
@@ -113,11 +113,11 @@ void measure(const std::string& transport, int size, const std::vector<size_t>& 
           for (size_t turn = 0; turn < kCount; ++turn) {
             const size_t c = (turn + static_cast<size_t>(round + kWarmUps)) % kCount;
             std::vector<float>* data = contexts[c] == contexts.back() ? &nothing : &values;
-            const double seconds = reduce(contexts[c], &meeting, name, rank, size, data);
+            const double seconds = reduce(contexts[c], &barrier, name, rank, size, data);
             if (round >= 0) times[s][c][static_cast<size_t>(rank)].push_back(seconds);
           }
       }
-      std::this_thread::sleep_until(meeting.begin());
+      std::this_thread::sleep_until(barrier.begin());
       for (perseus_context* context : contexts) perseus_context_destroy(context);
     });
   for (std::thread& thread : threads) thread.join();

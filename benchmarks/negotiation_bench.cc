@@ -23,8 +23,8 @@
 #include <thread>
 #include <vector>
 
+#include "barrier.h"
 #include "base/error.h"
-#include "meeting.h"
 #include "net/waker.h"
 #include "perseus/perseus.h"
 #include "transport/transport.h"
@@ -133,7 +133,7 @@ perseus_context* join_world(const std::string& name, int rank, int size, bool of
 }
 
 Result run_perseus(int size, const Options& options, int elements, bool offline = false) {
-  Meeting meeting(size);
+  Barrier barrier(size);
   Collector collector(size, options.steps);
   const std::string name =
       "negotiation-" + std::to_string(size) + "-" + std::to_string(elements) + (offline ? "-offline" : "");
@@ -147,7 +147,7 @@ Result run_perseus(int size, const Options& options, int elements, bool offline 
     Counts before;
     for (int step = 0; step < kWarmUps + options.steps; ++step) {
       for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(rank + step + static_cast<int>(i) % 7);
-      const Clock::time_point begin = meeting.begin();
+      const Clock::time_point begin = barrier.begin();
       // Every rank is between two steps: nothing is under way.
       if (step == kWarmUps) before = counts_of(context);
       submit_over_time(options, begin, [&](int i) {
@@ -172,10 +172,10 @@ Result run_perseus(int size, const Options& options, int elements, bool offline 
         if (elements > 0 && values[i] != static_cast<float>(expected)) give_up("a sum is wrong");
       }
     }
-    meeting.begin();
+    barrier.begin();
     const Counts after = counts_of(context);
     collector.counts({after.rounds - before.rounds, after.messages - before.messages, after.buckets - before.buckets});
-    meeting.begin();
+    barrier.begin();
     perseus_context_destroy(context);
   });
   return collector.result();
@@ -230,20 +230,20 @@ class Coordinated {
   // Rank 0: once everybody has news, the fewest ready are ready everywhere. True when anything moved.
   bool coordinate() {
     bool moved = false;
-    heard_.resize(links_.size());
+    received_.resize(links_.size());
     for (size_t i = 0; i < links_.size(); ++i) {
-      if (heard_[i] != 0 || !receive(*links_[i], &heard_[i])) continue;
-      ++heard_count_;
+      if (received_[i] != 0 || !receive(*links_[i], &received_[i])) continue;
+      ++received_count_;
       moved = true;
     }
     const uint64_t own = ready_.load();
-    if (heard_count_ < links_.size() || own == agreed_by_thread_) return moved;
+    if (received_count_ < links_.size() || own == agreed_by_thread_) return moved;
     uint64_t fewest = own;
-    for (uint64_t& heard : heard_) {
-      fewest = std::min(fewest, heard);
-      heard = 0;
+    for (uint64_t& received : received_) {
+      fewest = std::min(fewest, received);
+      received = 0;
     }
-    heard_count_ = 0;
+    received_count_ = 0;
     for (Link* link : links_) send(*link, fewest);
     agree(fewest, links_.size());
     return true;
@@ -294,8 +294,8 @@ class Coordinated {
   std::atomic<uint64_t> ready_{0};
 
   // Of the thread.
-  std::vector<uint64_t> heard_;  // of each rank in this round, 0 = nothing
-  size_t heard_count_ = 0;
+  std::vector<uint64_t> received_;  // of each rank in this round, 0 = nothing
+  size_t received_count_ = 0;
   bool asked_ = false;
   uint64_t agreed_by_thread_ = 0;
 
@@ -307,33 +307,33 @@ class Coordinated {
 };
 
 Result run_coordinator(int size, const Options& options) {
-  Meeting meeting(size);
+  Barrier barrier(size);
   Collector collector(size, options.steps);
   const std::shared_ptr<MemFabric> fabric = make_mem_fabric(size);
   on_threads(size, [&](int rank) {
     Coordinated side(rank, size, fabric);
     Counts before;
     for (int step = 0; step < kWarmUps + options.steps; ++step) {
-      const Clock::time_point begin = meeting.begin();
+      const Clock::time_point begin = barrier.begin();
       if (step == kWarmUps) before = side.counts();
       submit_over_time(options, begin, [&](int) { side.submit(); });
       side.wait(uint64_t{kTensors} * (static_cast<uint64_t>(step) + 1));
       collector.step(rank, step, begin);
     }
-    meeting.begin();
+    barrier.begin();
     const Counts after = side.counts();
     collector.counts({after.rounds - before.rounds, after.messages - before.messages, 0});
-    meeting.begin();
+    barrier.begin();
   });
   return collector.result();
 }
 
 Result run_schedule(int size, const Options& options) {
-  Meeting meeting(size);
+  Barrier barrier(size);
   Collector collector(size, options.steps);
   on_threads(size, [&](int rank) {
     for (int step = 0; step < kWarmUps + options.steps; ++step) {
-      const Clock::time_point begin = meeting.begin();
+      const Clock::time_point begin = barrier.begin();
       submit_over_time(options, begin, [](int) {});
       collector.step(rank, step, begin);
     }

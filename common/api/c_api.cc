@@ -198,8 +198,8 @@ perseus_code perseus_context_create_launched(const char* job, perseus_context** 
 
 perseus_code perseus_launched_store(perseus_store_place* place) {
   return guarded([&] {
-    const perseus::Meeting& meeting = perseus::launched_meeting();
-    *place = {meeting.host.c_str(), meeting.port, meeting.secret.data(), meeting.secret.size()};
+    const perseus::Rendezvous& rendezvous = perseus::launched_rendezvous();
+    *place = {rendezvous.host.c_str(), rendezvous.port, rendezvous.secret.data(), rendezvous.secret.size()};
     return PERSEUS_OK;
   });
 }

@@ -15,16 +15,16 @@ namespace {
 struct Launched {
   Mutex mutex;
   Identity identity PERSEUS_GUARDED_BY(mutex);
-  std::optional<Meeting> meeting PERSEUS_GUARDED_BY(mutex);
+  std::optional<Rendezvous> rendezvous PERSEUS_GUARDED_BY(mutex);
   std::optional<Error> failure PERSEUS_GUARDED_BY(mutex);
   std::map<std::string, uint32_t> epochs PERSEUS_GUARDED_BY(mutex);  // worlds built, by job
 
-  const Meeting& met() PERSEUS_REQUIRES(mutex) {
+  const Rendezvous& find_rendezvous() PERSEUS_REQUIRES(mutex) {
     if (failure) throw Error(*failure);
-    if (meeting) return *meeting;
+    if (rendezvous) return *rendezvous;
     identity = identify(environment_value);
     try {
-      return meeting.emplace(perseus::meet(identity, environment_value, Config()));
+      return rendezvous.emplace(perseus::bootstrap(identity, environment_value, Config()));
     } catch (const Error& error) {
       // A setting can be changed; a launcher that we have begun to talk to cannot be asked again.
       if (error.kind() != ErrorKind::kInvalidArgument) failure = error;
@@ -45,10 +45,10 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
   {
     Launched& known = launched();
     const MutexLock lock(known.mutex);
-    const Meeting& meeting = known.met();
+    const Rendezvous& rendezvous = known.find_rendezvous();
     options.world.rank = known.identity.rank;
     options.world.size = known.identity.size;
-    options.world.secret = meeting.secret;
+    options.world.secret = rendezvous.secret;
     options.world.job = job;
     // Only attempts that the others see count.
     options.world.epoch = known.epochs[job]++;
@@ -56,16 +56,16 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
     options.local_size = known.identity.local_size;
     options.cross_rank = known.identity.cross_rank;
     options.cross_size = known.identity.cross_size;
-    options.store_host = meeting.host;
-    options.store_port = meeting.port;
+    options.store_host = rendezvous.host;
+    options.store_port = rendezvous.port;
   }
   return std::make_unique<Context>(options);
 }
 
-const Meeting& launched_meeting() {
+const Rendezvous& launched_rendezvous() {
   Launched& known = launched();
   const MutexLock lock(known.mutex);
-  return known.met();
+  return known.find_rendezvous();
 }
 
 }  // namespace perseus

@@ -12,6 +12,6 @@ namespace perseus {
 // See perseus_context_create_launched.
 std::unique_ptr<Context> create_launched(const std::string& job);
 // See perseus_launched_store.
-const Meeting& launched_meeting();
+const Rendezvous& launched_rendezvous();
 
 }  // namespace perseus

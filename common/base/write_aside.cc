@@ -31,7 +31,7 @@ class Writer {
       std::thread thread([this] { run(); });
       id_ = thread.get_id();
       thread.detach();
-      std::atexit([] { writer().say_goodbye(); });
+      std::atexit([] { writer().finish_at_exit(); });
     } catch (const std::system_error&) {
       process_ = kNobody;  // no thread is to be had: callers write themselves
     }
@@ -63,7 +63,7 @@ class Writer {
     return finished_ >= number;
   }
 
-  void say_goodbye() {
+  void finish_at_exit() {
     if (process_ != fork_generation()) return;
     const MutexLock lock(mutex_);
     wait_for(taken_, kFarewell);

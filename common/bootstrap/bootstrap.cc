@@ -1,4 +1,4 @@
-// One way to meet for each launcher.
+// One way to agree on a store for each launcher.
 #include "bootstrap/bootstrap.h"
 
 #include <sys/stat.h>
@@ -94,17 +94,17 @@ std::string listen_address(const std::string& host) {
   return is_own_address(host, &address) && !is_loopback(address) ? address : "";
 }
 
-Meeting from_perseusrun(const Identity& identity, const Environment& environment, const Config& config) {
-  Meeting meeting;
-  meeting.host = first_set(environment, {"PERSEUS_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR"});
+Rendezvous from_perseusrun(const Identity& identity, const Environment& environment, const Config& config) {
+  Rendezvous rendezvous;
+  rendezvous.host = first_set(environment, {"PERSEUS_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR"});
   for (const char* name : {"HOROVOD_GLOO_RENDEZVOUS_PORT", "PERSEUS_RENDEZVOUS_PORT"})
     if (const std::string port = environment(name); !port.empty())
-      meeting.port = static_cast<int>(whole_number("rendezvous", name, port, 0, 65535));
+      rendezvous.port = static_cast<int>(whole_number("rendezvous", name, port, 0, 65535));
   // perseusrun's own secret counts, even where the user also has a file with one.
-  meeting.secret = environment("PERSEUS_SECRET");
-  if (meeting.secret.empty()) meeting.secret = given_secret(environment, config);
-  const bool placed = !meeting.host.empty() && meeting.port != 0;
-  if (placed && !meeting.secret.empty()) return meeting;
+  rendezvous.secret = environment("PERSEUS_SECRET");
+  if (rendezvous.secret.empty()) rendezvous.secret = given_secret(environment, config);
+  const bool placed = !rendezvous.host.empty() && rendezvous.port != 0;
+  if (placed && !rendezvous.secret.empty()) return rendezvous;
   if (identity.size == 1) return {};
   fail(ErrorKind::kInvalidArgument, std::string("[rendezvous] ") +
                                         (placed ? "PERSEUS_SECRET" : "PERSEUS_RENDEZVOUS_ADDR and _PORT") +
@@ -113,16 +113,16 @@ Meeting from_perseusrun(const Identity& identity, const Environment& environment
 }
 
 // Where ranks cannot tell each other anything: port and secret are known beforehand.
-Meeting at_known_place(const Identity& identity, const Environment& environment, const Config& config,
-                       const std::string& host, int port, const std::string& remedy) {
-  Meeting meeting{host, port, given_secret(environment, config), nullptr};
-  if (meeting.secret.empty())
+Rendezvous at_known_place(const Identity& identity, const Environment& environment, const Config& config,
+                          const std::string& host, int port, const std::string& remedy) {
+  Rendezvous rendezvous{host, port, given_secret(environment, config), nullptr};
+  if (rendezvous.secret.empty())
     fail(ErrorKind::kInvalidArgument, "[rendezvous] the ranks need a shared secret: " + remedy);
-  if (identity.rank == 0) meeting.server = StoreServer::listen(listen_address(host), port, false, meeting.secret);
-  return meeting;
+  if (identity.rank == 0) rendezvous.server = StoreServer::listen(listen_address(host), port, false, rendezvous.secret);
+  return rendezvous;
 }
 
-Meeting through_torch(const Identity& identity, const Environment& environment, const Config& config) {
+Rendezvous through_torch(const Identity& identity, const Environment& environment, const Config& config) {
   const std::string host = environment("MASTER_ADDR");
   if (host.empty())
     fail(ErrorKind::kInvalidArgument,
@@ -133,7 +133,7 @@ Meeting through_torch(const Identity& identity, const Environment& environment, 
                         "with perseusrun");
 }
 
-Meeting through_slurm(const Identity& identity, const Environment& environment, const Config& config) {
+Rendezvous through_slurm(const Identity& identity, const Environment& environment, const Config& config) {
   const std::string nodes = first_set(environment, {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"});
   const bool local = identity.local_size == identity.size;
   if (!local && nodes.empty())
@@ -179,13 +179,13 @@ std::string own_address(const std::string& other_host, const Config& config) {
 }
 
 // Of rank 0; the next free port when the first is taken.
-Meeting serve(const std::string& host, const Environment& environment, const Config& config) {
-  Meeting meeting{host, 0, given_secret(environment, config), nullptr};
-  if (meeting.secret.empty()) meeting.secret = to_hex(random_bytes(kSecretBytes));
+Rendezvous serve(const std::string& host, const Environment& environment, const Config& config) {
+  Rendezvous rendezvous{host, 0, given_secret(environment, config), nullptr};
+  if (rendezvous.secret.empty()) rendezvous.secret = to_hex(random_bytes(kSecretBytes));
   const int port = static_cast<int>(config.integer(Var::kMasterPort));
-  meeting.server = StoreServer::listen(listen_address(host), port, true, meeting.secret);
-  meeting.port = meeting.server->port();
-  return meeting;
+  rendezvous.server = StoreServer::listen(listen_address(host), port, true, rendezvous.secret);
+  rendezvous.port = rendezvous.server->port();
+  return rendezvous;
 }
 
 // The first rank's host that is not this one; "" = all ranks are here.
@@ -196,28 +196,28 @@ std::string other_host(LauncherSpace& space, int size) {
   return "";
 }
 
-std::string announcement(const Meeting& meeting, bool given) {
-  const std::string port = std::to_string(meeting.port);
-  const std::string text = kStoreAt + meeting.host + " " + port + " ";
-  if (!given) return text + kMade + " " + meeting.secret;
+std::string announcement(const Rendezvous& rendezvous, bool given) {
+  const std::string port = std::to_string(rendezvous.port);
+  const std::string text = kStoreAt + rendezvous.host + " " + port + " ";
+  if (!given) return text + kMade + " " + rendezvous.secret;
   const std::string nonce = to_hex(random_bytes(kNonceBytes));
-  const Digest check = prove(meeting.secret, {kAnnounced, nonce, meeting.host, port});
+  const Digest check = prove(rendezvous.secret, {kAnnounced, nonce, rendezvous.host, port});
   return text + kGiven + " " + nonce + " " + to_hex(std::string(check.begin(), check.end()));
 }
 
 // Rank 0's part of through_space: what it tells the others, who would otherwise wait for it in vain.
-Meeting announce(LauncherSpace& space, bool local, const Identity& identity, const Environment& environment,
-                 const Config& config) {
+Rendezvous announce(LauncherSpace& space, bool local, const Identity& identity, const Environment& environment,
+                    const Config& config) {
   try {
-    Meeting meeting =
+    Rendezvous rendezvous =
         serve(local ? kLoopback : own_address(other_host(space, identity.size), config), environment, config);
-    const std::string text = to_hex(announcement(meeting, !given_secret(environment, config).empty()));
+    const std::string text = to_hex(announcement(rendezvous, !given_secret(environment, config).empty()));
     if (text.size() > space.most_bytes())
-      fail(ErrorKind::kInvalidArgument, "[rendezvous] this host's name '" + meeting.host +
+      fail(ErrorKind::kInvalidArgument, "[rendezvous] this host's name '" + rendezvous.host +
                                             "' is too long for this "
                                             "launcher: name an interface in PERSEUS_GLOO_NETWORK_INTERFACE");
     space.put("store", text);
-    return meeting;
+    return rendezvous;
   } catch (const Error& error) {
     try {
       space.put("store", to_hex(std::string(error.what()).substr(0, space.most_bytes() / 2)));
@@ -231,44 +231,45 @@ Meeting announce(LauncherSpace& space, bool local, const Identity& identity, con
 }
 
 // What rank 0 has announced. given: the secret that the user gave to this rank, "" = none.
-Meeting announced(const std::string& text, const std::string& given, int rank) {
+Rendezvous announced(const std::string& text, const std::string& given, int rank) {
   if (text.compare(0, std::strlen(kStoreAt), kStoreAt) != 0)
     fail(ErrorKind::kIo, "[rendezvous] rank 0 could not start: " + text);
   std::istringstream words(text.substr(std::strlen(kStoreAt)));
   std::string host, port, kind, secret_or_nonce, check;
   words >> host >> port >> kind >> secret_or_nonce >> check;
-  Meeting meeting{host, static_cast<int>(whole_number("rendezvous", "rank 0's port", port, 1, 65535)), "", nullptr};
+  Rendezvous rendezvous{host, static_cast<int>(whole_number("rendezvous", "rank 0's port", port, 1, 65535)), "",
+                        nullptr};
   const auto refuse = [rank](const std::string& what) {
     fail(ErrorKind::kInvalidArgument, "[rendezvous] rank " + std::to_string(rank) + what + kSameSecret);
   };
   if (kind == kMade) {
     if (!given.empty()) refuse(" was given a secret, but rank 0 was not");
-    meeting.secret = secret_or_nonce;
-    return meeting;
+    rendezvous.secret = secret_or_nonce;
+    return rendezvous;
   }
   if (given.empty()) refuse(" was given no secret, but rank 0 was");
   if (!proof_holds(from_hex(check), given, {kAnnounced, secret_or_nonce, host, port}))
     refuse(" has another secret than rank 0");
-  meeting.secret = given;
-  return meeting;
+  rendezvous.secret = given;
+  return rendezvous;
 }
 
 // Rank 0 tells the others where its store is.
-Meeting through_space(LauncherSpace& space, const Identity& identity, const Environment& environment,
-                      const Config& config) {
+Rendezvous through_space(LauncherSpace& space, const Identity& identity, const Environment& environment,
+                         const Config& config) {
   const bool local = identity.local_size == identity.size;
   if (!local) {
     space.put("host", to_hex(host_name()));
     space.fence();
   }
-  Meeting meeting;
-  if (identity.rank == 0) meeting = announce(space, local, identity, environment, config);
+  Rendezvous rendezvous;
+  if (identity.rank == 0) rendezvous = announce(space, local, identity, environment, config);
   space.fence();
   // Before finish(), so that the launcher ends all ranks where one of them refuses what it reads.
   if (identity.rank != 0)
-    meeting = announced(from_hex(space.get(0, "store")), given_secret(environment, config), identity.rank);
+    rendezvous = announced(from_hex(space.get(0, "store")), given_secret(environment, config), identity.rank);
   space.finish();
-  return meeting;
+  return rendezvous;
 }
 
 }  // namespace
@@ -284,7 +285,7 @@ std::string first_host(const std::string& nodelist) {
   return head + inside.substr(0, inside.find_first_of(",-")) + (tail.empty() || tail[0] == ',' ? "" : first_host(tail));
 }
 
-Meeting meet(const Identity& identity, const Environment& environment, const Config& config) {
+Rendezvous bootstrap(const Identity& identity, const Environment& environment, const Config& config) {
   if (identity.launcher == Launcher::kPerseusrun) return from_perseusrun(identity, environment, config);
   if (identity.launcher == Launcher::kSingle) refuse_unknown_launcher(environment);
   if (identity.size == 1) return {};

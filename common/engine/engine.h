@@ -125,7 +125,7 @@ class Engine final : private ProgressWork {
   bool caller_waits_for(const Entry& entry) const;
   int64_t held_handle(const Completion& done);
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
-  void say_precision(const std::vector<int>& ranks);
+  void warn_about_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
   // Notes in the description whether what is held back has to go along.
   void ask_for_flush(const Submission& submission, const Group& group, Description* description);
@@ -187,9 +187,9 @@ class Engine final : private ProgressWork {
   HandleTable handles_;
   Accumulation accumulation_;
   const GradientCodecs gradient_codecs_;
-  std::atomic<bool> said_precision_{false};
+  std::atomic<bool> warned_about_precision_{false};
   Residuals residuals_;
-  std::atomic<bool> said_dropped_{false};
+  std::atomic<bool> warned_about_dropped_{false};
   int interfaces_ = 1;  // that the user has named
   Topology topology_;   // changed once, before anything is submitted
   const NanCheck nan_check_;

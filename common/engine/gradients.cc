@@ -38,8 +38,8 @@ int64_t Engine::held_handle(const Completion& done) {
   return handle;
 }
 
-void Engine::say_precision(const std::vector<int>& ranks) {
-  if (said_precision_.exchange(true) || world_.rank != 0) return;
+void Engine::warn_about_precision(const std::vector<int>& ranks) {
+  if (warned_about_precision_.exchange(true) || world_.rank != 0) return;
   const std::string news = gradient_codecs_.news(topology_.spans_nodes(ranks));
   if (!news.empty() && topology_.of(ranks, 0).groups > 1) log_.warning(news);
 }
@@ -56,7 +56,7 @@ void Engine::ask_for_flush(const Submission& s, const Group& group, Description*
   bool dropped = false;
   const std::string name = s.name;
   d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes, d->compression, layout, &dropped);
-  if (dropped && !said_dropped_.exchange(true))
+  if (dropped && !warned_about_dropped_.exchange(true))
     log_.warning("[codec] '" + name +
                  "' has other sizes than before: what was held back of it is given up. (Of others "
                  "that change, too; this is said once.)");

@@ -167,7 +167,8 @@ int64_t Engine::submit(const Submission& s) {
   entry->description.compression = compression;
   entry->gradient_of = s.gradient_of;
   entry->done = s.done;
-  if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !said_precision_) say_precision(group->ranks());
+  if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)
+    warn_about_precision(group->ranks());
   entry->group = s.group;
   entry->submitted_ns = now_ns();
   entry->agreed_ns = entry->started_ns = 0;

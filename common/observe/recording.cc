@@ -103,9 +103,9 @@ void Recording::drain() {
     if (events_.size() >= kFlushBytes) flush();
   }
   const uint64_t dropped = dropped_.load(std::memory_order_relaxed);
-  if (dropped > dropped_said_ && !broken_) {
-    format_.dropped(dropped - dropped_said_, now_ns(), &events_);
-    dropped_said_ = dropped;
+  if (dropped > dropped_reported_ && !broken_) {
+    format_.dropped(dropped - dropped_reported_, now_ns(), &events_);
+    dropped_reported_ = dropped;
   }
   flush();
 }

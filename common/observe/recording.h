@@ -53,7 +53,7 @@ class Recording {
 
   // The thread's:
   std::string events_, name_;
-  uint64_t dropped_said_ = 0;
+  uint64_t dropped_reported_ = 0;
   bool broken_ = false;  // nothing can be written any more
 
   Mutex mutex_;

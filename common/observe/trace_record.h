@@ -1,4 +1,4 @@
-// What the driver notes for the timeline: one slot of the recording's ring. Plain values.
+// What a pass records for the timeline: one slot of the recording's ring. Plain values.
 #pragma once
 
 #include <cstdint>

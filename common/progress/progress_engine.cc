@@ -101,7 +101,7 @@ bool ProgressEngine::pass(bool eager) {
   guard([&]() PERSEUS_REQUIRES(progress_lock) { moved = work_.pass(eager); });
   if (completed_) {
     completed_ = false;
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with wait_for_driver(): it sees done, or we see it
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with wait_for_holder(): it sees done, or we see it
     wake_waiters();
   }
   return moved;
@@ -183,7 +183,7 @@ void ProgressEngine::take() {
   wanted_.fetch_add(1, std::memory_order_seq_cst);
   while (!seize()) {
     waker_.kick();
-    wait_for_driver([] { return false; }, now_ns() + kMillisecond);
+    wait_for_holder([] { return false; }, now_ns() + kMillisecond);
   }
   wanted_.fetch_sub(1, std::memory_order_relaxed);
 }
@@ -202,7 +202,7 @@ bool ProgressEngine::take_over(const std::function<bool()>& done) PERSEUS_NO_THR
 bool ProgressEngine::wait(const std::function<bool()>& done, int64_t deadline_ns) {
   while (!done()) {
     if (!take_over(done)) {
-      if (!done()) wait_for_driver(done, deadline_ns);
+      if (!done()) wait_for_holder(done, deadline_ns);
     } else {
       // Peers need not ring while we look for ourselves, and the engine thread stands by: did it keep listening between
       // two calls of a busy caller, every message would wake it for nothing.
@@ -278,7 +278,7 @@ void ProgressEngine::sleep_as_caller(int64_t timeout_ns) {
   caller_sleeps_.store(false, std::memory_order_relaxed);
 }
 
-void ProgressEngine::wait_for_driver(const std::function<bool()>& done, int64_t deadline_ns) {
+void ProgressEngine::wait_for_holder(const std::function<bool()>& done, int64_t deadline_ns) {
   const MutexLock lock(mutex_);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with pass() and leave()

@@ -78,7 +78,7 @@ class ProgressEngine {
   bool pass(bool eager) PERSEUS_REQUIRES(progress_lock);
   void on_exception(const Error& error, Status* outcome) noexcept PERSEUS_REQUIRES(progress_lock);
   bool spin(int64_t now, int64_t* until) const;
-  void wait_for_driver(const std::function<bool()>& done, int64_t deadline_ns);
+  void wait_for_holder(const std::function<bool()>& done, int64_t deadline_ns);
   void wake_waiters();
   void engine_loop();
   bool engine_drive() PERSEUS_REQUIRES(progress_lock);

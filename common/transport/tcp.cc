@@ -1,4 +1,4 @@
-// connect_tcp(): from a list of peers to side connections with all of them.
+// connect_tcp(): from a list of peers to control connections with all of them.
 #include <cerrno>
 #include <cstring>
 #include <utility>

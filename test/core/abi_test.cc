@@ -195,7 +195,7 @@ TEST(Handles, OnlyOneOfManyThreadsReleasesAHandle) {
     const int64_t shape[] = {64};
     const perseus_tensor tensor{data, nullptr, shape, 1, PERSEUS_FLOAT32};
     const perseus_request gather = request_of(PERSEUS_ALLGATHER, "g", &tensor, 1);
-    Meeting meeting(kThreads);
+    Barrier barrier(kThreads);
     perseus_handle handle = 0;
     std::atomic<int> released{0}, taken{0};
     std::vector<std::thread> threads;
@@ -205,7 +205,7 @@ TEST(Handles, OnlyOneOfManyThreadsReleasesAHandle) {
           if (thread == 0) {
             EXPECT_EQ(submit(context, gather, &handle).code, PERSEUS_OK);
           }
-          meeting.meet();
+          barrier.wait();
           const perseus_handle mine = handle;
           // Done, or released by a faster thread: never a wait for what comes next in its place.
           const perseus_code code = perseus_handle_wait(context, mine, 60'000);
@@ -215,7 +215,7 @@ TEST(Handles, OnlyOneOfManyThreadsReleasesAHandle) {
             perseus_buffer_free(memory);
           }
           released += perseus_handle_release(context, mine) == PERSEUS_OK ? 1 : 0;
-          meeting.meet();
+          barrier.wait();
         }
       });
     for (std::thread& thread : threads) thread.join();

@@ -191,7 +191,7 @@ TEST(Context, WhoComesAfterARankHasGivenUpIsToldSoAtOnceAndMeetsItInTheNextEpoch
 }
 
 TEST_P(Contexts, AShutdownEndsWhatOthersHavePending) {
-  Meeting meeting(3);
+  Barrier barrier(3);
   perseus_context* contexts[3];
   uint64_t sleeps[3];  // when all have submitted
   for (int leaver = 0; leaver < 3; ++leaver)
@@ -209,7 +209,7 @@ TEST_P(Contexts, AShutdownEndsWhatOthersHavePending) {
       }
       contexts[rank] = context;
       sleeps[rank] = stats_of(context).sleeps;
-      meeting.meet();
+      barrier.wait();
       if (rank == leaver) {
         for (int other = 0; other < 3; ++other) {
           const auto waits = [&] { return stats_of(contexts[other]).sleeps > sleeps[other]; };

@@ -242,7 +242,7 @@ TEST_P(NanCheck, RanksThatHaveJoinedHearOfItToo) {
 // Where an order is frozen nothing is said any more: who finds a NaN ends that.
 TEST_P(NanCheck, EndsAFrozenSchedule) {
   constexpr int kLearn = 10, kSilent = 3;  // steps: after a schedule was frozen nothing but data is sent
-  Meeting meeting(3);
+  Barrier barrier(3);
   run_world(
       medium(), 3,
       [&](int rank, perseus_context* context) {
@@ -261,9 +261,9 @@ TEST_P(NanCheck, EndsAFrozenSchedule) {
         };
         for (int bad = 0; bad < 3; ++bad) {  // a rank: what breaks soon is learnt again later
           for (int i = 0; i < kLearn << bad; ++i) EXPECT_EQ(step(false).code, PERSEUS_OK);
-          const uint64_t before = messages_at_rest(context, &meeting);
+          const uint64_t before = messages_at_rest(context, &barrier);
           for (int i = 0; i < kSilent; ++i) EXPECT_EQ(step(false).code, PERSEUS_OK);
-          EXPECT_EQ(messages_at_rest(context, &meeting), before) << "no schedule: this test shows nothing";
+          EXPECT_EQ(messages_at_rest(context, &barrier), before) << "no schedule: this test shows nothing";
           const Outcome found = step(rank == bad);
           EXPECT_EQ(found.code, PERSEUS_NAN);
           EXPECT_EQ(found.message, "[nancheck] NaN in the gradient of b on rank " + std::to_string(bad));

@@ -97,7 +97,7 @@ TEST(PerfCheck, RankZeroNamesTheRankTheOthersWaitFor) {
 TEST(PerfCheck, AGradientOfARemovedProcessSetIsRefused) {
   WorldOptions options;
   options.overrides = {"PERSEUS_PERF_CHECK_N_STEPS=1"};
-  Meeting meeting(3);
+  Barrier all_ranks(3);
   run_world(
       all_media()[0], 3,
       [&](int rank, perseus_context* context) {
@@ -124,7 +124,7 @@ TEST(PerfCheck, AGradientOfARemovedProcessSetIsRefused) {
         const Outcome outcome = run(context, request);
         EXPECT_EQ(outcome.code, PERSEUS_INVALID_ARGUMENT);
         EXPECT_NE(outcome.message.find("rocess set"), std::string::npos) << outcome.message;
-        meeting.meet();  // whoever leaves ends the world
+        all_ranks.wait();  // whoever leaves ends the world
       },
       options);
 }

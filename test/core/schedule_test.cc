@@ -15,8 +15,8 @@ int64_t value(int rank, int step, int64_t element) { return (rank + 1) * 1000 + 
 // One rank's named tensors of int64: sums are checked element by element.
 class Rank {
  public:
-  Rank(perseus_context* context, int rank, int size, Meeting* meeting)
-      : context_(context), rank_(rank), size_(size), meeting_(meeting), parts_(kTensors + 1) {}
+  Rank(perseus_context* context, int rank, int size, Barrier* barrier)
+      : context_(context), rank_(rank), size_(size), barrier_(barrier), parts_(kTensors + 1) {}
 
   // `more`: elements beyond the usual number.
   void submit(int t, int step, int64_t more = 0) {
@@ -61,7 +61,7 @@ class Rank {
   void steps(int first, int count) {
     for (int i = 0; i < count && !testing::Test::HasFatalFailure(); ++i) step(first + i);
   }
-  uint64_t messages() { return messages_at_rest(context_, meeting_); }
+  uint64_t messages() { return messages_at_rest(context_, barrier_); }
   void expect_silence(int first_step) {
     const uint64_t before = messages();
     steps(first_step, 3);
@@ -77,7 +77,7 @@ class Rank {
   };
   perseus_context* context_;
   const int rank_, size_;
-  Meeting* meeting_;
+  Barrier* barrier_;
   std::vector<Part> parts_;
 };
 
@@ -87,15 +87,15 @@ class Scheduled : public testing::TestWithParam<int> {
   void run_ranks(int size, const std::function<void(int, Rank*, perseus_context*)>& body) {
     WorldOptions options;
     options.overrides = {"PERSEUS_OFFLINE_NEG=1", "PERSEUS_ALLREDUCE_STREAMS=4"};
-    Meeting meeting(size);
+    Barrier barrier(size);
     run_world(
         all_media()[static_cast<size_t>(GetParam())], size,
         [&](int rank, perseus_context* context) {
-          Rank mine(context, rank, size, &meeting);
+          Rank mine(context, rank, size, &barrier);
           mine.steps(0, kLearn);
           body(rank, &mine, context);
           // A rank that gave up early is waited for all the same.
-          meeting.meet();
+          barrier.wait();
         },
         options);
   }
@@ -198,11 +198,11 @@ TEST(ScheduledAtRandom, WhateverDeviatesHasItsSums) {
   for (int world = 0; world < worlds; ++world) {
     WorldOptions options;
     options.overrides = {"PERSEUS_OFFLINE_NEG=1", "PERSEUS_ALLREDUCE_STREAMS=" + std::to_string(1 + world % 4)};
-    Meeting meeting(kSize);
+    Barrier barrier(kSize);
     run_world(
         all_media()[static_cast<size_t>(world % 3)], kSize,
         [&](int number, perseus_context* context) {
-          Rank rank(context, number, kSize, &meeting);
+          Rank rank(context, number, kSize, &barrier);
           std::mt19937 own(static_cast<unsigned>(world * 100 + number)), common(static_cast<unsigned>(world));
           int step = 0;
           for (int needed : {3, 6, 12}) {

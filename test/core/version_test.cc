@@ -17,7 +17,7 @@
 namespace perseus {
 namespace {
 
-using perseus_test::Meeting;
+using perseus_test::Barrier;
 
 struct Told {
   ErrorKind kind = ErrorKind::kInternal;

@@ -91,10 +91,10 @@ Outcome run(perseus_context* context, const perseus_request& request) {
   return outcome;
 }
 
-uint64_t messages_at_rest(perseus_context* context, Meeting* meeting) {
-  meeting->meet();
+uint64_t messages_at_rest(perseus_context* context, Barrier* barrier) {
+  barrier->wait();
   const uint64_t messages = stats_of(context).messages;
-  meeting->meet();
+  barrier->wait();
   return messages;
 }
 

@@ -80,10 +80,10 @@ bool comes_true(const std::function<bool()>& fact, int seconds = 300);
 perseus_stats stats_of(perseus_context* context);
 
 // All ranks wait for each other, without Perseus.
-class Meeting {
+class Barrier {
  public:
-  explicit Meeting(int size) : size_(size) {}
-  void meet() {
+  explicit Barrier(int size) : size_(size) {}
+  void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     const int turn = turn_;
     if (++here_ == size_) {
@@ -102,6 +102,6 @@ class Meeting {
 };
 
 // What this rank has sent so far, read while all ranks wait.
-uint64_t messages_at_rest(perseus_context* context, Meeting* meeting);
+uint64_t messages_at_rest(perseus_context* context, Barrier* barrier);
 
 }  // namespace perseus_test

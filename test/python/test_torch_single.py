@@ -72,11 +72,11 @@ def test_sparse_tensors_are_sent_elsewhere():
 
 
 def test_an_unregistered_process_set_is_refused():
-    stranger = hvd.ProcessSet([0])
+    foreign = hvd.ProcessSet([0])
     for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):
         with pytest.raises(ValueError, match="does not exist, or has not been registered"):
-            call(torch.ones(2), process_set=stranger)
-    assert stranger.size() is None and stranger.rank() is None and stranger.included() is True
+            call(torch.ones(2), process_set=foreign)
+    assert foreign.size() is None and foreign.rank() is None and foreign.included() is True
     with pytest.raises(ValueError, match="list of ranks"):
         hvd.ProcessSet(["0"])
 

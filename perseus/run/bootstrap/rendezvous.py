@@ -61,13 +61,13 @@ def meet(identity: Identity) -> Rendezvous:
         return _from_perseusrun(identity)
     if identity.size == 1:
         return Rendezvous("", 0, b"")
-    meetings: dict[str, Callable[[Identity], Rendezvous]] = {
+    launchers: dict[str, Callable[[Identity], Rendezvous]] = {
         "torch": _through_torch,
         "openmpi": _through_mpi,
         "mpich": _through_mpi,
         "slurm": _through_slurm,
     }
-    return meetings[identity.launcher](identity)
+    return launchers[identity.launcher](identity)
 
 
 def _from_perseusrun(identity: Identity) -> Rendezvous:

@@ -180,8 +180,8 @@ def check_a_root_outside_the_world_is_refused_locally() -> None:
 
 
 def check_an_unregistered_process_set_is_refused_locally() -> None:
-    stranger = hvd.ProcessSet([0])
-    text = raised(ValueError, lambda: hvd.allreduce(torch.ones(2), process_set=stranger))
+    foreign = hvd.ProcessSet([0])
+    text = raised(ValueError, lambda: hvd.allreduce(torch.ones(2), process_set=foreign))
     assert "Process set provided does not exist, or has not been registered." in text
     assert_job_usable()
 

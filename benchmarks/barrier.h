@@ -8,11 +8,11 @@
 
 namespace perseus {
 
-class Meeting {
+class Barrier {
  public:
   using Clock = std::chrono::steady_clock;
 
-  explicit Meeting(int size) : size_(size) {}
+  explicit Barrier(int size) : size_(size) {}
 
   // When all are here, the same moment for all of them, a little ahead: whoever is woken late begins with the others.
   Clock::time_point begin() {

@@ -1,5 +1,7 @@
 // How ranks find their store through what launched them: perseusrun's variables, known places, and a PMI that this
 // test plays.
+#include "bootstrap/bootstrap.h"
+
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -14,7 +16,6 @@
 
 #include "base/clock.h"
 #include "base/error.h"
-#include "bootstrap/bootstrap.h"
 #include "played_pmi.h"
 
 namespace perseus {
@@ -32,15 +33,15 @@ Environment environment_of(Variables variables) {
   };
 }
 
-Meeting meet_with(const Variables& variables, const std::vector<std::string>& overrides = {}) {
+Rendezvous bootstrap_with(const Variables& variables, const std::vector<std::string>& overrides = {}) {
   const Environment environment = environment_of(variables);
-  return meet(identify(environment), environment, Config(overrides));
+  return bootstrap(identify(environment), environment, Config(overrides));
 }
 
 // The message, which has to be one line.
 std::string error_of(ErrorKind kind, const Variables& variables, const std::vector<std::string>& overrides = {}) {
   try {
-    meet_with(variables, overrides);
+    bootstrap_with(variables, overrides);
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), kind) << error.what();
     EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
@@ -80,22 +81,22 @@ Variables with(Variables variables, const std::string& name, const std::string& 
   return variables;
 }
 
-TEST(Meeting, PerseusrunSaysWhereTheStoreIs) {
-  const Meeting meeting = meet_with(with(kPlaced, "PERSEUS_SECRET", kSecret));
-  EXPECT_EQ(meeting.host, "10.0.0.5");
-  EXPECT_EQ(meeting.port, 6667);
-  EXPECT_EQ(meeting.secret, kSecret);
-  EXPECT_EQ(meeting.server, nullptr);
+TEST(Bootstrap, PerseusrunSaysWhereTheStoreIs) {
+  const Rendezvous found = bootstrap_with(with(kPlaced, "PERSEUS_SECRET", kSecret));
+  EXPECT_EQ(found.host, "10.0.0.5");
+  EXPECT_EQ(found.port, 6667);
+  EXPECT_EQ(found.secret, kSecret);
+  EXPECT_EQ(found.server, nullptr);
 }
 
-TEST(Meeting, PerseusrunsSecretMayBeInAFile) {
+TEST(Bootstrap, PerseusrunsSecretMayBeInAFile) {
   const SecretFile file(std::string(kSecret) + " \n", 0600);
-  EXPECT_EQ(meet_with(kPlaced, {file.override()}).secret, kSecret);
+  EXPECT_EQ(bootstrap_with(kPlaced, {file.override()}).secret, kSecret);
   const Variables both = with(kPlaced, "PERSEUS_SECRET", "perseusrun's own secret");
-  EXPECT_EQ(meet_with(both, {file.override()}).secret, "perseusrun's own secret");
+  EXPECT_EQ(bootstrap_with(both, {file.override()}).secret, "perseusrun's own secret");
 }
 
-TEST(Meeting, SecretThatOthersMayReadOrThatIsShortIsRefused) {
+TEST(Bootstrap, SecretThatOthersMayReadOrThatIsShortIsRefused) {
   const auto refused = [](const SecretFile& file, const std::string& part) {
     expect_error(ErrorKind::kInvalidArgument, kPlaced, part, {file.override()});
   };
@@ -107,7 +108,7 @@ TEST(Meeting, SecretThatOthersMayReadOrThatIsShortIsRefused) {
                {"PERSEUS_SECRET_FILE=/tmp"});
 }
 
-TEST(Meeting, WhatPerseusrunLeftOutIsNamed) {
+TEST(Bootstrap, WhatPerseusrunLeftOutIsNamed) {
   expect_error(ErrorKind::kInvalidArgument, kRanks,
                "PERSEUS_RENDEZVOUS_ADDR and _PORT not set for rank 1 of 2: start the ranks with perseusrun");
   expect_error(ErrorKind::kInvalidArgument, kPlaced, "PERSEUS_SECRET not set for rank 1 of 2");
@@ -115,85 +116,85 @@ TEST(Meeting, WhatPerseusrunLeftOutIsNamed) {
                "PERSEUS_RENDEZVOUS_PORT='65536': expected a whole number 0..65535");
 }
 
-TEST(Meeting, WorldOfOneNeedsNoStore) {
-  EXPECT_EQ(meet_with({}).port, 0);
-  EXPECT_EQ(meet_with({{"PERSEUS_RANK", "0"}, {"PERSEUS_SIZE", "1"}}).port, 0);
-  EXPECT_EQ(meet_with({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}, {"PMI_FD", "9"}}).port, 0);
+TEST(Bootstrap, WorldOfOneNeedsNoStore) {
+  EXPECT_EQ(bootstrap_with({}).port, 0);
+  EXPECT_EQ(bootstrap_with({{"PERSEUS_RANK", "0"}, {"PERSEUS_SIZE", "1"}}).port, 0);
+  EXPECT_EQ(bootstrap_with({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}, {"PMI_FD", "9"}}).port, 0);
 }
 
-TEST(Meeting, UnknownLauncherIsNoWorldOfOne) {
+TEST(Bootstrap, UnknownLauncherIsNoWorldOfOne) {
   expect_error(ErrorKind::kInvalidArgument, {{"PMIX_RANK", "3"}}, "PMIX_RANK='3' comes from a launcher");
   expect_error(ErrorKind::kInvalidArgument, {{"PMI_PORT", "h:1"}}, "start the job with perseusrun");
 }
 
-TEST(Meeting, KnownPlacesNeedASecret) {
+TEST(Bootstrap, KnownPlacesNeedASecret) {
   const Variables torch{{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "host7"}};
   expect_error(ErrorKind::kInvalidArgument, torch, "need a shared secret: name a file in PERSEUS_SECRET_FILE");
   expect_error(ErrorKind::kInvalidArgument, {{"RANK", "1"}, {"WORLD_SIZE", "2"}}, "give rank 0's host in MASTER_ADDR");
-  const Meeting meeting = meet_with(with(torch, "PERSEUS_SECRET", kSecret), {"PERSEUS_MASTER_PORT=7001"});
-  EXPECT_EQ(meeting.host, "host7");
-  EXPECT_EQ(meeting.port, 7001);
+  const Rendezvous found = bootstrap_with(with(torch, "PERSEUS_SECRET", kSecret), {"PERSEUS_MASTER_PORT=7001"});
+  EXPECT_EQ(found.host, "host7");
+  EXPECT_EQ(found.port, 7001);
   const Variables srun{{"SLURM_PROCID", "1"},
                        {"SLURM_STEP_ID", "2"},
                        {"SLURM_STEP_NUM_TASKS", "2"},
                        {"SLURM_JOB_ID", "1000"},
                        {"SLURM_STEP_NODELIST", "n[7-8]"}};
   expect_error(ErrorKind::kInvalidArgument, srun, "PERSEUS_SECRET_FILE, or use srun --mpi=pmi2");
-  const Meeting step = meet_with(with(srun, "PERSEUS_SECRET", kSecret));
+  const Rendezvous step = bootstrap_with(with(srun, "PERSEUS_SECRET", kSecret));
   EXPECT_EQ(step.host, "n7");
   EXPECT_EQ(step.port, 6666 + (1000 * 37 + 2 * 7) % 10'000);
 }
 
 // ---- through a PMI that the test plays ----
 
-std::vector<Meeting> meet_all(const std::vector<Variables>& ranks, const std::vector<std::string>& overrides) {
-  std::vector<Meeting> meetings(ranks.size());
+std::vector<Rendezvous> bootstrap_all(const std::vector<Variables>& ranks, const std::vector<std::string>& overrides) {
+  std::vector<Rendezvous> found(ranks.size());
   std::vector<std::thread> threads;
   for (size_t rank = 0; rank < ranks.size(); ++rank)
     threads.emplace_back([&, rank] {
       try {
-        meetings[rank] = meet_with(ranks[rank], overrides);
+        found[rank] = bootstrap_with(ranks[rank], overrides);
       } catch (const Error& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
       }
     });
   for (std::thread& thread : threads) thread.join();
-  return meetings;
+  return found;
 }
 
 // All ranks have the store that rank 0 serves.
-void expect_met(const std::vector<Meeting>& meetings) {
-  ASSERT_NE(meetings[0].server, nullptr);
-  EXPECT_EQ(meetings[0].server->port(), meetings[0].port);
-  for (const Meeting& meeting : meetings) {
-    EXPECT_EQ(meeting.host, meetings[0].host);
-    EXPECT_EQ(meeting.port, meetings[0].port);
-    EXPECT_EQ(meeting.secret, meetings[0].secret);
+void expect_one_store(const std::vector<Rendezvous>& found) {
+  ASSERT_NE(found[0].server, nullptr);
+  EXPECT_EQ(found[0].server->port(), found[0].port);
+  for (const Rendezvous& each : found) {
+    EXPECT_EQ(each.host, found[0].host);
+    EXPECT_EQ(each.port, found[0].port);
+    EXPECT_EQ(each.secret, found[0].secret);
   }
-  connect_store(meetings[1].host, meetings[1].port, meetings[1].secret, now_ns() + 30 * kSecond)->set("key", "value");
+  connect_store(found[1].host, found[1].port, found[1].secret, now_ns() + 30 * kSecond)->set("key", "value");
 }
 
-TEST(MeetingByPmi, RanksOfOneHostMeetOnLoopback) {
+TEST(BootstrapByPmi, RanksOfOneHostMeetOnLoopback) {
   PlayedPmi pmi(3);
-  const std::vector<Meeting> meetings =
-      meet_all({pmi.variables(0), pmi.variables(1), pmi.variables(2)}, {"PERSEUS_MASTER_PORT=20100"});
-  expect_met(meetings);
-  EXPECT_EQ(meetings[0].host, "127.0.0.1");
-  EXPECT_EQ(meetings[0].secret.size(), 64U);  // 32 random bytes in hexadecimal
+  const std::vector<Rendezvous> found =
+      bootstrap_all({pmi.variables(0), pmi.variables(1), pmi.variables(2)}, {"PERSEUS_MASTER_PORT=20100"});
+  expect_one_store(found);
+  EXPECT_EQ(found[0].host, "127.0.0.1");
+  EXPECT_EQ(found[0].secret.size(), 64U);  // 32 random bytes in hexadecimal
   EXPECT_EQ(pmi.finished(), 3);
 }
 
-TEST(MeetingByPmi, RanksThatMayBeElsewhereMeetAtTheNamedInterface) {
+TEST(BootstrapByPmi, RanksThatMayBeElsewhereMeetAtTheNamedInterface) {
   PlayedPmi pmi(2);
   std::vector<Variables> ranks{pmi.variables(0), pmi.variables(1)};
   for (Variables& variables : ranks) variables["MPI_LOCALNRANKS"] = "";
-  const std::vector<Meeting> meetings =
-      meet_all(ranks, {"PERSEUS_MASTER_PORT=20200", "PERSEUS_GLOO_NETWORK_INTERFACE=lo"});
-  expect_met(meetings);
-  EXPECT_EQ(meetings[1].host, "127.0.0.1");
+  const std::vector<Rendezvous> found =
+      bootstrap_all(ranks, {"PERSEUS_MASTER_PORT=20200", "PERSEUS_GLOO_NETWORK_INTERFACE=lo"});
+  expect_one_store(found);
+  EXPECT_EQ(found[1].host, "127.0.0.1");
 }
 
-TEST(MeetingByPmi, SrunWithASpaceNeedsNoSecret) {
+TEST(BootstrapByPmi, SrunWithASpaceNeedsNoSecret) {
   PlayedPmi pmi(2);
   std::vector<Variables> ranks;
   for (const char* rank : {"0", "1"})
@@ -203,10 +204,10 @@ TEST(MeetingByPmi, SrunWithASpaceNeedsNoSecret) {
                      {"PMI_RANK", rank},
                      {"PMI_SIZE", "2"},
                      {"PMI_FD", std::to_string(pmi.theirs(rank[0] - '0'))}});
-  expect_met(meet_all(ranks, {"PERSEUS_MASTER_PORT=20300"}));
+  expect_one_store(bootstrap_all(ranks, {"PERSEUS_MASTER_PORT=20300"}));
 }
 
-TEST(MeetingByPmi, RankThatStaysAwayIsATimeout) {
+TEST(BootstrapByPmi, RankThatStaysAwayIsATimeout) {
   PlayedPmi pmi(2);
   expect_error(ErrorKind::kTimeout, pmi.variables(0), "some rank did not arrive within 1 s (HOROVOD_START_TIMEOUT)",
                {"PERSEUS_MASTER_PORT=20400", "HOROVOD_START_TIMEOUT=1"});
@@ -214,7 +215,7 @@ TEST(MeetingByPmi, RankThatStaysAwayIsATimeout) {
   ::close(pmi.theirs(1));
 }
 
-TEST(MeetingByPmi, LauncherThatEndsIsNoticed) {
+TEST(BootstrapByPmi, LauncherThatEndsIsNoticed) {
   int ends[2];
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   ::shutdown(ends[0], SHUT_WR);
@@ -224,7 +225,7 @@ TEST(MeetingByPmi, LauncherThatEndsIsNoticed) {
   ::close(ends[1]);
 }
 
-TEST(MeetingByPmi, AnswerThatIsARefusalIsShown) {
+TEST(BootstrapByPmi, AnswerThatIsARefusalIsShown) {
   int ends[2];
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   const std::string refusal = "cmd=response_to_init rc=-1 pmi_version=2\n";
@@ -235,7 +236,7 @@ TEST(MeetingByPmi, AnswerThatIsARefusalIsShown) {
   ::close(ends[1]);
 }
 
-TEST(MeetingByPmi, DescriptorThatIsNotTheresIsNamed) {
+TEST(BootstrapByPmi, DescriptorThatIsNotTheresIsNamed) {
   const Variables ranks{{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}};
   expect_error(ErrorKind::kInvalidArgument, ranks, "this mpirun has not set PMI_FD, through which its ranks bootstrap");
   expect_error(ErrorKind::kInvalidArgument, with(ranks, "PMI_FD", "nine"), "PMI_FD='nine': expected a whole number");
@@ -245,7 +246,7 @@ TEST(MeetingByPmi, DescriptorThatIsNotTheresIsNamed) {
   ::close(file);
 }
 
-TEST(MeetingByPmi, WhatKeepsRankZeroFromStartingIsToldToAll) {
+TEST(BootstrapByPmi, WhatKeepsRankZeroFromStartingIsToldToAll) {
   PlayedPmi pmi(2, 256);
   std::thread other([&pmi] {
     expect_error(ErrorKind::kIo, pmi.variables(1),
@@ -266,22 +267,22 @@ std::string hex_of(const std::string& text) {
   return hex;
 }
 
-TEST(MeetingByPmi, SecretThatWasGivenIsNeverTold) {
+TEST(BootstrapByPmi, SecretThatWasGivenIsNeverTold) {
   // Longer than what the launcher takes: it has nothing to do with it.
   const std::string secret = kSecret + std::string(600, 's');
   PlayedPmi pmi(3);
   std::vector<Variables> ranks;
   for (int rank = 0; rank < 3; ++rank) ranks.push_back(with(pmi.variables(rank), "PERSEUS_SECRET", secret));
-  const std::vector<Meeting> meetings = meet_all(ranks, {"PERSEUS_MASTER_PORT=20600"});
-  expect_met(meetings);
-  EXPECT_EQ(meetings[2].secret, secret);
+  const std::vector<Rendezvous> found = bootstrap_all(ranks, {"PERSEUS_MASTER_PORT=20600"});
+  expect_one_store(found);
+  EXPECT_EQ(found[2].secret, secret);
   const std::string told = pmi.told();
   EXPECT_NE(told.find(hex_of("store at 127.0.0.1 ")), std::string::npos) << told;
   EXPECT_EQ(told.find(hex_of(kSecret)), std::string::npos) << told;
   EXPECT_EQ(told.find(kSecret), std::string::npos) << told;
 }
 
-TEST(MeetingByPmi, RankWithAnotherSecretOrNoneIsNamed) {
+TEST(BootstrapByPmi, RankWithAnotherSecretOrNoneIsNamed) {
   const std::string another = std::string(kSecret) + "!";
   int port = 20700;
   for (const auto& [first, second, message] : std::vector<std::array<std::string, 3>>{
@@ -294,14 +295,14 @@ TEST(MeetingByPmi, RankWithAnotherSecretOrNoneIsNamed) {
     std::thread other([&, second = second, message = message] {
       expect_error(ErrorKind::kInvalidArgument, with(pmi.variables(1), "PERSEUS_SECRET", second), message, overrides);
     });
-    const Meeting meeting = meet_with(with(pmi.variables(0), "PERSEUS_SECRET", first), overrides);
+    const Rendezvous found = bootstrap_with(with(pmi.variables(0), "PERSEUS_SECRET", first), overrides);
     other.join();
-    EXPECT_NE(meeting.server, nullptr);
+    EXPECT_NE(found.server, nullptr);
     EXPECT_EQ(pmi.finished(), 1);  // for the refusing rank's sake the launcher ends the other
   }
 }
 
-TEST(MeetingByPmix, LauncherWithoutItIsNamed) {
+TEST(BootstrapByPmix, LauncherWithoutItIsNamed) {
   const Variables ranks{{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
   expect_error(ErrorKind::kInvalidArgument, ranks,
                "this launcher has not set PMIX_RANK, through which its ranks bootstrap; start the job");
