@@ -1,7 +1,7 @@
-/* What a Caffe solver needs of Perseus: libperseus-caffe.so, on top of the core's C ABI and with its conventions.
+/* The calls that a Caffe solver needs: libperseus-caffe.so, on top of the core's C ABI and with its conventions.
  *
- * An exchange is a process's place in the world that its launcher describes; it belongs to one thread. Buffers of the
- * host only. Requests of the same name on all ranks belong together, whatever order they are started in.
+ * An exchange is this process's membership in the world that its launcher describes. It belongs to one thread. Buffers
+ * must lie in host memory. Requests are matched across ranks by name, in whatever order ranks start them.
  */
 #ifndef PERSEUS_CAFFE_H_
 #define PERSEUS_CAFFE_H_
@@ -17,31 +17,31 @@ typedef struct perseus_exchange perseus_exchange;
 /* Joins the world of perseusrun, mpirun or srun; without a launcher, a world of one. Blocks until every rank is there
  * or the start timeout passes. */
 PERSEUS_EXPORT perseus_code perseus_exchange_create(perseus_exchange** exchange);
-/* Leaves the world, which ends what is in progress on every rank, and frees everything. NULL is fine. */
+/* Leaves the world, which ends operations in progress on every rank, and frees everything. `exchange` may be NULL. */
 PERSEUS_EXPORT void perseus_exchange_destroy(perseus_exchange* exchange);
 
 PERSEUS_EXPORT int perseus_exchange_rank(const perseus_exchange* exchange);
 PERSEUS_EXPORT int perseus_exchange_size(const perseus_exchange* exchange);
 PERSEUS_EXPORT int perseus_exchange_local_rank(const perseus_exchange* exchange);
 
-/* Gives all ranks what rank 0 has in `data`: `count` elements, the same number everywhere. Blocks. */
+/* Copies rank 0's `data` to all ranks: `count` elements, the same number everywhere. Blocks. */
 PERSEUS_EXPORT perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data,
                                                        int64_t count, perseus_dtype dtype);
 
-/* Starts to average a gradient over all ranks, in place; settings for gradients apply. Returns at once: the buffer
+/* Starts to average a gradient over all ranks, in place; the settings for gradients apply. Returns at once: the buffer
  * belongs to the exchange until perseus_exchange_finish. */
 PERSEUS_EXPORT perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data,
                                                      int64_t count, perseus_dtype dtype);
-/* The same for the largest of all ranks' numbers, element by element; no settings apply. */
+/* Starts to compute the largest of all ranks' numbers, element by element and in place; no settings apply. */
 PERSEUS_EXPORT perseus_code perseus_exchange_largest(perseus_exchange* exchange, const char* name, int32_t* data,
                                                      int64_t count);
-/* Waits until everything started is done and returns the first failure. `applies` is non-zero when the gradients are
- * averages to be applied; zero, on all ranks, when they were added to a sum (PERSEUS_ACCUMULATE_N_STEPS) or have a NaN
- * that is to be skipped: then their buffers mean nothing. */
+/* Waits until everything that was started is done, and returns the first failure. `applies` is non-zero if the
+ * gradients are averages to be applied. It is zero on all ranks if the gradients were added to a sum
+ * (PERSEUS_ACCUMULATE_N_STEPS) or have a NaN that makes all ranks skip the step; then their buffers have no meaning. */
 PERSEUS_EXPORT perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies);
 
-/* Counts a step that begins. Non-zero, on all ranks alike, after every N-th step (PERSEUS_PARAMETER_CHECK_N_STEPS):
- * then all must call perseus_exchange_compare. Zero where there is nobody to compare with. */
+/* Counts a step that begins. Returns non-zero on all ranks after every N-th step (PERSEUS_PARAMETER_CHECK_N_STEPS):
+ * then all ranks must call perseus_exchange_compare. Returns zero in a world of one rank. */
 PERSEUS_EXPORT int perseus_exchange_compares(perseus_exchange* exchange);
 
 typedef struct perseus_parameter {
@@ -49,18 +49,17 @@ typedef struct perseus_parameter {
   const void* data;
   int64_t bytes;
 } perseus_parameter;
-/* Compares what all ranks have learned, bit by bit: `count` parameters, in the same order everywhere. Blocks.
- * PERSEUS_MISMATCH on all ranks, with the first parameter that differs and its ranks, unless all are equal; the world
- * stays usable. */
+/* Compares `count` parameters, in the same order everywhere, bit by bit over all ranks. Blocks. If they differ, returns
+ * PERSEUS_MISMATCH on all ranks, with the first parameter that differs and its ranks; the world stays usable. */
 PERSEUS_EXPORT perseus_code perseus_exchange_compare(perseus_exchange* exchange, const perseus_parameter* parameters,
                                                      int count);
 
-/* perseus_residual_read and perseus_residual_write for the averages of residual->name; its other fields that are those
- * of a request are set here, with struct_size. Not between perseus_exchange_average and perseus_exchange_finish. */
+/* perseus_residual_read and perseus_residual_write for the averages of residual->name. They set struct_size and all
+ * other fields of the request. Not to be called between perseus_exchange_average and perseus_exchange_finish. */
 PERSEUS_EXPORT perseus_code perseus_exchange_residual_read(perseus_exchange* exchange, perseus_residual* residual);
 PERSEUS_EXPORT perseus_code perseus_exchange_residual_write(perseus_exchange* exchange, perseus_residual* residual);
 
-/* Of the calling thread's last call that failed, "" before any. */
+/* Describes the calling thread's last failed call; "" before the first one. */
 PERSEUS_EXPORT const char* perseus_exchange_error_message(void);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-// The words of perseus/gradients/parameter_check.py, for programs without Python.
+// The messages of perseus/gradients/parameter_check.py, for programs without Python.
 #include "difference.h"
 
 #include <cinttypes>

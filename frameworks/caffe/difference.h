@@ -1,4 +1,4 @@
-// What to say of parameters that are not the same on all ranks. A pure function.
+// Describes parameters that differ between ranks. Pure functions.
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,7 @@ namespace {
 
 constexpr uint64_t kGradients = 1;  // a process trains one solver
 
-// What this library itself found wrong; "" = the last failure was the core's.
+// The error that this library itself has found; "" = the last failure was the core's.
 thread_local std::string own_message;
 
 perseus_code submit(perseus_exchange* exchange, perseus_kind kind, perseus_reduce_op op, uint64_t gradient_of,
@@ -46,13 +46,13 @@ perseus_code wait_and_release(perseus_exchange* exchange, perseus_handle handle)
   return code;
 }
 
-// Gives all ranks what each of them has in `own`, the same number everywhere, in the order of the ranks.
+// Gathers every rank's `own`, of equal length everywhere, in the order of the ranks.
 perseus_code gather(perseus_exchange* exchange, const std::vector<uint64_t>& own, std::vector<uint64_t>* all) {
   const perseus_context* context = exchange->context;
   all->assign(own.size() * static_cast<size_t>(perseus_context_size(context)), 0);
   const size_t place = own.size() * static_cast<size_t>(perseus_context_rank(context));
   std::copy(own.begin(), own.end(), all->begin() + static_cast<std::ptrdiff_t>(place));
-  // A sum to which everybody else adds zeros.
+  // A sum to which all other ranks add zeros.
   const std::string name = "compare/" + std::to_string(own.size());
   perseus_handle handle = 0;
   const perseus_code code = submit(exchange, PERSEUS_ALLREDUCE, PERSEUS_SUM, 0, name.c_str(), all->data(),
@@ -118,7 +118,7 @@ perseus_code perseus_exchange_largest(perseus_exchange* exchange, const char* na
 
 perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies) {
   *applies = 1;
-  // The message of the first failure is what counts, and later calls replace it: those come last.
+  // Later calls replace the message of the first failure, which is to be returned, so they come last.
   perseus_handle failed = 0;
   for (auto* handles : {&exchange->gradients, &exchange->others}) {
     for (const perseus_handle handle : *handles) {
@@ -151,7 +151,7 @@ perseus_code perseus_exchange_compare(perseus_exchange* exchange, const perseus_
     hashes.push_back(perseus_hash(parameter->data, static_cast<uint64_t>(parameter->bytes)));
     names.emplace_back(parameter->name);
   }
-  // One number from each rank shows whether all have the same; only where they have not, the others show what differs.
+  // One number from each rank shows whether all are equal; only if not, further numbers show what differs.
   std::vector<uint64_t> all;
   perseus_code code = gather(exchange, {perseus_hash(hashes.data(), hashes.size() * sizeof(uint64_t))}, &all);
   const auto equal = [&all] { return std::all_of(all.begin(), all.end(), [&](uint64_t n) { return n == all[0]; }); };

@@ -1,4 +1,4 @@
-// Whoever owns a call keeps it until it has ended; inputs and outputs live that long, so their memory is used as it is.
+// The owner of a call keeps it until it has ended. Inputs and outputs live that long, so their memory is used directly.
 #include "call.h"
 
 #include <utility>
@@ -11,7 +11,7 @@ struct Prefixes {
   const char* grouped;
 };
 
-// By kind, those of the other adapters.
+// By kind; the same as in the other adapters.
 constexpr Prefixes kPrefixes[] = {
     {"allreduce.", "grouped_allreduce."},         {"allgather.", "grouped_allgather."},
     {"broadcast.", "grouped_broadcast."},         {"alltoall.", "grouped_alltoall."},
@@ -82,7 +82,7 @@ Call::Call(const perseus_mxnet_op& op) {
   if (op.name != nullptr) {
     name_ += op.name;
   } else {
-    // Drawn in the order of the calls, which is the same on all ranks; the engine's need not be.
+    // Taken in the order of the calls, which is the same on all ranks; the engine's order may differ.
     const WorldUse world;
     if (world.context() == nullptr) throw std::runtime_error(kNotInitialized);
     name_ += "noname." + std::to_string(perseus_group_next_number(world.context(), op.group));
@@ -152,7 +152,7 @@ perseus_handle Call::start(CallOwner* owner, bool at_once, bool keep_results) {
     perseus_handle handle = 0;
     outcome.code = submit(at_once ? nullptr : &Call::done, &handle);
     if (outcome.code == PERSEUS_OK) {
-      // Not to be touched from here on: it may have ended already; but not where there is nobody else to end it.
+      // Do not touch the call from here on: it may have ended, unless only this thread can end it.
       if (!at_once) return handle;
       perseus_handle_wait(world_->context(), handle, -1);
       done(this, handle);

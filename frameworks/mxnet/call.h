@@ -30,11 +30,11 @@ class SharedArray {
 struct Outcome {
   perseus_code code = PERSEUS_OK;
   std::string message;
-  perseus_handle handle = 0;  // with the results, to be released; 0 where there are none
-  bool skipped = false;       // the engine left it out: an input has an error, which a wait for it raises
+  perseus_handle handle = 0;  // with the results, to be released; 0 = none
+  bool skipped = false;       // the engine skipped it: an input has an error, which a wait for it raises
 };
 
-// Who started a call.
+// The one who started a call.
 class CallOwner {
  public:
   // Once, on whichever thread makes progress, or within Call::start. Must not block.
@@ -46,21 +46,21 @@ class CallOwner {
 
 class Call {
  public:
-  // Throws std::runtime_error with what is wrong. Not on the engine's threads.
+  // Throws std::runtime_error for an invalid call. Not on the engine's threads.
   explicit Call(const perseus_mxnet_op& op);
 
   perseus_kind kind() const { return request_.kind; }
   int priority() const { return request_.priority; }
   size_t bytes() const { return bytes_; }
-  // The arrays that the engine is to keep from others. What is read only can be in a layout of oneDNN if it has more
+  // The arrays that the engine keeps from other ops. One that is only read may have a layout of oneDNN if it has more
   // than one dimension.
   template <typename Function>
   void each_written(Function&& take) const;
   template <typename Function>
   void each_read(Function&& take) const;
 
-  // Where the arrays may be used. at_once: it has ended on return. keep_results: they stay with the handle. The
-  // handle, for a moment; 0 where it has ended already.
+  // Called when the arrays may be used. at_once: the call has ended on return. keep_results: they stay with the handle.
+  // Returns the handle, valid for a moment; 0 if the call has already ended.
   perseus_handle start(CallOwner* owner, bool at_once, bool keep_results);
   // Alive while there is a handle with results.
   perseus_context* context() const { return world_->context(); }

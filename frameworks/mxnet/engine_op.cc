@@ -1,4 +1,4 @@
-// The engine keeps an op until it was told that it is done.
+// The engine keeps an op until the op reports that it is done.
 #include "engine_op.h"
 
 #include <algorithm>
@@ -27,15 +27,15 @@ bool is_new(NDArray array, std::vector<void*>* seen) {
 
 void reorder_to_default(void*, void* array) { api().reorder(chunk_of(static_cast<SharedArray*>(array)->get())); }
 
-// An array that an op only reads must not change under others that read it: an op of its own does what is to be done.
+// An array that an op only reads must not change while other ops read it, so a separate op changes it.
 void push_reorder(NDArray array, int priority) {
   check(api().push_sync(
       reorder_to_default, new SharedArray(array), [](void* shared) { delete static_cast<SharedArray*>(shared); }, &kCpu,
       nullptr, 0, &array, 1, &kPrioritized, priority, "PerseusReorder"));
 }
 
-// Where an op that is run by the push itself says what went wrong; null outside of a push. The engine that does so
-// (NaiveEngine) knows no errors of asynchronous ops, and wants them done on return.
+// Receives the error of an op that the push itself runs; null outside of a push. An engine that does so (NaiveEngine)
+// knows no errors of asynchronous ops, and needs them done on return.
 thread_local std::string* failure_within_push = nullptr;
 
 }  // namespace
@@ -72,7 +72,7 @@ void EngineOp::push(const std::shared_ptr<EngineOp>& op, bool at_last) {
 }
 
 void EngineOp::run(void*, void* on_complete, void* shared_op) {
-  // Its own: the op may be done, and dropped, before start() returns.
+  // A copy: the op may be done, and dropped, before start() returns.
   const std::shared_ptr<EngineOp> op = *static_cast<std::shared_ptr<EngineOp>*>(shared_op);
   op->start(*static_cast<const Completion*>(on_complete));
 }
@@ -93,7 +93,7 @@ void EngineOp::start(const Completion& completion) {
   perseus_handle handle = 0;
   for (const auto& call : calls_) handle = call->start(this, failure_within_push != nullptr, waited_.has_value());
   if (at_last_ && handle != 0) {
-    // Makes progress: whoever waits for the arrays is not known to the core, whose own thread gathers what comes.
+    // Makes progress: the core does not know who waits for the arrays, and its own thread collects submissions.
     const WorldUse world;
     if (world.context() != nullptr) perseus_handle_poll(world.context(), handle);
   }
@@ -102,7 +102,7 @@ void EngineOp::start(const Completion& completion) {
 
 void EngineOp::ended(Outcome outcome) {
   if (waited_) {
-    // Whoever waits may let go of this then; the engine still holds it.
+    // The waiting thread may release this then; the engine still holds it.
     const Completion completion = completion_;
     waited_->set_value(std::move(outcome));
     return completion.run(nullptr);

@@ -19,10 +19,10 @@ class EngineOp : public CallOwner {
   // At least one call, all of one kind; they start together, and the arrays of all are free when all have ended.
   explicit EngineOp(std::vector<std::unique_ptr<Call>> calls) : calls_(std::move(calls)) {}
 
-  // Hands it over. at_last: nothing else is pushed for the time being, so it should not wait for company. Throws
+  // Pushes the op. at_last: no other op is pushed for now, so this one should not wait for others. Throws
   // std::runtime_error.
   static void push(const std::shared_ptr<EngineOp>& op, bool at_last);
-  // The same of one call, for someone who waits for its results, which the core makes; arrays are read only.
+  // The same for one call whose results the core allocates and the caller waits for; arrays are only read.
   static std::future<Outcome> push_waited(const std::shared_ptr<EngineOp>& op);
 
   const Call& call() const { return *calls_.front(); }

@@ -1,4 +1,4 @@
-// What collectives give whose results have a shape that nobody knows before: owned by whoever called them.
+// The results of collectives whose shapes are known only afterwards. The caller owns them.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace perseus::mxnet {
 
 class Gathered {
  public:
-  // Blocks until it is done. Throws std::runtime_error with what went wrong, except for `skipped`.
+  // Blocks until the op is done. Throws std::runtime_error if it failed, except for `skipped`.
   explicit Gathered(const perseus_mxnet_op& op);
   ~Gathered();
   Gathered(const Gathered&) = delete;

@@ -1,5 +1,5 @@
-// What Python calls, through ctypes. None of it needs the GIL. Functions that can fail return 0, or -1 with the text in
-// perseus_mxnet_error().
+// The functions that Python calls through ctypes. None of them needs the GIL. Functions that can fail return 0, or -1
+// with the text in perseus_mxnet_error().
 #include <cstring>
 #include <string>
 
@@ -11,7 +11,8 @@ using namespace perseus::mxnet;
 
 thread_local std::string last_error;
 
-// What is pushed together is one op of the engine up to this size: it takes as long to run a small op as to reduce one.
+// Calls that are pushed together form one op of the engine up to this size: running a small op takes as long as
+// reducing it.
 constexpr size_t kBytesTogether = size_t{1} << 20;
 
 void push_all(const perseus_mxnet_op* ops, int count) {
@@ -43,10 +44,10 @@ int guarded(const Function& function) {
 
 extern "C" {
 
-// Of the calling thread's last failed call.
+// Describes the calling thread's last failed call.
 PERSEUS_EXPORT const char* perseus_mxnet_error() { return last_error.c_str(); }
 
-// Once, before everything else, with dlopen's handle of MXNet's library.
+// Called once, before everything else, with dlopen's handle of MXNet's library.
 PERSEUS_EXPORT int perseus_mxnet_load(void* library) {
   return guarded([library] {
     const char* missing = nullptr;
@@ -60,13 +61,13 @@ PERSEUS_EXPORT void perseus_mxnet_attach(perseus_context* context) { perseus::at
 // After perseus_context_shutdown and before perseus_context_destroy: blocks until no op uses the context.
 PERSEUS_EXPORT void perseus_mxnet_detach() { perseus::detach_world(); }
 
-// Pushes ops of one kind whose outputs are given. When one fails, those before it may be under way.
+// Pushes ops of one kind with given outputs. If one fails, earlier ones may be under way.
 PERSEUS_EXPORT int perseus_mxnet_push(const perseus_mxnet_op* ops, int count) {
   return guarded([ops, count] { push_all(ops, count); });
 }
 
-// Runs an op without outputs, and waits for it. 1, without results: one of its inputs has an error, which a wait for
-// that raises.
+// Runs an op without outputs, and waits for it. Returns 1, without results, if an input has an error, which a wait for
+// that input raises.
 PERSEUS_EXPORT int perseus_mxnet_gather(const perseus_mxnet_op* op, Gathered** gathered) {
   int skipped = 0;
   const int status = guarded([op, gathered, &skipped] {

@@ -28,13 +28,13 @@ struct Api {
   // The numbers belong to the calling thread until its next call.
   int (*shape)(NDArray array, int* dims, const int64_t** shape);
   int (*dtype)(NDArray array, int* dtype);
-  // Of an array in oneDNN's layout it waits for the engine, which within one of its functions is for ever.
+  // For an array in oneDNN's layout this waits for the engine; within one of the engine's functions it never returns.
   int (*data)(NDArray array, void** data);
-  // Back to rows and columns, in place; of the memory, see chunk_of. Nothing happens where it is so already.
+  // Converts the memory (see chunk_of) back to rows and columns, in place. Does nothing if it has that layout.
   void (*reorder)(void* chunk);
 };
 
-// False when a function is missing; its name is in `missing` then.
+// False if a function is missing, with its name in `missing`.
 bool load_api(void* library, const char** missing);
 const Api& api();
 
@@ -47,7 +47,7 @@ struct Device {
   int type = 1;
   int index = 0;
 };
-// mxnet::FnProperty. What has a queue of its own starts in time behind heavy computations.
+// mxnet::FnProperty. Ops with a queue of their own start in time despite heavy computations.
 inline constexpr int kPrioritized = 3;
 
 // The dtypes in Python's arrays, see mshadow/base.h.
@@ -63,13 +63,13 @@ enum Dtype : int {
   kBfloat16 = 12,
 };
 
-// mxnet::engine::CallbackOnComplete, which has no C API: to be copied within the call that brought it, and run once.
+// mxnet::engine::CallbackOnComplete, which has no C API: copy it within the call that passes it, and run it once.
 struct Completion {
   void (*callback)(void* engine, void* operation, const std::runtime_error* error);
   void* engine;
   void* operation;
 
-  // What the op writes raises the error, if there is one, at the next wait for it. dmlc::Error has no members of its
+  // The op's outputs raise the error, if there is one, at the next wait for them. dmlc::Error has no members of its
   // own, so MXNet may take it for one.
   void run(const std::runtime_error* error) const { callback(engine, operation, error); }
 };

@@ -1,4 +1,4 @@
-// A collective as Python describes it, see perseus/mxnet/library.py. Plain data; pointers are the caller's.
+// A collective as Python describes it; see perseus/mxnet/library.py. Plain data; the caller owns the memory.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@ extern "C" {
 
 struct perseus_mxnet_op {
   int kind;          // perseus_kind
-  int grouped;       // one operation of several arrays, under a name of its own
-  const char* name;  // without the word for the kind; NULL: the next number of the group
+  int grouped;       // one operation of several arrays, with its own name
+  const char* name;  // without the kind's prefix; NULL: the group's next number
   int group;
   int op;  // perseus_reduce_op
   double prescale, postscale;
@@ -18,7 +18,7 @@ struct perseus_mxnet_op {
   int codec;
   double codec_argument;
   void* const* inputs;   // NDArrays
-  void* const* outputs;  // the same ones for in place; NULL where the core makes the results
+  void* const* outputs;  // the inputs again for in place; NULL if the core allocates the results
   int count;
   void* outcome;          // NULL or an NDArray of one int32: a perseus_gradient
   const int64_t* splits;  // alltoall; NULL: equal parts

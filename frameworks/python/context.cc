@@ -96,7 +96,7 @@ void ContextOwner::close() {
   perseus_context* context = std::exchange(raw_, nullptr);
   if (context == nullptr) return;
   if (perseus_context_forked(context) != 0) {
-    // Uses of the parent's other threads are counted, and those threads are not here to end them.
+    // The count includes uses by the parent's other threads, which do not exist here to end them.
     perseus_context_destroy(context);
     return;
   }

@@ -29,7 +29,7 @@ struct ContextArguments {
 
 class ContextOwner {
  public:
-  // Blocks until the world has formed; Ctrl-C ends it. Throws the exception of perseus.errors.
+  // Blocks until the world has formed; Ctrl-C ends the wait. Throws an exception of perseus.errors.
   explicit ContextOwner(const ContextArguments& arguments);
   ~ContextOwner();
   ContextOwner(const ContextOwner&) = delete;
@@ -47,7 +47,7 @@ class ContextOwner {
   std::map<std::string, uint64_t> stats() const;
   perseus_speeds speeds(int group);
   std::optional<std::vector<int>> group_ranks(int group) const;
-  // (layout, bytearray of float32) of what is held back, or None.
+  // (layout, bytearray of float32) of the residual, or None.
   pybind11::object read_residual(uint64_t gradient_of, int group, const std::string& name) const;
   void write_residual(uint64_t gradient_of, int group, const std::string& name, uint64_t layout,
                       const pybind11::buffer& data) const;
@@ -61,7 +61,7 @@ class ContextOwner {
   int uses_ = 0;  // under the GIL
 };
 
-// Keeps the context from being freed while its thread is without the GIL. Made and destroyed with the GIL.
+// Keeps the context from being freed while its thread does not hold the GIL. Created and destroyed with the GIL.
 class ContextUse {
  public:
   explicit ContextUse(ContextOwner& owner) : owner_(owner), context_(owner.raw()) { ++owner_.uses_; }

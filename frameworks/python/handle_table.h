@@ -1,4 +1,4 @@
-// Open handles by number: an open-addressed table made for numbers that are handed out in sequence and leave soon.
+// Open handles by number: an open-addressed table for numbers that are issued in sequence and released soon.
 // Needs the GIL (one thread at a time).
 #pragma once
 

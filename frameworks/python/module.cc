@@ -1,4 +1,4 @@
-// The module perseus._core: what Python sees of the C ABI.
+// The module perseus._core: the C ABI for Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

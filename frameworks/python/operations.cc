@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace perseus::python {
 namespace {
 
-constexpr int kSliceMs = 100;  // longest time without a look at Python's signals
+constexpr int kSliceMs = 100;  // longest time between two checks of Python's signals
 
 struct State {
   State(std::shared_ptr<ContextOwner> context, PyObject* wrap_output, PyObject* describe)
@@ -180,7 +180,7 @@ PyObject* submit(PyObject* self, PyObject* const* given, Py_ssize_t positional, 
   const int64_t number = ++state.last_number;
   perseus_context* context = state.owner->raw();
   if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
-  // Ranks must agree about the numbers in names, so only what has no name counts, also when it is refused.
+  // Ranks must agree on the numbers in names, so only unnamed requests count, refused ones included.
   int64_t unnamed = 0;
   if (arguments[kName] == Py_None && arguments[kGroup] != Py_None) {
     const long group = PyLong_AsLong(arguments[kGroup]);

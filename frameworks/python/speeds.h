@@ -1,4 +1,4 @@
-// What the core has measured, and its cost model, for Python. With the GIL.
+// The core's measured speeds and its cost model, for Python. Needs the GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>

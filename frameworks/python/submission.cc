@@ -73,7 +73,7 @@ class RequestName {
   std::string long_name_;
 };
 
-// An integer argument, what messages about it say; true when it was read.
+// Reads an integer argument; `what` names it in messages. True on success.
 bool read_int(PyObject* value, const char* expected, int* number) {
   const long read = PyLong_AsLong(value);
   if (read == -1 && PyErr_Occurred()) {
@@ -114,7 +114,7 @@ bool read_numbers(PyObject* sequence, std::vector<Number>* numbers) {
   return !PyErr_Occurred();
 }
 
-// What plain and grouped requests share; lives until the submission is over.
+// The data that plain and grouped requests share; lives until the submission is over.
 struct Parsed {
   perseus_request request = {};
   RequestName name;

@@ -50,21 +50,21 @@ class SubmitArguments {
 
 constexpr const char* kShutDown = "Horovod has been shut down. Call hvd.init() to start again.";
 
-// What is sent about gradients and codecs; all zero where it was left out.
+// The arguments about gradients and codecs; zero if they were left out.
 struct GradientArguments {
   uint64_t gradient_of = 0;
   int codec = 0;
   double codec_argument = 0;
 };
 
-// Both fill in everything of `pending` but its number; false with an exception set.
-// unnamed: for the name of a request that was given none.
+// Both fill in all of `pending` but its number; false with an exception set.
+// unnamed: the number for the name of an unnamed request.
 bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
                 const GradientArguments& gradient, Pending* pending);
 bool submit_group(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
                   const GradientArguments& gradient, Pending* pending);
 
-// What an allreduce that Python calls `name` is called in the core.
+// The core's name of an allreduce that Python calls `name`.
 std::string allreduce_name(const std::string& name, bool grouped);
 
 }  // namespace perseus::python

@@ -143,7 +143,7 @@ bool TensorReader::read_described(PyObject* tensor, TensorView* view, const int6
   return ok;
 }
 
-// False when the table does not apply: the description then decides, or says why not.
+// False if the table does not apply; then the description decides, or raises the reason.
 bool TensorReader::read_exchanged(PyObject* tensor, TensorView* view, const int64_t** strides) {
   FromPyObject from_py_object = exchange_function(Py_TYPE(tensor));
   if (from_py_object == nullptr) return false;

@@ -12,7 +12,7 @@
 
 namespace perseus::python {
 
-// What a kind of operation allows a tensor's strides to be.
+// The strides that a kind of operation allows.
 enum class Layout {
   kRowMajor,  // rows are cut or joined: dimension 0 must be the slowest
   kDense,     // elementwise: any order of dimensions without gaps (channels_last)
@@ -29,7 +29,7 @@ struct TensorView {
 class TensorReader {
  public:
   // describe(tensor) -> (data pointer, shape, strides in elements, perseus dtype); borrowed by the owner of this
-  // reader. It raises for what cannot be served.
+  // reader. It raises for a tensor that cannot be served.
   explicit TensorReader(PyObject* describe = nullptr) : describe_(describe) {}
   ~TensorReader();
   TensorReader(const TensorReader&) = delete;

@@ -1,5 +1,5 @@
-// A call owns itself until TensorFlow was told that the op is done. Inputs live that long, so their memory is used as
-// it is; outputs of equal shape take an input's memory where nothing else uses that.
+// A call owns itself until it has told TensorFlow that the op is done. Inputs live that long, so their memory is used
+// directly; outputs of equal shape take an input's memory if nothing else uses it.
 #include "call.h"
 
 #include <cstring>
@@ -58,8 +58,8 @@ class Call {
   bool checked() { return status_.ok() || fail(TF_GetCode(status_.get()), TF_Message(status_.get())); }
   // The request's handle is done.
   static void done(void* call, perseus_handle handle);
-  // The op has failed on this rank before it began. The others are told, and it ends when they know: they would wait
-  // for it, and it may come again.
+  // The op has failed on this rank before it began. It tells the other ranks, which would otherwise wait, and ends when
+  // they know, since it may come again.
   void refuse();
   static void refused(void* call, perseus_handle handle);
   void end();
@@ -70,7 +70,7 @@ class Call {
   WorldUse world_;
   OwnedStatus status_;
   std::string failure_;
-  std::string number_;  // what an op without a name is called
+  std::string number_;  // the name of an unnamed op
   std::vector<Tensor> tensors_;
   std::vector<int64_t> splits_;
 };
@@ -94,8 +94,8 @@ void Call::start() {
   perseus_context* const core = world_.context();
   perseus_handle handle = 0;
   if (!hand_over(&handle)) return refuse();
-  // Not to be touched from here on, unless there is nobody else: a thread that waits makes progress itself, which is
-  // faster than being told. In a graph it has other ops to run.
+  // Do not touch the call from here on, except in eager mode: there this thread waits, and makes progress itself, which
+  // is faster than being notified. In a graph it has other ops to run.
   if (!eager) return;
   perseus_handle_wait(core, handle, -1);
   done(this, handle);
@@ -131,7 +131,7 @@ bool Call::make_output(int index, Tensor* tensor) {
     std::vector<int> ranks(static_cast<size_t>(perseus_context_size(world_.context())));
     const int size =
         perseus_group_ranks(world_.context(), settings_.group, ranks.data(), static_cast<int>(ranks.size()));
-    if (size <= 0) return true;  // the core says what is wrong
+    if (size <= 0) return true;  // the core reports the error
     const int self = perseus_context_rank(world_.context());
     int rank = 0;
     while (rank < size - 1 && ranks[static_cast<size_t>(rank)] != self) ++rank;

@@ -1,4 +1,4 @@
-// One run of a collective op: from TensorFlow's tensors to the core's request and back, without copying what fits.
+// One run of a collective op: from TensorFlow's tensors to the core's request and back, without copies where possible.
 #pragma once
 
 #include "completion.h"

@@ -1,4 +1,4 @@
-// TensorFlow's "this op is done", kept beyond the call that brought it. Thread-safe.
+// TensorFlow's completion of an op, kept beyond the call that passed it. Thread-safe.
 #pragma once
 
 #include <functional>
@@ -7,22 +7,22 @@
 
 namespace perseus::tensorflow {
 
-// What the pointer that an asynchronous kernel is given is.
+// The meaning of the pointer that an asynchronous kernel gets.
 enum class Convention {
   kBorrowed = 0,  // TensorFlow before 2.22: a std::function<void()> on the caller's stack
   kOwned = 1,     // from 2.22 on: an object that running it deletes
 };
 
-// By the version of TensorFlow, once, before the first op runs.
+// Called once, before the first op runs, according to TensorFlow's version.
 void set_convention(Convention convention);
 
-// Why the pointer is not what the convention says, null when it is; found out once per process, by where it points.
-// Only within the call that brought the pointer.
+// The reason why the pointer does not follow the convention; null if it does. Found once per process, from the address.
+// Only within the call that passed the pointer.
 const char* convention_doubt(const TF_AsyncOpKernelDoneCallback* done);
 
 class Completion {
  public:
-  // Within the call that brought the pointer.
+  // Within the call that passed the pointer.
   explicit Completion(TF_AsyncOpKernelDoneCallback* done);
   // Once. The op's context is gone afterwards.
   void run();

@@ -6,7 +6,7 @@
 
 namespace perseus::tensorflow {
 
-// False for one that cannot go. What is only moved may be of a type that the core cannot reduce.
+// False for a type that cannot be sent. Ops that do not reduce also take types that the core cannot reduce.
 inline bool core_dtype(int dtype, perseus_kind kind, perseus_dtype* found) {
   switch (dtype) {
     case TF_HALF:

@@ -1,4 +1,4 @@
-// Ops that tell a number about the world when they run, see question.h.
+// Ops that return a number about the world when they run; see question.h.
 #pragma once
 
 #include "question.h"

@@ -1,10 +1,10 @@
-// What Python calls, through ctypes. None of it needs the GIL.
+// The functions that Python calls through ctypes. None of them needs the GIL.
 #include "../world/world.h"
 #include "completion.h"
 
 extern "C" {
 
-// Once, before the first op runs. owned: TensorFlow is 2.22 or newer, see completion.h.
+// Called once, before the first op runs. owned: TensorFlow is 2.22 or newer; see completion.h.
 PERSEUS_EXPORT void perseus_tensorflow_set_convention(int owned) {
   using perseus::tensorflow::Convention;
   perseus::tensorflow::set_convention(owned != 0 ? Convention::kOwned : Convention::kBorrowed);

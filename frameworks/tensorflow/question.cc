@@ -1,4 +1,4 @@
-// Constant between two init().
+// The answers are constant between two calls of init().
 #include "question.h"
 
 #include <algorithm>

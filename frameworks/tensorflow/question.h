@@ -16,7 +16,7 @@ struct Question {
 
 inline constexpr const char* kNoGroup = "Process set provided does not exist, or has not been registered.";
 
-// False for a group that is not there. Any thread.
+// False for a group that does not exist. Any thread.
 bool answer(perseus_context* context, const Question& question, int32_t* number);
 
 }  // namespace perseus::tensorflow

@@ -1,7 +1,7 @@
 // The ops and their kernels, registered while the library is being loaded. Single-threaded.
 //
-// All are stateful, so that TensorFlow neither merges nor folds them; Python takes their order away from them again
-// (perseus/tensorflow/library.py). Shapes are set there, too: the C API shows only the first input's.
+// All are stateful, so that TensorFlow neither merges nor constant-folds them; Python takes their order away from them
+// again (perseus/tensorflow/library.py). Shapes are set there, too: the C API shows only the first input's.
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>

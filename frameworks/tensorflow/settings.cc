@@ -1,4 +1,4 @@
-// Attributes are optional: an op has those that its kind needs, see registration.cc.
+// Attributes are optional: an op has those that its kind needs; see registration.cc.
 #include "settings.h"
 
 #include <cstring>
@@ -38,7 +38,7 @@ class Attributes {
     return value;
   }
 
-  // Doubles travel as their bits: TensorFlow's own attributes of real numbers have single precision.
+  // Doubles are passed as their bits, since TensorFlow's attributes of real numbers have single precision.
   double real(const char* name, double otherwise) {
     double value = otherwise;
     int64_t bits = 0;
@@ -73,8 +73,7 @@ class Attributes {
   OwnedStatus status_;
 };
 
-// What was given, if anything, and in a graph else the node's: functions are inlined under a new name wherever they
-// are called.
+// The given name, or else, in a graph, the node's: functions are inlined under a new name wherever they are called.
 std::string tensor_name(TF_OpKernelConstruction* construction, bool eager, Attributes* attributes) {
   std::string name = attributes->text("tensor_name");
   if (eager || !name.empty()) return name;

@@ -1,4 +1,4 @@
-// TensorFlow's statuses: their lifetime, and which one a failure of the core becomes.
+// TensorFlow's statuses: their lifetime, and the status for each failure of the core.
 #pragma once
 
 #include <memory>

@@ -51,7 +51,7 @@ void TF_SetStatus(TF_Status*, int code, const char* message);
 int TF_GetCode(const TF_Status*);
 const char* TF_Message(const TF_Status*);
 
-// The data is given away; copied at once where it is not aligned as TensorFlow wants it.
+// Takes ownership of the data, and copies it at once if it is not aligned as TensorFlow requires.
 TF_Tensor* TF_NewTensor(int dtype, const int64_t* dims, int dim_count, void* data, size_t bytes,
                         void (*deallocator)(void* data, size_t bytes, void* arg), void* arg);
 TF_Tensor* TF_AllocateTensor(int dtype, const int64_t* dims, int dim_count, size_t bytes);
@@ -94,7 +94,7 @@ TF_StringView TF_OpKernelConstruction_GetName(TF_OpKernelConstruction*);
 void TF_OpKernelConstruction_Failure(TF_OpKernelConstruction*, TF_Status*);
 
 int TF_NumInputs(TF_OpKernelContext*);
-// A reference of the caller's to the tensor.
+// The caller gets its own reference to the tensor.
 void TF_GetInput(TF_OpKernelContext*, int index, TF_Tensor** tensor, TF_Status*);
 // *forwarded: the input whose memory the output has, -1 for none.
 TF_Tensor* TF_ForwardInputOrAllocateOutput(TF_OpKernelContext*, const int* candidates, int candidate_count,

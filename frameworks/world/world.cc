@@ -1,4 +1,5 @@
-// A pointer and how many use it, behind one lock. A forked child starts without uses: their threads stayed behind.
+// A pointer and the number of its uses, behind one lock. A forked child starts without uses, since the threads that
+// held them stayed with the parent.
 #include "world.h"
 
 #include <pthread.h>

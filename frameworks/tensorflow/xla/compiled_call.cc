@@ -1,4 +1,4 @@
-// The core's thread fills in results and failure before it says that the call is done, under the lock.
+// The core's thread fills in results and failure before it marks the call as done, under the lock.
 #include "compiled_call.h"
 
 #include <cstdlib>
@@ -86,7 +86,7 @@ bool CompiledCall::submit(const void* const* inputs, Failure* failure) {
     refusal = "out of memory for '" + plan_.name + "': make batches or the model smaller";
     fail(TF_RESOURCE_EXHAUSTED, refusal);
   }
-  // The others are told, and the call fails when they know: they would wait for it, and it may come again.
+  // The call tells the other ranks, which would otherwise wait, and fails when they know, since it may come again.
   request.refusal = refusal.c_str();
   if (perseus_request_submit(core, &request, &handle) == PERSEUS_OK) return true;
   *failure = *failure_;
@@ -104,7 +104,7 @@ void CompiledCall::done(void* self, perseus_handle handle) {
     call->done_ = true;
     ready = std::move(call->ready_);
   }
-  // Whoever comes after the lock sees done_; without a waiter the call is not ours any more.
+  // A waiter that takes the lock later sees done_; without a waiter the call is no longer ours.
   if (ready) call->report(ready);
 }
 

@@ -1,7 +1,7 @@
 // One run of a collective in a program of XLA, in three parts: start, wait, take.
 //
-// A program runs its parts one after another, or some at a time, in an order of its own. Starts return at once, so that
-// what ranks start in different orders can meet. Between its parts a call owns copies of the tensors: a program that
+// A program runs its parts one after another, or several at a time, in its own order. Starts return at once, so ranks
+// may start calls in different orders. Between its parts a call owns copies of the tensors, because a program that
 // fails elsewhere frees its own while the core still uses them.
 #pragma once
 
@@ -28,11 +28,11 @@ class CompiledCall {
   // Null with *failure. inputs: of each tensor of the plan; copied.
   static CompiledCall* start(Plan plan, const void* const* inputs, Failure* failure);
 
-  // Once. `ready` runs when the results are there, on any thread, perhaps before this returns; with why there are none
-  // after the call was deleted.
+  // Called once. `ready` runs when the results exist, on any thread, perhaps before this returns. On failure it gets
+  // the reason, and the call has been deleted.
   void when_done(std::function<void(const Failure*)> ready);
 
-  // When `ready` has had no failure: copies the results, the outcome last where there is one, and deletes the call.
+  // If `ready` got no failure: copies the results, with the outcome last if there is one, and deletes the call.
   void take(void* const* outputs);
 
  private:
@@ -53,9 +53,9 @@ class CompiledCall {
   void report(const std::function<void(const Failure*)>& ready);
 
   const Plan plan_;
-  std::optional<WorldUse> world_;  // until the core is done: a call that is never waited for holds no world back
+  std::optional<WorldUse> world_;  // until the core is done, so a call that is never waited for keeps no world alive
   std::vector<Memory> inputs_;
-  std::vector<Memory> results_;  // where they do not take the inputs' place
+  std::vector<Memory> results_;  // unless they take the inputs' place
   std::vector<void*> gathered_;  // the core's
   int32_t outcome_ = 0;
   std::optional<Failure> failure_;

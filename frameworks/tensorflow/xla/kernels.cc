@@ -1,4 +1,4 @@
-// What each op becomes in a program of XLA for the CPU: calls of targets.h. Used by one compilation each.
+// Turns each op into calls of targets.h in a program of XLA for the CPU. Each object serves one compilation.
 //
 // The only file that sees TensorFlow's own headers, which take a minute to compile.
 #include "../../world/world.h"
@@ -17,7 +17,7 @@ using Operands = std::vector<::xla::XlaOp>;
 
 ::xla::Shape number_of(::xla::PrimitiveType type) { return ::xla::ShapeUtil::MakeShapeWithDescendingLayout(type, {}); }
 
-// All have side effects: they are neither merged nor left out. Tensors are rows after rows, as the core wants them.
+// All have side effects, so they are neither merged nor removed. Tensors are row-major, as the core requires.
 ::xla::XlaOp call(::xla::XlaBuilder* program, const char* target, const Operands& operands, const Shapes& shapes,
                   const ::xla::Shape& result, const std::string& text) {
   return ::xla::CustomCallWithLayout(program, target, operands, result, shapes, as_argument(text),
@@ -107,7 +107,7 @@ class Collective : public tf::XlaOpKernel {
   }
 
  private:
-  // This rank's place among those that take part.
+  // This rank's index among those that take part.
   bool place(tf::XlaOpKernelContext* context, int32_t* size, int32_t* rank) const {
     const WorldUse world;
     if (world.context() == nullptr) {

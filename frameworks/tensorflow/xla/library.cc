@@ -1,4 +1,4 @@
-// What Python calls, through ctypes, as of libperseus_tensorflow.so.
+// The functions that Python calls through ctypes, like those of libperseus_tensorflow.so.
 #include "../../world/world.h"
 
 extern "C" {

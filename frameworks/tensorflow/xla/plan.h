@@ -1,4 +1,4 @@
-// What one op that XLA compiles asks the core for: made at compile time, kept in the program as text. Stateless.
+// The request of one op that XLA compiles: made at compile time, kept in the program as text. Stateless.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct Plan {
   std::vector<PlannedTensor> tensors;
 };
 
-// From a node's attributes, without tensors; false with the construction failed. construction: TensorFlow's.
+// Reads a node's attributes, without tensors; false if the construction has failed. construction: TensorFlow's.
 bool read_plan(perseus_kind kind, void* construction, Plan* plan);
 
 // Of letters, digits and " -./>%_" only.
@@ -40,7 +40,7 @@ Plan from_text(std::string_view text);
 
 size_t bytes_of(perseus_dtype dtype, const std::vector<int64_t>& shape);
 
-// With which errors begin: Horovod's word for the op.
+// Horovod's word for the op, with which errors begin.
 const char* label_of(perseus_kind kind);
 
 }  // namespace perseus::tensorflow::xla

@@ -1,4 +1,4 @@
-// The functions that programs of XLA call by name, and how a program has to call them.
+// The functions that programs of XLA call by name, and their calling conventions.
 //
 // XLA's interface for such functions has changed: targets_ffi.cc is for a TensorFlow that ships xla/ffi/api/ffi.h,
 // targets_status.cc for older ones. Only one of them is compiled.
@@ -16,7 +16,7 @@ inline constexpr const char* kAsk = "perseus_xla_ask";      // nothing -> an int
 // xla::CustomCallApiVersion.
 int interface_version();
 
-// A text as a program has to have it: one without quotes or backslashes.
+// A text in the form that a program needs: without quotes and backslashes.
 std::string as_argument(const std::string& text);
 
 }  // namespace perseus::tensorflow::xla

@@ -1,4 +1,4 @@
-// Waiting blocks no thread of XLA's: the program goes on when the core says so. Any thread.
+// Waiting blocks none of XLA's threads: the program continues when the core calls back. Any thread.
 #include <cstring>
 #include <sstream>
 #include <string>
