@@ -108,7 +108,7 @@ def update(old: Path, new: Path) -> None:
 def build(folder: Path) -> None:
     """Compiles the command `caffe` as FOLDER/build/tools/caffe."""
     made = folder / "build"
-    # Each time: that is how CMake hears of a source file that was not there before.
+    # Each time: that is how CMake learns of a new source file.
     subprocess.run(
         ["cmake", "-G", "Ninja", "-S", str(folder / "source"), "-B", str(made), *OPTIONS],
         stdout=subprocess.DEVNULL, check=True,

@@ -2,7 +2,7 @@
 
 Requests are JSON over HTTP. A client first asks for a challenge (GET), then sends its request on
 the same connection (POST). Requests and answers carry an HMAC that covers the challenge, so that
-nobody without the key is heard or believed, and what was overheard is of no use again.
+nobody without the key is answered or believed, and recorded messages cannot be replayed.
 ComputeService answers each request in a thread of its own; ComputeClient is thread-safe.
 
 Source of behaviour: Horovod 0.28.1, horovod.runner.common.service.compute_service.

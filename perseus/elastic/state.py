@@ -48,7 +48,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise HostsUpdatedInterrupt on all ranks when rank 0 has heard of a change of hosts.
+        """Raise HostsUpdatedInterrupt on all ranks if rank 0 has learned of a change of hosts.
 
         Collective: every rank must call it. Cheaper than commit(), so it may be called more often.
         """

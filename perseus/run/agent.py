@@ -104,8 +104,8 @@ class Agent:
         self._reports = reports
         self._silence = silence
         self._grace = GRACE_SECONDS  # until there is a job, which has its own
-        self._lost_at = float("inf")  # unless something is heard before
-        self._beat_at = 0.0
+        self._lost_at = float("inf")  # unless something arrives before
+        self._heartbeat_at = 0.0
         self._has_job = False
         self._muted = False
         self._ranks: list[Rank] = []
@@ -148,10 +148,10 @@ class Agent:
     def _lines(self) -> Iterator[bytes]:
         """What perseusrun sends; each piece of it is a sign of life."""
         rest = bytearray()
-        self._heard()
+        self._on_sign_of_life()
         while True:
             data = self._orders.read1(_CHUNK)
-            self._heard()
+            self._on_sign_of_life()
             if not data:
                 return
             rest += data
@@ -164,7 +164,7 @@ class Agent:
                     elif line:
                         yield line
 
-    def _heard(self) -> None:
+    def _on_sign_of_life(self) -> None:
         if self._silence:
             self._lost_at = time.monotonic() + self._silence
             if not self._has_job:  # no rank to end yet: SIGALRM may simply end this process
@@ -264,7 +264,7 @@ class Agent:
                     self._kill(signal.SIGKILL)
                     self._drain()
                     return
-            if self._silence and time.monotonic() >= self._beat_at:
+            if self._silence and time.monotonic() >= self._heartbeat_at:
                 self._report(ALIVE, 0, b"")
             for key, _ in self._selector.select(0.05 if give_up else self._until_heartbeat()):
                 if key.data is not None:
@@ -274,7 +274,7 @@ class Agent:
                     self._note_exit(*self._exits.get())
 
     def _until_heartbeat(self) -> float | None:
-        return max(0.0, self._beat_at - time.monotonic()) if self._silence else None
+        return max(0.0, self._heartbeat_at - time.monotonic()) if self._silence else None
 
     def _note_exit(self, rank: Rank, status: int) -> None:
         self._drain(rank)
@@ -306,7 +306,7 @@ class Agent:
         self._write(FRAME.pack(kind, rank, len(data)) + data)
 
     def _write(self, data: bytes) -> None:
-        self._beat_at = time.monotonic() + self._silence / HEARTBEATS
+        self._heartbeat_at = time.monotonic() + self._silence / HEARTBEATS
         view = memoryview(data)
         while view and not self._muted:
             try:

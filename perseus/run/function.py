@@ -155,7 +155,7 @@ class _Answers:
         self.of_rank: dict[int, bytearray] = {}
         self.failures: list[int] = []  # ranks, in the order in which they said so
 
-    def hear(self, rank: int, data: bytes) -> None:
+    def on_answer(self, rank: int, data: bytes) -> None:
         if rank not in self.of_rank:
             self.of_rank[rank] = bytearray()
             if data.startswith(FAILED):
@@ -171,7 +171,7 @@ def _results(job: Job) -> list[Any]:
         if stream is not None:
             stream.flush()  # what ranks print comes after it
     answers = _Answers()
-    launcher = Launcher(job, answers.hear)
+    launcher = Launcher(job, answers.on_answer)
     try:
         launcher.run()
     except LaunchError as error:

@@ -74,12 +74,12 @@ class Job:
 class Launcher:
     """One job from its start to its exit status.
 
-    hear: gets what ranks answer to the job's call, piece by piece: (rank, bytes).
+    on_answer: called with each piece of a rank's answer to the job's call: (rank, bytes).
     """
 
-    def __init__(self, job: Job, hear: Callable[[int, bytes], None] | None = None) -> None:
+    def __init__(self, job: Job, on_answer: Callable[[int, bytes], None] | None = None) -> None:
         self._job = job
-        self._hear_answer = hear
+        self._on_answer = on_answer
         self._size = len(job.slots)
         self._hosts: list[HostLink] = []
         self._selector = selectors.DefaultSelector()
@@ -196,7 +196,7 @@ class Launcher:
     def _send_heartbeats(self) -> None:
         while not self._heartbeat_ends.wait(self._job.silence / agent.HEARTBEATS):
             for host in self._hosts:
-                host.beat()
+                host.send_heartbeat()
 
     def _open_streams(self) -> None:
         width = len(str(self._size - 1))
@@ -232,7 +232,7 @@ class Launcher:
                 raise LaunchError(f"{command[0]}: {error.strerror}", 127) from None
             self._hosts.append(host)
             for pipe, act in (
-                (host.process.stdout, self._hear),
+                (host.process.stdout, self._on_data),
                 (host.process.stderr, self._hear_complaint),
             ):
                 self._selector.register(_present(pipe), selectors.EVENT_READ, (act, host))
@@ -281,7 +281,7 @@ class Launcher:
                 ],
             }
             host.send(json.dumps(job).encode() + b"\n")
-            host.heard_at = time.monotonic()
+            host.alive_at = time.monotonic()
 
     def _share_cores(self) -> dict[str, int]:
         """OMP_NUM_THREADS of each host."""
@@ -324,7 +324,7 @@ class Launcher:
                 data = os.read(key.fd, _CHUNK)
                 if key.data is not None:
                     act, host = key.data
-                    host.heard_at = max(host.heard_at, now)
+                    host.alive_at = max(host.alive_at, now)
                     if not data:
                         self._selector.unregister(key.fileobj)
                     act(host, data)
@@ -335,7 +335,7 @@ class Launcher:
         moments = [moment for stream in self._streams.values() if (moment := stream.due())]
         moments += [self._last_moment] if self._last_moment else []
         moments += [self._start_by] if not self._started() else []
-        moments += [host.heard_at + self._job.silence for host in self._heartbeating()]
+        moments += [host.alive_at + self._job.silence for host in self._heartbeating()]
         return max(0.0, min(moments) - time.monotonic()) if moments else 3600.0
 
     def _started(self) -> bool:
@@ -368,7 +368,7 @@ class Launcher:
     def _give_up_silent_hosts(self, now: float) -> None:
         """now: a moment whose reports have been taken notice of."""
         for host in self._heartbeating():
-            if now >= host.heard_at + self._job.silence:
+            if now >= host.alive_at + self._job.silence:
                 self._fail(
                     LaunchError(
                         f"{host.name}: no sign of life for {self._job.silence:g} s while ranks "
@@ -378,14 +378,14 @@ class Launcher:
                 )
                 host.kill()
 
-    def _hear(self, host: HostLink, data: bytes) -> None:
+    def _on_data(self, host: HostLink, data: bytes) -> None:
         for kind, rank, content in host.frames(data):
             if kind == agent.HELLO:
                 host.hello = json.loads(content)
             elif kind in (agent.OUT, agent.ERR):
                 self._streams[rank, kind].feed(content)
-            elif kind == agent.ANSWER and self._hear_answer is not None:
-                self._hear_answer(rank, content)
+            elif kind == agent.ANSWER and self._on_answer is not None:
+                self._on_answer(rank, content)
             elif kind == agent.EXIT:
                 self._rank_exited(host, rank, int(content))
             elif kind == agent.FAILED:

@@ -1,6 +1,6 @@
 """The launcher's end of one host: its agent, a local child or over ssh.
 
-One thread, but beat().
+One thread, except for send_heartbeat().
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HostLink:
         self.hello: dict[str, Any] | None = None
         self.running = {slot.rank for slot in slots}
         self.gone = False  # nothing more will be reported
-        self.heard_at = float("inf")  # when it last showed a sign of life, once it has a job
+        self.alive_at = float("inf")  # time of its last sign of life, once it has a job
         self._sending = threading.Lock()
         self.last_words = ""  # of ssh or of the agent itself
         self._received = b""
@@ -59,7 +59,7 @@ class HostLink:
             except OSError:
                 pass  # its end is noticed where its reports are read
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """A sign of life, unless one is under way already; never blocks, from any thread."""
         if self._sending.acquire(blocking=False):
             try:
@@ -88,7 +88,7 @@ class HostLink:
 
     def resume(self) -> None:
         self._sending.release()
-        self.beat()
+        self.send_heartbeat()
 
     def frames(self, data: bytes) -> list[tuple[bytes, int, bytes]]:
         """The whole frames that `data` completes: (kind, rank, content)."""

@@ -1,4 +1,4 @@
-"""Connections swallow what they are given while all ranks live and hear each other's heartbeats.
+"""Connections swallow what they are given while all ranks live and receive each other's heartbeats.
 
 Negotiation notices: no byte of a round moves, and the error names a rank next to the break.
 """
@@ -53,15 +53,15 @@ def connections():
         if own.type != socket.SOCK_STREAM or own.family == socket.AF_UNIX or peer[1] == store:
             continue
         facts = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
-        heard = struct.unpack_from("I", facts, 52)[0]  # ms ago
+        idle = struct.unpack_from("I", facts, 52)[0]  # ms ago
         host = int(peer[0].rpartition(".")[2]) - 1
-        found.setdefault(host, []).append((heard, own.getsockname()[1], peer[1]))
-    assert all(len(heard) > 1 for heard in found.values()), found
-    return {host: sorted(heard) for host, heard in found.items()}
+        found.setdefault(host, []).append((idle, own.getsockname()[1], peer[1]))
+    assert all(len(idle) > 1 for idle in found.values()), found
+    return {host: sorted(idle) for host, idle in found.items()}
 # Heartbeats come every second on one connection; those of rounds and data fall silent.
-while any(heard[1][0] < 2000 for heard in connections().values()):
+while any(idle[1][0] < 2000 for idle in connections().values()):
     time.sleep(0.05)
-print(json.dumps({host: heard[1:] for host, heard in connections().items()}), flush=True)
+print(json.dumps({host: idle[1:] for host, idle in connections().items()}), flush=True)
 sys.stdin.readline()
 begun, text = time.monotonic(), None
 if rank == 0:

@@ -125,7 +125,7 @@ def test_shutdown_ends_all_waits(service):
     service.shutdown()
 
 
-def test_who_does_not_know_the_key_is_neither_heard_nor_believed(service):
+def test_a_client_without_the_key_is_neither_answered_nor_believed(service):
     with pytest.raises(
         ConnectionError, match=rf"none answers at 127\.0\.0\.1:{service.get_port()}"
     ):
@@ -165,7 +165,7 @@ def status_of(connection, method, body=None, headers=None) -> int:
     return response.status
 
 
-def test_what_was_overheard_cannot_be_said_again(service, client, monkeypatch):
+def test_a_recorded_message_cannot_be_replayed(service, client, monkeypatch):
     sent = exchanges(service, monkeypatch)
     client.register_dispatcher(0, "grpc://a:1")
     (_, post) = sent

@@ -119,7 +119,7 @@ def test_the_contract_is_not_implemented():
 # ---- news about hosts ----
 
 
-def _heard(state: State, *news: tuple[float, HostUpdateResult]) -> HostsUpdatedInterrupt:
+def _update_of(state: State, *news: tuple[float, HostUpdateResult]) -> HostsUpdatedInterrupt:
     for timestamp, change in news:
         state.on_hosts_updated(timestamp, change)
     with pytest.raises(HostsUpdatedInterrupt) as caught:
@@ -140,26 +140,26 @@ def _heard(state: State, *news: tuple[float, HostUpdateResult]) -> HostsUpdatedI
 )
 def test_sync_is_skipped_only_when_every_change_was_a_removal(changes, skip_sync):
     news = [(10.0 + index, change) for index, change in enumerate(changes)]
-    assert _heard(_state(), *news).skip_sync is skip_sync
+    assert _update_of(_state(), *news).skip_sync is skip_sync
 
 
 def test_nothing_new_raises_nothing():
     state = _state()
     state.check_host_updates()
-    _heard(state, (5.0, ADDED))
+    _update_of(state, (5.0, ADDED))
     state.check_host_updates()
     for timestamp in (4.0, 5.0):  # old news
         state.on_hosts_updated(timestamp, ADDED)
         state.check_host_updates()
     assert state._last_updated_timestamp == 5.0
-    _heard(state, (6.0, ADDED))
+    _update_of(state, (6.0, ADDED))
 
 
 def test_rank_0s_view_counts():
     told = (0, 0, HostUpdateResult.no_update)
     state = ObjectState(lambda _: told, lambda: 1)
     state.on_hosts_updated(3.0, ADDED)
-    state.check_host_updates()  # rank 0 has not heard of it
+    state.check_host_updates()  # rank 0 has not learned of it
     told = (0, 3.0, REMOVED)
     with pytest.raises(HostsUpdatedInterrupt) as caught:
         state.check_host_updates()

@@ -172,7 +172,7 @@ class Agent:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._ends = [self._listener]
-        self.heard = bytearray()
+        self.received = bytearray()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def rank(self, rank: int, size: int, **more: str) -> dict[str, str]:
@@ -199,7 +199,7 @@ class Agent:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                self.heard += data
+                self.received += data
                 sink.sendall(data)
         with contextlib.suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
@@ -229,9 +229,9 @@ def test_a_given_secret_is_never_told_to_torchs_store(
     check_worlds(worlds)
     assert worlds[0][0][8] == SECRET
     port = str(worlds[0][0][7]).encode()
-    assert port in agent.heard  # that is where it would have been
-    assert SECRET.encode() not in agent.heard
-    assert SECRET.encode().hex().encode() not in agent.heard
+    assert port in agent.received  # that is where it would have been
+    assert SECRET.encode() not in agent.received
+    assert SECRET.encode().hex().encode() not in agent.received
 
 
 def test_ranks_with_different_secrets_get_one_error_each(agent: Agent) -> None:
@@ -242,7 +242,7 @@ def test_ranks_with_different_secrets_get_one_error_each(agent: Agent) -> None:
         last = end.stderr.strip().splitlines()[-1]
         assert last.startswith("ValueError: [rendezvous] rank 1 has another secret than rank 0: ")
         assert SECRET not in end.stderr
-    assert SECRET.encode() not in agent.heard
+    assert SECRET.encode() not in agent.received
 
 
 LATE_0 = "import time; time.sleep(1.5 if os.environ['RANK'] == '0' else 0)"

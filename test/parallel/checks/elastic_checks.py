@@ -29,8 +29,8 @@ def check_changed_hosts_keep_the_state_and_other_exceptions_propagate() -> None:
     state.register_reset_callbacks([lambda: callbacks.append(basics._world.epoch - first)])
     seen = []
 
-    def hear(change: int) -> None:
-        """Rank 0 alone hears of a change; the commit point tells the others."""
+    def announce_change(change: int) -> None:
+        """Rank 0 alone learns of a change; the commit point tells the others."""
         if rank == 0:
             notification_manager.handle_hosts_updated(float(len(seen)), change)
         state.check_host_updates()
@@ -45,7 +45,7 @@ def check_changed_hosts_keep_the_state_and_other_exceptions_propagate() -> None:
         sampler.record_batch(0, 2)
         state.step += bonus
         if world < 2:
-            hear([HostUpdateResult.added, HostUpdateResult.removed][world])
+            announce_change([HostUpdateResult.added, HostUpdateResult.removed][world])
         assert state.step == last
         raise KeyError("mine")
 

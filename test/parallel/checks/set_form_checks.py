@@ -208,7 +208,7 @@ def check_sets_and_the_world_do_not_wait_for_each_other() -> None:
                     whole = hvd.allreduce(torch.ones(3), **inside)
                     assert_same(whole, torch.full((3,), float(process_set.size())))
             assert not any(hvd.poll(handle) for handle in pending)
-        # Only now has the last rank heard that the others are through.
+        # Only now does the last rank know that the others are through.
         hvd.allreduce(torch.zeros(1), name="go")
         if hvd.rank() == last:
             pending = [hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="w")]
