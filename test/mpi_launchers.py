@@ -83,3 +83,9 @@ def _is_in_use(path: Path) -> bool:
             if any(os.readlink(fd) == str(path) for fd in (process / "fd").iterdir()):
                 return True
     return False
+
+
+def with_library(start: list[str]) -> dict[str, str]:
+    """Variables under which any mpi4py uses the library of the MPI whose command line begins so."""
+    found = sorted((Path(start[0]).parent.parent / "lib").glob("libmpi.so.[0-9]*"))
+    return {"MPI4PY_LIBMPI": str(found[0])} if found else {}

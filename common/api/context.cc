@@ -316,7 +316,19 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
   const int spare_cores = usable_cores() - ranks_here_;
   engine_ = std::make_unique<Engine>(world_, config_, log_, std::move(waker), std::move(transports), std::move(route),
                                      spare_cores);
+  if (world_.size > 1 && config_.choice<CpuOperations>() == CpuOperations::kMpi) use_mpi(options, deadline);
   await_all(store, options, deadline);
+}
+
+void Context::use_mpi(const ContextOptions& options, int64_t deadline) {
+  try {
+    engine_->use_mpi(deadline,
+                     [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); });
+  } catch (const Error& error) {
+    const std::string cause = engine_->failure();
+    if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
+    fail(ErrorKind::kIo, cause);
+  }
 }
 
 // Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.

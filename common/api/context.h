@@ -60,6 +60,7 @@ class Context {
   void make_room(int remote);
   void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);
+  void use_mpi(const ContextOptions& options, int64_t deadline);
   std::string await_word(Store& store, const std::string& word, int rank, const ContextOptions& options,
                          int64_t deadline_ns);
 

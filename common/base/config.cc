@@ -117,6 +117,10 @@ constexpr Variable kTable[] = {
      "=eth0 = that interface alone, ^docker,lo = all others."},
     {Var::kTransport, "PERSEUS_TRANSPORT", "", VarType::kChoice, "auto", "auto|shm|tcp", true,
      "How ranks exchange data: auto = shared memory inside a host and TCP between hosts; shm or tcp = only this one."},
+    {Var::kCpuOperations, "PERSEUS_CPU_OPERATIONS", "", VarType::kChoice, "perseus", "perseus|mpi", true,
+     "What carries out collectives of all ranks on CPU tensors: perseus = Perseus itself, mpi = the MPI library of the "
+     "mpirun that has started the ranks (perseusrun --mpi), where it can do the same; then Perseus treats all ranks "
+     "alike. Other process sets than the global one use Perseus' own transports in any case."},
     {Var::kSpin, "PERSEUS_SPIN_US", "", VarType::kInt, "-1", "-1..1000000", false,
      "Microseconds for which a blocked caller polls before it sleeps. -1 = 200 if the ranks of this host have a core "
      "each, else 0."},
@@ -206,6 +210,7 @@ static_assert(agree<AllreduceAlgorithm>({{AllreduceAlgorithm::kAuto, "auto"},
                                          {AllreduceAlgorithm::kRecursiveDoubling, "recursive_doubling"}}));
 static_assert(agree<TransportChoice>(
     {{TransportChoice::kAuto, "auto"}, {TransportChoice::kShm, "shm"}, {TransportChoice::kTcp, "tcp"}}));
+static_assert(agree<CpuOperations>({{CpuOperations::kPerseus, "perseus"}, {CpuOperations::kMpi, "mpi"}}));
 static_assert(agree<Simd>({{Simd::kAuto, "auto"},
                            {Simd::kAvx512, "avx512"},
                            {Simd::kAvx2, "avx2"},

@@ -43,6 +43,7 @@ enum class Var {
   kStallShutdownTime,
   kInterfaces,
   kTransport,
+  kCpuOperations,
   kSpin,
   kSimd,
   kMasterPort,
@@ -95,6 +96,8 @@ template <>
 constexpr Var kVarOf<AllreduceAlgorithm> = Var::kAllreduceAlgorithm;
 template <>
 constexpr Var kVarOf<TransportChoice> = Var::kTransport;
+template <>
+constexpr Var kVarOf<CpuOperations> = Var::kCpuOperations;
 template <>
 constexpr Var kVarOf<Simd> = Var::kSimd;
 template <>

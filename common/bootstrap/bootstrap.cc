@@ -298,7 +298,9 @@ Rendezvous bootstrap(const Identity& identity, const Environment& environment, c
     return through_slurm(identity, environment, config);
   const int64_t limit_s = config.integer(Var::kStartTimeout);
   const SpaceOptions options{identity, environment, now_ns() + limit_s * kSecond, limit_s};
-  const std::unique_ptr<LauncherSpace> space = pmi ? open_pmi_space(options) : open_pmix_space(options);
+  const bool mpi = config.choice<CpuOperations>() == CpuOperations::kMpi;
+  const auto open = mpi ? open_mpi_space : pmi ? open_pmi_space : open_pmix_space;
+  const std::unique_ptr<LauncherSpace> space = open(options);
   return through_space(*space, identity, environment, config);
 }
 

@@ -1,5 +1,5 @@
 // The few words that the processes of a job can leave for each other with their launcher, before they have any
-// connection of their own: MPICH's and Slurm's PMI, Open MPI's and Slurm's PMIx. One thread at a time.
+// connection of their own: MPICH's and Slurm's PMI, Open MPI's and Slurm's PMIx, or MPI. One thread at a time.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace perseus {
 
-// A launcher serves a process once: it may be opened once, and MPI may not be initialised afterwards. All ranks make
+// PMI and PMIx serve a process once: they may be opened once, and MPI may not be initialised afterwards. All ranks make
 // the same calls to fence and finish. Every call throws Error: kIo where the launcher refuses or is gone, kTimeout
 // where it does not answer by `deadline_ns`.
 class LauncherSpace {
@@ -40,10 +40,10 @@ struct SpaceOptions {
 std::unique_ptr<LauncherSpace> open_pmi_space(const SpaceOptions& options);
 // Through the library libpmix.so.2, opened here: that of this process or of its launcher, else any that is found.
 std::unique_ptr<LauncherSpace> open_pmix_space(const SpaceOptions& options);
+// Through the MPI library of the launcher, which is initialised then and may be used afterwards.
+std::unique_ptr<LauncherSpace> open_mpi_space(const SpaceOptions& options);
 
 // For implementations: throws at the deadline. `what` is what was waited for.
 void check_patience(const SpaceOptions& options, const std::string& what);
-// Paths of libraries whose file names begin with `name` that the process `pid` ("self" = this one) has loaded.
-std::vector<std::string> loaded_libraries(const std::string& pid, const std::string& name);
 
 }  // namespace perseus

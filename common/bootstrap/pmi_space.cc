@@ -17,6 +17,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/processes.h"
 #include "bootstrap/launcher_space.h"
 
 namespace perseus {

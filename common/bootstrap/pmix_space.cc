@@ -6,11 +6,11 @@
 
 #include <chrono>
 #include <cstring>
-#include <fstream>
 #include <vector>
 
 #include "base/error.h"
 #include "base/mutex.h"
+#include "base/processes.h"
 #include "bootstrap/launcher_space.h"
 
 namespace perseus {
@@ -18,7 +18,6 @@ namespace {
 
 constexpr const char* kRemedy = "; start the job with perseusrun";
 constexpr const char* kLibrary = "libpmix.so.2";
-constexpr int kMostAncestors = 16;
 constexpr auto kLookAgain = std::chrono::milliseconds(100);
 
 // ---- the standard's names ----
@@ -60,19 +59,10 @@ struct Library {
 
 // ---- finding it ----
 
-// "" when there is none.
-std::string parent_of(const std::string& pid) {
-  std::ifstream status("/proc/" + pid + "/status");
-  for (std::string line; std::getline(status, line);)
-    if (line.compare(0, 6, "PPid:\t") == 0) return line.substr(6) == "0" ? "" : line.substr(6);
-  return "";
-}
-
 void* open_library() {
   // The launcher's own speaks the launcher's version, and is there even where the loader would not look for it.
   std::vector<std::string> paths;
-  std::string pid = "self";
-  for (int i = 0; i < kMostAncestors && !pid.empty(); ++i, pid = parent_of(pid)) {
+  for (const std::string& pid : ancestors()) {
     const std::vector<std::string> loaded = loaded_libraries(pid, kLibrary);
     paths.insert(paths.end(), loaded.begin(), loaded.end());
   }

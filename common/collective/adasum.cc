@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/half.h"
+#include "collective/steps.h"
 
 namespace perseus {
 namespace {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "collective/exchange.h"
+#include "collective/exchange_plan.h"
 #include "collective/wire_format.h"
 
 namespace perseus {

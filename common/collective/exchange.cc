@@ -2,9 +2,6 @@
 // pairwise.cc, broadcast.cc and allgather.cc.
 #include "collective/exchange.h"
 
-#include "base/error.h"
-#include "collective/stepped_exchange.h"
-
 namespace perseus {
 namespace {
 
@@ -12,8 +9,104 @@ constexpr int kBurst = 4;  // chunks moved on one link before the others get the
 
 // In the place of chunks that nobody will look at: the tensors they would come from may be gone.
 constexpr Byte kNothing[kChunkBytes] = {};
+// Results larger than this will not be read again from the cache: write around it, but not into lines that have just
+// been read (in place), where that is slower.
+constexpr size_t kStreamBytes = 8 * 1024 * 1024;
 
 }  // namespace
+
+Exchange::Exchange(const std::vector<Link*>& links, int me)
+    : peers_(links.size()), me_(me), even_(links.size()), sources_(links.size()) {
+  for (size_t i = 0; i < links.size(); ++i) {
+    peers_[i].link = static_cast<int>(i) == me ? nullptr : links[i];
+    if (peers_[i].link == nullptr) continue;
+    peers_[i].sender = MessageSender(links[i]);
+    peers_[i].receiver = MessageReceiver(links[i]);
+    peers_[i].lag = peers_[i].sender.depth(links.size() - 1);  // turns by which a result trails its contribution
+  }
+  windows_.reserve(links.size());
+}
+
+// ---- beginning ----
+
+void Exchange::start(const ExchangePlan& plan, const ExchangeHeader& header, OutputSink* sink) {
+  plan_ = &plan;
+  sink_ = sink;
+  scheduled_ = header.schedule != 0;
+  restart();
+  bool in_memory = true;
+  for (const Peer& peer : peers_) in_memory &= peer.link == nullptr || peer.sender.composes_in_place();
+  const bool in_place = !plan.pieces.empty() && plan.pieces[0].in == plan.pieces[0].out;
+  stream_out_ = in_memory && !in_place && plan.bytes() >= kStreamBytes;
+  choose_parts();
+  send_headers(header);
+}
+
+void Exchange::restart() {
+  done_ = headers_done_ = rolled_back_ = false;
+  reduces_ = everyone_owns_all_ = results_follow_ = results_from_input_ = false;
+  only_contributor_ = -1;
+  reduced_ = 0;
+  own_bytes_ = 0;
+  for (Peer& peer : peers_) {
+    peer.header_seen = false;
+    peer.tx = Flow();
+    peer.rx = Flow();
+    peer.contribution = ConstSpan();
+  }
+}
+
+void Exchange::choose_parts() {
+  switch (plan_->collective) {
+    case Collective::kAllreduce:
+      return plan_reduction(true);
+    case Collective::kReduceScatter:
+      return plan_reduction(false);
+    case Collective::kBroadcast:
+      return plan_broadcast();
+    case Collective::kAllgather:
+    case Collective::kAlltoall:
+      return plan_gather();
+    case Collective::kSpread:
+      return plan_spread();
+  }
+}
+
+void Exchange::send_headers(const ExchangeHeader& header) {
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (peer.link == nullptr) continue;
+    peer.out = header;
+    peer.out.result_bytes = peer.tx.r_total;
+    if (!plan_->send_rows.empty()) peer.out.rows = plan_->send_rows[plan_->collective == Collective::kAlltoall ? i : 0];
+    peer.sender.start(&peer.out, sizeof peer.out);
+    peer.receiver.start();
+    settle(peer, &peer.tx);
+    if (!plan_->sizes_vary()) settle(peer, &peer.rx);
+  }
+}
+
+bool Exchange::check_headers() {
+  bool moved = false, all = true;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (peer.link == nullptr || peer.header_seen) continue;
+    if (!peer.receiver.take_header(&peer.in, sizeof peer.in)) {
+      all = false;
+      continue;
+    }
+    check_header(peer.in, peer.out, static_cast<int>(i));
+    if (sink_ == nullptr) check_results(peer.in, peer.rx.r_total, static_cast<int>(i));
+    moved = true;
+    peer.header_seen = true;
+  }
+  if (all) {
+    headers_done_ = true;
+    if (sink_ != nullptr) place_outputs();
+    moved = true;
+  }
+  return moved;
+}
 
 // ---- the schedule of one direction of a link ----
 
@@ -53,11 +146,6 @@ void Exchange::next(const Peer& peer, Flow* flow) const {
 // ---- one pass ----
 
 bool Exchange::step() {
-  if (in_steps_) {
-    const bool stepped = stepped_->step();
-    done_ = stepped_->done();
-    return stepped;
-  }
   bool moved = false;
   if (!headers_done_) moved |= check_headers();
   bool all_done = headers_done_;
@@ -221,7 +309,6 @@ void Exchange::reduce_chunk(size_t n) {
 }
 
 std::vector<int> Exchange::waiting_for() const {
-  if (in_steps_) return stepped_->waiting_for();
   std::vector<int> silent, unable;
   for (size_t i = 0; i < peers_.size(); ++i) {
     const Peer& peer = peers_[i];

@@ -17,88 +17,30 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
-#include <string>
 #include <vector>
 
+#include "collective/exchange_header.h"
+#include "collective/group.h"
 #include "collective/steps.h"
-#include "kernels/kernels.h"
 #include "transport/messages.h"
 
 namespace perseus {
 
-// kSpread: an allgather of parts whose sizes all know, into tensors; the own part lies there already.
-enum class Collective : uint8_t { kAllreduce, kReduceScatter, kAllgather, kBroadcast, kAlltoall, kSpread };
-
-// First on every link of every exchange: both ends check that they are doing the same thing.
-struct ExchangeHeader {
-  uint32_t magic = 0;
-  uint32_t epoch = 0;
-  uint32_t group = 0;
-  uint32_t stream = 0;
-  uint64_t sequence = 0;
-  uint8_t collective = 0, dtype = 0, op = 0, algorithm = 0;
-  uint32_t unused2 = 0;
-  uint64_t bytes = 0;         // of the whole buffer (allreduce, reduce-scatter, broadcast), 0 where it differs per rank
-  uint64_t result_bytes = 0;  // that the sender is going to send as results on this link
-  uint64_t rows = 0;          // allgather, alltoall: of result_bytes
-  uint64_t schedule = 0;      // fingerprint of the schedule that the exchange belongs to, 0 = negotiated online
-};
-static_assert(sizeof(ExchangeHeader) == 64, "one cache line");
-// Throws Error(kInternal) where member `from` of the group does something else than we, sizes of results aside.
-void check_header(const ExchangeHeader& in, const ExchangeHeader& out, int from);
-
-// What one execution does. Everything but the per-rank vectors must agree on all ranks.
-struct ExchangePlan {
-  Collective collective = Collective::kAllreduce;
-  Algorithm algorithm = Algorithm::kPairwise;  // allreduce; the others are pairwise
-  kernels::ReduceSpec reduction;               // allreduce, reduce-scatter
-  std::vector<Piece> pieces;        // allreduce, broadcast: in/out. Reduce-scatter: in (out unused). Else: in only
-  std::vector<size_t> parts;        // reduce-scatter, spread: bytes of every rank's part of the whole, in rank order
-  std::vector<Piece> result;        // reduce-scatter: out of our part; spread: out of the whole
-  int root = 0;                     // broadcast: index in the group
-  std::vector<size_t> send_bytes;   // alltoall: for every rank, consecutive in the pieces
-  std::vector<uint64_t> send_rows;  // alltoall: the same in rows; allgather: [0] = rows of this rank
-
-  void clear() {
-    algorithm = Algorithm::kPairwise;
-    pieces.clear();
-    parts.clear();
-    result.clear();
-    send_bytes.clear();
-    send_rows.clear();
-  }
-};
-
-// Makes room for an allgather's or alltoall's output once all sizes are known.
-class OutputSink {
- public:
-  virtual ~OutputSink() = default;
-  // bytes[i], rows[i] come from group rank i. Returns memory for all of it, in rank order.
-  virtual Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) = 0;
-};
-
-class SteppedExchange;
-
-class Exchange {
+class Exchange final : public Operation {
  public:
   // `links[i]` reaches group rank i; links[me] is null. Links outlive the exchange object.
-  Exchange(std::vector<Link*> links, int me, uint32_t epoch, Channel channel);
-  ~Exchange();
+  Exchange(const std::vector<Link*>& links, int me);
 
-  // Begins; `plan` and `sink` (allgather, alltoall) must stay valid until done(). Only when done. `schedule`: see
-  // ExchangeHeader.
-  void start(const ExchangePlan& plan, uint64_t sequence, OutputSink* sink, uint64_t schedule = 0);
-  // Some rank has not begun this exchange of a schedule, and none will finish it: from here on tensors are not touched,
-  // and it is done once the eager parts have gone from links. `began[i]`: has member i begun it? On all ranks alike.
-  void roll_back(const std::vector<bool>& began);
+  // Begins; `plan` and `sink` (where sizes vary) must stay valid until done(). Only when done. `header`: what goes
+  // first on every link, to which sizes of results are added.
+  void start(const ExchangePlan& plan, const ExchangeHeader& header, OutputSink* sink);
+  bool step() override;
+  bool done() const override { return done_; }
+  void abort() noexcept override { done_ = true; }
   // Have all members begun?
-  bool agreed() const { return headers_done_; }
-  // Moves what can be moved; true when anything did. Throws Error on a broken link or a peer that does something else.
-  bool step();
-  bool done() const { return done_; }
-  // Group ranks whose bytes we wait for, or that do not take ours: for messages.
-  std::vector<int> waiting_for() const;
+  bool agreed() const override { return headers_done_; }
+  void roll_back(const std::vector<bool>& began) override;
+  std::vector<int> waiting_for() const override;
 
  private:
   // Where one direction of one link stands.
@@ -120,12 +62,13 @@ class Exchange {
     ConstSpan contribution;  // rx stands at a contribution that is wholly here
   };
 
-  ExchangeHeader header_of(uint64_t sequence, size_t bytes) const;
+  void restart();
+  void choose_parts();
+  void send_headers(const ExchangeHeader& header);
   void plan_reduction(bool gather);
   void plan_broadcast();
   void plan_gather();
   void plan_spread();
-  void set_flows();
   bool check_headers();
   void place_outputs();
 
@@ -144,13 +87,8 @@ class Exchange {
   void reduce_chunk(size_t n);
 
   std::vector<Peer> peers_;  // of every group rank; the own entry is unused
-  int me_;
-  uint32_t epoch_;
-  Channel channel_;
+  const int me_;
   bool done_ = true;
-
-  std::unique_ptr<SteppedExchange> stepped_;  // for other algorithms than pairwise; made when first needed
-  bool in_steps_ = false;                     // it is what is under way
 
   const ExchangePlan* plan_ = nullptr;
   OutputSink* sink_ = nullptr;

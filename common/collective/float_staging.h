@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "collective/exchange.h"
+#include "collective/exchange_plan.h"
 
 namespace perseus {
 

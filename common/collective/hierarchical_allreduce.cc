@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "collective/steps.h"
+
 namespace perseus {
 
 HierarchicalAllreduce::HierarchicalAllreduce(const Levels& levels)

@@ -1,8 +1,8 @@
-// An operation made of several exchanges, one after the other, among all members of a group or some of them. Used by
-// one progress engine.
+// Work that takes several collectives, one after the other, among all members of a group or some of them. Used by one
+// progress engine.
 #pragma once
 
-#include "collective/exchange.h"
+#include "collective/exchange_plan.h"
 #include "topology/levels.h"
 
 namespace perseus {
@@ -12,11 +12,11 @@ class Staged : public OutputSink {
   struct Step {
     const ExchangePlan* plan = nullptr;
     Level level = Level::kAll;
-    bool sizes_vary = false;  // peers announce what they send: allocate() is told
+    bool sizes_vary = false;  // members announce what they send: allocate() is told
   };
 
-  // Before the first exchange and after each: computes with what has come, and says which is the next one to run. False
-  // when all outputs are written.
+  // Before the first collective and after each: computes with what has come, and says which is the next one to run.
+  // False when all outputs are written.
   virtual bool next(Step* step) = 0;
   // Time spent on encoding and decoding so far, of this operation.
   virtual int64_t codec_ns() const { return 0; }

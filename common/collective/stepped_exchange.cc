@@ -10,7 +10,7 @@ size_t next_message(const ByteRange& range, size_t done) { return std::min(kChun
 
 }  // namespace
 
-SteppedExchange::SteppedExchange(std::vector<Link*> links, int me)
+SteppedExchange::SteppedExchange(const std::vector<Link*>& links, int me)
     : peers_(links.size()), me_(me), parts_(links.size()) {
   for (size_t i = 0; i < links.size(); ++i) {
     if (static_cast<int>(i) == me) continue;

@@ -1,5 +1,5 @@
-// Carries out an allreduce as a list of steps (steps.h), one after the other, over the links of an Exchange, whose
-// algorithm it is where that is not pairwise. Resumable: step() never blocks. Used by one progress engine.
+// Carries out an allreduce whose algorithm is not pairwise as a list of steps (steps.h), one after the other.
+// Resumable: step() never blocks. Used by one progress engine.
 //
 // Every message of a step is received in the same step of the one who sent it, and what is sent depends on nothing that
 // the step receives (but see reduce_next), so the lowest step that is not done anywhere always moves: no deadlock.
@@ -7,22 +7,25 @@
 
 #include <vector>
 
-#include "collective/exchange.h"
+#include "collective/exchange_header.h"
+#include "collective/group.h"
 #include "collective/steps.h"
+#include "transport/messages.h"
 
 namespace perseus {
 
-class SteppedExchange {
+class SteppedExchange final : public Operation {
  public:
   // As an Exchange.
-  SteppedExchange(std::vector<Link*> links, int me);
+  SteppedExchange(const std::vector<Link*>& links, int me);
 
   // Begins an allreduce, whose plan must not be needed longer than its pieces; `header` goes first on every link that
   // is used.
   void start(const ExchangePlan& plan, const ExchangeHeader& header);
-  bool step();
-  bool done() const { return at_ == steps_.size(); }
-  std::vector<int> waiting_for() const;
+  bool step() override;
+  bool done() const override { return at_ == steps_.size(); }
+  void abort() noexcept override { at_ = steps_.size(); }
+  std::vector<int> waiting_for() const override;
 
  private:
   struct Peer {

@@ -13,6 +13,8 @@ namespace {
 constexpr int64_t kHousekeeping = 500 * kMillisecond;
 // Without sockets to read, events (a peer's death, a new ring) need no look in every pass.
 constexpr int64_t kLookForEvents = 50 * kMicrosecond;
+// What no event announces is looked at this often by a thread that sleeps.
+constexpr int64_t kPoll = 50 * kMicrosecond;
 // Whether anything waits for what is told by a call cannot be seen; gradients of one step are not this far apart.
 constexpr int64_t kSilentPatience = kSecond;
 
@@ -136,22 +138,27 @@ void Engine::set_locations(std::vector<Location> locations) {
   topology_.set_locations(std::move(locations));
 }
 
+void Engine::use_mpi(int64_t deadline_ns, const std::function<bool()>& interrupted) {
+  mpi_ = std::make_unique<MpiWorld>(world_, ProcessSet::streams(execution_settings_), deadline_ns, interrupted);
+}
+
 void Engine::add_group(int id, std::vector<int> ranks) {
   const uint32_t channels = groups_made_++;
   // Connecting to the members may take a while, or fail: neither must be with the list locked or changed.
-  std::shared_ptr<Group> group;
+  std::shared_ptr<ProcessSet> group;
   if (std::find(ranks.begin(), ranks.end(), world_.rank) != ranks.end()) group = make_group(id, channels, ranks);
   const MutexLock lock(groups_mutex_);
   members_[id] = std::move(ranks);
   if (group) groups_[id] = std::move(group);
 }
 
-std::shared_ptr<Group> Engine::make_group(int id, uint32_t channels, const std::vector<int>& ranks) {
+std::shared_ptr<ProcessSet> Engine::make_group(int id, uint32_t channels, const std::vector<int>& ranks) {
   ExecutionSettings settings = execution_settings_;
   if (id != 0) settings.tuner.buckets = settings.tuner.streams = false;  // its members may be busy elsewhere
-  return std::make_shared<Group>(
+  return std::make_shared<ProcessSet>(
       channels, ranks, world_.rank, world_.epoch, settings, cycle_ns_,
       [this](int rank, Channel channel) -> Link& { return route_[rank]->link(rank, channel); },
+      [this, id](uint32_t stream) { return id == 0 && mpi_ ? mpi_->group(stream) : nullptr; },
       [this, id] {
         Entry* entry = take_entry();
         entry->group = id;
@@ -229,8 +236,9 @@ bool Engine::advance(bool eager) {
       const uint64_t rounds = group->rounds();
       moved |= group->step(now, eager, kBucketsWorth, &finished_, &mismatched_);
       if (group->rounds() != rounds && timeline_.marks_cycles()) timeline_.round(id, group->rounds());
-      if (group->called()) waker_->arm_timer(Group::kJoinWithin);
+      if (group->called()) waker_->arm_timer(ProcessSet::kJoinWithin);
       if (eager && group->holds()) waker_->arm_timer(Negotiation::kPatience);
+      if (group->polls()) waker_->arm_timer(kPoll);
       if (id == 0) keep_tuning(group.get());
     }
     if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);

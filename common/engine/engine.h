@@ -12,10 +12,11 @@
 #include "base/config.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "collective/mpi/mpi_world.h"
 #include "compression/accumulation.h"
 #include "compression/gradient_codecs.h"
 #include "compression/residuals.h"
-#include "engine/group.h"
+#include "engine/process_set.h"
 #include "net/waker.h"
 #include "observe/flight_recorder.h"
 #include "observe/nan_check.h"
@@ -83,6 +84,10 @@ class Engine final : private ProgressWork {
   void set_locations(std::vector<Location> locations);
   Location own_location() const;
 
+  // Collectives of the world go through an MPI library where it can do them. Every rank calls it, before anything is
+  // submitted. Throws as MpiWorld does.
+  void use_mpi(int64_t deadline_ns, const std::function<bool()>& interrupted);
+
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
   // See perseus_residuals_flush, perseus_residual_read and perseus_residual_write.
@@ -113,7 +118,7 @@ class Engine final : private ProgressWork {
   static constexpr size_t kBucketsWorth = 4 * 1024 * 1024;
 
   // ---- submission (submission.cc); any thread ----
-  std::shared_ptr<Group> find_group(const Submission& submission) const;
+  std::shared_ptr<ProcessSet> find_group(const Submission& submission) const;
   // Of a group's residuals; throws Error(kInvalidArgument) where this rank is no member.
   uint32_t channel_of(int group) const;
   Entry* take_entry();
@@ -128,7 +133,7 @@ class Engine final : private ProgressWork {
   void warn_about_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
   // Notes in the description whether what is held back has to go along.
-  void ask_for_flush(const Submission& submission, const Group& group, Description* description);
+  void ask_for_flush(const Submission& submission, const ProcessSet& group, Description* description);
 
   // ---- ProgressWork (engine.cc) ----
   bool pass(bool eager) override PERSEUS_REQUIRES(progress_lock);
@@ -144,12 +149,12 @@ class Engine final : private ProgressWork {
   void finish(Entry* entry, const Status& status) PERSEUS_REQUIRES(progress_lock);
   Status change_groups(const Entry& entry, Output* output) PERSEUS_REQUIRES(progress_lock);
   void add_group(int id, std::vector<int> ranks) PERSEUS_REQUIRES(progress_lock);
-  std::shared_ptr<Group> make_group(int id, uint32_t channels, const std::vector<int>& ranks);
+  std::shared_ptr<ProcessSet> make_group(int id, uint32_t channels, const std::vector<int>& ranks);
   void count() PERSEUS_REQUIRES(progress_lock);
 
   // ---- tuning (tuning.cc) ----
   void begin_tuner_log() const;
-  void keep_tuning(Group* world) PERSEUS_REQUIRES(progress_lock);
+  void keep_tuning(ProcessSet* world) PERSEUS_REQUIRES(progress_lock);
 
   // ---- watching (watch.cc) ----
   void read_peer_events() PERSEUS_REQUIRES(progress_lock);
@@ -165,10 +170,10 @@ class Engine final : private ProgressWork {
   // Finishes what `take` takes, even where that throws.
   template <class Take>
   void end(const Take& take, const Status& status) PERSEUS_REQUIRES(progress_lock);
-  void fail_pending(Group* group, bool close, const Status& status) PERSEUS_REQUIRES(progress_lock);
-  void give_up(Group* group, const Status& status) PERSEUS_REQUIRES(progress_lock);
+  void fail_pending(ProcessSet* group, bool close, const Status& status) PERSEUS_REQUIRES(progress_lock);
+  void give_up(ProcessSet* group, const Status& status) PERSEUS_REQUIRES(progress_lock);
   void wind_down() PERSEUS_REQUIRES(progress_lock);
-  bool never_ends(const Group& group) const PERSEUS_REQUIRES(progress_lock);  // the round in flight
+  bool never_ends(const ProcessSet& group) const PERSEUS_REQUIRES(progress_lock);  // the round in flight
   void send_goodbye() PERSEUS_REQUIRES(progress_lock);
   std::string shutdown_text() const;
   void note_cause(const std::string& text);  // what failure() says from now on
@@ -197,11 +202,12 @@ class Engine final : private ProgressWork {
   SilentBatch silent_batch_;
   Callers callers_;
 
+  std::unique_ptr<MpiWorld> mpi_;  // set once, before anything is submitted
   mutable Mutex groups_mutex_;
   // Written under groups_mutex_ with the progress lock; read under either. groups_ holds those this rank is a member
   // of.
   std::map<int, std::vector<int>> members_;
-  std::map<int, std::shared_ptr<Group>> groups_;
+  std::map<int, std::shared_ptr<ProcessSet>> groups_;
   std::deque<int> free_ids_ PERSEUS_GUARDED_BY(progress_lock);  // freed first is used first
   int next_id_ PERSEUS_GUARDED_BY(progress_lock) = 1;
   // Numbers channels, which are never used again.

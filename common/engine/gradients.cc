@@ -44,7 +44,7 @@ void Engine::warn_about_precision(const std::vector<int>& ranks) {
   if (!news.empty() && topology_.of(ranks, 0).groups > 1) log_.warning(news);
 }
 
-void Engine::ask_for_flush(const Submission& s, const Group& group, Description* d) {
+void Engine::ask_for_flush(const Submission& s, const ProcessSet& group, Description* d) {
   if (d->kind != Kind::kAllreduce || (d->op != ReduceOp::kSum && d->op != ReduceOp::kAverage)) return;
   std::vector<size_t> sizes;
   for (const TensorDescription& tensor : d->tensors) sizes.push_back(static_cast<size_t>(tensor.count()));

@@ -113,7 +113,7 @@ void describe(const Engine::Submission& s, Description* d) {
 
 }  // namespace
 
-std::shared_ptr<Group> Engine::find_group(const Submission& s) const {
+std::shared_ptr<ProcessSet> Engine::find_group(const Submission& s) const {
   const MutexLock lock(groups_mutex_);
   const auto group = groups_.find(s.group);
   if (group != groups_.end()) return group->second;
@@ -145,7 +145,7 @@ int64_t Engine::submit(const Submission& s) {
   if (failed_.load(std::memory_order_acquire) || closing_.load(std::memory_order_acquire))
     fail(ErrorKind::kAborted, failed_ ? failure() : shutdown_text());
   if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
-  const std::shared_ptr<Group> group = find_group(s);
+  const std::shared_ptr<ProcessSet> group = find_group(s);
   const std::vector<int>& ranks = group->ranks();
   if (s.refusal == nullptr) check_operation(s, ranks);
   const bool changes_groups = s.kind == Kind::kAddGroup || s.kind == Kind::kRemoveGroup;

@@ -14,7 +14,7 @@ void Engine::begin_tuner_log() const {
     fail(ErrorKind::kInvalidArgument, "[tuner] cannot write to HOROVOD_AUTOTUNE_LOG='" + tuner_log_ + "'");
 }
 
-void Engine::keep_tuning(Group* world) {
+void Engine::keep_tuning(ProcessSet* world) {
   Tuner& tuner = world->tuner();
   if (tuner_handle_ != 0 && HandleTable::is_done(*handles_.find(tuner_handle_))) {
     handles_.release(tuner_handle_);

@@ -204,13 +204,13 @@ void Engine::end(const Take& take, const Status& status) {
   for (Entry* entry : taken) finish(entry, status);
 }
 
-void Engine::fail_pending(Group* group, bool close, const Status& status) {
+void Engine::fail_pending(ProcessSet* group, bool close, const Status& status) {
   Negotiation& negotiation = group->negotiation();
   end([&](std::vector<Entry*>* taken) PERSEUS_REQUIRES(progress_lock) { negotiation.take_pending(close, taken); },
       status);
 }
 
-void Engine::give_up(Group* group, const Status& status) {
+void Engine::give_up(ProcessSet* group, const Status& status) {
   end([&](std::vector<Entry*>* taken) PERSEUS_REQUIRES(progress_lock) { group->abandon(taken); }, status);
 }
 
@@ -243,7 +243,7 @@ void Engine::wind_down() {
 }
 
 // It is one after the last one of somebody who left.
-bool Engine::never_ends(const Group& group) const {
+bool Engine::never_ends(const ProcessSet& group) const {
   const auto last = last_rounds_.find(group.id());
   return last != last_rounds_.end() && !group.round_idle() && group.rounds() > last->second;
 }

@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "base/huge_pages.h"
 #include "execution/execution.h"
+#include "transport/messages.h"
 
 namespace perseus {
 namespace {
@@ -120,10 +121,11 @@ std::unique_ptr<Bucket> Execution::fresh_bucket() {
   return bucket;
 }
 
-Bucket& Execution::own_bucket(Entry* entry, size_t bytes) {
+Bucket& Execution::own_bucket(Entry* entry, size_t bytes, Device device) {
   open_.push_back(fresh_bucket());
   Bucket& bucket = *open_.back();
   bucket.bytes = bytes;
+  bucket.device = device;
   bucket.entries.push_back(entry);
   ++entry->executions_left;
   return bucket;
@@ -136,7 +138,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
         plan.root != fit.root || bucket->stages != fit.stages || !same_reduction(plan.reduction, fit.reduction) ||
         bucket->codec != fit.codec || bucket->compressed_inside != fit.compressed_inside ||
-        bucket->flushes != fit.flushes)
+        bucket->flushes != fit.flushes || bucket->device != fit.device)
       continue;
     bucket->bytes += bytes;
     if (bucket->entries.back() != entry) {
@@ -145,7 +147,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
     }
     return *bucket;
   }
-  Bucket& bucket = own_bucket(entry, bytes);
+  Bucket& bucket = own_bucket(entry, bytes, fit.device);
   bucket.plan.collective = fit.collective;
   bucket.plan.algorithm = fit.algorithm;
   bucket.plan.reduction = fit.reduction;
@@ -173,7 +175,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   }
   if (reduction.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, reduction);
   const bool staged = levels.divided() && stages && (d.gradient || bytes > kFlatBytes);
-  Fit fit(Collective::kAllreduce, reduction);
+  Fit fit(entry->buffers[tensor].device, Collective::kAllreduce, reduction);
   fit.stages = staged ? 1 : -1;
   fit.algorithm = algorithm_of(fit.stages, bytes);
   fit.most_bytes = run_bytes(bytes);
@@ -181,15 +183,16 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
     const size_t size = std::min(fit.most_bytes, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
-    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    bucket.add_piece(entry->buffers[tensor].from(begin), size);
     if (staged) open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
   }
 }
 
 void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction) {
   const TensorDescription& t = entry->description.tensors[tensor];
-  Bucket& bucket = bucket_for(entry, t.bytes(), Fit(Collective::kAllreduce, reduction));
-  bucket.add_piece(entry->buffers[tensor], t.bytes());
+  const Entry::Buffers& buffers = entry->buffers[tensor];
+  Bucket& bucket = bucket_for(entry, t.bytes(), Fit(buffers.device, Collective::kAllreduce, reduction));
+  bucket.add_piece(buffers, t.bytes());
   if (!bucket.adasum)
     bucket.adasum = std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, reduction.prescale,
                                              reduction.postscale);
@@ -240,7 +243,7 @@ void Execution::add_broadcast(Entry* entry) {
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     const size_t bytes = d.tensors[i].bytes();
     if (bytes == 0) continue;
-    Bucket& bucket = bucket_for(entry, bytes, Fit(Collective::kBroadcast, bytes_only, root));
+    Bucket& bucket = bucket_for(entry, bytes, Fit(entry->buffers[i].device, Collective::kBroadcast, bytes_only, root));
     bucket.add_piece(entry->buffers[i], bytes);
   }
 }
@@ -251,7 +254,7 @@ void Execution::add_reducescatter(Entry* entry) {
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     const TensorDescription& t = d.tensors[i];
     if (t.bytes() == 0) continue;
-    ExchangePlan& plan = own_bucket(entry, t.bytes()).plan;
+    ExchangePlan& plan = own_bucket(entry, t.bytes(), entry->buffers[i].device).plan;
     plan.collective = Collective::kReduceScatter;
     plan.reduction = reduction_of(d, t.dtype, ranks_.size());
     const int64_t rows = t.shape[0], row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
@@ -267,7 +270,7 @@ void Execution::add_reducescatter(Entry* entry) {
 void Execution::add_gather(Entry* entry, size_t tensor) {
   const Description& d = entry->description;
   const TensorDescription& t = d.tensors[tensor];
-  Bucket& bucket = own_bucket(entry, t.bytes());
+  Bucket& bucket = own_bucket(entry, t.bytes(), entry->buffers[tensor].device);
   bucket.output = &outputs_of_(entry)[tensor];
   bucket.row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
   bucket.tail_shape.assign(t.shape.begin() + 1, t.shape.end());

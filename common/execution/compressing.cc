@@ -15,7 +15,7 @@ uint64_t salt_of(const std::string& name) { return fnv1a(name) >> 1; }  // so th
 void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
   const Description& d = entry->description;
   const TensorDescription& t = d.tensors[tensor];
-  Fit fit(Collective::kAllreduce, reduction_of(d, t.dtype, ranks_.size()));
+  Fit fit(entry->buffers[tensor].device, Collective::kAllreduce, reduction_of(d, t.dtype, ranks_.size()));
   fit.stages = &levels == &this->levels(true) ? 0 : 1;
   fit.flushes = d.flush != Flush::kNone;
   if (!fit.flushes) fit.codec = codec;
@@ -31,7 +31,7 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   for (size_t begin = 0; begin < bytes; begin += slice) {
     const size_t size = std::min(slice, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
-    bucket.add_piece({entry->buffers[tensor].in + begin, entry->buffers[tensor].out + begin}, size);
+    bucket.add_piece(entry->buffers[tensor].from(begin), size);
     run.piece = bucket.plan.pieces.back();
     run.number = begin / element / kWireChunk;
     if (entry->residuals) {
@@ -51,7 +51,7 @@ void Execution::take_residuals(Entry* entry) {
   const Description& d = entry->description;
   set_sizes(d);
   entry->residuals =
-      settings_.residuals->take({entry->gradient_of, group_, *entry->text}, sizes_, d.compression,
+      settings_.residuals->take({entry->gradient_of, number_, *entry->text}, sizes_, d.compression,
                                 settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)), d.flush);
   if (!entry->residuals || d.flush != Flush::kAmongAll) return;
   const kernels::ReduceSpec reduction = reduction_of(d, DType::kFloat32, ranks_.size());
@@ -66,7 +66,7 @@ void Execution::set_sizes(const Description& description) {
 void Execution::give_up_other_sizes(const Entry& entry) {
   if (settings_.residuals == nullptr || settings_.residuals->bytes() == 0 || entry.stand_in) return;
   set_sizes(entry.description);
-  settings_.residuals->agreed({entry.gradient_of, group_, *entry.text}, sizes_);
+  settings_.residuals->agreed({entry.gradient_of, number_, *entry.text}, sizes_);
 }
 
 // By what all ranks know of the tensor, never by what it shares a bucket with. What leaves elements out does so between

@@ -6,14 +6,13 @@
 #include "base/error.h"
 
 namespace perseus {
-Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
-                     MakeLinks make_links, OutputsOf outputs_of)
+Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t number,
+                     MakeGroup make_group, OutputsOf outputs_of)
     : settings_(settings),
       ranks_(std::move(ranks)),
       me_(me),
-      epoch_(epoch),
-      group_(group),
-      make_links_(std::move(make_links)),
+      number_(number),
+      make_group_(std::move(make_group)),
       outputs_of_(std::move(outputs_of)),
       tuner_(settings.tuner),
       streams_(static_cast<size_t>(tuner_.most_streams())) {}
@@ -27,27 +26,6 @@ size_t Execution::slice_bytes(CodecKind codec) const {
   return under_way / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
 }
 
-Exchange& Execution::exchange_of(Stream* stream, uint32_t index, Level level) {
-  std::unique_ptr<Exchange>& exchange = stream->exchanges[static_cast<int>(level)];
-  if (!exchange) {
-    const uint32_t number = settings_.first_stream + index;
-    const std::vector<Link*> all = make_links_(number);
-    std::vector<Link*> links;
-    int me = me_;
-    if (level == Level::kAll) {
-      links = all;
-    } else {
-      const Levels& levels = this->levels(false);
-      me = level == Level::kInner ? levels.inner_me : levels.across_me;
-      for (int member : level == Level::kInner ? levels.inner : levels.across)
-        links.push_back(all[static_cast<size_t>(member)]);
-    }
-    exchange = std::make_unique<Exchange>(std::move(links), me, epoch_, Channel{group_, number});
-  }
-  stream->level = static_cast<int>(level);
-  return *exchange;
-}
-
 void Execution::begin(Stream* stream, uint32_t index) {
   Bucket& bucket = *stream->queue.front();
   const int64_t now = now_ns();
@@ -55,37 +33,19 @@ void Execution::begin(Stream* stream, uint32_t index) {
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
   if (bucket.stages >= 0) bucket.hierarchical[bucket.stages]->use(&stream->compressed);
-  const bool scheduled = bucket.batch.schedule != 0;
-  if (bucket.staged != nullptr && !scheduled) {
-    begin_next(stream, index);
-  } else {
-    // Stages and steps write to tensors before they have heard of all ranks: first headers alone are exchanged, then.
-    stream->plan_follows = scheduled && bucket.staged == nullptr && bucket.plan.algorithm != Algorithm::kPairwise;
-    exchange_of(stream, index, Level::kAll)
-        .start(bucket.staged != nullptr || stream->plan_follows ? nothing_ : bucket.plan, stream->sequence[0]++,
-               bucket.output != nullptr ? &bucket : nullptr, bucket.batch.schedule);
-  }
-  if (!bucket.begun_by.empty()) stream->exchange()->roll_back(bucket.begun_by);
-  stream->open = scheduled && bucket.begun_by.empty();
+  if (!stream->group) stream->group = make_group_(settings_.first_stream + index, levels(false));
+  Work work;
+  work.plan = &bucket.plan;
+  work.sink = bucket.output != nullptr ? &bucket : nullptr;
+  work.staged = bucket.staged;
+  work.schedule = bucket.batch.schedule;
+  work.device = bucket.device;
+  if (!stream->group->serves(work)) fail(ErrorKind::kInternal, "[execution] nothing moves tensors of this device");
+  stream->operation = &stream->group->plan(work);
+  if (!bucket.begun_by.empty()) stream->operation->roll_back(bucket.begun_by);
+  stream->open = bucket.batch.schedule != 0 && bucket.begun_by.empty();
   stream->moved_ns = 0;
   stream->first_byte_ns = 0;
-}
-
-// The next exchange of a bucket that takes several; false when there is none.
-bool Execution::begin_next(Stream* stream, uint32_t index) {
-  const Bucket& bucket = *stream->queue.front();
-  const bool plan_follows = stream->plan_follows;
-  stream->plan_follows = false;
-  if (plan_follows && bucket.begun_by.empty()) {
-    exchange_of(stream, index, Level::kAll).start(bucket.plan, stream->sequence[0]++, nullptr);
-    return true;
-  }
-  Staged* staged = bucket.begun_by.empty() ? bucket.staged : nullptr;
-  Staged::Step step;
-  if (staged == nullptr || !staged->next(&step)) return false;
-  Exchange& exchange = exchange_of(stream, index, step.level);
-  exchange.start(*step.plan, stream->sequence[stream->level]++, step.sizes_vary ? staged : nullptr);
-  return true;
 }
 
 bool Execution::step(std::vector<Entry*>* finished) {
@@ -95,25 +55,20 @@ bool Execution::step(std::vector<Entry*>* finished) {
   for (size_t i = 0; i < streams_.size(); ++i) {
     Stream& stream = streams_[i];
     if (stream.queue.empty()) continue;
-    if (stream.exchange() == nullptr || stream.exchange()->done()) begin(&stream, static_cast<uint32_t>(i));
+    if (stream.operation == nullptr) begin(&stream, static_cast<uint32_t>(i));
     const int64_t before = traced() && stream.first_byte_ns == 0 ? now_ns() : 0;
-    if (stream.exchange()->step()) {
+    if (stream.operation->step()) {
       moved = true;
       if (before != 0) stream.first_byte_ns = before;
       stream.moved_ns = 0;
-      stream.open = stream.open && !stream.exchange()->agreed();
+      stream.open = stream.open && !stream.operation->agreed();
     } else if (!stream.open && stream.moved_ns == 0) {
       stream.moved_ns = now_ns();
     }
-    if (!stream.exchange()->done() || begin_next(&stream, static_cast<uint32_t>(i))) continue;
+    if (!stream.operation->done()) continue;
     const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
     if (traced() && !probed && stream.queue.front()->begun_by.empty()) trace(stream, i);
-    std::unique_ptr<Bucket> bucket = std::move(stream.queue.front());
-    stream.queue.erase(stream.queue.begin());
-    --in_flight_;
-    ++buckets_done_;
-    if (tuner_.measuring() && !bucket->entries.empty() && bucket->entries.front()->description.gradient)
-      tuner_.done(now_ns());
+    std::unique_ptr<Bucket> bucket = end(&stream);
     for (Entry* entry : bucket->entries)
       if (--entry->executions_left == 0) finished->push_back(entry);
     bucket->clear();
@@ -121,6 +76,24 @@ bool Execution::step(std::vector<Entry*>* finished) {
     if (probed) finish_probe(finished);
   }
   return moved;
+}
+
+// Of the bucket under way.
+std::unique_ptr<Bucket> Execution::end(Stream* stream) {
+  std::unique_ptr<Bucket> bucket = std::move(stream->queue.front());
+  stream->queue.erase(stream->queue.begin());
+  stream->operation = nullptr;
+  --in_flight_;
+  ++buckets_done_;
+  if (tuner_.measuring() && !bucket->entries.empty() && bucket->entries.front()->description.gradient)
+    tuner_.done(now_ns());
+  return bucket;
+}
+
+bool Execution::polls() const {
+  for (const Stream& stream : streams_)
+    if (stream.operation != nullptr && !stream.operation->wakes()) return true;
+  return false;
 }
 
 void Execution::check_progress(int64_t now, int64_t since_ns) const {
@@ -148,8 +121,8 @@ void Execution::roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       }
       bucket.entries.clear();
       bucket.residuals.clear();
-      if (i > 0 || stream.exchange() == nullptr || stream.exchange()->done()) continue;
-      stream.exchange()->roll_back(bucket.begun_by);
+      if (i > 0 || stream.operation == nullptr) continue;
+      stream.operation->roll_back(bucket.begun_by);
       stream.open = false;
     }
   }
@@ -163,7 +136,8 @@ bool Execution::waits_since(int64_t since_ns) const {
 
 size_t Execution::staging_bytes() const {
   size_t bytes = 0;
-  for (const Stream& stream : streams_) bytes += stream.compressed.bytes();
+  for (const Stream& stream : streams_)
+    bytes += stream.compressed.bytes() + (stream.group ? stream.group->staging_bytes() : 0);
   return bytes;
 }
 
@@ -176,18 +150,12 @@ void Execution::trace(const Stream& stream, size_t index) const {
       ranks_, bucket.entries);
 }
 
-int Execution::rank_at(Level level, int member) const {
-  if (level == Level::kInner) member = levels_[1].inner[static_cast<size_t>(member)];
-  if (level == Level::kAcross) member = levels_[1].across[static_cast<size_t>(member)];
-  return ranks_[static_cast<size_t>(member)];
-}
-
 void Execution::report_silence(const Stream& stream) const {
-  const std::vector<int> waiting_for = stream.exchange()->waiting_for();
+  const std::vector<int> waiting_for = stream.operation->waiting_for();
   // A rank that is alive may itself only wait for the one that is not.
   std::string who, dead;
   for (int member : waiting_for) {
-    const int rank = rank_at(static_cast<Level>(stream.level), member);
+    const int rank = ranks_[static_cast<size_t>(member)];
     who += (who.empty() ? "" : ", ") + std::to_string(rank);
     if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
   }
@@ -200,6 +168,8 @@ void Execution::report_silence(const Stream& stream) const {
 
 void Execution::abandon(std::vector<Entry*>* entries) {
   for (Stream& stream : streams_) {
+    if (stream.operation != nullptr) stream.operation->abort();
+    stream.operation = nullptr;
     for (auto& bucket : stream.queue)
       for (Entry* entry : bucket->entries)
         if (--entry->executions_left == 0) entries->push_back(entry);

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "codec/whole.h"
 #include "collective/adasum.h"
+#include "collective/group.h"
 #include "collective/hierarchical_allreduce.h"
 #include "compression/codec_choice.h"
 #include "compression/residuals.h"
@@ -49,6 +50,7 @@ class Bucket final : public OutputSink {
   std::unique_ptr<HierarchicalAllreduce> hierarchical[2];  // made when first needed: undivided, divided
   Staged* staged = nullptr;  // adasum or hierarchical: then several exchanges take the place of `plan`
   int stages = -1;           // which of `hierarchical`, -1 = none
+  Device device;             // of all its tensors
   CodecSpec codec;
   bool compressed_inside = false;  // with stages: not only between groups
   bool flushes = false;            // all that was held back goes along: then no codec
@@ -73,11 +75,13 @@ kernels::ReduceSpec reduction_of(const Description& description, DType dtype, si
 
 class Execution {
  public:
-  using MakeLinks = std::function<std::vector<Link*>(uint32_t stream)>;
+  // The members, as the group that moves the buckets of one stream, divided into these levels.
+  using MakeGroup = std::function<std::unique_ptr<Group>(uint32_t stream, const Levels& levels)>;
   using OutputsOf = std::function<std::vector<Output>&(Entry*)>;
 
-  Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t epoch, uint32_t group,
-            MakeLinks make_links, OutputsOf outputs_of);
+  // `ranks`: the members. `number`: of the process set, by which residuals are told apart.
+  Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t number, MakeGroup make_group,
+            OutputsOf outputs_of);
 
   // Queues ready entries in their agreed order. Entries without bytes to move are finished at once.
   void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch());
@@ -88,6 +92,8 @@ class Execution {
   bool waits_since(int64_t since_ns) const;
   // Moves what can be moved; true when anything did.
   bool step(std::vector<Entry*>* finished);
+  // Is an operation under way that no event of the Waker announces?
+  bool polls() const;
   // Throws Error(kTimeout) when an operation under way has not moved a byte for the time limit. Silence before
   // `since_ns` proves nothing: this process itself did not run then.
   void check_progress(int64_t now, int64_t since_ns) const;
@@ -105,16 +111,12 @@ class Execution {
 
  private:
   struct Stream {
-    std::unique_ptr<Exchange> exchanges[kLevels];  // of all members, of our inner group, of those across
-    uint64_t sequence[kLevels] = {};
-    int level = 0;                               // of the exchange under way
+    std::unique_ptr<Group> group;                // made when first needed
     std::vector<std::unique_ptr<Bucket>> queue;  // [0] is under way
-
-    Exchange* exchange() const { return exchanges[level].get(); }
+    Operation* operation = nullptr;              // that moves it; null = it has not begun
     CompressedBuffers compressed;
     int64_t moved_ns = 0;                     // the first look in vain after bytes moved; 0 = none yet
     int64_t begun_ns = 0, first_byte_ns = 0;  // of the bucket under way
-    bool plan_follows = false;                // after headers that were exchanged alone
     bool open = false;                        // it is of a schedule, and not all ranks have begun it, as far as we know
   };
 
@@ -146,8 +148,9 @@ class Execution {
   // An open bucket of the same kind with room, else a new one; the entry waits for it.
   // What a bucket must be like to take another tensor.
   struct Fit {
-    Fit(Collective collective, const kernels::ReduceSpec& reduction, int root = 0)
-        : collective(collective), reduction(reduction), root(root) {}
+    Fit(Device device, Collective collective, const kernels::ReduceSpec& reduction, int root = 0)
+        : device(device), collective(collective), reduction(reduction), root(root) {}
+    Device device;
     Collective collective;
     kernels::ReduceSpec reduction;
     int root;
@@ -159,12 +162,10 @@ class Execution {
     size_t most_bytes = SIZE_MAX;
   };
   Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit);
-  Bucket& own_bucket(Entry* entry, size_t bytes);
+  Bucket& own_bucket(Entry* entry, size_t bytes, Device device);
   void close_all(const Batch& batch);
   void begin(Stream* stream, uint32_t index);
-  bool begin_next(Stream* stream, uint32_t index);
-  Exchange& exchange_of(Stream* stream, uint32_t index, Level level);
-  int rank_at(Level level, int member) const;
+  std::unique_ptr<Bucket> end(Stream* stream);
   bool traced() const { return settings_.observer != nullptr && settings_.observer->on(); }
   void trace(const Stream& stream, size_t index) const;
   void report_silence(const Stream& stream) const;
@@ -172,8 +173,8 @@ class Execution {
   const ExecutionSettings settings_;
   const std::vector<int> ranks_;
   const int me_;
-  const uint32_t epoch_, group_;
-  const MakeLinks make_links_;
+  const uint32_t number_;
+  const MakeGroup make_group_;
   const OutputsOf outputs_of_;
 
   Tuner tuner_;
@@ -182,7 +183,6 @@ class Execution {
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
   const WholeFormat whole_;
   std::vector<size_t> sizes_;  // of one entry's tensors
-  const ExchangePlan nothing_;
 
   Speeds speeds_;
   std::unique_ptr<LinkProbe> probe_;          // under way

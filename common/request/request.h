@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/device.h"
 #include "base/dtype.h"
 #include "base/fields.h"
 #include "base/span.h"
@@ -155,6 +156,9 @@ struct Entry {
   struct Buffers {
     const Byte* in = nullptr;
     Byte* out = nullptr;
+    Device device = {};
+
+    Buffers from(size_t offset) const { return Buffers{in + offset, out + offset, device}; }
   };
   std::vector<Buffers> buffers;  // one for each tensor
   std::vector<int64_t> splits;   // alltoall: rows for each member

@@ -2,6 +2,7 @@
 #include "topology/levels.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace perseus {
 
@@ -46,6 +47,14 @@ Levels undivided(int members, int me) {
   std::vector<int> nodes;
   for (int i = 0; i < members; ++i) nodes.push_back(i);
   return divide(nodes, me, LevelSettings());
+}
+
+std::vector<int> Levels::members_of(Level level) const {
+  if (level == Level::kInner) return inner;
+  if (level == Level::kAcross) return across;
+  std::vector<int> all(static_cast<size_t>(members));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
 }
 
 uint64_t layout_of(const Levels& levels) {

@@ -25,6 +25,8 @@ struct Levels {
   int across_me = 0;
 
   bool carries() const { return inner_me < shards; }
+  // Indices in the group of those that work together at a level.
+  std::vector<int> members_of(Level level) const;
   // Is there more than one level?
   bool divided() const { return groups > 1 && groups < members; }
 };

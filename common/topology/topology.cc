@@ -14,6 +14,11 @@ Topology::Topology(const Config& config) {
   flat_ = (mode == AllreduceMode::kFlat && two_d != TwoD::kOn) || (two_d == TwoD::kOff && !settings_.one_shard);
   most_staged_ = static_cast<size_t>(config.integer(Var::kHierarchicalThreshold));
   if (two_d == TwoD::kOn) settings_.most_inner = static_cast<int>(config.integer(Var::kIntraSize));
+  if (config.choice<CpuOperations>() == CpuOperations::kMpi) {
+    // MPI has levels of its own, of which its collectives make the best.
+    flat_ = true;
+    settings_ = LevelSettings();
+  }
 }
 
 void Topology::set_locations(std::vector<Location> locations) {

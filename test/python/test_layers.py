@@ -33,7 +33,7 @@ def test_this_tree_keeps_the_order() -> None:
     [
         ("common/base/a.h", '#include "kernels/k.h"\n', "base may include nothing"),
         ("common/kernels/a.cc", '#  include "transport/t.h"', "kernels may include base"),
-        ("common/bootstrap/a.cc", "#include <transport/t.h>\n", "bootstrap may include base, net"),
+        ("common/bootstrap/a.cc", "#include <transport/t.h>\n", "bootstrap may include base, mpi"),
         ("common/transport/a.cc", '#include "collective/c.h"\n', "may include base, bootstrap"),
         ("common/collective/a.cc", '#include "../engine/e.h"\n', "collective may include"),
         ("common/codec/a.cc", '#include "collective/c.h"\n', "collective/wire_format.h"),

@@ -1,5 +1,5 @@
 // A set of ranks that does collectives together: its negotiation, its rounds and its execution, on channels of its own,
-// so groups never wait for each other.
+// so that process sets never wait for each other.
 #pragma once
 
 #include <atomic>
@@ -12,16 +12,21 @@
 
 namespace perseus {
 
-class Group {
+class ProcessSet {
  public:
   // A peer's round is joined no later than this, whether or not we have anything to offer.
   static constexpr int64_t kJoinWithin = 5 * kMillisecond;
   using LinkTo = std::function<Link&(int rank, Channel channel)>;
   using MakeEntry = std::function<Entry*()>;
+  // A group of all members that is preferred to one over links, for one stream; null = there is none.
+  using Preferred = std::function<std::unique_ptr<Group>(uint32_t stream)>;
 
-  Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
-        int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of,
-        Negotiation::Awaited awaited);
+  ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
+             int64_t cycle_ns, LinkTo link_to, Preferred preferred, MakeEntry make_entry,
+             Execution::OutputsOf outputs_of, Negotiation::Awaited awaited);
+
+  // How many streams a process set with these settings may use.
+  static int streams(const ExecutionSettings& settings);
 
   uint32_t id() const { return id_; }
   const std::vector<int>& ranks() const { return ranks_; }
@@ -47,6 +52,8 @@ class Group {
   bool called() const PERSEUS_REQUIRES(progress_lock) { return called_ns_ != 0; }
   bool moving() const PERSEUS_REQUIRES(progress_lock) { return executing() || !round_.idle(); }
   bool executing() const PERSEUS_REQUIRES(progress_lock) { return execution_.busy() || aside_.busy(); }
+  // Is something under way that no event of the Waker announces?
+  bool polls() const PERSEUS_REQUIRES(progress_lock) { return execution_.polls() || aside_.polls(); }
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
   bool round_idle() const PERSEUS_REQUIRES(progress_lock) { return round_.idle(); }
@@ -64,7 +71,7 @@ class Group {
   void close() PERSEUS_REQUIRES(progress_lock) { closed_ = true; }
 
  private:
-  Execution::MakeLinks links_of(const LinkTo& link_to);
+  Execution::MakeGroup groups_over(const LinkTo& link_to, const Preferred& preferred) const;
   bool may_begin(int64_t now, bool eager, size_t enough_bytes) const PERSEUS_REQUIRES(progress_lock);
   bool joins(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_round(int64_t now, int64_t since_ns) const PERSEUS_REQUIRES(progress_lock);
@@ -77,6 +84,7 @@ class Group {
   const uint32_t id_;
   const std::vector<int> ranks_;
   const int me_;
+  const uint32_t epoch_;
   const int64_t cycle_ns_, timeout_ns_;
   const std::function<int64_t(int rank)> silent_ns_;
   Negotiation negotiation_;

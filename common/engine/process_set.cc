@@ -1,9 +1,11 @@
-// Wires negotiation, rounds and execution of one group together.
-#include "engine/group.h"
+// Wires negotiation, rounds and execution of one process set together.
+#include "engine/process_set.h"
 
 #include <algorithm>
 
 #include "base/error.h"
+#include "collective/hierarchical_group.h"
+#include "collective/link_group.h"
 
 namespace perseus {
 namespace {
@@ -31,7 +33,7 @@ ExecutionSettings aside(ExecutionSettings settings) {
 
 // Links to the members at distance 1, 2, 4, … in the given direction.
 std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, int direction, uint32_t group,
-                                       const Group::LinkTo& link_to) {
+                                       const ProcessSet::LinkTo& link_to) {
   std::vector<Link*> links;
   const int size = static_cast<int>(ranks.size());
   for (int distance = 1; distance < size; distance *= 2) {
@@ -43,31 +45,45 @@ std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, in
 
 }  // namespace
 
-Group::Group(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
-             int64_t cycle_ns, LinkTo link_to, MakeEntry make_entry, Execution::OutputsOf outputs_of,
-             Negotiation::Awaited awaited)
+ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch,
+                       const ExecutionSettings& settings, int64_t cycle_ns, LinkTo link_to, Preferred preferred,
+                       MakeEntry make_entry, Execution::OutputsOf outputs_of, Negotiation::Awaited awaited)
     : id_(id),
       ranks_(std::move(ranks)),
       me_(index_in(ranks_, my_rank)),
+      epoch_(epoch),
       cycle_ns_(cycle_ns),
       timeout_ns_(settings.timeout_ns),
       silent_ns_(settings.silent_ns),
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to), dissemination_links(ranks_, me_, -1, id, link_to),
              static_cast<int>(ranks_.size()), me_, epoch, id),
-      execution_(settings, ranks_, me_, epoch, id, links_of(link_to), outputs_of),
-      aside_(aside(settings), ranks_, me_, epoch, id, links_of(link_to), outputs_of) {}
+      execution_(settings, ranks_, me_, id, groups_over(link_to, preferred), outputs_of),
+      aside_(aside(settings), ranks_, me_, id, groups_over(link_to, preferred), outputs_of) {}
 
-Execution::MakeLinks Group::links_of(const LinkTo& link_to) {
-  return [this, link_to](uint32_t stream) {
-    std::vector<Link*> links;
-    for (size_t i = 0; i < ranks_.size(); ++i)
-      links.push_back(static_cast<int>(i) == me_ ? nullptr : &link_to(ranks_[i], Channel{id_, stream}));
-    return links;
+int ProcessSet::streams(const ExecutionSettings& settings) {
+  return static_cast<int>(aside(settings).first_stream) + 1;
+}
+
+Execution::MakeGroup ProcessSet::groups_over(const LinkTo& link_to, const Preferred& preferred) const {
+  return [this, link_to, preferred](uint32_t stream, const Levels& levels) {
+    const Channel channel{id_, stream};
+    const auto make = [this, link_to, preferred, channel, levels](Level level) {
+      std::vector<std::unique_ptr<Group>> groups;
+      if (level == Level::kAll)
+        if (std::unique_ptr<Group> group = preferred(channel.stream)) groups.push_back(std::move(group));
+      const std::vector<int> members = levels.members_of(level);
+      std::vector<Link*> links;
+      for (int member : members)
+        links.push_back(member == me_ ? nullptr : &link_to(ranks_[static_cast<size_t>(member)], channel));
+      groups.push_back(std::make_unique<LinkGroup>(std::move(links), index_in(members, me_), epoch_, channel));
+      return groups;
+    };
+    return std::make_unique<HierarchicalGroup>(levels, make);
   };
 }
 
-bool Group::may_begin(int64_t now, bool eager, size_t enough_bytes) const {
+bool ProcessSet::may_begin(int64_t now, bool eager, size_t enough_bytes) const {
   if (negotiation_.has_urgent_news()) return true;
   if (closed_ || !negotiation_.has_news()) return false;
   if (cycle_ns_ > 0 && now - begun_ns_ < cycle_ns_) return false;
@@ -78,7 +94,7 @@ bool Group::may_begin(int64_t now, bool eager, size_t enough_bytes) const {
 // Is a peer's round to be joined now? Without anything of ours to offer, nothing can become ready in it: then it is
 // cheaper to wait until we submit something, so that one round serves both. Not for long: peers want to know who is
 // missing, and what is wrong.
-bool Group::joins(int64_t now) {
+bool ProcessSet::joins(int64_t now) {
   if (!round_.called()) {
     called_ns_ = 0;
     return false;
@@ -88,8 +104,8 @@ bool Group::joins(int64_t now) {
   return now - called_ns_ >= kJoinWithin;
 }
 
-bool Group::step(int64_t now, bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
-                 std::vector<std::pair<Entry*, std::string>>* failed) {
+bool ProcessSet::step(int64_t now, bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
+                      std::vector<std::pair<Entry*, std::string>>* failed) {
   bool moved = negotiation_.collect();
   if (round_.idle() && (may_begin(now, eager, enough_bytes) || joins(now))) {
     called_ns_ = 0;
@@ -110,13 +126,13 @@ bool Group::step(int64_t now, bool eager, size_t enough_bytes, std::vector<Entry
   return moved;
 }
 
-void Group::check_progress(int64_t now, int64_t since_ns, bool round_ends) const {
+void ProcessSet::check_progress(int64_t now, int64_t since_ns, bool round_ends) const {
   if (round_ends) check_round(now, since_ns);
   execution_.check_progress(now, since_ns);
   aside_.check_progress(now, since_ns);
 }
 
-void Group::check_round(int64_t now, int64_t since_ns) const {
+void ProcessSet::check_round(int64_t now, int64_t since_ns) const {
   if (timeout_ns_ == 0 || round_.idle()) return;
   const int64_t silence = now - std::max(round_moved_ns_, since_ns);
   if (silence <= timeout_ns_) return;
@@ -143,7 +159,7 @@ void Group::check_round(int64_t now, int64_t since_ns) const {
                                 "; a living rank answers whatever its script does, so look at the network");
 }
 
-void Group::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
+void ProcessSet::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
   // A schedule begins behind what the round that froze it made ready; up to the one that ends it it has the streams.
   Execution& execution = negotiation_.scheduled() ? aside_ : execution_;
   // What a schedule asked for auto, it has measured before it froze: this is the same on all ranks.
@@ -158,7 +174,7 @@ void Group::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, s
   if (negotiation_.broken()) end_schedule(finished, failed);
 }
 
-void Group::keep_schedule(std::vector<Entry*>* finished) {
+void ProcessSet::keep_schedule(std::vector<Entry*>* finished) {
   Batch batch;
   while (negotiation_.begin_batch(&batch, &ready_)) {
     execution_.add(ready_, finished, batch);
@@ -169,7 +185,7 @@ void Group::keep_schedule(std::vector<Entry*>* finished) {
   if (execution_.waits_since(now - kTellAfter)) negotiation_.break_schedule();
 }
 
-void Group::end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
+void ProcessSet::end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
   // The order of buckets stays the same on all ranks: what others have begun has its place here too.
   Batch batch;
   while (negotiation_.stand_in_batch(&batch, &ready_)) {
@@ -185,7 +201,7 @@ void Group::end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<En
   negotiation_.thaw(own);
 }
 
-void Group::abandon(std::vector<Entry*>* entries) {
+void ProcessSet::abandon(std::vector<Entry*>* entries) {
   execution_.abandon(entries);
   aside_.abandon(entries);
 }

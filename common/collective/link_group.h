@@ -1,0 +1,33 @@
+// The Group whose members exchange messages over links, each with every other: the pairwise exchange does every
+// collective, lists of steps do allreduces by other algorithms. Used by one progress engine.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collective/exchange.h"
+#include "collective/stepped_exchange.h"
+
+namespace perseus {
+
+class LinkGroup final : public Group {
+ public:
+  // `links[i]` reaches member i; links[me] is null. They are used by nobody else and outlive the group.
+  LinkGroup(std::vector<Link*> links, int me, uint32_t epoch, Channel channel);
+
+  bool serves(const Work& work) const override { return work.staged == nullptr && work.device == Device(); }
+  // A list of steps writes to its buffers before it has heard of all members.
+  bool rolls_back(const Work& work) const override { return !in_steps(*work.plan); }
+  Operation& plan(const Work& work) override;
+
+ private:
+  bool in_steps(const ExchangePlan& plan) const { return plan.algorithm != Algorithm::kPairwise && links_.size() > 1; }
+
+  const std::vector<Link*> links_;
+  const int me_;
+  ExchangeHeader header_;  // of the next operation
+  Exchange exchange_;
+  std::unique_ptr<SteppedExchange> stepped_;  // made when first needed
+};
+
+}  // namespace perseus

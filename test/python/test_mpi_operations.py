@@ -1,0 +1,95 @@
+"""PERSEUS_CPU_OPERATIONS=mpi: an MPI library carries out the collectives of all ranks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launched_ranks import compile_rank
+from mpi_launchers import mpi_or_skip, with_library
+from perseusrun_command import environment, perseusrun
+
+_HERE = Path(__file__).resolve().parent
+_RANK = str(_HERE / "mpi_operations_rank.py")
+_KINDS = ["openmpi", "mpich"]
+
+
+def mpirun(
+    kind: str, size: int, *command: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    start, _ = mpi_or_skip(kind)
+    env = environment(
+        PYTHONPATH=str(_HERE.parents[1]),
+        PERSEUS_CPU_OPERATIONS="mpi",
+        **with_library(start),
+        OMPI_MCA_mpi_yield_when_idle="1",
+        **variables,
+    )
+    return subprocess.run(
+        [*start, "-np", str(size), *command],
+        env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"PERSEUS_OFFLINE_NEG": "1", "PERSEUS_ALLREDUCE_DTYPE": "0", "PERSEUS_TRANSPORT": "tcp"}],
+    ids=["default", "schedule"],
+)
+def test_every_collective_gives_the_right_values_through_mpi(
+    kind: str, variables: dict[str, str]
+) -> None:
+    done = mpirun(kind, 3, sys.executable, _RANK, **variables)
+    assert done.returncode == 0, done.stderr
+    sent = re.findall(r"rank \d of 3 sent (\d+) bytes itself", done.stdout)
+    # The program moves more than 100 MB. Rounds, and what MPI cannot do, take Perseus' transports.
+    assert len(sent) == 3 and all(int(each) < 20_000_000 for each in sent), done.stdout
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_ranks_without_python_find_each_other_through_mpi(kind: str, tmp_path: Path) -> None:
+    done = mpirun(kind, 2, str(compile_rank(tmp_path)), "1")
+    assert done.returncode == 0, done.stderr
+    sums = sorted(line.split()[-3:] for line in done.stdout.splitlines() if line.strip())
+    assert sums == [["11", "22", "33"]] * 2, done.stdout
+
+
+def test_ranks_that_mpirun_has_not_started_are_told_so() -> None:
+    start, _ = mpi_or_skip("openmpi")
+    library = Path(with_library(start).get("MPI4PY_LIBMPI", "/usr/lib/libmpi.so.40"))
+    program = "import perseus.torch as hvd; hvd.init()"
+    env = environment(PERSEUS_CPU_OPERATIONS="mpi", LD_LIBRARY_PATH=str(library.parent))
+    done = perseusrun("-np", "2", sys.executable, "-c", program, env=env)
+    assert done.returncode != 0
+    assert re.search(
+        r"\[mpi\] PERSEUS_CPU_OPERATIONS=mpi: this is rank 1 of 2 for Perseus, but rank 0 of 1 for "
+        rf"\S*{library.name}: start the job with that library's mpirun, or with perseusrun --mpi",
+        done.stderr,
+    ), done.stderr
+
+
+def test_one_rank_alone_needs_no_mpi() -> None:
+    program = "import torch, perseus.torch as hvd; hvd.init(); print(hvd.allreduce(torch.ones(2)))"
+    env = environment(PERSEUS_CPU_OPERATIONS="mpi", PYTHONPATH=str(_HERE.parents[1]))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "tensor([1., 1.])\n", done.stderr
+
+
+@pytest.mark.full
+def test_counts_beyond_two_to_the_31_are_cut() -> None:
+    program = """
+import torch, perseus.torch as hvd
+hvd.init()
+count = 2**31 + 4099
+mine = (torch.arange(count, dtype=torch.int64) % 97 + hvd.rank()).to(torch.uint8)
+hvd.broadcast_(mine, 1)
+assert mine[-1] == (count - 1) % 97 + 1 and mine[2**31] == 2**31 % 97 + 1 and mine[0] == 1
+"""
+    done = mpirun("openmpi", 2, sys.executable, "-c", program)
+    assert done.returncode == 0, done.stderr
