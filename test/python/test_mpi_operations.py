@@ -81,15 +81,33 @@ def test_one_rank_alone_needs_no_mpi() -> None:
     assert done.stdout == "tensor([1., 1.])\n", done.stderr
 
 
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.usefixtures("_no_segments_left")
+def test_a_rank_that_dies_amid_a_collective_of_mpi_ends_the_job(kind: str) -> None:
+    program = """
+import os, torch, perseus.torch as hvd
+hvd.init()
+for step in range(10**6):
+    if hvd.rank() == 1 and step == 5:
+        os._exit(9)
+    hvd.allreduce(torch.ones(1_000_000), name="x")
+"""
+    done = mpirun(kind, 3, sys.executable, "-c", program, GLOO_TIMEOUT_SECONDS="5")
+    assert done.returncode != 0
+
+
 @pytest.mark.full
 def test_counts_beyond_two_to_the_31_are_cut() -> None:
     program = """
 import torch, perseus.torch as hvd
 hvd.init()
-count = 2**31 + 4099
-mine = (torch.arange(count, dtype=torch.int64) % 97 + hvd.rank()).to(torch.uint8)
+mine = torch.full((2**31 + 4099,), hvd.rank() + 3, dtype=torch.uint8)
+places = [0, 2**24, 2**31 - 1, 2**31, 2**31 + 4098]
+for number, place in enumerate(places):
+    mine[place] = 10 * (hvd.rank() + 1) + number
 hvd.broadcast_(mine, 1)
-assert mine[-1] == (count - 1) % 97 + 1 and mine[2**31] == 2**31 % 97 + 1 and mine[0] == 1
+assert [int(mine[place]) for place in places] == [20, 21, 22, 23, 24]
+assert int(mine[1]) == int(mine[-2]) == 4 and bool((mine[2**31 + 1 : -1] == 4).all())
 """
     done = mpirun("openmpi", 2, sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
