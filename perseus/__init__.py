@@ -1,6 +1,6 @@
 """Perseus: data-parallel training made faster on ordinary networks, with one import swapped.
 
-    import perseus.torch.horovod as hvd
+    import perseus.torch as hvd
 
 Importing this package defines names and loads no framework and no native code. A script that uses
 torch.distributed without Perseus is told that the import does nothing for it (perseus.ddp).
@@ -29,7 +29,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":  # a package that can be called: perseus.run(func, num_proc=2)
+    if name == "run":  # this package is callable: perseus.run(func, num_proc=2)
         from importlib import import_module
 
         return import_module("perseus.run")

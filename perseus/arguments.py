@@ -1,4 +1,4 @@
-"""Arguments that cannot work, answered by what to write instead, alike in every framework.
+"""Checks arguments in the same way for every framework; an error says what to write instead.
 
 Stateless, thread-safe. `where` is the component in front of a message.
 """
@@ -30,7 +30,7 @@ def checked_op(op: Any, where: str) -> int:
 
 
 def checked_root(root_rank: Any, where: str) -> int:
-    """A rank's number, which the core compares with the ranks there are; TypeError."""
+    """A rank's number, which the core checks against the world; TypeError for other types."""
     try:
         return index(root_rank)
     except TypeError:
@@ -40,7 +40,7 @@ def checked_root(root_rank: Any, where: str) -> int:
 
 
 def checked_compression(compression: Any, where: str) -> Any:
-    """A compressor; ValueError for its name, a function that makes one, and other things."""
+    """A compressor; ValueError for anything else, also its name or a function that makes one."""
     if all(hasattr(compression, name) for name in ("compress", "decompress", "in_core")):
         return compression
     if isinstance(compression, str):

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from perseus.run.bootstrap.rendezvous import Rendezvous
 
 
-# How long a rank that ends by another's fault stays, unless its launcher ends it.
+# How long a rank that ends because of another one waits, unless its launcher ends it.
 _FIRST_TO_FAIL_SECONDS = 1.0
 
 
 class _User(Protocol):
-    """Who works on the running context."""
+    """A user of the running context."""
 
     def close(self) -> None:
-        """Let go of it: the world has ended, and the context will be freed on return."""
+        """Release the context: the world has ended, and the context is freed after this returns."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             epoch=epoch,
         )
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
-        # The cause says the same, and would double what a user has to read.
+        # The cause says the same, and would only repeat it.
         raise InitializationError(f"Horovod initialization failed: {error}") from None
     _world.context = context
     _world.rank, _world.size = context.rank, context.size
@@ -108,8 +108,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def _rendezvous(identity: Identity) -> Rendezvous:
-    """The store of the job. Found once: rank 0's server outlives its worlds, for ranks that start
-    again before rank 0 does. perseusrun's is in the environment, which it may change.
+    """The store of the job. It is found once: rank 0's server outlives its worlds, for ranks that
+    start again before rank 0. perseusrun's store is in the environment, which may change.
     """
     from perseus.run.bootstrap.rendezvous import meet
 
@@ -121,7 +121,7 @@ def _rendezvous(identity: Identity) -> Rendezvous:
 
 
 def _forget_rendezvous() -> None:
-    _world.met = None  # servers have threads, which are to end before the interpreter does
+    _world.met = None  # servers have threads, which must end before the interpreter
 
 
 def _check_comm(comm: Any, size: int) -> None:
@@ -160,7 +160,7 @@ def end_world() -> None:
 
 
 def _at_exit() -> None:
-    """Leave the world; where another rank's end is what ends this one, let that be seen first.
+    """Leave the world; if another rank's end is the cause, let the launcher see that one first.
 
     The rank that began ends its connections before its process, so that the others could be faster:
     launchers would name one of them as the first to fail, and end the one that has more to say.
@@ -176,19 +176,19 @@ def _at_exit() -> None:
 
 
 def at_init(hook: Callable[[], None]) -> None:
-    """Have `hook` called at the end of every init; at once when init is already done."""
+    """Call `hook` at the end of every init(), and at once if init() is already done."""
     _world.init_hooks.append(hook)
     if _world.context is not None:
         hook()
 
 
 def at_reset(hook: Callable[[], None]) -> None:
-    """Have `hook` called whenever this world is about to be left for the next one."""
+    """Call `hook` whenever this process is about to leave the world for the next one."""
     _world.reset_hooks.append(hook)
 
 
 def shutdown_for_next() -> None:
-    """shutdown() by a process that will init() again and go on with what it has."""
+    """shutdown() in a process that will init() again and continue with its state."""
     if _world.context is not None:
         for hook in _world.reset_hooks:
             hook()
@@ -238,7 +238,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many ranks the world has."""
+    """The number of ranks in the world."""
     _context()
     return _world.size
 
@@ -249,17 +249,17 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many ranks its host has."""
+    """The number of ranks on its host."""
     return _context().local_size
 
 
 def cross_rank() -> int:
-    """The index of this host among the hosts that own the same local rank."""
+    """The index of this host among the hosts that have this local rank."""
     return _context().cross_rank
 
 
 def cross_size() -> int:
-    """How many hosts own the same local rank."""
+    """The number of hosts that have this local rank."""
     return _context().cross_size
 
 
@@ -274,7 +274,7 @@ def group_ranks(group: int) -> list[int] | None:
 
 
 def setting(name: str) -> int:
-    """A variable as the core has read it: the number, 0 or 1, or the place among its choices."""
+    """The value that the core uses for a variable: a number, 0 or 1, or the index of a choice."""
     return _context().setting(name)
 
 
@@ -294,7 +294,7 @@ def settings_act_on_gradients() -> bool:
 
 
 def skips_nan_gradients() -> bool:
-    """Whether settings leave out the steps in which some gradient has a NaN."""
+    """Whether settings skip steps in which a gradient has a NaN."""
     skips = setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION") == 2
     return skips and setting("PERSEUS_ALLREDUCE_NANCHECK") > 0
 
@@ -305,7 +305,7 @@ def may_withhold_gradients() -> bool:
 
 
 def forget_gradients(gradient_of: int) -> None:
-    """Drop what the core has summed up for one optimizer; nothing to do without a world."""
+    """Drop the core's sums for one optimizer; does nothing without a world."""
     if _world.context is not None:
         _world.context.forget_gradients(gradient_of)
 
@@ -320,16 +320,16 @@ def read_residual(
 def write_residual(
     gradient_of: int, group: int, name: str, grouped: bool, held: tuple[int, Any]
 ) -> None:
-    """Replace the held-back values by these: layout and numbers as they were read."""
+    """Replace the residual by this layout and these numbers, as read_residual() returned them."""
     _context().write_residual(gradient_of, group, name, grouped, *held)
 
 
 def flush_residuals() -> None:
     """Have the next reduction of every tensor send all of its residual.
 
-    That reduction is sent as float32, on all ranks, as soon as one of them has called this; what
-    was held on any rank is in its result, and nothing is held afterwards. Tensors that no codec has
-    held anything of are not affected. Nothing is sent by the call itself. ValueError before init().
+    That reduction is sent as float32 on all ranks, as soon as one of them has called this. Its
+    result contains the residuals of all ranks, and leaves none. Tensors without a residual are not
+    affected. The call itself sends nothing. ValueError before init().
     """
     context = _context()
     for hook in _world.flush_hooks:
@@ -338,7 +338,7 @@ def flush_residuals() -> None:
 
 
 def at_flush(hook: Callable[[], None]) -> None:
-    """Have `hook` called by flush_residuals(), to give the core what it has not been given yet."""
+    """Have flush_residuals() call `hook`, which passes pending values to the core."""
     _world.flush_hooks.append(hook)
 
 
@@ -348,15 +348,16 @@ def stats() -> dict[str, int]:
 
 
 def speeds(group: int = 0) -> _core.Speeds:
-    """What `compression=auto` goes by in a group; measurement 0 where nothing asked for it yet."""
+    """The speeds on which `compression=auto` decides; measurement 0 if nothing has asked for it."""
     return _context().speeds(group)
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record a Chrome trace of all operations into a file from here on; see docs/timeline.md.
+    """Start recording a Chrome trace of all operations into a file; see docs/timeline.md.
 
     file_path: of rank 0; other ranks write only with PERSEUS_TIMELINE_ALL_RANKS=1, with their
-    number before its suffix. A recording into another file ends, one into the same file goes on.
+    number before its suffix. A recording into another file ends first; one into the same file
+    continues.
     mark_cycles: mark where negotiation rounds begin.
     Blocks until that is done. ValueError when HOROVOD_TIMELINE was not set at init() (DYNAMIC arms
     this call and records nothing by itself), or when the file cannot be written.
@@ -365,7 +366,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End the recording: the file is complete on return. Does nothing where none is running."""
+    """End the recording; the file is complete on return. Does nothing if there is none."""
     _context().stop_timeline()
 
 

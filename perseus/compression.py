@@ -15,8 +15,8 @@ class Compressor:
 
     Subclass it with two static methods; classes, not instances, are passed as `compression=`.
 
-    in_core: the core encodes sums and averages of floating-point tensors itself, between hosts, by
-        `codec` (perseus_codec) with `argument`; compress is for what else is sent. float16 and
+    in_core: between hosts, the core itself encodes sums and averages of floating-point tensors with
+        `codec` (perseus_codec) and `argument`; compress is for everything else. float16 and
         bfloat16 are left as they are by codecs that save nothing; int8, top-k and the rotating
         subset refuse integers (ValueError).
     stateful: the core keeps a residual under the tensor's name.
@@ -55,7 +55,7 @@ class NoneCompressor(Compressor):
 
 
 class SettingsCompressor(NoneCompressor):
-    """Gradients travel as PERSEUS_ALLREDUCE_DTYPE and its neighbours say; else as they are."""
+    """Gradients are encoded as the settings say; everything else is sent unchanged."""
 
     codec = SETTINGS
 
@@ -69,22 +69,22 @@ def cast_compressor(
 ) -> type[Compressor]:
     """A framework's compressor for a 16-bit codec, by its dtype and cast(tensor, dtype).
 
-    Floating tensors travel in that dtype and come back in their own; others unchanged.
+    Floating-point tensors are sent in that dtype and returned in their own; others unchanged.
     """
 
     class CastCompressor(Compressor):
-        """Floating tensors travel in 16 bits and come back in their own dtype; others unchanged."""
+        """Floating-point tensors are sent in 16 bits and returned in their own dtype."""
 
         in_core = True
 
         @staticmethod
         def compress(tensor: Any) -> tuple[Any, Any]:
-            """The tensor in 16 bits, and the dtype to go back to."""
+            """The tensor in 16 bits, and its own dtype."""
             return (cast(tensor, dtype), tensor.dtype) if is_floating(tensor) else (tensor, None)
 
         @staticmethod
         def decompress(tensor: Any, ctx: Any) -> Any:
-            """The tensor in the dtype it had."""
+            """The tensor in its own dtype."""
             return tensor if ctx is None else cast(tensor, ctx)
 
     CastCompressor.codec = codec
@@ -93,14 +93,14 @@ def cast_compressor(
 
 
 class Int8Compressor(NoneCompressor):
-    """One byte an element between hosts; what rounding loses is added to the next gradient."""
+    """One byte per element between hosts; rounding errors are added to the next gradient."""
 
     stateful = True
     codec = INT8
 
 
 class TopKCompressor(NoneCompressor):
-    """The largest elements travel between hosts; the others are added to the next gradient."""
+    """Sends the largest elements between hosts; the others are added to the next gradient."""
 
     stateful = True
     codec = TOP_K
@@ -114,7 +114,7 @@ class RotatingCompressor(NoneCompressor):
 
 
 class AutoCompressor(NoneCompressor):
-    """As they are, float16, int8 or top-k, whichever is fastest on the links that were measured.
+    """Unchanged, float16, int8 or top-k, whichever is fastest on the measured links.
 
     What int8 and top-k leave out is added to the next gradient.
     """
@@ -124,11 +124,11 @@ class AutoCompressor(NoneCompressor):
 
 
 def applied_here(compression: type[Compressor]) -> type[Compressor]:
-    """What is left for an adapter to do to tensors that the core may encode."""
+    """The part of a compression that the adapter applies, when the core may encode the tensors."""
     return NoneCompressor if compression.in_core else compression
 
 
-@cache  # adapters know a gradient's codec again by its class
+@cache  # adapters recognise a gradient's codec by its class
 def top_k(ratio: float | None = None) -> type[Compressor]:
     """A compressor that sends this fraction of the elements, in (0, 1]; None = LIGHT_TOPK_RATIO.
 
@@ -151,7 +151,7 @@ def rotate(n: int | None = None) -> type[Compressor]:
 
 
 class Compressions:
-    """The compressors by name that need nothing of a framework; an adapter adds fp16 and bf16.
+    """The compressors by name that no framework is needed for; an adapter adds fp16 and bf16.
 
     The lossy ones act between hosts only; see docs/algorithms.md.
     """

@@ -1,4 +1,4 @@
-"""The place where the parts of a data service find each other: dispatchers, workers and trainers.
+"""Through this service the parts of a data service find each other: dispatchers, workers, trainers.
 
 Requests are JSON over HTTP. A client first asks for a challenge (GET), then sends its request on
 the same connection (POST). Requests and answers carry an HMAC that covers the challenge, so that
@@ -37,7 +37,7 @@ Addresses = Mapping[str, Sequence[tuple[str, int]]]
 
 
 class TimeoutException(TimeoutError):  # noqa: N818 - Horovod's name
-    """What was waited for did not come in time."""
+    """The awaited event did not happen in time."""
 
 
 _ERRORS: dict[str, type[Exception]] = {
@@ -187,7 +187,7 @@ class ComputeService:
 
 
 class ComputeClient:
-    """Talks to a ComputeService; ConnectionError where none that knows the key is to be reached.
+    """Talks to a ComputeService; ConnectionError if none with the key can be reached.
 
     compute_addresses: as the service's addresses() gives them. verbose: for Horovod's sake.
     """
@@ -213,15 +213,15 @@ class ComputeClient:
         return self._reachable
 
     def register_dispatcher(self, dispatcher_id: int, dispatcher_address: str) -> None:
-        """Tell where it is; ValueError where it is elsewhere already, IndexError if unknown."""
+        """Register its address; ValueError if it has another one already, IndexError if unknown."""
         self._call("register_dispatcher", dispatcher_id, dispatcher_address)
 
     def wait_for_dispatcher_registration(self, dispatcher_id: int, timeout: float) -> str:
-        """Return where it is; TimeoutException after `timeout` seconds."""
+        """Return its address; TimeoutException after `timeout` seconds."""
         return str(self._call("wait_for_dispatcher", dispatcher_id, timeout, wait=timeout))
 
     def register_worker_for_dispatcher(self, dispatcher_id: int, worker_id: int) -> None:
-        """Tell that it is ready; IndexError for an unknown dispatcher."""
+        """Announce that it is ready; IndexError for an unknown dispatcher."""
         self._call("register_worker", dispatcher_id, worker_id)
 
     def wait_for_dispatcher_worker_registration(self, dispatcher_id: int, timeout: float) -> None:
@@ -229,7 +229,7 @@ class ComputeClient:
         self._call("wait_for_workers", dispatcher_id, timeout, wait=timeout)
 
     def shutdown(self) -> None:
-        """Have the service end, and with it all that wait for that."""
+        """End the service, and all waits for its end."""
         self._call("request_shutdown")
 
     def wait_for_shutdown(self) -> None:
@@ -267,7 +267,7 @@ _CALLS = frozenset(
 
 
 def checked_key(key: bytes) -> bytes:
-    """The key; ValueError where it is empty, as anybody has that."""
+    """The key; ValueError if it is empty, since an empty key protects nothing."""
     if not key:
         raise ValueError("[compute service] the key is empty: make one by secrets.token_bytes(32)")
     return key

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variable:
-    """One knob. All fields are texts as written in the environment."""
+    """One variable. All fields are texts as written in the environment."""
 
     name: str
     aliases: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What ranks tell each other without a framework: process sets coming and going, text, bytes.
+"""Exchanges between ranks without a framework: changes of process sets, text, bytes.
 
 Collective: every rank of the group calls the same functions in the same order, from one thread.
 """
@@ -21,12 +21,12 @@ _UINT8 = 4  # enum perseus_dtype
 
 
 def add_group(ranks: Sequence[int]) -> int:
-    """Make a group of these ranks; its id, the same on every rank of the world."""
+    """Create a group of these ranks; returns its id, the same on every rank of the world."""
     return int(_run(Kind.ADD_GROUP, "add", numbers=ranks))
 
 
 def remove_group(group: int) -> None:
-    """End a group; what is pending there fails on its members."""
+    """End a group; its pending operations fail on its members."""
     _run(Kind.REMOVE_GROUP, "remove", numbers=[group])
 
 
@@ -41,7 +41,7 @@ def gather_lines(line: str, name: str) -> list[str]:
 
 
 def gather_equal(data: bytes, name: str, group: int) -> list[bytes]:
-    """Every rank's bytes, as many on all of them, in the group's rank order."""
+    """Every rank's bytes, in the group's rank order; the lengths are equal."""
     gathered = _gather(data, name, group)
     return [gathered[at : at + len(data)] for at in range(0, len(gathered), len(data))]
 

@@ -1,7 +1,7 @@
-"""What `import perseus` above a script for torch.distributed does: nothing yet, and it says so.
+"""Tells a script for torch.distributed that `import perseus` does nothing for it yet.
 
-Once, on rank 0, after torch.distributed.init_process_group, unless the process uses Perseus in
-another way. Imports nothing of torch's: it waits for the script to. Belongs to the main thread.
+Rank 0 says so once, after torch.distributed.init_process_group, unless the process uses Perseus in
+another way. This module waits for the script to import torch. Belongs to the main thread.
 """
 
 from __future__ import annotations

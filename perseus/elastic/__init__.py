@@ -1,6 +1,6 @@
 """Elastic training for every framework: state that survives a failure, and the loop around it.
 
-Adapters add the kinds of state that their framework has; see perseus.torch.elastic.
+Adapters add the states of their frameworks; see perseus.torch.elastic.
 """
 
 from perseus.elastic.loop import reset, run_fn

@@ -25,10 +25,9 @@ _STARTS = 3
 def reset() -> None:
     """Leave the world and join the next one: the same ranks, one epoch later.
 
-    Process sets that were given to init() come back with their ids, unless sets are dynamic: then
-    the script registers anew what it needs, in a reset callback, as with Horovod.
-    The others may come when they like within three times HOROVOD_START_TIMEOUT.
-    InitializationError when some did not.
+    Process sets that were given to init() get their ids again, unless sets are dynamic: then the
+    script registers the sets that it needs in a reset callback, as with Horovod. The other ranks
+    may arrive at any time within three times HOROVOD_START_TIMEOUT; otherwise InitializationError.
     """
     sets = process_sets.static_sets()
     basics.shutdown_for_next()

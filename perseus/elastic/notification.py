@@ -1,4 +1,4 @@
-"""News about hosts on their way to the states that want them. Thread-safe.
+"""Passes news about hosts to the states that listen. Thread-safe.
 
 Whoever learns that hosts came or went calls `notification_manager.handle_hosts_updated`; each
 registered state keeps the news until its next commit.
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class HostUpdateResult(IntFlag):
-    """What became of the set of hosts; several updates are combined with |."""
+    """How the set of hosts changed; several updates are combined with |."""
 
     no_update = 0
     removed = 1
@@ -21,7 +21,7 @@ class HostUpdateResult(IntFlag):
 
 
 class Listener(Protocol):
-    """Who can be told: perseus.elastic.State is one."""
+    """A receiver of changes, such as perseus.elastic.State."""
 
     def on_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
         """Called in the thread that reports the change."""

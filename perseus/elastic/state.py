@@ -1,4 +1,4 @@
-"""What training must not lose: values that are saved, restored and made equal on all ranks.
+"""The state of training: values that are saved, restored and made equal on all ranks.
 
 Belongs to the training thread, except on_hosts_updated, which any thread may call.
 Source of behaviour: Horovod 0.28.1, horovod.common.elastic.
@@ -28,11 +28,11 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have each called, without arguments, when a new world has come up, e.g. to scale lr."""
+        """Call each, without arguments, when a new world has started, e.g. to scale lr."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """A new world is up: forget news about the last one, reset(), call the callbacks."""
+        """Called in a new world: forget old news, reset(), and call the callbacks."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
