@@ -6,7 +6,7 @@
 // "perseus": the C ABI in memory worlds, tensors without elements, so that agreeing is all there is to do. "perseus
 // with data": tensors of four, sums are verified; up to 64 ranks, as buffers between all of them take memory. "perseus
 // offline": the same with PERSEUS_OFFLINE_NEG=1.
-// "coordinator": every rank tells rank 0 what is ready and hears what is ready everywhere, over the same transport, in
+// "coordinator": every rank tells rank 0 what is ready and learns what is ready everywhere, over the same transport, in
 // its cheapest form: no timer, no message without news, and nothing is reduced. "schedule": the same threads submit to
 // nobody, the machine's share of the times.
 #include <algorithm>

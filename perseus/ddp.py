@@ -19,7 +19,7 @@ _NOTICE = (
 
 
 def watch() -> None:
-    """Have the script's first process group followed by the notice."""
+    """Show the message after the script's first process group."""
     module = sys.modules.get(_DISTRIBUTED)
     if module is not None:
         _follow(module)

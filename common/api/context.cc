@@ -346,7 +346,7 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
     try {
       store.set(prefix + "left/" + std::to_string(world_.rank), "");
     } catch (const Error&) {
-      // Heard, but rank 0 was gone before the answer.
+      // It was received, but rank 0 was gone before the answer.
     }
   }
 }
@@ -367,7 +367,7 @@ std::string Context::await_word(Store& store, const std::string& word, int rank,
                                     " s (HOROVOD_START_TIMEOUT): look at what it printed last");
     if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
     try {
-      // A rank that heard of all others may have gone on and ended already: then it is all here.
+      // A rank that knows of all others may have continued and ended already: then all of it is here.
       return store.get(key, now_ns() + kAnswerTime, options.interrupted);
     } catch (const Error&) {
       fail(ErrorKind::kIo, cause);

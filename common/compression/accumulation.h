@@ -1,5 +1,5 @@
-// Sums of local gradients (PERSEUS_ACCUMULATE_N_STEPS): the first N - 1 gradients of a name are added up here, the N-th
-// gets the sum and is sent. Frameworks' own gradients stay as they are, since scripts zero them every step.
+// Sums of local gradients (PERSEUS_ACCUMULATE_N_STEPS): the first N - 1 gradients of a name are added up here; the sum
+// is added to the N-th, which is sent. The frameworks' gradients do not change, since scripts zero them every step.
 // Thread-safe.
 #pragma once
 
@@ -29,11 +29,11 @@ class Accumulation {
 
   bool on() const { return steps_ > 1; }
   // Takes one step's gradient of `name` (several tensors for a grouped one), which belongs to an optimizer and a group.
-  // True: it was added, and the caller is done with it. False: it was the last one, and `out` of every tensor has the
-  // sum of all, which is forgotten here. Throws Error(kInvalidArgument) when tensors differ from those of the steps
+  // True: it was added, and the caller is done. False: it was the last one, and every tensor's `out` has the sum of
+  // all, which is no longer kept here. Throws Error(kInvalidArgument) when tensors differ from those of the steps
   // before, or when two threads bring the same gradient at once.
   bool hold(uint64_t owner, int group, const char* name, const std::vector<Tensor>& tensors);
-  // Drops what an optimizer has here.
+  // Drops an optimizer's sums.
   void forget(uint64_t owner);
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 

@@ -1,5 +1,6 @@
-// The codec `auto`: what an allreduce costs through each codec, by a model of the links and of encoding, and which one
-// to take. Pure functions over plain values but for measure_codecs; docs/algorithms.md, "Choice", has the arithmetic.
+// The codec `auto`: the cost of an allreduce with each codec, by a model of the links and of encoding, and the choice
+// among them. Pure functions over plain values but for measure_codecs; docs/algorithms.md, "Choice", has the
+// arithmetic.
 #pragma once
 
 #include <array>
@@ -12,14 +13,14 @@
 
 namespace perseus {
 
-// What auto chooses among, the most accurate first.
+// The codecs that auto chooses among, the most accurate first.
 constexpr std::array<CodecKind, 4> kAutoKinds = {CodecKind::kNone, CodecKind::kFloat16, CodecKind::kInt8,
                                                  CodecKind::kTopK};
 constexpr int kAutoCodecs = static_cast<int>(kAutoKinds.size());
-// A codec that loses more has to be faster by this much: what a measurement does not tell apart does not decide.
+// A less accurate codec must be faster by this much, so that differences within the measurements' noise do not decide.
 constexpr double kAutoGain = 0.05;
 
-// By byte of float32 that is encoded; with error feedback where the codec keeps a residual.
+// Per encoded byte of float32; with error feedback if the codec keeps a residual.
 struct CodecCost {
   double encode_s = 0, decode_s = 0;  // per byte
   double wire = 1;                    // bytes sent
@@ -43,7 +44,7 @@ std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kA
 // Encodes and decodes some megabytes with every codec on this thread, for about 20 ms.
 std::array<CodecCost, kAutoCodecs> measure_codecs(const std::array<CodecSpec, kAutoCodecs>& specs);
 
-// As values to be agreed on, and back.
+// Conversion to values that ranks agree on, and back.
 std::vector<double> to_values(const std::array<CodecCost, kAutoCodecs>& costs);
 std::array<CodecCost, kAutoCodecs> from_values(const std::vector<double>& values);
 

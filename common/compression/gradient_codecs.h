@@ -1,4 +1,4 @@
-// Which codec a request gets: by the settings when it is a gradient, else as it asks itself. Immutable: thread-safe.
+// Chooses a request's codec: by the settings if it is a gradient, else by the request. Immutable and so thread-safe.
 #pragma once
 
 #include "base/config.h"
@@ -8,7 +8,7 @@
 
 namespace perseus {
 
-// What a request says about it; same numbers as enum perseus_codec.
+// A request's wish; same numbers as enum perseus_codec.
 struct CodecWish {
   enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate, kAuto };
   static constexpr int kKinds = 8;
@@ -21,15 +21,16 @@ class GradientCodecs {
   // Throws Error(kInvalidArgument) for settings that exclude each other.
   explicit GradientCodecs(const Config& config);
 
-  // For a request that sums or averages, or does something else. Throws Error(kInvalidArgument) for a wish that makes
-  // no sense.
+  // `sums`: the request sums or averages. Throws Error(kInvalidArgument) for a wish that makes no sense.
   CompressionTerms choose(bool sums, bool gradient, const CodecWish& wish) const;
-  // What gradients get that are too small for another codec, and all of them inside a host where that is asked for.
+  // The codec of gradients that are too small for another one, and of all gradients inside a host if the settings ask
+  // for it.
   const CodecSpec& precision() const { return precision_; }
-  // What auto chooses among, ordered as kAutoKinds, and the least bytes for the last one.
+  // The codecs that auto chooses among, ordered as kAutoKinds, and the least bytes for the last one.
   std::array<CodecSpec, kAutoCodecs> auto_codecs() const;
   uint64_t sparse_from() const { return sparse_from_; }
-  // What to tell a user who has chosen nothing; "" for one who has. `between_hosts`: else between groups of a host.
+  // The message for a user who has chosen no compression; "" for others. `between_hosts`: else between groups of a
+  // host.
   std::string news(bool between_hosts) const;
 
  private:

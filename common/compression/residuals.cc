@@ -14,7 +14,7 @@ bool keeps_residual(const CodecSpec& codec) {
   return format && format->keeps_residual();
 }
 
-// Whether a record is of these tensors; one that was loaded becomes so.
+// Whether a record belongs to these tensors; a loaded one takes their sizes.
 bool fits(Residuals::Record* record, const std::vector<size_t>& sizes) {
   if (record->loaded && record->begins.back() == std::accumulate(sizes.begin(), sizes.end(), size_t{0})) {
     record->begins.assign(1, 0);
@@ -83,7 +83,7 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Com
   return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
 }
 
-// Not before: a rank that alone has other sizes fails, and its count of steps must remain that of the others.
+// Not earlier: a rank that alone has other sizes fails, and its count of steps must stay equal to the others'.
 void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
   const MutexLock lock(mutex_);
   const std::shared_ptr<Record> record = find(key);
@@ -147,7 +147,7 @@ void Residuals::write(const Key& key, const float* data, size_t room, uint64_t l
   record->holds = record->loaded = true;
 }
 
-// The record of a name of which no operation is under way. Leases begin with mutex_ held, or as copies of others.
+// The record of a name without an operation under way. Leases begin with mutex_ held, or as copies of others.
 const Residuals::Record* Residuals::idle(const Key& key) {
   find(key);
   const auto found = records_.find(key_);

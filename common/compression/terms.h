@@ -1,4 +1,4 @@
-// What a request says about compression, and what all its ranks must say alike. Plain values.
+// A request's terms of compression, which must be equal on all its ranks. Plain values.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@ namespace perseus {
 
 struct CompressionTerms {
   CodecSpec codec;         // of sums of floating type between inner groups
-  bool automatic = false;  // or one that loses less, by what the group has measured
+  bool automatic = false;  // or a more accurate one, chosen by the group's measurements
   bool inside = false;     // inside groups as PERSEUS_ALLREDUCE_DTYPE says, not exact
   bool doubles = false;    // float64 tensors, too
-  uint64_t from = 0;       // bytes: smaller tensors go as the settings say
+  uint64_t from = 0;       // bytes: smaller tensors are sent as the settings say
 
   static constexpr auto fields() {
     return std::make_tuple(field("codec", &CompressionTerms::codec), field("automatic", &CompressionTerms::automatic),

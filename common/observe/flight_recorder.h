@@ -1,6 +1,6 @@
-// What this rank did last, kept at hand and written out when the world fails: one JSON object per line, first the
-// failure, then every operation. Of a user's files in a directory the last few are kept: four for each rank of the
-// world, and no fewer than 16. Its owner guards it.
+// Keeps this rank's last operations, and writes them when the world fails: one JSON object per line, first the
+// failure, then every operation. It keeps a user's last files in a directory: four for each rank of the
+// world, and at least 16. Its owner guards it.
 #pragma once
 
 #include <cstdint>
@@ -16,14 +16,14 @@ namespace perseus {
 class FlightRecorder {
  public:
   static constexpr size_t kKept = 256;
-  static constexpr size_t kNameBytes = 200;  // what is kept of a name
+  static constexpr size_t kNameBytes = 200;  // of a name; the rest is cut
 
   // `directory`: where to write; "off" = nowhere.
   FlightRecorder(const World& world, const std::string& directory);
 
   // The entry's handle is about to be done.
   void record(const Entry& entry, const std::string& name, bool ok);
-  // Writes what is kept and says where, or why it cannot be written.
+  // Writes the records and logs where, or why they cannot be written.
   void write(const std::string& cause, const Log& log) const;
 
  private:

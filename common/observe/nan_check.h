@@ -16,13 +16,13 @@ class NanCheck {
  public:
   NanCheck(bool on, NanAction action) : on_(on), action_(action) {}
 
-  // Notes the tensors that have one in the description of a gradient that is about to be submitted.
+  // Records the tensors with a NaN in the description of a gradient that is about to be submitted.
   void scan(Entry* entry) const;
-  // Notes the sums that have one where no rank had.
+  // Records sums with a NaN if no rank had one.
   void scan_sums(const std::vector<Entry*>& finished) const;
-  // One warning about all that is wrong with gradients that are done, unless they end with an error that says so.
+  // Writes one warning about all finished gradients with a NaN, unless they end with an error that says so.
   void report(const std::vector<Entry*>& finished, const Log& log) const;
-  // What the caller learns of a gradient that was reduced.
+  // Sets the status or the outcome that the caller gets for a reduced gradient.
   void judge(const Entry& entry, HandleTable::Slot* slot) const;
 
  private:

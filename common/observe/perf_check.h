@@ -1,4 +1,4 @@
-// The search for slow ranks (PERSEUS_PERF_CHECK_N_STEPS): how long a rank computes for a step is what passes outside of
+// The search for slow ranks (PERSEUS_PERF_CHECK_N_STEPS): a rank's computing time for a step is the time outside of
 // waits for Perseus; every N steps the ranks compare it. Thread-safe.
 #pragma once
 
@@ -22,10 +22,10 @@ class PerfCheck {
   // computing.
   void waited(int64_t ns) { waited_ns_.fetch_add(ns, std::memory_order_relaxed); }
 
-  // Of every gradient that is submitted. A step is over when the first one comes again. Negative, except after `steps`
-  // steps: then the seconds of computing in one of them.
+  // Called for every submitted gradient. A step is over when its first gradient comes again. Negative, except after
+  // `steps` steps: then the seconds of computing per step.
   double submitted(uint64_t owner, int group, const char* name, int64_t now);
-  // That optimizer's gradients come no more: another's count steps from now on.
+  // The optimizer submits no more gradients; another one's count the steps from now on.
   void forget(uint64_t owner);
 
   // The comparison, which is under way from one step to a later one: `handle` is 0 when it is not.
@@ -46,10 +46,10 @@ class PerfCheck {
   int64_t began_waited_ns_ PERSEUS_GUARDED_BY(mutex_) = 0;
 };
 
-// What is to be said about these seconds of computing in a step, by the ranks they belong to: "" when none is slow.
+// Describes the slow ranks among these seconds of computing per step; "" if none is slow.
 std::string describe_slow(const std::vector<double>& seconds, const std::vector<int>& ranks, int64_t steps);
 
-// Counts the time it lives as waiting.
+// Counts its lifetime as waiting.
 class WaitTimer {
  public:
   explicit WaitTimer(PerfCheck& check) : check_(check), began_ns_(check.on() ? now_ns() : 0) {}

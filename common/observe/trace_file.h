@@ -1,4 +1,4 @@
-// A JSON array on disk that is whole after every write: the closing bracket is written again each time. Used by one
+// A JSON array on disk that is complete after every write, which always ends with the closing bracket. Used by one
 // thread.
 #pragma once
 

@@ -11,7 +11,7 @@ namespace perseus {
 
 class TraceFormat {
  public:
-  // Times are written in µs since `start_ns` of the monotonic clock; what began before it is cut there.
+  // Times are written in µs since `start_ns` of the monotonic clock; earlier beginnings are cut there.
   TraceFormat(int rank, int size, int64_t start_ns, int64_t epoch_us);
 
   // All of these append events separated by ",\n" to `events`.
@@ -22,7 +22,7 @@ class TraceFormat {
  private:
   struct Row {
     int pid = 0;
-    // What happened within a request that has not ended: viewers want what contains before what is contained.
+    // The events within a request that has not ended: viewers want the containing event first.
     std::string inner;
     std::unordered_map<int, int64_t> busy_until;  // line → the end of what inner has there
   };

@@ -366,7 +366,7 @@ class Launcher:
         return [host for host in self._hosts if not (host.local or host.gone)]
 
     def _give_up_silent_hosts(self, now: float) -> None:
-        """now: a moment whose reports have been taken notice of."""
+        """now: a moment up to which all reports have been read."""
         for host in self._heartbeating():
             if now >= host.alive_at + self._job.silence:
                 self._fail(

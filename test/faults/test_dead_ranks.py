@@ -10,7 +10,7 @@ import pytest
 from live_ranks import Ranks
 
 LIMIT = 3  # GLOO_TIMEOUT_SECONDS
-BEATS = 2.0  # signs of life and looks for them come in steps
+HEARTBEATS = 2.0  # signs of life and looks for them come in steps
 
 FAULTS = [pytest.param(signal.SIGKILL, id="killed"), pytest.param(signal.SIGSTOP, id="stopped")]
 TRANSPORTS = ["shm", "tcp"]
@@ -26,7 +26,7 @@ def expect_error_in_time(ranks: Ranks, survivor: int, victim: int, fault: int, a
     else:
         assert error["kind"] in ("DeadlineError", "AbortedError")
         assert f"rank {victim} for " in error["text"]
-        assert error["at"] - at > LIMIT - BEATS
+        assert error["at"] - at > LIMIT - HEARTBEATS
     others = [str(rank) for rank in range(ranks.size) if rank != victim]
     assert not any(f"rank {other}" in error["text"] for other in others), error["text"]
 

@@ -17,7 +17,7 @@ from caffe_nets import lenet
 _TRAIN = f'"{CAFFE}" train --solver=solver.prototxt'
 # Every process leaves its id behind.
 _WITH_IDS = f"echo $$ > id$PERSEUS_RANK; exec {_TRAIN}"
-# The launcher hears of rank 1's end later than rank 0 does.
+# The launcher learns of rank 1's end later than rank 0 does.
 _DYING = (
     f"{_TRAIN} & echo $! > id$PERSEUS_RANK; wait $!; code=$?; touch ended$PERSEUS_RANK; "
     "while [ ! -e ended0 ]; do sleep 0.1; done; sleep ${PERSEUS_RANK}0; exit $code"
