@@ -10,26 +10,26 @@ import torch
 
 from perseus.compression import Compressor
 from perseus.failures import Failures
+from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
-from perseus.gradients.reducer import Reducer
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
 from perseus.torch import exchange, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
-from perseus.torch.session import ALLREDUCE, Adasum, Average, Min, Sum, session, synchronize
+from perseus.torch.session import Adasum, Average, Min, Sum, session
 
 __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 
 
-class _Reducer(Reducer):
+class _Reducer(HandleReducer):
     """See BackendReducer. Dense gradients are reduced in place, sparse ones become dense first."""
 
     def __init__(self, scope: str, plan: Plan) -> None:
-        super().__init__(plan)
+        super().__init__(plan, session)
         self._scope = scope
-        self._overlap = Overlap(self._start)
+        self._overlap = Overlap(self._begin)
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
         """See BackendReducer."""
@@ -43,51 +43,34 @@ class _Reducer(Reducer):
         bundles: Sequence[Sequence[int]],
     ) -> tuple[list[torch.Tensor], bool]:
         """See BackendReducer."""
-        compression = self.plan.compression
         tensors = [dense(gradient).detach().contiguous() for gradient in gradients]
-        pairs = [
-            (tensor, None) if compression.in_core else compression.compress(tensor)
-            for tensor in tensors
-        ]
-        handles: list[int] = []
+        reductions: list[Reduction] = []
         failures = Failures()
         try:
             for bundle in bundles:
-                first = bundle[0]
-                begun = self._overlap.take(names[first], gradients[first])
-                if begun is None:
-                    members = tuple(pairs[index][0] for index in bundle)
-                    handles.append(self._start(names[first], members))
-                else:
-                    tensors[first] = begun[0]
-                    handles.append(begun[1])
+                name, first = names[bundle[0]], gradients[bundle[0]]
+                reductions.append(
+                    self._overlap.take(name, first)
+                    or self._begin(name, [tensors[index] for index in bundle])
+                )
         except Exception as error:
             failures.add(error)
-        applies = True
-        for handle in handles:
-            try:
-                # None: part of a sum that is not complete, or a NaN that is to be skipped.
-                applies = synchronize(handle) is not None and applies
-            except Exception as error:
-                failures.add(error)
+        applies = self.finish(reductions, failures)
         failures.raise_first()
-        if not compression.in_core:
-            tensors = [compression.decompress(tensor, context) for tensor, context in pairs]
+        for bundle, reduction in zip(bundles, reductions, strict=True):
+            for index, result in zip(bundle, reduction.gradients, strict=True):
+                tensors[index] = result
         return tensors, applies
 
-    def _start(self, name: str, tensors: tuple[torch.Tensor, ...]) -> int:
-        plan = self.plan
-        key = name.partition("/")[0]
-        name = f"{self._scope}/{name}"
-        self.residuals.know(key, name, len(tensors) > 1)
-        self.residuals.hand_over(key)
-        sent = tensors[0] if len(tensors) == 1 else tensors
-        return session.submit(
-            ALLREDUCE, name, sent, sent, op=plan.op, prescale=plan.prescale,
-            postscale=plan.postscale, group=plan.process_set.process_set_id,
-            gradient_of=self.number, codec=plan.compression.codec,
-            codec_argument=plan.compression.argument,
-        )  # fmt: skip
+    def forget_begun(self) -> None:
+        """See HandleReducer."""
+        self._overlap.forget()
+
+    def _begin(self, name: str, tensors: list[torch.Tensor]) -> Reduction:
+        reduction = Reduction(f"{self._scope}/{name}", key=name.partition("/")[0])
+        self.residuals.know(reduction.key, reduction.name, len(tensors) > 1)
+        self.begin(reduction, tensors)
+        return reduction
 
 
 def make_reducer(scope: str, plan: Plan) -> _Reducer:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from perseus import basics
+from perseus.gradients.handle_reducer import Reduction
+from perseus.torch.hooks import on_gradient
 from perseus.torch.session import synchronize
 
 _TWICE = (
@@ -24,23 +25,20 @@ _TWICE = (
 class _Begun:
     gradient: torch.Tensor
     version: int  # of the gradient's content, as PyTorch counts
-    # Reduced in place: the script may still do with p.grad what it likes.
-    copy: torch.Tensor
-    handle: int
+    reduction: Reduction  # of a copy: the script may still do with p.grad what it likes
 
 
 class Overlap:
     """Starts reductions from hooks of parameters, in the one backward that was announced.
 
-    start: of an object that outlives this one; given a gradient's name and the tensor as a tuple,
-    it begins to reduce it in place and returns a handle.
+    begin: of an object that outlives this one; given a gradient's name and the tensor in a list,
+    it begins to reduce it in place.
     """
 
-    def __init__(self, start: Callable[[str, tuple[torch.Tensor, ...]], int]) -> None:
-        self._start = weakref.WeakMethod(start)
+    def __init__(self, begin: Callable[[str, list[torch.Tensor]], Reduction]) -> None:
+        self._begin = weakref.WeakMethod(begin)
         self._announced = self._watches = False
         self._begun: dict[str, _Begun] = {}
-        _living.add(self)
 
     def announce(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         """Backward is next, and then take() of all that it gives. Parameters are always the same.
@@ -52,11 +50,11 @@ class Overlap:
         if not self._watches:
             for parameter, name in zip(parameters, names, strict=True):
                 if parameter.requires_grad and parameter.is_leaf:
-                    self._watch(parameter, name)
+                    on_gradient(parameter, self, Overlap._on_gradient, name)
         self._watches = self._announced = True
 
-    def take(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, int] | None:
-        """Where the reduction of a gradient will be, and its handle, if it has begun.
+    def take(self, name: str, gradient: torch.Tensor) -> Reduction | None:
+        """The reduction of a gradient, if it has begun.
 
         Not if the script has changed the gradient since, or made another one of it.
         """
@@ -69,7 +67,7 @@ class Overlap:
             self._finish(name)
             return None
         del self._begun[name]
-        return begun.copy, begun.handle
+        return begun.reduction
 
     def forget(self) -> None:
         """Drop what has begun without waiting: it belongs to a world that is gone."""
@@ -77,37 +75,15 @@ class Overlap:
         self._begun.clear()
 
     def _finish(self, name: str) -> None:
-        synchronize(self._begun.pop(name).handle)
-
-    def _watch(self, parameter: torch.Tensor, name: str) -> None:
-        """Set a hook that does not keep this alive: models outlive their optimizers."""
-        reference = weakref.ref(self)
-
-        def hook(watched: torch.Tensor) -> None:
-            living = reference()
-            if living is not None and living._announced:
-                living._on_gradient(watched, name)
-
-        registration = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        weakref.finalize(self, registration.remove).atexit = False
+        synchronize(self._begun.pop(name).reduction.handle)
 
     def _on_gradient(self, parameter: torch.Tensor, name: str) -> None:
-        start, gradient = self._start(), parameter.grad
-        if start is None or gradient is None or gradient.layout != torch.strided:
+        if not self._announced:
+            return
+        begin, gradient = self._begin(), parameter.grad
+        if begin is None or gradient is None or gradient.layout != torch.strided:
             return
         if name in self._begun:
             raise RuntimeError(_TWICE.format(name))
         copy = gradient.detach().clone(memory_format=torch.contiguous_format)
-        self._begun[name] = _Begun(gradient, gradient._version, copy, start(name, (copy,)))
-
-
-_living: weakref.WeakSet[Overlap] = weakref.WeakSet()
-
-
-def _begin_world() -> None:
-    # Handles are numbered anew in every world.
-    for overlap in _living:
-        overlap.forget()
-
-
-basics.at_init(_begin_world)
+        self._begun[name] = _Begun(gradient, gradient._version, begin(name, [copy]))

@@ -104,7 +104,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         What codecs held back is replaced by the state's "perseus_residuals", or by nothing.
         """
         try:
-            self._reducer.finish_started()
+            self._reducer.finish_begun()
         except MismatchError:
             raise
         except HorovodInternalError:

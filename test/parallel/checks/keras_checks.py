@@ -463,7 +463,7 @@ def check_reductions_begin_before_backward_ends() -> None:
         def backward(ctx, gradient):
             reducer = model.optimizer._reducer._reducer
             begun = reducer._overlap._begun.values() if reducer else ()
-            handles = [each.handle for each in begun]
+            handles = [each.reduction.handle for each in begun]
             while not all(map(poll, handles)):
                 pass
             began.append(len(handles) == 2)

@@ -1,0 +1,33 @@
+"""Hooks of parameters that run during backward, when a gradient has been accumulated. Stateless."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+Owner = TypeVar("Owner")
+Known = TypeVar("Known")
+
+
+def on_gradient(
+    parameter: torch.Tensor,
+    owner: Owner,
+    call: Callable[[Owner, torch.Tensor, Known], None],
+    known: Known,
+) -> None:
+    """Have call(owner, parameter, known) run after every backward pass that reaches the parameter.
+
+    As long as the owner lives, which the hook does not keep alive: models outlive their optimizers.
+    """
+    reference = weakref.ref(owner)
+
+    def hook(reached: torch.Tensor) -> None:
+        living = reference()
+        if living is not None:
+            call(living, reached, known)
+
+    registration = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    weakref.finalize(owner, registration.remove).atexit = False
