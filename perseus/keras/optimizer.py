@@ -12,8 +12,8 @@ from typing import Any
 import keras
 
 from perseus.keras import jit, loss_scale
-from perseus.keras.aggregation import LocalAggregation
 from perseus.keras.backend import backend
+from perseus.keras.gradient_aggregation import GradientAggregation
 from perseus.keras.reducer import Options, Reducing
 from perseus.keras.residuals import SavedResiduals
 
@@ -24,13 +24,13 @@ _CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern
 class DistributedMixin(Reducing):
     """What is put in front of an optimizer's class."""
 
-    _agg_helper: LocalAggregation | None
+    _agg_helper: GradientAggregation | None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.perseus_residuals = SavedResiduals(self._reducer)
-        passes = self._options.passes
-        self._agg_helper = LocalAggregation(passes) if passes > 1 else None
+        passes, average = self._options.passes, self._options.average_passes
+        self._agg_helper = GradientAggregation(passes, average) if passes > 1 else None
 
     def build(self, variables: Sequence[Any]) -> None:
         """As in the wrapped optimizer."""
@@ -89,19 +89,14 @@ class DistributedMixin(Reducing):
 
     def _apply_aggregated(self, grads: list[Any], variables: list[Any]) -> None:
         """Horovod's backward_passes_per_step."""
-        optimizer, sums = self, self._agg_helper
-        assert sums is not None
-        indices = [optimizer._get_variable_index(variable) for variable in variables]  # type: ignore[attr-defined]
-        due = sums.add(grads, indices)
+        assert self._agg_helper is not None
+        indices = [self._get_variable_index(variable) for variable in variables]  # type: ignore[attr-defined]
 
-        def step() -> None:
-            taken = sums.take(grads, indices)
-            if self._options.average_passes:
-                taken = [g if g is None else g / sums.passes for g in taken]
-            reduced, applies = self._reducer.reduce(taken, variables, self)
+        def step(totals: list[Any]) -> None:
+            reduced, applies = self._reducer.reduce(totals, variables, self)
             self._apply_where(applies, reduced, variables, self._count)
 
-        keras.ops.cond(due, step, self._count)
+        self._agg_helper.add_call(grads, indices, step, self._count)
 
     def _apply_accumulated(self, grads: list[Any], variables: list[Any]) -> None:
         """Keras's gradient_accumulation_steps, whose sums are the wrapped optimizer's variables.

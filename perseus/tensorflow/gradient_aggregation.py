@@ -13,7 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from perseus.gradients.aggregation import LocalAggregation
 from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow import local_variables
 from perseus.tensorflow.modes import belongs_here, belongs_to_program, tf_variable, when
 from perseus.tensorflow.reducer import LocalSources
 
@@ -62,7 +64,6 @@ class LocalGradientAggregationHelper:
         self.backward_passes_per_step = backward_passes_per_step
         self.average_aggregated_gradients = average_aggregated_gradients
         self.locally_aggregated_grads: list[Any] = []
-        self.counter: Any = None
         self.sparse_as_dense = sparse_as_dense
         self.rank = rank
         self.optimizer_type = optimizer_type
@@ -70,9 +71,17 @@ class LocalGradientAggregationHelper:
         self.num_none_grad_updates = 0
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
+        self._passes = LocalAggregation(
+            backward_passes_per_step, average_aggregated_gradients, local_variables.LocalVariables()
+        )
         self._allreduce = allreduce_func
         self._local = LocalSources(process_set, scale_local_gradients)
         self._applies: Any = None
+
+    @property
+    def counter(self) -> Any:
+        """The variable with the number of passes in the sums; None before the first one."""
+        return self._passes.counter
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of this variable on its rank."""
@@ -89,21 +98,11 @@ class LocalGradientAggregationHelper:
         """
         dense = [self._densified(gradient) for gradient in grads]
         self._create_sums(dense, vars)
-        added = [
-            total.assign_add(dense[index])
-            for index, total in zip(
-                self.not_none_indexes, self.locally_aggregated_grads, strict=True
-            )
-        ]
-        with tf.control_dependencies(added):
-            sums = [total.read_value() for total in self.locally_aggregated_grads]
-        with tf.control_dependencies(sums):
-            passes = self.counter.assign_add(1, read_value=True)
-            complete = tf.equal(tf.identity(passes), self.backward_passes_per_step)
-        outcome = tf.cond(
-            complete,
-            lambda: self._complete(sums, vars),
-            lambda: (*sums, tf.constant(False)),
+        outcome = self._passes.add(
+            self.locally_aggregated_grads,
+            [dense[index] for index in self.not_none_indexes],
+            lambda totals: self._reduced(totals, vars),
+            lambda totals: (*totals, tf.constant(False)),
         )
         # Keras 2 in a graph takes what it finds behind gradients for trainable variables.
         *results, self._applies = [tf.stop_gradient(tensor) for tensor in outcome]
@@ -145,7 +144,7 @@ class LocalGradientAggregationHelper:
         self.num_none_grad_updates = sum(gradient is None for gradient in grads)
         self.locally_aggregated_grads = []
         with tf.init_scope():
-            self.counter = self._variable(tf.zeros([], tf.int32), "aggregation_counter")
+            self._passes.counter = self._variable(tf.zeros([], tf.int32), "aggregation_counter")
             for index, (gradient, variable) in enumerate(zip(grads, vars, strict=True)):
                 if gradient is not None:
                     zeros = tf.zeros(tf_variable(variable).shape, gradient.dtype)
@@ -153,30 +152,15 @@ class LocalGradientAggregationHelper:
                     self.locally_aggregated_grads.append(self._variable(zeros, f"sum_{index}"))
 
     def _variable(self, initial: Any, name: str) -> Any:
-        # Local: every rank has its own, which a broadcast of global variables must leave alone.
-        return tf.compat.v1.Variable(
-            initial,
-            trainable=False,
-            use_resource=True,
-            name=f"{self.name or 'aggregation'}_variables_{self.rank}/{name}",
-            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
-        )
+        scope = f"{self.name or 'aggregation'}_variables_{self.rank}"
+        return local_variables.make(initial, f"{scope}/{name}")
 
-    def _complete(self, sums: list[Any], vars: Sequence[Any]) -> tuple[Any, ...]:
-        values = sums
-        if self.average_aggregated_gradients:
-            values = [total / tf.cast(self.backward_passes_per_step, total.dtype) for total in sums]
+    def _reduced(self, totals: list[Any], vars: Sequence[Any]) -> tuple[Any, ...]:
+        """The reduced sums of a step that is complete, and whether they may be applied."""
         variables = [vars[index] for index in self.not_none_indexes]
-        reduced, applies = self._local.around(self.reduce, values, variables)
-        with tf.control_dependencies(values):
-            cleared = [
-                total.assign(tf.zeros_like(total), read_value=False)
-                for total in self.locally_aggregated_grads
-            ]
-            cleared.append(self.counter.assign(0, read_value=False))
-        with tf.control_dependencies([op for op in cleared if op is not None]):
-            reduced = [tf.identity(gradient) for gradient in reduced]
-            return (*reduced, tf.constant(True) if applies is None else tf.identity(applies))
+        reduced, applies = self._local.around(self.reduce, totals, variables)
+        reduced = [tf.identity(gradient) for gradient in reduced]
+        return (*reduced, tf.constant(True) if applies is None else tf.identity(applies))
 
     def _count(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return count_step(optimizer, args[1] if len(args) > 1 else kwargs.get("global_step"))

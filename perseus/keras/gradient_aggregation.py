@@ -1,0 +1,93 @@
+"""backward_passes_per_step with Keras 3: see perseus.gradients.aggregation.
+
+Belongs to the thread that applies gradients. Source of behaviour: Horovod 0.28.1,
+horovod.tensorflow.gradient_aggregation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+
+from perseus.gradients.aggregation import LocalAggregation
+
+
+class _Variables:
+    """See Variables. Keras' functions keep the order of what changes variables by themselves."""
+
+    def read(self, variable: Any) -> Any:
+        """See Variables."""
+        return variable
+
+    def kept(self, value: Any) -> Any:
+        """See Variables."""
+        return keras.ops.copy(value)
+
+    def assign(self, variable: Any, value: Any) -> Any:
+        """See Variables."""
+        return variable.assign(value)
+
+    def add(self, variable: Any, value: Any) -> Any:
+        """See Variables."""
+        return variable.assign_add(value)
+
+    def clear(self, variable: Any) -> Any:
+        """See Variables."""
+        return variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
+
+    def is_zero(self, value: Any) -> Any:
+        """See Variables."""
+        return keras.ops.equal(value, 0)
+
+    def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
+        """See Variables."""
+        del done
+        return nullcontext()
+
+    def choose(self, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """See Variables."""
+        return keras.ops.cond(condition, then, otherwise)
+
+
+class GradientAggregation(LocalAggregation):
+    """One sum for each variable of an optimizer, and how many calls are in them.
+
+    They are no variables of the optimizer, so what it saves is what it saves without them.
+    """
+
+    def __init__(self, passes: int, average: bool) -> None:
+        super().__init__(passes, average, _Variables())
+        self._sums: list[Any] = []
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the sums."""
+        self.counter = keras.Variable(0, dtype="int32", trainable=False, name="counter")
+        self._sums = [
+            keras.Variable(
+                keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="sum"
+            )
+            for variable in variables
+        ]
+
+    def add_call(
+        self,
+        gradients: Sequence[Any],
+        indices: Sequence[int],
+        complete: Callable[[list[Any]], Any],
+        otherwise: Callable[[], Any],
+    ) -> Any:
+        """Add dense gradients, or None, of variables by their place; see LocalAggregation.add."""
+        there = [place for place, gradient in enumerate(gradients) if gradient is not None]
+
+        def with_none(totals: list[Any]) -> Any:
+            full: list[Any] = [None] * len(gradients)
+            for place, total in zip(there, totals, strict=True):
+                full[place] = total
+            return complete(full)
+
+        sums = [self._sums[indices[place]] for place in there]
+        given = [gradients[place] for place in there]
+        return self.add(sums, given, with_none, lambda _: otherwise())
