@@ -128,6 +128,12 @@ def applied_here(compression: type[Compressor]) -> type[Compressor]:
     return NoneCompressor if compression.in_core else compression
 
 
+def all_applied_here(compression: type[Compressor]) -> type[Compressor]:
+    """The same for what the core does not encode, as Adasum: adapters apply all of it."""
+    own = {"in_core": False, "codec": EXACT, "argument": 0.0}
+    return type(compression.__name__, (compression,), own)
+
+
 @cache  # adapters recognise a gradient's codec by its class
 def top_k(ratio: float | None = None) -> type[Compressor]:
     """A compressor that sends this fraction of the elements, in (0, 1]; None = LIGHT_TOPK_RATIO.

@@ -8,21 +8,68 @@ of Horovod 0.28.1, horovod.tensorflow.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 
 from perseus.compression import Compressor
+from perseus.gradients.adasum import AdasumOfSteps
+from perseus.gradients.aggregation import Passes
 from perseus.process_sets import ProcessSet, global_process_set
+from perseus.tensorflow import local_variables
 from perseus.tensorflow.compression import Compression
-from perseus.tensorflow.modes import (
-    belongs_to_program,
-    on_device,
-    tf_variable,
-    when,
-)
+from perseus.tensorflow.modes import belongs_to_program, on_device, tf_variable, when
 from perseus.tensorflow.ops import Adasum
 from perseus.tensorflow.reductions import allreduce
+
+
+class _StepReducer(AdasumOfSteps):
+    """Combines the steps of variables; scope: what names of the reductions begin with."""
+
+    def __init__(
+        self, compression: type[Compressor], process_set: ProcessSet, scope: str, device: str
+    ) -> None:
+        self._compression = compression
+        self._process_set = process_set
+        self._scope = scope
+        self._device = device
+
+    def combine(self, variables: Sequence[Any], starts: Sequence[Any]) -> Any:
+        """See AdasumOfSteps."""
+        with on_device(self._device):
+            return super().combine(variables, starts)
+
+    def copies(self, variables: Sequence[Any]) -> list[Any]:
+        """See AdasumOfSteps. Identity returns a reference variable's own memory, which changes."""
+        return [tf.raw_ops.DeepCopy(x=variable) for variable in variables]
+
+    def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
+        """See AdasumOfSteps."""
+        return local_variables.after(done)
+
+    def value(self, variable: Any) -> Any:
+        """See AdasumOfSteps."""
+        return variable.read_value()
+
+    def reduce(self, steps: Iterable[Any]) -> list[Any]:
+        """See AdasumOfSteps. Nobody goes back: an operation that fails ends the session's run."""
+        return [
+            allreduce(
+                step,
+                compression=self._compression,
+                op=Adasum,
+                process_set=self._process_set,
+                name=f"{self._scope}/step_{index}",
+            )
+            for index, step in enumerate(steps)
+        ]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> Any:
+        """See AdasumOfSteps."""
+        pairs = zip(variables, values, strict=True)
+        return tf.group(*(tf.compat.v1.assign(variable, value) for variable, value in pairs))
 
 
 class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
@@ -45,12 +92,8 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         name = name or f"DistributedDelta{type(optimizer).__name__}"
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
-        self._device_dense = device_dense
-        self._device_sparse = device_sparse
-        self._compression = compression
-        self._passes = backward_passes_per_step
-        self._process_set = process_set
-        self._counter: Any = None
+        self._reducer = _StepReducer(compression, process_set, self.get_name(), device_dense)
+        self._passes = Passes(backward_passes_per_step, local_variables.LocalVariables())
         self._starts: list[Any] = []
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,50 +106,40 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         """The wrapped optimizer's step, and on every N-th one the Adasum of all ranks' steps."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
         variables = [tf_variable(variable) for gradient, variable in pairs if gradient is not None]
-        if self._passes > 1:
+        if self._passes.number > 1:
             return self._apply_some(pairs, variables, global_step, name)
-        # A copy, since identity returns a reference variable's own memory, which the step changes.
-        before = [tf.raw_ops.DeepCopy(x=variable) for variable in variables]
-        with tf.control_dependencies(before):
-            stepped = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-        with tf.control_dependencies([] if stepped is None else [stepped]):
-            return self._combine(variables, before)
+        return self._reducer.around(
+            variables,
+            lambda: self._optimizer.apply_gradients(pairs, global_step=global_step, name=name),
+        )[1]
 
     def _apply_some(self, pairs: Any, variables: list[Any], global_step: Any, name: Any) -> Any:
         """Take this rank's step; every N-th call combines the steps since the last combination."""
         self._remember(variables)
-        first = tf.equal(tf.identity(self._counter), 0)
-        began = when(first, lambda: self._copy_to_starts(variables), lambda: None)
-        with tf.control_dependencies([] if began is None else [began]):
+        began = when(self._passes.begins(), lambda: self._copy_to_starts(variables), lambda: None)
+        with local_variables.after([began]):
             stepped = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-        with tf.control_dependencies([] if stepped is None else [stepped]):
-            taken = self._counter.assign((self._counter.read_value() + 1) % self._passes)
-        with tf.control_dependencies([taken]):
-            complete = tf.equal(self._counter.read_value(), 0)
+        with local_variables.after([stepped]):
+            complete = self._passes.count()
 
         def combine() -> Any:
-            return self._combine(variables, [start.read_value() for start in self._starts])
+            return self._reducer.combine(variables, [s.read_value() for s in self._starts])
 
         return when(complete, combine, lambda: None)
 
     def _remember(self, variables: list[Any]) -> None:
-        if self._counter is not None and belongs_to_program(self._counter):
+        counter = self._passes.counter
+        if counter is not None and belongs_to_program(counter):
             return
         with tf.init_scope():
-            self._counter = self._local(tf.zeros([], tf.int32), "counter")
+            self._passes.counter = self._local(tf.zeros([], tf.int32), "counter")
             self._starts = [
                 self._local(tf.zeros(variable.shape, variable.dtype.base_dtype), f"start_{i}")
                 for i, variable in enumerate(variables)
             ]
 
     def _local(self, initial: Any, name: str) -> Any:
-        return tf.compat.v1.Variable(
-            initial,
-            trainable=False,
-            use_resource=True,
-            name=f"{self.get_name()}/{name}",
-            collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
-        )
+        return local_variables.make(initial, f"{self.get_name()}/{name}")
 
     def _copy_to_starts(self, variables: list[Any]) -> Any:
         return tf.group(
@@ -115,21 +148,6 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
                 for start, variable in zip(self._starts, variables, strict=True)
             )
         )
-
-    def _combine(self, variables: list[Any], before: list[Any]) -> Any:
-        assigned = []
-        for index, (variable, start) in enumerate(zip(variables, before, strict=True)):
-            with on_device(self._device_dense):
-                delta = variable.read_value() - start
-                combined = allreduce(
-                    delta,
-                    compression=self._compression,
-                    op=Adasum,
-                    process_set=self._process_set,
-                    name=f"{self.get_name()}/step_{index}",
-                )
-                assigned.append(tf.compat.v1.assign(variable, start + combined))
-        return tf.group(*assigned)
 
     def get_slot(self, var: Any, name: str) -> Any:
         """The wrapped optimizer's."""

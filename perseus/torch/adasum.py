@@ -6,32 +6,75 @@ of Horovod 0.28.1, horovod.torch.optimizer.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any, cast
 
 import torch
 
 from perseus import basics
-from perseus.compression import EXACT, Compressor
+from perseus.compression import Compressor, all_applied_here
 from perseus.failures import Failures
+from perseus.gradients.adasum import AdasumOfSteps
+from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import buffer_of
-from perseus.torch.session import ALLREDUCE, Adasum, session, synchronize
+from perseus.torch.session import Adasum, session
+
+
+class _StepReducer(HandleReducer, AdasumOfSteps):
+    """Combines the steps of parameters; names: of all of them.
+
+    failures: of the last step. applies: whether it was taken; else parameters are as before.
+    """
+
+    def __init__(self, plan: Plan, names: dict[torch.Tensor, str]) -> None:
+        super().__init__(plan, session)
+        self.names = names
+        self.reductions = [Reduction(name, name) for name in names.values()]
+        self.failures = Failures()
+        self.applies = True
+
+    def copies(self, variables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See AdasumOfSteps."""
+        return [parameter.clone() for parameter in variables]
+
+    def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
+        """See AdasumOfSteps: all is done at once."""
+        del done
+        return nullcontext()
+
+    def value(self, variable: torch.Tensor) -> torch.Tensor:
+        """See AdasumOfSteps."""
+        return variable
+
+    def reduce(self, steps: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
+        """See AdasumOfSteps."""
+        for reduction, step in zip(self.reductions, steps, strict=True):
+            self.begin(reduction, [step])
+        self.failures = Failures()
+        applies = self.finish(self.reductions, self.failures)
+        results = [reduction.gradients[0] for reduction in self.reductions]
+        for reduction in self.reductions:
+            reduction.gradients = []
+        self.applies = applies and not self.failures
+        return results if self.applies else None
+
+    def write(self, variables: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """See AdasumOfSteps."""
+        for parameter, value in zip(variables, values, strict=True):
+            parameter.copy_(value)
 
 
 class AdasumOptimizer(torch.optim.Optimizer):
     """The mixin that adasum_optimizer puts in front of the wrapped optimizer's class."""
 
     _check: ParameterCheck
-    _names: dict[torch.Tensor, str]
-    _compression: type[Compressor]
-    _process_set: ProcessSet
-    _number: int
+    _reducer: _StepReducer
     backward_passes_per_step: int
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -57,38 +100,15 @@ class AdasumOptimizer(torch.optim.Optimizer):
         HorovodInternalError when a reduction failed. NaN are searched for in steps: where one is
         to be skipped or is an error, parameters and the optimizer's state are as before.
         """
+        reducer = self._reducer
         if self._check.due():
-            self._check.compare((name, buffer_of(p)) for p, name in self._names.items())
-        parameters = list(self._names)
-        before = [parameter.clone() for parameter in parameters]
+            self._check.compare((name, buffer_of(p)) for p, name in reducer.names.items())
         saved = _saved(self)
-        loss = super().step(closure)
-        started = []
-        for parameter, start in zip(parameters, before, strict=True):
-            sent, context = self._compression.compress(parameter - start)
-            handle = session.submit(
-                ALLREDUCE, self._names[parameter], sent, torch.empty_like(sent), op=Adasum,
-                group=self._process_set.process_set_id, gradient_of=self._number, codec=EXACT,
-            )  # fmt: skip
-            started.append((handle, context))
-        steps: list[Any] = []
-        failures = Failures()
-        for handle, context in started:
-            try:
-                result = synchronize(handle)
-                steps.append(
-                    None if result is None else self._compression.decompress(result, context)
-                )
-            except Exception as error:
-                failures.add(error)
-        if failures or any(step is None for step in steps):
-            for parameter, start in zip(parameters, before, strict=True):
-                parameter.copy_(start)
+        wrapped: Any = super()
+        loss, _ = reducer.around(list(reducer.names), lambda: wrapped.step(closure))
+        if not reducer.applies:
             _restore(self, saved)
-        else:
-            for parameter, start, step in zip(parameters, before, steps, strict=True):
-                parameter.copy_(start + step)
-        failures.raise_first()
+        reducer.failures.raise_first()
         return loss
 
 
@@ -138,10 +158,7 @@ def adasum_optimizer(
     made.__dict__.pop("step", None)  # a scheduler bound it to the wrapped optimizer
     made.state = defaultdict(dict)
     made._check = ParameterCheck(process_set)
-    made._names = names
-    made._compression = compression
-    made._process_set = process_set
-    made._number = basics.new_gradients()
-    weakref.finalize(made, basics.forget_gradients, made._number).atexit = False
+    plan = Plan(Adasum, all_applied_here(compression), process_set)
+    made._reducer = _StepReducer(plan, names)
     made.backward_passes_per_step = passes
     return made
