@@ -2,7 +2,7 @@
 
 Clang reads the annotations of common/base/thread_annotations.h, which g++ ignores, and makes no
 objects. `python .ci/check_locks.py [ROOT]` prints what clang says and exits 1 where it says
-anything. First it makes sure that clang does see an offence.
+anything. First it makes sure that clang does see offences against both kinds of lock.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-OFFENCE = """
+OFFENCES = """
+#include "base/mutex.h"
 #include "base/progress_lock.h"
-int guarded PERSEUS_GUARDED_BY(perseus::progress_lock) = 0;
-void offend() { guarded = 1; }
+int by_lock PERSEUS_GUARDED_BY(perseus::progress_lock) = 0;
+perseus::Mutex mutex;
+int by_mutex PERSEUS_GUARDED_BY(mutex) = 0;
+void offend() { by_lock = by_mutex = 1; }
+void use() {
+  const perseus::MutexLock lock(mutex);
+  by_mutex = 2;
+}
 """
 
 
 def complaints(common: Path, source: Path) -> str:
-    """What clang says about the locks of one source file; "" where all is well."""
+    """What clang says about the locks of one source file; "" if all is well."""
     command = ["clang++", "-std=c++17", "-fsyntax-only", "-Wthread-safety", "-Werror"]
     includes = [f"-I{common}", f"-I{common / 'include'}"]
     version = ['-DPERSEUS_VERSION="0"']
@@ -36,9 +43,10 @@ def main(root: Path) -> int:
     common = root.resolve() / "common"
     with tempfile.TemporaryDirectory() as folder:
         offence = Path(folder, "offence.cc")
-        offence.write_text(OFFENCE, encoding="utf-8")
-        if "progress_lock" not in complaints(common, offence):
-            print("locks: clang does not see an offence that was made on purpose")
+        offence.write_text(OFFENCES, encoding="utf-8")
+        seen = complaints(common, offence)
+        if any(seen.count(f"'{name}' requires") != 1 for name in ("by_lock", "by_mutex")):
+            print("locks: clang does not see offences that were made on purpose")
             return 1
     # Kernels need flags of their own, and the version a generated file; neither has locks.
     sources = [
