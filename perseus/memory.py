@@ -6,6 +6,8 @@ import ctypes
 import functools
 import os
 
+from perseus import basics
+
 # Of <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # The most that glibc takes; blocks beyond it are mapped and unmapped one by one.
@@ -14,14 +16,21 @@ _MAP_FROM_BYTES = 32 << 20
 _KEEP_BYTES = 1 << 30
 
 
-@functools.cache
 def keep_freed_memory() -> None:
     """Have malloc keep what a step of training frees for the next one, up to 1 GiB.
 
     Frameworks allocate results and gradients anew in every step, and glibc gives large blocks back
     to the system as they are freed: each step then begins with a page fault for every 4 KiB. Does
-    nothing where the environment says how malloc is to do this, or where libc has no mallopt.
+    nothing with PERSEUS_KEEP_FREED_MEMORY=0, where the environment sets malloc's thresholds, or
+    where libc has no mallopt. Thresholds that have been set stay until the process ends.
+    ValueError before init().
     """
+    if basics.setting("PERSEUS_KEEP_FREED_MEMORY"):
+        _set_thresholds()
+
+
+@functools.cache
+def _set_thresholds() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not _user_tunes_malloc():
         mallopt(_M_MMAP_THRESHOLD, _MAP_FROM_BYTES)

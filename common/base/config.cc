@@ -162,6 +162,10 @@ constexpr Variable kTable[] = {
     {Var::kParameterCheckSteps, "PERSEUS_PARAMETER_CHECK_N_STEPS", "", VarType::kInt, "0", "0..1000000000", true,
      "Number of steps after which the ranks compare their parameters bit by bit. A difference is an error on every "
      "rank that names the first parameter that differs, and its ranks. 100 is a good value, 0 = off."},
+    {Var::kKeepFreedMemory, "PERSEUS_KEEP_FREED_MEMORY", "", VarType::kBool, "1", "", false,
+     "1 = the process keeps up to 1 GiB of the memory that a training step with TensorFlow or PyTorch frees, so that "
+     "the next step does not begin with page faults. 0 = Perseus leaves malloc's thresholds as they are, which it also "
+     "does if MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_, MALLOC_MMAP_MAX_ or GLIBC_TUNABLES sets them."},
     {Var::kLogLevel, "PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL", VarType::kChoice, "warning",
      "trace|debug|info|warning|error|fatal", false,
      "Least severe level of messages that are written to standard "

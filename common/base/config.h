@@ -59,6 +59,7 @@ enum class Var {
   kNanAction,
   kPerfCheckSteps,
   kParameterCheckSteps,
+  kKeepFreedMemory,
   kLogLevel,
   kLogHideTime,
   kCount

@@ -69,7 +69,6 @@ def _load() -> tuple[Any, ctypes.CDLL]:
     library.perseus_tensorflow_attach.restype = None
     library.perseus_tensorflow_detach.restype = None
     library.perseus_tensorflow_set_convention(int(version >= _OWNED_COMPLETIONS))
-    keep_freed_memory()
     return functions, library
 
 
@@ -81,6 +80,7 @@ class _Attachment:
 
 
 def _attach() -> None:
+    keep_freed_memory()
     _library.perseus_tensorflow_attach(basics.lend_context(_Attachment()))
 
 

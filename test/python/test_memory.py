@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from freed_memory import GIVEN_BACK, KEPT, page_faults
 
-KEEP = "from perseus.memory import keep_freed_memory; keep_freed_memory()"
+KEEP = """
+from perseus import basics, memory
+basics.init()
+memory.keep_freed_memory()
+"""
 TRAIN = """
 import torch
 import perseus.torch.horovod as hvd
@@ -23,10 +27,23 @@ def test_freed_memory_is_kept():
     assert page_faults(KEEP) in KEPT
 
 
+@pytest.mark.parametrize(("value", "faults"), [("1", KEPT), ("off", GIVEN_BACK)])
+def test_a_variable_decides_whether_it_is_kept(value, faults):
+    assert page_faults(KEEP, PERSEUS_KEEP_FREED_MEMORY=value) in faults
+
+
+def test_a_later_world_may_decide_to_keep_it():
+    later = "os.environ['PERSEUS_KEEP_FREED_MEMORY'] = '1'"
+    again = f"import os\n{KEEP}\nbasics.shutdown()\n{later}\n{KEEP}"
+    assert page_faults(again, PERSEUS_KEEP_FREED_MEMORY="0") in KEPT
+
+
 def test_a_distributed_optimizer_keeps_it():
     pytest.importorskip("torch")
     # So that there is something to do for a rank that is alone.
-    assert page_faults(TRAIN, PERSEUS_ACCUMULATE_N_STEPS="2") in KEPT
+    settings = {"PERSEUS_ACCUMULATE_N_STEPS": "2"}
+    assert page_faults(TRAIN, **settings) in KEPT
+    assert page_faults(TRAIN, PERSEUS_KEEP_FREED_MEMORY="0", **settings) in GIVEN_BACK
 
 
 @pytest.mark.parametrize(

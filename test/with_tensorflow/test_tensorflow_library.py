@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from freed_memory import KEPT, page_faults
+from freed_memory import GIVEN_BACK, KEPT, page_faults
 
 pytest.importorskip("tensorflow")
 
@@ -37,8 +37,12 @@ def test_tensorflow_is_missing():
     assert "TensorFlow is not installed: pip install tensorflow-cpu (2.15 or newer)" in found
 
 
-def test_freed_memory_is_kept():
-    assert page_faults("import perseus.tensorflow.library") in KEPT
+INIT = "import perseus.tensorflow.library\nfrom perseus import basics\nbasics.init()"
+
+
+@pytest.mark.parametrize(("value", "faults"), [("1", KEPT), ("0", GIVEN_BACK)])
+def test_freed_memory_is_kept_if_the_variable_says_so(value, faults):
+    assert page_faults(INIT, PERSEUS_KEEP_FREED_MEMORY=value) in faults
 
 
 def test_tensorflow_is_too_old():
