@@ -46,13 +46,8 @@ def check() -> None:
 
 
 def dynamic_process_sets() -> bool:
-    """Whether process sets may come and go after init() (HOROVOD_DYNAMIC_PROCESS_SETS=1)."""
+    """Whether HOROVOD_DYNAMIC_PROCESS_SETS=1 lets process sets come and go after init()."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
-
-
-def allow_dynamic_process_sets() -> None:
-    """From now on, for this process and those it starts."""
-    os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
 
 def elastic() -> bool:

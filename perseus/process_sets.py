@@ -111,6 +111,12 @@ _registered: dict[int, ProcessSet] = {}
 _of_host: list[ProcessSet] = []  # of the ranks of this one; empty until somebody asks
 _of_host_lock = threading.Lock()
 _given_to_init: list[ProcessSet] = []
+_made_dynamic = False  # by init(process_sets="dynamic"), for every later world of the process, too
+
+
+def _are_dynamic() -> bool:
+    """Whether sets may be added and removed after init()."""
+    return _made_dynamic or config.dynamic_process_sets()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -123,7 +129,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     init(process_sets="dynamic")), for ranks that do not exist or come twice, and for a set that is
     there already ("duplicate"); MismatchError on every rank where the ranks differ.
     """
-    if not config.dynamic_process_sets():
+    if not _are_dynamic():
         raise ValueError(
             "Dynamic process sets are disabled: Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call "
             'init(process_sets="dynamic").'
@@ -139,7 +145,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     True when it was removed: it has no id any more, and may be added again. False for the global
     set and for one that is not registered. ValueError unless process sets are dynamic.
     """
-    if not config.dynamic_process_sets():
+    if not _are_dynamic():
         raise ValueError(
             "Dynamic process sets are disabled: Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or call "
             'init(process_sets="dynamic").'
@@ -207,10 +213,11 @@ def ranks_by_host(places: Sequence[tuple[int, int, int]]) -> list[list[int]]:
 
 def register_at_init(process_sets: Sequence[ProcessSet] | str | None) -> None:
     """What init(process_sets=…) says. Collective; ValueError on every rank unless all agree."""
+    global _made_dynamic
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f'[init] process_sets={process_sets!r}: expected a list or "dynamic"')
-        config.allow_dynamic_process_sets()
+        _made_dynamic = True
         process_sets = []
     wanted = [_as_set(entry) for entry in process_sets or []]
     if basics.size() > 1:
@@ -231,7 +238,7 @@ def static_sets() -> list[ProcessSet]:
     The sets that init() was given, since nothing else could add them: add_process_set refuses. None
     where it does not; scripts written for Horovod, which drops all, then add them again.
     """
-    return [] if config.dynamic_process_sets() else list(_given_to_init)
+    return [] if _are_dynamic() else list(_given_to_init)
 
 
 def ids_and_ranks() -> dict[int, list[int]]:

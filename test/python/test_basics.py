@@ -100,6 +100,34 @@ def test_init_twice_is_one_world(world):
     assert basics.size() == 1
 
 
+def test_sets_that_init_makes_dynamic_stay_so_without_a_word_in_the_environment():
+    code = """
+import os
+from perseus import basics, process_sets
+
+def refusal():
+    try:
+        process_sets.add_process_set([0])
+    except ValueError as error:
+        return str(error).split(":")[0].split(" (")[0]
+
+before = dict(os.environ)
+basics.init()
+print(refusal())
+for sets in ("Dynamic", None):
+    basics.shutdown()
+    basics.init(process_sets=sets)
+    print(refusal())
+print(os.environ == before)
+"""
+    assert _python(code).splitlines() == [
+        "Dynamic process sets are disabled",
+        "Attempted to add a duplicate process set",
+        "Attempted to add a duplicate process set",
+        "True",
+    ]
+
+
 def test_communicators_of_old_scripts():
     basics.init(comm=[0])
     basics.shutdown()
