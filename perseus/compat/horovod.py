@@ -20,4 +20,4 @@ if __name__ == "__main__":
     run(sys.argv[1:])
 elif __name__ == "__mp_main__":
     # A worker of multiprocessing: its main module is the script's.
-    globals().update(main_namespace())
+    globals().update(main_namespace(__spec__.name))

@@ -2,7 +2,8 @@
 
 Processes that the program makes with multiprocessing's spawn or forkserver begin by importing the
 program's main module again; they do so by way of perseus.compat.horovod, so that `import horovod`
-finds Perseus there too. One thread.
+finds Perseus there too. What the program is reaches them with the name of the module that they are
+to import (_EntryName). One thread.
 """
 
 from __future__ import annotations
@@ -22,15 +23,35 @@ from perseus.compat.names import MODULES
 
 USAGE = "usage: python -m perseus.compat.horovod (SCRIPT | -m MODULE | -c CODE) [ARGUMENTS ...]"
 _ENTRY = "perseus.compat.horovod"
-# What the main module is, for worker processes: "script:PATH" or "module:NAME".
-_MAIN_VARIABLE = "PERSEUS_COMPAT_MAIN"
+
+
+class _EntryName(str):
+    """The name of the entry module, with what the program's main module is.
+
+    multiprocessing pickles the name of the main module for worker processes; importlib hands the
+    object on as the name of the module that they import.
+    """
+
+    __slots__ = ("main",)
+
+    main: str  # "script:PATH", "module:NAME" or ""
+
+    def __new__(cls, main: str) -> _EntryName:
+        """The name `_ENTRY`."""
+        name = super().__new__(cls, _ENTRY)
+        name.main = main
+        return name
+
+    def __reduce__(self) -> tuple[type[_EntryName], tuple[str]]:
+        """For pickle: what makes an equal one."""
+        return _EntryName, (self.main,)
 
 
 class _MainSpec(ModuleSpec):
     """Has worker processes import the entry module, which then loads the real main module."""
 
-    def __init__(self, package: str) -> None:
-        super().__init__(_ENTRY, None)
+    def __init__(self, main: str, package: str) -> None:
+        super().__init__(_EntryName(main), None)
         self._package = package
 
     @property
@@ -52,12 +73,13 @@ def run(arguments: Sequence[str]) -> None:
         _run_script(kind, rest)
 
 
-def main_namespace() -> dict[str, Any]:
+def main_namespace(entry: str) -> dict[str, Any]:
     """In a worker process: what the program's main module defines, loaded as `__mp_main__`.
 
+    entry: the name under which the entry module was imported.
     Without `__spec__`: the entry module's own has the worker's workers begin like itself.
     """
-    kind, _, name = os.environ.get(_MAIN_VARIABLE, "").partition(":")
+    kind, _, name = getattr(entry, "main", "").partition(":")
     names: dict[str, Any] = {}
     if kind == "script":
         names = runpy.run_path(name, run_name="__mp_main__")
@@ -76,8 +98,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     sys.argv = [path, *arguments]
     file_name = os.path.abspath(path)
-    os.environ[_MAIN_VARIABLE] = f"script:{file_name}"
-    main = _main_module("", file_name)
+    main = _main_module(f"script:{file_name}", "", file_name)
     main.__loader__ = SourceFileLoader("__main__", file_name)
     _execute(compile(source, file_name, "exec", dont_inherit=True), main)
 
@@ -93,8 +114,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
     if spec is None or code is None:
         raise SystemExit(f"{_ENTRY}: error: no module named {name} that can be run")
     sys.argv = [spec.origin or name, *arguments]
-    os.environ[_MAIN_VARIABLE] = f"module:{spec.name}"
-    main = _main_module(spec.parent or "", spec.origin or "")
+    main = _main_module(f"module:{spec.name}", spec.parent or "", spec.origin or "")
     main.__package__ = spec.parent
     main.__loader__ = spec.loader
     _execute(code, main)
@@ -103,8 +123,7 @@ def _run_module(name: str, arguments: list[str]) -> None:
 def _run_code(text: str, arguments: list[str]) -> None:
     _set_first_path("")
     sys.argv = ["-c", *arguments]
-    os.environ.pop(_MAIN_VARIABLE, None)
-    main = _main_module("")
+    main = _main_module("", "")
     _execute(compile(text, "<string>", "exec", dont_inherit=True), main)
 
 
@@ -114,9 +133,9 @@ def _set_first_path(directory: str) -> None:
         sys.path[0] = directory
 
 
-def _main_module(package: str, file_name: str | None = None) -> ModuleType:
+def _main_module(program: str, package: str, file_name: str | None = None) -> ModuleType:
     main = ModuleType("__main__")
-    main.__spec__ = _MainSpec(package)
+    main.__spec__ = _MainSpec(program, package)
     if file_name is not None:
         main.__file__ = file_name
     return main

@@ -80,6 +80,16 @@ def test_program_sees_what_python_would_show_it(
     assert json.loads(aliased.stdout) == json.loads(plain.stdout)
 
 
+def test_environment_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "show.py").write_text(
+        "import json, os, sys\njson.dump(dict(os.environ), sys.stdout)\n", encoding="utf-8"
+    )
+    for program in (["show.py"], ["-m", "show"]):
+        plain = python(*program, cwd=tmp_path)
+        aliased = python(*_ENTRY, *program, cwd=tmp_path)
+        assert json.loads(aliased.stdout) == json.loads(plain.stdout)
+
+
 def test_module_of_a_package_imports_its_neighbours(folder: Path) -> None:
     result = python(*_ENTRY, "-m", "package.show", cwd=folder / "src")
     assert json.loads(result.stdout)[3] == "package"
