@@ -204,6 +204,22 @@ perseus_code perseus_launched_store(perseus_store_place* place) {
   });
 }
 
+perseus_code perseus_launched_identity_read(const char* const* environment, perseus_launched_identity* out) {
+  return guarded([&] {
+    const perseus::Identity identity = perseus::launched_identity(environment);
+    perseus_launched_identity found = {};
+    found.rank = identity.rank;
+    found.size = identity.size;
+    found.local_rank = identity.local_rank;
+    found.local_size = identity.local_size;
+    found.cross_rank = identity.cross_rank;
+    found.cross_size = identity.cross_size;
+    found.launcher = perseus::launcher_name(identity.launcher);
+    perseus::give(found, out, "perseus_launched_identity");
+    return PERSEUS_OK;
+  });
+}
+
 void perseus_context_shutdown(perseus_context* context) {
   in_context(context, [](perseus::Context& c) {
     c.engine().shutdown();

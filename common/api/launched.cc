@@ -1,13 +1,13 @@
 // A launcher answers a process once, so what it said is kept here: like the environment, it is the process's.
 #include "api/launched.h"
 
+#include <cstring>
 #include <map>
 #include <optional>
 
 #include "base/config.h"
 #include "base/error.h"
 #include "base/mutex.h"
-#include "bootstrap/identity.h"
 
 namespace perseus {
 namespace {
@@ -66,6 +66,16 @@ const Rendezvous& launched_rendezvous() {
   Launched& known = launched();
   const MutexLock lock(known.mutex);
   return known.find_rendezvous();
+}
+
+Identity launched_identity(const char* const* environment) {
+  if (environment == nullptr) return identify(environment_value);
+  return identify([environment](const std::string& name) -> std::string {
+    for (const char* const* text = environment; *text != nullptr; ++text)
+      if (std::strncmp(*text, name.c_str(), name.size()) == 0 && (*text)[name.size()] == '=')
+        return *text + name.size() + 1;
+    return "";
+  });
 }
 
 }  // namespace perseus

@@ -6,6 +6,7 @@
 
 #include "api/context.h"
 #include "bootstrap/bootstrap.h"
+#include "bootstrap/identity.h"
 
 namespace perseus {
 
@@ -13,5 +14,7 @@ namespace perseus {
 std::unique_ptr<Context> create_launched(const std::string& job);
 // See perseus_launched_store.
 const Rendezvous& launched_rendezvous();
+// See perseus_launched_identity_read.
+Identity launched_identity(const char* const* environment);
 
 }  // namespace perseus

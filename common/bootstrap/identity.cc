@@ -3,6 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
+#include <numeric>
+#include <optional>
 #include <sstream>
 #include <vector>
 
@@ -37,26 +40,35 @@ const Source kSources[] = {
        "[" + std::string(component) + "] " + name + "='" + value + "': expected " + expected);
 }
 
-// -1 = not a whole number, or a huge one.
-int64_t parsed(const std::string& value) {
-  const bool digits = !value.empty() && value.find_first_not_of("0123456789") == std::string::npos;
-  return digits && value.size() < 18 ? std::stoll(value) : -1;
+// The largest number there is for all that are larger; nullopt = not a whole number.
+std::optional<int64_t> parsed(const std::string& value) {
+  if (value.empty() || value.find_first_not_of("0123456789") != std::string::npos) return std::nullopt;
+  const size_t first = std::min(value.find_first_not_of('0'), value.size() - 1);
+  if (value.size() - first > std::numeric_limits<int64_t>::digits10) return std::numeric_limits<int64_t>::max();
+  return std::stoll(value.substr(first));
 }
 
-int number(const Environment& environment, const std::string& name, int least) {
+int64_t number(const Environment& environment, const std::string& name, int least) {
   const std::string value = environment(name);
-  const int64_t result = parsed(value);
-  if (result < least || result > kMostRanks)
+  const std::optional<int64_t> result = parsed(value);
+  if (!result || *result < least)
     refuse("identity", name, value, "a whole number, " + std::to_string(least) + " or more");
-  return static_cast<int>(result);
+  return *result;
+}
+
+int count(const Environment& environment, const std::string& name) {
+  const int64_t value = number(environment, name, 1);
+  if (value > kMostRanks)
+    refuse("identity", name, environment(name), "at most " + std::to_string(kMostRanks) + " ranks");
+  return static_cast<int>(value);
 }
 
 int index(const Environment& environment, const std::string& name, const std::string& size_name, int size) {
-  const int value = number(environment, name, 0);
+  const int64_t value = number(environment, name, 0);
   if (value >= size)
     refuse("identity", name, environment(name),
            "0.." + std::to_string(size - 1) + " (" + size_name + "=" + std::to_string(size) + ")");
-  return value;
+  return static_cast<int>(value);
 }
 
 // Zeros unless both are there: the context then finds out both.
@@ -64,17 +76,17 @@ void read_pair(const Environment& environment, const char* index_name, const cha
                int* out_size) {
   *out = *out_size = 0;
   if (index_name == nullptr || environment(index_name).empty() || environment(size_name).empty()) return;
-  const int size = number(environment, size_name, 1);
+  const int64_t size = number(environment, size_name, 1);
   if (size > limit)
     refuse("identity", size_name, environment(size_name), "at most the world's " + std::to_string(limit) + " ranks");
-  *out = index(environment, index_name, size_name, size);
-  *out_size = size;
+  *out_size = static_cast<int>(size);
+  *out = index(environment, index_name, size_name, *out_size);
 }
 
 Identity from_source(const Environment& environment, const Source& source) {
   Identity identity;
   identity.launcher = source.launcher;
-  identity.size = number(environment, source.size, 1);
+  identity.size = count(environment, source.size);
   identity.rank = index(environment, source.rank, source.size, identity.size);
   read_pair(environment, source.local_rank, source.local_size, identity.size, &identity.local_rank,
             &identity.local_size);
@@ -105,20 +117,26 @@ bool is_slurm_task(const Environment& environment) {
   return true;
 }
 
+std::string trimmed(const std::string& text) {
+  const size_t begin = text.find_first_not_of(' '), end = text.find_last_not_of(' ');
+  return begin == std::string::npos ? "" : text.substr(begin, end - begin + 1);
+}
+
 // "2(x3),1" -> {2, 2, 2, 1}.
 std::vector<int> tasks_per_node(const Environment& environment, const char* name) {
   const std::string value = environment(name);
   std::vector<int> counts;
   std::stringstream stream(value);
   for (std::string part; std::getline(stream, part, ',');) {
+    part = trimmed(part);
     const size_t bracket = part.find("(x");
     const bool repeated = bracket != std::string::npos && part.back() == ')';
-    const int64_t count = parsed(part.substr(0, bracket));
-    const int64_t repeat = repeated ? parsed(part.substr(bracket + 2, part.size() - bracket - 3)) : 1;
-    if (count < 0 || count > kMostRanks || repeat < 0 || static_cast<int64_t>(counts.size()) + repeat > kMostRanks ||
+    const std::optional<int64_t> tasks = parsed(part.substr(0, bracket));
+    const std::optional<int64_t> nodes = repeated ? parsed(part.substr(bracket + 2, part.size() - bracket - 3)) : 1;
+    if (!tasks || !nodes || *tasks > kMostRanks || *nodes > kMostRanks - static_cast<int64_t>(counts.size()) ||
         repeated != (bracket != std::string::npos))
       refuse("identity", name, value, "counts such as 2(x3),1");
-    counts.insert(counts.end(), static_cast<size_t>(repeat), static_cast<int>(count));
+    counts.insert(counts.end(), static_cast<size_t>(*nodes), static_cast<int>(*tasks));
   }
   return counts;
 }
@@ -126,23 +144,22 @@ std::vector<int> tasks_per_node(const Environment& environment, const char* name
 Identity from_slurm(const Environment& environment) {
   constexpr const char* kTasks = "SLURM_STEP_TASKS_PER_NODE";
   Identity identity{0, 1, 0, 0, 0, 0, Launcher::kSlurm};
-  identity.size = number(environment, "SLURM_STEP_NUM_TASKS", 1);
+  identity.size = count(environment, "SLURM_STEP_NUM_TASKS");
   identity.rank = index(environment, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", identity.size);
   for (const char* name : {"SLURM_LOCALID", "SLURM_NODEID", kTasks})
     if (environment(name).empty()) return identity;
   const std::vector<int> counts = tasks_per_node(environment, kTasks);
   const auto node = static_cast<size_t>(number(environment, "SLURM_NODEID", 0));
-  const int local_rank = number(environment, "SLURM_LOCALID", 0);
-  int64_t total = 0;
-  for (const int count : counts) total += count;
+  const int64_t local_rank = number(environment, "SLURM_LOCALID", 0);
+  const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   if (total != identity.size || node >= counts.size() || local_rank >= counts[node])
     refuse("identity", kTasks, environment(kTasks),
            std::to_string(identity.size) + " tasks in all and more than " + std::to_string(local_rank) + " on node " +
                std::to_string(node) + " (SLURM_STEP_NUM_TASKS=" + std::to_string(identity.size) +
                ", SLURM_LOCALID=" + std::to_string(local_rank) + ", SLURM_NODEID=" + std::to_string(node) + ")");
-  identity.local_rank = local_rank;
+  identity.local_rank = static_cast<int>(local_rank);
   identity.local_size = counts[node];
-  const auto owner = [local_rank](int count) { return count > local_rank; };
+  const auto owner = [local_rank](int tasks) { return tasks > local_rank; };
   identity.cross_rank =
       static_cast<int>(std::count_if(counts.begin(), counts.begin() + static_cast<long>(node), owner));
   identity.cross_size = static_cast<int>(std::count_if(counts.begin(), counts.end(), owner));
@@ -151,12 +168,30 @@ Identity from_slurm(const Environment& environment) {
 
 }  // namespace
 
+const char* launcher_name(Launcher launcher) {
+  switch (launcher) {
+    case Launcher::kPerseusrun:
+      return "perseusrun";
+    case Launcher::kTorch:
+      return "torch";
+    case Launcher::kOpenMpi:
+      return "openmpi";
+    case Launcher::kMpich:
+      return "mpich";
+    case Launcher::kSlurm:
+      return "slurm";
+    case Launcher::kSingle:
+      break;
+  }
+  return "single";
+}
+
 int64_t whole_number(const char* component, const std::string& name, const std::string& value, int64_t least,
                      int64_t most) {
-  const int64_t result = parsed(value);
-  if (result < least || result > most)
+  const std::optional<int64_t> result = parsed(value);
+  if (!result || *result < least || *result > most)
     refuse(component, name, value, "a whole number " + std::to_string(least) + ".." + std::to_string(most));
-  return result;
+  return *result;
 }
 
 Identity identify(const Environment& environment) {

@@ -1,5 +1,5 @@
-// Who am I: rank and world from what a launcher left in the environment, by the rules of
-// perseus/run/bootstrap/identity.py. Thread-safe: pure functions of the environment they are given.
+// Who am I: the one place that reads rank and world from what a launcher left in the environment.
+// Thread-safe: pure functions of the environment they are given.
 #pragma once
 
 #include <functional>
@@ -19,6 +19,9 @@ struct Identity {
   int cross_rank = 0, cross_size = 1;
   Launcher launcher = Launcher::kSingle;
 };
+
+// "perseusrun", "torch", "openmpi", "mpich", "slurm" or "single": lives as long as the process.
+const char* launcher_name(Launcher launcher);
 
 // perseusrun's, torchrun's, Open MPI's, MPICH's or srun's, else that of a single process. Throws
 // Error(kInvalidArgument) naming variable and value when one is no number or does not fit the others.

@@ -2,7 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "context.h"
 #include "errors.h"
@@ -57,6 +60,20 @@ py::tuple launched_store() {
   return py::make_tuple(place.host, place.port, py::bytes(static_cast<const char*>(place.secret), place.secret_size));
 }
 
+// `environment`: NAME=VALUE, instead of this process's.
+py::tuple launched_identity(const std::optional<std::vector<std::string>>& environment) {
+  std::vector<const char*> texts;
+  if (environment) {
+    for (const std::string& text : *environment) texts.push_back(text.c_str());
+    texts.push_back(nullptr);
+  }
+  perseus_launched_identity found = {};
+  found.struct_size = sizeof(found);
+  check(perseus_launched_identity_read(environment ? texts.data() : nullptr, &found));
+  return py::make_tuple(found.rank, found.size, found.local_rank, found.local_size, found.cross_rank, found.cross_size,
+                        found.launcher);
+}
+
 uint64_t hash_bytes(const py::buffer& data) {
   Py_buffer view;
   if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
@@ -108,6 +125,8 @@ PYBIND11_MODULE(_core, module) {
   module.def(
       "launched_store", &launched_store,
       "Host, port and secret of the store of the job that this process was launched in, agreed on with all ranks.");
+  module.def("launched_identity", &launched_identity, py::arg("environment") = py::none(),
+             "Rank, size, local rank, local size, cross rank, cross size and launcher, by the launcher's variables.");
   bind_speeds(module);
   bind_context(module);
   if (!bind_operations(module.ptr())) throw py::error_already_set();

@@ -1,7 +1,10 @@
 // What callers of the C ABI may get wrong or have compiled long ago: sizes of structs, and handles that are not theirs.
 #include <algorithm>
 #include <cstddef>
+#include <cstdlib>
 #include <cstring>
+#include <tuple>
+#include <vector>
 
 #include "operation.h"
 
@@ -83,6 +86,56 @@ TEST(StructSizes, AnOlderCallersFieldsAreFilledInAndANewersAreLeft) {
     older.expect_untouched();
     newer.expect_untouched();
   });
+}
+
+TEST(StructSizes, AnIdentityFillsNoMoreThanItsCallersStruct) {
+  const char* const environment[] = {"RANK=3", "WORLD_SIZE=5", "LOCAL_RANK=1", "LOCAL_WORLD_SIZE=2", nullptr};
+  expect_sizes<perseus_launched_identity>(
+      "perseus_launched_identity", [&](auto* found) { return perseus_launched_identity_read(environment, found); });
+  using Identity = perseus_launched_identity;
+  for (const size_t size : {offsetof(Identity, cross_rank), sizeof(Identity), sizeof(Identity) + 16}) {
+    Callers<Identity> caller(size);
+    ASSERT_EQ(perseus_launched_identity_read(environment, caller.get()), PERSEUS_OK) << perseus_error_message();
+    caller.expect_untouched();
+    const Identity& found = *caller.get();
+    EXPECT_EQ(std::make_tuple(found.rank, found.size, found.local_rank, found.local_size), std::make_tuple(3, 5, 1, 2));
+    if (size < sizeof(Identity)) continue;
+    EXPECT_EQ(std::make_tuple(found.cross_rank, found.cross_size), std::make_tuple(0, 0));
+    EXPECT_STREQ(found.launcher, "torch");
+  }
+}
+
+TEST(LaunchedIdentity, IsReadFromTheTextsThatAreGivenAndFromNowhereElse) {
+  const auto read = [](const std::vector<const char*>& texts, perseus_launched_identity* found) {
+    *found = {};
+    found->struct_size = sizeof *found;
+    return perseus_launched_identity_read(texts.data(), found);
+  };
+  perseus_launched_identity found;
+  // As in an environment, the first of two texts counts, and a text without a value is nothing.
+  ASSERT_EQ(
+      read({"PERSEUS_SIZE", "PERSEUS_SIZE=4", "PERSEUS_SIZES=7", "PERSEUS_RANK=2", "PERSEUS_RANK=1", nullptr}, &found),
+      PERSEUS_OK)
+      << perseus_error_message();
+  EXPECT_EQ(std::make_tuple(found.rank, found.size), std::make_tuple(2, 4));
+  EXPECT_STREQ(found.launcher, "perseusrun");
+  ASSERT_EQ(read({nullptr}, &found), PERSEUS_OK);
+  EXPECT_EQ(std::make_tuple(found.rank, found.size, found.local_size, found.cross_size), std::make_tuple(0, 1, 1, 1));
+  EXPECT_STREQ(found.launcher, "single");
+  EXPECT_EQ(read({"PERSEUS_SIZE=4", "PERSEUS_RANK=4", nullptr}, &found), PERSEUS_INVALID_ARGUMENT);
+  EXPECT_STREQ(perseus_error_message(), "[identity] PERSEUS_RANK='4': expected 0..3 (PERSEUS_SIZE=4)");
+}
+
+TEST(LaunchedIdentity, IsThatOfThisProcessWhenNoTextsAreGiven) {
+  perseus_launched_identity found = {};
+  found.struct_size = sizeof found;
+  ASSERT_EQ(setenv("PERSEUS_RANK", "1", 1), 0);
+  ASSERT_EQ(setenv("PERSEUS_SIZE", "3", 1), 0);
+  const perseus_code code = perseus_launched_identity_read(nullptr, &found);
+  unsetenv("PERSEUS_RANK");
+  unsetenv("PERSEUS_SIZE");
+  ASSERT_EQ(code, PERSEUS_OK) << perseus_error_message();
+  EXPECT_EQ(std::make_tuple(found.rank, found.size), std::make_tuple(1, 3));
 }
 
 TEST(StructSizes, ARequestIsReadAsFarAsItsCallerWroteIt) {

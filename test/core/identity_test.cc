@@ -1,4 +1,4 @@
-// Who am I, as every launcher says it; the same cases as test/python/test_identity.py, for programs without Python.
+// Who am I, as every launcher says it.
 #include "bootstrap/identity.h"
 
 #include <gtest/gtest.h>
@@ -77,6 +77,24 @@ TEST(Identity, IsWhatTheLauncherSays) {
   expect_identity(joined({{"SLURM_PROCID", "5"}, {"SLURM_LOCALID", "1"}}, kSrun), {5, 7, 1, 2, 2, 3, Launcher::kSlurm});
 }
 
+TEST(Identity, NumbersMayHaveZerosAndCountsSpacesInFront) {
+  const Variables zeros{{"PERSEUS_RANK", "00000000000000000005"}, {"PERSEUS_SIZE", "06"}, {"PERSEUS_LOCAL_RANK", "01"}};
+  expect_identity(joined(zeros, kPerseusrun), {5, 6, 1, 2, 2, 3, Launcher::kPerseusrun});
+  expect_identity(joined({{"SLURM_STEP_TASKS_PER_NODE", "2(x3), 1 "}}, kSrun), {4, 7, 0, 2, 2, 4, Launcher::kSlurm});
+}
+
+TEST(Identity, EveryLauncherHasAName) {
+  const auto name = [](const Variables& variables) {
+    return std::string(launcher_name(identify(environment_of(variables)).launcher));
+  };
+  EXPECT_EQ(name({}), "single");
+  EXPECT_EQ(name(kPerseusrun), "perseusrun");
+  EXPECT_EQ(name(kTorch), "torch");
+  EXPECT_EQ(name(kOpenMpi), "openmpi");
+  EXPECT_EQ(name(kHydra), "mpich");
+  EXPECT_EQ(name(kSrun), "slurm");
+}
+
 TEST(Identity, SlurmsBatchScriptIsASingleProcess) { expect_identity(kBatch, Identity{}); }
 
 TEST(Identity, SrunWithoutCountsLeavesHostsToTheContext) {
@@ -126,7 +144,12 @@ TEST(Identity, ValueThatDoesNotFitIsNamed) {
   expect({{"PERSEUS_RANK", "6"}}, kPerseusrun, "PERSEUS_RANK='6': expected 0..5 (PERSEUS_SIZE=6)");
   expect({{"PERSEUS_SIZE", "six"}}, kPerseusrun, "PERSEUS_SIZE='six': expected a whole number, 1 or more");
   expect({{"PERSEUS_SIZE", "0"}}, kPerseusrun, "PERSEUS_SIZE='0': expected a whole number, 1 or more");
-  expect({{"PERSEUS_SIZE", "99999999999999999999"}}, kPerseusrun, "PERSEUS_SIZE='99999999999999999999'");
+  expect({{"PERSEUS_SIZE", "1000001"}}, kPerseusrun, "PERSEUS_SIZE='1000001': expected at most 1000000 ranks");
+  expect({{"PERSEUS_SIZE", "99999999999999999999"}}, kPerseusrun,
+         "PERSEUS_SIZE='99999999999999999999': expected at most 1000000 ranks");
+  expect({{"PERSEUS_RANK", "99999999999999999999"}}, kPerseusrun,
+         "PERSEUS_RANK='99999999999999999999': expected 0..5 (PERSEUS_SIZE=6)");
+  expect({{"PERSEUS_LOCAL_SIZE", "99999999999999999999"}}, kPerseusrun, "expected at most the world's 6 ranks");
   expect({{"PERSEUS_LOCAL_RANK", "2"}}, kPerseusrun, "PERSEUS_LOCAL_RANK='2': expected 0..1");
   expect({{"PERSEUS_LOCAL_SIZE", "9"}}, kPerseusrun, "PERSEUS_LOCAL_SIZE='9': expected at most the world's 6 ranks");
   expect({{"PERSEUS_RANK", "1"}}, {}, "PERSEUS_RANK='1' without PERSEUS_SIZE: set both");

@@ -37,6 +37,12 @@ SRUN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PERSEUSRUN, *HOROVOD, *TORCHRUN, *OPEN_MPI, *HYDRA, *SRUN):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
@@ -54,6 +60,17 @@ SRUN = {
 )
 def test_launcher_is_recognised(environment: dict[str, str], expected: Identity) -> None:
     assert identify(environment) == expected
+
+
+def test_without_a_mapping_it_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert identify() == SINGLE
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert identify() == Identity(3, 4, 1, 2, 0, 0, "torch")
+    assert identify({}) == SINGLE
+    monkeypatch.setenv("RANK", "\udcff")  # a byte that is no UTF-8
+    with pytest.raises(ValueError, match=r"^\[identity\] RANK='.': expected a whole number, 0"):
+        identify()
 
 
 def test_batch_script_of_slurm_is_a_single_process() -> None:
@@ -123,6 +140,8 @@ def test_lone_rank_variable_of_something_else_means_nothing() -> None:
         ({"HOROVOD_SIZE": "2"}, r"HOROVOD_SIZE='2' without HOROVOD_RANK"),
         ({**TORCH, "RANK": "-1"}, r"RANK='-1': expected a whole number, 0"),
         ({**TORCH, "RANK": "²"}, r"RANK='²': expected a whole number"),
+        ({**TORCH, "RANK": "9" * 30}, rf"RANK='{'9' * 30}': expected 0\.\.3 \(WORLD_SIZE=4\)"),
+        ({**TORCH, "WORLD_SIZE": "9" * 30}, rf"WORLD_SIZE='{'9' * 30}': expected at most 1000000"),
         ({**TORCH, "WORLD_SIZE": "1"}, r"RANK='3': expected 0\.\.0 \(WORLD_SIZE=1\)"),
         ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "x"}, r"OMPI_COMM_WORLD_LOCAL_RANK='x'"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2,x"}, r"SLURM_STEP_TASKS_PER_NODE='2,x'"),

@@ -157,8 +157,8 @@ def test_torchrun_inside_a_rank_of_perseusrun_is_an_error_at_once() -> None:
     )  # fmt: skip
     assert result.returncode != 0
     assert re.search(
-        r"ValueError: \[identity\] PERSEUS_RANK=\d and PERSEUS_SIZE=2 belong to an outer job of "
-        r"perseusrun, inside of which torchrun has started this process as rank \d of 2",
+        r"InvalidArgumentError: \[identity\] PERSEUS_RANK=\d and PERSEUS_SIZE=2 belong to an outer "
+        r"job of perseusrun, inside of which torchrun has started this process as rank \d of 2",
         result.stderr,
     ), result.stderr
 

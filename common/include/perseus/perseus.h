@@ -171,6 +171,19 @@ typedef struct perseus_store_place {
  * must call it. Conditions and errors are those of perseus_context_create_launched. The strings stay valid until the
  * process ends. */
 PERSEUS_EXPORT perseus_code perseus_launched_store(perseus_store_place* place);
+/* Which rank of which world this process is. */
+typedef struct perseus_launched_identity {
+  size_t struct_size;
+  int rank, size;
+  int local_rank, local_size; /* local_size 0: the launcher does not say, and perseus_context_create finds out */
+  int cross_rank, cross_size; /* likewise */
+  const char* launcher;       /* "perseusrun", "torch", "openmpi", "mpich", "slurm" or "single"; never freed */
+} perseus_launched_identity;
+/* Reads the launcher's variables from `environment`, a NULL-terminated array of NAME=VALUE strings, or from this
+ * process's environment if that is NULL. Each call reads them again. PERSEUS_INVALID_ARGUMENT for a variable that is
+ * wrong or missing. */
+PERSEUS_EXPORT perseus_code perseus_launched_identity_read(const char* const* environment,
+                                                           perseus_launched_identity* identity);
 /* Ends the world on all ranks. Operations that are under way on all ranks are finished first; pending ones fail
  * everywhere with PERSEUS_ABORTED "Horovod has been shut down…". May be called twice. */
 PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);
