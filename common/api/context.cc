@@ -7,6 +7,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <numeric>
 
 #include "base/clock.h"
 #include "base/descriptors.h"
@@ -49,8 +50,16 @@ class MemoryWorldStore final : public Store {
  public:
   explicit MemoryWorldStore(std::shared_ptr<MemoryWorld> world) : world_(std::move(world)) {}
   void set(const std::string& key, const std::string& value) override { world_->store->set(key, value); }
-  std::string get(const std::string& key, int64_t deadline_ns, const std::function<bool()>& interrupted) override {
+  std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted) override {
     return world_->store->get(key, deadline_ns, interrupted);
+  }
+  std::vector<int> get_all(const std::string& prefix, const std::vector<int>& numbers, int64_t deadline_ns,
+                           const OnValue& on_value, const Interrupted& interrupted) override {
+    return world_->store->get_all(prefix, numbers, deadline_ns, on_value, interrupted);
+  }
+  std::vector<int> get_present(const std::string& prefix, const std::vector<int>& numbers, int64_t deadline_ns,
+                               const OnValue& on_value, const Interrupted& interrupted) override {
+    return world_->store->get_present(prefix, numbers, deadline_ns, on_value, interrupted);
   }
   const std::shared_ptr<MemFabric>& fabric() const { return world_->fabric; }
 
@@ -58,10 +67,9 @@ class MemoryWorldStore final : public Store {
   std::shared_ptr<MemoryWorld> world_;
 };
 
-// For an answer of the store about what should be there already, at least and at most; how many missing ranks are worth
-// the time.
-constexpr int64_t kAnswerTime = 200 * kMillisecond, kMostAnswerTime = 5 * kSecond;
-constexpr int kMostNamed = 16;
+// For an answer of the store that does not wait for anybody, on however busy a machine.
+constexpr int64_t kAnswerTime = 5 * kSecond;
+constexpr size_t kMostNamed = 16;
 // Stands before the reason where a rank's entry was.
 constexpr char kGaveUp[] = "gave up\n";
 // Stands before the version in a rank's entry.
@@ -96,6 +104,22 @@ Location decode_location(const std::string& text) {
   if (std::sscanf(text.c_str(), "%d %d", &location.node, &location.interfaces) != 2)
     fail(ErrorKind::kInternal, "[rendezvous] '" + text + "' is not the location of a rank");
   return location;
+}
+
+std::vector<int> ranks_from(int first, int size) {
+  std::vector<int> ranks(static_cast<size_t>(std::max(size - first, 0)));
+  std::iota(ranks.begin(), ranks.end(), first);
+  return ranks;
+}
+
+// False also when the store does not answer.
+bool all_present(Store& store, const std::string& prefix, const std::vector<int>& ranks, const Store::OnValue& on_value,
+                 const ContextOptions& options) {
+  try {
+    return store.get_present(prefix, ranks, now_ns() + kAnswerTime, on_value, options.interrupted).empty();
+  } catch (const Error&) {
+    return false;
+  }
 }
 
 std::string entry_version(const std::string& entry) {
@@ -159,34 +183,35 @@ void Context::meet(Store& store, const ContextOptions& options, int64_t deadline
   const std::string ours =
       kEntry + world_.version + "\n" + host_identity() + "\n" + std::to_string(number) + "\n" + settings;
   store.set(entry_key(world_.rank), ours);
-  std::vector<std::string> hosts;
-  for (int rank = 0; rank < world_.size; ++rank) {
-    std::string entry;
-    try {
-      entry = store.get(entry_key(rank), deadline, options.interrupted);
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kTimeout) throw;
-      report_missing(store, options, rank, ours);
-    }
-    if (entry.rfind(kGaveUp, 0) == 0)
-      fail(ErrorKind::kAborted, "[rendezvous] rank " + std::to_string(rank) + " has given up this start (world " +
-                                    std::to_string(world_.epoch) + "): " + entry.substr(sizeof kGaveUp - 1));
-    const std::string version = entry_version(entry);
-    if (version != world_.version)
-      refuse(store, options,
-             "[context] rank " + std::to_string(world_.rank) + " runs Perseus " + world_.version + ", rank " +
-                 std::to_string(rank) + " runs Perseus " + version + ": install the same Perseus on every host");
-    const size_t host = entry.find('\n') + 1, line = entry.find('\n', host), next = entry.find('\n', line + 1);
-    if (line == std::string::npos || next == std::string::npos)
-      fail(ErrorKind::kIo, "[rendezvous] rank " + std::to_string(rank) + " left an entry that cannot be read");
-    hosts.push_back(entry.substr(host, line - host));
-    const std::string theirs = entry.substr(next + 1);
-    if (theirs != settings)
-      refuse(store, options,
-             "[context] ranks " + std::to_string(world_.rank) + " and " + std::to_string(rank) +
-                 " are configured differently: " + first_difference(settings, theirs));
-  }
+  std::vector<std::string> hosts(static_cast<size_t>(world_.size));
+  const auto on_entry = [&](int rank, const std::string& entry) {
+    hosts[rank] = read_entry(store, options, rank, entry, settings);
+  };
+  const std::vector<int> missing =
+      store.get_all(job_prefix() + "rank/", ranks_from(0, world_.size), deadline, on_entry, options.interrupted);
+  if (!missing.empty()) report_missing(store, options, missing, ours);
   find_location(options, hosts);
+}
+
+// Returns the rank's host; throws when it does not fit.
+std::string Context::read_entry(Store& store, const ContextOptions& options, int rank, const std::string& entry,
+                                const std::string& settings) {
+  if (entry.rfind(kGaveUp, 0) == 0)
+    fail(ErrorKind::kAborted, "[rendezvous] rank " + std::to_string(rank) + " has given up this start (world " +
+                                  std::to_string(world_.epoch) + "): " + entry.substr(sizeof kGaveUp - 1));
+  const std::string version = entry_version(entry);
+  if (version != world_.version)
+    refuse(store, options,
+           "[context] rank " + std::to_string(world_.rank) + " runs Perseus " + world_.version + ", rank " +
+               std::to_string(rank) + " runs Perseus " + version + ": install the same Perseus on every host");
+  const size_t host = entry.find('\n') + 1, line = entry.find('\n', host), next = entry.find('\n', line + 1);
+  if (line == std::string::npos || next == std::string::npos)
+    fail(ErrorKind::kIo, "[rendezvous] rank " + std::to_string(rank) + " left an entry that cannot be read");
+  if (entry.compare(next + 1, std::string::npos, settings) != 0)
+    refuse(store, options,
+           "[context] ranks " + std::to_string(world_.rank) + " and " + std::to_string(rank) +
+               " are configured differently: " + first_difference(settings, entry.substr(next + 1)));
+  return entry.substr(host, line - host);
 }
 
 // Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end with its process.
@@ -194,31 +219,35 @@ void Context::refuse(Store& store, const ContextOptions& options, const std::str
   try {
     const std::string prefix = job_prefix() + "refused/";
     store.set(prefix + std::to_string(world_.rank), "");
-    const int64_t deadline = now_ns() + kMostAnswerTime;
-    for (int rank = 1; rank < world_.size && world_.rank == 0; ++rank)
-      store.get(prefix + std::to_string(rank), deadline, options.interrupted);
+    const auto ignore = [](int, const std::string&) {};
+    if (world_.rank == 0)
+      static_cast<void>(
+          store.get_all(prefix, ranks_from(1, world_.size), now_ns() + kAnswerTime, ignore, options.interrupted));
   } catch (const Error&) {
     // A rank is late, or the server is gone: what is to be said is the same.
   }
   fail(ErrorKind::kInvalidArgument, why);
 }
 
-// `first` has not appeared in time; others may be missing, too.
-void Context::report_missing(Store& store, const ContextOptions& options, int first, const std::string& ours) const {
-  std::string missing = std::to_string(first);
-  int count = 1;
-  // Who is there must not be called missing because this machine or the store's is busy: how long one answer takes that
-  // is sure to come says how long to wait for others.
-  const int64_t asked = now_ns();
-  const bool twice = store.get(entry_key(world_.rank), asked + kMostAnswerTime, options.interrupted) != ours;
-  const int64_t enough = std::clamp(10 * (now_ns() - asked), kAnswerTime, kMostAnswerTime);
-  for (int rank = first + 1; rank < world_.size && count < kMostNamed; ++rank) try {
-      store.get(entry_key(rank), now_ns() + enough, options.interrupted);
-    } catch (const Error&) {
-      missing += ", " + std::to_string(rank);
-      ++count;
-    }
-  std::string text = "[rendezvous] rank " + missing + " of " + std::to_string(world_.size) + " did not appear within " +
+// `missing` have not appeared in time. The store says which of them have appeared since, and that another is rank r,
+// too.
+void Context::report_missing(Store& store, const ContextOptions& options, std::vector<int> missing,
+                             const std::string& ours) const {
+  bool twice = false;
+  const auto on_present = [&](int rank, const std::string& entry) {
+    if (rank == world_.rank) twice = entry != ours;
+  };
+  try {
+    const std::vector<int> absent = store.get_present(job_prefix() + "rank/", ranks_from(0, world_.size),
+                                                      now_ns() + kAnswerTime, on_present, options.interrupted);
+    if (!absent.empty()) missing = absent;
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::kAborted) throw;
+  }
+  std::string names;
+  for (size_t i = 0; i < std::min(missing.size(), kMostNamed); ++i)
+    names += (i == 0 ? "" : ", ") + std::to_string(missing[i]);
+  std::string text = "[rendezvous] rank " + names + " of " + std::to_string(world_.size) + " did not appear within " +
                      std::to_string(config_.integer(Var::kStartTimeout)) + " s (HOROVOD_START_TIMEOUT)";
   if (twice)
     text += "; another process says that it is rank " + std::to_string(world_.rank) +
@@ -336,12 +365,12 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
   const std::string prefix = job_prefix();
   store.set(prefix + "ready/" + std::to_string(world_.rank), encode(engine_->own_location()));
   std::vector<Location> locations;
-  for (int rank = 0; rank < world_.size; ++rank)
-    locations.push_back(decode_location(await_word(store, "ready", rank, options, deadline)));
+  for (const std::string& text : await_word(store, "ready", 0, options, deadline))
+    locations.push_back(decode_location(text));
   engine_->set_locations(std::move(locations));
   // Rank 0 goes last: its process may be the one that runs the server.
   if (world_.rank == 0) {
-    for (int rank = 1; rank < world_.size; ++rank) await_word(store, "left", rank, options, deadline);
+    await_word(store, "left", 1, options, deadline);
   } else {
     try {
       store.set(prefix + "left/" + std::to_string(world_.rank), "");
@@ -351,28 +380,29 @@ void Context::await_all(Store& store, const ContextOptions& options, int64_t dea
   }
 }
 
-// Returns what `rank` leaves under a word once it has come so far.
-std::string Context::await_word(Store& store, const std::string& word, int rank, const ContextOptions& options,
-                                int64_t deadline) {
-  const std::string key = job_prefix() + word + "/" + std::to_string(rank);
+// Returns what the ranks from `first` on leave under a word once they have come so far.
+std::vector<std::string> Context::await_word(Store& store, const std::string& word, int first,
+                                             const ContextOptions& options, int64_t deadline) {
+  const std::string prefix = job_prefix() + word + "/";
+  std::vector<std::string> words(static_cast<size_t>(world_.size - first));
+  const std::vector<int> ranks = ranks_from(first, world_.size);
+  const auto on_word = [&](int rank, const std::string& text) { words[static_cast<size_t>(rank - first)] = text; };
   // Connected to all, the engine knows of a rank's death at once.
   const auto hopeless = [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); };
   try {
-    return store.get(key, deadline, hopeless);
-  } catch (const Error& error) {
-    const std::string cause = engine_->failure();
-    if (error.kind() == ErrorKind::kTimeout)
-      fail(ErrorKind::kTimeout, "[rendezvous] rank " + std::to_string(rank) + " did not finish its start within " +
+    const std::vector<int> missing = store.get_all(prefix, ranks, deadline, on_word, hopeless);
+    if (!missing.empty())
+      fail(ErrorKind::kTimeout, "[rendezvous] rank " + std::to_string(missing[0]) +
+                                    " did not finish its start within " +
                                     std::to_string(config_.integer(Var::kStartTimeout)) +
                                     " s (HOROVOD_START_TIMEOUT): look at what it printed last");
+  } catch (const Error& error) {
+    const std::string cause = engine_->failure();
     if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
-    try {
-      // A rank that knows of all others may have continued and ended already: then all of it is here.
-      return store.get(key, now_ns() + kAnswerTime, options.interrupted);
-    } catch (const Error&) {
-      fail(ErrorKind::kIo, cause);
-    }
+    // A rank that knows of all others may have continued and ended already: then all is there.
+    if (!all_present(store, prefix, ranks, on_word, options)) fail(ErrorKind::kIo, cause);
   }
+  return words;
 }
 
 int64_t Context::setting(const std::string& name) const {

@@ -54,15 +54,17 @@ class Context {
   std::string entry_key(int rank) const;
   [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);
   void give_up(Store& store, const std::string& reason);
-  [[noreturn]] void report_missing(Store& store, const ContextOptions& options, int first,
+  [[noreturn]] void report_missing(Store& store, const ContextOptions& options, std::vector<int> missing,
                                    const std::string& ours) const;
+  std::string read_entry(Store& store, const ContextOptions& options, int rank, const std::string& entry,
+                         const std::string& settings);
   void find_location(const ContextOptions& options, const std::vector<std::string>& hosts);
   void make_room(int remote);
   void connect(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void await_all(Store& store, const ContextOptions& options, int64_t deadline_ns);
   void use_mpi(const ContextOptions& options, int64_t deadline);
-  std::string await_word(Store& store, const std::string& word, int rank, const ContextOptions& options,
-                         int64_t deadline_ns);
+  std::vector<std::string> await_word(Store& store, const std::string& word, int first, const ContextOptions& options,
+                                      int64_t deadline_ns);
 
   World world_;
   Config config_;

@@ -5,19 +5,34 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace perseus {
 
 class Store {
  public:
+  using Interrupted = std::function<bool()>;
+  // Gets the value of one of several keys that differ in a number.
+  using OnValue = std::function<void(int number, const std::string& value)>;
+
   virtual ~Store() = default;
   // Make `key` readable for everybody. Setting a key again replaces it.
   virtual void set(const std::string& key, const std::string& value) = 0;
   // Wait until `key` exists and return its value. Throws Error(kTimeout) at `deadline_ns` (base/clock.h), naming the
   // key; Error(kIo) when the server is gone. `interrupted`, when given, is asked about every 100 ms; true ends the wait
   // with Error(kAborted).
-  virtual std::string get(const std::string& key, int64_t deadline_ns,
-                          const std::function<bool()>& interrupted = {}) = 0;
+  virtual std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted = {}) = 0;
+  // The same for the keys prefix + "7" of all `numbers`, which must ascend, in one request: every value goes to
+  // `on_value` once, soon after the key exists, in any order. What `on_value` throws ends the wait. Returns the numbers
+  // of the keys that did not exist by the deadline.
+  [[nodiscard]] virtual std::vector<int> get_all(const std::string& prefix, const std::vector<int>& numbers,
+                                                 int64_t deadline_ns, const OnValue& on_value,
+                                                 const Interrupted& interrupted = {}) = 0;
+  // The same without waiting for keys: returns the numbers of those that do not exist now. Throws Error(kTimeout) when
+  // the server has not answered by the deadline.
+  [[nodiscard]] virtual std::vector<int> get_present(const std::string& prefix, const std::vector<int>& numbers,
+                                                     int64_t deadline_ns, const OnValue& on_value,
+                                                     const Interrupted& interrupted = {}) = 0;
 };
 
 // Ranks as threads of one process share one of these.
@@ -33,6 +48,8 @@ class StoreServer {
                                              const std::string& secret);
   virtual ~StoreServer() = default;
   virtual int port() const = 0;
+  // How many requests clients have made so far.
+  virtual uint64_t requests() const = 0;
 };
 
 // A client of such a server. Connects (retrying while refused) until deadline, proves the secret and checks that the

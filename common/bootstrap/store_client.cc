@@ -11,6 +11,7 @@
 
 #include "base/descriptors.h"
 #include "base/error.h"
+#include "bootstrap/numbered_keys.h"
 #include "bootstrap/store.h"
 #include "bootstrap/store_protocol.h"
 #include "net/auth.h"
@@ -25,10 +26,20 @@ constexpr int64_t kSlice = 100 * kMillisecond;
 constexpr int64_t kRetryPause = 50 * kMillisecond;
 // An address that does not even refuse (a firewall, a host that is down) must not use up the others' time.
 constexpr int64_t kConnectLimit = 3 * kSecond;
+// What is received at once.
+constexpr size_t kPiece = 64 * 1024;
 // A set() has no deadline of its own.
 constexpr int64_t kSetLimit = 60 * kSecond;
 
-using Interrupted = std::function<bool()>;
+using Interrupted = Store::Interrupted;
+
+// What a call waits for, and for how long.
+struct Call {
+  std::function<std::string()> key;  // of several, one that is missing
+  int64_t deadline_ns;
+  const Interrupted& interrupted;
+  int64_t ask_at_ns = now_ns() + kSlice;  // where parts of an answer come so often that no wait takes a slice
+};
 
 enum class Wait { kReady, kTimeout, kInterrupted };
 
@@ -80,60 +91,132 @@ class TcpStore : public Store {
     return request(kGet, key, "", deadline_ns, interrupted);
   }
 
+  std::vector<int> get_all(const std::string& prefix, const std::vector<int>& numbers, int64_t deadline_ns,
+                           const OnValue& on_value, const Interrupted& interrupted) override {
+    return request_numbered(kGetAll, prefix, numbers, deadline_ns, on_value, interrupted);
+  }
+
+  std::vector<int> get_present(const std::string& prefix, const std::vector<int>& numbers, int64_t deadline_ns,
+                               const OnValue& on_value, const Interrupted& interrupted) override {
+    return request_numbered(kGetPresent, prefix, numbers, deadline_ns, on_value, interrupted);
+  }
+
  private:
   std::string request(uint32_t op, const std::string& key, const std::string& value, int64_t deadline_ns,
                       const Interrupted& interrupted) {
-    if (key.empty() || key.size() > kMaxKey)
-      fail(ErrorKind::kInvalidArgument,
-           "[rendezvous] a key of " + std::to_string(key.size()) + " bytes: expected 1 to " + std::to_string(kMaxKey));
-    std::string message;
-    put_u32(&message, static_cast<uint32_t>(kRequestHeader + key.size() + value.size()));
-    put_u32(&message, op);
-    put_u32(&message, static_cast<uint32_t>(key.size()));
-    message += key + value;
+    Call call{[&key] { return key; }, deadline_ns, interrupted};
     Socket socket = take(deadline_ns, interrupted);
-    send_all(socket, message, key, deadline_ns, interrupted);
-    const std::string size = receive(socket, 4, key, deadline_ns, interrupted);
-    if (get_u32(size.data()) > kMaxValue)
-      fail(ErrorKind::kIo, "[rendezvous] the store server at " + where_ + " sent nonsense: expected at most " +
-                               std::to_string(kMaxValue) + " bytes, got " + std::to_string(get_u32(size.data())));
-    std::string result = receive(socket, get_u32(size.data()), key, deadline_ns, interrupted);
+    if (!send_request(socket, op, key, value, call)) late(call);
+    std::string head, result;
+    while (head.size() < 4)
+      if (!receive(socket, 4 - head.size(), &head, call)) late(call);
+    const size_t size = checked_size(head.data());
+    result.reserve(size);
+    while (result.size() < size)
+      if (!receive(socket, size - result.size(), &result, call)) late(call);
     give_back(std::move(socket));
     return result;
   }
 
-  void send_all(const Socket& socket, const std::string& message, const std::string& key, int64_t deadline_ns,
-                const Interrupted& interrupted) {
+  // Returns the numbers of keys that did not exist.
+  std::vector<int> request_numbered(uint32_t op, const std::string& prefix, const std::vector<int>& numbers,
+                                    int64_t deadline_ns, const OnValue& on_value, const Interrupted& interrupted) {
+    if (numbers.size() > kMaxNumbers)
+      fail(ErrorKind::kInvalidArgument, "[rendezvous] " + std::to_string(numbers.size()) + " keys '" + prefix +
+                                            "…' at once: expected at most " + std::to_string(kMaxNumbers));
+    NumberedKeys unanswered(prefix, numbers);
+    std::vector<int> absent;
+    if (unanswered.all_came()) return absent;
+    std::string body, in;
+    for (const int number : numbers) put_u32(&body, static_cast<uint32_t>(number));
+    Call call{[&unanswered] { return unanswered.first_missing(); }, deadline_ns, interrupted};
+    Socket socket = take(deadline_ns, interrupted);
+    bool in_time = send_request(socket, op, prefix, body, call);
+    while (in_time && !unanswered.all_came()) {
+      in_time = receive(socket, kPiece, &in, call);
+      in.erase(0, take_entries(in, op == kGetPresent ? &absent : nullptr, &unanswered, on_value));
+    }
+    if (!in_time && op == kGetAll) return unanswered.missing();
+    if (!in_time) late(call);
+    if (!in.empty()) nonsense(std::to_string(in.size()) + " bytes after the last value");
+    give_back(std::move(socket));
+    return absent;
+  }
+
+  // Those that are complete; returns how many bytes they have. Where `absent` is null, no key may be.
+  size_t take_entries(const std::string& in, std::vector<int>* absent, NumberedKeys* unanswered,
+                      const OnValue& on_value) {
+    size_t at = 0;
+    while (!unanswered->all_came() && in.size() - at >= kEntryHeader) {
+      const int number = static_cast<int>(get_u32(&in[at]));
+      if (!unanswered->is_missing(number)) nonsense("number " + std::to_string(number) + " was not asked for");
+      const bool has_value = absent == nullptr || get_u32(&in[at + 4]) != kAbsent;
+      const size_t size = has_value ? checked_size(&in[at + 4]) : 0;
+      if (in.size() - at < kEntryHeader + size) break;
+      unanswered->mark(number);
+      if (has_value) on_value(number, in.substr(at + kEntryHeader, size));
+      else absent->push_back(number);
+      at += kEntryHeader + size;
+    }
+    return at;
+  }
+
+  // False when it has not left by the deadline.
+  bool send_request(const Socket& socket, uint32_t op, const std::string& key, const std::string& body, Call& call) {
+    if (key.empty() || key.size() > kMaxKey)
+      fail(ErrorKind::kInvalidArgument,
+           "[rendezvous] a key of " + std::to_string(key.size()) + " bytes: expected 1 to " + std::to_string(kMaxKey));
+    std::string message;
+    put_u32(&message, static_cast<uint32_t>(kRequestHeader + key.size() + body.size()));
+    put_u32(&message, op);
+    put_u32(&message, static_cast<uint32_t>(key.size()));
+    message += key + body;
     for (size_t sent = 0; sent < message.size();) {
       const ssize_t n = send_some(socket.fd(), message.data() + sent, message.size() - sent);
-      if (n < 0) gone(key, std::strerror(errno));
-      if (n == 0) wait_or_fail(socket, POLLOUT, key, deadline_ns, interrupted);
+      if (n < 0) gone(call.key(), std::strerror(errno));
+      if (n == 0 && !wait(socket, POLLOUT, call)) return false;
       sent += static_cast<size_t>(n);
     }
+    return true;
   }
 
-  std::string receive(const Socket& socket, size_t size, const std::string& key, int64_t deadline_ns,
-                      const Interrupted& interrupted) {
-    std::string bytes(size, '\0');
-    for (size_t filled = 0; filled < size;) {
-      const ssize_t n = recv_some(socket.fd(), &bytes[filled], size - filled);
-      if (n < 0) gone(key, n == kEndOfStream ? "connection closed" : std::strerror(errno));
-      if (n == 0) wait_or_fail(socket, POLLIN, key, deadline_ns, interrupted);
-      filled += static_cast<size_t>(n);
+  // Appends 1 to `most` bytes; false at the deadline.
+  bool receive(const Socket& socket, size_t most, std::string* bytes, Call& call) {
+    char buffer[kPiece];
+    for (;;) {
+      const ssize_t n = recv_some(socket.fd(), buffer, std::min(most, sizeof buffer));
+      if (n < 0) gone(call.key(), n == kEndOfStream ? "connection closed" : std::strerror(errno));
+      bytes->append(buffer, static_cast<size_t>(n));
+      if (n > 0) return true;
+      if (!wait(socket, POLLIN, call)) return false;
     }
-    return bytes;
   }
 
-  void wait_or_fail(const Socket& socket, short events, const std::string& key, int64_t deadline_ns,
-                    const Interrupted& interrupted) {
-    switch (wait_for(socket.fd(), events, deadline_ns, interrupted)) {
-      case Wait::kReady:
-        return;
-      case Wait::kTimeout:
-        fail(ErrorKind::kTimeout, "[rendezvous] key '" + key + "' was not set in time");
-      case Wait::kInterrupted:
-        fail(ErrorKind::kAborted, "[rendezvous] interrupted while waiting for key '" + key + "'");
+  size_t checked_size(const char* bytes) {
+    const uint32_t size = get_u32(bytes);
+    if (size > kMaxValue)
+      nonsense("expected at most " + std::to_string(kMaxValue) + " bytes, got " + std::to_string(size));
+    return size;
+  }
+
+  [[noreturn]] void nonsense(const std::string& what) {
+    fail(ErrorKind::kIo, "[rendezvous] the store server at " + where_ + " sent nonsense: " + what);
+  }
+
+  // False at the deadline.
+  bool wait(const Socket& socket, short events, Call& call) {
+    Wait outcome = wait_for(socket.fd(), events, call.deadline_ns, call.interrupted);
+    if (outcome == Wait::kReady && call.interrupted && now_ns() >= call.ask_at_ns) {
+      if (call.interrupted()) outcome = Wait::kInterrupted;
+      call.ask_at_ns = now_ns() + kSlice;
     }
+    if (outcome == Wait::kInterrupted)
+      fail(ErrorKind::kAborted, "[rendezvous] interrupted while waiting for key '" + call.key() + "'");
+    return outcome == Wait::kReady;
+  }
+
+  [[noreturn]] void late(const Call& call) {
+    fail(ErrorKind::kTimeout, "[rendezvous] key '" + call.key() + "' was not set in time");
   }
 
   [[noreturn]] void gone(const std::string& key, const std::string& why) {

@@ -4,8 +4,11 @@
 //   greeting   = magic:u32 format:u32 version:32B nonce:32B
 //   answer     = nonce:32B proof:32B
 //   verdict    = accepted:u32 proof:32B          ; 1, or 0 with a proof of zeros, after which the server closes
-//   request    = size:u32 op:u32 key_size:u32 key value   ; size counts what follows it; one at a time
-//   reply      = size:u32 value                  ; to set: empty; to get: once the key exists
+//   request    = size:u32 op:u32 key_size:u32 key body    ; size counts what follows it; one at a time
+//   body       = value | *number                 ; of set | of get_all and get_present, ascending; else empty
+//   reply      = size:u32 value | *entry         ; to set: empty; to get: once the key exists | one for each number
+//   entry      = number:u32 size:u32 value       ; of key followed by the number in decimal; to get_all: once that
+//                                                ; exists; to get_present: at once, size kAbsent where it does not
 //
 // A proof is prove(secret, {label, format, server's nonce, client's nonce}).
 //
@@ -25,7 +28,7 @@
 namespace perseus::store_protocol {
 
 constexpr uint32_t kMagic = 0x54535350;  // "PSST"
-constexpr uint32_t kFormat = 2;
+constexpr uint32_t kFormat = 3;
 constexpr size_t kNonceSize = 32;
 constexpr size_t kProofSize = 32;
 constexpr size_t kGreetingHead = 8;  // without version and nonce
@@ -38,9 +41,16 @@ constexpr int64_t kHandshakeLimit = 5 * kSecond;
 
 constexpr uint32_t kSet = 1;
 constexpr uint32_t kGet = 2;
+constexpr uint32_t kGetAll = 3;
+constexpr uint32_t kGetPresent = 4;
+constexpr uint32_t kAbsent = 0xffffffff;
+// A client whose keys appear one after the other need not be woken for each: the server gathers for so long.
+constexpr int64_t kGather = 50 * kMillisecond;
 constexpr size_t kMaxKey = 4 * 1024;
 constexpr size_t kMaxValue = 16 * 1024 * 1024;
+constexpr size_t kMaxNumbers = kMaxValue / 4;
 constexpr size_t kRequestHeader = 8;  // op and key_size
+constexpr size_t kEntryHeader = 8;    // number and size
 constexpr size_t kMaxRequest = kRequestHeader + kMaxKey + kMaxValue;
 
 inline std::string format_text() {

@@ -8,17 +8,21 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <optional>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
+#include "bootstrap/numbered_keys.h"
 #include "bootstrap/store.h"
 #include "bootstrap/store_protocol.h"
 #include "net/auth.h"
@@ -36,6 +40,8 @@ using PendingIds = PendingConnections<uint64_t>;
 // How many pending connections there may be: this part of the descriptors of the process, within two bounds.
 constexpr size_t kPendingShare = 8, kLeastPending = 16, kMostPending = 1024;
 constexpr int kPortsTried = 101;
+// Smaller values are copied into one piece of a reply, up to about so many bytes.
+constexpr size_t kPiece = 64 * 1024;
 
 // What epoll reports: these two, listeners from kFirstListener, clients from kFirstClient. Numbers are never reused.
 constexpr uint64_t kStop = 0;
@@ -48,14 +54,18 @@ struct Client {
   bool proven = false;
   bool close_when_sent = false;
   uint32_t interest = EPOLLIN;
-  std::string nonce;      // ours
-  std::string in;         // received, not handled
-  std::string waits_for;  // key of the get that is parked, "" = none
-  std::string head;       // reply under way: head, then value
+  std::string nonce;                          // ours
+  std::string in;                             // received, not handled
+  std::string waits_for;                      // key of the get that is parked, "" = none
+  NumberedKeys missing;                       // of the get_all that is under way
+  std::deque<std::pair<int, Value>> arrived;  // of it, or of a get_present; not in the reply yet; null = absent
+  int64_t due_ns = 0;                         // when some that have arrived must go out, 0 = none have
+  std::string head;                           // reply under way: head, then value
   Value value;
   size_t sent = 0;
 
   size_t to_send() const { return head.size() + (value ? value->size() : 0) - sent; }
+  bool waits() const { return !waits_for.empty() || !missing.all_came(); }
 };
 
 class TcpStoreServer : public StoreServer {
@@ -86,6 +96,7 @@ class TcpStoreServer : public StoreServer {
   }
 
   int port() const override { return port_; }
+  uint64_t requests() const override { return requests_.load(std::memory_order_relaxed); }
 
  private:
   bool watch(int operation, int fd, uint32_t events, uint64_t id) {
@@ -116,11 +127,13 @@ class TcpStoreServer : public StoreServer {
       const int64_t now = now_ns();
       while (pending_.oldest_is_late(now)) close_oldest_pending();
       if (pending_.may_resume(now)) watch_listeners(EPOLLIN);
+      send_due(now);
     }
   }
 
   int next_timeout_ms() const {
-    const int64_t next = pending_.next_event_ns();
+    int64_t next = pending_.next_event_ns();
+    if (!due_.empty() && (next == 0 || due_.front().first < next)) next = due_.front().first;
     if (next == 0) return -1;
     return static_cast<int>(std::max<int64_t>(0, next - now_ns()) / kMillisecond + 1);
   }
@@ -215,7 +228,7 @@ class TcpStoreServer : public StoreServer {
   bool handle_requests(Client& client) {
     while (client.in.size() >= 4) {
       // One at a time is the protocol: more than that in advance would be unlimited memory.
-      if (!client.waits_for.empty() || client.to_send() != 0) return false;
+      if (client.waits() || client.to_send() != 0) return false;
       const size_t size = get_u32(client.in.data());
       if (size < kRequestHeader || size > kMaxRequest) return false;
       if (client.in.size() < 4 + size) return true;
@@ -223,13 +236,27 @@ class TcpStoreServer : public StoreServer {
       const size_t key_size = get_u32(client.in.data() + 8);
       if (key_size == 0 || key_size > kMaxKey || key_size > size - kRequestHeader) return false;
       const std::string key = client.in.substr(4 + kRequestHeader, key_size);
-      const size_t value_at = 4 + kRequestHeader + key_size;
-      auto value = std::make_shared<const std::string>(client.in, value_at, 4 + size - value_at);
+      const size_t body_at = 4 + kRequestHeader + key_size;
+      std::string body = client.in.substr(body_at, 4 + size - body_at);
       client.in.erase(0, 4 + size);
-      if (!(op == kSet ? handle_set(client, key, std::move(value)) : op == kGet && handle_get(client, key)))
+      requests_.fetch_add(1, std::memory_order_relaxed);
+      if (!handle_request(client, op, key, std::move(body))) return false;
+    }
+    return !client.waits() || client.in.empty();
+  }
+
+  bool handle_request(Client& client, uint32_t op, const std::string& key, std::string body) {
+    switch (op) {
+      case kSet:
+        return handle_set(client, key, std::make_shared<const std::string>(std::move(body)));
+      case kGet:
+        return handle_get(client, key);
+      case kGetAll:
+      case kGetPresent:
+        return handle_get_numbered(client, op == kGetAll, key, body);
+      default:
         return false;
     }
-    return client.waits_for.empty() || client.in.empty();
   }
 
   bool handle_set(Client& client, const std::string& key, Value value) {
@@ -245,7 +272,44 @@ class TcpStoreServer : public StoreServer {
         if (!reply_value(waiter, value)) close_client(id);
       }
     }
+    tell_collecting(key, value);
     return reply_value(client, std::make_shared<const std::string>());
+  }
+
+  void tell_collecting(const std::string& key, const Value& value) {
+    std::vector<uint64_t> complete;
+    for (const uint64_t id : collecting_) {
+      Client& client = *clients_.at(id);
+      const std::optional<int> number = client.missing.number_of(key);
+      if (!number) continue;
+      client.arrived.emplace_back(*number, value);
+      client.missing.mark(*number);
+      if (client.missing.all_came()) {
+        complete.push_back(id);
+      } else if (client.due_ns == 0) {
+        client.due_ns = now_ns() + kGather;
+        due_.emplace_back(client.due_ns, id);
+      }
+    }
+    for (const uint64_t id : complete) {
+      collecting_.erase(id);
+      if (!send_arrived(*clients_.at(id))) close_client(id);
+    }
+  }
+
+  void send_due(int64_t now) {
+    while (!due_.empty() && due_.front().first <= now) {
+      const auto [due_ns, id] = due_.front();
+      due_.pop_front();
+      // It may be gone, or have been told meanwhile.
+      const auto found = clients_.find(id);
+      if (found == clients_.end() || found->second->due_ns != due_ns) continue;
+      try {
+        if (!send_arrived(*found->second)) close_client(id);
+      } catch (const std::exception&) {
+        close_client(id);
+      }
+    }
   }
 
   bool handle_get(Client& client, const std::string& key) {
@@ -255,7 +319,26 @@ class TcpStoreServer : public StoreServer {
     return true;
   }
 
+  bool handle_get_numbered(Client& client, bool wait, const std::string& prefix, const std::string& body) {
+    if (body.size() % 4 != 0) return false;
+    std::vector<int> numbers(body.size() / 4);
+    for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<int>(get_u32(&body[4 * i]));
+    if (!NumberedKeys::ascend(numbers)) return false;
+    NumberedKeys keys(prefix, numbers);
+    for (const int number : numbers) {
+      const auto found = values_.find(keys.key(number));
+      const bool here = found != values_.end();
+      if (!here && wait) continue;
+      client.arrived.emplace_back(number, here ? found->second : nullptr);
+      keys.mark(number);
+    }
+    if (!keys.all_came()) collecting_.insert(client.id);
+    client.missing = std::move(keys);
+    return send_arrived(client);
+  }
+
   void unpark(Client& client) {
+    collecting_.erase(client.id);
     if (client.waits_for.empty()) return;
     const auto waiting = parked_.find(client.waits_for);
     if (waiting == parked_.end()) return;
@@ -277,8 +360,31 @@ class TcpStoreServer : public StoreServer {
     return flush(client);
   }
 
+  bool send_arrived(Client& client) {
+    // What is being sent goes first, and takes along what has arrived when it is out.
+    return client.to_send() != 0 || flush(client);
+  }
+
+  // Moves what has arrived into the reply, up to a limit; false when there is nothing.
+  static bool refill(Client& client) {
+    client.due_ns = 0;
+    client.head.clear();
+    client.value.reset();
+    client.sent = 0;
+    while (!client.arrived.empty() && !client.value && client.head.size() < kPiece) {
+      const auto [number, value] = std::move(client.arrived.front());
+      client.arrived.pop_front();
+      put_u32(&client.head, static_cast<uint32_t>(number));
+      put_u32(&client.head, value ? static_cast<uint32_t>(value->size()) : kAbsent);
+      if (!value) continue;
+      if (value->size() < kPiece) client.head += *value;
+      else client.value = value;
+    }
+    return !client.head.empty();
+  }
+
   bool flush(Client& client) {
-    while (client.to_send() != 0) {
+    while (client.to_send() != 0 || refill(client)) {
       const bool in_head = client.sent < client.head.size();
       const std::string& part = in_head ? client.head : *client.value;
       const size_t at = in_head ? client.sent : client.sent - client.head.size();
@@ -289,11 +395,6 @@ class TcpStoreServer : public StoreServer {
     }
     const bool done = client.to_send() == 0;
     if (done && client.close_when_sent) return false;
-    if (done) {
-      client.head.clear();
-      client.value.reset();
-      client.sent = 0;
-    }
     const uint32_t interest = done ? EPOLLIN : EPOLLIN | EPOLLOUT;
     if (interest != client.interest) watch(EPOLL_CTL_MOD, client.socket.fd(), client.interest = interest, client.id);
     return true;
@@ -304,6 +405,7 @@ class TcpStoreServer : public StoreServer {
   const std::string secret_;
   const int port_;
   Socket epoll_, stop_;
+  std::atomic<uint64_t> requests_{0};
   std::thread thread_;
 
   // Of the thread alone.
@@ -311,6 +413,8 @@ class TcpStoreServer : public StoreServer {
   PendingIds pending_{{kMostPending, kHandshakeLimit}};  // clients that have not proved the secret
   std::unordered_map<std::string, Value> values_;
   std::unordered_map<std::string, std::vector<uint64_t>> parked_;  // ids of those who wait for a key
+  std::unordered_set<uint64_t> collecting_;                        // ids of those whose get_all lacks keys
+  std::deque<std::pair<int64_t, uint64_t>> due_;                   // when to send what has arrived, and to whom
   uint64_t next_id_ = kFirstClient;
 };
 

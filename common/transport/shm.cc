@@ -12,6 +12,7 @@
 #include <deque>
 #include <map>
 #include <set>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/config.h"
@@ -248,17 +249,14 @@ std::map<int, std::string> ShmTransport::meet(Store& store, const std::map<int, 
   // Whoever has said this has connected, and its hello is here; whom it cannot reach need not wait for it.
   const std::string prefix = world_.job + "/" + std::to_string(world_.epoch) + "/shm/met/";
   store.set(prefix + std::to_string(world_.rank), missed);
-  for (const auto& [rank, address] : neighbours) {
-    if (rank < world_.rank) continue;
-    std::string met;
-    try {
-      met = store.get(prefix + std::to_string(rank), deadline_ns, serve_meanwhile);
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kTimeout) throw;
-      report_missing(std::to_string(rank));
-    }
+  std::vector<int> higher;
+  for (const auto& [rank, address] : neighbours)
+    if (rank > world_.rank) higher.push_back(rank);
+  const auto on_met = [&](int rank, const std::string& met) {
     if (met.find(" " + std::to_string(world_.rank) + " ") != std::string::npos) expected_.erase(rank);
-  }
+  };
+  const std::vector<int> missing = store.get_all(prefix, higher, deadline_ns, on_met, serve_meanwhile);
+  if (!missing.empty()) report_missing(std::to_string(missing[0]));
   for (serve(); !expected_.empty(); serve())
     if (!wait_readable(listener_.fd(), deadline_ns, interrupted)) report_missing(awaited());
   pending_.clear();
@@ -533,23 +531,20 @@ std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& 
   const std::string prefix = world.job + "/" + std::to_string(world.epoch) + "/shm/";
   const std::string host = host_identity();
   store.set(prefix + std::to_string(world.rank), host + " " + (transport ? transport->address() : kNoAddress));
+  std::vector<int> others;
+  for (int rank = 0; rank < world.size; ++rank)
+    if (rank != world.rank) others.push_back(rank);
   std::map<int, std::string> neighbours;
   bool alone = true;
-  for (int rank = 0; rank < world.size; ++rank) {
-    if (rank == world.rank) continue;
-    std::string entry;
-    try {
-      entry = store.get(prefix + std::to_string(rank), deadline_ns, interrupted);
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kTimeout) throw;
-      report_missing(std::to_string(rank));
-    }
+  const auto on_entry = [&](int rank, const std::string& entry) {
     const size_t space = entry.find(' ');
-    if (space == std::string::npos || entry.compare(0, space, host) != 0) continue;
+    if (space == std::string::npos || entry.compare(0, space, host) != 0) return;
     alone = false;
     const std::string address = entry.substr(space + 1);
     if (address != kNoAddress) neighbours.emplace(rank, address);
-  }
+  };
+  const std::vector<int> missing = store.get_all(prefix, others, deadline_ns, on_entry, interrupted);
+  if (!missing.empty()) report_missing(std::to_string(missing[0]));
   if (!transport) {
     if (!alone) log.warning(trouble + "; this rank uses TCP inside its host, which is slower");
     return nullptr;

@@ -14,14 +14,12 @@
 namespace perseus {
 namespace {
 
-// The store's get() asks us about this often; meanwhile higher ranks want answers.
+// The store's get_all() asks us about this often; meanwhile higher ranks want answers.
 constexpr int kWorkSliceMs = 20;
 
 }  // namespace
 
-std::string TcpTransport::store_key(int rank) const {
-  return world_.job + "/" + std::to_string(world_.epoch) + "/tcp/" + std::to_string(rank);
-}
+std::string TcpTransport::store_prefix() const { return world_.job + "/" + std::to_string(world_.epoch) + "/tcp/"; }
 
 void TcpTransport::open_listeners(const InterfaceChoice& choice) {
   own_.host = host_identity();
@@ -57,24 +55,22 @@ void TcpTransport::look_up(Store& store, int64_t deadline_ns, const std::functio
     work(0);
     return interrupted && interrupted();
   };
-  for (auto& [rank, peer] : peers_) {
-    if (rank >= world_.rank) break;
-    TcpEndpoint theirs;
-    try {
-      theirs = TcpEndpoint::decode(store.get(store_key(rank), deadline_ns, meanwhile), rank);
-    } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kTimeout) throw;
-      work(kWorkSliceMs);  // whoever knocked while we waited for others is not missing
-      complete();
-      report_missing();
-    }
-    peer.stripes = stripes(own_, theirs);
-    const auto done = [this, rank = rank](Socket socket, std::string session) {
+  std::vector<int> lower;
+  for (const auto& [rank, peer] : peers_)
+    if (rank < world_.rank) lower.push_back(rank);
+  const auto on_endpoint = [&](int rank, const std::string& text) {
+    const TcpEndpoint theirs = TcpEndpoint::decode(text, rank);
+    peers_.at(rank).stripes = stripes(own_, theirs);
+    const auto done = [this, rank](Socket socket, std::string session) {
       on_side(rank, std::move(socket), std::move(session));
     };
     connectors_.push_back(std::make_unique<TcpConnector>(poller_, world_, rank, candidates(own_, theirs), done));
     connectors_.back()->check_time();
-  }
+  };
+  if (store.get_all(store_prefix(), lower, deadline_ns, on_endpoint, meanwhile).empty()) return;
+  work(kWorkSliceMs);  // whoever knocked while we waited for others is not missing
+  complete();
+  report_missing();
 }
 
 void TcpTransport::join(Store& store, int64_t deadline_ns, const std::function<bool()>& interrupted) {

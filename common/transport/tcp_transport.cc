@@ -96,7 +96,7 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
   for (const int rank : peers) peers_[rank];
   acceptor_ = std::make_unique<TcpAcceptor>(poller_, world_, *this, log_);
   open_listeners(InterfaceChoice(config));
-  if (!peers_.empty()) store.set(store_key(world_.rank), own_.encode());
+  if (!peers_.empty()) store.set(store_prefix() + std::to_string(world_.rank), own_.encode());
   waker_.watch(poller_.fd());
 }
 

@@ -72,7 +72,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   void end(Outgoing* connection);
   void attach(TcpLink& link, Socket socket);
   void look_at_events();
-  std::string store_key(int rank) const;
+  std::string store_prefix() const;
 
   // TcpAcceptor::Members
   std::string may_join(int rank) override;

@@ -11,6 +11,9 @@
 #include <deque>
 #include <filesystem>
 #include <iterator>
+#include <map>
+#include <numeric>
+#include <stdexcept>
 #include <thread>
 
 #include "base/clock.h"
@@ -108,6 +111,161 @@ class RawPeer {
   Socket socket_;
 };
 
+// A peer that has proved the secret.
+class RawMember : public RawPeer {
+ public:
+  explicit RawMember(int port, const std::string& format = format_text()) : RawPeer(port) {
+    bool closed = false;
+    const std::string greeting = receive(&closed, kGreetingSize);
+    EXPECT_EQ(greeting.size(), kGreetingSize);
+    const std::string nonce(kNonceSize, 'c');
+    const Digest proof = prove("secret", {kClientLabel, format, greeting.substr(kGreetingSize - kNonceSize), nonce});
+    say(nonce + std::string(reinterpret_cast<const char*>(proof.data()), proof.size()));
+    verdict = receive(&closed, kVerdictSize);
+    EXPECT_EQ(verdict.size(), kVerdictSize);
+  }
+  std::string verdict;
+};
+
+std::string numbers_text(const std::vector<uint32_t>& numbers) {
+  std::string text;
+  for (const uint32_t number : numbers) put_u32(&text, number);
+  return text;
+}
+
+std::string frame(uint32_t size, uint32_t op, uint32_t key_size, const std::string& rest) {
+  return numbers_text({size, op, key_size}) + rest;
+}
+
+// A request as it ought to be.
+std::string request(uint32_t op, const std::string& key, const std::string& body) {
+  return frame(static_cast<uint32_t>(kRequestHeader + key.size() + body.size()), op, static_cast<uint32_t>(key.size()),
+               key + body);
+}
+
+std::string entry(uint32_t number, const std::string& value) {
+  return numbers_text({number, static_cast<uint32_t>(value.size())}) + value;
+}
+
+// A server that knows the secret and then says whatever the test wants to its one client.
+class PlayedServer {
+ public:
+  explicit PlayedServer(const std::string& says, uint32_t format = kFormat) {
+    SocketAddress any;
+    parse_address("127.0.0.1", 0, &any);
+    listener_ = listen_on(any);
+    thread_ = std::thread([this, says, format] { play(says, format); });
+  }
+  ~PlayedServer() { thread_.join(); }
+  PlayedServer(const PlayedServer&) = delete;
+  PlayedServer& operator=(const PlayedServer&) = delete;
+  int port() const { return local_address(listener_.fd()).port(); }
+
+ private:
+  void play(const std::string& says, uint32_t format) {
+    await(listener_.fd());
+    const Socket client = accept_one(listener_.fd());
+    const std::string nonce(kNonceSize, 'n');
+    send(client, numbers_text({kMagic, format}) + version_field("1.2.3+old") + nonce);
+    const std::string answer = receive(client, kAnswerSize);
+    if (answer.size() == kAnswerSize) {
+      const Digest proof = prove("secret", {kServerLabel, format_text(), nonce, answer.substr(0, kNonceSize)});
+      send(client, numbers_text({1}) + std::string(reinterpret_cast<const char*>(proof.data()), proof.size()));
+      receive(client, 4 + kRequestHeader + 1);  // a request has begun
+      send(client, says);
+    }
+    receive(client, SIZE_MAX);  // until it hangs up
+  }
+  static void await(int fd) {
+    pollfd entry{fd, POLLIN, 0};
+    ::poll(&entry, 1, static_cast<int>(kPatienceMs));
+  }
+  static void send(const Socket& to, const std::string& bytes) { send_some(to.fd(), bytes.data(), bytes.size()); }
+  static std::string receive(const Socket& from, size_t size) {
+    std::string bytes;
+    while (bytes.size() < size) {
+      char buffer[256];
+      await(from.fd());
+      const ssize_t n = recv_some(from.fd(), buffer, std::min(size - bytes.size(), sizeof buffer));
+      if (n < 0) break;
+      bytes.append(buffer, static_cast<size_t>(n));
+    }
+    return bytes;
+  }
+
+  Socket listener_;
+  std::thread thread_;
+};
+
+using Values = std::map<int, std::string>;
+
+// Fails the test when a number comes twice.
+Store::OnValue into(Values* values) {
+  return [values](int number, const std::string& value) {
+    EXPECT_TRUE(values->emplace(number, value).second) << number << " came twice";
+  };
+}
+
+void check_contract_of_many(Store& store) {
+  using Missing = std::vector<int>;
+  store.set("n/3", "three");
+  store.set("n/03", "not three");
+  store.set("n/3x", "not three");
+  store.set("m/12", "of another prefix");
+  store.set("n/12", std::string("t\0welve", 8));
+  Values values;
+  EXPECT_EQ(store.get_all("n/", {3, 12}, in_ms(kPatienceMs), into(&values)), Missing());
+  EXPECT_EQ(values, (Values{{3, "three"}, {12, std::string("t\0welve", 8)}}));
+  values.clear();
+  EXPECT_EQ(store.get_all("n/", {}, in_ms(kPatienceMs), into(&values)), Missing());
+  EXPECT_EQ(values, Values());
+  EXPECT_EQ(store.get_present("n/", {0, 3, 4, 12, 2147483647}, in_ms(kPatienceMs), into(&values)),
+            (Missing{0, 4, 2147483647}));
+  EXPECT_EQ(values, (Values{{3, "three"}, {12, std::string("t\0welve", 8)}}));
+
+  // What is there by the deadline comes, and the others are named.
+  values.clear();
+  const int64_t begin = now_ns();
+  EXPECT_EQ(store.get_all("n/", {0, 3, 4}, in_ms(250), into(&values)), (Missing{0, 4}));
+  EXPECT_GE(now_ns() - begin, 240 * kMillisecond);
+  EXPECT_EQ(values, (Values{{3, "three"}}));
+
+  int asked = 0;
+  const auto third = [&] { return ++asked == 3; };
+  const Error stopped = error_of([&] {
+    static_cast<void>(store.get_all("n/", {3, 12, 700}, in_ms(kPatienceMs), [](int, const std::string&) {}, third));
+  });
+  EXPECT_EQ(stopped.kind(), ErrorKind::kAborted);
+  EXPECT_TRUE(contains(stopped, "'n/700'")) << stopped.what();
+  EXPECT_EQ(asked, 3);
+
+  for (const std::vector<int>& numbers : {Missing{2, 1}, Missing{1, 1}, Missing{-1, 0}})
+    EXPECT_EQ(error_of([&] { static_cast<void>(store.get_all("n/", numbers, in_ms(10), into(&values))); }).kind(),
+              ErrorKind::kInvalidArgument);
+
+  // What on_value throws comes out, and the store serves on.
+  const auto refuse = [](int number, const std::string&) { throw std::out_of_range(std::to_string(number)); };
+  EXPECT_THROW(static_cast<void>(store.get_all("n/", {3, 12}, in_ms(kPatienceMs), refuse)), std::out_of_range);
+
+  // Those that appear later come too, also when on_value sets them itself.
+  values.clear();
+  std::atomic<bool> waits{false};
+  Missing missing{-1};
+  std::thread waiter([&] {
+    const auto take = [&](int number, const std::string& value) {
+      into (&values)(number, value);
+      if (number == 7) store.set("later/8", "by on_value");
+    };
+    missing = store.get_all("later/", {7, 8, 1000}, in_ms(kPatienceMs), take, [&] { return waits = true, false; });
+  });
+  while (!waits) std::this_thread::yield();
+  store.set("later/1000", "first");
+  store.set("later/7", "second");
+  waiter.join();
+  EXPECT_EQ(missing, Missing());
+  EXPECT_EQ(values, (Values{{7, "second"}, {8, "by on_value"}, {1000, "first"}}));
+}
+
 void check_contract(Store& store) {
   store.set("a", "one");
   EXPECT_EQ(store.get("a", in_ms(kPatienceMs)), "one");
@@ -139,10 +297,107 @@ void check_contract(Store& store) {
 }
 
 TEST(MemoryStore, KeepsTheContract) { check_contract(*make_memory_store()); }
+TEST(MemoryStore, KeepsTheContractOfManyKeys) { check_contract_of_many(*make_memory_store()); }
 
 TEST(TcpStore, KeepsTheContract) {
   const auto server = serve();
   check_contract(*client_of(*server));
+}
+
+TEST(TcpStore, KeepsTheContractOfManyKeys) {
+  const auto server = serve();
+  check_contract_of_many(*client_of(*server));
+}
+
+TEST(TcpStore, ManyKeysTakeOneRequestHoweverTheyAppear) {
+  const auto server = serve();
+  const auto store = client_of(*server), other = client_of(*server);
+  constexpr int kKeys = 100;
+  std::vector<int> numbers(kKeys);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  for (int number = 0; number < kKeys; number += 2) other->set("k/" + std::to_string(number), "early");
+  const uint64_t before = server->requests();
+  std::atomic<int> got{0};
+  std::thread waiter([&] {
+    EXPECT_TRUE(store->get_all("k/", numbers, in_ms(kPatienceMs), [&](int, const std::string&) { ++got; }).empty());
+  });
+  while (got < kKeys / 2) std::this_thread::yield();  // those that are there come without the others
+  for (int number = 1; number < kKeys; number += 2) other->set("k/" + std::to_string(number), "late");
+  waiter.join();
+  EXPECT_EQ(got, kKeys);
+  EXPECT_EQ(server->requests() - before, 1u + kKeys / 2);
+}
+
+TEST(TcpStore, ManyKeysMayHaveValuesOfAnySize) {
+  const auto server = serve();
+  const auto store = client_of(*server);
+  std::vector<int> numbers;
+  Values expected;
+  for (const size_t size : {size_t{0}, size_t{1}, size_t{65'535}, size_t{65'536}, size_t{65'537}, size_t{200'000},
+                            kMaxValue, size_t{0}, size_t{5}}) {
+    const int number = static_cast<int>(numbers.size());
+    numbers.push_back(number);
+    std::string& value = expected[number];
+    value.resize(size);
+    for (size_t i = 0; i < size; ++i) value[i] = static_cast<char>(i * 7 + (i >> 8) + static_cast<size_t>(number));
+    store->set("size/" + std::to_string(number), value);
+  }
+  Values values;
+  EXPECT_TRUE(store->get_all("size/", numbers, in_ms(kPatienceMs), into(&values)).empty());
+  EXPECT_TRUE(values == expected);
+}
+
+// An interruption counts, however many parts of an answer keep the client busy.
+TEST(TcpStore, ManyKeysThatKeepAppearingCanBeInterrupted) {
+  const auto server = serve();
+  const auto store = client_of(*server), other = client_of(*server);
+  std::vector<int> numbers(100'000);
+  std::iota(numbers.begin(), numbers.end(), 0);
+  std::atomic<bool> stopped{false};
+  std::thread setter([&] {
+    for (size_t number = 0; number + 1 < numbers.size() && !stopped; ++number)
+      other->set("k/" + std::to_string(number), "");
+  });
+  const Error error = error_of([&] {
+    static_cast<void>(
+        store->get_all("k/", numbers, in_ms(kPatienceMs), [](int, const std::string&) {}, [] { return true; }));
+  });
+  stopped = true;
+  setter.join();
+  EXPECT_EQ(error.kind(), ErrorKind::kAborted);
+  EXPECT_TRUE(contains(error, "'k/")) << error.what();
+}
+
+TEST(TcpStore, ServerThatAnswersNonsenseIsNamed) {
+  const std::string too_long = numbers_text({1, static_cast<uint32_t>(kMaxValue) + 1});
+  const std::pair<std::string, std::string> cases[] = {
+      {entry(2, "not asked for"), "number 2 was not asked for"},
+      {entry(0xffffffff, ""), "was not asked for"},
+      {entry(1, "") + entry(1, "again"), "number 1 was not asked for"},
+      {too_long, "expected at most 16777216 bytes, got 16777217"},
+      {numbers_text({1, kAbsent}), "expected at most 16777216 bytes, got 4294967295"},
+      {entry(1, "one") + entry(3, "three") + "!", "1 bytes after the last value"},
+  };
+  for (const auto& [says, why] : cases) {
+    const PlayedServer server(says);
+    const auto store = connect_store("127.0.0.1", server.port(), "secret", in_ms(kPatienceMs));
+    Values values;
+    const Error error =
+        error_of([&] { static_cast<void>(store->get_all("k/", {1, 3}, in_ms(kPatienceMs), into(&values))); });
+    EXPECT_EQ(error.kind(), ErrorKind::kIo);
+    EXPECT_TRUE(contains(error, "sent nonsense: ")) << error.what();
+    EXPECT_TRUE(contains(error, why)) << error.what();
+  }
+}
+
+TEST(TcpStore, ServerOfAnotherFormatIsNamedWithItsVersion) {
+  const PlayedServer server("", kFormat - 1);
+  const Error error = error_of([&] { connect_store("127.0.0.1", server.port(), "secret", in_ms(kPatienceMs)); });
+  EXPECT_EQ(error.kind(), ErrorKind::kIo);
+  EXPECT_TRUE(contains(error, "runs Perseus 1.2.3+old, this rank Perseus ")) << error.what();
+  EXPECT_TRUE(contains(error, "(format " + std::to_string(kFormat - 1) + " of the store, not " +
+                                  std::to_string(kFormat) + "); install the same Perseus on every host"))
+      << error.what();
 }
 
 TEST(TcpStore, ManyClientsMeetThroughOneServer) {
@@ -373,13 +628,6 @@ TEST(StoreServer, AnEmptySecretIsRefused) {
 TEST(StoreServer, ImpossibleSizesCloseTheConnection) {
   const auto server = serve();
   const auto store = client_of(*server);
-  const auto frame = [](uint32_t size, uint32_t op, uint32_t key_size, const std::string& rest) {
-    std::string bytes;
-    put_u32(&bytes, size);
-    put_u32(&bytes, op);
-    put_u32(&bytes, key_size);
-    return bytes + rest;
-  };
   const std::string bad[] = {
       frame(0xffffffff, kSet, 1, "k"),
       frame(4, kSet, 1, "k"),
@@ -389,24 +637,69 @@ TEST(StoreServer, ImpossibleSizesCloseTheConnection) {
       frame(8, kGet, 0, ""),
       frame(8 + kMaxKey + 1, kGet, kMaxKey + 1, std::string(kMaxKey + 1, 'k')),
       frame(9, kGet, 1, "z") + frame(9, kGet, 1, "z"),
+      request(kGetAll, "z/", "123"),
+      request(kGetAll, "z/", numbers_text({2, 1})),
+      request(kGetPresent, "z/", numbers_text({1, 1})),
+      request(kGetAll, "z/", numbers_text({0x80000000})),
+      request(kGetAll, "z/", numbers_text({1, 0xffffffff})),
+      request(kGetAll, "z/", numbers_text({1})) + request(kGetAll, "z/", numbers_text({2})),
+      request(kGetAll, "", numbers_text({1})),
   };
   for (const std::string& bytes : bad) {
-    RawPeer peer(server->port());
+    RawMember peer(server->port());
     bool closed = false;
-    const std::string greeting = peer.receive(&closed, kGreetingSize);
-    ASSERT_EQ(greeting.size(), kGreetingSize);
-    const std::string nonce(kNonceSize, 'c');
-    const Digest proof =
-        prove("secret", {kClientLabel, format_text(), greeting.substr(kGreetingSize - kNonceSize), nonce});
-    peer.say(nonce + std::string(reinterpret_cast<const char*>(proof.data()), proof.size()));
-    EXPECT_EQ(peer.receive(&closed, kVerdictSize).size(), kVerdictSize);
-    ASSERT_FALSE(closed);
     peer.say(bytes);
     peer.receive(&closed);
     EXPECT_TRUE(closed) << "request " << &bytes - bad;
   }
   store->set("k", "v");
   EXPECT_EQ(store->get("k", in_ms(kPatienceMs)), "v");
+}
+
+// What exists goes out at once; what appears later, though others are still missing.
+TEST(StoreServer, AnswersTheKeysThatExistBeforeTheOthers) {
+  const auto server = serve();
+  const auto store = client_of(*server);
+  store->set("k/5", "five");
+  RawMember peer(server->port());
+  bool closed = false;
+  peer.say(request(kGetAll, "k/", numbers_text({2, 5, 9})));
+  EXPECT_EQ(peer.receive(&closed, entry(5, "five").size()), entry(5, "five"));
+  store->set("k/9", "nine");
+  EXPECT_EQ(peer.receive(&closed, entry(9, "nine").size()), entry(9, "nine"));
+  store->set("k/2", "");
+  EXPECT_EQ(peer.receive(&closed, entry(2, "").size()), entry(2, ""));
+  peer.say(request(kGetPresent, "k/", numbers_text({1, 2, 9})));
+  const std::string rest = numbers_text({1, kAbsent}) + entry(2, "") + entry(9, "nine");
+  EXPECT_EQ(peer.receive(&closed, rest.size()), rest);
+  EXPECT_FALSE(closed);
+}
+
+TEST(StoreServer, ClientsThatLeaveWhileTheyWaitForManyKeysDisturbNobody) {
+  const auto server = serve();
+  const auto store = client_of(*server);
+  store->set("k/1", std::string(kMaxValue, 'v'));
+  {
+    RawMember waits(server->port()), gathers(server->port()), reads_nothing(server->port());
+    const uint64_t before = server->requests();
+    for (RawMember* peer : {&waits, &gathers}) peer->say(request(kGetAll, "k/", numbers_text({2, 3})));
+    reads_nothing.say(request(kGetAll, "k/", numbers_text({1, 2})));
+    while (server->requests() < before + 3) std::this_thread::yield();
+    store->set("k/2", "two");
+  }
+  store->set("k/3", "three");
+  Values values;
+  EXPECT_TRUE(store->get_all("k/", {2, 3}, in_ms(kPatienceMs), into(&values)).empty());
+  EXPECT_EQ(values, (Values{{2, "two"}, {3, "three"}}));
+}
+
+TEST(StoreServer, ClientOfAnotherFormatIsRefused) {
+  const auto server = serve();
+  RawMember old(server->port(), numbers_text({kFormat - 1}));
+  EXPECT_EQ(old.verdict, std::string(kVerdictSize, '\0'));
+  bool closed = false;
+  old.receive(&closed);
+  EXPECT_TRUE(closed);
 }
 
 // A DataLoader worker must neither keep the port alive nor hang when it destroys what it inherited.

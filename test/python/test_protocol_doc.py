@@ -88,9 +88,18 @@ def test_the_store_s_handshake_has_the_sizes_of_the_code(name: str, constant: st
 
 def test_the_store_s_operations_have_the_numbers_of_the_code() -> None:
     code = constants(source_with("namespace perseus::store_protocol {\n\nconstexpr"))
-    assert f"op {code['kSet']} = set, {code['kGet']} = get" in PAGE
+    listed = re.findall(r"(\d+) \((\w+)\)", production("op", "Finding each other"))
+    names = {"kSet": "set", "kGet": "get", "kGetAll": "get_all", "kGetPresent": "get_present"}
+    assert listed == [(str(code[constant]), name) for constant, name in names.items()]
     head = re.findall(r"(?:op|key_size):(\d+)", production("request", "Finding each other"))
     assert sum(map(int, head)) == code["kRequestHeader"]
+    head = re.findall(r"(?:number|size):(\d+)", production("entry", "Finding each other"))
+    assert sum(map(int, head)) == code["kEntryHeader"]
+    text = source_with("namespace perseus::store_protocol {\n\nconstexpr")
+    absent = re.search(r"kAbsent = (0x\w+);", text)
+    gather = re.search(r"kGather = (\d+) \* kMillisecond;", text)
+    assert absent and f"size {absent[1]} and no value" in PAGE
+    assert gather and f"up to {gather[1]} ms" in PAGE
 
 
 def test_the_handshake_has_the_sizes_of_the_code() -> None:
