@@ -144,6 +144,7 @@ class ShmTransport final : public Transport {
   void listen_here();
   std::string connect_to(int rank, const std::string& address, const std::function<void()>& wait_a_little);
   void serve();
+  void serve_pending();
   bool on_hello(Socket& socket);
   void await_welcome(int rank, int64_t deadline_ns, const Interrupted& interrupted);
   std::string awaited() const;
@@ -337,11 +338,17 @@ void ShmTransport::serve() {
       if (!pending_.take_oldest()) fail(ErrorKind::kIo, "[shm] cannot accept a rank of this host: " + error_text(why));
       continue;
     }
-    if (!same_user(socket.fd())) continue;
+    // Of many ranks, most have said hello before they are accepted; they must not push each other out.
+    if (!same_user(socket.fd()) || on_hello(socket)) continue;
     const int64_t now = now_ns();
+    if (pending_.room(now) == decltype(pending_)::Room::kOldestMakesWay) serve_pending();
     if (pending_.room(now) == decltype(pending_)::Room::kOldestMakesWay) pending_.take_oldest();
     pending_.add(std::move(socket), now);
   }
+  serve_pending();
+}
+
+void ShmTransport::serve_pending() {
   pending_.keep_if([this](Socket& socket) { return !on_hello(socket); });
 }
 

@@ -89,31 +89,63 @@ void expect_transfer(Local& from, int from_rank, Local& to, int to_rank, Channel
   in.recv_release(kBytes);
 }
 
+// Connections to a rank that say nothing: more than it keeps.
+void knock(Store& store, int rank, std::vector<Socket>* silent) {
+  constexpr int kConnections = 200;
+  const std::string entry = store.get("job/7/shm/" + std::to_string(rank), now_ns() + kLimit);
+  const std::string name = entry.substr(entry.find(' ') + 1);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  std::copy(name.begin(), name.end(), address.sun_path + 1);
+  for (int i = 0; i < kConnections; ++i) {
+    silent->emplace_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    ASSERT_EQ(connect(silent->back().fd(), reinterpret_cast<sockaddr*>(&address),
+                      static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())),
+              0);
+  }
+}
+
 TEST(Shm, SilentConnectionsDelayNoStart) {
   // Each of these used to be waited for, for 5 s, one after the other: longer than the start may take.
-  constexpr int kConnections = 200;
   const auto store = make_memory_store();
-  std::vector<Socket> pending;
+  std::vector<Socket> silent;
   const auto ranks = connect_all(3, *store, "auto", [&](int rank) {
-    if (rank != 2) return;
-    for (int other = 0; other < 2; ++other) {
-      const std::string entry = store->get("job/7/shm/" + std::to_string(other), now_ns() + kLimit);
-      const std::string name = entry.substr(entry.find(' ') + 1);
-      sockaddr_un address{};
-      address.sun_family = AF_UNIX;
-      std::copy(name.begin(), name.end(), address.sun_path + 1);
-      for (int i = 0; i < kConnections; ++i) {
-        pending.emplace_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-        ASSERT_EQ(connect(pending.back().fd(), reinterpret_cast<sockaddr*>(&address),
-                          static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())),
-                  0);
-      }
-    }
+    for (int other = 0; rank == 2 && other < 2; ++other) knock(*store, other, &silent);
   });
   for (const auto& rank : ranks) ASSERT_NE(rank->transport, nullptr) << rank->error;
   for (int a = 0; a < 3; ++a)
     for (int b = 0; b < 3; ++b)
       if (a != b) expect_transfer(*ranks[static_cast<size_t>(a)], a, *ranks[static_cast<size_t>(b)], b, Channel{0, 0});
+}
+
+// Lets silent connections arrive at rank 0 when all others have said hello and it has not looked yet.
+class CrowdedStore : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  std::string get(const std::string& key, int64_t deadline_ns, const Interrupted& interrupted) override {
+    return store_->get(key, deadline_ns, interrupted);
+  }
+  std::vector<int> get_all(const std::string& prefix, const std::vector<int>& numbers, int64_t deadline_ns,
+                           const OnValue& on_value, const Interrupted&) override {
+    const std::vector<int> missing = store_->get_all(prefix, numbers, deadline_ns, on_value);
+    if (prefix == "job/7/shm/met/" && numbers == std::vector<int>{1}) knock(*store_, 0, &silent_);
+    return missing;
+  }
+  std::vector<int> get_present(const std::string& prefix, const std::vector<int>& numbers, int64_t deadline_ns,
+                               const OnValue& on_value, const Interrupted& interrupted) override {
+    return store_->get_present(prefix, numbers, deadline_ns, on_value, interrupted);
+  }
+
+ private:
+  const std::shared_ptr<Store> store_ = make_memory_store();
+  std::vector<Socket> silent_;
+};
+
+TEST(Shm, ARankThatHasSaidHelloIsNotPushedOutByThoseBehindIt) {
+  CrowdedStore store;
+  const auto ranks = connect_all(2, store);
+  for (const auto& rank : ranks) ASSERT_NE(rank->transport, nullptr) << rank->error;
+  expect_transfer(*ranks[0], 0, *ranks[1], 1, Channel{0, 0});
 }
 
 TEST(Shm, LinksKeepNoDescriptors) {
