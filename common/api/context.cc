@@ -70,6 +70,8 @@ class MemoryWorldStore final : public Store {
 // For an answer of the store that does not wait for anybody, on however busy a machine.
 constexpr int64_t kAnswerTime = 5 * kSecond;
 constexpr size_t kMostNamed = 16;
+// What a rank says in the store when it is connected to all, and when it knows that all are.
+constexpr char kReady[] = "ready", kLeft[] = "left";
 // Stands before the reason where a rank's entry was.
 constexpr char kGaveUp[] = "gave up\n";
 // Stands before the version in a rank's entry.
@@ -110,16 +112,6 @@ std::vector<int> ranks_from(int first, int size) {
   std::vector<int> ranks(static_cast<size_t>(std::max(size - first, 0)));
   std::iota(ranks.begin(), ranks.end(), first);
   return ranks;
-}
-
-// False also when the store does not answer.
-bool all_present(Store& store, const std::string& prefix, const std::vector<int>& ranks, const Store::OnValue& on_value,
-                 const ContextOptions& options) {
-  try {
-    return store.get_present(prefix, ranks, now_ns() + kAnswerTime, on_value, options.interrupted).empty();
-  } catch (const Error&) {
-    return false;
-  }
 }
 
 std::string entry_version(const std::string& entry) {
@@ -363,20 +355,37 @@ void Context::use_mpi(const ContextOptions& options, int64_t deadline) {
 // Only when all are connected may anybody go on: a rank that leaves early must not take the others' rendezvous with it.
 void Context::await_all(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string prefix = job_prefix();
-  store.set(prefix + "ready/" + std::to_string(world_.rank), encode(engine_->own_location()));
+  store.set(prefix + kReady + "/" + std::to_string(world_.rank), encode(engine_->own_location()));
   std::vector<Location> locations;
-  for (const std::string& text : await_word(store, "ready", 0, options, deadline))
+  for (const std::string& text : await_word(store, kReady, 0, options, deadline))
     locations.push_back(decode_location(text));
   engine_->set_locations(std::move(locations));
   // Rank 0 goes last: its process may be the one that runs the server.
   if (world_.rank == 0) {
-    await_word(store, "left", 1, options, deadline);
+    await_word(store, kLeft, 1, options, deadline);
   } else {
     try {
-      store.set(prefix + "left/" + std::to_string(world_.rank), "");
+      store.set(prefix + kLeft + "/" + std::to_string(world_.rank), "");
     } catch (const Error&) {
       // It was received, but rank 0 was gone before the answer.
     }
+  }
+}
+
+// After the end of a rank that knew of all others and has continued: all are ready then, but those that live may still
+// be about to leave.
+bool Context::all_said(Store& store, const std::string& word, const std::vector<int>& ranks,
+                       const std::function<void(int rank, const std::string& text)>& on_word,
+                       const ContextOptions& options) const {
+  const std::string prefix = job_prefix() + word + "/";
+  const int64_t deadline = now_ns() + kAnswerTime;
+  try {
+    const std::vector<int> missing = word == kLeft
+                                         ? store.get_all(prefix, ranks, deadline, on_word, options.interrupted)
+                                         : store.get_present(prefix, ranks, deadline, on_word, options.interrupted);
+    return missing.empty();
+  } catch (const Error&) {
+    return false;  // the server is gone, or does not answer
   }
 }
 
@@ -399,8 +408,7 @@ std::vector<std::string> Context::await_word(Store& store, const std::string& wo
   } catch (const Error& error) {
     const std::string cause = engine_->failure();
     if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
-    // A rank that knows of all others may have continued and ended already: then all is there.
-    if (!all_present(store, prefix, ranks, on_word, options)) fail(ErrorKind::kIo, cause);
+    if (!all_said(store, word, ranks, on_word, options)) fail(ErrorKind::kIo, cause);
   }
   return words;
 }

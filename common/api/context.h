@@ -65,6 +65,9 @@ class Context {
   void use_mpi(const ContextOptions& options, int64_t deadline);
   std::vector<std::string> await_word(Store& store, const std::string& word, int first, const ContextOptions& options,
                                       int64_t deadline_ns);
+  bool all_said(Store& store, const std::string& word, const std::vector<int>& ranks,
+                const std::function<void(int rank, const std::string& text)>& on_word,
+                const ContextOptions& options) const;
 
   World world_;
   Config config_;
