@@ -9,6 +9,7 @@ import torch
 from patterns import added, assert_job_usable, assert_same, raised, values
 
 import perseus.torch.horovod as hvd
+from perseus import process_sets
 from perseus.process_sets import ids_and_ranks
 
 SETTINGS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
@@ -222,8 +223,12 @@ def check_static_sets_are_registered_by_init() -> None:
         assert "Horovod initialization failed" in text, text
         assert fragment in text, text
         assert not hvd.is_initialized()
-    hvd.init(process_sets="Dynamic")
-    assert_job_usable()
+    try:
+        hvd.init(process_sets="Dynamic")
+        assert_job_usable()
+    finally:
+        # It holds until the process ends, and this process goes on to the checks of other modules.
+        process_sets._made_dynamic = False
 
 
 def check_static_sets_must_be_the_same_everywhere() -> None:
