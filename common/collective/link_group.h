@@ -16,7 +16,7 @@ class LinkGroup final : public Group {
   LinkGroup(std::vector<Link*> links, int me, uint32_t epoch, Channel channel);
 
   bool serves(const Work& work) const override { return work.staged == nullptr && work.device == Device(); }
-  // A list of steps writes to its buffers before it has heard of all members.
+  // A list of steps writes to its buffers before all members have sent their headers.
   bool rolls_back(const Work& work) const override { return !in_steps(*work.plan); }
   Operation& plan(const Work& work) override;
 

@@ -17,8 +17,8 @@ int index_in(const std::vector<int>& ranks, int rank) {
 // After so long without a word from other ranks we tell them that we wait: maybe they wait for us, elsewhere.
 constexpr int64_t kTellAfter = 5 * kSecond;
 // In a round that stands still most ranks wait for ranks that wait themselves. The one whose bytes do not arrive knows
-// where it breaks, and is given so much time to say it first.
-constexpr int64_t kHearsay = 500 * kMillisecond;
+// where it breaks, and is given so much time to name the cause first.
+constexpr int64_t kForTheCause = 500 * kMillisecond;
 // A rank that has stopped answers neither rounds nor heartbeats. Its last heartbeat came a little later than its last
 // word in a round: the liveness clock is about to name it, and knows better why.
 constexpr int64_t kNearlyDead = 2 * kSecond;
@@ -138,9 +138,9 @@ void ProcessSet::check_round(int64_t now, int64_t since_ns) const {
   if (silence <= timeout_ns_) return;
   std::vector<int> members;
   for (size_t i = 0; i < ranks_.size(); ++i) {
-    const int64_t unheard = static_cast<int>(i) == me_ ? 0 : silent_ns_(ranks_[i]);
-    if (unheard > timeout_ns_ - std::min(kNearlyDead, timeout_ns_ / 2)) return;
-    if (unheard > timeout_ns_ / 2) members.push_back(static_cast<int>(i));
+    const int64_t silent_for = static_cast<int>(i) == me_ ? 0 : silent_ns_(ranks_[i]);
+    if (silent_for > timeout_ns_ - std::min(kNearlyDead, timeout_ns_ / 2)) return;
+    if (silent_for > timeout_ns_ / 2) members.push_back(static_cast<int>(i));
   }
   std::string why;
   if (members.empty()) {
@@ -149,7 +149,7 @@ void ProcessSet::check_round(int64_t now, int64_t since_ns) const {
       why = ": its host has not acknowledged what rank " + std::to_string(ranks_[static_cast<size_t>(me_)]) + " sent";
   }
   if (members.empty()) {
-    if (silence <= timeout_ns_ + kHearsay) return;
+    if (silence <= timeout_ns_ + kForTheCause) return;
     members = round_.waiting_for();
   }
   std::string who;
@@ -192,9 +192,9 @@ void ProcessSet::end_schedule(std::vector<Entry*>* finished, std::vector<std::pa
     execution_.add(ready_, finished, batch);
     ready_.clear();
   }
-  std::vector<Entry*> taken_back, own;
-  execution_.roll_back(negotiation_.begun(), &taken_back);
-  for (Entry* entry : taken_back) {
+  std::vector<Entry*> rolled_back, own;
+  execution_.roll_back(negotiation_.begun(), &rolled_back);
+  for (Entry* entry : rolled_back) {
     if (entry->stand_in) failed->emplace_back(entry, "not begun by this rank");
     else own.push_back(entry);
   }

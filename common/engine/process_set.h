@@ -44,7 +44,7 @@ class ProcessSet {
   // submit never gets here. Silence before `since_ns` proves nothing: this process itself did not run then.
   // `round_ends`: no rank that it needs has left.
   void check_progress(int64_t now, int64_t since_ns, bool round_ends) const PERSEUS_REQUIRES(progress_lock);
-  // Work that needs driving, or news that others should hear?
+  // Work that needs driving, or news for the other members?
   bool busy() const PERSEUS_REQUIRES(progress_lock) { return moving() || negotiation_.has_news(); }
   // Has this rank submitted something that waits for its turn in a schedule?
   bool holds() const PERSEUS_REQUIRES(progress_lock) { return negotiation_.scheduled() && negotiation_.has_pending(); }

@@ -1,5 +1,5 @@
 // Runs what negotiation found ready, for one group: fuses requests into buckets, gives each bucket to a stream in the
-// agreed order, and reports entries whose last bucket is done. Used by the driver.
+// agreed order, and reports entries whose last bucket is done. Called with the progress lock held.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct ExecutionSettings {
   uint64_t sparse_from = 0;                          // bytes: smaller tensors do not take the last one
   bool measures = true;                              // else speeds are as told, and without them auto is exact
   double link_seconds_per_byte = 0;                  // 0 = measured
-  std::function<void(const std::string& text)> say;  // news for the log
+  std::function<void(const std::string& text)> log;  // for news
   Residuals* residuals = nullptr;                    // none = nothing is held back
   BucketObserver* observer = nullptr;                // none = nobody looks at buckets
   std::function<int64_t(int rank)> silent_ns;        // how long a rank of the world has given no sign of life

@@ -33,7 +33,7 @@ void Execution::finish_probe(std::vector<Entry*>* finished) {
   speeds_.shards = levels.shards;
   speeds_.sparse_from = settings_.sparse_from;
   probe_.reset();
-  if (me_ == 0) settings_.say("[codec] " + describe_choice(speeds_, settings_.auto_codecs));
+  if (me_ == 0) settings_.log("[codec] " + describe_choice(speeds_, settings_.auto_codecs));
   std::vector<std::vector<Entry*>> rounds;
   rounds.swap(waiting_);
   for (const std::vector<Entry*>& ready : rounds) add(ready, finished);

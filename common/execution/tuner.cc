@@ -61,7 +61,7 @@ int Tuner::most_streams() const { return settings_.streams ? 2 * settings_.start
 void Tuner::agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns) {
   for (const Entry* entry : ready) {
     const Description& d = entry->description;
-    if (!d.times.empty()) hear(d.times);
+    if (!d.times.empty()) on_times(d.times);
     if (!d.gradient || state_ == State::kSettled) continue;
     if (first_.empty()) first_ = *entry->text;
     if (*entry->text == first_) begin_step(worth_it, largest, now_ns);
@@ -123,7 +123,7 @@ std::vector<uint32_t> Tuner::take_times() {
   return times;
 }
 
-void Tuner::hear(const std::vector<uint32_t>& times) {
+void Tuner::on_times(const std::vector<uint32_t>& times) {
   if (state_ != State::kTelling || times.size() != trials_.size()) return;
   std::vector<uint32_t> best(candidates_.size(), UINT32_MAX);
   for (size_t i = 0; i < times.size(); ++i) {

@@ -1,7 +1,8 @@
 // How large buckets are and on how many streams they go, for the gradients of one group. Within its first steps a few
 // settings near the start values are tried, each in two steps; all ranks then tell each other how long theirs took, in
 // one negotiation round, and keep the best. A replica: steps are counted by what rounds make ready, so all ranks change
-// settings in the same place, and all decide from the same numbers. Results never depend on it. Used by the driver.
+// settings in the same place, and all decide from the same numbers. Results never depend on it. Called with the
+// progress lock held.
 #pragma once
 
 #include <algorithm>
@@ -78,7 +79,7 @@ class Tuner {
   void begin_step(bool worth_it, size_t largest, int64_t now_ns);
   void choose_candidates(size_t largest);
   void next_trial(int64_t now_ns);
-  void hear(const std::vector<uint32_t>& times);
+  void on_times(const std::vector<uint32_t>& times);
   void settle(const Tuning& tuning, const std::string& why);
 
   const TunerSettings settings_;
