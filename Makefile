@@ -214,6 +214,10 @@ docs: build  ## docs/config.md from the table of variables, and the drawing of t
 bench: build packages-test $(VENV)/.demo  ## measure against torch gloo; write the tables of README.md and benchmarks/README.md
 	mkdir -p build/bench
 	perseus-bench --readme README.md --bars benchmarks/README.md --json build/bench/records.jsonl --plot build/bench/records.png
+	@$(BIN)/cmake -DPERSEUS_TESTS=ON $(BUILD) >/dev/null
+	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target start_bench
+	$(BUILD)/benchmarks/start_bench > build/bench/start.jsonl
+	$(PY) benchmarks/start_table.py build/bench/start.jsonl benchmarks/README.md
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples perseus/patches
