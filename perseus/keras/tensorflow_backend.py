@@ -15,7 +15,7 @@ from perseus.tensorflow import functions, mpi_ops, ops, reductions
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.elastic import run
 from perseus.tensorflow.ops import Adasum, Average, Min, Sum
-from perseus.tensorflow.parameters import compared
+from perseus.tensorflow.parameter_check import compared
 from perseus.tensorflow.reducer import GradientReducer
 
 __all__ = ["Adasum", "Average", "Compression", "Sum", "compared", "run"]

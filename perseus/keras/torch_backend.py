@@ -15,7 +15,7 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
-from perseus.torch import exchange, functions, gather, reductions, scatter
+from perseus.torch import data_movement, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
 from perseus.torch.session import Adasum, Average, Min, Sum, session
@@ -154,7 +154,7 @@ def allgather(value: Any, name: str | None) -> torch.Tensor:
 
 def broadcast(value: Any, root_rank: int, name: str | None) -> torch.Tensor:
     """See Backend."""
-    return exchange.broadcast(torch.as_tensor(value), root_rank, name)
+    return data_movement.broadcast(torch.as_tensor(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None, op: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import mxnet as mx
 import numpy as np
 
 from perseus import basics, control
-from perseus.mxnet import ops, sparse, state_files
+from perseus.mxnet import ops, residuals, sparse
 from perseus.mxnet.gradient_compression import compressor_of
 from perseus.mxnet.kvstore_arguments import (
     Key,
@@ -32,10 +32,10 @@ from perseus.mxnet.kvstore_arguments import (
     single_pairs,
     with_rows,
 )
-from perseus.mxnet.parameters import WeightsByKey
-from perseus.mxnet.pushes import Pushes, settle
-from perseus.mxnet.starts import check_start
-from perseus.mxnet.steps import Step, Updater
+from perseus.mxnet.kvstore_reducer import StoreReducer, settle
+from perseus.mxnet.kvstore_start import check_start
+from perseus.mxnet.kvstore_step import Step, Updater
+from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
 
 _store_numbers = count(1)
@@ -75,7 +75,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         self._updater: Updater | None = None
         self._values: dict[Key, _Value] = {}
         self._scope = f"kvstore.{next(_store_numbers)}"
-        self._pushes = Pushes(f"{self._scope}.")
+        self._reducer = StoreReducer(f"{self._scope}.")
         self._step = Step()
         self._weights = WeightsByKey()
 
@@ -226,7 +226,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         """
         states = self._states("save").get_states(dump_optimizer)
         self._wait()
-        state_files.write(Path(fname), states, self._pushes.residuals.read())
+        residuals.write(Path(fname), states, self._reducer.residuals.read())
 
     def load_optimizer_states(self, fname: str) -> None:
         """Read such a file, or one of MXNet's, on every rank. ValueError without set_optimizer.
@@ -237,15 +237,15 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         content = Path(fname).read_bytes()
         updater.set_states(content)
         self._wait()
-        self._pushes.forget()
-        self._pushes.residuals.replace(state_files.held_in(content))
+        self._reducer.forget()
+        self._reducer.residuals.replace(residuals.held_in(content))
 
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
         """Set the encoding of gradients between hosts; the same on all ranks.
 
         For the dictionary and its errors see gradient_compression.compressor_of.
         """
-        self._pushes = Pushes(f"{self._scope}.", compressor_of(compression_params))
+        self._reducer = StoreReducer(f"{self._scope}.", compressor_of(compression_params))
 
     # ---- ranks
 
@@ -322,7 +322,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             self._weights.update(key, weight)
         name = f"{self._scope}.{key}"
         if any(array.stype != "default" for array in given):
-            result, outcome = self._pushes.add_rows(
+            result, outcome = self._reducer.add_rows(
                 given, name, priority=priority, gradient=gradient
             )
             if updater is None:
@@ -336,7 +336,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             if held.reduced is not None and held.reduced is not result:
                 settle(held.reduced)
             held.reduced = result
-            outcome = self._pushes.combine(
+            outcome = self._reducer.combine(
                 given, result, name, op=op, priority=priority, gradient=gradient
             )
         if updater is not None:

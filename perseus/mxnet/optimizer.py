@@ -16,8 +16,8 @@ from perseus.gradients.arguments import checked_predivide_factor, not_an_optimiz
 from perseus.gradients.bundles import bundles
 from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Held, pack, unpack
-from perseus.mxnet import ops, state_files
-from perseus.mxnet.parameters import WeightsByKey
+from perseus.mxnet import ops, residuals
+from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.reducer import GradientReducer
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
@@ -129,12 +129,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     def save_residuals(self, fname: str) -> None:
         """Write this rank's residuals, to a file for each rank; waits for gradients."""
-        state_files.write(Path(fname), b"", self._held())
+        residuals.write(Path(fname), b"", self._held())
 
     def load_residuals(self, fname: str) -> None:
         """Continue with the residuals that this rank wrote; sums over steps begin again."""
         self._reducer.forget()
-        self._reducer.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
+        self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
 
     def _held(self) -> dict[str, Held]:
         self._reducer.wait()

@@ -12,7 +12,7 @@ from typing import Any
 
 import mxnet as mx
 
-from perseus.mxnet.joined_batch import OP
+from perseus.mxnet.sync_batch_norm_op import OP
 
 
 class PerseusSyncBatchNorm(mx.gluon.nn.BatchNorm):  # type: ignore[misc]

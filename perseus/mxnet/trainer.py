@@ -20,11 +20,11 @@ from perseus.compression import Compressor
 from perseus.gradients.arguments import checked_predivide_factor
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
-from perseus.mxnet import ops, state_files
+from perseus.mxnet import ops, residuals
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
-from perseus.mxnet.parameters import buffer_of
+from perseus.mxnet.parameter_check import buffer_of
 from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.sparse import sum_rows
 from perseus.process_sets import ProcessSet, checked, global_process_set
@@ -130,7 +130,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         super().save_states(fname)
         self._reducer.wait()
         path = Path(fname)
-        state_files.write(path, path.read_bytes(), self._reducer.residuals.read())
+        residuals.write(path, path.read_bytes(), self._reducer.residuals.read())
 
     def load_states(self, fname: str) -> None:
         """As in gluon; sums over steps begin again.
@@ -139,7 +139,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """
         super().load_states(fname)
         self._reducer.forget()
-        self._reducer.residuals.replace(state_files.held_in(Path(fname).read_bytes()))
+        self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
 
     def _trained(self) -> list[tuple[int, Any]]:
         """The parameters with gradients, and their numbers."""

@@ -52,7 +52,7 @@ from perseus.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from perseus.tensorflow import gradients as _gradients  # noqa: F401 - registers them
+from perseus.tensorflow import autodiff as _autodiff  # noqa: F401 - registers them
 from perseus.tensorflow import ops
 from perseus.tensorflow.library import native
 from perseus.tensorflow.ops import (

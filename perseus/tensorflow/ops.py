@@ -12,7 +12,7 @@ process_set: the ranks that take part.
 
 dtypes: float16, bfloat16, float32, float64, (u)int8, int16, int32, int64, bool; ops that do not
     reduce also take uint16, of which TensorFlow allows no reductions.
-Gradients are registered by perseus.tensorflow.gradients.
+Gradients are registered by perseus.tensorflow.autodiff.
 Errors, raised where the result is used: FailedPreconditionError on every rank where ranks disagree
 about a tensor (the job goes on), and before init(); UnknownError when the world has broken;
 InvalidArgumentError for a name in flight, a foreign process set, bad splits.

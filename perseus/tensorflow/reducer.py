@@ -25,7 +25,7 @@ from perseus.process_sets import ProcessSet
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum
-from perseus.tensorflow.parameters import compared
+from perseus.tensorflow.parameter_check import compared
 from perseus.tensorflow.reductions import divided_by_size, reduce_slices
 
 

@@ -16,7 +16,7 @@ import torch
 from perseus import basics, objects
 from perseus.arguments import checked_root
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch.exchange import allgather, broadcast_, broadcast_async_
+from perseus.torch.data_movement import allgather, broadcast_, broadcast_async_
 from perseus.torch.session import synchronize
 from perseus.torch.unwrapped import watch
 

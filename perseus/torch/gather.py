@@ -1,7 +1,7 @@
 """allgather as scripts see it: PERSEUS_CHANGE_HVD_ALLGATHER chooses the layout of the result.
 
 Tensors are joined along dimension 0 as in Horovod. If that variable is 0, they are stacked along a
-new dimension of ranks, and need equal shapes. Perseus' own gathers (perseus.torch.exchange) join.
+new dimension of ranks, and need equal shapes. Perseus' own gathers (in data_movement) join.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from perseus import basics
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch import exchange
+from perseus.torch import data_movement
 
 
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def allgather_async(
 
     tensor: contiguous, at least one dimension; only the first may differ across ranks, and be 0.
     """
-    return exchange.allgather_async(_laid_out(tensor), name, process_set)
+    return data_movement.allgather_async(_laid_out(tensor), name, process_set)
 
 
 def allgather(
@@ -36,7 +36,7 @@ def allgather(
 
     IndexError for a tensor without dimensions. See allgather_async.
     """
-    return exchange.allgather(_laid_out(tensor), name, process_set)
+    return data_movement.allgather(_laid_out(tensor), name, process_set)
 
 
 def grouped_allgather_async(
@@ -45,7 +45,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start allgather of several tensors as one operation; returns one handle."""
-    return exchange.grouped_allgather_async(map(_laid_out, tensors), name, process_set)
+    return data_movement.grouped_allgather_async(map(_laid_out, tensors), name, process_set)
 
 
 def grouped_allgather(
@@ -54,4 +54,4 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """allgather of several tensors as one operation. Differentiable."""
-    return exchange.grouped_allgather(map(_laid_out, tensors), name, process_set)
+    return data_movement.grouped_allgather(map(_laid_out, tensors), name, process_set)

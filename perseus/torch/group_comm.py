@@ -13,7 +13,7 @@ import torch
 
 from perseus import basics
 from perseus.process_sets import ProcessSet, register
-from perseus.torch.exchange import alltoall, barrier, broadcast, broadcast_
+from perseus.torch.data_movement import alltoall, barrier, broadcast, broadcast_
 from perseus.torch.gather import allgather
 from perseus.torch.reductions import allreduce, allreduce_
 from perseus.torch.scatter import reducescatter

@@ -35,7 +35,7 @@ from perseus.process_sets import (
 )
 from perseus.torch import compression, elastic, functions, mpi_ops, optimizer, sync_batch_norm
 from perseus.torch.compression import Compression
-from perseus.torch.exchange import (
+from perseus.torch.data_movement import (
     alltoall,
     alltoall_async,
     barrier,

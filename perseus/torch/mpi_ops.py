@@ -1,6 +1,6 @@
 """Horovod's module of collectives, `hvd.mpi_ops`: one place with all of their names.
 
-The code is in exchange, reductions, scatter and session. No state of its own.
+The code is in data_movement, reductions, scatter and session. No state of its own.
 """
 
 from perseus.basics import (
@@ -42,7 +42,7 @@ from perseus.process_sets import (
     remove_process_set,
 )
 from perseus.torch.compression import Compression
-from perseus.torch.exchange import (
+from perseus.torch.data_movement import (
     HorovodAllgather,
     HorovodAlltoall,
     HorovodBroadcast,

@@ -15,7 +15,7 @@ import torch
 from perseus.errors import HorovodInternalError
 from perseus.process_sets import ProcessSet, global_process_set, number_of
 from perseus.torch.compression import Compression, Compressor
-from perseus.torch.exchange import allgather, grouped_allgather
+from perseus.torch.data_movement import allgather, grouped_allgather
 from perseus.torch.reductions import group_members
 from perseus.torch.session import (
     REDUCESCATTER,

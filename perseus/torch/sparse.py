@@ -14,7 +14,7 @@ from perseus.compression import Compressor, NoneCompressor
 from perseus.errors import MismatchError
 from perseus.failures import Failures
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch.exchange import allgather_async
+from perseus.torch.data_movement import allgather_async
 from perseus.torch.session import ALLGATHER, Average, Sum, place, session, synchronize
 
 _HALVES = (torch.float16, torch.bfloat16)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from perseus import basics
-from perseus.torch.exchange import allgather
+from perseus.torch.data_movement import allgather
 from perseus.torch.reductions import allreduce
 from perseus.torch.session import Sum
 

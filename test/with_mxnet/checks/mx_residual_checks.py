@@ -88,7 +88,7 @@ class _Store:
 
     def held(self) -> dict[str, bytes]:
         self.kv._wait()
-        found = self.kv._pushes.residuals.read()
+        found = self.kv._reducer.residuals.read()
         return {key: bytes(numbers) for key, (_, numbers) in found.items()}
 
 

@@ -22,8 +22,8 @@ from perseus.mxnet.kvstore_arguments import PerseusOp
 from perseus.mxnet.reducer import GradientReducer
 
 
-class Pushes:
-    """Of one store.
+class StoreReducer:
+    """Reduces what is pushed to one store.
 
     scope: what the names of its arrays begin with. compression: of gradients, equal on all ranks.
     `residuals` has what codecs hold back, by what follows the scope; to be read, and written after
