@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from perseus.gradients.bundles import bundles
+from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.names import unnumbered
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.participation import takes_part
@@ -39,7 +41,8 @@ class GradientReducer(LateReducer):
         super().__init__()
         self.options = options
         self.plan = options.plan
-        self.local_variables: list[Any] = []
+        divided = partial(backend.divided_by_size, process_set=options.plan.process_set)
+        self.local = LocalSources(_key, divided if options.scale_local_gradients else None)
         self._name = options.name or name
         self._prefix = ""
         self._check = ParameterCheck(options.plan.process_set)
@@ -52,8 +55,7 @@ class GradientReducer(LateReducer):
         """Backward is next, and then reduce(); from the second step on reductions begin in it."""
         if self._reducer is None or self.plan.groups is not None:
             return
-        local = {optimizer._var_key(variable) for variable in self.local_variables}
-        wide = [v for v in optimizer._trainable_variables if optimizer._var_key(v) not in local]
+        wide = [v for v in optimizer._trainable_variables if not self.local.is_local(v)]
         self._reducer.before_backward(wide, [self._name_of(v, optimizer) for v in wide])
 
     def _name_of(self, variable: Any, optimizer: Any) -> str:
@@ -67,16 +69,15 @@ class GradientReducer(LateReducer):
         Gradients of local variables are left alone, or divided by the number of ranks. Returns them
         and whether they may be applied: None for yes, always; else as BackendReducer.reduce.
         """
+        return self.local.around(
+            lambda wide, sources: self._reduce(wide, sources, optimizer), gradients, variables
+        )
+
+    def _reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
+    ) -> tuple[list[Any], Any]:
         results = list(gradients)
-        local = {optimizer._var_key(variable) for variable in self.local_variables}
-        sent: list[int] = []
-        for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            if gradient is None:
-                continue
-            if optimizer._var_key(variable) not in local:
-                sent.append(index)
-            elif self.options.scale_local_gradients:
-                results[index] = backend.divided_by_size(gradient, self.plan.process_set)
+        sent = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if not sent:
             return results, None
         names = [self._name_of(variables[index], optimizer) for index in sent]
@@ -143,7 +144,12 @@ class Reducing:
 
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on this rank; before the first step."""
-        self._reducer.local_variables.append(var)
+        self._reducer.local.register(var)
+
+
+def _key(variable: Any) -> Any:
+    """What a variable is known by: Keras 2 may wrap one in others, which share a number."""
+    return getattr(variable, "_unique_id", None) or id(variable)
 
 
 def readable(variable: Any) -> str:

@@ -18,7 +18,7 @@ from perseus.compression import Compressor
 from perseus.gradients.adasum import AdasumOfSteps
 from perseus.gradients.aggregation import Passes
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.tensorflow import local_variables
+from perseus.tensorflow import own_variables
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.modes import belongs_to_program, on_device, tf_variable, when
 from perseus.tensorflow.ops import Adasum
@@ -47,7 +47,7 @@ class _StepReducer(AdasumOfSteps):
 
     def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
         """See AdasumOfSteps."""
-        return local_variables.after(done)
+        return own_variables.after(done)
 
     def value(self, variable: Any) -> Any:
         """See AdasumOfSteps."""
@@ -93,7 +93,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
         self._reducer = _StepReducer(compression, process_set, self.get_name(), device_dense)
-        self._passes = Passes(backward_passes_per_step, local_variables.LocalVariables())
+        self._passes = Passes(backward_passes_per_step, own_variables.OwnVariables())
         self._starts: list[Any] = []
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,9 +117,9 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         """Take this rank's step; every N-th call combines the steps since the last combination."""
         self._remember(variables)
         began = when(self._passes.begins(), lambda: self._copy_to_starts(variables), lambda: None)
-        with local_variables.after([began]):
+        with own_variables.after([began]):
             stepped = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
-        with local_variables.after([stepped]):
+        with own_variables.after([stepped]):
             complete = self._passes.count()
 
         def combine() -> Any:
@@ -139,7 +139,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             ]
 
     def _local(self, initial: Any, name: str) -> Any:
-        return local_variables.make(initial, f"{self.get_name()}/{name}")
+        return own_variables.make(initial, f"{self.get_name()}/{name}")
 
     def _copy_to_starts(self, variables: list[Any]) -> Any:
         return tf.group(

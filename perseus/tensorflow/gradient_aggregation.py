@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from perseus.gradients.aggregation import LocalAggregation
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.tensorflow import local_variables
+from perseus.tensorflow import own_variables
 from perseus.tensorflow.modes import belongs_here, belongs_to_program, tf_variable, when
-from perseus.tensorflow.reducer import LocalSources
+from perseus.tensorflow.reducer import local_sources
 
 
 def apply_op_to_not_none_tensors(
@@ -72,10 +72,10 @@ class LocalGradientAggregationHelper:
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
         self._passes = LocalAggregation(
-            backward_passes_per_step, average_aggregated_gradients, local_variables.LocalVariables()
+            backward_passes_per_step, average_aggregated_gradients, own_variables.OwnVariables()
         )
         self._allreduce = allreduce_func
-        self._local = LocalSources(process_set, scale_local_gradients)
+        self._local = local_sources(process_set, scale_local_gradients)
         self._applies: Any = None
 
     @property
@@ -153,7 +153,7 @@ class LocalGradientAggregationHelper:
 
     def _variable(self, initial: Any, name: str) -> Any:
         scope = f"{self.name or 'aggregation'}_variables_{self.rank}"
-        return local_variables.make(initial, f"{scope}/{name}")
+        return own_variables.make(initial, f"{scope}/{name}")
 
     def _reduced(self, totals: list[Any], vars: Sequence[Any]) -> tuple[Any, ...]:
         """The reduced sums of a step that is complete, and whether they may be applied."""

@@ -34,7 +34,7 @@ from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.ops import Adasum, Average
 from perseus.tensorflow.reducer import (
     GradientReducer,
-    LocalSources,
+    local_sources,
     reference_of,
     references_of,
 )
@@ -79,7 +79,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._optimizer = optimizer
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
-        self._local = LocalSources(process_set, scale_local_gradients)
+        self._local = local_sources(process_set, scale_local_gradients)
         self._applies: Any = None
         plan = Plan(
             op=op,

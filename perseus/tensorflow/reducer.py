@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -15,6 +16,7 @@ from perseus import basics
 from perseus.compression import applied_here
 from perseus.gradients.arguments import check_sparse
 from perseus.gradients.bundles import bundles
+from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.names import unnumbered
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.parameter_check import ParameterCheck
@@ -226,41 +228,8 @@ def _reference(source: Any) -> Any:
     return variable.ref() if isinstance(variable, tf.Variable) else None
 
 
-class LocalSources:
-    """Variables whose gradients stay on their rank: theirs are only scaled, if at all."""
-
-    def __init__(self, process_set: ProcessSet, scale: bool) -> None:
-        self._process_set = process_set
-        self._scale = scale
-        self._references: set[Any] = set()
-
-    def register(self, source: Any) -> None:
-        """Leave this one out from now on."""
-        self._references.add(tf_variable(source).ref())
-
-    def is_local(self, source: Any) -> bool:
-        """Whether it was registered."""
-        return bool(self._references) and _reference(source) in self._references
-
-    def scaled(self, gradient: Any) -> Any:
-        """A local gradient, over the number of ranks: the mean of reduced ones weighs it so."""
-        if gradient is None or not self._scale:
-            return gradient
-        return divided_by_size(gradient, self._process_set)
-
-    def around(
-        self,
-        reduce: Callable[[list[Any], list[Any]], tuple[list[Any], Any]],
-        gradients: Sequence[Any],
-        sources: Sequence[Any],
-    ) -> tuple[list[Any], Any]:
-        """Have `reduce` do what is not local; returns all gradients in order, and its verdict."""
-        wide = [i for i, source in enumerate(sources) if not self.is_local(source)]
-        reduced, applies = reduce([gradients[i] for i in wide], [sources[i] for i in wide])
-        results = [
-            self.scaled(gradient) if self.is_local(source) else gradient
-            for gradient, source in zip(gradients, sources, strict=True)
-        ]
-        for i, gradient in zip(wide, reduced, strict=True):
-            results[i] = gradient
-        return results, applies
+def local_sources(process_set: ProcessSet, scale: bool) -> LocalSources:
+    """Those of one tape or optimizer; scale: divide their gradients by the number of ranks."""
+    return LocalSources(
+        _reference, partial(divided_by_size, process_set=process_set) if scale else None
+    )

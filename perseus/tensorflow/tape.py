@@ -16,13 +16,14 @@ import tensorflow as tf
 
 from perseus.compression import Compressor
 from perseus.gradients.arguments import checked_groups, checked_reduction, wrapped_twice
+from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.ops import Average
 from perseus.tensorflow.reducer import (
     GradientReducer,
-    LocalSources,
+    local_sources,
     reference_of,
     references_of,
 )
@@ -184,7 +185,7 @@ def DistributedGradientTape(  # noqa: N802 - the name is Horovod's
     made.scale_local_gradients = scale_local_gradients
     made.applies = True
     made._kept = residuals
-    made._local = LocalSources(process_set, scale_local_gradients)
+    made._local = local_sources(process_set, scale_local_gradients)
     made._plan = Plan(
         op=op,
         compression=compression,

@@ -13,6 +13,7 @@ from perseus.failures import Failures
 from perseus.gradients.adasum import AdasumOfSteps
 from perseus.gradients.aggregation import LocalAggregation, Passes
 from perseus.gradients.handle_reducer import HandleReducer, Reduction
+from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.plan import Plan
 from perseus.operations import ReduceOp
 
@@ -253,3 +254,24 @@ def test_variables_go_from_the_start_to_the_combined_steps(combined, expected):
     assert steps.around(variables, step) == ("loss", "written")
     assert steps.given == [4.0, -8.0]
     assert [variable[0] for variable in variables] == expected
+
+
+# ---- LocalSources ----
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_gradients_of_local_sources_are_only_scaled(scales):
+    def reduce(gradients: list[Any], sources: list[Any]) -> tuple[list[Any], Any]:
+        given.append((gradients, sources))
+        return [None if gradient is None else 10 * gradient for gradient in gradients], "verdict"
+
+    given: list[Any] = []
+    local = LocalSources(str.lower, (lambda gradient: gradient / 4) if scales else None)
+    assert local.around(reduce, [1.0, None], ["a", "b"]) == ([10.0, None], "verdict")
+    for source in ("B", "D"):
+        local.register(source)
+    assert [local.is_local(source) for source in "abcD"] == [False, True, False, True]
+    over = 4.0 if scales else 1.0
+    found = local.around(reduce, [1.0, 2.0, None, None, 5.0], ["a", "b", "c", "d", "e"])
+    assert found == ([10.0, 2.0 / over, None, None, 50.0], "verdict")
+    assert given[1] == ([1.0, None, 5.0], ["a", "c", "e"])

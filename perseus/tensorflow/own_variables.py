@@ -28,7 +28,7 @@ def after(done: Sequence[Any]) -> AbstractContextManager[Any]:
     return context
 
 
-class LocalVariables:
+class OwnVariables:
     """See Variables."""
 
     def read(self, variable: Any) -> Any:
