@@ -21,7 +21,10 @@ import perseus.tensorflow.horovod.keras as hvd
 from perseus.keras.backend import keras
 
 legacy = keras.optimizers.legacy
-value_of = keras.backend.get_value
+
+
+def value_of(variable) -> np.ndarray:
+    return keras.backend.get_value(variable)
 
 
 def _values(variables) -> list[np.ndarray]:
