@@ -1,20 +1,21 @@
 // The store's client: a call takes an idle connection or makes one, so that a waiting get() holds up nobody; one that
 // gave up waiting closes its connection, which is how the server learns of it. Thread-safe.
-#include <poll.h>
-
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
-#include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/descriptors.h"
 #include "base/error.h"
+#include "base/mutex.h"
 #include "bootstrap/numbered_keys.h"
 #include "bootstrap/store.h"
 #include "bootstrap/store_protocol.h"
-#include "net/auth.h"
+#include "net/handshake.h"
+#include "net/poller.h"
 #include "net/socket.h"
 
 namespace perseus {
@@ -41,21 +42,8 @@ struct Call {
   int64_t ask_at_ns = now_ns() + kSlice;  // where parts of an answer come so often that no wait takes a slice
 };
 
-enum class Wait { kReady, kTimeout, kInterrupted };
-
-Wait wait_for(int fd, short events, int64_t deadline_ns, const Interrupted& interrupted) {
-  for (;;) {
-    const int64_t left = deadline_ns - now_ns();
-    pollfd entry{fd, events, 0};
-    const int timeout_ms = static_cast<int>((std::min(std::max<int64_t>(left, 0), kSlice) + 999'999) / kMillisecond);
-    if (::poll(&entry, 1, timeout_ms) > 0) return Wait::kReady;
-    if (left <= 0) return Wait::kTimeout;
-    if (interrupted && interrupted()) return Wait::kInterrupted;
-  }
-}
-
 // One connection attempt's failure. `final`: trying again would not help.
-struct Refusal {
+struct Failure {
   bool final = false;
   std::string why;
 };
@@ -68,14 +56,14 @@ class TcpStore : public Store {
   // Retries what may still come right.
   void connect(int64_t deadline_ns, const Interrupted& interrupted) {
     for (;;) {
-      Refusal refusal;
-      Socket socket = try_connect(deadline_ns, interrupted, &refusal);
+      Failure failure;
+      Socket socket = try_connect(deadline_ns, interrupted, &failure);
       if (socket) return give_back(std::move(socket));
-      if (refusal.final) fail(ErrorKind::kIo, "[rendezvous] " + refusal.why);
+      if (failure.final) fail(ErrorKind::kIo, "[rendezvous] " + failure.why);
       if (now_ns() + kRetryPause >= deadline_ns)
-        fail(ErrorKind::kIo, "[rendezvous] no store server at " + where_ + " in time (" + refusal.why +
+        fail(ErrorKind::kIo, "[rendezvous] no store server at " + where_ + " in time (" + failure.why +
                                  "): is rank 0 running, and is that its address?");
-      ::poll(nullptr, 0, static_cast<int>(kRetryPause / kMillisecond));
+      std::this_thread::sleep_for(std::chrono::nanoseconds(kRetryPause));
       ask(interrupted);
     }
   }
@@ -230,29 +218,29 @@ class TcpStore : public Store {
 
   Socket take(int64_t deadline_ns, const Interrupted& interrupted) {
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      const MutexLock lock(mutex_);
       if (!idle_.empty()) {
         Socket socket = std::move(idle_.back());
         idle_.pop_back();
         return socket;
       }
     }
-    Refusal refusal;
+    Failure failure;
     // Whoever set up the first connection found a server: give a busy one time even if the caller has none.
-    Socket socket = try_connect(std::max(deadline_ns, now_ns() + kSecond), interrupted, &refusal);
-    if (!socket) fail(ErrorKind::kIo, "[rendezvous] " + refusal.why + ": the store server is gone");
+    Socket socket = try_connect(std::max(deadline_ns, now_ns() + kSecond), interrupted, &failure);
+    if (!socket) fail(ErrorKind::kIo, "[rendezvous] " + failure.why + ": the store server is gone");
     return socket;
   }
 
   void give_back(Socket socket) {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     idle_.push_back(std::move(socket));
   }
 
-  Socket try_connect(int64_t deadline_ns, const Interrupted& interrupted, Refusal* refusal) {
+  Socket try_connect(int64_t deadline_ns, const Interrupted& interrupted, Failure* failure) {
     std::string why;
     const std::vector<SocketAddress> addresses = resolve(host_, port_, &why);
-    if (addresses.empty()) refusal->why = "cannot resolve '" + host_ + "': " + why;
+    if (addresses.empty()) failure->why = "cannot resolve '" + host_ + "': " + why;
     for (const SocketAddress& address : addresses) {
       const int64_t limit = std::min(deadline_ns, now_ns() + kConnectLimit);
       Socket socket = start_connect(address);
@@ -264,87 +252,67 @@ class TcpStore : public Store {
         code = outcome == Wait::kTimeout ? ETIMEDOUT : connect_result(socket.fd());
       }
       if (code != 0) {
-        refusal->why = address.text() + ": " + error_text(code);
+        failure->why = address.text() + ": " + error_text(code);
         continue;
       }
-      if (shake_hands(socket, address.text(), std::min(deadline_ns, now_ns() + kHandshakeLimit), interrupted, refusal))
+      if (shake_hands(socket, address.text(), std::min(deadline_ns, now_ns() + kHandshakeLimit), interrupted, failure))
         return socket;
-      if (refusal->final) break;
+      if (failure->final) break;
     }
     return Socket();
   }
 
   bool shake_hands(const Socket& socket, const std::string& where, int64_t deadline_ns, const Interrupted& interrupted,
-                   Refusal* refusal) {
-    std::string greeting;
-    if (!receive_quietly(socket, kGreetingHead, deadline_ns, interrupted, &greeting)) {
-      refusal->why = where + ": no greeting from a store server";
-      // Something that talks, but not like a store, will not become one.
-      refusal->final = greeting.size() >= 4 && get_u32(greeting.data()) != kMagic;
-      if (refusal->final) refusal->why = where + " answers, but is not a Perseus store server: is the port right?";
-      return false;
+                   Failure* failure) {
+    Handshake handshake(Handshake::Side::kConnector, secret_, "", opening(), Versions::kAny);
+    bool greeted = false;
+    char buffer[kOpeningSize];
+    while (!handshake.proven() && !handshake.refusal()) {
+      const ssize_t n = recv_some(socket.fd(), buffer, handshake.wanted());
+      if (n < 0) break;
+      if (n == 0) {
+        const Wait outcome = wait_for(socket.fd(), POLLIN, deadline_ns, interrupted);
+        if (outcome == Wait::kInterrupted) fail(ErrorKind::kAborted, "[rendezvous] interrupted while connecting");
+        if (outcome == Wait::kTimeout) break;
+        continue;
+      }
+      const std::string reply = handshake.feed(buffer, static_cast<size_t>(n));
+      if (reply.empty()) continue;
+      greeted = true;
+      if (send_some(socket.fd(), reply.data(), reply.size()) != static_cast<ssize_t>(reply.size())) break;
     }
-    refusal->final = true;
-    if (get_u32(greeting.data()) != kMagic) {
-      refusal->why = where + " answers, but is not a Perseus store server: is the port right?";
-      return false;
-    }
-    const uint32_t format = get_u32(greeting.data() + 4);
-    const size_t size = format == kFormat ? kGreetingSize : kGreetingHead + kVersionField;
-    const bool whole = receive_quietly(socket, size, deadline_ns, interrupted, &greeting);
-    if (format != kFormat) {
-      refusal->why = "the store server at " + where + " runs Perseus " +
-                     version_of_field(greeting.substr(kGreetingHead)) + ", this rank Perseus " + this_version() +
-                     ": they do not understand each other (format " + std::to_string(format) + " of the store, not " +
-                     std::to_string(kFormat) + "); install the same Perseus on every host";
-      return false;
-    }
-    if (!whole) {
-      refusal->final = false;
-      refusal->why = where + ": no greeting from a store server";
-      return false;
-    }
-    const std::string theirs = greeting.substr(kGreetingSize - kNonceSize), ours = random_bytes(kNonceSize);
-    const Digest proof = prove(secret_, {kClientLabel, format_text(), theirs, ours});
-    const std::string answer = ours + std::string(reinterpret_cast<const char*>(proof.data()), proof.size());
-    std::string verdict;
-    if (send_some(socket.fd(), answer.data(), answer.size()) != static_cast<ssize_t>(answer.size()) ||
-        !receive_quietly(socket, kVerdictSize, deadline_ns, interrupted, &verdict)) {
-      refusal->final = false;  // it may have been too busy for us
-      refusal->why = where + ": closed or silent during the handshake";
-      return false;
-    }
-    if (get_u32(verdict.data()) != 1)
-      refusal->why = "the store server at " + where + " has another secret than this rank: start every rank with the " +
-                     "same one (PERSEUS_SECRET_FILE), or is that another job's server?";
-    else if (!proof_holds(verdict.substr(4), secret_, {kServerLabel, format_text(), theirs, ours}))
-      refusal->why = "the server at " + where + " could not prove that it knows the job's secret";
-    else return true;
+    if (handshake.proven()) return true;
+    // A server may have been too busy for us; one that has answered will not answer otherwise.
+    failure->final = static_cast<bool>(handshake.refusal());
+    failure->why = handshake.refusal() ? refusal_text(handshake, where)
+                   : greeted           ? where + ": closed or silent during the handshake"
+                                       : where + ": no greeting from a store server";
     return false;
   }
 
-  // False when the deadline passes or the server closes; what came so far is in `bytes`.
-  bool receive_quietly(const Socket& socket, size_t size, int64_t deadline_ns, const Interrupted& interrupted,
-                       std::string* bytes) {
-    char buffer[kGreetingSize];
-    while (bytes->size() < size) {
-      const ssize_t n = recv_some(socket.fd(), buffer, size - bytes->size());
-      if (n < 0) return false;
-      bytes->append(buffer, static_cast<size_t>(n));
-      if (n != 0) continue;
-      const Wait outcome = wait_for(socket.fd(), POLLIN, deadline_ns, interrupted);
-      if (outcome == Wait::kInterrupted) fail(ErrorKind::kAborted, "[rendezvous] interrupted while connecting");
-      if (outcome == Wait::kTimeout) return false;
+  static std::string refusal_text(const Handshake& handshake, const std::string& where) {
+    switch (handshake.refusal().kind) {
+      case Refusal::Kind::kFormat:
+        return "the store server at " + where + " runs Perseus " + handshake.theirs().version + ", this rank Perseus " +
+               this_version() + ": they do not understand each other (format " +
+               std::to_string(handshake.theirs().format) + " of the store, not " + std::to_string(kFormat) +
+               "); install the same Perseus on every host";
+      case Refusal::Kind::kSecret:
+        return "the store server at " + where + " has another secret than this rank: start every rank with the same " +
+               "one (PERSEUS_SECRET_FILE), or is that another job's server?";
+      case Refusal::Kind::kImpostor:
+        return "the server at " + where + " could not prove that it knows the job's secret";
+      default:
+        return where + " answers, but is not a Perseus store server: is the port right?";
     }
-    return true;
   }
 
   const std::string host_;
   const int port_;
   const std::string secret_;
   const std::string where_;
-  std::mutex mutex_;
-  std::vector<Socket> idle_;
+  Mutex mutex_;
+  std::vector<Socket> idle_ PERSEUS_GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -1,42 +1,29 @@
 // What store server and client say to each other. Numbers are little-endian.
 //
-//   connection = greeting answer verdict request* ; the server speaks first
-//   greeting   = magic:u32 format:u32 version:32B nonce:32B
-//   answer     = nonce:32B proof:32B
-//   verdict    = accepted:u32 proof:32B          ; 1, or 0 with a proof of zeros, after which the server closes
+//   connection = opening opening answer verdict request*   ; net/handshake.h; the server opens
 //   request    = size:u32 op:u32 key_size:u32 key body    ; size counts what follows it; one at a time
 //   body       = value | *number                 ; of set | of get_all and get_present, ascending; else empty
 //   reply      = size:u32 value | *entry         ; to set: empty; to get: once the key exists | one for each number
 //   entry      = number:u32 size:u32 value       ; of key followed by the number in decimal; to get_all: once that
 //                                                ; exists; to get_present: at once, size kAbsent where it does not
 //
-// A proof is prove(secret, {label, format, server's nonce, client's nonce}).
-//
-// `format` numbers this grammar. It changes more seldom than what ranks say to each other, so that ranks of different
-// versions of Perseus can meet here and tell each other which they are (api/context.cc). The grammar may change only
-// together with the number, and the beginning of the greeting, up to the version, not at all.
+// Openings name no job, epoch 0 and rank 0, since a store serves all of them. `format` numbers this grammar. It changes
+// more seldom than what ranks say to each other, so that ranks of different versions of Perseus can meet here and tell
+// each other which they are (api/context.cc). The grammar may change only together with the number, and the beginning
+// of the server's opening, up to the version, not at all.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "base/clock.h"
 #include "base/little_endian.h"
-#include "base/version.h"
+#include "net/handshake.h"
 
 namespace perseus::store_protocol {
 
 constexpr uint32_t kMagic = 0x54535350;  // "PSST"
-constexpr uint32_t kFormat = 3;
-constexpr size_t kNonceSize = 32;
-constexpr size_t kProofSize = 32;
-constexpr size_t kGreetingHead = 8;  // without version and nonce
-constexpr size_t kGreetingSize = kGreetingHead + kVersionField + kNonceSize;
-constexpr size_t kAnswerSize = kNonceSize + kProofSize;
-constexpr size_t kVerdictSize = 4 + kProofSize;
-constexpr const char* kClientLabel = "perseus store client";
-constexpr const char* kServerLabel = "perseus store server";
+constexpr uint32_t kFormat = 4;
 constexpr int64_t kHandshakeLimit = 5 * kSecond;
 
 constexpr uint32_t kSet = 1;
@@ -53,10 +40,6 @@ constexpr size_t kRequestHeader = 8;  // op and key_size
 constexpr size_t kEntryHeader = 8;    // number and size
 constexpr size_t kMaxRequest = kRequestHeader + kMaxKey + kMaxValue;
 
-inline std::string format_text() {
-  std::string text;
-  put_u32(&text, kFormat);
-  return text;
-}
+inline Opening opening() { return Opening{kMagic, kFormat, this_version(), 0, 0, 0, ""}; }
 
 }  // namespace perseus::store_protocol

@@ -1,8 +1,7 @@
-// The store's server: one thread and one epoll set. Nothing a client sends is looked at before it has proved the
+// The store's server: one thread and one poller. Nothing a client sends is looked at before it has proved the
 // secret; a client that misbehaves is closed, without effect on others. Public calls are thread-safe.
 #include <pthread.h>
 #include <signal.h>
-#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -12,6 +11,8 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <thread>
 #include <unordered_map>
@@ -25,8 +26,9 @@
 #include "bootstrap/numbered_keys.h"
 #include "bootstrap/store.h"
 #include "bootstrap/store_protocol.h"
-#include "net/auth.h"
+#include "net/handshake.h"
 #include "net/pending_connections.h"
+#include "net/poller.h"
 #include "net/socket.h"
 
 namespace perseus {
@@ -40,21 +42,29 @@ using PendingIds = PendingConnections<uint64_t>;
 // How many pending connections there may be: this part of the descriptors of the process, within two bounds.
 constexpr size_t kPendingShare = 8, kLeastPending = 16, kMostPending = 1024;
 constexpr int kPortsTried = 101;
+constexpr uint64_t kNobody = 0;  // no client has this id
 // Smaller values are copied into one piece of a reply, up to about so many bytes.
 constexpr size_t kPiece = 64 * 1024;
 
-// What epoll reports: these two, listeners from kFirstListener, clients from kFirstClient. Numbers are never reused.
-constexpr uint64_t kStop = 0;
-constexpr uint64_t kFirstListener = 1;
-constexpr uint64_t kFirstClient = 1 << 10;
+// Calls a function when its descriptor is ready.
+class Watched : public PollHandler {
+ public:
+  using OnEvent = std::function<void(uint32_t events)>;
+  explicit Watched(OnEvent on_event) : on_event_(std::move(on_event)) {}
+  void on_event(uint32_t events) override { on_event_(events); }
 
-struct Client {
+ private:
+  const OnEvent on_event_;
+};
+
+struct Client : Watched {
+  using Watched::Watched;
+
   Socket socket;
-  uint64_t id = 0;
-  bool proven = false;
+  uint64_t id = 0;  // never reused
   bool close_when_sent = false;
   uint32_t interest = EPOLLIN;
-  std::string nonce;                          // ours
+  std::optional<Handshake> handshake;         // until the client has proved itself
   std::string in;                             // received, not handled
   std::string waits_for;                      // key of the get that is parked, "" = none
   NumberedKeys missing;                       // of the get_all that is under way
@@ -72,11 +82,14 @@ class TcpStoreServer : public StoreServer {
  public:
   TcpStoreServer(std::vector<Socket> listeners, const std::string& secret)
       : listeners_(std::move(listeners)), secret_(secret), port_(local_address(listeners_[0].fd()).port()) {
-    epoll_ = Socket(epoll_create1(EPOLL_CLOEXEC));
     stop_ = Socket(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    if (!epoll_ || !stop_) fail(ErrorKind::kIo, "[rendezvous] epoll: " + error_text(errno));
-    watch(EPOLL_CTL_ADD, stop_.fd(), EPOLLIN, kStop);
-    watch_listeners(EPOLLIN, EPOLL_CTL_ADD);
+    if (!stop_) fail(ErrorKind::kIo, "[rendezvous] eventfd: " + error_text(errno));
+    poller_.add(stop_.fd(), EPOLLIN, &on_stop_);
+    for (const Socket& listener : listeners_) {
+      on_connection_.push_back(std::make_unique<Watched>(
+          [this, fd = listener.fd()](uint32_t) { survive(kNobody, [&] { accept_from(fd); }); }));
+      poller_.add(listener.fd(), EPOLLIN, on_connection_.back().get());
+    }
     // Signals are for the application's threads.
     sigset_t all, before;
     sigfillset(&all);
@@ -99,31 +112,13 @@ class TcpStoreServer : public StoreServer {
   uint64_t requests() const override { return requests_.load(std::memory_order_relaxed); }
 
  private:
-  bool watch(int operation, int fd, uint32_t events, uint64_t id) {
-    epoll_event event{};
-    event.events = events;
-    event.data.u64 = id;
-    return epoll_ctl(epoll_.fd(), operation, fd, &event) == 0;
-  }
-  void watch_listeners(uint32_t events, int operation = EPOLL_CTL_MOD) {
-    for (size_t i = 0; i < listeners_.size(); ++i) watch(operation, listeners_[i].fd(), events, kFirstListener + i);
+  void watch_listeners(uint32_t events) {
+    for (size_t i = 0; i < listeners_.size(); ++i) poller_.change(listeners_[i].fd(), events, on_connection_[i].get());
   }
 
   void serve() {
-    for (;;) {
-      epoll_event events[64];
-      const int n = epoll_wait(epoll_.fd(), events, 64, next_timeout_ms());
-      for (int i = 0; i < n; ++i) {
-        const uint64_t id = events[i].data.u64;
-        if (id == kStop) return;
-        // Out of memory is one client's bad luck, not the end of the service.
-        try {
-          if (id < kFirstClient) accept_from(listeners_[id - kFirstListener].fd());
-          else serve_client(id, events[i].events);
-        } catch (const std::exception&) {
-          close_client(id);
-        }
-      }
+    while (!stopping_) {
+      poller_.run_once(next_timeout_ms());
       const int64_t now = now_ns();
       while (pending_.oldest_is_late(now)) close_oldest_pending();
       if (pending_.may_resume(now)) watch_listeners(EPOLLIN);
@@ -138,6 +133,16 @@ class TcpStoreServer : public StoreServer {
     return static_cast<int>(std::max<int64_t>(0, next - now_ns()) / kMillisecond + 1);
   }
 
+  // Out of memory is one client's bad luck, not the end of the service.
+  template <class Work>
+  void survive(uint64_t id, const Work& work) {
+    try {
+      work();
+    } catch (const std::exception&) {
+      close_client(id);
+    }
+  }
+
   void accept_from(int listener) {
     pending_.set_most(descriptors_for_pending(kPendingShare, kLeastPending, kMostPending));
     // A bounded batch: those already here get their turn in between.
@@ -148,20 +153,23 @@ class TcpStoreServer : public StoreServer {
         return;
       }
       keep_alive(socket.fd());
-      auto client = std::make_unique<Client>();
-      client->id = next_id_++;
+      const uint64_t id = next_id_++;
+      auto client =
+          std::make_unique<Client>([this, id](uint32_t events) { survive(id, [&] { serve_client(id, events); }); });
+      client->id = id;
       client->socket = std::move(socket);
-      client->nonce = random_bytes(kNonceSize);
-      put_u32(&client->head, kMagic);
-      put_u32(&client->head, kFormat);
-      client->head += version_field(this_version()) + client->nonce;
+      client->handshake.emplace(Handshake::Side::kListener, secret_, "", opening(), Versions::kAny);
+      client->head = client->handshake->open();
       Client& added = *client;
       const int64_t now = now_ns();
       while (pending_.room(now) == PendingIds::Room::kOldestMakesWay) close_oldest_pending();
       // First: should memory end here, the entry without a client is forgotten at its deadline.
       pending_.add(added.id, now);
-      clients_[added.id] = std::move(client);
-      if (!watch(EPOLL_CTL_ADD, added.socket.fd(), added.interest, added.id) || !flush(added)) close_client(added.id);
+      clients_[id] = std::move(client);
+      survive(id, [&] {
+        poller_.add(added.socket.fd(), added.interest, &added);
+        if (!flush(added)) close_client(id);
+      });
     }
   }
 
@@ -184,14 +192,17 @@ class TcpStoreServer : public StoreServer {
   void close_client(uint64_t id) {
     const auto found = clients_.find(id);
     if (found == clients_.end()) return;
-    if (!found->second->proven) forget_pending(id);
+    if (found->second->handshake) forget_pending(id);
     unpark(*found->second);
+    poller_.remove(found->second->socket.fd());
+    found->second->socket.reset();
+    poller_.retire(std::move(found->second));  // it may be the one that is told of an event
     clients_.erase(found);
   }
 
   void serve_client(uint64_t id, uint32_t events) {
     const auto found = clients_.find(id);
-    if (found == clients_.end()) return;  // closed earlier in this batch
+    if (found == clients_.end()) return;
     Client& client = *found->second;
     bool alive = true;
     if (events & EPOLLOUT) alive = flush(client);
@@ -203,26 +214,24 @@ class TcpStoreServer : public StoreServer {
   bool receive(Client& client) {
     char buffer[64 * 1024];
     // A pending connection gets exactly the attention that its proof needs.
-    const size_t limit = client.proven ? sizeof buffer : kAnswerSize - client.in.size();
+    const size_t limit = client.handshake ? client.handshake->wanted() : sizeof buffer;
     const ssize_t n = recv_some(client.socket.fd(), buffer, limit);
     if (n < 0) return false;
+    if (client.handshake) return shake_hands(client, buffer, static_cast<size_t>(n));
     client.in.append(buffer, static_cast<size_t>(n));
-    if (!client.proven) return client.in.size() < kAnswerSize || judge(client);
     return handle_requests(client);
   }
 
-  bool judge(Client& client) {
-    const std::string theirs = client.in.substr(0, kNonceSize);
-    client.proven =
-        proof_holds(client.in.substr(kNonceSize), secret_, {kClientLabel, format_text(), client.nonce, theirs});
-    client.in.clear();
-    std::string verdict;
-    put_u32(&verdict, client.proven ? 1 : 0);
-    const Digest proof = client.proven ? prove(secret_, {kServerLabel, format_text(), client.nonce, theirs}) : Digest{};
-    verdict.append(reinterpret_cast<const char*>(proof.data()), proof.size());
-    client.close_when_sent = !client.proven;
-    if (client.proven) forget_pending(client.id);
-    return reply(client, std::move(verdict), nullptr);
+  bool shake_hands(Client& client, const char* bytes, size_t size) {
+    std::string answer = client.handshake->feed(bytes, size);
+    if (client.handshake->proven()) {
+      forget_pending(client.id);
+      client.handshake.reset();
+    } else if (client.handshake->refusal()) {
+      client.close_when_sent = true;
+      if (answer.empty()) return false;
+    }
+    return answer.empty() || reply(client, std::move(answer), nullptr);
   }
 
   bool handle_requests(Client& client) {
@@ -396,7 +405,7 @@ class TcpStoreServer : public StoreServer {
     const bool done = client.to_send() == 0;
     if (done && client.close_when_sent) return false;
     const uint32_t interest = done ? EPOLLIN : EPOLLIN | EPOLLOUT;
-    if (interest != client.interest) watch(EPOLL_CTL_MOD, client.socket.fd(), client.interest = interest, client.id);
+    if (interest != client.interest) poller_.change(client.socket.fd(), client.interest = interest, &client);
     return true;
   }
 
@@ -404,18 +413,22 @@ class TcpStoreServer : public StoreServer {
   std::vector<Socket> listeners_;
   const std::string secret_;
   const int port_;
-  Socket epoll_, stop_;
+  Socket stop_;
   std::atomic<uint64_t> requests_{0};
   std::thread thread_;
 
-  // Of the thread alone.
+  // Of the thread alone, once it runs.
+  Poller poller_{"rendezvous"};
+  bool stopping_ = false;
+  Watched on_stop_{[this](uint32_t) { stopping_ = true; }};
+  std::vector<std::unique_ptr<Watched>> on_connection_;  // one for each listener
   std::unordered_map<uint64_t, std::unique_ptr<Client>> clients_;
   PendingIds pending_{{kMostPending, kHandshakeLimit}};  // clients that have not proved the secret
   std::unordered_map<std::string, Value> values_;
   std::unordered_map<std::string, std::vector<uint64_t>> parked_;  // ids of those who wait for a key
   std::unordered_set<uint64_t> collecting_;                        // ids of those whose get_all lacks keys
   std::deque<std::pair<int64_t, uint64_t>> due_;                   // when to send what has arrived, and to whom
-  uint64_t next_id_ = kFirstClient;
+  uint64_t next_id_ = kNobody + 1;
 };
 
 // Listeners for every address of `host` on one port; empty with errno set when the port is taken somewhere.

@@ -19,7 +19,6 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "bootstrap/store_protocol.h"
-#include "net/auth.h"
 #include "net/socket.h"
 
 namespace perseus {
@@ -114,15 +113,17 @@ class RawPeer {
 // A peer that has proved the secret.
 class RawMember : public RawPeer {
  public:
-  explicit RawMember(int port, const std::string& format = format_text()) : RawPeer(port) {
+  explicit RawMember(int port, uint32_t format = kFormat) : RawPeer(port) {
     bool closed = false;
-    const std::string greeting = receive(&closed, kGreetingSize);
-    EXPECT_EQ(greeting.size(), kGreetingSize);
-    const std::string nonce(kNonceSize, 'c');
-    const Digest proof = prove("secret", {kClientLabel, format, greeting.substr(kGreetingSize - kNonceSize), nonce});
-    say(nonce + std::string(reinterpret_cast<const char*>(proof.data()), proof.size()));
-    verdict = receive(&closed, kVerdictSize);
-    EXPECT_EQ(verdict.size(), kVerdictSize);
+    Handshake handshake(Handshake::Side::kConnector, "secret", "", opening(), Versions::kAny);
+    const std::string greeting = receive(&closed, kOpeningSize);
+    EXPECT_EQ(greeting.size(), kOpeningSize);
+    std::string answer = handshake.feed(greeting.data(), greeting.size());
+    answer[4] = static_cast<char>(format);
+    say(answer);
+    verdict = receive(&closed, kProofSize);
+    handshake.feed(verdict.data(), verdict.size());
+    EXPECT_EQ(handshake.proven(), format == kFormat) << handshake.refusal().why;
   }
   std::string verdict;
 };
@@ -165,12 +166,14 @@ class PlayedServer {
   void play(const std::string& says, uint32_t format) {
     await(listener_.fd());
     const Socket client = accept_one(listener_.fd());
-    const std::string nonce(kNonceSize, 'n');
-    send(client, numbers_text({kMagic, format}) + version_field("1.2.3+old") + nonce);
-    const std::string answer = receive(client, kAnswerSize);
-    if (answer.size() == kAnswerSize) {
-      const Digest proof = prove("secret", {kServerLabel, format_text(), nonce, answer.substr(0, kNonceSize)});
-      send(client, numbers_text({1}) + std::string(reinterpret_cast<const char*>(proof.data()), proof.size()));
+    Opening ours = opening();
+    ours.format = format;
+    ours.version = "1.2.3+old";
+    Handshake handshake(Handshake::Side::kListener, "secret", "", ours, Versions::kAny);
+    send(client, handshake.open());
+    const std::string answer = receive(client, handshake.wanted());
+    if (answer.size() == handshake.wanted()) {
+      send(client, handshake.feed(answer.data(), answer.size()));
       receive(client, 4 + kRequestHeader + 1);  // a request has begun
       send(client, says);
     }
@@ -475,12 +478,9 @@ TEST(TcpStore, ServerThatCannotProveTheSecretIsRefused) {
     pollfd entry{listener.fd(), POLLIN, 0};
     ::poll(&entry, 1, static_cast<int>(kPatienceMs));
     const Socket victim = accept_one(listener.fd());
-    std::string lines;
-    put_u32(&lines, kMagic);
-    put_u32(&lines, kFormat);
-    lines += version_field(this_version()) + std::string(kNonceSize, 'n');
-    put_u32(&lines, 1);
-    lines += std::string(kProofSize, 'p');
+    Opening ours = opening();
+    ours.nonce = std::string(kNonceSize, 'n');
+    const std::string lines = ours.encode() + std::string(kProofSize, 'p');
     send_some(victim.fd(), lines.data(), lines.size());
     // Until the victim has received it and hangs up.
     char answer[256];
@@ -550,7 +550,7 @@ TEST(StoreServer, GarbageAndSilenceDisturbNobody) {
   bool closed = false;
   const std::string received = garbage.receive(&closed);
   EXPECT_TRUE(closed);
-  EXPECT_LE(received.size(), kGreetingSize + kVerdictSize);
+  EXPECT_LE(received.size(), kOpeningSize + kProofSize);
   store->set("k", "v");
   EXPECT_EQ(client_of(*server)->get("k", in_ms(kPatienceMs)), "v");
   silent.receive(&closed);
@@ -695,8 +695,8 @@ TEST(StoreServer, ClientsThatLeaveWhileTheyWaitForManyKeysDisturbNobody) {
 
 TEST(StoreServer, ClientOfAnotherFormatIsRefused) {
   const auto server = serve();
-  RawMember old(server->port(), numbers_text({kFormat - 1}));
-  EXPECT_EQ(old.verdict, std::string(kVerdictSize, '\0'));
+  RawMember old(server->port(), kFormat - 1);
+  EXPECT_EQ(old.verdict, "");
   bool closed = false;
   old.receive(&closed);
   EXPECT_TRUE(closed);

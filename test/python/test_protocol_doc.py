@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 SOURCES = {
@@ -75,15 +73,6 @@ def test_every_magic_number_is_listed_with_its_value() -> None:
         for value in re.findall(r"constexpr uint32_t k\w*Magic = (0x\w+);", text)
     }
     assert listed == defined
-
-
-@pytest.mark.parametrize(
-    ("name", "constant"),
-    [("greeting", "kGreetingSize"), ("answer", "kAnswerSize"), ("verdict", "kVerdictSize")],
-)
-def test_the_store_s_handshake_has_the_sizes_of_the_code(name: str, constant: str) -> None:
-    code = constants(source_with("namespace perseus::store_protocol {\n\nconstexpr"))
-    assert size_of(name, "Finding each other") == code[constant]
 
 
 def test_the_store_s_operations_have_the_numbers_of_the_code() -> None:
