@@ -19,16 +19,17 @@ namespace perseus {
 SharedSegment::SharedSegment(size_t bytes) : size_(bytes) {
   fd_ = memfd_create("perseus", MFD_CLOEXEC);
   int error = fd_ < 0 ? errno : 0;
+  // At once: reserving memory takes a while, in which another thread may fork.
+  if (error == 0) guard_fd(fd_);
   if (error == 0) error = ftruncate(fd_, static_cast<off_t>(bytes)) != 0 ? errno : 0;
   if (error == 0) error = posix_fallocate(fd_, 0, static_cast<off_t>(bytes));
   if (error != 0) {
-    if (fd_ >= 0) ::close(fd_);
+    close_guarded(fd_);
     const std::string what = "[shm] cannot reserve " + std::to_string(bytes / 1024) + " KiB of shared memory";
     if (error == EMFILE || error == ENFILE) fail(ErrorKind::kIo, what + ": " + error_text(error));
     fail(ErrorKind::kIo, what + " (" + error_text(error) +
                              "): raise the container's or job's memory limit, or set PERSEUS_TRANSPORT=tcp");
   }
-  guard_fd(fd_);
   map();
 }
 

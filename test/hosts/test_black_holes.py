@@ -46,9 +46,18 @@ def connections():
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            own = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))
+        except OSError:  # that of the listing itself
+            continue
+        try:
+            own = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue
+        try:
             peer = own.getpeername()
         except OSError:
+            own.close()
             continue
         if own.type != socket.SOCK_STREAM or own.family == socket.AF_UNIX or peer[1] == store:
             continue

@@ -11,6 +11,7 @@ import perseus.torch.horovod as hvd
 from perseus.errors import MismatchError
 from perseus.failures import Failures
 from perseus.torch import reducer as reducers
+from perseus.torch.session import session
 
 
 def told_by(call) -> str:
@@ -71,7 +72,7 @@ def test_every_gradient_that_failed_is_told(monkeypatch):
         raise MismatchError(f"[engine] number {len(waited)} differs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(reducers, "synchronize", fails)
+        patch.setattr(session, "synchronize", fails)
         text = told_by(reducer.synchronize)
     hvd.shutdown()
     assert len(waited) == len(set(waited)) == 3
