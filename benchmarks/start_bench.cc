@@ -182,7 +182,7 @@ int number(int argc, char** argv, int index, int otherwise, int low, int high) {
 
 int run(int argc, char** argv) {
   const int threads = number(argc, argv, 1, 256, 0, 4096);
-  const int processes = number(argc, argv, 2, 64, 0, 4096);
+  const int processes = number(argc, argv, 2, 256, 0, 4096);
   const int repetitions = number(argc, argv, 3, 5, 1, 1000);
   measure("threads", threads, repetitions, [&](int repetition) { return start_threads(threads, repetition); });
   const auto start = [&](int repetition) { return start_processes(processes, repetition); };

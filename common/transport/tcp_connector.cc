@@ -20,6 +20,9 @@ constexpr int64_t kStagger = 250 * kMillisecond;
 constexpr int64_t kRoundPause = 200 * kMillisecond;
 // The peer may still be waiting for lower ranks' addresses; a wrong address must not hold us for long either.
 constexpr int64_t kAttemptLimit = 5 * kSecond;
+// Once the peer has answered, it may find us proven at any moment, and would take our giving up for our end. It may be
+// slow: hundreds of ranks can start on a few cores.
+constexpr int64_t kProofLimit = 30 * kSecond;
 
 }  // namespace
 
@@ -90,7 +93,8 @@ TcpConnector::~TcpConnector() {
 void TcpConnector::check_time() {
   if (done_) return;
   const int64_t now = now_ns();
-  while (!attempts_.empty() && now - attempts_.front()->since_ns() > kAttemptLimit)
+  while (!attempts_.empty() &&
+         now - attempts_.front()->since_ns() > (attempts_.front().get() == chosen_ ? kProofLimit : kAttemptLimit))
     end(attempts_.front().get(), "no answer");
   if (chosen_ != nullptr || now < next_start_ns_) return;
   if (next_ == candidates_.size()) {
