@@ -1,7 +1,7 @@
 // How long ranks take to become a world: from the moment at which all may begin to the end of the last
 // perseus_context_create. One JSON line for each way of running ranks.
 //
-//   start_bench [threads = 256] [processes = 64] [repetitions = 5]
+//   start_bench [threads = 256] [processes = 256] [repetitions = 5]
 //
 // "threads": ranks are threads of this process, which meet in memory. "processes": this program once for each rank,
 // without Python; they meet through a store's server in the first process and are connected by shared memory, or by
