@@ -15,6 +15,8 @@ from perseusrun_command import environment, perseusrun
 _HERE = Path(__file__).resolve().parent
 _RANK = str(_HERE / "mpi_operations_rank.py")
 _KINDS = ["openmpi", "mpich"]
+# Ranks that are killed, or end after an error, leave shared memory of MPI.
+pytestmark = pytest.mark.usefixtures("_no_segments_left")
 
 
 def mpirun(
@@ -82,7 +84,6 @@ def test_one_rank_alone_needs_no_mpi() -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.usefixtures("_no_segments_left")
 def test_a_rank_that_dies_amid_a_collective_of_mpi_ends_the_job(kind: str) -> None:
     program = """
 import os, torch, perseus.torch as hvd
