@@ -83,6 +83,7 @@ def test_one_rank_alone_needs_no_mpi() -> None:
     assert done.stdout == "tensor([1., 1.])\n", done.stderr
 
 
+@pytest.mark.full  # mpirun, which ends the job, took minutes once
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_rank_that_dies_amid_a_collective_of_mpi_ends_the_job(kind: str) -> None:
     program = """
