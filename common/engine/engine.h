@@ -122,6 +122,8 @@ class Engine final : private ProgressWork {
   // Of a group's residuals; throws Error(kInvalidArgument) where this rank is no member.
   uint32_t channel_of(int group) const;
   Entry* take_entry();
+  void fill(const Submission& submission, const ProcessSet& group, const CompressionTerms& compression, Entry* entry);
+  int64_t announce(const Submission& submission, ProcessSet& group, Entry* entry);
   void recycle(Entry* entry);
 
   // ---- gradients (gradients.cc); any thread ----

@@ -82,6 +82,16 @@ void check_operation(const Engine::Submission& s, const std::vector<int>& ranks)
   if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
 }
 
+void check_group_change(const Engine::Submission& s, int world_size) {
+  if (s.kind != Kind::kAddGroup && s.kind != Kind::kRemoveGroup) return;
+  if (s.group != 0) refuse("[engine] the world adds and removes process sets: group 0");
+  if (s.kind == Kind::kRemoveGroup) return;
+  if (s.rank_count == 0) refuse("[engine] a process set needs at least one member");
+  for (int i = 0; i < s.rank_count; ++i)
+    if (s.ranks[i] < 0 || s.ranks[i] >= world_size || (i > 0 && s.ranks[i] <= s.ranks[i - 1]))
+      refuse("[engine] members of a process set are different ranks of the world, in ascending order");
+}
+
 // Compression.fp16 and bf16 leave integers as they are, as Horovod's does; others were meant for this very tensor.
 void check_codec_suits(const Engine::Submission& s) {
   if (s.codec.kind < CodecWish::kInt8 || s.codec.kind > CodecWish::kRotate) return;
@@ -141,34 +151,13 @@ void Engine::recycle(Entry* entry) {
   free_entries_.push_back(entry);
 }
 
-int64_t Engine::submit(const Submission& s) {
-  if (failed_.load(std::memory_order_acquire) || closing_.load(std::memory_order_acquire))
-    fail(ErrorKind::kAborted, failed_ ? failure() : shutdown_text());
-  if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
-  const std::shared_ptr<ProcessSet> group = find_group(s);
-  const std::vector<int>& ranks = group->ranks();
-  if (s.refusal == nullptr) check_operation(s, ranks);
-  const bool changes_groups = s.kind == Kind::kAddGroup || s.kind == Kind::kRemoveGroup;
-  if (changes_groups && s.group != 0) refuse("[engine] the world adds and removes process sets: group 0");
-  if (s.kind == Kind::kAddGroup && s.rank_count == 0) refuse("[engine] a process set needs at least one member");
-  for (int i = 0; s.kind == Kind::kAddGroup && i < s.rank_count; ++i)
-    if (s.ranks[i] < 0 || s.ranks[i] >= world_.size || (i > 0 && s.ranks[i] <= s.ranks[i - 1]))
-      refuse("[engine] members of a process set are different ranks of the world, in ascending order");
-
-  const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
-  const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec);
-  check_codec_suits(s);
-  if (s.gradient_of != 0 && holds(s)) return held_handle(s.done);
-
-  if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
-  Entry* entry = take_entry();
+// What the tensors are and where they lie, and what comes of them.
+void Engine::fill(const Submission& s, const ProcessSet& group, const CompressionTerms& compression, Entry* entry) {
   describe(s, &entry->description);
   entry->description.gradient = s.gradient_of != 0;
   entry->description.compression = compression;
   entry->gradient_of = s.gradient_of;
   entry->done = s.done;
-  if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)
-    warn_about_precision(group->ranks());
   entry->group = s.group;
   entry->submitted_ns = now_ns();
   entry->agreed_ns = entry->started_ns = 0;
@@ -184,31 +173,56 @@ int64_t Engine::submit(const Submission& s) {
     entry->bytes += entry->description.tensors[i].bytes();
   }
   if (s.gradient_of != 0) nan_check_.scan(entry);
-  if (residuals_.bytes() > 0) ask_for_flush(s, *group, &entry->description);
+  if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
   entry->splits.assign(s.splits, s.splits + s.split_count);
+  const size_t ranks = group.ranks().size();
   if (s.kind == Kind::kAlltoall && s.refusal == nullptr && s.splits == nullptr && s.tensors[0].ndim > 0)
-    entry->splits.assign(ranks.size(), s.tensors[0].shape[0] / static_cast<int64_t>(ranks.size()));
+    entry->splits.assign(ranks, s.tensors[0].shape[0] / static_cast<int64_t>(ranks));
+}
+
+// Gives a filled entry to the negotiation of its group, and returns the handle of its result.
+int64_t Engine::announce(const Submission& s, ProcessSet& group, Entry* entry) {
   const int64_t handle = handles_.open();
   entry->handle = HandleTable::index_of(handle);
   const bool silent = s.done.call != nullptr;
   const bool all_there = silent && silent_batch_.submitted();
-  const Negotiation::Submitted submitted = group->negotiation().submit(s.name, entry);
-  if (submitted != Negotiation::Submitted::kYes) {
-    if (silent) silent_batch_.refused();
-    HandleTable::complete(handles_.at(entry->handle));
-    handles_.release(handle);
-    recycle(entry);
-    if (submitted == Negotiation::Submitted::kClosed)
-      fail(ErrorKind::kAborted, !failure().empty() ? failure()
-                                : closing_         ? shutdown_text()
-                                                   : "The process set was removed.");
-    refuse(
-        "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
-        "currently being processed. If you want to request another tensor, use a different tensor name. (" +
-        std::string(s.name) + ")");
+  const Negotiation::Submitted submitted = group.negotiation().submit(s.name, entry);
+  if (submitted == Negotiation::Submitted::kYes) {
+    progress_.submitted(all_there || group.negotiation().submitted_bytes() >= kBucketsWorth);
+    return handle;
   }
-  progress_.submitted(all_there || group->negotiation().submitted_bytes() >= kBucketsWorth);
-  return handle;
+  if (silent) silent_batch_.refused();
+  HandleTable::complete(handles_.at(entry->handle));
+  handles_.release(handle);
+  recycle(entry);
+  if (submitted == Negotiation::Submitted::kClosed)
+    fail(ErrorKind::kAborted, !failure().empty() ? failure()
+                              : closing_         ? shutdown_text()
+                                                 : "The process set was removed.");
+  refuse(
+      "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
+      "currently being processed. If you want to request another tensor, use a different tensor name. (" +
+      std::string(s.name) + ")");
+}
+
+int64_t Engine::submit(const Submission& s) {
+  if (failed_.load(std::memory_order_acquire) || closing_.load(std::memory_order_acquire))
+    fail(ErrorKind::kAborted, failed_ ? failure() : shutdown_text());
+  if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
+  const std::shared_ptr<ProcessSet> group = find_group(s);
+  if (s.refusal == nullptr) check_operation(s, group->ranks());
+  check_group_change(s, world_.size);
+  const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
+  const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec);
+  check_codec_suits(s);
+  if (s.gradient_of != 0 && holds(s)) return held_handle(s.done);
+
+  if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
+  if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)
+    warn_about_precision(group->ranks());
+  Entry* entry = take_entry();
+  fill(s, *group, compression, entry);
+  return announce(s, *group, entry);
 }
 
 }  // namespace perseus
