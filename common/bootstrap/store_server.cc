@@ -3,13 +3,11 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -25,8 +23,8 @@
 #include "base/fork_guard.h"
 #include "bootstrap/numbered_keys.h"
 #include "bootstrap/store.h"
+#include "bootstrap/store_connection.h"
 #include "bootstrap/store_protocol.h"
-#include "net/handshake.h"
 #include "net/pending_connections.h"
 #include "net/poller.h"
 #include "net/socket.h"
@@ -36,15 +34,13 @@ namespace {
 
 using namespace store_protocol;
 
-using Value = std::shared_ptr<const std::string>;
+using Value = StoreConnection::Value;
 using PendingIds = PendingConnections<uint64_t>;
 
 // How many pending connections there may be: this part of the descriptors of the process, within two bounds.
 constexpr size_t kPendingShare = 8, kLeastPending = 16, kMostPending = 1024;
 constexpr int kPortsTried = 101;
 constexpr uint64_t kNobody = 0;  // no client has this id
-// Smaller values are copied into one piece of a reply, up to about so many bytes.
-constexpr size_t kPiece = 64 * 1024;
 
 // Calls a function when its descriptor is ready.
 class Watched : public PollHandler {
@@ -55,27 +51,6 @@ class Watched : public PollHandler {
 
  private:
   const OnEvent on_event_;
-};
-
-struct Client : Watched {
-  using Watched::Watched;
-
-  Socket socket;
-  uint64_t id = 0;  // never reused
-  bool close_when_sent = false;
-  uint32_t interest = EPOLLIN;
-  std::optional<Handshake> handshake;         // until the client has proved itself
-  std::string in;                             // received, not handled
-  std::string waits_for;                      // key of the get that is parked, "" = none
-  NumberedKeys missing;                       // of the get_all that is under way
-  std::deque<std::pair<int, Value>> arrived;  // of it, or of a get_present; not in the reply yet; null = absent
-  int64_t due_ns = 0;                         // when some that have arrived must go out, 0 = none have
-  std::string head;                           // reply under way: head, then value
-  Value value;
-  size_t sent = 0;
-
-  size_t to_send() const { return head.size() + (value ? value->size() : 0) - sent; }
-  bool waits() const { return !waits_for.empty() || !missing.all_came(); }
 };
 
 class TcpStoreServer : public StoreServer {
@@ -154,21 +129,17 @@ class TcpStoreServer : public StoreServer {
       }
       keep_alive(socket.fd());
       const uint64_t id = next_id_++;
-      auto client =
-          std::make_unique<Client>([this, id](uint32_t events) { survive(id, [&] { serve_client(id, events); }); });
-      client->id = id;
-      client->socket = std::move(socket);
-      client->handshake.emplace(Handshake::Side::kListener, secret_, "", opening(), Versions::kAny);
-      client->head = client->handshake->open();
-      Client& added = *client;
+      auto client = std::make_unique<StoreConnection>(
+          id, std::move(socket), secret_, poller_,
+          [this, id](uint32_t events) { survive(id, [&] { serve_client(id, events); }); });
+      StoreConnection& added = *client;
       const int64_t now = now_ns();
       while (pending_.room(now) == PendingIds::Room::kOldestMakesWay) close_oldest_pending();
       // First: should memory end here, the entry without a client is forgotten at its deadline.
-      pending_.add(added.id, now);
+      pending_.add(id, now);
       clients_[id] = std::move(client);
       survive(id, [&] {
-        poller_.add(added.socket.fd(), added.interest, &added);
-        if (!flush(added)) close_client(id);
+        if (!added.start()) close_client(id);
       });
     }
   }
@@ -192,10 +163,9 @@ class TcpStoreServer : public StoreServer {
   void close_client(uint64_t id) {
     const auto found = clients_.find(id);
     if (found == clients_.end()) return;
-    if (found->second->handshake) forget_pending(id);
+    if (found->second->pending()) forget_pending(id);
     unpark(*found->second);
-    poller_.remove(found->second->socket.fd());
-    found->second->socket.reset();
+    found->second->stop();
     poller_.retire(std::move(found->second));  // it may be the one that is told of an event
     clients_.erase(found);
   }
@@ -203,106 +173,59 @@ class TcpStoreServer : public StoreServer {
   void serve_client(uint64_t id, uint32_t events) {
     const auto found = clients_.find(id);
     if (found == clients_.end()) return;
-    Client& client = *found->second;
-    bool alive = true;
-    if (events & EPOLLOUT) alive = flush(client);
-    if (alive && (events & (EPOLLIN | EPOLLHUP | EPOLLERR))) alive = receive(client);
+    StoreConnection& client = *found->second;
+    const bool was_pending = client.pending();
+    const bool alive = client.serve(events, [&](StoreRequest request) {
+      requests_.fetch_add(1, std::memory_order_relaxed);
+      return handle_request(client, std::move(request));
+    });
+    if (was_pending && !client.pending()) forget_pending(id);
     if (!alive) close_client(id);
   }
 
-  // False when the connection is to be closed.
-  bool receive(Client& client) {
-    char buffer[64 * 1024];
-    // A pending connection gets exactly the attention that its proof needs.
-    const size_t limit = client.handshake ? client.handshake->wanted() : sizeof buffer;
-    const ssize_t n = recv_some(client.socket.fd(), buffer, limit);
-    if (n < 0) return false;
-    if (client.handshake) return shake_hands(client, buffer, static_cast<size_t>(n));
-    client.in.append(buffer, static_cast<size_t>(n));
-    return handle_requests(client);
-  }
-
-  bool shake_hands(Client& client, const char* bytes, size_t size) {
-    std::string answer = client.handshake->feed(bytes, size);
-    if (client.handshake->proven()) {
-      forget_pending(client.id);
-      client.handshake.reset();
-    } else if (client.handshake->refusal()) {
-      client.close_when_sent = true;
-      if (answer.empty()) return false;
-    }
-    return answer.empty() || reply(client, std::move(answer), nullptr);
-  }
-
-  bool handle_requests(Client& client) {
-    while (client.in.size() >= 4) {
-      // One at a time is the protocol: more than that in advance would be unlimited memory.
-      if (client.waits() || client.to_send() != 0) return false;
-      const size_t size = get_u32(client.in.data());
-      if (size < kRequestHeader || size > kMaxRequest) return false;
-      if (client.in.size() < 4 + size) return true;
-      const uint32_t op = get_u32(client.in.data() + 4);
-      const size_t key_size = get_u32(client.in.data() + 8);
-      if (key_size == 0 || key_size > kMaxKey || key_size > size - kRequestHeader) return false;
-      const std::string key = client.in.substr(4 + kRequestHeader, key_size);
-      const size_t body_at = 4 + kRequestHeader + key_size;
-      std::string body = client.in.substr(body_at, 4 + size - body_at);
-      client.in.erase(0, 4 + size);
-      requests_.fetch_add(1, std::memory_order_relaxed);
-      if (!handle_request(client, op, key, std::move(body))) return false;
-    }
-    return !client.waits() || client.in.empty();
-  }
-
-  bool handle_request(Client& client, uint32_t op, const std::string& key, std::string body) {
-    switch (op) {
+  bool handle_request(StoreConnection& client, StoreRequest request) {
+    switch (request.op) {
       case kSet:
-        return handle_set(client, key, std::make_shared<const std::string>(std::move(body)));
+        return handle_set(client, request.key, std::make_shared<const std::string>(std::move(request.body)));
       case kGet:
-        return handle_get(client, key);
+        return handle_get(client, request.key);
       case kGetAll:
       case kGetPresent:
-        return handle_get_numbered(client, op == kGetAll, key, body);
+        return handle_get_numbered(client, request.op == kGetAll, request.key, request.body);
       default:
         return false;
     }
   }
 
-  bool handle_set(Client& client, const std::string& key, Value value) {
+  bool handle_set(StoreConnection& client, const std::string& key, Value value) {
     if (value->size() > kMaxValue) return false;
     values_[key] = value;
     const auto waiting = parked_.find(key);
     if (waiting != parked_.end()) {
       const std::vector<uint64_t> ids = std::move(waiting->second);
       parked_.erase(waiting);
-      for (const uint64_t id : ids) {
-        Client& waiter = *clients_.at(id);
-        waiter.waits_for.clear();
-        if (!reply_value(waiter, value)) close_client(id);
-      }
+      for (const uint64_t id : ids)
+        if (!clients_.at(id)->reply(value)) close_client(id);
     }
     tell_collecting(key, value);
-    return reply_value(client, std::make_shared<const std::string>());
+    return client.reply(std::make_shared<const std::string>());
   }
 
   void tell_collecting(const std::string& key, const Value& value) {
     std::vector<uint64_t> complete;
     for (const uint64_t id : collecting_) {
-      Client& client = *clients_.at(id);
-      const std::optional<int> number = client.missing.number_of(key);
-      if (!number) continue;
-      client.arrived.emplace_back(*number, value);
-      client.missing.mark(*number);
-      if (client.missing.all_came()) {
+      StoreConnection& client = *clients_.at(id);
+      if (!client.take_missing(key, value)) continue;
+      if (client.complete()) {
         complete.push_back(id);
-      } else if (client.due_ns == 0) {
-        client.due_ns = now_ns() + kGather;
-        due_.emplace_back(client.due_ns, id);
+      } else if (client.due_ns() == 0) {
+        client.set_due_ns(now_ns() + kGather);
+        due_.emplace_back(client.due_ns(), id);
       }
     }
     for (const uint64_t id : complete) {
       collecting_.erase(id);
-      if (!send_arrived(*clients_.at(id))) close_client(id);
+      if (!clients_.at(id)->send_entries()) close_client(id);
     }
   }
 
@@ -312,23 +235,21 @@ class TcpStoreServer : public StoreServer {
       due_.pop_front();
       // It may be gone, or have been told meanwhile.
       const auto found = clients_.find(id);
-      if (found == clients_.end() || found->second->due_ns != due_ns) continue;
-      try {
-        if (!send_arrived(*found->second)) close_client(id);
-      } catch (const std::exception&) {
-        close_client(id);
-      }
+      if (found == clients_.end() || found->second->due_ns() != due_ns) continue;
+      survive(id, [&, id = id] {
+        if (!found->second->send_entries()) close_client(id);
+      });
     }
   }
 
-  bool handle_get(Client& client, const std::string& key) {
-    if (const auto found = values_.find(key); found != values_.end()) return reply_value(client, found->second);
-    client.waits_for = key;
-    parked_[key].push_back(client.id);
+  bool handle_get(StoreConnection& client, const std::string& key) {
+    if (const auto found = values_.find(key); found != values_.end()) return client.reply(found->second);
+    client.await_key(key);
+    parked_[key].push_back(client.id());
     return true;
   }
 
-  bool handle_get_numbered(Client& client, bool wait, const std::string& prefix, const std::string& body) {
+  bool handle_get_numbered(StoreConnection& client, bool wait, const std::string& prefix, const std::string& body) {
     if (body.size() % 4 != 0) return false;
     std::vector<int> numbers(body.size() / 4);
     for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<int>(get_u32(&body[4 * i]));
@@ -338,75 +259,21 @@ class TcpStoreServer : public StoreServer {
       const auto found = values_.find(keys.key(number));
       const bool here = found != values_.end();
       if (!here && wait) continue;
-      client.arrived.emplace_back(number, here ? found->second : nullptr);
+      client.add_entry(number, here ? found->second : nullptr);
       keys.mark(number);
     }
-    if (!keys.all_came()) collecting_.insert(client.id);
-    client.missing = std::move(keys);
-    return send_arrived(client);
+    if (!keys.all_came()) collecting_.insert(client.id());
+    client.await_numbers(std::move(keys));
+    return client.send_entries();
   }
 
-  void unpark(Client& client) {
-    collecting_.erase(client.id);
-    if (client.waits_for.empty()) return;
-    const auto waiting = parked_.find(client.waits_for);
+  void unpark(const StoreConnection& client) {
+    collecting_.erase(client.id());
+    const auto waiting = parked_.find(client.awaited_key());
     if (waiting == parked_.end()) return;
     std::vector<uint64_t>& ids = waiting->second;
-    ids.erase(std::remove(ids.begin(), ids.end(), client.id), ids.end());
+    ids.erase(std::remove(ids.begin(), ids.end(), client.id()), ids.end());
     if (ids.empty()) parked_.erase(waiting);
-  }
-
-  bool reply_value(Client& client, Value value) {
-    std::string head;
-    put_u32(&head, static_cast<uint32_t>(value->size()));
-    return reply(client, std::move(head), std::move(value));
-  }
-
-  bool reply(Client& client, std::string head, Value value) {
-    client.head = std::move(head);
-    client.value = std::move(value);
-    client.sent = 0;
-    return flush(client);
-  }
-
-  bool send_arrived(Client& client) {
-    // What is being sent goes first, and takes along what has arrived when it is out.
-    return client.to_send() != 0 || flush(client);
-  }
-
-  // Moves what has arrived into the reply, up to a limit; false when there is nothing.
-  static bool refill(Client& client) {
-    client.due_ns = 0;
-    client.head.clear();
-    client.value.reset();
-    client.sent = 0;
-    while (!client.arrived.empty() && !client.value && client.head.size() < kPiece) {
-      const auto [number, value] = std::move(client.arrived.front());
-      client.arrived.pop_front();
-      put_u32(&client.head, static_cast<uint32_t>(number));
-      put_u32(&client.head, value ? static_cast<uint32_t>(value->size()) : kAbsent);
-      if (!value) continue;
-      if (value->size() < kPiece) client.head += *value;
-      else client.value = value;
-    }
-    return !client.head.empty();
-  }
-
-  bool flush(Client& client) {
-    while (client.to_send() != 0 || refill(client)) {
-      const bool in_head = client.sent < client.head.size();
-      const std::string& part = in_head ? client.head : *client.value;
-      const size_t at = in_head ? client.sent : client.sent - client.head.size();
-      const ssize_t n = send_some(client.socket.fd(), part.data() + at, part.size() - at);
-      if (n < 0) return false;
-      if (n == 0) break;
-      client.sent += static_cast<size_t>(n);
-    }
-    const bool done = client.to_send() == 0;
-    if (done && client.close_when_sent) return false;
-    const uint32_t interest = done ? EPOLLIN : EPOLLIN | EPOLLOUT;
-    if (interest != client.interest) poller_.change(client.socket.fd(), client.interest = interest, &client);
-    return true;
   }
 
   const uint32_t fork_generation_ = fork_generation();
@@ -422,7 +289,7 @@ class TcpStoreServer : public StoreServer {
   bool stopping_ = false;
   Watched on_stop_{[this](uint32_t) { stopping_ = true; }};
   std::vector<std::unique_ptr<Watched>> on_connection_;  // one for each listener
-  std::unordered_map<uint64_t, std::unique_ptr<Client>> clients_;
+  std::unordered_map<uint64_t, std::unique_ptr<StoreConnection>> clients_;
   PendingIds pending_{{kMostPending, kHandshakeLimit}};  // clients that have not proved the secret
   std::unordered_map<std::string, Value> values_;
   std::unordered_map<std::string, std::vector<uint64_t>> parked_;  // ids of those who wait for a key
