@@ -159,8 +159,7 @@ Context::Context(const ContextOptions& options)
     meet(*store_, options, deadline);
     connect(*store_, options, deadline);
   } catch (const Error& error) {
-    // A wrong setting is the same for all, and they say so themselves.
-    if (error.kind() != ErrorKind::kInvalidArgument) give_up(*store_, error.what());
+    if (!gave_up_) give_up(*store_, error);
     throw;
   }
 }
@@ -251,13 +250,40 @@ std::string Context::job_prefix() const { return world_.job + "/" + std::to_stri
 
 std::string Context::entry_key(int rank) const { return job_prefix() + "rank/" + std::to_string(rank); }
 
-// Whoever comes later must not wait for us here: we may be waiting in the next epoch already.
-void Context::give_up(Store& store, const std::string& reason) {
-  try {
-    store.set(entry_key(world_.rank), kGaveUp + reason);
-  } catch (const Error&) {
-    // The server is gone, and the others know.
+// Throws the error of this start, after the others can read it. One that has come later must not wait for us here: we
+// may be waiting in the next epoch already.
+void Context::give_up(Store& store, const Error& error) {
+  gave_up_ = true;
+  std::string text = error.what();
+  // It may have ended because another did, and seen it first.
+  if (error.kind() == ErrorKind::kIo) text += reason_of_another(store);
+  // A wrong setting is the same for all, and they say so themselves.
+  if (error.kind() != ErrorKind::kInvalidArgument) {
+    try {
+      store.set(entry_key(world_.rank), kGaveUp + text);
+    } catch (const Error&) {
+      // The server is gone, and the others know.
+    }
   }
+  fail(error.kind(), text);
+}
+
+// Of the ranks that have given up this start, the one with the shortest reason knows best: the others repeat it.
+std::string Context::reason_of_another(Store& store) const {
+  std::string shortest;
+  const auto on_entry = [&](int rank, const std::string& entry) {
+    if (rank == world_.rank || entry.rfind(kGaveUp, 0) != 0) return;
+    const std::string text =
+        "; rank " + std::to_string(rank) + " has given up this start: " + entry.substr(sizeof kGaveUp - 1);
+    if (shortest.empty() || text.size() < shortest.size()) shortest = text;
+  };
+  try {
+    static_cast<void>(
+        store.get_present(job_prefix() + "rank/", ranks_from(0, world_.size), now_ns() + kAnswerTime, on_entry));
+  } catch (const Error&) {
+    // The server is gone.
+  }
+  return shortest;
 }
 
 void Context::find_location(const ContextOptions& options, const std::vector<std::string>& hosts) {
@@ -310,6 +336,7 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
   auto waker = std::make_unique<Waker>();
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<Transport*> route(static_cast<size_t>(world_.size), nullptr);
+  const ConnectOptions connecting{deadline, options.interrupted, [&](const Error& error) { give_up(store, error); }};
   const auto choice = config_.choice<TransportChoice>();
   const auto* threads = dynamic_cast<const MemoryWorldStore*>(&store);
   make_room(choice != TransportChoice::kTcp ? world_.size - ranks_here_ : world_.size - 1);
@@ -317,7 +344,7 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
     if (threads != nullptr && choice == TransportChoice::kAuto) {
       transports.push_back(connect_mem(world_, threads->fabric(), *waker));
     } else if (choice != TransportChoice::kTcp) {
-      auto shm = connect_shm(world_, store, *waker, config_, deadline, options.interrupted);
+      auto shm = connect_shm(world_, store, *waker, config_, connecting);
       if (shm) transports.push_back(std::move(shm));
     }
   }
@@ -331,7 +358,7 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
     if (choice == TransportChoice::kShm)
       fail(ErrorKind::kInvalidArgument, "[context] PERSEUS_TRANSPORT=shm, but rank " + std::to_string(remote[0]) +
                                             " runs on another host: unset it");
-    transports.push_back(connect_tcp(world_, store, *waker, config_, remote, deadline, options.interrupted));
+    transports.push_back(connect_tcp(world_, store, *waker, config_, remote, connecting));
     for (int peer : remote) route[peer] = transports.back().get();
   }
   const int spare_cores = usable_cores() - ranks_here_;

@@ -53,7 +53,8 @@ class Context {
   std::string job_prefix() const;
   std::string entry_key(int rank) const;
   [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);
-  void give_up(Store& store, const std::string& reason);
+  [[noreturn]] void give_up(Store& store, const Error& error);
+  std::string reason_of_another(Store& store) const;
   [[noreturn]] void report_missing(Store& store, const ContextOptions& options, std::vector<int> missing,
                                    const std::string& ours) const;
   std::string read_entry(Store& store, const ContextOptions& options, int rank, const std::string& entry,
@@ -78,6 +79,7 @@ class Context {
   bool homogeneous_ = true;
   std::shared_ptr<Store> store_;
   std::unique_ptr<Engine> engine_;
+  bool gave_up_ = false;  // this start
 };
 
 }  // namespace perseus

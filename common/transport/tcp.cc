@@ -119,10 +119,14 @@ void TcpTransport::report_missing() {
 }
 
 std::unique_ptr<Transport> connect_tcp(const World& world, Store& store, Waker& waker, const Config& config,
-                                       const std::vector<int>& peers, int64_t deadline_ns,
-                                       const std::function<bool()>& interrupted) {
+                                       const std::vector<int>& peers, const ConnectOptions& options) {
   auto transport = std::make_unique<TcpTransport>(world, store, waker, config, peers);
-  transport->join(store, deadline_ns, interrupted);
+  try {
+    transport->join(store, options.deadline_ns, options.interrupted);
+  } catch (const Error& error) {
+    if (options.on_failure) options.on_failure(error);
+    throw;
+  }
   return transport;
 }
 

@@ -18,6 +18,7 @@
 namespace perseus {
 
 class Config;
+class Error;
 class Store;
 class Waker;
 
@@ -112,16 +113,24 @@ class MemFabric;
 std::shared_ptr<MemFabric> make_mem_fabric(int size);
 std::unique_ptr<Transport> connect_mem(const World& world, std::shared_ptr<MemFabric> fabric, Waker& waker);
 
+// How ranks connect.
+struct ConnectOptions {
+  int64_t deadline_ns = 0;  // now_ns() time
+  // As in Store::get.
+  std::function<bool()> interrupted;
+  // Told of an error while our connections are still open: what it says is there before a peer sees them close.
+  std::function<void(const Error&)> on_failure;
+};
+
 // Shared memory with the ranks of this host that it leads to; the rest is not reached, which the log says once. Null
 // where this process has none; PERSEUS_TRANSPORT=shm makes both an Error(kIo). Blocks until every candidate answered or
-// throws Error(kTimeout) at `deadline_ns`, naming one. `interrupted`: as in Store::get.
+// throws Error(kTimeout) at the deadline, naming one.
 std::unique_ptr<Transport> connect_shm(const World& world, Store& store, Waker& waker, const Config& config,
-                                       int64_t deadline_ns, const std::function<bool()>& interrupted = {});
+                                       const ConnectOptions& options);
 
 // TCP with `peers`, authenticated, over the configured interfaces. Blocks until every peer is connected or throws
-// Error(kTimeout) at `deadline_ns`, naming the missing ranks. `interrupted`: as in Store::get.
+// Error(kTimeout) at the deadline, naming the missing ranks.
 std::unique_ptr<Transport> connect_tcp(const World& world, Store& store, Waker& waker, const Config& config,
-                                       const std::vector<int>& peers, int64_t deadline_ns,
-                                       const std::function<bool()>& interrupted = {});
+                                       const std::vector<int>& peers, const ConnectOptions& options);
 
 }  // namespace perseus

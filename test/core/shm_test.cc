@@ -38,7 +38,8 @@ std::vector<std::unique_ptr<Local>> connect_all(int size, Store& store, const st
       Local& self = *ranks[static_cast<size_t>(rank)];
       const Config config({"PERSEUS_TRANSPORT=" + choice});
       try {
-        self.transport = connect_shm(world_of(rank, size), store, self.waker, config, now_ns() + 20 * kSecond);
+        self.transport =
+            connect_shm(world_of(rank, size), store, self.waker, config, {now_ns() + 20 * kSecond, {}, {}});
       } catch (const Error& error) {
         self.error = error.what();
       }

@@ -50,7 +50,7 @@ struct Rank {
 
   Rank(const World& w, Store& store, const std::string& interfaces = kLoopback, int64_t limit_ns = kLimit) : world(w) {
     const Config config({interfaces, "PERSEUS_LOG_LEVEL=error"});
-    transport = connect_tcp(world, store, waker, config, others(w.rank, w.size), now_ns() + limit_ns);
+    transport = connect_tcp(world, store, waker, config, others(w.rank, w.size), {now_ns() + limit_ns, {}, {}});
   }
 
   // Drives until `ready`, spinning and now and then sleeping as an engine does; fails the test after kLimit.

@@ -306,8 +306,8 @@ TEST(Tcp, ConnectingCanBeInterrupted) {
   for (const int rank : {0, 1}) {  // rank 1 finds an address where rank 0 no longer is
     int asked = 0;
     const auto stop = [&] { return ++asked == 2; };
-    const Error error =
-        error_of([&] { connect_tcp(world_of(rank, 2), *store, waker, config, {1 - rank}, now_ns() + kLimit, stop); });
+    const Error error = error_of(
+        [&] { connect_tcp(world_of(rank, 2), *store, waker, config, {1 - rank}, {now_ns() + kLimit, stop, {}}); });
     EXPECT_EQ(error.kind(), ErrorKind::kAborted) << error.what();
   }
 }
