@@ -156,7 +156,7 @@ Context::Context(const ContextOptions& options)
     store_ = connect_store(options.store_host, options.store_port, world_.secret, deadline, options.interrupted);
   }
   try {
-    meet(*store_, options, deadline);
+    exchange_entries(*store_, options, deadline);
     connect(*store_, options, deadline);
   } catch (const Error& error) {
     if (!gave_up_) give_up(*store_, error);
@@ -166,7 +166,7 @@ Context::Context(const ContextOptions& options)
 
 Context::~Context() = default;
 
-void Context::meet(Store& store, const ContextOptions& options, int64_t deadline) {
+void Context::exchange_entries(Store& store, const ContextOptions& options, int64_t deadline) {
   const std::string settings = settings_text(config_);
   // Version, host, a number that tells this process from others, settings. The version's place never changes.
   uint64_t number;

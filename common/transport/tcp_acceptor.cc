@@ -116,8 +116,8 @@ void TcpAcceptor::accept_from(int listener) {
     if (!socket) {
       const int why = errno;
       if (why == EAGAIN) return;
-      if (!said_shortage_) log_.warning("[tcp] ranks that connect have to wait: " + error_text(why));
-      said_shortage_ = true;
+      if (!warned_of_shortage_) log_.warning("[tcp] ranks that connect have to wait: " + error_text(why));
+      warned_of_shortage_ = true;
       return pause();
     }
     auto connection = std::make_unique<Pending>(*this, std::move(socket));

@@ -56,7 +56,7 @@ class TcpAcceptor {
   std::vector<std::unique_ptr<Listener>> listeners_;
   PendingConnections<std::unique_ptr<Pending>> pending_;
   int warnings_ = 0;
-  bool said_shortage_ = false;  // of descriptors
+  bool warned_of_shortage_ = false;  // of descriptors
 };
 
 }  // namespace perseus

@@ -47,9 +47,9 @@ Pair shake(const Options& connects, const Options& listens, bool listener_opens 
   std::string to_listener = listener_opens ? "" : pair.connector->open();
   std::string to_connector = listener_opens ? pair.listener->open() : "";
   while (!to_listener.empty() || !to_connector.empty()) {
-    const std::string heard = std::move(to_connector), said = std::move(to_listener);
-    to_connector = said.empty() ? "" : feed(*pair.listener, said);
-    to_listener = heard.empty() ? "" : feed(*pair.connector, heard);
+    const std::string from_listener = std::move(to_connector), from_connector = std::move(to_listener);
+    to_connector = from_connector.empty() ? "" : feed(*pair.listener, from_connector);
+    to_listener = from_listener.empty() ? "" : feed(*pair.connector, from_listener);
   }
   return pair;
 }
@@ -89,10 +89,10 @@ TEST(Handshake, EndsAlikeWhenEveryByteComesAlone) {
 }
 
 TEST(Handshake, AnotherSecretIsRefusedAndSaidSo) {
-  Options stranger = rank(3);
-  stranger.secret += "!";
+  Options outsider = rank(3);
+  outsider.secret += "!";
   for (const bool listener_opens : {false, true}) {
-    const Pair pair = shake(stranger, rank(1), listener_opens);
+    const Pair pair = shake(outsider, rank(1), listener_opens);
     EXPECT_EQ(pair.listener->refusal().kind, Kind::kSecret);
     EXPECT_EQ(pair.connector->refusal().kind, Kind::kSecret);
     EXPECT_NE(pair.listener->refusal().why.find("PERSEUS_SECRET_FILE"), std::string::npos);
@@ -100,9 +100,9 @@ TEST(Handshake, AnotherSecretIsRefusedAndSaidSo) {
 }
 
 TEST(Handshake, AnotherJobIsRefusedThoughItsSecretIsTheSame) {
-  Options stranger = rank(3);
-  stranger.job = "another job";
-  EXPECT_EQ(shake(stranger, rank(1)).listener->refusal().kind, Kind::kSecret);
+  Options outsider = rank(3);
+  outsider.job = "another job";
+  EXPECT_EQ(shake(outsider, rank(1)).listener->refusal().kind, Kind::kSecret);
 }
 
 struct Difference {
@@ -190,9 +190,9 @@ TEST(Handshake, ReflectedMessagesProveNothing) {
   EXPECT_EQ(connector->refusal().why, "could not prove that it knows the job's secret");
 
   const auto listener = make(Side::kListener, rank(1));
-  const std::string said = listener->open();
-  EXPECT_EQ(feed(*listener, said), "");
-  EXPECT_EQ(feed(*listener, said.substr(kOpeningSize - kProofSize)), std::string(kProofSize, '\0'));
+  const std::string opening = listener->open();
+  EXPECT_EQ(feed(*listener, opening), "");
+  EXPECT_EQ(feed(*listener, opening.substr(kOpeningSize - kProofSize)), std::string(kProofSize, '\0'));
   EXPECT_EQ(listener->refusal().kind, Kind::kSecret);
 }
 
@@ -206,7 +206,7 @@ TEST(Handshake, AnAnswerIsNoVerdict) {
   EXPECT_EQ(second->refusal().kind, Kind::kImpostor);
 }
 
-// What was heard on one connection is worth nothing on the next.
+// A proof received on one connection proves nothing on the next.
 TEST(Handshake, AReplayIsRefused) {
   const auto connector = make(Side::kConnector, rank(3)), listener = make(Side::kListener, rank(1));
   const std::string opening = connector->open();
@@ -219,7 +219,7 @@ TEST(Handshake, AReplayIsRefused) {
   EXPECT_EQ(later->refusal().kind, Kind::kSecret);
 }
 
-// Not a single bit of what was said may differ from what was heard.
+// Both sides must have seen the same openings, to the last bit.
 TEST(Handshake, EveryBitOfTheOpeningsIsProven) {
   Options any = rank(3), listens = rank(1);
   any.versions = listens.versions = Versions::kAny;
