@@ -5,12 +5,13 @@
 //
 // As a sequence of exchanges: every rank first receives its part of everybody's tensors; each level of the tree needs
 // an allreduce of three numbers per pair and tensor; at the end the parts are gathered. So 2 (N - 1) / N of the bytes
-// move, and one copy of the tensors is staged. All ranks end with the same bits. Used by one progress engine.
+// move, and one copy of the tensors is staged. All ranks end with the same bits.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "collective/staged.h"
 
 namespace perseus {
@@ -22,9 +23,10 @@ class Adasum final : public Staged {
   ~Adasum() override;
 
   // Before the first next(); may be in place.
-  void add_tensor(const Piece& piece) { pieces_.push_back(piece); }
-  bool next(Step* step) override;
-  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+  void add_tensor(const Piece& piece) PERSEUS_REQUIRES(progress_lock) { pieces_.push_back(piece); }
+  bool next(Step* step) override PERSEUS_REQUIRES(progress_lock);
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override
+      PERSEUS_REQUIRES(progress_lock);
 
  private:
   enum class Stage { kScatter, kCombine, kGather, kDone };

@@ -2,12 +2,13 @@
 // those decode to in rank order, and sends the encoded result to all. So a lossy format rounds once in and once out,
 // whatever the number of ranks; the owner and every sender go on with what the others decode, so all end with the same
 // bits, and who owns what changes none of them. Two exchanges of variable size, between which the sums may go
-// elsewhere. Used by one progress engine.
+// elsewhere.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "collective/exchange_plan.h"
 #include "collective/wire_format.h"
 
@@ -42,24 +43,28 @@ class CompressedAllreduce final : public OutputSink {
 
   // Begins anew. Encoded is prescale * x; a result is the sum times `factor`. `format` must stay until the end. `last`:
   // outputs are not read again soon.
-  void start(const WireFormat& format, float prescale, float factor, bool last);
+  void start(const WireFormat& format, float prescale, float factor, bool last) PERSEUS_REQUIRES(progress_lock);
   // After start(): encoded results are noted in (*results)[chunk.result]; their bytes stay until the buffers are used
   // again.
-  void note_results(std::vector<Piece>* results) { results_ = results; }
+  void note_results(std::vector<Piece>* results) PERSEUS_REQUIRES(progress_lock) { results_ = results; }
   // After start(), where the sums are only a part of what is to be summed: next() leaves them in `out` of the own
   // chunks, and is null before the second exchange, which is spread().
-  void sum_only() { sums_only_ = true; }
+  void sum_only() PERSEUS_REQUIRES(progress_lock) { sums_only_ = true; }
   // The results of the own chunks, encoded in a format that may be another, go to all; next() decodes them. The own
   // chunks are left alone.
-  const ExchangePlan* spread(const WireFormat& format, const std::vector<Piece>& results);
+  const ExchangePlan* spread(const WireFormat& format, const std::vector<Piece>& results)
+      PERSEUS_REQUIRES(progress_lock);
   // Before the first next(): nobody else uses them until the end.
-  void use(CompressedBuffers* buffers);
-  void add(int owner, const CompressedChunk& chunk) { chunks_[static_cast<size_t>(owner)].push_back(chunk); }
+  void use(CompressedBuffers* buffers) PERSEUS_REQUIRES(progress_lock);
+  void add(int owner, const CompressedChunk& chunk) PERSEUS_REQUIRES(progress_lock) {
+    chunks_[static_cast<size_t>(owner)].push_back(chunk);
+  }
   // The next exchange to run, whose sizes vary, or null when all outputs are written (but see sum_only).
-  const ExchangePlan* next();
-  int64_t codec_ns() const { return codec_ns_; }
+  const ExchangePlan* next() PERSEUS_REQUIRES(progress_lock);
+  int64_t codec_ns() const PERSEUS_REQUIRES(progress_lock) { return codec_ns_; }
 
-  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override
+      PERSEUS_REQUIRES(progress_lock);
 
  private:
   enum class Stage { kEncode, kReduce, kFinish };

@@ -1,7 +1,6 @@
 // The pairwise exchange behind every collective: each rank sends every other its contribution to that rank's part
 // (reduce-scatter), reduces the parts in rank order, and sends the result on (allgather), chunk by chunk, so that
-// a chunk is reduced and returned while the next is on its way. Resumable: step() never blocks. Used by one
-// progress engine.
+// a chunk is reduced and returned while the next is on its way. Resumable: step() never blocks.
 //
 // Stream order per link, the same on both ends (c = contribution, r = result, L = lag):
 //   header, c0 … cL, r0, c(L+1), r1, …
@@ -19,6 +18,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "collective/exchange_header.h"
 #include "collective/group.h"
 #include "collective/steps.h"
@@ -33,14 +33,14 @@ class Exchange final : public Operation {
 
   // Begins; `plan` and `sink` (where sizes vary) must stay valid until done(). Only when done. `header`: what goes
   // first on every link, to which sizes of results are added.
-  void start(const ExchangePlan& plan, const ExchangeHeader& header, OutputSink* sink);
-  bool step() override;
-  bool done() const override { return done_; }
-  void abort() noexcept override { done_ = true; }
+  void start(const ExchangePlan& plan, const ExchangeHeader& header, OutputSink* sink) PERSEUS_REQUIRES(progress_lock);
+  bool step() override PERSEUS_REQUIRES(progress_lock);
+  bool done() const override PERSEUS_REQUIRES(progress_lock) { return done_; }
+  void abort() noexcept override PERSEUS_REQUIRES(progress_lock) { done_ = true; }
   // Have all members begun?
-  bool agreed() const override { return headers_done_; }
-  void roll_back(const std::vector<bool>& began) override;
-  std::vector<int> waiting_for() const override;
+  bool agreed() const override PERSEUS_REQUIRES(progress_lock) { return headers_done_; }
+  void roll_back(const std::vector<bool>& began) override PERSEUS_REQUIRES(progress_lock);
+  std::vector<int> waiting_for() const override PERSEUS_REQUIRES(progress_lock);
 
  private:
   // Where one direction of one link stands.
@@ -62,15 +62,15 @@ class Exchange final : public Operation {
     ConstSpan contribution;  // rx stands at a contribution that is wholly here
   };
 
-  void restart();
-  void choose_parts();
-  void send_headers(const ExchangeHeader& header);
-  void plan_reduction(bool gather);
-  void plan_broadcast();
-  void plan_gather();
-  void plan_spread();
-  bool check_headers();
-  void place_outputs();
+  void restart() PERSEUS_REQUIRES(progress_lock);
+  void choose_parts() PERSEUS_REQUIRES(progress_lock);
+  void send_headers(const ExchangeHeader& header) PERSEUS_REQUIRES(progress_lock);
+  void plan_reduction(bool gather) PERSEUS_REQUIRES(progress_lock);
+  void plan_broadcast() PERSEUS_REQUIRES(progress_lock);
+  void plan_gather() PERSEUS_REQUIRES(progress_lock);
+  void plan_spread() PERSEUS_REQUIRES(progress_lock);
+  bool check_headers() PERSEUS_REQUIRES(progress_lock);
+  void place_outputs() PERSEUS_REQUIRES(progress_lock);
 
   void settle(const Peer& peer, Flow* flow) const;
   size_t chunk_at(const Flow& flow, uint64_t lag) const;
@@ -78,39 +78,41 @@ class Exchange final : public Operation {
   void next(const Peer& peer, Flow* flow) const;
 
   bool eager(const Peer& peer, const Flow& flow) const { return !flow.done && !flow.result && flow.turn <= peer.lag; }
-  bool discard(Peer& peer);
-  bool eager_parts_gone() const;
-  bool send_some(Peer& peer);
-  bool receive_some(Peer& peer);
-  bool reduce_some();
-  bool reduce_ready(size_t n);
-  void reduce_chunk(size_t n);
+  bool discard(Peer& peer) PERSEUS_REQUIRES(progress_lock);
+  bool eager_parts_gone() const PERSEUS_REQUIRES(progress_lock);
+  bool send_some(Peer& peer) PERSEUS_REQUIRES(progress_lock);
+  bool receive_some(Peer& peer) PERSEUS_REQUIRES(progress_lock);
+  bool reduce_some() PERSEUS_REQUIRES(progress_lock);
+  bool reduce_ready(size_t n) PERSEUS_REQUIRES(progress_lock);
+  void reduce_chunk(size_t n) PERSEUS_REQUIRES(progress_lock);
 
-  std::vector<Peer> peers_;  // of every group rank; the own entry is unused
+  std::vector<Peer> peers_ PERSEUS_GUARDED_BY(progress_lock);  // of every group rank; the own entry is unused
   const int me_;
-  bool done_ = true;
+  bool done_ PERSEUS_GUARDED_BY(progress_lock) = true;
 
-  const ExchangePlan* plan_ = nullptr;
-  OutputSink* sink_ = nullptr;
-  bool headers_done_ = false;
-  bool scheduled_ = false;
-  bool rolled_back_ = false;
-  bool reduces_ = false;             // this rank reduces contributions
-  bool everyone_owns_all_ = false;   // small: every rank reduces the whole buffer itself
-  bool results_follow_ = false;      // a reduced chunk is sent on
-  bool results_from_input_ = false;  // what is sent as results is our input
-  bool stream_out_ = false;          // larger than the caches: write around them
-  int only_contributor_ = -1;        // broadcast: the only contributor
-  uint64_t reduced_ = 0;             // chunks
-  size_t own_bytes_ = 0;             // of our part
-  Cursor own_in_, own_out_;
-  std::vector<Piece> gathered_;  // allgather, alltoall: where received bytes go
-  std::vector<Piece> nothing_;   // rolled back: the pieces of an eager part
-  std::vector<size_t> even_;     // parts of an allreduce or broadcast
-  std::vector<size_t> received_bytes_;
-  std::vector<uint64_t> received_rows_;
-  std::vector<const void*> sources_;
-  std::vector<Byte*> windows_;
+  const ExchangePlan* plan_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
+  OutputSink* sink_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
+  bool headers_done_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  bool scheduled_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  bool rolled_back_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  bool reduces_ PERSEUS_GUARDED_BY(progress_lock) = false;  // this rank reduces contributions
+  // Small: every rank reduces the whole buffer itself.
+  bool everyone_owns_all_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  bool results_follow_ PERSEUS_GUARDED_BY(progress_lock) = false;      // a reduced chunk is sent on
+  bool results_from_input_ PERSEUS_GUARDED_BY(progress_lock) = false;  // what is sent as results is our input
+  bool stream_out_ PERSEUS_GUARDED_BY(progress_lock) = false;          // larger than the caches: write around them
+  int only_contributor_ PERSEUS_GUARDED_BY(progress_lock) = -1;        // broadcast: the only contributor
+  uint64_t reduced_ PERSEUS_GUARDED_BY(progress_lock) = 0;             // chunks
+  size_t own_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;             // of our part
+  Cursor own_in_ PERSEUS_GUARDED_BY(progress_lock);
+  Cursor own_out_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<Piece> gathered_ PERSEUS_GUARDED_BY(progress_lock);  // allgather, alltoall: where received bytes go
+  std::vector<Piece> nothing_ PERSEUS_GUARDED_BY(progress_lock);   // rolled back: the pieces of an eager part
+  std::vector<size_t> even_ PERSEUS_GUARDED_BY(progress_lock);     // parts of an allreduce or broadcast
+  std::vector<size_t> received_bytes_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<uint64_t> received_rows_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<const void*> sources_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<Byte*> windows_ PERSEUS_GUARDED_BY(progress_lock);
 };
 
 }  // namespace perseus

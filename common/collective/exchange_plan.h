@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "kernels/kernels.h"
 #include "topology/algorithm.h"
 #include "transport/pieces.h"
@@ -44,7 +45,8 @@ class OutputSink {
  public:
   virtual ~OutputSink() = default;
   // bytes[i], rows[i] come from group rank i. Returns memory for all of it, in rank order.
-  virtual Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) = 0;
+  virtual Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows)
+      PERSEUS_REQUIRES(progress_lock) = 0;
 };
 
 }  // namespace perseus

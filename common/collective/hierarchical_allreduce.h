@@ -1,12 +1,13 @@
 // An allreduce in stages: reduce-scatter inside each host, an allreduce of every shard across the hosts, and an
 // allgather inside each host ("2D"; with one shard, "two-level"). The middle stage may be encoded, and so may the
 // others: the allgather then passes on the bytes that came across. Every stage reduces in rank order, so the bits
-// depend on the topology alone. Used by one progress engine.
+// depend on the topology alone.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "collective/compressed_allreduce.h"
 #include "collective/float_staging.h"
 #include "collective/staged.h"
@@ -19,10 +20,11 @@ class HierarchicalAllreduce final : public Staged {
 
   // Begins anew. With a `format`, what is added must be of a floating type, to be summed: as float32 throughout.
   // `inside`, which needs a `format`: of contributions to the reduce-scatter, null = exact. Formats stay until the end.
-  void start(const kernels::ReduceSpec& reduction, const WireFormat* format, const WireFormat* inside = nullptr);
+  void start(const kernels::ReduceSpec& reduction, const WireFormat* format, const WireFormat* inside = nullptr)
+      PERSEUS_REQUIRES(progress_lock);
 
   // Exact: a piece of a tensor. Where `in` is not `out`, they do not overlap.
-  void add(const Piece& piece) { pieces_.push_back(piece); }
+  void add(const Piece& piece) PERSEUS_REQUIRES(progress_lock) { pieces_.push_back(piece); }
 
   // Encoded: a run of whole chunks of a tensor (but for its end). `number` of the first one plus `salt` decides who
   // owns them, which therefore depends on neither bucket nor stream.
@@ -34,21 +36,22 @@ class HierarchicalAllreduce final : public Staged {
     uint64_t salt = 0;
     uint64_t step = 0;
   };
-  void add(const Run& run);
+  void add(const Run& run) PERSEUS_REQUIRES(progress_lock);
 
   // Before the first next(), where there is no format: how shards are reduced across.
-  void use(Algorithm algorithm) { algorithm_ = algorithm; }
+  void use(Algorithm algorithm) PERSEUS_REQUIRES(progress_lock) { algorithm_ = algorithm; }
   // Before the first next(), where there is a format: see CompressedAllreduce.
-  void use(CompressedBuffers* buffers);
-  bool next(Step* step) override;
-  int64_t codec_ns() const override;
-  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+  void use(CompressedBuffers* buffers) PERSEUS_REQUIRES(progress_lock);
+  bool next(Step* step) override PERSEUS_REQUIRES(progress_lock);
+  int64_t codec_ns() const override PERSEUS_REQUIRES(progress_lock);
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override
+      PERSEUS_REQUIRES(progress_lock);
 
  private:
   enum class Stage { kInner, kAcross, kEncoded, kBack, kSpread, kDone };
 
-  void add_floats(const Run& run);
-  bool next_encoded(Step* step, CompressedAllreduce* compressed, Level level) const;
+  void add_floats(const Run& run) PERSEUS_REQUIRES(progress_lock);
+  bool next_encoded(Step* step, CompressedAllreduce* compressed, Level level) const PERSEUS_REQUIRES(progress_lock);
   void cut_into_shards();
   void cut_into_shards(const Piece* pieces, size_t count);
   void plan_inner();

@@ -1,7 +1,7 @@
-// Work that takes several collectives, one after the other, among all members of a group or some of them. Used by one
-// progress engine.
+// Work that takes several collectives, one after the other, among all members of a group or some of them.
 #pragma once
 
+#include "base/progress_lock.h"
 #include "collective/exchange_plan.h"
 #include "topology/levels.h"
 
@@ -17,9 +17,9 @@ class Staged : public OutputSink {
 
   // Before the first collective and after each: computes with what has come, and says which is the next one to run.
   // False when all outputs are written.
-  virtual bool next(Step* step) = 0;
+  virtual bool next(Step* step) PERSEUS_REQUIRES(progress_lock) = 0;
   // Time spent on encoding and decoding so far, of this operation.
-  virtual int64_t codec_ns() const { return 0; }
+  virtual int64_t codec_ns() const PERSEUS_REQUIRES(progress_lock) { return 0; }
 };
 
 }  // namespace perseus

@@ -1,5 +1,5 @@
 // Carries out an allreduce whose algorithm is not pairwise as a list of steps (steps.h), one after the other.
-// Resumable: step() never blocks. Used by one progress engine.
+// Resumable: step() never blocks.
 //
 // Every message of a step is received in the same step of the one who sent it, and what is sent depends on nothing that
 // the step receives (but see reduce_next), so the lowest step that is not done anywhere always moves: no deadlock.
@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "collective/exchange_header.h"
 #include "collective/group.h"
 #include "collective/steps.h"
@@ -21,11 +22,11 @@ class SteppedExchange final : public Operation {
 
   // Begins an allreduce, whose plan must not be needed longer than its pieces; `header` goes first on every link that
   // is used.
-  void start(const ExchangePlan& plan, const ExchangeHeader& header);
-  bool step() override;
-  bool done() const override { return at_ == steps_.size(); }
-  void abort() noexcept override { at_ = steps_.size(); }
-  std::vector<int> waiting_for() const override;
+  void start(const ExchangePlan& plan, const ExchangeHeader& header) PERSEUS_REQUIRES(progress_lock);
+  bool step() override PERSEUS_REQUIRES(progress_lock);
+  bool done() const override PERSEUS_REQUIRES(progress_lock) { return at_ == steps_.size(); }
+  void abort() noexcept override PERSEUS_REQUIRES(progress_lock) { at_ = steps_.size(); }
+  std::vector<int> waiting_for() const override PERSEUS_REQUIRES(progress_lock);
 
  private:
   struct Peer {
@@ -36,23 +37,26 @@ class SteppedExchange final : public Operation {
     bool header_seen = false;
   };
 
-  void make_steps(const ExchangePlan& plan);
-  void begin_step();
-  Peer& peer(int member) { return peers_[static_cast<size_t>(member)]; }
-  bool send_some();
-  bool receive_some();
-  bool reduce_next(Peer& from, size_t n);
-  bool place_next(Peer& from, size_t n);
+  void make_steps(const ExchangePlan& plan) PERSEUS_REQUIRES(progress_lock);
+  void begin_step() PERSEUS_REQUIRES(progress_lock);
+  Peer& peer(int member) PERSEUS_REQUIRES(progress_lock) { return peers_[static_cast<size_t>(member)]; }
+  bool send_some() PERSEUS_REQUIRES(progress_lock);
+  bool receive_some() PERSEUS_REQUIRES(progress_lock);
+  bool reduce_next(Peer& from, size_t n) PERSEUS_REQUIRES(progress_lock);
+  bool place_next(Peer& from, size_t n) PERSEUS_REQUIRES(progress_lock);
 
-  std::vector<Peer> peers_;
+  std::vector<Peer> peers_ PERSEUS_GUARDED_BY(progress_lock);
   const int me_;
-  kernels::ReduceSpec partial_, last_;
-  std::vector<size_t> parts_;  // of a ring
-  std::vector<Piece> run_;     // in the order that steps speak of
-  std::vector<Step> steps_;
-  size_t at_ = 0;                   // the step under way
-  size_t sent_ = 0, received_ = 0;  // bytes of it, in whole messages
-  Cursor source_, target_;
+  kernels::ReduceSpec partial_ PERSEUS_GUARDED_BY(progress_lock);
+  kernels::ReduceSpec last_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<size_t> parts_ PERSEUS_GUARDED_BY(progress_lock);  // of a ring
+  std::vector<Piece> run_ PERSEUS_GUARDED_BY(progress_lock);     // in the order that steps speak of
+  std::vector<Step> steps_ PERSEUS_GUARDED_BY(progress_lock);
+  size_t at_ PERSEUS_GUARDED_BY(progress_lock) = 0;        // the step under way
+  size_t sent_ PERSEUS_GUARDED_BY(progress_lock) = 0;      // bytes of it, in whole messages
+  size_t received_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // likewise
+  Cursor source_ PERSEUS_GUARDED_BY(progress_lock);
+  Cursor target_ PERSEUS_GUARDED_BY(progress_lock);
 };
 
 }  // namespace perseus

@@ -52,10 +52,10 @@ class Round {
   };
   static_assert(sizeof(Frame) == 248, "a small part of a control ring");
 
-  void compose();
-  bool send_some();
-  bool sent() const { return out_left_ == 0 && senders_[step_].header_gone(); }
-  bool receive_some();
+  void compose() PERSEUS_REQUIRES(progress_lock);
+  bool send_some() PERSEUS_REQUIRES(progress_lock);
+  bool sent() const PERSEUS_REQUIRES(progress_lock) { return out_left_ == 0 && senders_[step_].header_gone(); }
+  bool receive_some() PERSEUS_REQUIRES(progress_lock);
   void merge(const char* body, size_t bytes, size_t words);
 
   std::vector<Link*> send_links_, receive_links_;

@@ -111,7 +111,9 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.sparse_from = gradient_codecs_.sparse_from();
   execution_settings_.log = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
   execution_settings_.topology = &topology_;
-  execution_settings_.silent_ns = [this](int rank) { return now_ns() - route_[rank]->last_alive_ns(rank); };
+  execution_settings_.silent_ns = [this](int rank) PERSEUS_REQUIRES(progress_lock) {
+    return now_ns() - route_[rank]->last_alive_ns(rank);
+  };
   const ProgressLock lock(progress_);
   for (const auto& transport : transports_) tcp_ |= transport->kind() == TransportKind::kTcp;
   std::vector<int> all(static_cast<size_t>(world_.size));
@@ -157,8 +159,10 @@ std::shared_ptr<ProcessSet> Engine::make_group(int id, uint32_t channels, const 
   if (id != 0) settings.tuner.buckets = settings.tuner.streams = false;  // its members may be busy elsewhere
   return std::make_shared<ProcessSet>(
       channels, ranks, world_.rank, world_.epoch, settings, cycle_ns_,
-      [this](int rank, Channel channel) -> Link& { return route_[rank]->link(rank, channel); },
-      [this, id](uint32_t stream) { return id == 0 && mpi_ ? mpi_->group(stream) : nullptr; },
+      [this](int rank, Channel channel)
+          PERSEUS_REQUIRES(progress_lock) -> Link& { return route_[rank]->link(rank, channel); },
+      [this, id](uint32_t stream)
+          PERSEUS_REQUIRES(progress_lock) { return id == 0 && mpi_ ? mpi_->group(stream) : nullptr; },
       [this, id] {
         Entry* entry = take_entry();
         entry->group = id;

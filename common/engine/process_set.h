@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "control/negotiation.h"
 #include "control/round.h"
 #include "execution/execution.h"
@@ -33,7 +34,7 @@ class ProcessSet {
   int index() const { return me_; }  // of this rank in ranks()
   Negotiation& negotiation() { return negotiation_; }
   const Negotiation& negotiation() const { return negotiation_; }
-  Tuner& tuner() { return execution_.tuner(); }
+  Tuner& tuner() PERSEUS_REQUIRES(progress_lock) { return execution_.tuner(); }
 
   // One pass, at `now`. `eager`: somebody is waiting, so begin a round for whatever is new; else only for
   // `enough_bytes`, or when nothing is under way. Appends what finished and what failed.
@@ -88,14 +89,15 @@ class ProcessSet {
   const int64_t cycle_ns_, timeout_ns_;
   const std::function<int64_t(int rank)> silent_ns_;
   Negotiation negotiation_;
-  Round round_;
-  Execution execution_;
-  Execution aside_;  // while a schedule has execution_: what is agreed on in rounds, on a stream of its own
-  bool closed_ = false;
-  int64_t begun_ns_ = 0;
-  int64_t round_moved_ns_ = 0;  // when the round in flight last moved a byte
-  int64_t called_ns_ = 0;       // since when a peer's round waits for us; 0 = none does
-  std::vector<Entry*> ready_;
+  Round round_ PERSEUS_GUARDED_BY(progress_lock);
+  Execution execution_ PERSEUS_GUARDED_BY(progress_lock);
+  // While a schedule has execution_: what is agreed on in rounds, on a stream of its own.
+  Execution aside_ PERSEUS_GUARDED_BY(progress_lock);
+  bool closed_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  int64_t begun_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  int64_t round_moved_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // when the round in flight last moved a byte
+  int64_t called_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // since when a peer's round waits for us; 0 = none does
+  std::vector<Entry*> ready_ PERSEUS_GUARDED_BY(progress_lock);
   std::atomic<int64_t> numbers_{0};
 };
 

@@ -1,11 +1,11 @@
-// What execution tells of a bucket that has just finished, where anybody wants to know. Called with the progress lock
-// held.
+// What execution tells of a bucket that has just finished, where anybody wants to know.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "codec/codec.h"
 #include "request/request.h"
 
@@ -25,9 +25,10 @@ class BucketObserver {
 
   virtual ~BucketObserver() = default;
   // Does anybody want to know at present?
-  virtual bool on() const = 0;
+  virtual bool on() const PERSEUS_REQUIRES(progress_lock) = 0;
   // `ranks`: the group's members. `entries`: whose tensors the bucket held.
-  virtual void bucket(const Bucket& bucket, const std::vector<int>& ranks, const std::vector<Entry*>& entries) = 0;
+  virtual void bucket(const Bucket& bucket, const std::vector<int>& ranks, const std::vector<Entry*>& entries)
+      PERSEUS_REQUIRES(progress_lock) = 0;
 };
 
 }  // namespace perseus

@@ -1,5 +1,5 @@
 // Runs what negotiation found ready, for one group: fuses requests into buckets, gives each bucket to a stream in the
-// agreed order, and reports entries whose last bucket is done. Called with the progress lock held.
+// agreed order, and reports entries whose last bucket is done.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/progress_lock.h"
 #include "codec/whole.h"
 #include "collective/adasum.h"
 #include "collective/group.h"
@@ -66,7 +67,8 @@ class Bucket final : public OutputSink {
 
   // A tensor that is read and, changed, written; where the two differ, written for the first time, most likely.
   void add_piece(const Entry::Buffers& buffers, size_t size);
-  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override;
+  Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override
+      PERSEUS_REQUIRES(progress_lock);
   void clear();
 };
 
@@ -84,30 +86,31 @@ class Execution {
             OutputsOf outputs_of);
 
   // Queues ready entries in their agreed order. Entries without bytes to move are finished at once.
-  void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch());
+  void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch())
+      PERSEUS_REQUIRES(progress_lock);
   // Of the schedule under way only the first batches up to the fewest in `begun` (by member: how many it has begun)
   // will be finished: gives back this rank's other entries. All ranks have added as many batches as any has begun.
-  void roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries);
+  void roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
   // Does a bucket of a schedule wait since before `since_ns` for other ranks to begin it?
-  bool waits_since(int64_t since_ns) const;
+  bool waits_since(int64_t since_ns) const PERSEUS_REQUIRES(progress_lock);
   // Moves what can be moved; true when anything did.
-  bool step(std::vector<Entry*>* finished);
+  bool step(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
   // Is an operation under way that no event of the Waker announces?
-  bool polls() const;
+  bool polls() const PERSEUS_REQUIRES(progress_lock);
   // Throws Error(kTimeout) when an operation under way has not moved a byte for the time limit. Silence before
   // `since_ns` proves nothing: this process itself did not run then.
-  void check_progress(int64_t now, int64_t since_ns) const;
-  bool busy() const { return in_flight_ > 0 || !waiting_.empty(); }
+  void check_progress(int64_t now, int64_t since_ns) const PERSEUS_REQUIRES(progress_lock);
+  bool busy() const PERSEUS_REQUIRES(progress_lock) { return in_flight_ > 0 || !waiting_.empty(); }
   // Gives up everything queued and under way; each entry once.
-  void abandon(std::vector<Entry*>* entries);
-  uint64_t buckets() const { return buckets_done_; }
+  void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
+  uint64_t buckets() const PERSEUS_REQUIRES(progress_lock) { return buckets_done_; }
   // What auto goes by; number 0 before it was needed.
-  const Speeds& speeds() const { return speeds_; }
-  void go_by(const Speeds& speeds) { speeds_ = speeds; }
-  Tuner& tuner() { return tuner_; }
-  const Tuner& tuner() const { return tuner_; }
+  const Speeds& speeds() const PERSEUS_REQUIRES(progress_lock) { return speeds_; }
+  void go_by(const Speeds& speeds) PERSEUS_REQUIRES(progress_lock) { speeds_ = speeds; }
+  Tuner& tuner() PERSEUS_REQUIRES(progress_lock) { return tuner_; }
+  const Tuner& tuner() const PERSEUS_REQUIRES(progress_lock) { return tuner_; }
   // Memory beyond tensors, and what holds them.
-  size_t staging_bytes() const;
+  size_t staging_bytes() const PERSEUS_REQUIRES(progress_lock);
 
  private:
   struct Stream {
@@ -121,31 +124,30 @@ class Execution {
   };
 
   // ---- measuring.cc ----
-  bool waits_for_speeds(const std::vector<Entry*>& ready);
-  void begin_probe();
-  void finish_probe(std::vector<Entry*>* finished);
+  bool waits_for_speeds(const std::vector<Entry*>& ready) PERSEUS_REQUIRES(progress_lock);
+  void begin_probe() PERSEUS_REQUIRES(progress_lock);
+  void finish_probe(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
 
-  std::unique_ptr<Bucket> fresh_bucket();
-  void fuse(Entry* entry);
-  void add_reduction(Entry* entry, size_t tensor);
-  void add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction);
-  size_t run_bytes(size_t bytes) const;
-  void add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec);
-  void take_residuals(Entry* entry);
-  void give_up_other_sizes(const Entry& entry);
-  void set_sizes(const Description& description);
-  CodecSpec codec_of(const Description& description, const TensorDescription& tensor);
-  const WireFormat* format_of(const CodecSpec& codec);
-  Algorithm algorithm_of(int stages, size_t bytes);
-  void settle_algorithm(Bucket* bucket);
-  const Levels& levels(bool undivided);
-  size_t slice_bytes(CodecKind codec) const;
+  std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
+  void add_reduction(Entry* entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
+  void add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction) PERSEUS_REQUIRES(progress_lock);
+  size_t run_bytes(size_t bytes) const PERSEUS_REQUIRES(progress_lock);
+  void add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec)
+      PERSEUS_REQUIRES(progress_lock);
+  void take_residuals(Entry* entry) PERSEUS_REQUIRES(progress_lock);
+  void give_up_other_sizes(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
+  void set_sizes(const Description& description) PERSEUS_REQUIRES(progress_lock);
+  CodecSpec codec_of(const Description& description, const TensorDescription& tensor) PERSEUS_REQUIRES(progress_lock);
+  const WireFormat* format_of(const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
+  Algorithm algorithm_of(int stages, size_t bytes) PERSEUS_REQUIRES(progress_lock);
+  void settle_algorithm(Bucket* bucket) PERSEUS_REQUIRES(progress_lock);
+  const Levels& levels(bool undivided) PERSEUS_REQUIRES(progress_lock);
+  size_t slice_bytes(CodecKind codec) const PERSEUS_REQUIRES(progress_lock);
   HierarchicalAllreduce& open_stages(Bucket* bucket, const Levels& levels, const WireFormat* format,
-                                     const WireFormat* inside = nullptr);
-  void add_broadcast(Entry* entry);
-  void add_reducescatter(Entry* entry);
-  void add_gather(Entry* entry, size_t tensor);
-  // An open bucket of the same kind with room, else a new one; the entry waits for it.
+                                     const WireFormat* inside = nullptr) PERSEUS_REQUIRES(progress_lock);
+  void add_broadcast(Entry* entry) PERSEUS_REQUIRES(progress_lock);
+  void add_reducescatter(Entry* entry) PERSEUS_REQUIRES(progress_lock);
+  void add_gather(Entry* entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
   // What a bucket must be like to take another tensor.
   struct Fit {
     Fit(Device device, Collective collective, const kernels::ReduceSpec& reduction, int root = 0)
@@ -161,14 +163,17 @@ class Execution {
     bool flushes = false;
     size_t most_bytes = SIZE_MAX;
   };
-  Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit);
-  Bucket& own_bucket(Entry* entry, size_t bytes, Device device);
-  void close_all(const Batch& batch);
-  void begin(Stream* stream, uint32_t index);
-  std::unique_ptr<Bucket> end(Stream* stream);
-  bool traced() const { return settings_.observer != nullptr && settings_.observer->on(); }
-  void trace(const Stream& stream, size_t index) const;
-  void report_silence(const Stream& stream) const;
+  // An open bucket of the same kind with room, else a new one; the entry waits for it.
+  Bucket& bucket_for(Entry* entry, size_t bytes, const Fit& fit) PERSEUS_REQUIRES(progress_lock);
+  Bucket& own_bucket(Entry* entry, size_t bytes, Device device) PERSEUS_REQUIRES(progress_lock);
+  void close_all(const Batch& batch) PERSEUS_REQUIRES(progress_lock);
+  void begin(Stream* stream, uint32_t index) PERSEUS_REQUIRES(progress_lock);
+  std::unique_ptr<Bucket> end(Stream* stream) PERSEUS_REQUIRES(progress_lock);
+  bool traced() const PERSEUS_REQUIRES(progress_lock) {
+    return settings_.observer != nullptr && settings_.observer->on();
+  }
+  void trace(const Stream& stream, size_t index) const PERSEUS_REQUIRES(progress_lock);
+  void report_silence(const Stream& stream) const PERSEUS_REQUIRES(progress_lock);
 
   const ExecutionSettings settings_;
   const std::vector<int> ranks_;
@@ -177,22 +182,26 @@ class Execution {
   const MakeGroup make_group_;
   const OutputsOf outputs_of_;
 
-  Tuner tuner_;
-  std::vector<Levels> levels_;  // [0] undivided, [1] divided; made when first needed
-  LinkCost link_cost_;          // between members of the group that are far apart; set with them
-  std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_;
+  Tuner tuner_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<Levels> levels_ PERSEUS_GUARDED_BY(progress_lock);  // [0] undivided, [1] divided; made when first needed
+  // Between members of the group that are far apart; set with them.
+  LinkCost link_cost_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_ PERSEUS_GUARDED_BY(progress_lock);
   const WholeFormat whole_;
-  std::vector<size_t> sizes_;  // of one entry's tensors
+  std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);  // of one entry's tensors
 
-  Speeds speeds_;
-  std::unique_ptr<LinkProbe> probe_;          // under way
-  std::vector<std::vector<Entry*>> waiting_;  // for it: what each round made ready, which is never fused with the next
+  Speeds speeds_ PERSEUS_GUARDED_BY(progress_lock);
+  std::unique_ptr<LinkProbe> probe_ PERSEUS_GUARDED_BY(progress_lock);  // under way
+  // For it: what each round made ready, which is never fused with the next.
+  std::vector<std::vector<Entry*>> waiting_ PERSEUS_GUARDED_BY(progress_lock);
 
-  std::vector<Stream> streams_;
-  std::vector<std::unique_ptr<Bucket>> open_;  // being filled, in order of their first entry
-  std::vector<std::unique_ptr<Bucket>> free_;
-  uint64_t buckets_started_ = 0, buckets_done_ = 0;
-  int in_flight_ = 0;
+  std::vector<Stream> streams_ PERSEUS_GUARDED_BY(progress_lock);
+  // Being filled, in order of their first entry.
+  std::vector<std::unique_ptr<Bucket>> open_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<std::unique_ptr<Bucket>> free_ PERSEUS_GUARDED_BY(progress_lock);
+  uint64_t buckets_started_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  uint64_t buckets_done_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  int in_flight_ PERSEUS_GUARDED_BY(progress_lock) = 0;
 };
 
 }  // namespace perseus

@@ -1,8 +1,7 @@
 // How large buckets are and on how many streams they go, for the gradients of one group. Within its first steps a few
 // settings near the start values are tried, each in two steps; all ranks then tell each other how long theirs took, in
 // one negotiation round, and keep the best. A replica: steps are counted by what rounds make ready, so all ranks change
-// settings in the same place, and all decide from the same numbers. Results never depend on it. Called with the
-// progress lock held.
+// settings in the same place, and all decide from the same numbers. Results never depend on it.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include <vector>
 
 #include "base/config.h"
+#include "base/progress_lock.h"
 #include "request/request.h"
 
 namespace perseus {
@@ -52,48 +52,54 @@ class Tuner {
   explicit Tuner(const TunerSettings& settings) : settings_(settings), now_(settings.start) {}
 
   // What holds for what becomes ready next. The streams in use are the first ones.
-  const Tuning& now() const { return now_; }
+  const Tuning& now() const PERSEUS_REQUIRES(progress_lock) { return now_; }
   int most_streams() const;
   // Bytes of a bucket whose parts would be fused up to `usual`, were nothing asked for.
-  size_t bucket_bytes(size_t usual) const { return in_parts_ ? now_.bucket_bytes : std::min(now_.bucket_bytes, usual); }
+  size_t bucket_bytes(size_t usual) const PERSEUS_REQUIRES(progress_lock) {
+    return in_parts_ ? now_.bucket_bytes : std::min(now_.bucket_bytes, usual);
+  }
 
   // What a round has made ready, before it is put into buckets. `worth_it`: this group is one for which settings
   // matter. No bucket is larger than `largest` anyway.
-  void agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns);
+  void agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns)
+      PERSEUS_REQUIRES(progress_lock);
   // Between its first step and its decision? The same on all ranks after the same round.
-  bool trying() const { return !first_.empty() && state_ != State::kSettled; }
+  bool trying() const PERSEUS_REQUIRES(progress_lock) { return !first_.empty() && state_ != State::kSettled; }
   // Some of a step's gradients are done.
-  bool measuring() const { return state_ == State::kTrying; }
-  void done(int64_t now_ns) { done_ns_ = now_ns; }
+  bool measuring() const PERSEUS_REQUIRES(progress_lock) { return state_ == State::kTrying; }
+  void done(int64_t now_ns) PERSEUS_REQUIRES(progress_lock) { done_ns_ = now_ns; }
 
   // This rank's times, once they are due: to be submitted as a request of the name above.
-  bool has_times() const { return has_times_; }
-  std::vector<uint32_t> take_times();
+  bool has_times() const PERSEUS_REQUIRES(progress_lock) { return has_times_; }
+  std::vector<uint32_t> take_times() PERSEUS_REQUIRES(progress_lock);
   // Once, when it is settled.
-  bool has_decision() const { return has_decision_; }
-  Decision take_decision();
+  bool has_decision() const PERSEUS_REQUIRES(progress_lock) { return has_decision_; }
+  Decision take_decision() PERSEUS_REQUIRES(progress_lock);
 
  private:
   enum class State { kCounting, kTrying, kTelling, kSettled };
 
-  void begin_step(bool worth_it, size_t largest, int64_t now_ns);
-  void choose_candidates(size_t largest);
-  void next_trial(int64_t now_ns);
-  void on_times(const std::vector<uint32_t>& times);
-  void settle(const Tuning& tuning, const std::string& why);
+  void begin_step(bool worth_it, size_t largest, int64_t now_ns) PERSEUS_REQUIRES(progress_lock);
+  void choose_candidates(size_t largest) PERSEUS_REQUIRES(progress_lock);
+  void next_trial(int64_t now_ns) PERSEUS_REQUIRES(progress_lock);
+  void on_times(const std::vector<uint32_t>& times) PERSEUS_REQUIRES(progress_lock);
+  void settle(const Tuning& tuning, const std::string& why) PERSEUS_REQUIRES(progress_lock);
 
   const TunerSettings settings_;
-  Tuning now_;
-  State state_ = State::kCounting;
-  std::string first_;  // the gradient that became ready first: with it a step begins
-  uint64_t step_ = 0;
-  bool in_parts_ = false;              // `now_` has 1/parts of a step
-  size_t bytes_ = 0, step_bytes_ = 0;  // of this step so far, of the first one
-  std::vector<Tuning> candidates_;     // [0] is what the group began with
-  std::vector<Trial> trials_;
-  int64_t begun_ns_ = 0, done_ns_ = 0;  // of the step under way
-  bool has_times_ = false, has_decision_ = false;
-  std::string why_;
+  Tuning now_ PERSEUS_GUARDED_BY(progress_lock);
+  State state_ PERSEUS_GUARDED_BY(progress_lock) = State::kCounting;
+  std::string first_ PERSEUS_GUARDED_BY(progress_lock);  // the gradient that became ready first: with it a step begins
+  uint64_t step_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  bool in_parts_ PERSEUS_GUARDED_BY(progress_lock) = false;           // `now_` has 1/parts of a step
+  size_t bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;                // of this step so far
+  size_t step_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;           // of the first one
+  std::vector<Tuning> candidates_ PERSEUS_GUARDED_BY(progress_lock);  // [0] is what the group began with
+  std::vector<Trial> trials_ PERSEUS_GUARDED_BY(progress_lock);
+  int64_t begun_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // of the step under way
+  int64_t done_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;   // likewise
+  bool has_times_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  bool has_decision_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  std::string why_ PERSEUS_GUARDED_BY(progress_lock);
 };
 
 // Lines of PERSEUS_AUTOTUNE_LOG, with those of the header first, and what PERSEUS_TUNER_REPLAY finds in them.

@@ -1,5 +1,4 @@
-// Ranks as threads of one process: rings on the heap, control messages in mailboxes. The fabric is shared and locked;
-// each transport belongs to its Context's progress engine.
+// Ranks as threads of one process: rings on the heap, control messages in mailboxes. The fabric is shared and locked.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -11,6 +10,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/mutex.h"
+#include "base/progress_lock.h"
 #include "net/waker.h"
 #include "transport/ring.h"
 #include "transport/transport.h"
@@ -116,20 +116,24 @@ class MemLink final : public Link {
         received_(received) {}
 
   bool has_windows() const override { return true; }
-  Span send_window(size_t n) override { return out_.window(n); }
-  void send_commit(size_t n) override {
+  Span send_window(size_t n) override PERSEUS_REQUIRES(progress_lock) { return out_.window(n); }
+  void send_commit(size_t n) override PERSEUS_REQUIRES(progress_lock) {
     out_.commit(n);
     *sent_ += n;
     fabric_.ring_bell(peer_);
   }
-  ConstSpan recv_window(size_t n) override { return in_.window(n); }
-  void recv_release(size_t n) override {
+  ConstSpan recv_window(size_t n) override PERSEUS_REQUIRES(progress_lock) { return in_.window(n); }
+  void recv_release(size_t n) override PERSEUS_REQUIRES(progress_lock) {
     in_.release(n);
     *received_ += n;
     fabric_.ring_bell(peer_);
   }
-  size_t try_send(const iovec*, int) override { fail(ErrorKind::kInternal, "[mem] try_send on a link with windows"); }
-  size_t try_recv(const iovec*, int) override { fail(ErrorKind::kInternal, "[mem] try_recv on a link with windows"); }
+  size_t try_send(const iovec*, int) override PERSEUS_REQUIRES(progress_lock) {
+    fail(ErrorKind::kInternal, "[mem] try_send on a link with windows");
+  }
+  size_t try_recv(const iovec*, int) override PERSEUS_REQUIRES(progress_lock) {
+    fail(ErrorKind::kInternal, "[mem] try_recv on a link with windows");
+  }
 
  private:
   MemFabric& fabric_;
@@ -150,7 +154,7 @@ class MemTransport final : public Transport {
 
   TransportKind kind() const override { return TransportKind::kMem; }
   bool reaches(int peer) const override { return peer >= 0 && peer < size_; }
-  Link& link(int peer, Channel channel) override {
+  Link& link(int peer, Channel channel) override PERSEUS_REQUIRES(progress_lock) {
     std::unique_ptr<MemLink>& link = links_[{peer, channel.key()}];
     if (!link) {
       link = std::make_unique<MemLink>(*fabric_, peer, fabric_->ring(rank_, peer, channel),
@@ -160,16 +164,16 @@ class MemTransport final : public Transport {
     }
     return *link;
   }
-  void poll(bool) override {}
-  void send_control_message(int peer, const std::string& message) override {
+  void poll(bool) override PERSEUS_REQUIRES(progress_lock) {}
+  void send_control_message(int peer, const std::string& message) override PERSEUS_REQUIRES(progress_lock) {
     fabric_->post(peer, PeerEvent{rank_, PeerEvent::Kind::kControlMessage, message});
   }
-  bool next_event(PeerEvent* event) override { return fabric_->take(rank_, event); }
-  void send_heartbeats() override { fabric_->send_heartbeat(rank_); }
-  int64_t last_alive_ns(int peer) override { return fabric_->alive_ns(peer); }
-  uint64_t bytes_sent() const override { return sent_; }
-  uint64_t bytes_received() const override { return received_; }
-  uint64_t staging_bytes() const override { return staging_; }
+  bool next_event(PeerEvent* event) override PERSEUS_REQUIRES(progress_lock) { return fabric_->take(rank_, event); }
+  void send_heartbeats() override PERSEUS_REQUIRES(progress_lock) { fabric_->send_heartbeat(rank_); }
+  int64_t last_alive_ns(int peer) override PERSEUS_REQUIRES(progress_lock) { return fabric_->alive_ns(peer); }
+  uint64_t bytes_sent() const override PERSEUS_REQUIRES(progress_lock) { return sent_; }
+  uint64_t bytes_received() const override PERSEUS_REQUIRES(progress_lock) { return received_; }
+  uint64_t staging_bytes() const override PERSEUS_REQUIRES(progress_lock) { return staging_; }
 
  private:
   int rank_, size_;

@@ -1,11 +1,12 @@
 // Messages over one direction of a link: an optional header, then messages whose sizes both ends know. Hides whether
 // the link lends windows of memory that both ends share, or carries a stream of bytes. Resumable: no call blocks, and
-// what a call could not move, the next one moves. Used by one progress engine.
+// what a call could not move, the next one moves.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "transport/pieces.h"
 #include "transport/transport.h"
 
@@ -23,38 +24,38 @@ class MessageSender {
   explicit MessageSender(Link* link) : link_(link), windows_(link->has_windows()) {}
 
   // `header` goes before the first message and must stay until it has gone. Only between messages.
-  void start(const void* header, size_t bytes) {
+  void start(const void* header, size_t bytes) PERSEUS_REQUIRES(progress_lock) {
     header_ = static_cast<const Byte*>(header);
     header_left_ = bytes;
     moved_ = 0;
   }
   // The header need not go any more.
-  void drop_header() { header_left_ = 0; }
-  bool header_gone() const { return header_left_ == 0; }
+  void drop_header() PERSEUS_REQUIRES(progress_lock) { header_left_ = 0; }
+  bool header_gone() const PERSEUS_REQUIRES(progress_lock) { return header_left_ == 0; }
 
   // Moves what the link takes of the header and of a message of n bytes, which begins at `source`: its in side where
   // `from_in`, else its out side. Advances `source`. n = 0: only the header, and nothing where that has gone. The
   // same n must be given until kAll.
-  Moved send(size_t n, Cursor* source, bool from_in);
+  Moved send(size_t n, Cursor* source, bool from_in) PERSEUS_REQUIRES(progress_lock);
 
   // Can messages be composed where the receiver reads them? Then room() gives that place, empty while there is none
   // free, and commit() sends the message. Only after the header.
   bool composes_in_place() const { return windows_; }
-  Span room(size_t n) { return link_->send_window(n); }
-  void commit(size_t n) { link_->send_commit(n); }
+  Span room(size_t n) PERSEUS_REQUIRES(progress_lock) { return link_->send_window(n); }
+  void commit(size_t n) PERSEUS_REQUIRES(progress_lock) { link_->send_commit(n); }
 
   // How many messages may be under way beyond the one that the receiver works on, to each of so many peers at once.
   uint64_t depth(size_t peers) const;
 
  private:
-  Moved send_windowed(size_t n, Cursor* source, bool from_in);
-  Moved send_streamed(size_t n, Cursor* source, bool from_in);
+  Moved send_windowed(size_t n, Cursor* source, bool from_in) PERSEUS_REQUIRES(progress_lock);
+  Moved send_streamed(size_t n, Cursor* source, bool from_in) PERSEUS_REQUIRES(progress_lock);
 
   Link* link_ = nullptr;
   bool windows_ = false;
-  const Byte* header_ = nullptr;  // what is left of it
-  size_t header_left_ = 0;
-  size_t moved_ = 0;  // bytes of the message that a stream has taken so far
+  const Byte* header_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;  // what is left of it
+  size_t header_left_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  size_t moved_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // bytes of the message that a stream has taken so far
 };
 
 class MessageReceiver {
@@ -62,22 +63,22 @@ class MessageReceiver {
   MessageReceiver() = default;
   explicit MessageReceiver(Link* link) : link_(link), windows_(link->has_windows()) {}
 
-  void start() { moved_ = 0; }
+  void start() PERSEUS_REQUIRES(progress_lock) { moved_ = 0; }
   // Has the whole header come? Then it is copied to `header` and gone from the link.
-  bool take_header(void* header, size_t bytes);
+  bool take_header(void* header, size_t bytes) PERSEUS_REQUIRES(progress_lock);
 
   // A message of n bytes once all of it is here, in the link's own memory until release(n).
-  ConstSpan whole(size_t n) const { return link_->recv_window(n); }
-  void release(size_t n) { link_->recv_release(n); }
+  ConstSpan whole(size_t n) const PERSEUS_REQUIRES(progress_lock) { return link_->recv_window(n); }
+  void release(size_t n) PERSEUS_REQUIRES(progress_lock) { link_->recv_release(n); }
 
   // Moves what has come of a message of n bytes to the out side of `target` and advances it. `around_cache`: see
   // kernels::copy. Until kAll, n must stay the same.
-  Moved receive(size_t n, Cursor* target, bool around_cache);
+  Moved receive(size_t n, Cursor* target, bool around_cache) PERSEUS_REQUIRES(progress_lock);
 
  private:
   Link* link_ = nullptr;
   bool windows_ = false;
-  size_t moved_ = 0;  // bytes of the message that a stream has given so far
+  size_t moved_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // bytes of the message that a stream has given so far
 };
 
 }  // namespace perseus

@@ -16,6 +16,7 @@
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/log.h"
+#include "base/progress_lock.h"
 #include "bootstrap/store.h"
 #include "net/socket.h"
 #include "net/waker.h"
@@ -44,15 +45,17 @@ class ShmTransport final : public Transport {
 
   TransportKind kind() const override { return TransportKind::kShm; }
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
-  Link& link(int peer, Channel channel) override;
-  void poll(bool woken) override;
-  void send_control_message(int peer, const std::string& text) override;
-  bool next_event(PeerEvent* event) override;
-  void send_heartbeats() override { state().heartbeats.fetch_add(1, std::memory_order_relaxed); }
-  int64_t last_alive_ns(int peer) override;
-  uint64_t bytes_sent() const override { return sent_; }
-  uint64_t bytes_received() const override { return received_; }
-  uint64_t staging_bytes() const override { return staging_; }
+  Link& link(int peer, Channel channel) override PERSEUS_REQUIRES(progress_lock);
+  void poll(bool woken) override PERSEUS_REQUIRES(progress_lock);
+  void send_control_message(int peer, const std::string& text) override PERSEUS_REQUIRES(progress_lock);
+  bool next_event(PeerEvent* event) override PERSEUS_REQUIRES(progress_lock);
+  void send_heartbeats() override PERSEUS_REQUIRES(progress_lock) {
+    state().heartbeats.fetch_add(1, std::memory_order_relaxed);
+  }
+  int64_t last_alive_ns(int peer) override PERSEUS_REQUIRES(progress_lock);
+  uint64_t bytes_sent() const override PERSEUS_REQUIRES(progress_lock) { return sent_; }
+  uint64_t bytes_received() const override PERSEUS_REQUIRES(progress_lock) { return received_; }
+  uint64_t staging_bytes() const override PERSEUS_REQUIRES(progress_lock) { return staging_; }
 
  private:
   // What the socket had no room for yet.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/progress_lock.h"
 #include "net/waker.h"
 #include "transport/ring.h"
 #include "transport/shared_segment.h"
@@ -35,20 +36,26 @@ class ShmLink final : public Link {
   }
 
   bool has_windows() const override { return true; }
-  Span send_window(size_t n) override { return out_.window(n); }
-  void send_commit(size_t n) override {
+  Span send_window(size_t n) override PERSEUS_REQUIRES(progress_lock) { return out_.window(n); }
+  void send_commit(size_t n) override PERSEUS_REQUIRES(progress_lock) {
     out_.commit(n);
     *sent_ += n;
     bell_.ring();
   }
-  ConstSpan recv_window(size_t n) override { return connected() ? in_.window(n) : ConstSpan(); }
-  void recv_release(size_t n) override {
+  ConstSpan recv_window(size_t n) override PERSEUS_REQUIRES(progress_lock) {
+    return connected() ? in_.window(n) : ConstSpan();
+  }
+  void recv_release(size_t n) override PERSEUS_REQUIRES(progress_lock) {
     in_.release(n);
     *received_ += n;
     bell_.ring();
   }
-  size_t try_send(const iovec*, int) override { fail(ErrorKind::kInternal, "[shm] try_send on a link with windows"); }
-  size_t try_recv(const iovec*, int) override { fail(ErrorKind::kInternal, "[shm] try_recv on a link with windows"); }
+  size_t try_send(const iovec*, int) override PERSEUS_REQUIRES(progress_lock) {
+    fail(ErrorKind::kInternal, "[shm] try_send on a link with windows");
+  }
+  size_t try_recv(const iovec*, int) override PERSEUS_REQUIRES(progress_lock) {
+    fail(ErrorKind::kInternal, "[shm] try_recv on a link with windows");
+  }
 
  private:
   Doorbell bell_;

@@ -1,11 +1,12 @@
 // One channel to one peer over its own TCP connection: copies nothing on the way out, stages what recv_window() must
-// show in one piece. Used by the thread that holds the progress lock.
+// show in one piece. The thread that may use its TcpTransport may use it.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <string>
 
+#include "base/progress_lock.h"
 #include "net/socket.h"
 #include "transport/transport.h"
 
@@ -37,13 +38,13 @@ class TcpLink : public Link {
   void break_off(const std::string& why);
 
   bool has_windows() const override { return false; }
-  Span send_window(size_t n) override;
-  void send_commit(size_t n) override;
-  size_t try_send(const iovec* pieces, int count) override;
-  ConstSpan recv_window(size_t n) override;
-  void recv_release(size_t n) override;
-  size_t try_recv(const iovec* pieces, int count) override;
-  bool delivered() const override;
+  Span send_window(size_t n) override PERSEUS_REQUIRES(progress_lock);
+  void send_commit(size_t n) override PERSEUS_REQUIRES(progress_lock);
+  size_t try_send(const iovec* pieces, int count) override PERSEUS_REQUIRES(progress_lock);
+  ConstSpan recv_window(size_t n) override PERSEUS_REQUIRES(progress_lock);
+  void recv_release(size_t n) override PERSEUS_REQUIRES(progress_lock);
+  size_t try_recv(const iovec* pieces, int count) override PERSEUS_REQUIRES(progress_lock);
+  bool delivered() const override PERSEUS_REQUIRES(progress_lock);
 
  private:
   void measure_segment();

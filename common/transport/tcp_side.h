@@ -1,11 +1,11 @@
 // The control connection of two ranks: it carries control messages and heartbeats, and its end is the first sign of a
-// peer's death.
-// Used by the thread that holds the progress lock.
+// peer's death. The thread that may use its TcpTransport may use it.
 #pragma once
 
 #include <functional>
 #include <string>
 
+#include "base/progress_lock.h"
 #include "net/poller.h"
 #include "net/socket.h"
 #include "transport/tcp_link.h"
@@ -30,8 +30,8 @@ class TcpSide : public PollHandler {
   const std::string& session() const { return session_; }
   SocketAddress address() const { return peer_address(socket_.fd()); }
 
-  void send_control_message(const std::string& message);
-  void send_heartbeat();
+  void send_control_message(const std::string& message) PERSEUS_REQUIRES(progress_lock);
+  void send_heartbeat() PERSEUS_REQUIRES(progress_lock);
   void on_event(uint32_t events) override;
 
  private:

@@ -1,4 +1,4 @@
-// All TCP connections of one rank. Used by the thread that holds the progress lock.
+// All TCP connections of one rank. One thread uses it until join() has returned, then the holder of the progress lock.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/log.h"
+#include "base/progress_lock.h"
 #include "net/poller.h"
 #include "transport/tcp_acceptor.h"
 #include "transport/tcp_connector.h"
@@ -33,15 +34,15 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
 
   TransportKind kind() const override { return TransportKind::kTcp; }
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
-  Link& link(int peer, Channel channel) override;
-  void poll(bool woken) override;
-  void send_control_message(int peer, const std::string& message) override;
-  bool next_event(PeerEvent* event) override;
-  void send_heartbeats() override;
-  int64_t last_alive_ns(int peer) override { return peer_of(peer).alive_ns; }
-  uint64_t bytes_sent() const override { return traffic_.sent; }
-  uint64_t bytes_received() const override { return traffic_.received; }
-  uint64_t staging_bytes() const override { return traffic_.staging; }
+  Link& link(int peer, Channel channel) override PERSEUS_REQUIRES(progress_lock);
+  void poll(bool woken) override PERSEUS_REQUIRES(progress_lock);
+  void send_control_message(int peer, const std::string& message) override PERSEUS_REQUIRES(progress_lock);
+  bool next_event(PeerEvent* event) override PERSEUS_REQUIRES(progress_lock);
+  void send_heartbeats() override PERSEUS_REQUIRES(progress_lock);
+  int64_t last_alive_ns(int peer) override PERSEUS_REQUIRES(progress_lock) { return peer_of(peer).alive_ns; }
+  uint64_t bytes_sent() const override PERSEUS_REQUIRES(progress_lock) { return traffic_.sent; }
+  uint64_t bytes_received() const override PERSEUS_REQUIRES(progress_lock) { return traffic_.received; }
+  uint64_t staging_bytes() const override PERSEUS_REQUIRES(progress_lock) { return traffic_.staging; }
 
  private:
   class Outgoing;

@@ -1,6 +1,6 @@
-// Moves byte ranges between two ranks and never blocks; no idea of tensors. All calls of one Context's transports are
-// made by the thread that holds its progress lock, so implementations need no locks of their own (peers are another
-// matter: mem and shm share memory with them).
+// Moves byte ranges between two ranks and never blocks; no idea of tensors. Whatever a pass calls needs the Context's
+// progress lock, so implementations need no locks of their own (peers are another matter: mem and shm share memory with
+// them).
 #pragma once
 
 #include <sys/uio.h>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "base/span.h"
 #include "topology/transport_kind.h"
 #include "topology/world.h"
@@ -49,22 +50,22 @@ class Link {
   virtual bool has_windows() const = 0;
 
   // Contiguous room for the next message of exactly n bytes (0 < n <= kMaxMessage), or empty. Stable until commit.
-  virtual Span send_window(size_t n) = 0;
-  virtual void send_commit(size_t n) = 0;
+  virtual Span send_window(size_t n) PERSEUS_REQUIRES(progress_lock) = 0;
+  virtual void send_commit(size_t n) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Takes as many bytes as fit now from the pieces, in order; returns how many. Not for links with windows.
-  virtual size_t try_send(const iovec* pieces, int count) = 0;
+  virtual size_t try_send(const iovec* pieces, int count) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // The next message of exactly n bytes (0 < n <= kMaxMessage) once all of it is here, contiguous, else empty. Valid
   // until recv_release(n). The same n must be asked for until it is released.
-  virtual ConstSpan recv_window(size_t n) = 0;
-  virtual void recv_release(size_t n) = 0;
+  virtual ConstSpan recv_window(size_t n) PERSEUS_REQUIRES(progress_lock) = 0;
+  virtual void recv_release(size_t n) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Fills as much of the pieces as has arrived, in order; returns how many bytes. Not for links with windows.
-  virtual size_t try_recv(const iovec* pieces, int count) = 0;
+  virtual size_t try_recv(const iovec* pieces, int count) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Has all that was sent arrived at the peer's host, as far as this one knows? Costs a system call: for messages.
-  virtual bool delivered() const { return true; }
+  virtual bool delivered() const PERSEUS_REQUIRES(progress_lock) { return true; }
 };
 
 // A control message from a peer, or its end.
@@ -84,28 +85,28 @@ class Transport {
 
   // The link to `peer` on `channel`, made at first use; both ends must use it. Never blocks: until the other end is
   // there, windows are empty or buffer.
-  virtual Link& link(int peer, Channel channel) = 0;
+  virtual Link& link(int peer, Channel channel) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Finish handshakes, accept, read control messages. Called in every progress pass: costs next to nothing when nothing
   // can have changed. `woken`: the waker reported an event since the last call.
-  virtual void poll(bool woken) = 0;
+  virtual void poll(bool woken) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Sends a control message (<= 1024 bytes), which is not queued behind data. Best effort; never throws for a dead
   // peer.
-  virtual void send_control_message(int peer, const std::string& message) = 0;
+  virtual void send_control_message(int peer, const std::string& message) PERSEUS_REQUIRES(progress_lock) = 0;
   // Takes the next event; returns false if there is none. A peer is reported gone once.
-  virtual bool next_event(PeerEvent* event) = 0;
+  virtual bool next_event(PeerEvent* event) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Tells every peer that we live; about once a second.
-  virtual void send_heartbeats() = 0;
+  virtual void send_heartbeats() PERSEUS_REQUIRES(progress_lock) = 0;
   // When a heartbeat or data last proved that `peer` lives, in now_ns() time.
-  virtual int64_t last_alive_ns(int peer) = 0;
+  virtual int64_t last_alive_ns(int peer) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Bytes handed to and taken from this transport so far, headers included.
-  virtual uint64_t bytes_sent() const = 0;
-  virtual uint64_t bytes_received() const = 0;
+  virtual uint64_t bytes_sent() const PERSEUS_REQUIRES(progress_lock) = 0;
+  virtual uint64_t bytes_received() const PERSEUS_REQUIRES(progress_lock) = 0;
   // Memory this transport holds for rings and buffers on behalf of this rank.
-  virtual uint64_t staging_bytes() const = 0;
+  virtual uint64_t staging_bytes() const PERSEUS_REQUIRES(progress_lock) = 0;
 };
 
 // Ranks as threads of one process. `fabric` is shared by them all: see make_mem_fabric().

@@ -1,4 +1,4 @@
-// All ranks of the world as groups of an MPI library, one for each stream. Its groups are used by one progress engine.
+// All ranks of the world as groups of an MPI library, one for each stream.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/progress_lock.h"
 #include "collective/mpi/mpi_group.h"
 #include "topology/world.h"
 
@@ -19,7 +20,7 @@ class MpiWorld {
   ~MpiWorld();
 
   // Each stream's once; the world outlives its groups.
-  std::unique_ptr<Group> group(uint32_t stream) const;
+  std::unique_ptr<Group> group(uint32_t stream) const PERSEUS_REQUIRES(progress_lock);
 
  private:
   const World world_;
