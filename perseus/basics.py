@@ -111,12 +111,12 @@ def _rendezvous(identity: Identity) -> Rendezvous:
     """The store of the job. It is found once: rank 0's server outlives its worlds, for ranks that
     start again before rank 0. perseusrun's store is in the environment, which may change.
     """
-    from perseus.run.bootstrap.rendezvous import meet
+    from perseus.run.bootstrap.rendezvous import find_store
 
     if _world.met is None:
         atexit.register(_forget_rendezvous)
     if _world.met is None or _world.met[0] != identity or identity.launcher == "perseusrun":
-        _world.met = (identity, meet(identity))
+        _world.met = (identity, find_store(identity))
     return _world.met[1]
 
 

@@ -1,7 +1,8 @@
-"""perseusrun: starts the ranks of a job on this and other hosts.
+"""perseusrun: starts the ranks of a job on this host and on other hosts.
 
-This package can be called like its function: `import perseus; perseus.run(func, num_proc=2)`.
-Importing it loads no launcher, because ranks import it too, for perseus.run.bootstrap.
+The package itself is callable, as its function `run`: `import perseus; perseus.run(func,
+num_proc=2)`. Importing it does not load the launcher, because ranks import it as well, for
+perseus.run.bootstrap.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Callable(ModuleType):
-    # The import system puts the package where a function named like it would be.
+    # Importing a submodule binds perseus.run to this package, so the package has to be callable.
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         from perseus.run.function import run
 

@@ -1,4 +1,4 @@
-"""`python -m perseus.run` is perseusrun."""
+"""`python -m perseus.run` runs perseusrun."""
 
 from perseus.run.cli import main
 

@@ -1,18 +1,20 @@
-"""Runs the ranks of one host for perseusrun: starts them, forwards output, reports and ends them.
+"""Runs the ranks of one host for perseusrun: starts them, forwards their output and ends them.
 
-perseusrun starts it locally, or sends this very source through ssh to any Python 3.7 or later:
-standard library only, nothing of Perseus imported. The main thread does everything but three
-things: one thread listens to perseusrun, one watches how long it has been silent, and one waits for
-each rank.
+perseusrun starts the agent as a child, or sends this source file through ssh to any Python 3.7 or
+later. It therefore imports the standard library only, and nothing of Perseus. The main thread does
+all the work, except that one thread reads commands of perseusrun, one checks how long perseusrun
+has been silent, and one waits for each rank.
 
-Talk: standard input carries one JSON line with the job, then lines END (SIGTERM, and SIGKILL when
-the grace is over) or KILL; its end means END. Standard output carries MARK, then frames: FRAME
-(kind, rank, size) and content. When a host or a network vanishes, neither side sees an end, so both
-send heartbeats, empty lines and ALIVE frames: silence for as long as the argument says means END,
-too. A line WAIT suspends the clock until the next line: perseusrun itself is being stopped.
+Protocol: standard input carries one line of JSON with the job, followed by lines END (send SIGTERM
+to all ranks, and SIGKILL after the grace period) or KILL. End of file means END. Standard output
+carries MARK and then frames, each a FRAME header (kind, rank, size) and its content. If a host or a
+network fails, neither side sees an end of file, so both sides send heartbeats: perseusrun sends
+empty lines, the agent sends ALIVE frames. If nothing arrives for as long as the program's argument
+says, in seconds, that means END as well; 0 disables the check. A line WAIT suspends it until the
+next line, because perseusrun itself is being stopped.
 
-A job with a call (perseus.run() of Python) gives every rank that call on standard input, and takes
-what it answers on the descriptor that ANSWER_VARIABLE names.
+In a job with a call (of perseus.run() in Python), every rank gets that call on standard input and
+writes its result to the descriptor that ANSWER_VARIABLE names.
 """
 
 from __future__ import annotations
@@ -35,17 +37,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MARK = b"\0perseusrun agent\0"  # a login shell may print text before it, which is not a frame
+MARK = b"\0perseusrun agent\0"  # precedes the frames, because a login shell may print text first
 FRAME = struct.Struct(">cII")
 HELLO, OUT, ERR, ANSWER, EXIT, FAILED, ALIVE = b"h", b"o", b"e", b"a", b"x", b"f", b"l"
 ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
 GRACE_SECONDS = 5.0
-HEARTBEATS = 6  # in the time after which silence counts as the other side's end
+HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
 _CHUNK = 65536
 
 
 def cores() -> int:
-    """Processors this process may use, a container's share of them counted."""
+    """Return how many processors this process may use, within its container's quota."""
     count = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
@@ -57,7 +59,7 @@ def cores() -> int:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Between fork and exec: a killed agent takes its ranks along."""
+    """Have the kernel kill this process when the agent dies; runs between fork and exec."""
     try:
         import ctypes
 
@@ -69,7 +71,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 class Rank:
-    """One rank: a process that leads a session of its own, and the pipes of what it says."""
+    """One rank: a process that leads its own session, and the pipes of its output."""
 
     def __init__(
         self, rank: int, process: subprocess.Popen[bytes], answer: BinaryIO | None
@@ -82,7 +84,7 @@ class Rank:
             self.pipes.append((ANSWER, answer))
 
     def has_leftovers(self) -> bool:
-        """Whether its process group has living members beside its (ended) leader."""
+        """Return whether processes of its group still run besides the leader, which has ended."""
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) != self.process.pid:
                 try:
@@ -98,18 +100,21 @@ class Rank:
 class Agent:
     """Owns this host's ranks from start to end. run() belongs to the main thread."""
 
-    def __init__(self, orders: Any, reports: int, silence: float) -> None:
-        """silence: seconds after which perseusrun counts as lost; 0 = never."""
-        self._orders = orders
+    def __init__(self, commands: Any, reports: int, silence: float) -> None:
+        """Initialise an agent that reads from a binary stream and writes to a descriptor.
+
+        silence: seconds without a sign of life after which perseusrun counts as lost; 0 = never.
+        """
+        self._commands = commands
         self._reports = reports
         self._silence = silence
-        self._grace = GRACE_SECONDS  # until there is a job, which has its own
-        self._lost_at = float("inf")  # unless something arrives before
+        self._grace = GRACE_SECONDS  # until the job sets it
+        self._lost_at = float("inf")  # when perseusrun counts as lost
         self._heartbeat_at = 0.0
         self._has_job = False
         self._muted = False
         self._ranks: list[Rank] = []
-        # Guards signalling against reaping: a pid must not be reused in between.
+        # Excludes reaping while a signal is sent: the pid could belong to another process by then.
         self._lock = threading.Lock()
         self._ending = False
         self._exits: queue.SimpleQueue[tuple[Rank, int]] = queue.SimpleQueue()
@@ -117,6 +122,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
+        """Run the job that perseusrun sends; return the exit status once all ranks have ended."""
         hello = {
             "hostname": socket.gethostname(),
             "cores": cores(),
@@ -146,11 +152,11 @@ class Agent:
         return 0
 
     def _lines(self) -> Iterator[bytes]:
-        """What perseusrun sends; each piece of it is a sign of life."""
+        """Yield the lines that perseusrun sends. Every piece of data counts as a sign of life."""
         rest = bytearray()
         self._on_sign_of_life()
         while True:
-            data = self._orders.read1(_CHUNK)
+            data = self._commands.read1(_CHUNK)
             self._on_sign_of_life()
             if not data:
                 return
@@ -160,23 +166,23 @@ class Agent:
                 rest = bytearray(last)
                 for line in lines:
                     if line == b"WAIT":
-                        self._wait()
+                        self._suspend_silence_check()
                     elif line:
                         yield line
 
     def _on_sign_of_life(self) -> None:
         if self._silence:
             self._lost_at = time.monotonic() + self._silence
-            if not self._has_job:  # no rank to end yet: SIGALRM may simply end this process
+            if not self._has_job:  # there are no ranks to end yet, so SIGALRM may end this process
                 signal.setitimer(signal.ITIMER_REAL, self._silence)
 
-    def _wait(self) -> None:
+    def _suspend_silence_check(self) -> None:
         self._lost_at = float("inf")
         if not self._has_job:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _wait_for_job(self, lines: Iterator[bytes]) -> dict[str, Any] | None:
-        """None: ended before it began."""
+        """Return the job, or None if perseusrun ends before it sends one."""
         line = next(lines, b"")
         self._has_job = True
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -194,15 +200,15 @@ class Agent:
         return True
 
     def _listen(self, lines: Iterator[bytes]) -> None:
-        for order in lines:
-            if order == b"KILL":
+        for command in lines:
+            if command == b"KILL":
                 self._kill(signal.SIGKILL)
-            elif order == b"END":
+            elif command == b"END":
                 self._end()
         self._end()
 
     def _watch(self) -> None:
-        """Ends everything once perseusrun has been silent for too long."""
+        """End all ranks and this process once perseusrun has been silent for too long."""
         while True:
             left = self._lost_at - time.monotonic()
             if left <= 0:
@@ -212,7 +218,7 @@ class Agent:
         self._end()
         time.sleep(self._grace + 1.0)
         self._kill(signal.SIGKILL)
-        os._exit(1)  # the main thread may be stuck in a report that nobody takes
+        os._exit(1)  # the main thread may block forever in a write that nobody reads
 
     def _end(self) -> None:
         if not self._ending:
@@ -231,13 +237,13 @@ class Agent:
             if only in (None, rank):
                 try:
                     os.killpg(rank.process.pid, number)
-                    # A stopped process takes no notice of SIGTERM before it goes on.
+                    # A stopped process does not handle SIGTERM until it continues.
                     os.killpg(rank.process.pid, signal.SIGCONT)
                 except OSError:
                     pass
 
     def _wait_for(self, rank: Rank) -> None:
-        # Not reaped here: while the leader is a zombie, no other process gets its number.
+        # WNOWAIT leaves the leader a zombie, so that no other process gets its pid.
         result = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOWAIT)
         status = 1
         if result is not None:
@@ -247,7 +253,10 @@ class Agent:
         os.write(self._waker, b"x")
 
     def _forward(self) -> None:
-        """Until every rank has exited and the last of its processes let go of its pipes."""
+        """Forward output until every rank has exited and no process of its group is left.
+
+        Processes that are left after the grace period are killed.
+        """
         self._selector.register(self._wake, selectors.EVENT_READ)
         for rank in self._ranks:
             for kind, pipe in rank.pipes:
@@ -281,7 +290,7 @@ class Agent:
         rank.exited = True
         self._report(EXIT, rank.rank, str(status).encode())
         with self._lock:
-            self._signal(signal.SIGTERM, only=rank)  # what it left running
+            self._signal(signal.SIGTERM, only=rank)  # child processes that it left running
 
     def _drain(self, only: Rank | None = None) -> None:
         for key in list(self._selector.get_map().values()):
@@ -290,7 +299,7 @@ class Agent:
                     pass
 
     def _pass_on(self, pipe: Any, kind: bytes, rank: Rank) -> bool:
-        if pipe not in self._selector.get_map():  # its end came earlier in the same round
+        if pipe not in self._selector.get_map():  # _drain has read its end in the same round
             return False
         try:
             data = os.read(pipe.fileno(), _CHUNK)
@@ -311,23 +320,23 @@ class Agent:
         while view and not self._muted:
             try:
                 view = view[os.write(self._reports, view) :]
-            except OSError:  # perseusrun is gone; the end of its orders ends the ranks
+            except OSError:  # perseusrun has ended, so its commands end too, which ends the ranks
                 self._muted = True
 
 
 def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]) -> Rank:
     environment = {**base, **entry["environment"]}
     call = None if job["call"] is None else _file_with(base64.b64decode(job["call"]))
-    theirs: list[int] = []
+    inherited: list[int] = []
     answer: BinaryIO | None = None
     try:
         if call is not None:
             end, descriptor = os.pipe()
             answer = os.fdopen(end, "rb", buffering=0)
-            theirs.append(descriptor)
+            inherited.append(descriptor)
             environment[ANSWER_VARIABLE] = str(descriptor)
         parent = os.getpid()
-        # The first thread has not started yet: forking with preexec_fn is safe.
+        # preexec_fn is safe: this process has not started any thread yet.
         process = subprocess.Popen(
             job["command"],
             cwd=job["directory"],
@@ -336,31 +345,34 @@ def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=theirs,
+            pass_fds=inherited,
             preexec_fn=lambda: _die_with_parent(parent),  # noqa: PLW1509
         )
     finally:
         if call is not None:
             call.close()
-        for descriptor in theirs:
+        for descriptor in inherited:
             os.close(descriptor)
     return Rank(entry["rank"], process, answer)
 
 
 def _file_with(data: bytes) -> Any:
-    """A nameless file: a pipe would have to be filled while its reader is still starting."""
-    # In memory since Python 3.8, so that a full disk does not prevent the start.
+    """Return an anonymous file with `data`, at its start.
+
+    A pipe would block its writer until the rank reads it.
+    """
+    # A memory file (Python 3.8 or later) works even if the disk is full.
     if hasattr(os, "memfd_create"):
         file: Any = os.fdopen(os.memfd_create("call"), "w+b")
     else:
-        file = tempfile.TemporaryFile()  # noqa: SIM115 - Popen's, who takes it over
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(data)
     file.seek(0)
     return file
 
 
 def _explain(error: Exception, job: dict[str, Any]) -> str:
-    """'CODE text', the code as a shell would give it."""
+    """Return 'CODE text', where CODE is the exit status that a shell would return."""
     command = str(job["command"][0])
     if isinstance(error, OSError) and error.filename == job["directory"]:
         return "1 cannot change to directory " + str(job["directory"]) + ": " + str(error.strerror)
@@ -372,6 +384,7 @@ def _explain(error: Exception, job: dict[str, Any]) -> str:
 
 
 def main() -> int:
+    """Run the agent; return its exit status."""
     try:
         return Agent(sys.stdin.buffer, 1, float(sys.argv[1])).run()
     except Exception:
@@ -380,6 +393,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Not sys.exit: the interpreter's end would trip over the thread that still reads standard
-    # input.
+    # sys.exit would fail: at the interpreter's shutdown, a thread is still reading standard input.
     os._exit(main())

@@ -1,11 +1,11 @@
-"""`perseusrun --check-build`: what this installation can do on this host. Read only."""
+"""`perseusrun --check-build`: reports what this installation supports on this host. Read only."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
 
-# name, the framework's module, Perseus' adapter for it
+# Name, the framework's module, and the module of Perseus' adapter for it.
 _FRAMEWORKS = (
     ("TensorFlow", "tensorflow", "perseus.tensorflow"),
     ("PyTorch", "torch", "perseus.torch"),
@@ -14,7 +14,7 @@ _FRAMEWORKS = (
 
 
 def report(version: str) -> str:
-    """The table that Horovod's users know, and below it what the core found."""
+    """Return Horovod's table of available features, followed by a line about the native core."""
     native, fact = _core()
     frameworks = [(name, _found(module) and _found(ours)) for name, module, ours in _FRAMEWORKS]
     sections = (
@@ -34,7 +34,7 @@ def report(version: str) -> str:
 
 
 def _core() -> tuple[bool, str]:
-    """Whether the native core loads, and the kernels it chose for this processor (or why not)."""
+    """Return whether the native core loads, and a sentence with its kernels or with the error."""
     try:
         core = import_module("perseus._core")
     except ImportError as error:

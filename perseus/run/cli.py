@@ -1,4 +1,4 @@
-"""perseusrun's command line, which becomes a Job. One thread."""
+"""The command line of perseusrun: turns its arguments into a Job and runs it. Single-threaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from perseus.run import mpirun, settings
 from perseus.run.bootstrap.start_settings import start_timeout
 from perseus.run.check_build import report
 from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
-from perseus.run.launch import Job, Launcher, LaunchError
+from perseus.run.job import Job, LaunchError
+from perseus.run.launch import Launcher
 from perseus.version import __version__
 
 _USAGE_ERROR = 2
@@ -26,7 +27,11 @@ _LOG_LEVELS = ("PERSEUS_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a job and returns the first failed rank's code, 0 without any, or 2 for bad usage."""
+    """Run a job.
+
+    Returns the exit status: 0 if all ranks succeeded, else that of the first rank that failed;
+    2 for wrong usage.
+    """
     try:
         given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
         if given.version:
@@ -37,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if given.build_xla:
             require("tensorflow")
-            # In a process of its own: the launcher does not load TensorFlow.
+            # A separate process keeps TensorFlow out of the launcher.
             module = "perseus.tensorflow.build_xla"
             return subprocess.run([sys.executable, "-m", module]).returncode
         job = _job(given)
@@ -83,14 +88,14 @@ def _job(given: argparse.Namespace) -> Job:
 
 
 def _where(given: argparse.Namespace) -> tuple[list[Host], int]:
-    """The hosts, and how many ranks they get in all."""
+    """Return the hosts and the total number of ranks."""
     hosts = None
     if given.hostfile is not None:
         hosts = parse_hostfile(given.hostfile)
     elif given.hosts is not None:
         hosts = parse_hosts(given.hosts)
     ranks = given.num_proc
-    if given.npernode is not None:  # as with mpirun, the hosts' own slots do not count
+    if given.npernode is not None:  # as in mpirun, it overrides the slots of the hosts
         hosts = [Host(host.name, given.npernode) for host in hosts or [Host("localhost", 1)]]
         ranks = given.npernode * len(hosts) if ranks is None else ranks
     if ranks is None:
@@ -101,7 +106,7 @@ def _where(given: argparse.Namespace) -> tuple[list[Host], int]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and builds the table of variables only for -h."""
+    """Raises errors as ValueError, and loads the core's table of variables only for -h."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; perseusrun -h lists all options")
@@ -215,7 +220,7 @@ def _positive(text: str) -> int:
 
 
 def _variables() -> str:
-    """The core's table of environment variables, as text."""
+    """Return the core's table of environment variables as text."""
     try:
         table: list[dict[str, Any]] = import_module("perseus._core").config_table()
     except ImportError as error:

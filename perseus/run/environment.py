@@ -1,6 +1,6 @@
-"""The environment of the ranks: the user's, their identity and the flags' settings.
+"""Builds the environment of the ranks from the user's, the ranks' identity and the flags.
 
-Pure functions.
+Pure functions, thread-safe.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from perseus.run.hosts import Slot
 
 _IDENTITY = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
-# Of the launcher's host or shell only, or of the job around it.
+# These hold for the launcher's host or shell only.
 _STAYS_HERE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|_HOROVOD_SECRET_KEY")
+# A launcher that is itself a rank of another job has inherited these from that job.
 _OF_AN_OUTER_JOB = {
     f"{prefix}_{name}" for prefix in ("PERSEUS", "HOROVOD") for name in _IDENTITY
 } | {
@@ -23,17 +24,17 @@ _OF_AN_OUTER_JOB = {
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HOROVOD_HOSTNAME",
     "_HOROVOD_SECRET_KEY",
-    "TORCHELASTIC_RUN_ID",  # where a rank has it, torchrun was started inside of that rank
+    "TORCHELASTIC_RUN_ID",  # removed, so that it shows a torchrun that was started inside of a rank
 }
 
 
 def local_base(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a rank on the launcher's own host inherits."""
+    """Return the variables that ranks on the launcher's own host inherit."""
     return {name: value for name, value in environment.items() if name not in _OF_AN_OUTER_JOB}
 
 
 def remote_base(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is added to the login environment of another host."""
+    """Return the variables that are added to the login environment on another host."""
     return {
         name: value
         for name, value in local_base(environment).items()
@@ -44,7 +45,11 @@ def remote_base(environment: Mapping[str, str]) -> dict[str, str]:
 def of_job(
     address: str, port: int, secret: str, interfaces: list[str], flags: Mapping[str, str]
 ) -> dict[str, str]:
-    """What all ranks get alike. Scripts written for Horovod read its names."""
+    """Return the variables that are equal on all ranks.
+
+    address, port: where the store listens. The job's facts are there under Horovod's names as well,
+    because scripts written for Horovod read them.
+    """
     job = {
         "PERSEUS_RENDEZVOUS_ADDR": address,
         "PERSEUS_RENDEZVOUS_PORT": str(port),
@@ -59,7 +64,7 @@ def of_job(
 
 
 def of_interfaces(interfaces: list[str]) -> dict[str, str]:
-    """The variables that name network interfaces."""
+    """Return the variables that name the network interfaces; {} without any interface."""
     if not interfaces:
         return {}
     names = ("PERSEUS_GLOO_NETWORK_INTERFACE", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
@@ -67,7 +72,7 @@ def of_interfaces(interfaces: list[str]) -> dict[str, str]:
 
 
 def of_rank(slot: Slot, size: int) -> dict[str, str]:
-    """A rank's identity, under both names."""
+    """Return the variables of a rank's identity, with the prefixes PERSEUS_ and HOROVOD_."""
     values = (
         slot.rank,
         size,

@@ -1,8 +1,8 @@
-"""perseus.run(): a Python function on many ranks, their results in a list. One thread at a time.
+"""perseus.run(): calls a Python function on many ranks and returns their results.
 
-The function goes to the ranks, and what they answer comes back, through the agents of their hosts:
-pipes here, ssh elsewhere. So nobody but the ranks that were started can send a pickle. Source of
-behaviour: Horovod 0.28.1, horovod.run.
+The pickled function and the pickled results travel through the hosts' agents, which means through
+pipes on this host and through ssh to other hosts. Therefore only the ranks that were started can
+send a pickle. One thread at a time. Source of behaviour: Horovod 0.28.1, horovod.run.
 """
 # ruff: noqa: PLR0917 - the signature is Horovod's
 
@@ -19,10 +19,11 @@ from perseus.compat.common.command import WITHOUT_HOROVOD, is_aliased, with_alia
 from perseus.objects import dumps, loads
 from perseus.run.bootstrap.start_settings import start_timeout as usual_start_timeout
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
-from perseus.run.launch import Job, Launcher, LaunchError
+from perseus.run.job import Job, LaunchError
+from perseus.run.launch import Launcher
 
-# What a rank's answer begins with: before the result, and before (traceback, pickled exception or
-# None).
+# The first byte of a rank's answer: the pickled result follows, or a pickled pair (traceback,
+# pickled exception or None).
 RETURNED, FAILED = b"r", b"f"
 
 _ELASTIC = "is for elastic jobs, which Perseus does not start yet: give num_proc alone"
@@ -66,26 +67,28 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call func(*args, **kwargs) on num_proc ranks; returns their results in the order of ranks.
+    """Call func(*args, **kwargs) on num_proc ranks; return their results, ordered by rank.
 
-    func: pickled with cloudpickle, so lambdas and functions of the main script will do. It calls
-        hvd.init() itself. It finds modules where this process does, unless `executable` is given.
-    hosts, hostfile: as perseusrun's -H and --hostfile; default this host. Results of other hosts
-        come through ssh.
-    start_timeout: seconds for hosts and ranks to appear; default HOROVOD_START_TIMEOUT, else 60.
-    ssh_port, ssh_identity_file, output_filename, verbose: as perseusrun's flags.
+    func: is pickled with cloudpickle, so it may be a lambda or a function of the main script. It
+        calls hvd.init() itself. It imports modules from this process's sys.path, unless
+        `executable` is given.
+    hosts, hostfile: as for perseusrun's -H and --hostfile; default: this host.
+    start_timeout: seconds within which hosts and ranks must appear; default: the value of
+        HOROVOD_START_TIMEOUT, or 60.
+    ssh_port, ssh_identity_file, output_filename, verbose: as for perseusrun's flags.
     network_interfaces: names, in a list or separated by commas.
-    executable: the ranks' Python; default this one.
-    np, network_interface: old names of num_proc and network_interfaces; they warn.
-    disable_cache, use_gloo: without effect: nothing is cached, and gloo means the built-in backend.
+    executable: the Python that runs the ranks; default: the one that runs this process.
+    np, network_interface: deprecated names of num_proc and network_interfaces.
+    disable_cache, use_gloo: have no effect, because nothing is cached, and gloo means the built-in
+        backend.
 
-    The ranks' output is printed as by perseusrun. When one fails, the others are ended. Ctrl-C ends
-    all, as does the end of this process; called from another thread than the main one it is left to
-    that thread.
+    The ranks' output is printed as perseusrun prints it. If a rank fails, all others are ended.
+    Ctrl-C or the end of this process ends all ranks. In a thread other than the main thread, no
+    signal handlers are installed.
 
-    Raises RuntimeError where a rank failed, with the rank's traceback in the message and its
-    exception as the cause; or where ranks could not be started. ValueError for arguments that do
-    not fit. NotImplementedError for elastic jobs (min_num_proc, max_num_proc, slots, reset_limit,
+    Raises RuntimeError if a rank fails, with the rank's traceback in the message and its exception
+    as the cause, or if ranks cannot be started; ValueError for inconsistent arguments;
+    NotImplementedError for elastic jobs (min_num_proc, max_num_proc, slots, reset_limit,
     cooldown_range, host_discovery_script) and for use_mpi and mpi_args.
     """
     elastic = {
@@ -149,11 +152,11 @@ def _names(interfaces: str | Iterable[str] | None) -> list[str]:
 
 
 class _Answers:
-    """What the ranks have answered so far."""
+    """The answers that have arrived from the ranks so far."""
 
     def __init__(self) -> None:
         self.of_rank: dict[int, bytearray] = {}
-        self.failures: list[int] = []  # ranks, in the order in which they said so
+        self.failures: list[int] = []  # ranks, in the order in which they reported their failure
 
     def on_answer(self, rank: int, data: bytes) -> None:
         if rank not in self.of_rank:
@@ -169,7 +172,7 @@ class _Answers:
 def _results(job: Job) -> list[Any]:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()  # what ranks print comes after it
+            stream.flush()  # the ranks' output must come after this process's
     answers = _Answers()
     launcher = Launcher(job, answers.on_answer)
     try:
@@ -180,7 +183,7 @@ def _results(job: Job) -> list[Any]:
     if launcher.signalled == signal.SIGPIPE:
         raise BrokenPipeError("[run] nobody reads what the ranks print")
     if launcher.signalled is not None:
-        signal.raise_signal(launcher.signalled)  # to whoever handles it in this process
+        signal.raise_signal(launcher.signalled)  # for the handler that this process has for it
         raise RuntimeError(f"[run] ended by {signal.Signals(launcher.signalled).name}")
     if launcher.first_failure is not None:
         _raise_failure(job, answers, *launcher.first_failure)
@@ -194,7 +197,7 @@ def _results(job: Job) -> list[Any]:
 
 
 def _raise_failure(job: Job, answers: _Answers, rank: int, status: int) -> NoReturn:
-    """For the rank that failed by itself, where others failed because of it."""
+    """Raise RuntimeError for the rank that failed first: others may have failed because of it."""
     if rank not in answers.of_rank:
         raise RuntimeError(
             f"[run] rank {rank} on {job.slots[rank].host} ended with exit code {status} and "
@@ -205,23 +208,23 @@ def _raise_failure(job: Job, answers: _Answers, rank: int, status: int) -> NoRet
             f"[run] rank {rank} on {job.slots[rank].host} had its result and then ended with exit "
             f"code {status}; what it printed comes before"
         )
-    # The first to say so: a rank that fails ends only when it has let go of everything.
+    # Ranks may exit in another order than the one in which they failed, as each one cleans up.
     rank = answers.failures[0]
-    trace, cause = _told(answers.content(rank))
+    trace, cause = _failure_in(answers.content(rank))
     if WITHOUT_HOROVOD in trace:
         trace += f"({_HOROVOD_HINT})\n"
     raise RuntimeError(f"[run] rank {rank} on {job.slots[rank].host} failed:\n{trace}") from cause
 
 
-def _told(content: memoryview) -> tuple[str, BaseException | None]:
-    """A failed rank's traceback and, where it can be made here, its exception."""
+def _failure_in(content: memoryview) -> tuple[str, BaseException | None]:
+    """Return a failed rank's traceback and its exception, or None if that cannot be unpickled."""
     try:
         trace, pickled = loads(content)
     except (EOFError, UnpicklingError):
         return "(it was ended before it could say why; what it printed comes before)", None
-    # Where it is printed, the head of the caller's own traceback stands above.
+    # The traceback in which it is printed has this head already.
     trace = trace.removeprefix(_TRACE_HEAD)
     try:
         return trace, None if pickled is None else loads(pickled)
-    except Exception:  # an exception whose constructor wants other arguments
+    except Exception:  # such as an exception whose constructor takes other arguments
         return trace, None

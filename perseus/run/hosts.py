@@ -1,4 +1,4 @@
-"""Parses host lists and places ranks on their slots. Pure functions, thread-safe."""
+"""Parses host lists and assigns ranks to slots. Pure functions, thread-safe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOSTFILE_LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>[0-9]+))?
 
 @dataclass(frozen=True)
 class Host:
-    """A host as the user wrote it, and how many ranks it takes."""
+    """A host, by the name that the user gave, and the number of ranks that it takes."""
 
     name: str
     slots: int
@@ -21,10 +21,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Slot:
-    """One rank's place.
+    """The position of one rank in the job.
 
-    local_rank is its index on its host; cross_rank is its host's index among the hosts that have
-    this local rank.
+    local_rank is the rank's index on its host. cross_rank is the host's index among the hosts that
+    have a rank with this local_rank.
     """
 
     rank: int
@@ -36,14 +36,17 @@ class Slot:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """'a:2,b' -> a with 2 slots, b with 1. ValueError names what it does not understand."""
+    """Parse a list of hosts: 'a:2,b' gives a 2 slots and b 1 slot.
+
+    Raises ValueError, which quotes the part that is wrong.
+    """
     return _merge(_parse_host(part.strip(), f"-H {text}") for part in text.split(","))
 
 
 def parse_hostfile(path: str) -> list[Host]:
-    """Reads lines 'host', 'host:2' or 'host slots=2'; '#' starts a comment.
+    """Read a file with lines 'host', 'host:2' or 'host slots=2', where '#' starts a comment.
 
-    A ValueError names the file and the line.
+    Raises ValueError, which names the file and the line.
     """
     hosts = []
     try:
@@ -69,9 +72,9 @@ def parse_hostfile(path: str) -> list[Host]:
 
 
 def place(hosts: list[Host], ranks: int) -> list[Slot]:
-    """Places ranks in the hosts' order and fills every host before the next.
+    """Assign ranks to hosts in the order of the hosts; each host is filled before the next one.
 
-    Raises ValueError when there are too few slots.
+    Raises ValueError if there are too few slots.
     """
     available = sum(host.slots for host in hosts)
     if ranks > available:
@@ -106,7 +109,7 @@ def place(hosts: list[Host], ranks: int) -> list[Slot]:
 def _parse_host(text: str, where: str) -> Host:
     match = _HOST.fullmatch(text)
     name = match["name"].strip("[]") if match else ""
-    # ssh would take what begins with a dash for an option.
+    # ssh would parse a name that begins with a dash as an option.
     if match is None or any(part.startswith("-") for part in (name, name.rpartition("@")[2])):
         raise ValueError(f"Invalid host input in {where}: '{text}': expected name or name:slots")
     return Host(name, _slots(match["slots"] or "1", where))
@@ -119,7 +122,7 @@ def _slots(text: str, where: str) -> int:
 
 
 def _merge(hosts: Iterable[Host]) -> list[Host]:
-    """A host named twice has the slots of both."""
+    """Merge repeated hosts: a host that is listed twice has the slots of both entries."""
     total: dict[str, int] = {}
     for host in hosts:
         total[host.name] = total.get(host.name, 0) + host.slots

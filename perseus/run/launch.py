@@ -1,12 +1,11 @@
-"""Starts a job's ranks through an agent per host, passes on their output, ends them together.
+"""Runs a job: starts its ranks through one agent per host, prints their output, ends them together.
 
-One selector; signals wake it through a pipe. A second thread sends heartbeats, for the first may
-wait long for somebody to read what the ranks print.
+One thread waits for everything with one selector, which signals wake through a pipe. A second
+thread sends heartbeats, because the first one blocks while nobody reads the ranks' output.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import secrets
@@ -16,99 +15,63 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from perseus.compat.common.command import HOROVOD_HINT, WITHOUT_HOROVOD
-from perseus.compat.common.extensions import env
-from perseus.run import agent, environment, signals
-from perseus.run.bootstrap.addresses import interface_address, is_own_address, source_address
-from perseus.run.hosts import Slot
-from perseus.run.link import (
-    SILENCE_SECONDS,
-    HostLink,
-    is_local,
-    local_command,
-    real_name,
-    ssh_command,
-)
+from perseus.run import agent, environment, host_start, signals
+from perseus.run.job import Job, LaunchError, checked_core
+from perseus.run.link import HostLink, is_local, local_command, ssh_command
 from perseus.run.output import STDERR, STDOUT, Console, Stream
 
+__all__ = ["Job", "LaunchError", "Launcher"]
+
 _CHUNK = 1 << 16
-_UNTRUSTED = "Host key verification failed"  # ssh's words for a host key it does not accept
-_LAST_GRACE = 5.0  # seconds an agent gets beyond the grace it gives its ranks
-
-
-class LaunchError(Exception):
-    """The job could not start; one line says why. `code` is the launcher's exit status."""
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to run where."""
-
-    command: list[str]
-    slots: list[Slot]
-    start_timeout: int = 60
-    # Seconds without a sign of life after which launcher and other hosts take each other for lost.
-    silence: float = SILENCE_SECONDS
-    grace: float = agent.GRACE_SECONDS  # between the request to end and the signal that kills
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    ssh_accept_new_keys: bool = False
-    interfaces: list[str] = field(default_factory=list)
-    flags: dict[str, str] = field(default_factory=dict)  # environment variables set by flags
-    output_directory: str | None = None
-    timestamps: bool = False
-    verbose: bool = False
-    call: bytes | None = None  # what every rank finds on standard input; None = nothing
+_UNTRUSTED = "Host key verification failed"  # how ssh's message about a rejected host key begins
+_AGENT_GRACE = 5.0  # seconds that agents get to end, beyond the grace period of their ranks
 
 
 class Launcher:
-    """One job from its start to its exit status.
+    """Runs one job, once.
 
-    on_answer: called with each piece of a rank's answer to the job's call: (rank, bytes).
+    on_answer: is called as on_answer(rank, data) with each piece of a rank's answer to the job's
+        call.
+    signalled: the signal that has ended the job; None without one.
+    first_failure: rank and exit status of the rank that failed first; None without one.
     """
 
     def __init__(self, job: Job, on_answer: Callable[[int, bytes], None] | None = None) -> None:
         self._job = job
         self._on_answer = on_answer
-        self._size = len(job.slots)
         self._hosts: list[HostLink] = []
         self._selector = selectors.DefaultSelector()
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._console = Console(lambda: self.signalled is not None, self._wake)
         self._streams: dict[tuple[int, bytes], Stream] = {}
         self.signalled: int | None = None
-        self.first_failure: tuple[int, int] | None = None  # rank, status
+        self.first_failure: tuple[int, int] | None = None
         self._failed_at = 0.0
-        self._left: list[tuple[int, float]] = []  # ranks that ended well, and when
-        self._misses_horovod = False
+        self._succeeded: list[tuple[int, float]] = []  # ranks with exit code 0, and when they ended
+        self._lacks_horovod = False
         self._error: LaunchError | None = None
         self._ending = False
-        self._last_moment: float | None = None  # when agents that do not end are killed
+        self._kill_at: float | None = None  # when to kill agents that have not ended
         self._heartbeat_ends = threading.Event()
         self._core: Any = None
         self._server: Any = None
 
     def run(self) -> int:
-        """The launcher's exit status: 0, that of the first rank that failed, or 128 + n when signal
-        n ended the job.
+        """Run the job and return the launcher's exit status.
 
-        Raises LaunchError when the job could not be started.
+        It is 0 if all ranks succeeded, that of the first rank that failed, or 128 + n if signal n
+        ended the job. Raises LaunchError if the job could not start or a host was lost.
         """
         restore_signals = signals.catch(self._on_signal, self._on_stop, self._waker)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             self._run()
-            return self._verdict()
+            return self._exit_status()
         finally:
             restore_signals()
             self._release()
@@ -133,7 +96,7 @@ class Launcher:
             self._console.close()
 
     def _release(self) -> None:
-        """What would stay open in a process that goes on after this job."""
+        """Close descriptors, which would leak in a process that runs several jobs."""
         self._selector.close()
         os.close(self._wake)
         os.close(self._waker)
@@ -142,7 +105,7 @@ class Launcher:
         for host in self._hosts:
             host.close()
 
-    def _verdict(self) -> int:
+    def _exit_status(self) -> int:
         if self._console.broken and self.signalled is None:
             self.signalled = signal.SIGPIPE
         if self.signalled is not None:
@@ -152,22 +115,24 @@ class Launcher:
         if self.first_failure is None:
             return 0
         rank, status = self.first_failure
-        self._say(
+        self._print(
             f"{self._name(rank)} was the first to fail, with exit code {status}"
             + (f" ({signal.Signals(status - 128).name})" if _is_signal(status) else "")
-            + self._who_left_before()
+            + self._earlier_exit()
         )
-        if self._misses_horovod:
-            self._say(HOROVOD_HINT)
+        if self._lacks_horovod:
+            self._print(HOROVOD_HINT)
         return status
 
-    def _who_left_before(self) -> str:
-        """Names the rank that ended first, without an error: others may have failed for want of
-        it."""
-        if not self._left:
+    def _earlier_exit(self) -> str:
+        """Describe the first rank that ended without an error, as others may have failed because
+        it was missing."""
+        if not self._succeeded:
             return ""
-        rank, moment = self._left[0]
-        others = f" (and {len(self._left) - 1} more after it)" if len(self._left) > 1 else ""
+        rank, moment = self._succeeded[0]
+        others = (
+            f" (and {len(self._succeeded) - 1} more after it)" if len(self._succeeded) > 1 else ""
+        )
         return (
             f"; {self._name(rank)} had left {self._failed_at - moment:.1f} s earlier, with exit "
             f"code 0{others}"
@@ -182,12 +147,12 @@ class Launcher:
         if self.signalled is not None:
             for host in self._hosts:
                 host.kill_ranks()
-            if self._job.call is None:  # else the process is the caller's, not ours to end
+            if self._job.call is None:  # perseus.run() must not end its caller's process
                 os._exit(128 + number)
         self.signalled = number
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-Z stops this process alone; the ranks go on without its heartbeats."""
+        """Let Ctrl-Z stop this process only: agents run on and do not expect its heartbeats."""
         suspended = [host for host in self._hosts if host.suspend()]
         signals.stop(number)
         for host in suspended:
@@ -199,7 +164,7 @@ class Launcher:
                 host.send_heartbeat()
 
     def _open_streams(self) -> None:
-        width = len(str(self._size - 1))
+        width = len(str(len(self._job.slots) - 1))
         for slot in self._job.slots:
             for kind, fd, name in ((agent.OUT, STDOUT, "stdout"), (agent.ERR, STDERR, "stderr")):
                 file = None
@@ -217,7 +182,7 @@ class Launcher:
                 self._streams[slot.rank, kind] = stream
 
     def _look_for_horovod(self, line: bytes) -> None:
-        self._misses_horovod = self._misses_horovod or WITHOUT_HOROVOD.encode() in line
+        self._lacks_horovod = self._lacks_horovod or WITHOUT_HOROVOD.encode() in line
 
     def _connect(self) -> None:
         for name in dict.fromkeys(slot.host for slot in self._job.slots):
@@ -225,17 +190,19 @@ class Launcher:
             local = is_local(name)
             command = local_command() if local else self._ssh_command(name)
             if self._job.verbose:
-                self._say(f"{name}: ranks {slots[0].rank}-{slots[-1].rank}: {shlex.join(command)}")
+                self._print(
+                    f"{name}: ranks {slots[0].rank}-{slots[-1].rank}: {shlex.join(command)}"
+                )
             try:
                 host = HostLink(name, slots, local, command)
             except OSError as error:
                 raise LaunchError(f"{command[0]}: {error.strerror}", 127) from None
             self._hosts.append(host)
             for pipe, act in (
-                (host.process.stdout, self._on_data),
-                (host.process.stderr, self._hear_complaint),
+                (host.process.stdout, self._on_stdout),
+                (host.process.stderr, self._on_stderr),
             ):
-                self._selector.register(_present(pipe), selectors.EVENT_READ, (act, host))
+                self._selector.register(_opened(pipe), selectors.EVENT_READ, (act, host))
         self._start_by = time.monotonic() + self._job.start_timeout
 
     def _ssh_command(self, name: str) -> list[str]:
@@ -250,75 +217,39 @@ class Launcher:
         )
 
     def _start_ranks(self) -> None:
+        job, hosts = self._job, self._hosts
         secret = secrets.token_hex(32)
-        address = self._own_address()
+        address = host_start.store_address(hosts, job.interfaces)
         try:
             self._server = self._core.StoreServer(address, 0, False, secret.encode())
         except (RuntimeError, OSError) as error:
             raise LaunchError(str(error)) from None
-        if self._job.verbose:
-            self._say(f"store at {address}:{self._server.port}")
-        common = environment.of_job(
-            address, self._server.port, secret, self._job.interfaces, self._job.flags
-        )
-        directory = _current_directory()
-        call = None if self._job.call is None else base64.b64encode(self._job.call).decode()
-        threads = {} if os.environ.get("OMP_NUM_THREADS") else self._share_cores()
-        for host in self._hosts:
-            if host.name in threads:
-                common["OMP_NUM_THREADS"] = str(threads[host.name])
-            base = environment.local_base if host.local else environment.remote_base
-            job = {
-                "command": self._job.command,
-                "directory": directory,
-                "call": call,
-                "grace": self._job.grace,
-                "keep_environment": not host.local,
-                "environment": base(os.environ) | common,
-                "ranks": [
-                    {"rank": slot.rank, "environment": environment.of_rank(slot, self._size)}
-                    for slot in host.slots
-                ],
-            }
-            host.send(json.dumps(job).encode() + b"\n")
+        share_cores = not os.environ.get("OMP_NUM_THREADS")
+        if job.verbose:
+            self._print(f"store at {address}:{self._server.port}")
+            if share_cores:
+                self._print_threads()
+        common = environment.of_job(address, self._server.port, secret, job.interfaces, job.flags)
+        for host, message in host_start.start_messages(job, hosts, common, share_cores=share_cores):
+            host.send(message)
             host.alive_at = time.monotonic()
 
-    def _share_cores(self) -> dict[str, int]:
-        """OMP_NUM_THREADS of each host."""
-        threads = {}
-        reasons = []
-        for host in self._hosts:
-            cores = _present(host.hello)["cores"]
-            threads[host.name] = max(1, cores // len(host.slots))
-            reasons.append(f"{threads[host.name]} on {host.name} ({cores} / {len(host.slots)})")
-        if self._job.verbose:
-            self._say("OMP_NUM_THREADS = cores / ranks as it was not set: " + ", ".join(reasons))
-        return threads
-
-    def _own_address(self) -> str:
-        """The store's address for all hosts: loopback on one host, else towards the first other."""
-        others = [host for host in self._hosts if not host.local]
-        if self._job.interfaces:
-            try:
-                return interface_address(self._job.interfaces[0])
-            except ValueError as error:
-                raise LaunchError(str(error)) from None
-        if not others:
-            return "127.0.0.1"
-        seen = str(_present(others[0].hello)["ssh_connection"]).split(" ")[0]
-        # What the other host saw as ssh's origin is this host, unless a jump host is in between.
-        if "." in seen and is_own_address(seen):
-            return seen
-        return source_address(real_name(others[0].name)) or seen
+    def _print_threads(self) -> None:
+        threads = ", ".join(
+            f"{host_start.threads_per_rank(host)} on {host.name} "
+            f"({host_start.cores(host)} / {len(host.slots)})"
+            for host in self._hosts
+        )
+        self._print(f"OMP_NUM_THREADS = cores / ranks as it was not set: {threads}")
 
     # ---- running ---------------------------------------------------------------------------------
 
     def _loop(self, done: Callable[[], bool]) -> None:
-        """Handle what comes until `done` or until every agent is gone."""
+        """Handle events until done() is true or every agent has ended."""
         while not done() and not all(host.gone for host in self._hosts):
-            # A process that was stopped may see nothing, for once, of what came meanwhile.
+            # Right after this process was stopped, select() may not report what has arrived.
             before = time.monotonic()
-            events = self._selector.select(self._patience())
+            events = self._selector.select(self._seconds_to_deadline())
             now = time.monotonic()
             for key, _ in events:
                 data = os.read(key.fd, _CHUNK)
@@ -328,24 +259,24 @@ class Launcher:
                     if not data:
                         self._selector.unregister(key.fileobj)
                     act(host, data)
-            self._attend()
+            self._check_deadlines()
             self._give_up_silent_hosts(before)
 
-    def _patience(self) -> float:
-        moments = [moment for stream in self._streams.values() if (moment := stream.due())]
-        moments += [self._last_moment] if self._last_moment else []
-        moments += [self._start_by] if not self._started() else []
-        moments += [host.alive_at + self._job.silence for host in self._heartbeating()]
-        return max(0.0, min(moments) - time.monotonic()) if moments else 3600.0
+    def _seconds_to_deadline(self) -> float:
+        deadlines = [due for stream in self._streams.values() if (due := stream.due())]
+        deadlines += [self._kill_at] if self._kill_at else []
+        deadlines += [self._start_by] if not self._started() else []
+        deadlines += [host.alive_at + self._job.silence for host in self._monitored_hosts()]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
 
     def _started(self) -> bool:
         return all(host.hello is not None for host in self._hosts)
 
-    def _attend(self) -> None:
-        """Whatever is due by the clock or by a signal."""
+    def _check_deadlines(self) -> None:
+        """Act on deadlines that have passed and on signals that have arrived."""
         now = time.monotonic()
         for stream in self._streams.values():
-            if (moment := stream.due()) and moment <= now:
+            if (due := stream.due()) and due <= now:
                 stream.show_rest()
         if self.signalled is not None or self._console.broken:
             self._end()
@@ -356,18 +287,21 @@ class Launcher:
                     f"no answer from {late} within {self._job.start_timeout} s (--start-timeout)"
                 )
             )
-        if self._last_moment and now >= self._last_moment:
+        if self._kill_at and now >= self._kill_at:
             for host in self._hosts:
                 host.kill()
-            self._last_moment = None
+            self._kill_at = None
 
-    def _heartbeating(self) -> list[HostLink]:
-        """The hosts that should give signs of life."""
+    def _monitored_hosts(self) -> list[HostLink]:
+        """Return the hosts that must send heartbeats."""
         return [host for host in self._hosts if not (host.local or host.gone)]
 
     def _give_up_silent_hosts(self, now: float) -> None:
-        """now: a moment up to which all reports have been read."""
-        for host in self._heartbeating():
+        """End the job if a host has been silent for too long.
+
+        now: a time.monotonic() up to which all frames have been read.
+        """
+        for host in self._monitored_hosts():
             if now >= host.alive_at + self._job.silence:
                 self._fail(
                     LaunchError(
@@ -378,7 +312,7 @@ class Launcher:
                 )
                 host.kill()
 
-    def _on_data(self, host: HostLink, data: bytes) -> None:
+    def _on_stdout(self, host: HostLink, data: bytes) -> None:
         for kind, rank, content in host.frames(data):
             if kind == agent.HELLO:
                 host.hello = json.loads(content)
@@ -395,12 +329,12 @@ class Launcher:
         if not data:
             self._agent_ended(host)
 
-    def _hear_complaint(self, host: HostLink, data: bytes) -> None:
+    def _on_stderr(self, host: HostLink, data: bytes) -> None:
         text = data.decode(errors="replace")
         if text.strip():
-            host.last_words = text.strip().splitlines()[-1]
+            host.last_error = text.strip().splitlines()[-1]
             if self._job.verbose:
-                self._say(f"{host.name}: {text.rstrip()}")
+                self._print(f"{host.name}: {text.rstrip()}")
 
     def _rank_exited(self, host: HostLink, rank: int, status: int) -> None:
         host.running.discard(rank)
@@ -409,29 +343,29 @@ class Launcher:
         if self._ending:
             return
         if status == 0:
-            self._left.append((rank, time.monotonic()))
+            self._succeeded.append((rank, time.monotonic()))
             return
         self.first_failure, self._failed_at = (rank, status), time.monotonic()
-        self._say(f"Process {rank} exit with status code {status}.", "")
+        self._print(f"Process {rank} exit with status code {status}.", "")
         if any(other.running for other in self._hosts):
-            self._say(f"Terminating remaining workers after failure of Process {rank}.", "")
+            self._print(f"Terminating remaining workers after failure of Process {rank}.", "")
         self._end()
 
     def _agent_ended(self, host: HostLink) -> None:
         host.gone = True
         if not self._ending and (host.hello is None or host.running):
             status = host.process.wait()
-            complaints = _present(host.process.stderr)
-            os.set_blocking(complaints.fileno(), False)
-            self._hear_complaint(host, complaints.read() or b"")
+            stderr = _opened(host.process.stderr)
+            os.set_blocking(stderr.fileno(), False)
+            self._on_stderr(host, stderr.read() or b"")
             if host.hello is None:
                 fact = f"{host.name}: could not be reached by ssh"
             else:
                 fact = f"{host.name}: the connection broke while ranks {sorted(host.running)} ran"
             if host.local:
                 fact = f"{host.name}: the process that runs the ranks ended with status {status}"
-            fact += f": {host.last_words}" if host.last_words else ""
-            if host.last_words.startswith(_UNTRUSTED):
+            fact += f": {host.last_error}" if host.last_error else ""
+            if host.last_error.startswith(_UNTRUSTED):
                 fact += (
                     f"; 'ssh {host.name}' shows why: accept the key there if the host is new, or "
                     f"give --ssh-accept-new-keys"
@@ -444,47 +378,24 @@ class Launcher:
         self._end()
 
     def _end(self) -> None:
-        """Ask all agents to end their ranks; they kill what does not end in time."""
+        """Tell all agents to end their ranks; agents kill ranks that do not end in time."""
         if not self._ending:
             self._ending = True
-            self._last_moment = time.monotonic() + self._job.grace + _LAST_GRACE
+            self._kill_at = time.monotonic() + self._job.grace + _AGENT_GRACE
             for host in self._hosts:
                 if host.hello is None:
                     host.kill()
                 else:
                     host.send(b"END\n")
 
-    def _say(self, text: str, prefix: str = "perseusrun: ") -> None:
+    def _print(self, text: str, prefix: str = "perseusrun: ") -> None:
         self._console.show(STDERR, f"{prefix}{text}\n".encode())
-
-
-def _current_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise LaunchError(f"the current directory is gone: {error.strerror}") from None
-
-
-def checked_core(flags: dict[str, str]) -> Any:
-    """The native core, once it has found every variable of the job's environment sound."""
-    try:
-        core = import_module("perseus._core")
-    except ImportError as error:
-        raise LaunchError(
-            f"perseus is not installed whole: {error}; pip install it again"
-        ) from None
-    try:
-        with env(**flags):  # they come before the environment, for the check as for the ranks
-            core.config_check()
-    except ValueError as error:
-        raise LaunchError(str(error), 2) from None
-    return core
 
 
 def _is_signal(status: int) -> bool:
     return status - 128 in set(signal.Signals)
 
 
-def _present(value: Any) -> Any:
-    assert value is not None
-    return value
+def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
+    assert pipe is not None
+    return pipe

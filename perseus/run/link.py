@@ -1,6 +1,6 @@
-"""The launcher's end of one host: its agent, a local child or over ssh.
+"""The launcher's connection to the agent of one host, which is a child process or runs over ssh.
 
-One thread, except for send_heartbeat().
+Single-threaded, except for send_heartbeat().
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SILENCE_SECONDS = 30.0
 
 
 class HostLink:
-    """The agent of one host: a local child, or one at the other end of ssh."""
+    """The connection to the agent of one host, and what is known about it and its ranks."""
 
     def __init__(self, name: str, slots: list[Slot], local: bool, command: list[str]) -> None:
         self.name = name
@@ -33,10 +33,10 @@ class HostLink:
         self.local = local
         self.hello: dict[str, Any] | None = None
         self.running = {slot.rank for slot in slots}
-        self.gone = False  # nothing more will be reported
-        self.alive_at = float("inf")  # time of its last sign of life, once it has a job
+        self.gone = False  # the agent has ended
+        self.alive_at = float("inf")  # time of the last sign of life, once the agent has a job
         self._sending = threading.Lock()
-        self.last_words = ""  # of ssh or of the agent itself
+        self.last_error = ""  # the last line that ssh or the agent wrote to standard error
         self._received = b""
         self._marked = False
         self.process = subprocess.Popen(
@@ -44,23 +44,24 @@ class HostLink:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher alone to act on
+            start_new_session=True,  # so that Ctrl-C reaches the launcher only
         )
         if not local:
             source = Path(agent.__file__).read_bytes()
             self.send(b"%d\n" % len(source) + source)
 
     def send(self, data: bytes) -> None:
+        """Send bytes to the agent, or nothing if it has ended. Blocks while its pipe is full."""
         pipe = _present(self.process.stdin)
         with self._sending:
             try:
                 pipe.write(data)
                 pipe.flush()
             except OSError:
-                pass  # its end is noticed where its reports are read
+                pass  # the launcher notices the agent's end when it reads its frames
 
     def send_heartbeat(self) -> None:
-        """A sign of life, unless one is under way already; never blocks, from any thread."""
+        """Send a heartbeat, unless other data is being sent. Never blocks. Thread-safe."""
         if self._sending.acquire(blocking=False):
             try:
                 pipe = _present(self.process.stdin)
@@ -68,15 +69,16 @@ class HostLink:
                 room.register(pipe, select.POLLOUT)
                 if room.poll(0):
                     os.write(pipe.fileno(), b"\n")
-            except (OSError, ValueError):  # it has ended, or its pipes are closed
+            except (OSError, ValueError):  # the agent has ended, or its pipes are closed
                 pass
             finally:
                 self._sending.release()
 
     def suspend(self) -> bool:
-        """Have the agent expect no sign of life until resume(), which must follow if this is true.
+        """Tell the agent to expect no heartbeats until resume().
 
-        Also from within a signal handler: gives up where the interrupted code is sending.
+        Returns whether it has been told; resume() must follow if so. May be called in a signal
+        handler, and returns false if the handler has interrupted code that was sending.
         """
         if not self._sending.acquire(timeout=_KILL_SECONDS / 4):
             return False
@@ -87,11 +89,12 @@ class HostLink:
         return True
 
     def resume(self) -> None:
+        """Let the agent expect heartbeats again."""
         self._sending.release()
         self.send_heartbeat()
 
     def frames(self, data: bytes) -> list[tuple[bytes, int, bytes]]:
-        """The whole frames that `data` completes: (kind, rank, content)."""
+        """Return the frames that `data` completes, as (kind, rank, content)."""
         self._received += data
         if not self._marked:
             _, mark, rest = self._received.partition(agent.MARK)
@@ -111,7 +114,7 @@ class HostLink:
         return frames
 
     def kill_ranks(self) -> None:
-        """At once, whatever else is going on; also from within a signal handler."""
+        """Kill the ranks at once. May be called in a signal handler."""
         try:
             os.write(_present(self.process.stdin).fileno(), b"\nKILL\n")
             self.process.wait(_KILL_SECONDS)
@@ -119,24 +122,24 @@ class HostLink:
             self.kill()
 
     def close(self) -> None:
-        """Let go of the agent's pipes, once it has ended."""
-        with self._sending:  # a heartbeat must not go to whoever gets the descriptor next
+        """Close the agent's pipes, once it has ended."""
+        with self._sending:  # a heartbeat must not go to another file with the same descriptor
             for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
                 try:
                     _present(pipe).close()
-                except OSError:  # what was still to be sent to it
+                except OSError:  # buffered data could not be sent
                     pass
 
     def kill(self) -> None:
-        """The agent's ranks die with it; those of another host end when ssh does."""
+        """Kill the agent. A local agent's ranks die with it; a remote one ends when ssh does."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def is_local(name: str) -> bool:
-    """Whether `name` is this very host, so that no ssh is needed.
+    """Return whether `name` is this host, so that no ssh is needed.
 
-    An alias from ssh's configuration does not count.
+    An alias in ssh's configuration counts as another host.
     """
     here = socket.gethostname()
     if name in ("localhost", "127.0.0.1", "::1", here, here.partition(".")[0]):
@@ -145,7 +148,8 @@ def is_local(name: str) -> bool:
 
 
 def local_command() -> list[str]:
-    # The end of its standard input alone tells it of the launcher's end.
+    """Return the command that starts an agent on this host."""
+    # It needs no heartbeats (0): the kernel closes its standard input when the launcher ends.
     return [sys.executable, "-S", "-E", agent.__file__, "0"]
 
 
@@ -158,11 +162,14 @@ def ssh_command(
     accept_new_keys: bool = False,
     silence: float = SILENCE_SECONDS,
 ) -> list[str]:
-    """ssh that runs the agent it reads from standard input: no command line has a secret.
+    """Return the ssh command that starts an agent on another host.
 
-    silence: seconds after which agent and launcher take each other for lost.
-    The user's ssh configuration decides which host keys are good, unless accept_new_keys also
-    admits hosts that known_hosts does not list.
+    The agent's source and the job are read from standard input, so no command line shows a secret.
+
+    timeout: seconds for ssh to connect.
+    accept_new_keys: also trust hosts that known_hosts does not list; otherwise the user's ssh
+        configuration decides.
+    silence: seconds without a sign of life after which agent and launcher count each other as lost.
     """
     bootstrap = "import sys;r=sys.stdin.buffer;exec(r.read(int(r.readline())))"
     shell = f'p={shlex.quote(sys.executable)}; [ -x "$p" ] || p=python3; '
@@ -179,7 +186,7 @@ def ssh_command(
 
 
 def real_name(name: str) -> str:
-    """The host name that ssh's configuration gives for `name`, else `name`."""
+    """Return the host name to which ssh's configuration maps `name`; `name` itself if to none."""
     try:
         output = subprocess.run(
             ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10, check=True

@@ -1,7 +1,7 @@
-"""`perseusrun --mpi`: has Open MPI's or MPICH's mpirun start the ranks. One thread.
+"""`perseusrun --mpi`: starts the ranks with mpirun of Open MPI or MPICH. Single-threaded.
 
-The ranks then find each other as under a bare mpirun: MPI, or the launcher's PMI or PMIx,
-introduces them, and passes on a secret that rank 0 makes.
+The ranks bootstrap as they do under a bare mpirun: they exchange the address of the store and the
+secret that rank 0 makes through MPI, or through the launcher's PMI or PMIx.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perseus.run import environment
-from perseus.run.launch import Job, LaunchError, checked_core
+from perseus.run.job import Job, LaunchError, checked_core
 
 _OPEN_MPI = re.compile(r"\(Open MPI\)\s+(\d+)")
 _MPICH = re.compile(r"HYDRA|MPICH")
-# mpirun passes its own on, and complains of those of others.
+# mpirun passes its own variables on by itself and warns about those of other MPI libraries.
 _OWN = re.compile(r"(OMPI|OPAL|PRTE|PMIX|PMI|HYDRA|HYDI|MPIR|MPICH)_.*")
 
 
 @dataclass(frozen=True)
 class Mpirun:
-    """An mpirun of this host."""
+    """An mpirun that is installed on this host."""
 
     path: str
-    open_mpi: int | None  # its major version; None = MPICH's Hydra
+    open_mpi: int | None  # the major version; None means MPICH's Hydra
 
 
 def find() -> Mpirun:
-    """The first mpirun on PATH, else the one beside this Python. LaunchError if it will not do."""
+    """Return the first mpirun on PATH, else the one beside this Python.
+
+    Raises LaunchError if there is none, or if it belongs to neither Open MPI nor MPICH.
+    """
     path = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
     if path is None:
         raise LaunchError(
@@ -59,9 +62,10 @@ def find() -> Mpirun:
 
 
 def start(job: Job, arguments: list[str]) -> None:
-    """Become the mpirun that runs the job; its exit status is then perseusrun's.
+    """Replace this process with the mpirun that runs the job, so that its exit status is ours.
 
-    arguments: more options for it, behind those that are made here. Raises LaunchError.
+    arguments: options that follow those that are derived from the job. Raises LaunchError if mpirun
+    cannot be started. Does not return.
     """
     checked_core(job.flags)
     mpirun = find()
@@ -76,7 +80,7 @@ def start(job: Job, arguments: list[str]) -> None:
 
 
 def of_ranks(given: Mapping[str, str], job: Job) -> dict[str, str]:
-    """The environment that ranks get: the user's, and what the flags say."""
+    """Return the environment of the ranks: the user's, with the variables that flags set."""
     own = environment.of_interfaces(job.interfaces) | job.flags
     return environment.local_base(given) | own
 
@@ -89,7 +93,11 @@ def command_line(
     *,
     as_root: bool,
 ) -> list[str]:
-    """No value of a variable is on it: mpirun has them in its environment."""
+    """Return the words of the mpirun command.
+
+    It contains the names of variables but not their values, which `ps` would show to other users;
+    mpirun reads the values from its own environment.
+    """
     counts: dict[str, int] = {}
     for slot in job.slots:
         counts[slot.host] = slot.local_size
@@ -104,7 +112,7 @@ def command_line(
 
 
 def _open_mpi(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
-    # Since version 5 the launcher is a program of its own, PRRTE, with settings of its own.
+    # Since version 5, a separate program with its own parameters, PRRTE, starts the ranks.
     launcher = "--prtemca" if (mpirun.open_mpi or 0) >= 5 else "--mca"
     remote_shell = "plm_ssh_args" if launcher == "--prtemca" else "plm_rsh_args"
     words = ["--host", hosts, "--bind-to", "none", "--map-by", "slot", "--tag-output"]
@@ -120,7 +128,7 @@ def _open_mpi(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
 
 
 def _mpich(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
-    """Hydra passes the whole environment on."""
+    """Return the options of MPICH's Hydra, which passes on the whole environment by itself."""
     for flag, given in (
         ("--output-filename", job.output_directory is not None),
         ("--prefix-output-with-timestamp", job.timestamps),
@@ -132,7 +140,7 @@ def _mpich(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
 
 
 def _of_mpirun(mpirun: Mpirun, job: Job) -> dict[str, str]:
-    """Variables for mpirun itself."""
+    """Return variables for mpirun itself."""
     ssh = _ssh_options(job)
     return {"HYDRA_LAUNCHER_EXTRA_ARGS": ssh} if ssh and mpirun.open_mpi is None else {}
 

@@ -1,6 +1,6 @@
-"""What ranks print, line by line with the rank in front, on the console and in files.
+"""Prints the ranks' output on the console and into files, line by line, prefixed with the rank.
 
-Works on bytes throughout, so no character is ever cut in two. One thread.
+Works on bytes and never splits a UTF-8 character. Single-threaded.
 """
 
 from __future__ import annotations
@@ -14,44 +14,47 @@ from typing import BinaryIO
 STDOUT, STDERR = 1, 2
 _NAMES = {STDOUT: b"stdout", STDERR: b"stderr"}
 _STREAMS = {STDOUT: "output", STDERR: "error"}
-_LONGEST_LINE = 1 << 20  # a longer one is passed on in pieces rather than held
-_STEP = 4096  # what a pipe that select() calls writable surely takes
-_PATIENCE = 0.2  # seconds a terminal's user waits for the rest of a line
-_RETURN_PATIENCE = 0.02  # seconds in which \r may become \r\n
+_LONGEST_LINE = 1 << 20  # longer ones are printed in pieces, so that memory stays bounded
+_STEP = 4096  # bytes that a pipe accepts without blocking when select() reports it as writable
+_PATIENCE = 0.2  # seconds after which a terminal shows an unfinished line
+_RETURN_PATIENCE = 0.02  # seconds in which \n may follow \r
 _CLEAR_LINE = b"\r\x1b[K"
 
 
 class Console:
-    """This process's stdout and stderr, and what happens where output cannot be written.
+    """Writes to this process's stdout and stderr, and handles output that cannot be written.
 
-    On a terminal, an unfinished line is erased before the next one. Only one can be there at a
-    time: that of the lowest rank.
+    On a terminal, an unfinished line is shown and is erased before the next line. Only one can be
+    shown at a time: that of the lowest rank.
     """
 
     def __init__(self, stop: Callable[[], bool], wake: int) -> None:
-        """stop is asked while a write blocks, and true drops what is left.
+        """Initialise with a way to interrupt writes that block.
 
-        wake becomes readable when it is worth asking.
+        stop: is called while a write blocks; if it returns true, the rest of the data is dropped.
+        wake: a descriptor that becomes readable when stop() is to be called.
         """
         self._stop = stop
         self._wake = wake
         self._terminals = {fd: os.isatty(fd) for fd in (STDOUT, STDERR)}
-        self._unfinished = False  # the cursor stands on a line that is still to be completed
-        self._bar: tuple[int, int] | None = None  # rank and stream of the line that stays there
-        self._torn: set[int] = set()  # descriptors that took the beginning of a line only
+        self._unfinished = False  # whether the cursor is on an unfinished line
+        self._bar: tuple[int, int] | None = None  # rank and stream that own the unfinished line
+        self._torn: set[int] = set()  # descriptors to which only a part of a line was written
         self._warned = False
-        self.broken = False  # nobody reads any more; everything is dropped from now on
+        self.broken = False  # whether the reader has gone; all further output is dropped
 
     def is_terminal(self, fd: int) -> bool:
+        """Return whether STDOUT or STDERR is a terminal."""
         return self._terminals[fd]
 
     def show(self, fd: int, line: bytes, finished: bool = True, rank: int = -1) -> None:
+        """Write a line to STDOUT or STDERR. rank: the rank that printed it; -1 = this process."""
         if self._terminals[fd]:
             finished = finished and not line.endswith(b"\r")
             if finished:
                 self.release(fd, rank)
             elif self._bar is not None and self._bar < (rank, fd):
-                return  # two would overwrite each other
+                return  # two unfinished lines would overwrite each other
             else:
                 self._bar = (rank, fd)
                 line = _fitted(line, fd)
@@ -61,22 +64,23 @@ class Console:
         self._write(fd, line)
 
     def release(self, fd: int, rank: int) -> None:
-        """Others may have the unfinished line of this rank's stream."""
+        """Let another stream own the unfinished line, if this rank's stream owned it."""
         if self._bar == (rank, fd):
             self._bar = None
 
     def save(self, file: BinaryIO, line: bytes) -> None:
-        """Append a line to a file, which is unbuffered."""
+        """Append a line to an unbuffered file; warn once if that fails."""
         self._put(file.fileno(), file.name, line, lambda: True)
 
     def close_file(self, file: BinaryIO) -> None:
+        """Close a file; warn once if that fails."""
         try:
             file.close()
         except OSError as error:
             self._warn(file.name, error)
 
     def close(self) -> None:
-        """Leave the cursor at the start of a line."""
+        """Put the cursor at the start of a line."""
         if self._unfinished:
             self._unfinished = False
             self._write(STDOUT if self._terminals[STDOUT] else STDERR, b"\r\n")
@@ -88,7 +92,7 @@ class Console:
             self.broken = True
 
     def _is_writable(self, fd: int) -> bool:
-        """Waits for it; false where the data is to be dropped."""
+        """Wait until a descriptor is writable; return false if the data is to be dropped."""
         while not self.broken:
             readable, writable, _ = select.select([self._wake], [fd], [])
             if writable:
@@ -98,14 +102,14 @@ class Console:
         return False
 
     def _put(self, fd: int, name: str, data: bytes, is_writable: Callable[[], bool]) -> None:
-        """Write as much as possible: a full disk does not end the job."""
+        """Write as much as possible. A full disk must not end the job, so it is only a warning."""
         data = b"\n" + data if fd in self._torn else data
         view = memoryview(data)
         try:
             while view and is_writable():
                 try:
                     view = view[os.write(fd, view[:_STEP]) :]
-                except BlockingIOError:  # somebody else's setting of a shared descriptor
+                except BlockingIOError:  # another process made the shared descriptor non-blocking
                     continue
         except BrokenPipeError:
             raise
@@ -117,7 +121,7 @@ class Console:
             self._torn.discard(fd)
 
     def _warn(self, name: str, error: OSError) -> None:
-        """Once, where it can still be read."""
+        """Warn once, on the stream that is not affected."""
         if not self._warned:
             self._warned = True
             text = (
@@ -128,7 +132,7 @@ class Console:
 
 
 class Stream:
-    """One rank's stdout or stderr: cuts it after \\n and \\r and passes on whole lines."""
+    """One rank's stdout or stderr: splits it after \\n and \\r, and prints whole lines."""
 
     def __init__(
         self,
@@ -140,7 +144,11 @@ class Stream:
         *,
         look: Callable[[bytes], None] | None = None,
     ) -> None:
-        """look: sees every whole line."""
+        """Initialise a stream of one rank.
+
+        fd: STDOUT or STDERR. timestamps: put the time before every line. file: unbuffered; gets
+        every line as well. look: is called with every whole line.
+        """
         self._console = console
         self._rank = rank
         self._fd = fd
@@ -152,6 +160,7 @@ class Stream:
         self._due: float | None = None  # when to show an unfinished line on a terminal
 
     def feed(self, data: bytes) -> None:
+        """Add output of the rank; print the lines that it completes."""
         data = self._rest + data
         start = 0
         while (end := _line_end(data, start)) > 0:
@@ -170,11 +179,11 @@ class Stream:
             self._due = None
 
     def due(self) -> float | None:
-        """When to call show_rest; None = no need."""
+        """Return the time.monotonic() at which to call show_rest(); None = not at all."""
         return self._due
 
     def show_rest(self) -> None:
-        """Nothing came for a while: a progress bar at rest, or a prompt."""
+        """Show the unfinished line: it may be a prompt, or a progress bar that has stopped."""
         self._due = None
         if self._rest.endswith(b"\r"):
             line, self._rest = self._rest, b""
@@ -184,7 +193,7 @@ class Stream:
             self._console.show(self._fd, self._head() + text, finished=False, rank=self._rank)
 
     def flush(self) -> None:
-        """The rank is gone: what it left is a line, finished or not."""
+        """Print the unfinished line as a whole one, because the rank has ended."""
         if self._rest:
             self._emit(self._rest if self._rest.endswith(b"\r") else self._rest + b"\n")
             self._rest = b""
@@ -192,12 +201,13 @@ class Stream:
         self._console.release(self._fd, self._rank)
 
     def close(self) -> None:
+        """Print the unfinished line and close the file."""
         self.flush()
         if self._file is not None:
             self._console.close_file(self._file)
 
     def _emit(self, line: bytes) -> None:
-        if line == b"\r":  # many a progress bar begins with one: nothing to see
+        if line == b"\r":  # progress bars begin with one; the line would be empty
             return
         if self._look is not None:
             self._look(line)
@@ -211,9 +221,9 @@ class Stream:
 
 
 def _line_end(data: bytes, start: int) -> int:
-    """The index after the first line end at or after `start`.
+    """Return the index behind the first line end at or after `start`.
 
-    -1 if there is none, or a \\r that may become \\r\\n.
+    Returns -1 if there is none, or if the data ends with \\r, which may become \\r\\n.
     """
     newline = data.find(b"\n", start)
     carriage = data.find(b"\r", start, newline if newline >= 0 else len(data))
@@ -225,7 +235,7 @@ def _line_end(data: bytes, start: int) -> int:
 
 
 def _fitted(line: bytes, fd: int) -> bytes:
-    """As much of an unfinished line as can be erased: it must not reach a second row."""
+    """Cut an unfinished line to the terminal's width, because only one row can be erased."""
     try:
         columns = os.get_terminal_size(fd).columns
     except OSError:
@@ -237,10 +247,10 @@ def _fitted(line: bytes, fd: int) -> bytes:
 
 
 def _whole_characters(data: bytes) -> int:
-    """How many bytes of `data` do not end in the middle of a UTF-8 character."""
+    """Return how many bytes of `data` are whole UTF-8 characters."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
-        if byte >= 0xC0:  # a first byte: are all that it announces there?
+        if byte >= 0xC0:  # the first byte of a character, which gives its length
             length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
             return len(data) if back >= length else len(data) - back
         if byte < 0x80:

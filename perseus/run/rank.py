@@ -1,7 +1,8 @@
-"""One rank of perseus.run(): `python -m perseus.run.rank` makes the call and answers. One thread.
+"""One rank of perseus.run(): `python -m perseus.run.rank` calls the function, returns its result.
 
-Standard input has the call: where to find modules (None = as found), and the pickled function with
-its arguments.
+Standard input holds a pickled pair: sys.path (None keeps this process's own), and the pickled
+function with its arguments. The result is written to the descriptor that ANSWER_VARIABLE names.
+Single-threaded, apart from what the function does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from perseus.run.function import FAILED, RETURNED
 
 
 def main() -> int:
-    """The exit status: 1 where the function raised something other than SystemExit."""
+    """Call the function; return the exit status, 1 if it raised an exception.
+
+    SystemExit is not caught: the process then ends without a result.
+    """
     descriptor = int(os.environ.pop(ANSWER_VARIABLE))
     os.set_inheritable(descriptor, False)
     answer, status = _answer(_take_standard_input())
@@ -26,7 +30,7 @@ def main() -> int:
 
 
 def _take_standard_input() -> bytes:
-    """All of it; the function then finds an empty one, as under perseusrun."""
+    """Read all of standard input, then replace it with an empty one, as perseusrun's ranks have."""
     data = sys.stdin.buffer.read()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, sys.stdin.fileno())
@@ -45,16 +49,16 @@ def _answer(request: bytes) -> tuple[bytes, int]:
         raise
     except BaseException as error:
         assert error.__traceback__ is not None
-        # The first frame is this one.
+        # The first frame is this function's.
         trace = traceback.format_exception(type(error), error, error.__traceback__.tb_next)
-        # Not printed here: the caller raises it, and shows it once.
+        # The caller of perseus.run() raises the error, so it would appear twice if printed here.
         return FAILED + dumps(("".join(trace), _pickled(error))), 1
 
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
         return dumps(error)
-    except Exception:  # it holds what cannot be pickled; its text is enough
+    except Exception:  # the traceback's text suffices if the exception cannot be pickled
         return None
 
 

@@ -1,6 +1,6 @@
-"""Flags that only set a variable for the ranks: one table, with horovodrun's names and ranges.
+"""Flags that only set an environment variable for the ranks.
 
-Immutable.
+They are one table, with the names and ranges of horovodrun's flags. Immutable, thread-safe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ _BYTES_PER_MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """A flag with a value, and the variables that carry it: the config table's own name first."""
+    """A flag with a value, and the variables that carry the value.
+
+    variables: the first is the name in the configuration table, the others are its aliases.
+    translate: converts the flag's text into the variables' text.
+    """
 
     flag: str
     group: str
@@ -144,7 +148,7 @@ SWITCHES = (
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add every setting as an argument of its group. A flag that is not given changes nothing."""
+    """Add every setting and switch to the parser, in its group. Their default is None."""
     groups: dict[str, argparse._ArgumentGroup] = {}
     for entry in (*SETTINGS, *SWITCHES):
         if entry.group not in groups:
@@ -169,7 +173,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """NAME -> value for every setting of the command line."""
+    """Return {variable: value} for every flag that is on the command line."""
     given = vars(arguments)
     result = {}
     for setting in SETTINGS:

@@ -1,6 +1,6 @@
-"""The signals that end or stop a job, for as long as it runs: Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z.
+"""Handles the signals that end or stop a job while it runs: Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z.
 
-Main thread only.
+For the main thread only, because Python delivers signals to it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 def catch(on_end: Handler, on_stop: Handler, waker: int) -> Callable[[], None]:
-    """Have `on_end` and `on_stop` called; returns what puts back everything that was there.
+    """Install `on_end` and `on_stop`, and return a function that restores the earlier handlers.
 
-    waker: a pipe's end that gets a byte then. In other threads than the main one, whose they are,
-    nothing changes.
+    waker: the write end of a non-blocking pipe, which gets a byte for every signal. Outside of the
+    main thread the function does nothing: other threads cannot handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     old_waker = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     old = {}
     for number in (*_ENDING, signal.SIGTSTP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
+        # nohup and shells ignore a signal for background jobs, which must remain so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
             old[number] = signal.signal(number, on_end if number in _ENDING else on_stop)
 
     def restore() -> None:
@@ -40,7 +41,7 @@ def catch(on_end: Handler, on_stop: Handler, waker: int) -> Callable[[], None]:
 
 
 def stop(number: int) -> None:
-    """Do what the signal would have done; returns when this process is continued."""
+    """Take the default action of the signal; return when this process is continued."""
     handler = signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     signal.signal(number, handler)

@@ -21,10 +21,10 @@ MEET = """
 import json, os, sys
 from perseus import _core
 from perseus.run.bootstrap.identity import identify
-from perseus.run.bootstrap.rendezvous import meet
+from perseus.run.bootstrap.rendezvous import find_store
 {before}
 me = identify()
-place = meet(me)
+place = find_store(me)
 for epoch in range({worlds}):
     context = _core.Context(
         rank=me.rank, size=me.size, local_rank=me.local_rank, local_size=me.local_size,

@@ -8,7 +8,7 @@ import pytest
 from rendezvous_ranks import environment, found, free_port, run_ranks, script
 
 from perseus.run.bootstrap.identity import SINGLE, Identity
-from perseus.run.bootstrap.rendezvous import first_host, meet
+from perseus.run.bootstrap.rendezvous import find_store, first_host
 from perseus.run.bootstrap.start_settings import given_secret, start_timeout, whole_number
 
 SECRET = "0123456789abcdef"
@@ -22,7 +22,7 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_single_process_needs_no_store() -> None:
-    assert meet(SINGLE).port == 0
+    assert find_store(SINGLE).port == 0
 
 
 @pytest.mark.parametrize("prefix", ["PERSEUS_RENDEZVOUS", "HOROVOD_GLOO_RENDEZVOUS"])
@@ -30,7 +30,7 @@ def test_perseusrun_says_where_the_store_is(monkeypatch: pytest.MonkeyPatch, pre
     monkeypatch.setenv(f"{prefix}_ADDR", "10.1.2.3")
     monkeypatch.setenv(f"{prefix}_PORT", "4567")
     monkeypatch.setenv("PERSEUS_SECRET", SECRET)
-    place = meet(RANK_OF_TWO)
+    place = find_store(RANK_OF_TWO)
     assert (place.host, place.port, place.secret) == ("10.1.2.3", 4567, SECRET.encode())
     assert SECRET not in repr(place)
 
@@ -45,16 +45,16 @@ def test_secret_of_perseusrun_counts_before_a_file(
     monkeypatch.setenv("PERSEUS_RENDEZVOUS_ADDR", "10.1.2.3")
     monkeypatch.setenv("PERSEUS_RENDEZVOUS_PORT", "4567")
     monkeypatch.setenv("PERSEUS_SECRET", SECRET)
-    assert meet(RANK_OF_TWO).secret == SECRET.encode()
+    assert find_store(RANK_OF_TWO).secret == SECRET.encode()
 
 
 def test_what_perseusrun_should_have_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"PERSEUS_RENDEZVOUS_ADDR .*rank 1 of 2.*perseusrun"):
-        meet(RANK_OF_TWO)
+        find_store(RANK_OF_TWO)
     monkeypatch.setenv("PERSEUS_RENDEZVOUS_ADDR", "10.1.2.3")
     monkeypatch.setenv("PERSEUS_RENDEZVOUS_PORT", "4567")
     with pytest.raises(ValueError, match=r"PERSEUS_SECRET not set"):
-        meet(RANK_OF_TWO)
+        find_store(RANK_OF_TWO)
 
 
 def test_secret_file_is_for_its_owner_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,18 +147,18 @@ def test_jobs_of_slurm_that_share_a_host_use_different_ports(
     for name, value in srun(1, PERSEUS_SECRET=SECRET).items():
         monkeypatch.setenv(name, value)
     task = Identity(1, 2, 1, 2, 0, 1, "slurm")
-    ports = {meet(task).port}
+    ports = {find_store(task).port}
     monkeypatch.setenv("SLURM_STEP_ID", "1")
-    ports.add(meet(task).port)
+    ports.add(find_store(task).port)
     monkeypatch.setenv("SLURM_JOB_ID", "4712")
-    ports.add(meet(task).port)
+    ports.add(find_store(task).port)
     assert len(ports) == 3 and min(ports) >= 6666
 
 
 def test_host_of_slurm_rank_0_is_the_first_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in srun(1, PERSEUS_SECRET=SECRET).items():
         monkeypatch.setenv(name, value)
-    assert meet(Identity(1, 2, 0, 1, 1, 2, "slurm")).host == "node3"
+    assert find_store(Identity(1, 2, 0, 1, 1, 2, "slurm")).host == "node3"
 
 
 def test_srun_without_a_secret_says_how_to_make_one() -> None:

@@ -1,4 +1,4 @@
-"""How a process of a job starts: its rank, and where it finds the other ranks.
+"""The bootstrap of a rank: finds out its identity and the store where it finds the other ranks.
 
-Works without the rest of Perseus, which stands on it: perseus.basics asks here in init().
+perseus.basics calls it in init(). Of Perseus, it imports the native core only.
 """

@@ -1,4 +1,4 @@
-"""Which of this host's addresses others can reach. Stateless, so thread-safe."""
+"""Finds the addresses at which other hosts reach this one. Stateless, thread-safe."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _NAMING = (
 
 
 def named_interface() -> str | None:
-    """The first network interface that the user names; None = none.
+    """Return the first network interface that the user's variables name, or None.
 
-    As in common/base/interface_choice.h: exact names, or NCCL_SOCKET_IFNAME, whose entries are how
-    names begin, or whole names after a "=". After a "^" it names none.
+    The rules are those of common/base/interface_choice.h: most variables list exact names. Entries
+    of NCCL_SOCKET_IFNAME are prefixes of names; after a leading "=" they are exact, and after a
+    leading "^" they exclude interfaces, so that none is named.
     """
     if names := _entries(setting(*_NAMING)):
         return names[0]
@@ -38,7 +39,10 @@ def _entries(text: str) -> list[str]:
 
 
 def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface; ValueError naming those there are without one."""
+    """Return the IPv4 address of a network interface.
+
+    Raises ValueError, which lists this host's interfaces, if it does not exist or has no address.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             request = struct.pack("256s", name.encode()[:15])
@@ -52,18 +56,21 @@ def interface_address(name: str) -> str:
 
 
 def source_address(host: str) -> str | None:
-    """The address from which this host would talk to `host`; None without a name or route."""
+    """Return the IPv4 address from which this host reaches `host`.
+
+    Returns None if the name is unknown or no route leads there.
+    """
     try:
         address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: only asks the routing table
+            probe.connect(address)  # for UDP it sends nothing, it only consults the routing table
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` is a name or number of this very host."""
+    """Return whether `host` is a name or an IPv4 address of this host."""
     try:
         address = str(socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -74,4 +81,5 @@ def is_own_address(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address or localhost."""
     return host == "localhost" or host.startswith("127.") or host == "::1"

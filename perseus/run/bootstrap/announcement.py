@@ -1,8 +1,8 @@
-"""Rank 0's message about its store to the other ranks, on a channel that others may read.
+"""The message with which rank 0 announces its store, over a channel that others may read.
 
-A secret that the user gave is never told: a keyed check shows whether all ranks were given the
-same. A secret that rank 0 made is told, and is as safe as the channel. Pure functions.
-common/bootstrap/bootstrap.cc does the same for programs without Python.
+A secret from the user is never sent: an HMAC proves that all ranks were given the same one. A
+secret that rank 0 has made is sent, so it is as safe as the channel. Pure functions, thread-safe.
+common/bootstrap/bootstrap.cc implements the same for programs without Python.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _REMEDY = "give all ranks the same PERSEUS_SECRET_FILE (or PERSEUS_SECRET), or n
 
 
 def announcement(host: str, port: int, secret: bytes, given: bool) -> str:
-    """One line for read_announcement. given: by the user, and not made by this rank 0."""
+    """Return the announcement as one line of JSON, for read_announcement().
+
+    given: whether the secret comes from the user, rather than from this rank 0.
+    """
     if not given:
         return json.dumps([host, port, secret.decode("latin-1"), "", ""])
     nonce = secrets.token_hex(16)
@@ -26,9 +29,11 @@ def announcement(host: str, port: int, secret: bytes, given: bool) -> str:
 def read_announcement(
     text: str | bytes | bytearray, given: bytes | None, rank: int
 ) -> tuple[str, int, bytes]:
-    """Host, port and secret. given: the secret that the user gave to this rank.
+    """Return the host, port and secret of an announcement.
 
-    ValueError, one line for all ranks to see, where rank 0 was not given the same.
+    given: the secret that the user gave to this rank; None without one.
+
+    Raises ValueError if rank 0 was given another secret, or only one of the ranks was given any.
     """
     host, port, made, nonce, check = json.loads(text)
     if made:

@@ -1,6 +1,6 @@
-"""Who am I: rank and world, as the core reads them from what a launcher left in the environment.
+"""The identity of this process: its rank and world, which the launcher left in the environment.
 
-Nothing is cached and nothing is written, so thread-safe.
+The core reads the variables. Nothing is cached and nothing is written, so it is thread-safe.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from importlib import import_module
 
 @dataclass(frozen=True)
 class Identity:
-    """A rank's place in its world.
+    """The position of a rank in its world.
 
-    local_size 0 or cross_size 0 means that the launcher did not say: the core finds out by host.
+    If local_size or cross_size is 0, the launcher has not set it, and the core derives it from the
+    ranks' host names.
     """
 
     rank: int
@@ -31,11 +32,14 @@ SINGLE = Identity(0, 1, 0, 1, 0, 1, "single")
 
 
 def identify(environment: Mapping[str, str] | None = None) -> Identity:
-    """This process's identity: from perseusrun, torchrun, Open MPI, MPICH, srun, else a single one.
+    """Return this process's identity, as perseusrun, torchrun, Open MPI, MPICH or srun has set it.
+
+    A process that none of them has started is a world of its own.
 
     environment: variables to read instead of this process's.
 
-    Raises ValueError with variable and value if one is not a number or does not fit the others.
+    Raises ValueError, which names the variable and its value, if one is not a number or contradicts
+    the others.
     """
     variables = (
         None

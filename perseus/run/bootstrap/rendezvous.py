@@ -1,7 +1,6 @@
-"""How the ranks of a job find their store: host, port and secret, through whatever launched them.
+"""Finds the store of a job, that is its host, port and secret, by the means of the job's launcher.
 
-A process looks for the store once: it serves every world of the process. Not meant for several
-threads at once.
+A process does so once, because the store serves all of its worlds. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from perseus.run.bootstrap.torch_round import announce, await_announcement
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 6666
-_SLURM_PORTS = 10_000  # jobs that share a node get ports of their own out of this many
+_SLURM_PORTS = 10_000  # the range of ports over which Slurm's jobs on one node are spread
 _MESSAGE_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where this job's store listens, and what proves membership.
+    """The address of a job's store, and the secret that proves membership.
 
-    Hold it as long as any rank may start again: `held` keeps alive the server that rank 0 may run,
-    where others may be before rank 0 itself has left the last world.
-    A world of one rank that perseusrun did not start has port 0: it needs no store.
+    Keep it as long as any rank may initialise again: `held` keeps alive the server that rank 0 may
+    run, which other ranks may need for the next world while rank 0 is still leaving this one. A
+    world of one rank that perseusrun did not start needs no store; its port is 0.
     """
 
     host: str
@@ -50,12 +49,12 @@ class Rendezvous:
     held: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
 
-def meet(identity: Identity) -> Rendezvous:
-    """Agree with all ranks of the world on one store; rank 0 starts it unless the launcher did.
+def find_store(identity: Identity) -> Rendezvous:
+    """Return the store of the world. Rank 0 starts it, unless the launcher has done so.
 
-    Raises ValueError for a setting that is wrong or missing, TimeoutError when rank 0 stays away
-    for HOROVOD_START_TIMEOUT, RuntimeError where a package is missing. One line each, with the
-    remedy.
+    Raises ValueError for a wrong or missing setting, TimeoutError if rank 0 does not appear within
+    HOROVOD_START_TIMEOUT seconds, and RuntimeError if a package is missing or does not match. Each
+    message is one line, with the remedy.
     """
     if identity.launcher == "perseusrun":
         return _from_perseusrun(identity)
@@ -74,7 +73,7 @@ def _from_perseusrun(identity: Identity) -> Rendezvous:
     host = setting("PERSEUS_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR")
     names = ("PERSEUS_RENDEZVOUS_PORT", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     port = whole_number(*names, default=0, least=0, most=65535)
-    # perseusrun's own secret counts, even where the user also has a file with one.
+    # perseusrun's secret takes precedence over a file of the user.
     secret = os.fsencode(setting("PERSEUS_SECRET")) or given_secret()
     if host and port and secret:
         return Rendezvous(host, port, secret)
@@ -118,11 +117,11 @@ def _through_torch(identity: Identity) -> Rendezvous:
 
 
 def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> Any:
-    """torch's key-value store at MASTER_ADDR:MASTER_PORT, which the script's own use shares."""
+    """Return torch's TCPStore at MASTER_ADDR:MASTER_PORT, which the script may use as well."""
     master = identity.rank == 0 and setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not master:
         _wait_until_listening(host, port, deadline)
-    # multi_tenant: in rank 0 a later (or an earlier) init_process_group shares this server.
+    # multi_tenant: on rank 0, the script's own init_process_group shares this server.
     return import_module("torch.distributed").TCPStore(
         host,
         port,
@@ -134,7 +133,7 @@ def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> A
 
 
 def _wait_until_listening(host: str, port: int, deadline: float) -> None:
-    """Knock until somebody answers: torch's own connect is noisy and cannot be interrupted."""
+    """Wait until a server listens: torch's own connect logs warnings and ignores signals."""
     while True:
         try:
             socket.create_connection((host, port), timeout=2).close()
@@ -152,8 +151,8 @@ def _wait_until_listening(host: str, port: int, deadline: float) -> None:
 def _through_mpi(identity: Identity) -> Rendezvous:
     if find_spec("mpi4py") is None:
         return _through_launcher()
-    # Importing it initialises MPI and leaves the end of it to mpi4py's exit hook: the script's own
-    # import shares both.
+    # The import initialises MPI, and mpi4py finalises it at exit. The script's own import of mpi4py
+    # shares both.
     mpi = import_module("mpi4py.MPI")
     if not mpi.Is_initialized():
         mpi.Init_thread()
@@ -181,23 +180,23 @@ def _through_mpi(identity: Identity) -> Rendezvous:
         held = rendezvous.held
         message[:] = _to_text(rendezvous).encode().ljust(_MESSAGE_BYTES)
     _finish(world.Ibcast(message, root=0), deadline)
-    found, complaint = None, b""
+    found, problem = None, b""
     try:
         found = _from_text(message, identity, held)
     except ValueError as error:
-        complaint = str(error).encode()[:_MESSAGE_BYTES]
-    # MPI ends a process only with the others, so that one rank's error has to be everybody's.
-    complaints = bytearray(_MESSAGE_BYTES * identity.size)
-    _finish(world.Iallgather(complaint.ljust(_MESSAGE_BYTES, b"\0"), complaints), deadline)
-    if found is None or complaints.strip(b"\0"):
-        raise ValueError(bytes(complaints).strip(b"\0").split(b"\0")[0].decode())
+        problem = str(error).encode()[:_MESSAGE_BYTES]
+    # MPI_Finalize waits for all ranks, so all of them must fail if one does.
+    problems = bytearray(_MESSAGE_BYTES * identity.size)
+    _finish(world.Iallgather(problem.ljust(_MESSAGE_BYTES, b"\0"), problems), deadline)
+    if found is None or problems.strip(b"\0"):
+        raise ValueError(bytes(problems).strip(b"\0").split(b"\0")[0].decode())
     return found
 
 
 def _through_launcher() -> Rendezvous:
-    """By the few words that mpirun and srun keep for their processes, PMI or PMIx.
+    """Exchange the store's address through the launcher's key-value space, by PMI or PMIx.
 
-    A process that has used them can no longer initialise MPI.
+    A process that has done so can no longer initialise MPI.
     """
     return Rendezvous(*import_module("perseus._core").launched_store())
 
@@ -213,7 +212,11 @@ def _finish(request: Any, deadline: float) -> None:
 
 
 def _own_address(hosts: list[str]) -> str:
-    """This host's address as the others reach it: the interface's, else of the route to one."""
+    """Return the address at which other hosts reach this one.
+
+    It is the address of the interface that the user names, else the source address of the route to
+    one of the other hosts.
+    """
     if interface := named_interface():
         return interface_address(interface)
     here = socket.gethostname()
@@ -245,7 +248,7 @@ def _through_slurm(identity: Identity) -> Rendezvous:
         )
     port = _master_port()
     if not setting("PERSEUS_MASTER_PORT"):
-        # Nothing to publish a port through: every rank derives the same one.
+        # No channel exists to publish a port, so every rank derives the same one.
         step = whole_number("SLURM_STEP_ID", default=0, least=0, most=2**32)
         job = whole_number("SLURM_JOB_ID", "SLURM_JOBID", default=0, least=0, most=2**32)
         port += (job * 37 + step * 7) % _SLURM_PORTS
@@ -253,18 +256,18 @@ def _through_slurm(identity: Identity) -> Rendezvous:
 
 
 def first_host(nodelist: str) -> str:
-    """'a[01-03,7]-x,b' -> 'a01-x': the first of the hosts that Slurm's compressed list names."""
+    """Return the first host of Slurm's compressed list: 'a[01-03,7]-x,b' gives 'a01-x'."""
     head, bracket, rest = nodelist.partition("[")
     if not bracket or "," in head:
         return head.split(",")[0]
     inside, _, tail = rest.partition("]")
     first = inside.split(",")[0].split("-")[0]
-    # A further bracket (a[1-2]b[3-4]) belongs to the same name.
+    # A second bracket, as in a[1-2]b[3-4], belongs to the same name.
     return head + first + first_host(tail) if tail and not tail.startswith(",") else head + first
 
 
 def _at_known_place(identity: Identity, host: str, port: int) -> Rendezvous:
-    """Where ranks cannot tell each other anything: port and secret are known beforehand."""
+    """Return a store whose port and secret all ranks know, as they have no channel for them."""
     secret = given_secret()
     if secret is None:
         raise ValueError(
@@ -279,7 +282,7 @@ def _at_known_place(identity: Identity, host: str, port: int) -> Rendezvous:
 
 
 def _serve(host: str, local: bool, keep: tuple[Any, ...] = ()) -> Rendezvous:
-    """Rank 0's server, reachable as `host`; the next free port when the first is taken."""
+    """Start rank 0's server, which others reach as `host`; its port may be the next free one."""
     secret = given_secret() or secrets.token_hex(32).encode()
     server = _store_server(
         _LOOPBACK if local else _listen_address(host), _master_port(), True, secret
@@ -292,12 +295,12 @@ def _store_server(host: str, port: int, next_free: bool, secret: bytes) -> Any:
 
 
 def _listen_address(host: str) -> str:
-    """The address at which others reach this process as `host`; "" (all) if unknown."""
+    """Return the address to listen on, so that others reach it as `host`; "" means all."""
     if is_loopback(host):
         return _LOOPBACK
     if is_own_address(host):
         address = socket.gethostbyname(host)
-        # Many a hosts file gives a host's own name a loopback address, which the others do not see.
+        # Some hosts files map a host's own name to loopback, where other hosts do not reach it.
         return "" if is_loopback(address) else address
     return ""
 

@@ -1,7 +1,4 @@
-"""Environment variables for the bootstrap of a job, read when they are needed.
-
-Stateless.
-"""
+"""Reads the environment variables for the bootstrap of a job. Stateless, thread-safe."""
 
 from __future__ import annotations
 
@@ -13,12 +10,15 @@ _SHORTEST_SECRET = 16
 
 
 def setting(*names: str, default: str = "") -> str:
-    """The first of these environment variables that is set and not empty, else `default`."""
+    """Return the first of these environment variables that is set and not empty, or `default`."""
     return next((value for name in names if (value := os.environ.get(name))), default)
 
 
 def whole_number(*names: str, default: int, least: int, most: int) -> int:
-    """The same for a number; ValueError naming variable and value."""
+    """Return the first of these environment variables that is set, as a whole number.
+
+    Raises ValueError, which names the variable and its value, unless it is in least..most.
+    """
     for name in names:
         if text := setting(name):
             if not (text.isascii() and text.isdecimal() and least <= int(text) <= most):
@@ -30,14 +30,18 @@ def whole_number(*names: str, default: int, least: int, most: int) -> int:
 
 
 def start_timeout() -> int:
-    """Seconds that ranks wait for each other at the start."""
+    """Return how many seconds ranks wait for each other in the bootstrap."""
     return whole_number(
         "HOROVOD_START_TIMEOUT", "PERSEUS_START_TIMEOUT", default=60, least=1, most=1_000_000
     )
 
 
 def given_secret() -> bytes | None:
-    """The secret of PERSEUS_SECRET_FILE, else of PERSEUS_SECRET, else None."""
+    """Return the secret in PERSEUS_SECRET_FILE, else in PERSEUS_SECRET, else None.
+
+    Raises ValueError if the file cannot be read or is readable by others, or if the secret has
+    fewer than 16 bytes.
+    """
     if path := setting("PERSEUS_SECRET_FILE"):
         try:
             mode = Path(path).stat().st_mode
