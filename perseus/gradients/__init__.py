@@ -1,1 +1,1 @@
-"""What the gradients of every framework go through before and after the core reduces them."""
+"""The handling of gradients, before and after the core reduces them, that all frameworks share."""

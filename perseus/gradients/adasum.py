@@ -1,7 +1,7 @@
-"""op=Adasum of an optimizer: every rank takes a step of its own, and the steps are combined.
+"""op=Adasum of an optimizer: every rank takes its own step, and Adasum combines the steps.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", MLSys 2021.
-Belongs to the thread that steps the optimizer, or that builds the graph which does.
+Belongs to the thread that steps the optimizer, or that builds the graph which steps it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 
 class AdasumOfSteps(ABC):
-    """Takes variables from a start that all ranks share to the start plus the Adasum of all steps.
+    """Updates variables from start values, equal on all ranks, to these plus the Adasum of steps.
 
-    An adapter says what this is in its framework, which acts at once or builds a graph.
+    An adapter implements the operations for its framework, either at once or as parts of a graph.
     """
 
     def around(self, variables: Sequence[Any], step: Callable[[], Any]) -> tuple[Any, Any]:
-        """Take a step and combine it; returns what step() and combine() do."""
+        """Take this rank's step and combine it; return the results of step() and combine()."""
         starts = self.copies(variables)
         with self.after(starts):
             stepped = step()
@@ -27,7 +27,7 @@ class AdasumOfSteps(ABC):
             return stepped, self.combine(variables, starts)
 
     def combine(self, variables: Sequence[Any], starts: Sequence[Any]) -> Any:
-        """Combine the steps that have led here from the starts; returns what write() does."""
+        """Combine the steps from `starts` to the present values; return the result of write()."""
         steps = self.reduce(
             self.value(variable) - start for variable, start in zip(variables, starts, strict=True)
         )
@@ -38,20 +38,20 @@ class AdasumOfSteps(ABC):
 
     @abstractmethod
     def copies(self, variables: Sequence[Any]) -> list[Any]:
-        """Where the variables are now, which the step leaves alone."""
+        """Return copies of the variables' values, which the step does not change."""
 
     @abstractmethod
     def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
-        """What is within it comes after these; None among them is nothing to wait for."""
+        """Return a context whose operations run after those in `done`; None entries are ignored."""
 
     @abstractmethod
     def value(self, variable: Any) -> Any:
-        """Where a variable is now."""
+        """Return the present value of a variable."""
 
     @abstractmethod
     def reduce(self, steps: Iterable[Any]) -> Sequence[Any] | None:
-        """The Adasum of every step over all ranks; None where all have to go back to the starts."""
+        """Return the Adasum of each step over all ranks; None if all must restore `starts`."""
 
     @abstractmethod
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> Any:
-        """Set variables to values; may return the operation that does it."""
+        """Assign values to variables; in a graph, return the operation that does so."""

@@ -1,7 +1,7 @@
-"""backward_passes_per_step: gradients of several passes, summed on this rank before they travel.
+"""backward_passes_per_step: sums the gradients of several passes on this rank, then reduces them.
 
-Belongs to the thread that applies gradients, or that builds the graph which does. PyTorch needs
-none of it: there autograd sums in p.grad, and hooks count in Python.
+Belongs to the thread that applies gradients, or that builds the graph which applies them. PyTorch
+does not need it: autograd accumulates in p.grad, and hooks count passes in Python.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from typing import Any, Protocol
 
 
 class Variables(Protocol):
-    """A rank's own variables in the terms of a framework, which acts at once or builds a graph."""
+    """A framework's operations on a rank's own variables, run at once or as parts of a graph."""
 
     def read(self, variable: Any) -> Any:
-        """Its present value."""
+        """Return the present value of a variable."""
 
     def kept(self, value: Any) -> Any:
-        """What read() gave, so that later changes of the variable leave it alone."""
+        """Return a result of read() such that later changes of the variable do not change it."""
 
     def assign(self, variable: Any, value: Any) -> Any:
-        """Set it; returns what after() takes."""
+        """Set a variable; return the operation, for after()."""
 
     def add(self, variable: Any, value: Any) -> Any:
-        """Add to it; returns what after() takes."""
+        """Add a value to a variable; return the operation, for after()."""
 
     def clear(self, variable: Any) -> Any:
-        """Set it to zeros; returns what after() takes."""
+        """Set a variable to zeros; return the operation, for after()."""
 
     def is_zero(self, value: Any) -> Any:
-        """Whether a scalar is 0, as choose() takes it."""
+        """Return whether a scalar is 0, as a condition for choose()."""
 
     def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
-        """What is within it comes after these."""
+        """Return a context whose operations run after those in `done`."""
 
     def choose(self, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-        """What one of two functions returns, as the condition says."""
+        """Return the result of then() if the condition holds, else of otherwise()."""
 
 
 class Passes:
     """Counts backward passes, of which every N-th completes a step.
 
-    number: N, at least 1. counter: a scalar variable of integers, from 0 to N - 1, which the
-    adapter makes: graphs count, too.
+    number: N, at least 1. counter: a scalar integer variable with values 0 to N - 1. The adapter
+    creates it, because graphs count passes as well.
     """
 
     def __init__(self, number: int, variables: Variables) -> None:
@@ -52,11 +52,11 @@ class Passes:
         self._variables = variables
 
     def begins(self) -> Any:
-        """Whether the present pass is the first one of a step."""
+        """Return whether the present pass is the first of a step."""
         return self._variables.is_zero(self._variables.read(self.counter))
 
     def count(self) -> Any:
-        """Count the present pass; returns whether it completes a step."""
+        """Count the present pass; return whether it completes a step."""
         variables = self._variables
         counted = variables.assign(self.counter, (variables.read(self.counter) + 1) % self.number)
         with variables.after([counted]):
@@ -64,7 +64,7 @@ class Passes:
 
 
 class LocalAggregation(Passes):
-    """Sums up gradients over the passes of a step. average: divide the sums by their number."""
+    """Sums gradients over the passes of a step. average: divide sums by the number of passes."""
 
     def __init__(self, number: int, average: bool, variables: Variables) -> None:
         super().__init__(number, variables)
@@ -77,9 +77,12 @@ class LocalAggregation(Passes):
         complete: Callable[[list[Any]], Any],
         otherwise: Callable[[list[Any]], Any],
     ) -> Any:
-        """Add a pass. Returns complete(totals) where it completes a step, else otherwise(totals).
+        """Add the gradients of one pass to the sums.
 
-        sums: variables; gradients: a dense one for each. The sums begin anew before complete().
+        Returns complete(totals) if the pass completes a step, else otherwise(totals).
+
+        sums: variables. gradients: one dense gradient for each sum. The sums are set to zeros
+            before complete() is called.
         """
         variables = self._variables
         added = [

@@ -1,6 +1,7 @@
-"""Arguments of optimizer wrappers and tapes that cannot work, answered by what to write instead.
+"""Checks the arguments of optimizer wrappers and tapes; its errors say what to write instead.
 
-Alike in every framework. Stateless, thread-safe. `where` is the component in front of a message.
+All frameworks share the checks. Stateless, thread-safe. `where` is the component that a message
+begins with.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from perseus.process_sets import checked
 
 
 def checked_passes(passes: Any, where: str) -> int:
-    """backward_passes_per_step; ValueError for what is not a whole number above 0."""
+    """Return backward_passes_per_step; raise ValueError unless it is a whole number above 0."""
     try:
         number = index(passes)
     except TypeError:
@@ -29,7 +30,10 @@ def checked_passes(passes: Any, where: str) -> int:
 
 
 def checked_predivide_factor(factor: Any, op: int, where: str) -> float:
-    """gradient_predivide_factor; ValueError for 0, no number, and other ops than Average."""
+    """Return gradient_predivide_factor.
+
+    Raises ValueError if it is 0 or not a number, or if it is not 1 and op is not Average.
+    """
     if not isinstance(factor, int | float) or not factor:
         raise ValueError(
             f"[{where}] gradient_predivide_factor={factor!r}: expected a number other than 0"
@@ -42,7 +46,11 @@ def checked_predivide_factor(factor: Any, op: int, where: str) -> float:
 def checked_reduction(
     op: Any, predivide_factor: Any, compression: Any, process_set: Any, where: str
 ) -> int:
-    """The number of op; ValueError for what is wrong or does not fit, TypeError for no set."""
+    """Return the number of op after checking all arguments of a reduction.
+
+    Raises ValueError for wrong or inconsistent arguments; TypeError if process_set is not a
+    ProcessSet.
+    """
     number = checked_op(op, where)
     checked_predivide_factor(predivide_factor, number, where)
     checked_compression(compression, where)
@@ -53,10 +61,14 @@ def checked_reduction(
 def checked_groups(
     groups: Any, num_groups: int, what: str, key: Callable[[Any], Hashable], stacklevel: int = 3
 ) -> int | list[list[Any]] | None:
-    """`groups=`, or its old name `num_groups=`: None, a number or lists of `what`; ValueError.
+    """Return `groups=`, or its deprecated form `num_groups=`: None, a number or lists of `what`.
 
-    key: equal for what is the same, and so may occur only once; may raise for what does not belong
-    there. stacklevel: of the warning of the old name.
+    what: "tensor" or "variable", for messages.
+    key: returns equal keys for the same member, which may occur only once; raises ValueError for
+        anything else than a member.
+    stacklevel: of the deprecation warning.
+
+    Raises ValueError for other values and for members that occur twice.
     """
     if num_groups != 0:
         warnings.warn(
@@ -79,7 +91,7 @@ def checked_groups(
 
 
 def check_sparse(name: str, where: str) -> None:
-    """ValueError for a sparse gradient where the settings sum up gradients over steps."""
+    """Raise ValueError for a sparse gradient if the settings accumulate gradients over steps."""
     if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
         raise ValueError(
             f"[{where}] the gradient of {name} is sparse; PERSEUS_ACCUMULATE_N_STEPS sums dense "
@@ -88,7 +100,7 @@ def check_sparse(name: str, where: str) -> None:
 
 
 def check_adasum_of_steps(where: str) -> None:
-    """ValueError for an optimizer with op=Adasum where the settings sum up gradients."""
+    """Raise ValueError for an optimizer with op=Adasum if the settings accumulate gradients."""
     if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
         raise ValueError(
             f"[{where}] PERSEUS_ACCUMULATE_N_STEPS sums gradients, but op=Adasum combines the "
@@ -97,7 +109,7 @@ def check_adasum_of_steps(where: str) -> None:
 
 
 def wrapped_twice(where: str, what: str = "optimizer") -> ValueError:
-    """The error for an optimizer, or a tape, that is distributed already."""
+    """Return the error for an optimizer, or a tape, that is distributed already."""
     name = "DistributedOptimizer" if what == "optimizer" else "DistributedGradientTape"
     return ValueError(
         f"[{where}] the {what} is a {name} already, and its gradients are reduced once: call "
@@ -106,7 +118,7 @@ def wrapped_twice(where: str, what: str = "optimizer") -> ValueError:
 
 
 def not_an_optimizer(given: Any, where: str, expected: str, example: str) -> ValueError:
-    """The error for what is wrapped and is no optimizer."""
+    """Return the error for an object that is not an optimizer and so cannot be wrapped."""
     kind = type(given)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
     got = "None" if given is None else name

@@ -1,4 +1,4 @@
-"""Which gradients one operation reduces together. Pure functions, thread-safe."""
+"""Bundles gradients that one operation reduces together. Pure functions, thread-safe."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 def split(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
-    """The items in `count` contiguous parts; the first ones have one more where it is uneven."""
+    """Split items into `count` contiguous parts, the first of which may have one item more."""
     size, larger = divmod(len(items), count)
     starts = [part * size + min(part, larger) for part in range(count + 1)]
     return [items[starts[part] : starts[part + 1]] for part in range(count)]
@@ -18,11 +18,11 @@ def split(items: Sequence[Item], count: int) -> list[Sequence[Item]]:
 def bundles(
     keys: Sequence[Hashable], groups: int | Sequence[Sequence[Hashable]] | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The positions of the keys that each operation reduces; every position occurs once.
+    """Return the bundles as tuples of positions in `keys`; every position occurs once.
 
-    groups: None: each key by itself. A number: so many contiguous parts, fewer where there are
-        fewer keys. Lists of keys: these, each in the order of `keys`, without the keys that are not
-        there; then the rest, each by itself.
+    groups: None gives each key its own bundle. A number gives that many contiguous parts, or fewer
+        if there are fewer keys. Lists of keys give one bundle each, in the order of `keys`, without
+        keys that are not in `keys`; every other key then gets its own bundle.
     """
     if groups is None or not keys:
         return tuple((position,) for position in range(len(keys)))

@@ -1,9 +1,9 @@
-"""Gradients reduced by operations whose handles the thread that steps waits for.
+"""Reduces gradients by operations with handles, for which the thread that steps waits.
 
-For frameworks that submit tensors as soon as Python has them. Where a graph or an engine orders
-operations (TensorFlow, MXNet), nothing is waited for, and their reducers stand on Reducer alone.
-Belongs to the thread that steps the optimizer; hooks may begin reductions in other threads, one at
-a time for each reduction.
+It serves frameworks that submit tensors as soon as Python has them. In TensorFlow and MXNet, a
+graph or an engine orders operations, so nothing waits for handles, and their reducers derive from
+Reducer. Belongs to the thread that steps the optimizer; hooks may begin reductions in other
+threads, one at a time for each reduction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_SECONDS = 0.001
 
 
 class Session(Protocol):
-    """A framework's door to the core, which knows where its tensors lie; see perseus._core."""
+    """A framework's interface to the core, which takes its tensors; see perseus._core."""
 
     submit: Callable[..., int]
     poll: Callable[[int], bool]
@@ -32,12 +32,12 @@ class Session(Protocol):
 
 
 class Reduction:
-    """One operation, which reduces a gradient or a bundle of them under one name.
+    """One operation, which reduces a gradient or a bundle of gradients under one name.
 
-    key: what checkpoints call what codecs hold back of it.
-    gradients: what begin() was given; their results once finish() has returned.
-    others: functions that finish what was started beside the operation; each waits, and returns
-        whether its result may be applied.
+    key: the name of its residuals in checkpoints.
+    gradients: the arguments of begin(), and the results once finish() has returned.
+    others: functions that finish operations which were started beside this one. Each of them waits
+        and returns whether its result may be applied.
     """
 
     __slots__ = ("contexts", "gradients", "handle", "key", "name", "others", "sent")
@@ -45,27 +45,28 @@ class Reduction:
     def __init__(self, name: str, key: str) -> None:
         self.name = name
         self.key = key
-        self.handle = 0  # 0 = not under way
+        self.handle = 0  # 0 = not in flight
         self.gradients: list[Any] = []
         self.sent: list[Any] = []
         self.contexts: list[Any] = []
         self.others: list[Callable[[], bool]] = []
 
     def is_under_way(self) -> bool:
-        """Whether it has begun and was not finished."""
+        """Return whether it has begun and has not been finished."""
         return self.handle != 0 or bool(self.others)
 
 
 class HandleReducer(Reducer):
-    """Begins reductions by a plan and finishes them; what a reduction is of is the adapter's.
+    """Begins and finishes reductions according to a plan; an adapter decides what each one reduces.
 
-    session: the framework's. reductions: those to drop when a new world begins, because the core
-    numbers handles anew; an adapter puts them there.
+    session: the framework's interface to the core.
+    reductions: all reductions of the adapter, which it sets. When a new world begins, those in
+        flight are dropped, because the core numbers handles anew.
     """
 
     def __init__(self, plan: Plan, session: Session) -> None:
         super().__init__(plan)
-        self.reductions: list[Any] = []  # Reduction, or what an adapter has made of it
+        self.reductions: list[Any] = []  # of Reduction, or of an adapter's subclass of it
         self._session = session
         self._plain = plan.compression.in_core
         self._op = plan.op
@@ -76,7 +77,7 @@ class HandleReducer(Reducer):
         _living.add(self)
 
     def begin(self, reduction: Reduction, gradients: list[Any]) -> None:
-        """Start reducing dense gradients: in place, or what the compression makes of them."""
+        """Start reducing dense gradients, in place or as the tensors that compression returns."""
         reduction.gradients = gradients
         if not self._plain:
             pairs = [self.plan.compression.compress(gradient) for gradient in gradients]
@@ -92,16 +93,16 @@ class HandleReducer(Reducer):
         )  # fmt: skip
 
     def finish(self, reductions: Iterable[Reduction], failures: Failures) -> bool:
-        """Wait for those that are under way; whether all of them may be applied.
+        """Wait for reductions that are in flight; return whether all of them may be applied.
 
-        What fails is added to the failures, and the others are waited for all the same.
+        An error is added to `failures`, and the other reductions are still waited for.
         """
         wait = self._session.synchronize
         applies = True
         for reduction in reductions:
             try:
                 if reduction.handle != 0:
-                    # None: part of a sum that is not complete, or a NaN that is to be skipped.
+                    # None: the sum over steps is not complete, or a NaN is to be skipped.
                     if wait(reduction.handle) is None:
                         applies = False
                     elif not self._plain:
@@ -117,24 +118,24 @@ class HandleReducer(Reducer):
         return applies
 
     def wait(self) -> None:
-        """Return once all that has begun has ended; it is still to be finished."""
+        """Return once all reductions in flight have ended. They still have to be finished."""
         for reduction in self.reductions:
             while reduction.handle != 0 and not self._session.poll(reduction.handle):
                 time.sleep(_POLL_SECONDS)
 
     def busy(self) -> bool:
-        """Whether a reduction has begun and was not finished."""
+        """Return whether any reduction has begun and has not been finished."""
         return any(reduction.is_under_way() for reduction in self.reductions)
 
     def forget_begun(self) -> None:
-        """Drop reductions without waiting: they belong to a world that is gone."""
+        """Drop reductions without waiting, because their world has ended."""
         for reduction in self.reductions:
             reduction.handle = 0
             reduction.gradients = reduction.sent = reduction.contexts = []
             reduction.others = []
 
     def written(self, gradient: Any, result: Any) -> Any:
-        """The result, where the adapter wants it: here where it is."""
+        """Return a decompressed result. An adapter may override it to write into the gradient."""
         del gradient
         return result
 

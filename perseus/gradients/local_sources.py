@@ -1,4 +1,7 @@
-"""Variables whose gradients stay on their rank. Belongs to the thread that computes gradients."""
+"""Keeps gradients of some variables on their rank.
+
+Belongs to the thread that computes gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,24 @@ from typing import Any
 
 
 class LocalSources:
-    """What is left out of reductions: gradients of these are only scaled, if at all.
+    """The set of sources whose gradients are not reduced but at most scaled.
 
-    key: what a source is known by. scale: divides a gradient by the number of ranks, as the mean of
-    reduced gradients weighs it; None leaves it alone.
+    key: returns a source's identity. scale: divides a gradient by the number of ranks, which gives
+    it the weight that it would have in a mean over ranks; None leaves the gradient unchanged.
     """
 
     def __init__(self, key: Callable[[Any], Hashable], scale: Callable[[Any], Any] | None) -> None:
         self._key = key
         self._scale = scale
-        self._sources: dict[Hashable, Any] = {}  # kept, so that no other gets the key of one
+        # Keeps the sources alive, so that no other object gets the id() of one of them.
+        self._sources: dict[Hashable, Any] = {}
 
     def register(self, source: Any) -> None:
-        """Leave this one out from now on."""
+        """Leave the gradient of this source on its rank from now on."""
         self._sources[self._key(source)] = source
 
     def is_local(self, source: Any) -> bool:
-        """Whether it was registered."""
+        """Return whether a source was registered."""
         return bool(self._sources) and self._key(source) in self._sources
 
     def around(
@@ -32,15 +36,19 @@ class LocalSources:
         gradients: Sequence[Any],
         sources: Sequence[Any],
     ) -> tuple[list[Any], Any]:
-        """Have `reduce` do what is not local; returns all gradients in order, and its verdict."""
+        """Call reduce(gradients, sources) for those that are not local.
+
+        Returns all gradients in their order, and the second result of `reduce`, which is whether to
+        apply them.
+        """
         local = [self.is_local(source) for source in sources]
-        wide = [i for i, stays in enumerate(local) if not stays]
-        reduced, applies = reduce([gradients[i] for i in wide], [sources[i] for i in wide])
+        shared = [i for i, stays in enumerate(local) if not stays]
+        reduced, applies = reduce([gradients[i] for i in shared], [sources[i] for i in shared])
         results = [
             self._scaled(gradient) if stays else gradient
             for gradient, stays in zip(gradients, local, strict=True)
         ]
-        for i, gradient in zip(wide, reduced, strict=True):
+        for i, gradient in zip(shared, reduced, strict=True):
             results[i] = gradient
         return results, applies
 

@@ -1,16 +1,18 @@
-"""What ranks call the same variable, whatever else some of them have made. Pure, thread-safe."""
+"""Names of variables that are equal on all ranks. Pure functions, thread-safe."""
 
 from __future__ import annotations
 
 import re
 
-# Keras numbers layers and models, TensorFlow what has a name twice in a graph: `dense_3/kernel`.
+# Keras numbers layers and models, and TensorFlow numbers repeated names in a graph: dense_3/kernel.
 _NUMBER = re.compile(r"_\d+(?=/|$)")
 
 
 def unnumbered(path: str) -> str:
-    """The path of a variable without such numbers; several may share one, so add a position.
+    """Return the path of a variable without the numbers that Keras and TensorFlow append.
 
-    Ranks may have made different numbers of layers before: a model that only one of them looks at.
+    These may differ, because a rank may have created more layers before, such as those of a model
+    that only this rank inspects. Several variables may share the result, so names need a position
+    as well.
     """
     return _NUMBER.sub("", path)

@@ -1,4 +1,4 @@
-"""What became of a gradient in the core."""
+"""The outcome of a gradient's reduction. Immutable."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """enum perseus_gradient: what became of a gradient, or of a step's together."""
+    """The outcome for one gradient or for a whole step; the values of enum perseus_gradient."""
 
     REDUCED = 0
-    HELD = 1  # part of a sum to come (PERSEUS_ACCUMULATE_N_STEPS)
-    SKIPPED = 2  # some rank had a NaN (PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip)
+    HELD = 1  # added to a sum that is not complete yet (PERSEUS_ACCUMULATE_N_STEPS)
+    SKIPPED = 2  # a rank had a NaN (PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip)

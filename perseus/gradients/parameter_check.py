@@ -1,8 +1,9 @@
-"""Parameters that should be equal on all ranks, compared every PERSEUS_PARAMETER_CHECK_N_STEPS.
+"""Compares parameters, which should be equal on all ranks, every PERSEUS_PARAMETER_CHECK_N_STEPS.
 
-Every rank hashes the exact bits of its parameters. One small allgather shows whether all have the
-same; only where they have not, a second one finds out which parameters differ, and on which ranks.
-An adapter has a ParameterCheck for each optimizer and calls it from the thread that steps.
+Every rank hashes the exact bits of its parameters. One small allgather shows whether all ranks have
+the same hash. Only if they differ does a second allgather find out which parameters differ, and on
+which ranks. An adapter has one ParameterCheck for each optimizer and calls it in the thread that
+steps.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ _REMEDY = (
     "hvd.callbacks.BroadcastGlobalVariablesCallback, hvd.load_model), and have an "
     "hvd.DistributedOptimizer or hvd.DistributedGradientTape average all gradients."
 )
-_SUMMARY = struct.Struct("<QQ")  # how many parameters, and the hash of their hashes
+_SUMMARY = struct.Struct("<QQ")  # the number of parameters and the hash of their hashes
 
 
 class ParameterCheck:
-    """Of the parameters of one optimizer.
+    """Compares the parameters of one optimizer.
 
-    process_set: the ranks whose parameters are to be equal. name: pairs comparisons across ranks,
-    where several may be under way at the same time. every: after how many steps; 0 = never.
+    process_set: the ranks whose parameters must be equal.
+    name: matches comparisons across ranks, as several may be in flight at the same time.
+    every: the number of steps between comparisons; 0 = never.
     """
 
     def __init__(self, process_set: ProcessSet = global_process_set, name: str = "all") -> None:
@@ -43,10 +45,10 @@ class ParameterCheck:
         _living.add(self)
 
     def due(self) -> bool:
-        """Count a step that begins: whether to compare() what the steps before it have left.
+        """Count a step that begins; return whether to compare() before it.
 
-        True on all ranks alike, after every N-th step, which has then seen whatever broadcasts the
-        initial values. False where there is nobody to compare with.
+        The result is equal on all ranks. It is true after every N-th step, by which time the
+        initial values have been broadcast, and always false in a process set of one rank.
         """
         if self.every == 0:
             return False
@@ -55,10 +57,12 @@ class ParameterCheck:
         return taken > 0 and taken % self.every == 0 and self._has_peers()
 
     def compare(self, parameters: Iterable[tuple[str, Any]]) -> None:
-        """Compare with all ranks. Collective: ranks whose due() was true.
+        """Compare parameters with all ranks. A collective, for ranks whose due() was true.
 
         parameters: names and contiguous buffers, in the same order on all ranks.
-        MismatchError on all of them, with the first parameter that differs, unless all are equal.
+
+        Raises MismatchError on all ranks, which names the first parameter that differs, unless all
+        are equal.
         """
         from perseus import _core
 
@@ -68,43 +72,44 @@ class ParameterCheck:
         group = self._process_set.process_set_id or 0
         if len(set(control.gather_equal(summary, self._name, group))) == 1:
             return
-        written = json.dumps(hashes).encode()
-        everybody = [json.loads(part) for part in control.gather_bytes(written, self._name, group)]
+        encoded = json.dumps(hashes).encode()
+        gathered = [json.loads(part) for part in control.gather_bytes(encoded, self._name, group)]
         ranks = basics.group_ranks(group) or []
         steps = self._begun - 1
         raise MismatchError(
-            f"[{SETTING}] after {steps} steps {_difference(everybody, ranks)}. {_REMEDY}"
+            f"[{SETTING}] after {steps} steps {_difference(gathered, ranks)}. {_REMEDY}"
         )
 
     def _has_peers(self) -> bool:
         return bool(self._process_set.included()) and (self._process_set.size() or 1) > 1
 
     def begin_world(self) -> None:
-        """Read the setting, and count anew: ranks may have taken different numbers of steps."""
+        """Read the setting and restart the count, as ranks may have taken different numbers of
+        steps."""
         self.every, self._begun = basics.setting(SETTING), 0
 
 
-def _difference(everybody: list[list[tuple[str, int]]], ranks: list[int]) -> str:
-    """What differs between lists of (name, hash), one of each of `ranks`; something does."""
-    counts = [len(parameters) for parameters in everybody]
+def _difference(gathered: list[list[tuple[str, int]]], ranks: list[int]) -> str:
+    """Describe the difference between lists of (name, hash), one for each rank in `ranks`."""
+    counts = [len(parameters) for parameters in gathered]
     if len(set(counts)) > 1:
         return f"the number of parameters differs: {_by_rank(counts, ranks, '{} on {}')}"
     differing = [
         place
         for place in range(counts[0])
-        if len({parameters[place][1] for parameters in everybody}) > 1
+        if len({parameters[place][1] for parameters in gathered}) > 1
     ]
     first = differing[0]
-    values = [f"{parameters[first][1]:016x}" for parameters in everybody]
+    values = [f"{parameters[first][1]:016x}" for parameters in gathered]
     return (
-        f"the parameter {everybody[0][first][0]} is not the same on all ranks "
+        f"the parameter {gathered[0][first][0]} is not the same on all ranks "
         f"({_by_rank(values, ranks, 'hash {} on {}')}); of {counts[0]} parameters "
         f"{len(differing)} differ{'s' if len(differing) == 1 else ''}, this is the first"
     )
 
 
 def _by_rank(values: list[Any], ranks: list[int], form: str) -> str:
-    """What each value's ranks are, in words."""
+    """List each value with its ranks. form: a template for the value and the list of ranks."""
     holders: dict[Any, list[int]] = defaultdict(list)
     for value, rank in zip(values, ranks, strict=True):
         holders[value].append(rank)
@@ -112,7 +117,7 @@ def _by_rank(values: list[Any], ranks: list[int], form: str) -> str:
 
 
 def _listed(ranks: list[int]) -> str:
-    """Ranks in ascending order, runs of them as one: ranks 0-2, 5."""
+    """Format ascending ranks, with runs as ranges: [0, 1, 2, 5] gives 'ranks 0-2, 5'."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][-1] == rank - 1:

@@ -1,4 +1,4 @@
-"""Whether there is anything to do for this rank's gradients. Stateless, thread-safe."""
+"""Decides whether this rank's gradients need any reduction. Stateless, thread-safe."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from perseus.process_sets import ProcessSet, group_id
 
 
 def alone() -> bool:
-    """Whether the world is this rank, and does not grow."""
+    """Return whether the world has one rank and cannot grow."""
     return basics.size() == 1 and not config.elastic()
 
 
 def takes_part(process_set: ProcessSet) -> bool:
-    """Whether this rank has anything to reduce in a set; a world that may grow counts as grown.
+    """Return whether this rank has gradients to reduce in a process set.
 
-    ValueError where the set is not registered, and before init().
+    A set of one rank needs no reduction, unless the world may grow or the settings act on
+    gradients. Raises ValueError if the set is not registered, and before init().
     """
-    basics.size()  # an error before init()
+    basics.size()  # raises before init()
     group_id(process_set)
     return bool(process_set.included()) and (
         process_set.size() != 1 or config.elastic() or basics.settings_act_on_gradients()

@@ -1,4 +1,4 @@
-"""How gradients are reduced, in the words of every framework. Immutable."""
+"""The plan that says how gradients are reduced; all frameworks share it. Immutable."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from perseus.process_sets import ProcessSet, global_process_set
 
 @dataclass(frozen=True)
 class Plan:
-    """What optimizer wrappers and tapes were asked for; equal on all ranks.
+    """The arguments of an optimizer wrapper or a tape; equal on all ranks.
 
     predivide_factor: gradients are divided by it before they are summed, and multiplied afterwards.
-    groups: a number, or lists of what the adapter takes for parameters; see bundles.bundles.
+    groups: a number, or lists of the adapter's parameters; see bundles.bundles.
     device_dense, device_sparse: where TensorFlow runs the reductions; "" leaves it to TensorFlow.
     """
 
@@ -31,10 +31,10 @@ class Plan:
 
     @property
     def prescale(self) -> float:
-        """What gradients are multiplied by before the reduction."""
+        """The factor by which gradients are multiplied before the reduction."""
         return 1.0 / self.predivide_factor
 
     @property
     def postscale(self) -> float:
-        """What results are multiplied by."""
+        """The factor by which results are multiplied after the reduction."""
         return self.predivide_factor

@@ -1,4 +1,4 @@
-"""What the reducers of every framework have in common: their gradients in the core.
+"""The base of every framework's reducer: the state that the core keeps of its gradients.
 
 Belongs to the thread that steps the optimizer.
 """
@@ -15,10 +15,11 @@ from perseus.gradients.residuals import Held, Residuals, own
 
 
 class Reducer:
-    """Reduces gradients by a plan, each framework's in its own way.
+    """Reduces gradients according to a plan; each framework has its own subclass.
 
-    number: of these gradients in the core, see perseus_request.gradient_of. The core forgets them
-        with this object. residuals: what lossy codecs hold back of them.
+    number: identifies these gradients in the core; see perseus_request.gradient_of. The core drops
+        their state when this object is destroyed.
+    residuals: the residuals that lossy codecs keep of these gradients.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -28,12 +29,12 @@ class Reducer:
         weakref.finalize(self, basics.forget_gradients, self.number).atexit = False
 
     def forget(self) -> None:
-        """Drop what was summed over steps and held back: the next step begins a new sum."""
+        """Drop the core's sums over steps and the residuals; the next step begins a new sum."""
         basics.forget_gradients(self.number)
         self.residuals.replace({})
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
-        """Have what was read before replace what is; owner: see Source.go_on_with."""
+        """Replace the residuals with earlier ones, and drop sums. See Source.go_on_with."""
         self.forget()
         self.residuals.replace(own(residuals, owner))
         if basics.is_initialized():
@@ -41,14 +42,15 @@ class Reducer:
 
 
 class LateReducer:
-    """A Source whose reducer is made when it is first used: what is loaded before waits for it."""
+    """A Source whose reducer is created on first use, and which keeps residuals loaded before."""
 
     def __init__(self) -> None:
         self._reducer: Any = None  # the framework's Reducer
-        self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)  # before _reducer
+        # The residuals that were loaded before there was a reducer, and their owner.
+        self._loaded: tuple[Mapping[str, Held], int | None] = ({}, None)
 
     def residuals(self) -> dict[str, Held]:
-        """See Source. By names that are the same in every process."""
+        """See Source. The keys are equal in every process."""
         return own(*self._loaded) if self._reducer is None else self._reducer.residuals.read()
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:

@@ -1,8 +1,8 @@
-"""What lossy codecs hold back of one set of gradients, to be saved and brought back.
+"""Saves and restores the residuals that lossy codecs keep of one set of gradients.
 
-It lies in the core; here is what was loaded and the core has not been given yet, which may have to
-wait for the next world, or for the reduction to get a name. Belongs to the thread that steps the
-optimizer.
+The core owns the residuals. This module keeps those that were loaded but that the core cannot take
+yet, because the next world has not begun or their reduction has no name so far. Belongs to the
+thread that steps the optimizer.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Any, Protocol, runtime_checkable
 
 from perseus import basics
 
-# (core's number for the placement of ranks, and of the name, see _mark; 2 n numbers of float32 as a
-# buffer of bytes: of n elements what this rank sends, then of the results that it owns)
+# The residuals of one reduction: (layout, data). The layout is the core's number for the placement
+# of ranks, combined with the name by _mark(). The data is a buffer of float32 of shape (2, n) for n
+# elements: the residuals of what this rank sends, then of the results that it owns.
 Held = tuple[int, Any]
 
 
 class Residuals:
-    """number: of the gradients, see basics.new_gradients. group: of their process set.
+    """The residuals of one reducer's gradients.
 
-    ValueError from the core where a reduction is under way.
+    number: identifies the gradients; see basics.new_gradients. group: the number of their process
+    set. waiting: residuals that the core has not been given yet, by key.
+
+    The core raises ValueError while one of the reductions is in flight.
     """
 
     def __init__(self, number: int, group: int | None) -> None:
@@ -34,11 +38,14 @@ class Residuals:
         _living.add(self)
 
     def know(self, key: str, name: str, grouped: bool) -> None:
-        """What checkpoints call `key` is reduced under this name."""
+        """Record the name under which the gradients with this key in checkpoints are reduced.
+
+        grouped: whether one operation reduces several gradients.
+        """
         self._reductions[key] = name, grouped
 
     def read(self) -> dict[str, Held]:
-        """Copies of all there are, by key."""
+        """Return copies of all residuals, by key."""
         held = {key: (layout, bytearray(data)) for key, (layout, data) in self.waiting.items()}
         if not basics.is_initialized():
             return held
@@ -50,11 +57,11 @@ class Residuals:
         return held
 
     def replace(self, held: Mapping[str, Held]) -> None:
-        """Go on with these, as read() gave them; the core must have forgotten what it had."""
+        """Replace all residuals by a result of read(). The core must have dropped the old ones."""
         self.waiting = dict(held)
 
     def hand_over(self, key: str) -> None:
-        """Give the core what waits for it under a key that is about to be reduced."""
+        """Give the core the waiting residuals of a key, if any, before its next reduction."""
         layout, data = self.waiting.pop(key, (0, None))
         if data is not None:
             name, grouped = self._reductions[key]
@@ -62,45 +69,49 @@ class Residuals:
             basics.write_residual(self._number, self._group, name, grouped, held)
 
     def hand_over_known(self) -> None:
-        """The same of all that have a name, if this rank takes part in the present world."""
+        """Give the core all waiting residuals whose reductions have names, if this rank takes part
+        in the present world."""
         if basics.rank() in (basics.group_ranks(self._group) or ()):
             for key in self._reductions.keys() & self.waiting.keys():
                 self.hand_over(key)
 
-    def take_along(self) -> None:
-        """The world is about to end, and the next one is to go on with these."""
+    def carry_over(self) -> None:
+        """Keep the residuals for the next world, because the present one is about to end."""
         self.waiting = self.read()
 
 
 def own(residuals: Mapping[str, Held], owner: int | None) -> dict[str, Held]:
-    """Those of a file if this rank, or None, held them; else none: others begin with nothing."""
+    """Return a file's residuals if this rank owns them, or if owner is None; else {}."""
     known = owner is None or (basics.is_initialized() and owner == basics.rank())
     return dict(residuals) if known else {}
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Where they are, for those who save them."""
+    """An object with residuals that checkpoints save and restore."""
 
     def residuals(self) -> dict[str, Held]:
-        """Copies of all there are."""
+        """Return copies of all residuals, by key."""
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
-        """Have these, as residuals() gave them, take the place of all that was before.
+        """Replace all residuals by a result of residuals().
 
-        owner: the rank that held them, where they come from a file; others begin with nothing.
+        owner: the rank that saved them, if they come from a file; other ranks begin without any.
         """
 
 
 def pack(held: Mapping[str, Held], rank: int) -> bytes:
-    """What a rank holds as one string: a line of JSON, the numbers, and a dot for NumPy's sake."""
+    """Serialise a rank's residuals: a line of JSON, the data, and a dot.
+
+    The dot protects the data, because NumPy strips zeros from the end of strings.
+    """
     index = [[key, layout, len(data)] for key, (layout, data) in held.items()]
     line = json.dumps({"rank": rank, "held": index}).encode()
     return b"".join([line, b"\n", *(bytes(data) for _, data in held.values()), b"."])
 
 
 def unpack(string: bytes) -> tuple[dict[str, Held], int]:
-    """(what was packed, the rank that held it); ValueError for other strings."""
+    """Return (residuals, rank), the arguments of pack(); raise ValueError for other strings."""
     line, found, numbers = bytes(string).partition(b"\n")
     held: dict[str, Held] = {}
     try:
@@ -118,9 +129,10 @@ def unpack(string: bytes) -> tuple[dict[str, Held], int]:
 
 
 def _mark(key: str, name: str) -> int:
-    """What makes a placement another one where the name has changed, and so is sent at once.
+    """Return a number that is combined with a layout so that it changes along with the name.
 
-    Who owns which results depends on the name. Where names are keys, both are the same.
+    The name determines which rank owns which results, so residuals under another name do not fit
+    the owners any more and are sent at once. It is 0 if keys are names.
     """
     return 0 if key == name else zlib.crc32(name.encode())
 
@@ -129,17 +141,17 @@ _living: weakref.WeakSet[Residuals] = weakref.WeakSet()
 
 
 def hand_over_known() -> None:
-    """Give the core what waits for it in all process sets that there are by now."""
+    """Give the core the waiting residuals of all process sets that are registered by now."""
     for residuals in _living:
         if residuals.waiting:
             residuals.hand_over_known()
 
 
-def _take_along() -> None:
+def _carry_over() -> None:
     for residuals in _living:
-        residuals.take_along()
+        residuals.carry_over()
 
 
 basics.at_init(hand_over_known)
 basics.at_flush(hand_over_known)
-basics.at_reset(_take_along)
+basics.at_reset(_carry_over)

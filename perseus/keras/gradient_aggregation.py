@@ -1,4 +1,4 @@
-"""backward_passes_per_step with Keras 3: see perseus.gradients.aggregation.
+"""backward_passes_per_step for Keras 3; see perseus.gradients.aggregation.
 
 Belongs to the thread that applies gradients. Source of behaviour: Horovod 0.28.1,
 horovod.tensorflow.gradient_aggregation.
@@ -16,7 +16,7 @@ from perseus.gradients.aggregation import LocalAggregation
 
 
 class _Variables:
-    """See Variables. Keras' functions keep the order of what changes variables by themselves."""
+    """See Variables. Keras itself keeps the order of operations that change variables."""
 
     def read(self, variable: Any) -> Any:
         """See Variables."""
@@ -53,9 +53,9 @@ class _Variables:
 
 
 class GradientAggregation(LocalAggregation):
-    """One sum for each variable of an optimizer, and how many calls are in them.
+    """Keeps one sum for each variable of an optimizer, and counts the passes in the sums.
 
-    They are no variables of the optimizer, so what it saves is what it saves without them.
+    The sums are not variables of the optimizer, so it saves the same state as without them.
     """
 
     def __init__(self, passes: int, average: bool) -> None:
@@ -63,7 +63,7 @@ class GradientAggregation(LocalAggregation):
         self._sums: list[Any] = []
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the sums."""
+        """Create the counter and the sums, which are zeros of the variables' shapes and dtypes."""
         self.counter = keras.Variable(0, dtype="int32", trainable=False, name="counter")
         self._sums = [
             keras.Variable(
@@ -79,15 +79,18 @@ class GradientAggregation(LocalAggregation):
         complete: Callable[[list[Any]], Any],
         otherwise: Callable[[], Any],
     ) -> Any:
-        """Add dense gradients, or None, of variables by their place; see LocalAggregation.add."""
-        there = [place for place, gradient in enumerate(gradients) if gradient is not None]
+        """Add the gradients of one pass; see LocalAggregation.add.
 
-        def with_none(totals: list[Any]) -> Any:
+        gradients: dense or None. indices: the index in the optimizer of each gradient's variable.
+        """
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+
+        def complete_with_none(totals: list[Any]) -> Any:
             full: list[Any] = [None] * len(gradients)
-            for place, total in zip(there, totals, strict=True):
-                full[place] = total
+            for i, total in zip(present, totals, strict=True):
+                full[i] = total
             return complete(full)
 
-        sums = [self._sums[indices[place]] for place in there]
-        given = [gradients[place] for place in there]
-        return self.add(sums, given, with_none, lambda _: otherwise())
+        sums = [self._sums[indices[i]] for i in present]
+        given = [gradients[i] for i in present]
+        return self.add(sums, given, complete_with_none, lambda _: otherwise())

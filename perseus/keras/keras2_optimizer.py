@@ -22,8 +22,8 @@ from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregati
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.residuals import ResidualState
 
-# Set by method calls, so no config has it.
-_CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
+# Attributes that methods of an optimizer set, and that its config therefore lacks.
+_NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
 _CHILD = "perseus_residuals_state"  # in TensorFlow's checkpoints
 
 # At import: model.compile(hvd.DistributedOptimizer(…)) looks up compile before it wraps.
@@ -236,7 +236,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
     made_class: Any = type(wrapped.__name__, (mixin, wrapped), {**copied, "_options": options})
     made = made_class.from_config(optimizer.get_config())
-    for name in _CALLED_FOR:
+    for name in _NOT_IN_CONFIG:
         if hasattr(optimizer, name):
             setattr(made, name, getattr(optimizer, name))
     if getattr(optimizer, "_built", False) or getattr(optimizer, "_hypers_created", False):

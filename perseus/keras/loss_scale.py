@@ -1,9 +1,9 @@
 """Under mixed_float16, ranks agree on whether gradients are finite.
 
-Under that policy `compile` puts a LossScaleOptimizer around the optimizer. It skips the step
-if a gradient of its own rank is not finite: the other ranks would take the step, wait for that
-rank's gradients and continue with another scale. The check comes before the core, in which one
-infinite gradient would spoil residuals and sums.
+Under that policy `compile` puts a LossScaleOptimizer around the optimizer, which skips the step if
+a gradient of its own rank is not finite. Without an agreement, the other ranks would take the step,
+wait for that rank's gradients and continue with another scale. The check runs before the core
+reduces gradients, because one infinite gradient would corrupt its residuals and sums.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _local_check = keras.optimizers.LossScaleOptimizer.check_finite
 
 
 def _check_everywhere(self: Any, grads: Sequence[Any]) -> Any:
-    """Whether all gradients are finite, on every rank where the optimizer is distributed."""
+    """Return whether all gradients are finite, on all ranks if the optimizer is distributed."""
     finite = _local_check(self, grads)
     reducer = getattr(self.inner_optimizer, "_reducer", None)
     return finite if reducer is None or not reducer.active() else reducer.everywhere(finite)
 
 
 def install() -> None:
-    """Have LossScaleOptimizers of distributed optimizers ask all ranks; others stay as they are."""
+    """Let LossScaleOptimizers of distributed optimizers check all ranks; others do not change."""
     keras.optimizers.LossScaleOptimizer.check_finite = _check_everywhere

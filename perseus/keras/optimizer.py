@@ -1,7 +1,7 @@
 """DistributedOptimizer for Keras 3: an optimizer of the same class that averages gradients first.
 
-Source of behaviour: Horovod 0.28.1, horovod._keras, in the terms of Keras 3: one method, `apply`,
-is reached by every way of training.
+In Keras 3, every way of training calls the optimizer's method `apply`, so only that is overridden.
+Belongs to the thread that trains. Source of behaviour: Horovod 0.28.1, horovod._keras.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from perseus.keras.gradient_aggregation import GradientAggregation
 from perseus.keras.reducer import Options, Reducing
 from perseus.keras.residuals import SavedResiduals
 
-# What is said by calling methods, and so is in no config.
-_CALLED_FOR = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+# Attributes that methods of an optimizer set, and that its config therefore lacks.
+_NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
 
 class DistributedMixin(Reducing):
-    """What is put in front of an optimizer's class."""
+    """The mixin that distribute() puts in front of the wrapped optimizer's class."""
 
     _agg_helper: GradientAggregation | None
 
@@ -33,24 +33,27 @@ class DistributedMixin(Reducing):
         self._agg_helper = GradientAggregation(passes, average) if passes > 1 else None
 
     def build(self, variables: Sequence[Any]) -> None:
-        """As in the wrapped optimizer."""
+        """Build the wrapped optimizer, and the sums for backward_passes_per_step."""
         super().build(variables)  # type: ignore[misc]
         if self._agg_helper is not None:
             self._agg_helper.build(variables)
 
     def scale_loss(self, loss: Any) -> Any:
-        """As in the wrapped optimizer; Keras' train_step calls it right before backward."""
-        sums_up = self._agg_helper is not None or self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        if not sums_up and self._reducer.active():
+        """Scale the loss as the wrapped optimizer does.
+
+        Keras' train_step calls it right before backward, so the reducer can prepare for backward.
+        """
+        accumulates = self._agg_helper is not None or self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if not accumulates and self._reducer.active():
             self._reducer.before_backward(self)
         return super().scale_loss(loss)  # type: ignore[misc]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Average gradients over all ranks and apply them.
 
-        With gradient_accumulation_steps or backward_passes_per_step they travel when all are there.
-        While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
-        alike, the wrapped optimizer is left alone.
+        With gradient_accumulation_steps or backward_passes_per_step, only the sums of all passes
+        are reduced. While PERSEUS_ACCUMULATE_N_STEPS sums gradients, or if a NaN is to be skipped,
+        no rank calls the wrapped optimizer.
         """
         optimizer: Any = self
         if not grads or not self._reducer.active() or not _ready(optimizer, trainable_variables):
@@ -76,19 +79,19 @@ class DistributedMixin(Reducing):
         variables: Sequence[Any],
         otherwise: Callable[[], Any] = lambda: None,
     ) -> None:
-        """Apply reduced gradients if they may be."""
+        """Apply reduced gradients if `applies` is true or None; else call otherwise()."""
         if applies is None:
             self._apply_local(grads, variables)
         else:
             keras.ops.cond(applies, lambda: self._apply_local(grads, variables), otherwise)
 
     def _count(self) -> None:
-        """Count a call without a step, as Keras and Horovod do."""
+        """Count a call that takes no step, as Keras and Horovod do."""
         optimizer: Any = self
         optimizer._iterations.assign_add(1)
 
     def _apply_aggregated(self, grads: list[Any], variables: list[Any]) -> None:
-        """Horovod's backward_passes_per_step."""
+        """Apply gradients with Horovod's backward_passes_per_step."""
         assert self._agg_helper is not None
         indices = [self._get_variable_index(variable) for variable in variables]  # type: ignore[attr-defined]
 
@@ -99,10 +102,11 @@ class DistributedMixin(Reducing):
         self._agg_helper.add_call(grads, indices, step, self._count)
 
     def _apply_accumulated(self, grads: list[Any], variables: list[Any]) -> None:
-        """Keras's gradient_accumulation_steps, whose sums are the wrapped optimizer's variables.
+        """Apply gradients with Keras' gradient_accumulation_steps.
 
-        In the last call of a step they are taken, reduced and given to the wrapped optimizer in the
-        place of that call's gradients; it finds nothing to add.
+        The sums are variables of the wrapped optimizer. The last call of a step reduces them
+        together with its own gradients, sets them to zeros, and passes the result to the wrapped
+        optimizer, which thus adds it to zeros.
         """
         optimizer: Any = self
         steps = optimizer.gradient_accumulation_steps
@@ -127,7 +131,10 @@ class DistributedMixin(Reducing):
 
 
 def _ready(optimizer: Any, variables: Sequence[Any] | None) -> bool:
-    """Build an optimizer for variables; False where the wrapped one has an error to raise."""
+    """Build an optimizer for variables if needed.
+
+    Returns whether it is built. If it is not, the wrapped optimizer's apply() raises the error.
+    """
     if not optimizer.built and variables is not None:
         with keras.name_scope(optimizer.name, caller=optimizer):
             optimizer.build(list(variables))
@@ -135,9 +142,9 @@ def _ready(optimizer: Any, variables: Sequence[Any] | None) -> bool:
 
 
 def distribute(optimizer: Any, options: Options) -> Any:
-    """A distributed optimizer of the class, with the options and the state of `optimizer`.
+    """Return a distributed optimizer with the class, the config and the state of `optimizer`.
 
-    A LossScaleOptimizer stays one, around a distributed one.
+    For a LossScaleOptimizer, the result is a LossScaleOptimizer around a distributed optimizer.
     """
     loss_scale.install()
     jit.install()
@@ -155,13 +162,13 @@ def _without_state(optimizer: Any, options: Options) -> Any:
         made.inner_optimizer = _without_state(optimizer.inner_optimizer, options)
         return made
     wrapped = type(optimizer)
-    # Saved models name the class they need: one that is there without Perseus, too.
+    # Saved models name this class, which plain Keras can then load without Perseus.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
     made_class: Any = type(
         wrapped.__name__, (DistributedMixin, wrapped), {**copied, "_options": options}
     )
     made = made_class.from_config(optimizer.get_config())
-    for name in _CALLED_FOR:
+    for name in _NOT_IN_CONFIG:
         if hasattr(optimizer, name):
             setattr(made, name, getattr(optimizer, name))
     return made

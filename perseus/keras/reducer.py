@@ -1,6 +1,6 @@
-"""The gradients of one Keras optimizer on their way: names, groups, local variables.
+"""Reduces the gradients of one Keras optimizer: their names, groups and local variables.
 
-Belongs to the thread that applies gradients, or that traces the function which does.
+Belongs to the thread that applies gradients, or that traces the function which applies them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _used_names: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Options:
-    """What DistributedOptimizer was asked for beside how to reduce; equal on all ranks."""
+    """The arguments of DistributedOptimizer, equal on all ranks.
+
+    name: the prefix of gradients' names; None uses the optimizer's class.
+    passes: backward_passes_per_step. average_passes: average_aggregated_gradients.
+    """
 
     name: str | None
     plan: Plan
@@ -35,7 +39,7 @@ class Options:
 
 
 class GradientReducer(LateReducer):
-    """Reduces one optimizer's gradients. name: what theirs begin with unless the options say it."""
+    """Reduces one optimizer's gradients. name: the prefix of their names if options have none."""
 
     def __init__(self, options: Options, name: str) -> None:
         super().__init__()
@@ -48,15 +52,18 @@ class GradientReducer(LateReducer):
         self._check = ParameterCheck(options.plan.process_set)
 
     def active(self) -> bool:
-        """Whether there is anything to do; where the world may grow, it counts as grown."""
+        """Return whether this rank has gradients to reduce; see takes_part()."""
         return takes_part(self.plan.process_set)
 
     def before_backward(self, optimizer: Any) -> None:
-        """Backward is next, and then reduce(); from the second step on reductions begin in it."""
+        """Announce that backward is next, followed by reduce().
+
+        From the second step on, reductions begin during backward.
+        """
         if self._reducer is None or self.plan.groups is not None:
             return
-        wide = [v for v in optimizer._trainable_variables if not self.local.is_local(v)]
-        self._reducer.before_backward(wide, [self._name_of(v, optimizer) for v in wide])
+        shared = [v for v in optimizer._trainable_variables if not self.local.is_local(v)]
+        self._reducer.before_backward(shared, [self._name_of(v, optimizer) for v in shared])
 
     def _name_of(self, variable: Any, optimizer: Any) -> str:
         return f"{optimizer._get_variable_index(variable)}/{readable(variable)}"
@@ -64,13 +71,14 @@ class GradientReducer(LateReducer):
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
     ) -> tuple[list[Any], Any]:
-        """The gradients of an optimizer's variables, reduced over all ranks; None stays None.
+        """Reduce the gradients of an optimizer's variables over all ranks; None stays None.
 
-        Gradients of local variables are left alone, or divided by the number of ranks. Returns them
-        and whether they may be applied: None for yes, always; else as BackendReducer.reduce.
+        Gradients of local variables are left unchanged or divided by the number of ranks. Returns
+        all gradients, and whether they may be applied: None means that they always may; other
+        values are those of BackendReducer.reduce.
         """
         return self.local.around(
-            lambda wide, sources: self._reduce(wide, sources, optimizer), gradients, variables
+            lambda shared, sources: self._reduce(shared, sources, optimizer), gradients, variables
         )
 
     def _reduce(
@@ -97,14 +105,14 @@ class GradientReducer(LateReducer):
         return results, applies
 
     def everywhere(self, flag: Any) -> Any:
-        """Whether a scalar boolean tensor is true on all ranks."""
+        """Return whether a scalar boolean tensor is true on all ranks."""
         return backend.everywhere(flag, f"{self.prefix()}/finite", self.plan.process_set)
 
     def prefix(self) -> str:
-        """What names of this optimizer begin with.
+        """Return the prefix of all names of this optimizer.
 
-        Numbered in the order of first use: an optimizer that some ranks make and never use, in a
-        model they only look at, does not matter.
+        Prefixes are numbered in the order of first use, so that an optimizer which only some ranks
+        create and none use, such as that of a model they inspect, does not shift the numbers.
         """
         if not self._prefix:
             number = _used_names[self._name]
@@ -113,7 +121,7 @@ class GradientReducer(LateReducer):
         return self._prefix
 
     def _bundles(self, numbers: list[int], optimizer: Any) -> tuple[tuple[int, ...], ...]:
-        """Positions in `numbers`, which are variables' places in the optimizer, by operation."""
+        """Return bundles of positions in `numbers`, the variables' indices in the optimizer."""
         groups = self.plan.groups
         if groups is None or isinstance(groups, int):
             return bundles(numbers, groups)
@@ -123,7 +131,7 @@ class GradientReducer(LateReducer):
 
 
 class Reducing:
-    """What is put in front of an optimizer's class, whichever Keras it is of."""
+    """The base of the mixins for optimizers of Keras 3 and Keras 2."""
 
     _options: Options
     _reducer: GradientReducer
@@ -148,11 +156,14 @@ class Reducing:
 
 
 def _key(variable: Any) -> Any:
-    """What a variable is known by: Keras 2 may wrap one in others, which share a number."""
+    """Return the identity of a variable. Wrappers of a Keras 2 variable share its _unique_id."""
     return getattr(variable, "_unique_id", None) or id(variable)
 
 
 def readable(variable: Any) -> str:
-    """Layer and variable; what is in front of them is another thing in models that were loaded."""
+    """Return the names of a variable and its layer.
+
+    The rest of its path is left out, because it differs in models that were loaded.
+    """
     path = getattr(variable, "path", None) or str(variable.name).replace(":", "_")
     return unnumbered("/".join(path.split("/")[-2:]))

@@ -1,4 +1,4 @@
-"""Residuals of lossy codecs as a part of what Keras saves of an optimizer.
+"""Saves the residuals of lossy codecs together with a Keras optimizer.
 
 Belongs to the thread that trains.
 """
@@ -16,7 +16,8 @@ from perseus.gradients.residuals import Held
 from perseus.keras.backend import keras
 from perseus.keras.reducer import GradientReducer
 
-_INDEX = "index"  # JSON: {"rank": who held these, "held": [[name, layout], …]}; beside them 0, 1 …
+# The entry with JSON {"rank": the owner, "held": [[name, layout], …]}; the data are in 0, 1, …
+_INDEX = "index"
 
 
 class SavedResiduals(keras.losses.Loss):

@@ -24,7 +24,7 @@ __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 
 
 class _Reducer(HandleReducer):
-    """See BackendReducer. Dense gradients are reduced in place, sparse ones become dense first."""
+    """See BackendReducer. Sparse gradients are made dense; dense ones are reduced in place."""
 
     def __init__(self, scope: str, plan: Plan) -> None:
         super().__init__(plan, session)
@@ -120,7 +120,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, prefix: str) -
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """RuntimeError: only TensorFlow has a list of all variables."""
+    """Raise RuntimeError, because only TensorFlow has a list of all variables."""
     raise RuntimeError(
         "[keras] the torch backend knows no global variables: use "
         "hvd.callbacks.BroadcastGlobalVariablesCallback"
@@ -132,7 +132,7 @@ def broadcast_object(obj: Any, root_rank: int, name: str) -> Any:
     return functions.broadcast_object(obj, root_rank, name)
 
 
-def allreduce(  # noqa: PLR0917 - all are given
+def allreduce(  # noqa: PLR0917 - the caller passes all of them
     value: Any,
     name: str | None,
     op: int,

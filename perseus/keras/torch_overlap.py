@@ -1,6 +1,6 @@
-"""Keras on PyTorch: reductions of gradients that begin while backward is still running.
+"""Keras on PyTorch: begins to reduce gradients while backward is still running.
 
-Belongs to the thread that trains; hooks run in it, too, as tensors lie in host memory.
+Belongs to the thread that trains. Hooks run in it as well, because tensors are in host memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _TWICE = (
 @dataclass(frozen=True)
 class _Begun:
     gradient: torch.Tensor
-    version: int  # of the gradient's content, as PyTorch counts
-    reduction: Reduction  # of a copy: the script may still do with p.grad what it likes
+    version: int  # PyTorch's version counter of the gradient when it was copied
+    reduction: Reduction  # of a copy, because the script may still change p.grad
 
 
 class Overlap:
-    """Starts reductions from hooks of parameters, in the one backward that was announced.
+    """Begins reductions in hooks of parameters, during a backward pass that was announced.
 
-    begin: of an object that outlives this one; given a gradient's name and the tensor in a list,
-    it begins to reduce it in place.
+    begin: a bound method of an object that outlives this one. begin(name, [gradient]) begins to
+        reduce a gradient in place.
     """
 
     def __init__(self, begin: Callable[[str, list[torch.Tensor]], Reduction]) -> None:
@@ -41,9 +41,11 @@ class Overlap:
         self._begun: dict[str, _Begun] = {}
 
     def announce(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Backward is next, and then take() of all that it gives. Parameters are always the same.
+        """Announce that backward() is next, followed by take() for each of its gradients.
 
-        Waits for reductions that an announced backward has begun and no step has used.
+        parameters: the same in every call. names: one for each parameter.
+
+        Waits for reductions of an earlier announced backward() whose results were not taken.
         """
         for name in list(self._begun):
             self._finish(name)
@@ -54,9 +56,9 @@ class Overlap:
         self._watches = self._announced = True
 
     def take(self, name: str, gradient: torch.Tensor) -> Reduction | None:
-        """The reduction of a gradient, if it has begun.
+        """Return the reduction that has begun for a gradient.
 
-        Not if the script has changed the gradient since, or made another one of it.
+        Returns None if none has, or if the script has changed or replaced the gradient since.
         """
         self._announced = False
         begun = self._begun.get(name)
@@ -70,7 +72,7 @@ class Overlap:
         return begun.reduction
 
     def forget(self) -> None:
-        """Drop what has begun without waiting: it belongs to a world that is gone."""
+        """Drop reductions without waiting, because their world has ended."""
         self._announced = False
         self._begun.clear()
 
