@@ -1,1 +1,1 @@
-"""perseus-bench: measurements against peers and physical limits in one run of one job."""
+"""perseus-bench: measures Perseus, its peers and the machine's limits in the same processes."""

@@ -1,4 +1,7 @@
-"""perseus-bench: what the user wrote becomes jobs; their records become lines, files, tables."""
+"""The command line of perseus-bench: runs jobs, and prints and saves their records.
+
+Single-threaded.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ _USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; the exit status is 0, 1 when a job failed or a result was wrong, 2 for bad usage."""
+    """Measure; return the exit status.
+
+    It is 0 on success, 1 if a job failed or a result was wrong, 2 for wrong usage.
+    """
     try:
         given = _parser().parse_args(arguments)
         _check_outputs(given)
@@ -78,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_outputs(given: argparse.Namespace) -> None:
-    """ValueError for a file that cannot be written once everything is measured."""
+    """Raise ValueError before the measurement if an output file cannot be written."""
     pages = (("--readme", given.readme), ("--bars", given.bars))
     for flag, path in (("--json", given.json), ("--plot", given.plot), *pages):
         if path is None:
@@ -99,7 +105,7 @@ def _say(text: str) -> None:
 
 
 def _say_other_sizes(job: Job) -> None:
-    """Where --sizes asks for one size and another one is measured."""
+    """Print a message if a case measures other sizes than those of --sizes."""
     sizes = job.plan.sizes
     for case in job.plan.cases:
         if sizes and case in OWN_SIZES:
@@ -114,7 +120,7 @@ def _say_other_sizes(job: Job) -> None:
 
 
 def _advise(given: argparse.Namespace) -> int:
-    """--advise: a job that measures links and prints what to set."""
+    """Run a job that measures links, and print which settings to use; return the exit status."""
     if given.cases or given.codec or given.sizes or given.plot or given.readme or given.bars:
         raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
     if given.framework != TORCH:
@@ -140,13 +146,14 @@ def _advise(given: argparse.Namespace) -> int:
 
 
 def _ended(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # by way of what ends the ranks
+    raise SystemExit(128 + number)  # an exception, so that `finally` clauses end the ranks
 
 
 def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
-    """Run jobs one after the other: what went wrong, and whether what could run did.
+    """Run jobs one after the other; append to records.
 
-    Of several jobs, one that needs virtual hosts may be left out.
+    Returns what went wrong, and whether all jobs ran that can run here: if there are several, those
+    that need virtual hosts may be missing.
     """
 
     def show(line: str) -> None:
@@ -202,7 +209,7 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
 
 
 def _job(given: argparse.Namespace, plan: Plan) -> Job:
-    """The plan where the user wants it to run."""
+    """Return a job for the plan, with the ranks and hosts of the command line."""
     if given.hosts and given.placement:
         raise ValueError("--hosts makes virtual hosts, -H names real ones: give one of them")
     hosts = given.hosts or 1
@@ -212,7 +219,7 @@ def _job(given: argparse.Namespace, plan: Plan) -> Job:
     if hosts == 1 and (given.rate or given.links > 1):
         raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
     if hosts > 1:
-        VirtualHosts(hosts, given.rate, given.links)  # ValueError for what cannot be
+        VirtualHosts(hosts, given.rate, given.links)  # raises ValueError for wrong arguments
     timeout = given.timeout or (3600.0 if "training" in given.cases else 600.0)
     return Job(plan, ranks, hosts, given.rate, given.placement, timeout=timeout)
 
@@ -229,7 +236,7 @@ def _peers(given: argparse.Namespace) -> list[str]:
 
 
 def _codecs(given: argparse.Namespace) -> list[str]:
-    """Labels of codecs that this build has."""
+    """Return the labels of the codecs; raise ValueError for one that this build does not have."""
     found = parse_codecs(given.codec)
     others = [case for case in given.cases if case not in _WITH_CODECS]
     if found and others:
@@ -248,7 +255,7 @@ def _names(text: str, known: Collection[str], flag: str) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
+    """Raises errors as ValueError, for a message of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; perseus-bench -h lists all options")

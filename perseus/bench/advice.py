@@ -1,6 +1,6 @@
-"""What settings to use: the core's cost model, with measured speeds, for a whole model's step.
+"""Advises which settings to use, by the core's cost model with measured speeds for a model's step.
 
-Pure but for measure() and compute_seconds(), which ranks call together.
+Pure functions, except measure() and compute_seconds(), which are collectives.
 """
 
 from __future__ import annotations
@@ -19,41 +19,44 @@ from perseus.bench.plan import Plan
 from perseus.bench.sizes import show_bytes, show_seconds
 from perseus.compression import EXACT, FLOAT16, INT8, TOP_K
 
-_BACKWARD = 2 / 3  # of a step's computation: two products for each one of the forward pass
-_ABOUT_AS_FAST = 0.05  # as for the codec auto: then the more accurate setting is taken
+_BACKWARD = 2 / 3  # share of a step's computation: two matrix products for each one in forward
+_ABOUT_AS_FAST = 0.05  # within this, the more accurate setting is best, as for the codec auto
 _WARM_UPS, _TIMES = 1, 3
 
 
 class Speeds(Protocol):
-    """perseus._core.Speeds."""
+    """The measured speeds of the links; see perseus._core.Speeds."""
 
     @property
     def measurement(self) -> int:
-        """Its number, 0 where there was nothing to measure."""
+        """The number of the measurement; 0 if there was nothing to measure."""
 
     @property
     def groups(self) -> int:
-        """Hosts."""
+        """The number of hosts."""
 
     @property
     def latency_s(self) -> float:
-        """Of a tiny exchange between them."""
+        """Seconds for a tiny exchange between hosts."""
 
     @property
     def seconds_per_byte(self) -> float:
-        """That a rank sends while it receives one."""
+        """Seconds in which a rank sends one byte while it receives one."""
 
     def estimate(self, codec: int, bytes: int) -> float:
-        """Seconds of an allreduce of float32."""
+        """Return the estimated seconds of an allreduce of float32 values through a codec."""
 
     def choose(self, bytes: int) -> int:
-        """The codec that auto takes."""
+        """Return the codec that the codec auto would use."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A way of sending gradients. exchange_s: a step's communication; step_s: with computation that
-    hides what it can, None where that is not known."""
+    """A setting for gradients and its estimated cost.
+
+    exchange_s: seconds of communication in a step. step_s: seconds of a step whose computation
+    hides part of the communication; None if the computation is not known.
+    """
 
     text: str
     exchange_s: float
@@ -62,10 +65,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Advice:
-    """A model's settings, the most accurate first. best: index of the one to use.
+    """The settings for a model, the most accurate first.
 
-    compute_s: a step's computation. gbit, latency_s: of the links; None where all ranks share
-    memory and there is nothing to choose.
+    bytes, tensors: of the model's gradients.
+    gbit, latency_s: the speed of the links; None if all ranks share memory, where there is nothing
+        to choose.
+    compute_s: seconds that a step computes; None = not known.
+    best: the index of the setting to use.
     """
 
     model: str
@@ -79,12 +85,12 @@ class Advice:
     best: int
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the advice as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> Advice:
-        """What to_json wrote."""
+        """Return the advice that to_json() wrote."""
         values = json.loads(line)
         values["settings"] = [Setting(**setting) for setting in values["settings"]]
         return Advice(**values)
@@ -93,11 +99,14 @@ class Advice:
 def advise(
     model: str, shapes: Shapes, speeds: Speeds, sparse_from: int, compute_s: float | None
 ) -> Advice:
-    """The advice for gradients of these shapes. sparse_from: LIGHT_TOPK_THRESHOLD, in bytes."""
+    """Return the advice for gradients of these shapes.
+
+    sparse_from: LIGHT_TOPK_THRESHOLD, in bytes. compute_s: see Advice.
+    """
     sizes = [4 * math.prod(shape) for _, shape in shapes]
 
     def setting(text: str, codec_of: Callable[[int], int]) -> Setting:
-        # Tensors of one codec are fused: they share the latency.
+        # Tensors with the same codec are fused, so they share the latency.
         together: Counter[int] = Counter()
         for size in sizes:
             together[codec_of(size)] += size
@@ -132,14 +141,14 @@ def advise(
 
 
 def _step(exchange: float, compute: float | None) -> float | None:
-    """Gradients travel while the rest of the backward pass is computed."""
+    """Return the seconds of a step in which communication overlaps the backward pass."""
     if compute is None:
         return None
     return (1 - _BACKWARD) * compute + max(_BACKWARD * compute, exchange)
 
 
 def show(advice: Advice) -> str:
-    """Some lines for a person."""
+    """Format advice as lines for the terminal."""
     of_steps = advice.compute_s is not None
     lines = [f"\n{advice.model}: {show_bytes(advice.bytes)} in {advice.tensors} gradients"]
     if of_steps:
@@ -165,9 +174,9 @@ def show(advice: Advice) -> str:
 
 
 def measure(plan: Plan) -> Iterator[Advice]:
-    """Advice for each model of the plan, the same on all ranks. A collective.
+    """Yield the advice for each model of the plan, equal on all ranks. A collective.
 
-    Where there is nothing to choose, no step is computed for it.
+    It measures the computation of steps only if there is something to choose.
     """
     import torch
 
@@ -184,9 +193,9 @@ def measure(plan: Plan) -> Iterator[Advice]:
 
 
 def compute_seconds(model: str) -> float | None:
-    """A step of the network on small images, on the slowest rank. A collective.
+    """Return the seconds of a step on small images, on the slowest rank. A collective.
 
-    None where we have no module of it.
+    Returns None for a model without a module in nets.py.
     """
     import torch
     from torch.nn.functional import cross_entropy

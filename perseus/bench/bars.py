@@ -1,4 +1,7 @@
-"""What Perseus is held to: the suite of jobs that `make bench` runs, and the verdicts. Pure."""
+"""The bars that Perseus must meet: the suite of jobs that `make bench` runs, and the verdicts.
+
+Pure functions and values, thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _TCP = {"PERSEUS_TRANSPORT": "tcp"}
 
 
 def suite() -> list[Job]:
-    """The jobs that measure every bar, and two models; about three minutes on two cores."""
+    """Return the jobs that measure every bar and two models, in about 3 minutes on two cores."""
     peers = [_GLOO]
     return [
         Job(Plan(["memory", "latency", "tensors"], peers, seconds=6.0)),
@@ -29,7 +32,11 @@ def suite() -> list[Job]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A row of the table: texts, and whether the medians meet the bar (None = not measured)."""
+    """A row of the table of bars.
+
+    met: whether the medians meet the bar; None = not measured. fastest: the result with each
+    contender's fastest repetition.
+    """
 
     what: str
     ours: str
@@ -42,11 +49,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Bar:
-    """What a case must reach against some of its contenders (the fastest counts), or by itself.
+    """The bar for one case, either absolute or relative to the fastest of some contenders.
 
-    kind: "slower" = at most `limit` times the other's time; "faster" = at least `limit` times
-    faster; "share" = at least this fraction of the other's speed; "seconds" and "staging" = at most
-    that by itself (seconds, bytes). goal: where it should get to.
+    kind: how `limit` is meant. "slower" is at most `limit` times the other's time; "faster" is at
+        least `limit` times as fast; "share" is at least this fraction of the other's speed;
+        "seconds" and "staging" are absolute upper bounds, in seconds and bytes.
+    against: the peers to compare with; () for an absolute bar.
+    goal: a stricter limit, which is not required yet.
     """
 
     what: str
@@ -59,7 +68,7 @@ class Bar:
     hosts: int = 1
 
     def command(self) -> str:
-        """The command that measures this case alone."""
+        """Return the command that measures this case alone."""
         words = ["perseus-bench", self.case]
         if self.case == "network" and self.hosts == 1:
             words.insert(0, "PERSEUS_TRANSPORT=tcp")
@@ -70,7 +79,7 @@ class Bar:
         return " ".join(words)
 
     def judge(self, records: Sequence[Record]) -> Verdict:
-        """The verdict from what was measured; a wrong result never meets a bar."""
+        """Return the verdict for the records. A wrong result never meets a bar."""
         ours = self._find(records, (PERSEUS,))
         other = self._find(records, self.against) if self.against else None
         if ours is None or (self.against and other is None):
@@ -91,7 +100,7 @@ class Bar:
         )
 
     def _find(self, records: Sequence[Record], peers: tuple[str, ...]) -> Record | None:
-        """The newest measurement that fits, of the fastest of the peers."""
+        """Return the newest record of this case for the fastest of the peers; None without any."""
         found = {
             record.peer: record
             for record in records
@@ -111,7 +120,7 @@ class Bar:
         return 1 / other.vs_perseus if self.kind == "slower" else other.vs_perseus
 
     def _least(self, ours: Record, other: Record | None) -> float:
-        """The same of each contender's fastest repetition, which other work disturbs less."""
+        """Return the value for the fastest repetitions, which other processes disturb least."""
         if other is None:
             return ours.min_s
         ratio = other.min_s / ours.min_s

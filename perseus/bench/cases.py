@@ -1,7 +1,7 @@
-"""What is measured: each case times Perseus, its peers and what limits them. One thread per rank.
+"""The cases of perseus-bench, which time Perseus, its peers and the machine's limits.
 
-A case yields subjects; all contenders of a subject are timed in turn. Every repetition's result is
-compared with the exact one; through a codec, with its error bound.
+A case yields subjects, and all contenders of a subject are timed in turn. Every repetition's result
+is compared with the exact one, within the error bound of the codec. One thread per rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from perseus.bench.session import Session, Subject
 
 _SMALL_TENSORS, _SMALL_ELEMENTS = 500, 1000
 _LATENCY_CALLS, _LATENCY_WARM_UPS = 20, 5
-# A library at work is not interrupted by another after every step: the first call of a turn, which
-# finds the other's threads and cache lines, does not count.
+# In a program, no other library runs between two steps. The first call of a turn does not count,
+# because it finds the threads and the cache lines of the contender before.
 _STEPS, _STEP_WARM_UPS = 3, 1
 _LARGE = [64 << 20]
 
 
 def one_large(session: Session) -> Iterator[Subject]:
-    """In-place allreduce of one tensor, against all ranks copying as much at the same time."""
+    """Measure the in-place allreduce of one tensor, against simultaneous copies on all ranks."""
     for size in session.sizes(_LARGE):
         contenders = [collectives.allreduce(session, peer, size // 4) for peer in session.peers]
         for copy in memory.copies(size):
@@ -37,7 +37,7 @@ def one_large(session: Session) -> Iterator[Subject]:
 
 
 def network(session: Session) -> Iterator[Subject]:
-    """In-place allreduce of one tensor, against a raw exchange of the bytes that it must move."""
+    """Measure the in-place allreduce of one tensor, against a raw exchange of its bytes."""
     if session.size < 2:
         return
     addresses = own_addresses()
@@ -68,7 +68,7 @@ def network(session: Session) -> Iterator[Subject]:
 
 
 def latency(session: Session) -> Iterator[Subject]:
-    """The blocking allreduce of a tensor so small that only the way counts."""
+    """Measure the blocking allreduce of a tensor so small that only the latency counts."""
     for size in session.sizes([4]):
         yield Subject("latency", size, [_small(session, peer, size) for peer in session.peers])
 
@@ -96,10 +96,10 @@ def _small(session: Session, peer: Peer, size: int) -> Contender:
 
 
 def small_tensors(session: Session) -> Iterator[Subject]:
-    """500 tensors of 1000 floats, all started, then all waited for, against packing them alone."""
+    """Measure allreduces of 500 tensors of 1000 floats, all in flight, against packing alone."""
     count, size = _SMALL_TENSORS, _SMALL_ELEMENTS
     sources = [values(session.rank + i, size) for i in range(count)]
-    # The first sum is equal on all ranks, so every further one multiplies by their number.
+    # The first sum is equal on all ranks, so every further sum multiplies it by their number.
     repeated = session.size ** (_STEPS + _STEP_WARM_UPS - 1)
     sums = [total(session.size, size, first=i) * repeated for i in range(count)]
     work = [torch.empty_like(source) for source in sources]

@@ -1,6 +1,6 @@
-"""Codecs by name: what a list on the command line means, what each may cost in bytes and in error.
+"""The codecs of perseus-bench: their names on the command line and their bounds in bytes and error.
 
-Errors are of an average of standard normal values over the ranks. Values only, thread-safe.
+Errors are those of an average of standard normal values over the ranks. Immutable, thread-safe.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from perseus.bench.plan import TORCH
 
-DEFAULT = "default"  # what an optimizer does without `compression=`
+DEFAULT = "default"  # the codec of an optimizer without `compression=`
 PLAIN = "none"
 
-# Top-k may send 1.25 k elements; an index costs as much as a value. At least, both take 2 bytes.
+# Top-k may send 1.25 k elements. An index costs as much as a value; each takes at least 2 bytes.
 _MOST_ELEMENTS = 1.25
-_INT8_BLOCK = 32  # elements, at least, that share a scale of 4 bytes
-_SUM_ROUNDING = 2.0**-22  # of a float32 sum, for each rank
+_INT8_BLOCK = 32  # the fewest elements that share a scale of 4 bytes
+_SUM_ROUNDING = 2.0**-22  # the rounding error of a float32 sum, per rank
 
 
 def _exactly(share: float) -> Callable[[float, int], tuple[float, float]]:
@@ -27,11 +27,15 @@ def _exactly(share: float) -> Callable[[float, int], tuple[float, float]]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """share(argument, ranks): bytes, least and most, relative to a plain allreduce.
+    """The bounds of one kind of codec.
 
-    largest: error of one element, relative to the largest input; rms: of all elements, absolute;
-    None if the held-back values make an element's error unbounded. relative: of a tensor's norm,
-    for gradients of any distribution.
+    share: share(argument, ranks) returns the least and the most bytes, relative to a plain
+        allreduce.
+    largest: the largest error of an element, relative to the largest input.
+    rms: the root mean square error of all elements, absolute. Both are None if residuals make the
+        error of a single step unbounded.
+    relative: the error relative to a tensor's norm, for gradients of any distribution.
+    argument: the type of the codec's argument; None = it takes none.
     """
 
     share: Callable[[float, int], tuple[float, float]]
@@ -42,13 +46,15 @@ class _Kind:
 
 
 def _topk_share(ratio: float, ranks: int) -> tuple[float, float]:
-    """Reduce-scatter of k, then a gather of owners' unions, which may reach k as well."""
+    """Return the share of top-k: a reduce-scatter of k elements per rank, then an allgather of the
+    owners' unions, each of which may have up to k elements as well."""
     pairs = 2 * _MOST_ELEMENTS * ratio
     return ratio / 2, min(1.0, pairs * (1 + ranks) / 2)
 
 
-# Rounding: to 11 and 8 bits on the way in, in the sum and on the way out. int8: half a step,
-# 1/127 of a block's largest value, on the way in and out, and half of one kept from before.
+# float16 and bfloat16 round to 11 and 8 bits at the sender, in the sum and in the result. int8
+# rounds by up to half a step, 1/127 of a block's largest value, at the sender and in the result,
+# and a residual adds up to half a step.
 _KINDS: dict[str, _Kind] = {
     DEFAULT: _Kind(lambda _, __: (0.5, 1.0), 3 * 2.0**-11, 1.2 * 2.0**-11, 0.005),
     PLAIN: _Kind(_exactly(1.0), 0.0, 0.0, 1e-4),
@@ -63,35 +69,33 @@ _KINDS: dict[str, _Kind] = {
 
 @dataclass(frozen=True)
 class Codec:
-    """A codec as it was asked for. argument: a ratio or a whole number, for those that take one."""
+    """A codec as the user asked for it. argument: a ratio or a whole number, if it takes one."""
 
     name: str
     argument: float | None = None
 
     @property
     def label(self) -> str:
-        """As on the command line: 'topk:0.01'."""
+        """The codec as on the command line, such as 'topk:0.01'."""
         return self.name if self.argument is None else f"{self.name}:{self.argument:g}"
 
     @property
     def holds_back(self) -> bool:
-        """Whether part of a gradient comes out in a later step."""
+        """Whether part of a gradient is only sent in a later step."""
         return _KINDS[self.name].rms is None
 
     @property
     def relative_error(self) -> float:
-        """|result - exact| / |exact| stays below it in a first step, by the Euclidean norm."""
+        """The bound of |result - exact| / |exact| in a first step, with the Euclidean norm."""
         return _KINDS[self.name].relative
 
     def share(self, ranks: int) -> tuple[float, float]:
-        """Bytes on the wire relative to a plain allreduce: at least and at most."""
+        """Return the least and the most bytes on the wire, relative to a plain allreduce."""
         return _KINDS[self.name].share(self.argument or 0.0, ranks)
 
     def bounds(self, ranks: int) -> tuple[float, float]:
-        """Error of an average: of an element, relative to the largest input, and RMS.
-
-        Not for codecs that hold back.
-        """
+        """Return the bounds of an average's error: of an element, relative to the largest input,
+        and the root mean square. Not for codecs that hold back values."""
         kind = _KINDS[self.name]
         assert kind.largest is not None
         assert kind.rms is not None
@@ -99,7 +103,10 @@ class Codec:
         return kind.largest + rounding, kind.rms + rounding
 
     def arguments(self, framework: str = TORCH) -> dict[str, Any]:
-        """What to hand to hvd.DistributedOptimizer; ValueError where this build lacks the codec."""
+        """Return the keyword arguments for hvd.DistributedOptimizer or DistributedGradientTape.
+
+        Raises ValueError if this build does not have the codec, or its argument is out of range.
+        """
         if self.name == DEFAULT:
             return {}
         known: Any = import_module(f"perseus.{framework}.horovod").Compression
@@ -119,7 +126,10 @@ class Codec:
 
 
 def parse(text: str) -> list[Codec]:
-    """'none,topk:0.01' to codecs, each once; ValueError for an unknown one."""
+    """Parse a list such as 'none,topk:0.01', without repetitions.
+
+    Raises ValueError for unknown codecs.
+    """
     found = [_parse(part) for part in text.split(",") if part]
     return list(dict.fromkeys(found))
 

@@ -1,4 +1,4 @@
-"""Every collective over a range of sizes, as nccl-tests does. One thread per rank."""
+"""Measures every collective over a range of sizes, as nccl-tests does. One thread per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWEEP = [4 << 10 << shift for shift in range(0, 15, 2)]  # 4 KiB … 64 MiB
 
 
 def sweep(session: Session) -> Iterator[Subject]:
-    """All operations, smallest size first."""
+    """Yield the subjects of all operations, the smallest size first."""
     for operation, make in _OPERATIONS.items():
         for size in session.sizes(_SWEEP):
             parted = operation in IN_EQUAL_PARTS
@@ -27,7 +27,7 @@ def sweep(session: Session) -> Iterator[Subject]:
 
 
 def allreduce(session: Session, peer: Peer, count: int) -> Contender:
-    """The sum of `count` elements, in place, of an ordinary tensor whose pages exist."""
+    """Return the contender for an in-place sum of `count` float32 values in ordinary memory."""
     expected = total(session.size, count)
     return _in_place(
         session, "allreduce", peer, expected, lambda work: peer.allreduce_(work, f"sum.{count}")

@@ -1,7 +1,7 @@
-"""Gradients as an optimizer submits them, plain and through codecs, against peers. One thread per
-rank.
+"""Measures the reduction of a model's gradients, without and with codecs, against peers.
 
-Values are standard normal and differ per rank and step; every result is held to its codec's bound.
+Values are standard normal and differ per rank and step. Every result is checked against the error
+bound of its codec. One thread per rank.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
 
 _SEED = 20
-_SPREAD = 1 << 20  # windows of normal values that differ
-_STRIDE = 4099  # elements between two windows: odd, so all of them come
-_SMALL = 4096  # elements of a tensor that a sparse codec may well send whole
+_SPREAD = 1 << 20  # the number of different windows of normal values
+_STRIDE = 4099  # elements between windows; it is odd, so that all windows are used
+_SMALL = 4096  # elements of a tensor that a sparse codec may send as a whole
 
 
 def sweep(session: Session) -> Iterator[Subject]:
-    """Each model's gradients, last layer first, or one tensor of each size."""
+    """Yield the subjects: each model's gradients, the last layer first, or one tensor per size."""
     plan = session.plan
     names = plan.models or ([] if plan.sizes else list(MODELS))
     for name in names:
@@ -39,9 +39,9 @@ def sweep(session: Session) -> Iterator[Subject]:
 
 
 class NormalData:
-    """What ranks put in: windows of one array of normal values that all ranks have.
+    """The gradients of all ranks: windows of one array of normal values.
 
-    So every rank knows the average, without communication.
+    Every rank has the array, so it can compute the average without communication.
     """
 
     def __init__(self, count: int, ranks: int) -> None:
@@ -51,12 +51,13 @@ class NormalData:
         self.largest = float(self._values.abs().max())
 
     def piece(self, rank: int, step: int, start: int, count: int) -> torch.Tensor:
-        """float32 (count,): a rank's gradients of a step, from element `start` on. A view."""
+        """Return a view of float32 of shape (count,): gradients of a rank in a step, from `start`
+        on."""
         begin = start + (step * self._ranks + rank) * _STRIDE % _SPREAD
         return self._values[begin : begin + count]
 
     def average(self, step: int, start: int, count: int) -> torch.Tensor:
-        """The average over ranks, a new tensor."""
+        """Return the average over all ranks as a new tensor."""
         result = self.piece(0, step, start, count).clone()
         for rank in range(1, self._ranks):
             result += self.piece(rank, step, start, count)
@@ -64,10 +65,12 @@ class NormalData:
 
 
 class Entrant:
-    """One contender's gradients: filled before a step, verified after it.
+    """Fills one contender's gradients before each step, and verifies the results after it.
 
-    gradients: of float32, reduced in place. scale: of results, relative to the average. Keeps the
-    sum of all results where a codec holds part of them back.
+    gradients: float32 tensors, which are reduced in place.
+    scale: the factor of the results relative to the average; the number of ranks for sums.
+
+    If the codec holds values back, it keeps the sum of all results.
     """
 
     def __init__(
@@ -89,14 +92,15 @@ class Entrant:
             self._given = [torch.zeros(gradient.numel()) for gradient in gradients]
 
     def fill(self) -> None:
-        """The next step's gradients."""
+        """Fill in the gradients of the next step."""
         self._step += 1
         rank = self._session.rank
         for start, flat in self._flat():
             flat.copy_(self._data.piece(rank, self._step, start, flat.numel()))
 
     def check(self) -> bool:
-        """Whether the step's results are within the codec's bound, and ours the same everywhere."""
+        """Return whether the results are within the codec's bound; Perseus' results must also be
+        equal on all ranks. A collective."""
         self._take()
         right = self._scale != 1 or self._session.same(g.numpy() for g in self._gradients)
         if not self._codec.holds_back:
@@ -108,9 +112,10 @@ class Entrant:
         return right
 
     def conclude(self, reduce: Callable[[int], None]) -> bool:
-        """Whether nothing is lost: a flush returns the held-back values. A collective.
+        """Return whether no value was lost, after a flush of the residuals. A collective.
 
-        Without hvd.flush_residuals, whether what came out points where what went in does.
+        If residuals cannot be flushed or have a momentum, returns whether the missing values have a
+        smaller norm than the exact sum.
         """
         if not self._given:
             return True
@@ -150,7 +155,7 @@ class Entrant:
         for start, flat in self._flat():
             wanted = self._data.average(self._step, start, flat.numel()).mul_(self._scale)
             error = wanted.sub_(flat).abs_()
-            # Written so that NaN fails.
+            # `not <=` rather than `>`, so that NaN fails.
             if not float(error.max()) <= largest * self._data.largest * self._scale:
                 return False
             squares += float(error.square_().sum())
@@ -158,7 +163,7 @@ class Entrant:
         return math.sqrt(squares / count) <= rms * self._scale
 
     def _is_sparse(self) -> bool:
-        """At most what all ranks together may send, and something."""
+        """Return whether the number of non-zero elements is within what all ranks may send."""
         filled = sum(int(flat.count_nonzero()) for _, flat in self._flat())
         count = sum(flat.numel() for _, flat in self._flat())
         small = sum(flat.numel() for _, flat in self._flat() if flat.numel() <= _SMALL)
@@ -166,7 +171,7 @@ class Entrant:
         return 0 < filled <= 1.25 * self._codec.argument * self._session.size * count + small
 
     def _rotates(self) -> bool:
-        """One in N elements carries the sum of its last N gradients; the others are zero."""
+        """Return whether one in N elements is the sum of its last N gradients, the others zero."""
         assert self._codec.argument is not None
         turns = int(self._codec.argument)
         largest = turns * turns * self._session.size * 2.0**-22 * self._data.largest
@@ -192,7 +197,7 @@ def _momentum() -> float:
 def _subject(session: Session, label: str, shapes: Shapes, settings: dict[str, str]) -> Subject:
     count = sum(math.prod(shape) for _, shape in shapes)
     data = NormalData(count, session.size)
-    # All contenders take turns on the same memory. Parameters are never read or written.
+    # All contenders take turns on the same gradients. Parameters are never read or written.
     parameters = [torch.nn.Parameter(torch.empty(shape)) for _, shape in shapes]
     for parameter in parameters:
         parameter.grad = torch.zeros(parameter.shape)
@@ -217,7 +222,7 @@ def _subject(session: Session, label: str, shapes: Shapes, settings: dict[str, s
         )
 
     def contender(name: str, codec: Codec, run: Callable[[int], None], scale: int) -> Contender:
-        # Inside a host everything is exact.
+        # Codecs act between hosts only; within a host, gradients are exact.
         bound = codec if session.hosts > 1 else plain
         entrant = Entrant(session, data, gradients, bound, scale)
         return Contender(

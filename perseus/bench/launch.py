@@ -1,6 +1,6 @@
-"""Starts a job's ranks by perseusrun or mpirun, here or on virtual hosts; reads their records.
+"""Starts the ranks of a job by perseusrun or mpirun, here or on virtual hosts; reads their records.
 
-One thread, and a timer that ends a job which takes too long.
+Single-threaded, with a timer that ends a job which takes too long.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from typing import Any
 from perseus.bench.plan import MARK, NEED_MPIRUN, Plan
 from perseus.bench.virtual_hosts import HostsUnavailableError, VirtualHosts, bits_per_second
 
-_LAST_GRACE = 20.0  # seconds for a job to end once it was told to
+_END_GRACE = 20.0  # seconds for a job to end after SIGINT
 
 
 class JobError(Exception):
-    """A job that did not measure all it should have; one line that says why."""
+    """The job did not measure everything; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A plan and where it runs: `ranks` on this host, or spread over `hosts` virtual ones.
+    """A plan and where it runs: on this host, or with ranks spread over virtual hosts.
 
-    placement: real hosts instead, as perseusrun's -H takes them.
-    rate: of each virtual link, such as "1gbit"; None = unlimited. environment: for the ranks.
+    hosts: the number of virtual hosts; 1 = this host itself.
+    rate: the bandwidth of each virtual link, such as "1gbit"; None = unlimited.
+    placement: real hosts instead, in the form of perseusrun's -H.
+    environment: variables for the ranks.
     timeout: seconds for the whole job.
     """
 
@@ -46,9 +48,13 @@ class Job:
 
 
 def run(job: Job, say: Callable[[str], None], show: Callable[[str], None]) -> None:
-    """Run a job; show(record), as JSON, as they come. No process is left behind.
+    """Run a job, and leave no process behind.
 
-    JobError when it fails, HostsUnavailableError without virtual hosts.
+    say: is called with each other line of output. show: is called with each record as JSON, as soon
+    as it arrives.
+
+    Raises JobError if the job fails, HostsUnavailableError if it needs virtual hosts and this
+    machine cannot have them.
     """
     launcher, peers = _launcher(job, say)
     plan = replace(job.plan, peers=peers)
@@ -73,7 +79,7 @@ def run(job: Job, say: Callable[[str], None], show: Callable[[str], None]) -> No
 
 
 def _launcher(job: Job, say: Callable[[str], None]) -> tuple[list[str], list[str]]:
-    """The command in front of the worker's, and the peers that it can form."""
+    """Return the launcher's command, and the peers that work under it."""
     peers = [peer for peer in job.plan.peers if peer not in NEED_MPIRUN]
     wanted = [peer for peer in job.plan.peers if peer in NEED_MPIRUN]
     found = []
@@ -97,16 +103,16 @@ def _launcher(job: Job, say: Callable[[str], None]) -> tuple[list[str], list[str
 
 
 def _missing(job: Job, peer: str) -> str:
-    """Why a peer cannot be formed; empty when it seems that it can."""
+    """Return the reason why a peer is not available; "" if it seems to be."""
     if job.hosts > 1 or job.placement is not None:
         return "several hosts are driven by perseusrun, it needs mpirun"
     if not _mpirun():
         return "there is no mpirun"
     modules = ("mpi4py.MPI", "horovod.torch") if peer == "horovod" else ("mpi4py.MPI",)
     for module in modules:
-        # In a process of its own, which may pull in MPI and crash.
+        # The import may load MPI and crash, so a separate process tries it.
         command = [sys.executable, "-c", f"import {module}"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_LAST_GRACE * 3)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_END_GRACE * 3)
         if result.returncode != 0:
             return f"import {module} fails: {(result.stderr.strip().splitlines() or ['?'])[-1]}"
     return ""
@@ -121,10 +127,10 @@ def _mpirun() -> str:
 def _place(
     job: Job,
 ) -> Iterator[tuple[Callable[..., subprocess.Popen[str]], Callable[[Plan], Plan]]]:
-    """How to start a command where the job runs, and what that makes of its plan."""
+    """Yield functions that start a command where the job runs, and that complete a plan for it."""
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
     if job.hosts == 1:
-        # Open MPI refuses root and more ranks than cores unless told otherwise; MPICH looks away.
+        # By default, Open MPI rejects root and more ranks than cores. MPICH ignores the variables.
         mpi = {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -154,7 +160,7 @@ def _listen(
     say: Callable[[str], None],
     show: Callable[[str], None],
 ) -> int:
-    """Read until the job ends by itself; JobError when it does not in time."""
+    """Read output until the job ends; return its status. Raises JobError if it takes too long."""
     late = threading.Event()
 
     def interrupt() -> None:
@@ -162,7 +168,7 @@ def _listen(
         process.send_signal(signal.SIGINT)
         killer.start()
 
-    killer = threading.Timer(_LAST_GRACE, process.kill)
+    killer = threading.Timer(_END_GRACE, process.kill)
     killer.daemon = True
     timer = threading.Timer(timeout, interrupt)
     timer.start()
@@ -174,7 +180,7 @@ def _listen(
                 show(content)
             else:
                 say(text.rstrip())
-        status = process.wait(_LAST_GRACE)
+        status = process.wait(_END_GRACE)
     finally:
         timer.cancel()
         killer.cancel()
@@ -184,13 +190,13 @@ def _listen(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Leave no process behind, whatever happened."""
+    """End the job's process, if it still runs, and close its output."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         if process.poll() is not None:
             break
         process.send_signal(number)
         try:
-            process.wait(_LAST_GRACE / 2)
+            process.wait(_END_GRACE / 2)
         except subprocess.TimeoutExpired:
             continue
     if process.stdout is not None:

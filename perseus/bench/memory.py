@@ -1,4 +1,4 @@
-"""The memory's own speed: the fastest copy this machine has. One caller per rank."""
+"""Measures the memory's speed: the fastest copy on this machine. One thread per rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PAGE = 4096
 
 
 class Copy:
-    """memcpy of `size` bytes between two buffers whose pages exist; values differ by index."""
+    """A memcpy of `size` bytes between buffers whose pages are mapped; values differ by index."""
 
     def __init__(self, name: str, size: int, page_aligned: bool) -> None:
         self.name = name
@@ -21,21 +21,21 @@ class Copy:
         self._source.copy_(torch.arange(size // 4, dtype=torch.int32))
 
     def prepare(self) -> None:
-        """Other values in the source, none in the target: a copy must happen again."""
+        """Change the source and clear the target, so that an earlier copy cannot pass correct()."""
         self._target.zero_()
         self._source.add_(1)
 
     def run(self, call: int = 0) -> None:
-        """The C library's memcpy, without the GIL."""
+        """Copy with the C library's memcpy, without the GIL."""
         ctypes.memmove(self._target.data_ptr(), self._source.data_ptr(), self._size)
 
     def correct(self) -> bool:
-        """Whether every byte arrived."""
+        """Return whether the target equals the source."""
         return torch.equal(self._source, self._target)
 
 
 def copies(size: int) -> list[Copy]:
-    """Where a copy's speed may differ: page-aligned with 4 KiB pages, and as torch allocates."""
+    """Return copies whose speed may differ: with page-aligned memory, and as torch allocates it."""
     return [Copy("memcpy", size, True), Copy("memcpy-unaligned", size, False)]
 
 
@@ -46,5 +46,5 @@ def _buffer(size: int, page_aligned: bool) -> torch.Tensor:
     try:
         pages.madvise(mmap.MADV_NOHUGEPAGE)
     except OSError:
-        pass  # a kernel without huge pages has nothing to refuse
+        pass  # kernels without huge pages reject the advice
     return torch.frombuffer(pages, dtype=torch.int32, count=size // 4).zero_()

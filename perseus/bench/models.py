@@ -1,6 +1,6 @@
-"""Gradients of well-known models: name and shape of each parameter, in the order of parameters().
+"""The parameters of well-known models: their names and shapes, in the order of parameters().
 
-From the published architectures; totals are pinned by a test. Pure functions, thread-safe.
+They follow the published architectures; a test checks the totals. Pure functions, thread-safe.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 
 
 def resnet50() -> Shapes:
-    """He et al. 2015, table 1, names as in torchvision: 161 tensors, 25,557,032 parameters."""
+    """ResNet-50 (He et al., 2015, table 1), as in torchvision: 161 tensors, 25,557,032 values."""
     found = [("conv1.weight", (64, 3, 7, 7)), *_pair("bn1", 64)]
     inputs = 64
     for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 1):
@@ -29,7 +29,7 @@ def resnet50() -> Shapes:
 
 
 def vgg16() -> Shapes:
-    """Simonyan and Zisserman 2014, configuration D: 32 tensors, 138,357,544 parameters."""
+    """VGG-16 (Simonyan and Zisserman, 2014, configuration D): 32 tensors, 138,357,544 values."""
     found: Shapes = []
     inputs, layer = 3, 0
     for width, layers in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -45,7 +45,7 @@ def vgg16() -> Shapes:
 
 
 def bert_base() -> Shapes:
-    """Devlin et al. 2018, uncased, with pooler: 199 tensors, 109,482,240 parameters."""
+    """BERT base (Devlin et al., 2018), uncased, with pooler: 199 tensors, 109,482,240 values."""
     width, inner = 768, 3072
     found: Shapes = [
         ("embeddings.word_embeddings.weight", (30522, width)),
@@ -65,7 +65,7 @@ def bert_base() -> Shapes:
 
 
 def gpt2() -> Shapes:
-    """Radford et al. 2019, small, head tied to the embedding: 148 tensors, 124,439,808."""
+    """GPT-2 small (Radford et al., 2019), with a tied head: 148 tensors, 124,439,808 values."""
     width = 768
     found: Shapes = [("wte.weight", (50257, width)), ("wpe.weight", (1024, width))]
     for layer in range(12):
@@ -80,12 +80,12 @@ def gpt2() -> Shapes:
 
 
 def _pair(name: str, outputs: int, *inputs: int) -> Shapes:
-    """A layer's weight and bias."""
+    """Return a layer's weight and bias."""
     return [(f"{name}.weight", (outputs, *inputs)), (f"{name}.bias", (outputs,))]
 
 
 def _transposed(name: str, inputs: int, outputs: int) -> Shapes:
-    """GPT-2 keeps the inputs first."""
+    """Return a layer's weight and bias as in GPT-2, whose weights have the inputs first."""
     return [(f"{name}.weight", (inputs, outputs)), (f"{name}.bias", (outputs,))]
 
 
@@ -95,7 +95,7 @@ MODELS: dict[str, Callable[[], Shapes]] = {
     "bert-base": bert_base,
     "gpt2": gpt2,
 }
-# Those that are trained, and the side of their square images in pixels.
+# The models that the case training supports, and the width of their square images in pixels.
 TRAINED = {"resnet50": 64, "vgg16": 32}
 BATCH = 16
 CLASSES = 1000

@@ -1,8 +1,8 @@
-"""Holds the Linux namespaces that make one virtual host, and runs commands inside them.
+"""Holds the Linux namespaces of one virtual host, and runs commands inside them.
 
-A script for virtual_hosts.py, single-threaded. What it makes lives exactly as long as its standard
-input stays open: when the owner ends, however that happens, the host's first process is killed, the
-kernel ends all others of its process namespace, and network and mounts vanish with the last.
+A single-threaded script for virtual_hosts.py. The host lives as long as the script's standard input
+is open. When its owner ends for any reason, the host's first process is killed; the kernel then
+ends all other processes in the namespace, and removes network and mounts after the last one.
 """
 
 from __future__ import annotations
@@ -27,15 +27,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def hold(hostname: str, hosts_file: str, remove: str | None) -> int:
-    """Makes the namespaces, prints the number of the process that holds them, and waits."""
+    """Create the namespaces, print the pid of the process that holds them, and wait.
+
+    hosts_file: is mounted on /etc/hosts. remove: a directory to delete at the end.
+
+    Returns the exit status.
+    """
     _check(
         _libc.unshare(_NEW_MOUNTS | _NEW_HOSTNAME | _NEW_IPC | _NEW_PIDS | _NEW_NETWORK), "unshare"
     )
-    ready, tell = os.pipe()
+    ready, notify = os.pipe()
     first = os.fork()
     if first == 0:
-        _be_first_process(hostname, hosts_file, tell)
-    os.close(tell)
+        _be_first_process(hostname, hosts_file, notify)
+    os.close(notify)
     signal.signal(signal.SIGCHLD, _leave)
     try:
         if os.read(ready, 1) != b"r":
@@ -56,8 +61,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(1)
 
 
-def _be_first_process(hostname: str, hosts_file: str, tell: int) -> None:
-    """Set the host up from inside, then reap whatever is orphaned in it."""
+def _be_first_process(hostname: str, hosts_file: str, notify: int) -> None:
+    """Set up the host from inside, then reap orphaned processes forever."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:
         _die_with_parent()
@@ -71,8 +76,8 @@ def _be_first_process(hostname: str, hosts_file: str, tell: int) -> None:
         name = hostname.encode()
         _check(_libc.sethostname(name, len(name)), "sethostname")
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        os.write(tell, b"r")
-        os.close(tell)
+        os.write(notify, b"r")
+        os.close(notify)
         while True:
             signal.sigwait({signal.SIGCHLD})
             while _reap():
@@ -90,7 +95,10 @@ def _reap() -> bool:
 
 
 def enter(pid: int, command: list[str]) -> int:
-    """Run a command in the namespaces of `pid`; its exit status, 128 + n when signal n ended it."""
+    """Run a command in the namespaces of `pid`.
+
+    Returns the command's exit status, or 128 + n if signal n ended it.
+    """
     directory = os.getcwd()
     spaces = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY) for kind in _KINDS]
     for space in spaces:
@@ -98,7 +106,7 @@ def enter(pid: int, command: list[str]) -> int:
         os.close(space)
     child = os.fork()
     if child == 0:
-        # A group of its own: a signal to the caller's group then arrives once, through _forward.
+        # In its own process group, it receives a signal to the caller's group once, by _forward.
         os.setpgid(0, 0)
         _die_with_parent()
         try:
@@ -140,6 +148,7 @@ def _check(result: int, what: str) -> None:
 
 
 def main() -> int:
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     modes = parser.add_subparsers(dest="mode", required=True)
     keeper = modes.add_parser("hold")

@@ -1,4 +1,4 @@
-"""ResNet-50 and VGG-16 for training on small images, parameters as in models.py. Plain modules."""
+"""ResNet-50 and VGG-16 as torch modules, with the parameters that models.py lists."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """He et al. 2015, with the stride in the 3x3 kernels, as torchvision has it."""
+    """He et al., 2015, with the stride in the 3x3 kernels, as in torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class ResNet50(nn.Module):
         self.fc = nn.Linear(2048, 1000)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(batch, 3, any, any) to (batch, 1000)."""
+        """Return scores of shape (batch, 1000) for images of shape (batch, 3, height, width)."""
         x = self._pool(torch.relu(self.bn1(self.conv1(images))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         result: torch.Tensor = self.fc(x.mean((2, 3)))
@@ -62,7 +62,7 @@ def _stage(inputs: int, width: int, blocks: int, stride: int) -> nn.Sequential:
 
 
 class VGG16(nn.Module):
-    """Simonyan and Zisserman 2014, configuration D; features are pooled to 7x7."""
+    """Simonyan and Zisserman, 2014, configuration D; features are pooled to 7x7."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +82,17 @@ class VGG16(nn.Module):
         )  # fmt: skip
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """(batch, 3, any from 32, any from 32) to (batch, 1000)."""
+        """Return scores of shape (batch, 1000) for images of shape (batch, 3, height, width).
+
+        height, width: 32 or more.
+        """
         result: torch.Tensor = self.classifier(self._pool(self.features(images)).flatten(1))
         return result
 
 
 @dataclass(frozen=True)
 class Net:
-    """A network and the square images, in pixels, that it is trained on."""
+    """A network, and the width in pixels of the square images on which it is trained."""
 
     make: Callable[[], nn.Module]
     pixels: int

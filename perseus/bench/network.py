@@ -1,4 +1,7 @@
-"""The network's own speed: a raw exchange over TCP, both ways at once. One caller per rank."""
+"""Measures the network's speed: a raw exchange over TCP, both ways at once.
+
+One thread per rank calls it, and it starts threads of its own.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _PIECE = 4 << 20  # bytes per system call
 
 
 def own_address() -> str:
-    """The address under which other ranks reach this one."""
+    """Return the IPv4 address at which other ranks reach this one."""
     for name in ("PERSEUS_RENDEZVOUS_ADDR", "MASTER_ADDR"):
         if (server := os.environ.get(name)) and (address := source_address(server)):
             return address
@@ -31,17 +34,22 @@ def own_address() -> str:
 
 
 def own_addresses() -> list[str]:
-    """Of each interface that the job was given (perseusrun --network-interface), else one."""
+    """Return the address of each interface of the job (perseusrun --network-interface).
+
+    Without any, returns own_address() alone.
+    """
     names = os.environ.get("PERSEUS_GLOO_NETWORK_INTERFACE", "").split(",")
     return [interface_address(name) for name in names if name] or [own_address()]
 
 
 class RawExchange:
-    """Sends bytes to the next rank and receives as many from the one before, at the same time.
+    """Sends bytes to the next rank while receiving as many from the previous one.
 
-    addresses: this rank's, one on each link; each carries an equal part over a connection of its
-    own. Of two ranks, both use the same connections. `share` gathers a value of every rank, by
-    rank. Sockets fail after 120 s without progress.
+    share: a collective that gathers a value of every rank, ordered by rank.
+    addresses: those of this rank, one per link. Each link carries an equal part of the bytes over
+        its own connection. Two ranks use the same connections for both directions.
+
+    Sockets fail after 120 s without progress.
     """
 
     def __init__(
@@ -54,7 +62,10 @@ class RawExchange:
         self._lanes = [_Lane(rank, size, share, address) for address in addresses]
 
     def run(self, outgoing: torch.Tensor, incoming: torch.Tensor, call: int = 0) -> None:
-        """Send all bytes of one tensor while receiving all of the other; OSError on failure."""
+        """Send all bytes of one tensor while receiving all bytes of the other.
+
+        Raises OSError if a connection fails.
+        """
         failures: list[OSError] = []
         work = []
         count = len(self._lanes)
@@ -80,13 +91,13 @@ class RawExchange:
             raise failures[0]
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         for lane in self._lanes:
             lane.close()
 
 
 class _Lane:
-    """One link's connections, to the next rank and from the one before."""
+    """The connections of one link, to the next rank and from the previous one."""
 
     def __init__(
         self, rank: int, size: int, share: Callable[[object], list[object]], address: str

@@ -1,6 +1,6 @@
-"""The contenders: Perseus, and others formed beside it in the same processes.
+"""The contenders: Perseus, and other libraries beside it in the same processes.
 
-A peer is built on all ranks or on none. All tensors are contiguous float32 in host memory; every
+A peer exists on all ranks or on none. All tensors are contiguous float32 in host memory, and every
 reduction is a sum. One thread per rank.
 """
 
@@ -25,34 +25,37 @@ _GLOO_TIMEOUT = timedelta(seconds=120)
 
 
 class Peer(Protocol):
-    """The collectives that cases time. Results may be new tensors or the ones passed in."""
+    """The collectives that cases time.
+
+    Results may be new tensors or the given ones; `output` has the shape of the result.
+    """
 
     name: str
 
     def allreduce_(self, tensor: torch.Tensor, name: str) -> None:
-        """Sum in place."""
+        """Sum a tensor over all ranks in place."""
 
     def allreduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """The sum, by the blocking call that a script would use for a metric."""
+        """Return the sum, by the blocking call that a script would use for a metric."""
 
     def allreduce_many_(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Start all, then wait for all, in place."""
+        """Start the sums of all tensors in place, then wait for all of them."""
 
     def allgather(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors joined; output has room for that."""
+        """Return the tensors of all ranks, concatenated in rank order."""
 
     def broadcast_(self, tensor: torch.Tensor) -> None:
-        """Rank 0's tensor."""
+        """Overwrite a tensor with rank 0's."""
 
     def reducescatter(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """This rank's equal part of the sum; output has room for that."""
+        """Return this rank's part of the sum; all parts are equally large."""
 
     def alltoall(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Part r of the tensor goes to rank r; what comes, in rank order."""
+        """Send part r of the tensor to rank r; return the received parts in rank order."""
 
 
 class HorovodPeer:
-    """Perseus, or Horovod: the same calls of another module."""
+    """Perseus or Horovod, which have the same functions."""
 
     def __init__(self, name: str, hvd: Any) -> None:
         self.name = name
@@ -93,7 +96,10 @@ class HorovodPeer:
 
 @contextmanager
 def _interface_for_gloo(local: bool) -> Iterator[None]:
-    """Unless it is set, the variable of gloo's interface, which would be a setting of ours, too."""
+    """Set the variable of gloo's interface within the context, unless the user has set it.
+
+    Perseus reads the variable as well, so it must not stay set.
+    """
     name = "GLOO_SOCKET_IFNAME"
     interfaces = "lo" if local else os.environ.get("PERSEUS_GLOO_NETWORK_INTERFACE")
     if name in os.environ or not interfaces:
@@ -112,7 +118,7 @@ class GlooPeer:
     name = "torch-gloo"
 
     def __init__(self) -> None:
-        # The older names warn in newer versions, at every call.
+        # In newer versions of torch, the older functions warn in every call.
         self._gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         self._scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         rank, size = perseus_hvd.rank(), perseus_hvd.size()
@@ -163,7 +169,7 @@ class GlooPeer:
 
 
 class MpiPeer:
-    """MPI through mpi4py, on the buffers themselves."""
+    """MPI through mpi4py, directly on the tensors' memory."""
 
     name = "mpi"
 
@@ -235,7 +241,10 @@ _TABLE: dict[str, tuple[Callable[[], str | None], Callable[[], Peer]]] = {
 
 
 def form(names: Sequence[str], skipped: Callable[[str, str], None]) -> list[Peer]:
-    """Perseus, then the named peers that all ranks have; skipped(name, why) is told of others."""
+    """Return Perseus and those of the named peers that are available on all ranks. A collective.
+
+    skipped: is called with the name of each other peer and the reason.
+    """
     peers: list[Peer] = [HorovodPeer(PERSEUS, perseus_hvd)]
     for name in names:
         reason, make = _TABLE[name]
@@ -248,6 +257,6 @@ def form(names: Sequence[str], skipped: Callable[[str, str], None]) -> list[Peer
 
 
 def disband() -> None:
-    """End what form() made, Perseus aside."""
+    """End the peers that form() has returned, except Perseus."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What one job measures: written by perseus-bench, read by its ranks. Values only, thread-safe."""
+"""The plan of what one job measures, which perseus-bench passes to the ranks. Immutable."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from dataclasses import asdict, dataclass, field
 PERSEUS = "perseus"
 TORCH, TENSORFLOW = "torch", "tensorflow"  # frameworks, by the names of their packages
 PEERS = {TORCH: ("torch-gloo", "mpi", "horovod"), TENSORFLOW: ("multiworker",)}
-DDP = "torch-ddp-gloo"  # torch-gloo's name in training
-NEED_MPIRUN = ("mpi", "horovod")  # formed by mpirun only
+DDP = "torch-ddp-gloo"  # the name of torch-gloo in training
+NEED_MPIRUN = ("mpi", "horovod")  # peers that work only if mpirun starts the ranks
 OWN_SIZES = ("tensors", "training")  # cases that --sizes does not change
-IN_EQUAL_PARTS = ("allgather", "reducescatter", "alltoall")  # operations that part a size by rank
-MARK = "PERSEUS-BENCH "  # begins a record's line in a job's output
+IN_EQUAL_PARTS = ("allgather", "reducescatter", "alltoall")  # give each rank a part of the size
+MARK = "PERSEUS-BENCH "  # the beginning of a record's line in a job's output
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Cases in order, against whom, how large and for how long.
+    """The cases to measure, in order, with their peers, sizes and durations.
 
-    sizes: bytes; empty = what is usual for the case. seconds: for each table row, all contenders
-    together. codecs: by label, beside plain. advise: no cases, but what settings to use; compute_s:
-    a step's computation then, None = measured. rate_gbit and links describe the hosts' network, for
-    the records. framework: whose tensors are reduced; TensorFlow is there for training.
+    sizes: in bytes; [] = the usual ones for a case.
+    codecs: labels of codecs to measure in addition to none.
+    seconds: for each row of the table, for all contenders together.
+    advise: measure no case, but find out which settings to use.
+    compute_s: seconds that a step computes, for the advice; None = measure it.
+    rate_gbit, links: the hosts' network, for the records.
+    framework: TensorFlow supports the case training only.
     """
 
     cases: list[str]
@@ -38,10 +41,10 @@ class Plan:
     framework: str = TORCH
 
     def to_json(self) -> str:
-        """The plan as one line."""
+        """Return the plan as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> Plan:
-        """The plan that to_json wrote."""
+        """Return the plan that to_json() wrote."""
         return Plan(**json.loads(line))

@@ -1,4 +1,4 @@
-"""Measurements as a PNG: time over size where there are several sizes, bars where there is one."""
+"""Plots measurements as time over size, or as bars if there is one size only."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from perseus.bench.sizes import seconds_unit, show_bytes, show_seconds
 _COLOURS = ("#d1495b", "#33658a", "#86a873", "#8d6a9f", "#e0a030", "#5f6b6d")
 _PANEL_INCHES = (5.2, 3.8)
 _COLUMNS = 3
-_MOST_TICKS = 7  # of sizes, in a panel's width
-_LEAST_RANGE = 10.0  # of times, so that their axis has several ticks
-_WIDE_RANGE = 300.0  # over which ticks at powers of ten are enough
+_MOST_TICKS = 7  # on the axis of sizes
+_LEAST_RANGE = 10.0  # ratio of largest to smallest time that gives the axis several ticks
+_WIDE_RANGE = 300.0  # the same ratio, above which ticks at powers of ten suffice
 
 
 def unavailable(path: Path) -> str | None:
-    """Why nothing can be drawn into this file; None when it can."""
+    """Return the reason why no plot can be drawn into this file; None if it can."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
@@ -31,12 +31,15 @@ def unavailable(path: Path) -> str | None:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Saves the figure of some records; ValueError without any."""
+    """Save the figure of the records. Raises ValueError if there are none."""
     figure(records).savefig(path, dpi=130)
 
 
 def figure(records: Sequence[Record]) -> Any:
-    """One panel for each case and place; contenders as lines (log-log) or bars, units in labels."""
+    """Return a matplotlib Figure with one panel for each case, number of ranks and hosts.
+
+    Contenders are lines on logarithmic axes, or bars. Raises ValueError without records.
+    """
     from matplotlib.figure import Figure
 
     panels: dict[str, list[Record]] = {}
@@ -75,7 +78,7 @@ def _colours(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _lines(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
-    """Median time over size, with the bus bandwidth of the largest size in the legend."""
+    """Draw the median time over size; the legend has the bus bandwidth at the largest size."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     for name in dict.fromkeys(record.contender for record in group):
@@ -106,7 +109,7 @@ def _lines(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
 
 
 def _bars(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
-    """Median time of each contender, the value beside it."""
+    """Draw the median time of each contender as a bar with its value."""
     latest = {record.contender: record for record in group}
     names = list(latest)[::-1]
     unit, unit_name = seconds_unit(max(record.median_s for record in latest.values()))
@@ -119,7 +122,7 @@ def _bars(axes: Any, group: list[Record], colours: dict[str, str]) -> None:
 
 
 def spread_ticks(sizes: Collection[int]) -> list[int]:
-    """Those of the sizes, the largest among them, whose labels do not touch on a log axis."""
+    """Return sizes, including the largest, whose labels do not touch on a logarithmic axis."""
     least = (max(sizes) / min(sizes)) ** (1 / (_MOST_TICKS - 0.5))
     ticks: list[int] = []
     for size in sorted(sizes, reverse=True):

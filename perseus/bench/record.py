@@ -1,4 +1,4 @@
-"""One measurement as a JSON record, and the arithmetic of bandwidths. Pure, thread-safe."""
+"""The record of one measurement, and the arithmetic of bandwidths. Pure, thread-safe."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-# What a rank must at least move, in units of the operation's size. Source: nccl-tests,
-# doc/PERFORMANCE.md. The size is the buffer's; the larger one's where input and output differ.
+# The bytes that a rank must at least move, divided by the operation's size. Source: nccl-tests,
+# doc/PERFORMANCE.md. The size is that of the larger buffer if input and output differ.
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
     "allgather": lambda n: (n - 1) / n,
@@ -18,17 +18,17 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda n: 1.0,
 }
 
-# Below, acknowledgements and keep-alives outweigh the data; above, only headers add to it.
+# Below this size, acknowledgements and heartbeats outweigh the data.
 _COUNTERS_FROM_BYTES = 1 << 20
-# Headers are 4.6 % of packets of 1500 bytes; the short queues of slow links lose some packets.
+# Headers add 4.6 % to packets of 1500 bytes, and the short queues of slow links lose some packets.
 _HEADERS_AND_LOSSES = 1.10
 _OTHER_TRAFFIC = 64 << 10
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """busbw / algbw of an operation: comparable with the hardware's speed for any number of ranks.
+    """Return busbw / algbw of an operation, where busbw is comparable with the hardware's speed.
 
-    0 for operations without one (copies and the like).
+    Returns 0 for operations that have none, such as copies, and for a single rank.
     """
     factor = _BUS_FACTORS.get(operation)
     return 0.0 if factor is None or ranks < 2 else factor(ranks)
@@ -36,14 +36,18 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 @dataclass
 class Record:
-    """Times of one contender in one case. Seconds, bytes, GB/s = 1e9 bytes per second.
+    """The times of one contender in one case. 1 GB/s is 1e9 bytes per second.
 
-    A repetition's time is that of the slowest rank. vs_perseus is the median over repetitions of
-    this contender's time divided by Perseus' time in the same repetition: 2 = Perseus is twice as
-    fast. wire_bytes: what one operation sent through the busiest host's interfaces, by their own
-    counters; None on a single host. wire_bytes_expected: what it must send at least; at most
-    wire_bytes_limit, where they differ. codec: how gradients travelled, as perseus-bench --codec
-    names it. images_per_s: of all ranks together, in training.
+    median_s, min_s, n: over repetitions; a repetition's time is that of the slowest rank.
+    vs_perseus: the median over repetitions of this contender's time divided by Perseus' time in the
+        same repetition; 2 means that Perseus is twice as fast.
+    wire_bytes: bytes that one operation sent through the interfaces of the busiest host, according
+        to their counters; None on a single host.
+    wire_bytes_expected, wire_bytes_limit: the least and the most bytes that it may send.
+    codec: the codec of the gradients, by its name in perseus-bench --codec.
+    images_per_s: of all ranks together, in training.
+    staging_bytes: memory that Perseus holds beyond the tensors.
+    load1: the load average of one minute.
     """
 
     case: str
@@ -79,24 +83,26 @@ class Record:
 
     @property
     def contender(self) -> str:
-        """Who was measured, with the codec where there is one."""
+        """The name of the peer, followed by the codec if there is one."""
         return self.peer if self.codec == "none" else f"{self.peer} {self.codec}"
 
     def to_json(self) -> str:
-        """The record as one line."""
+        """Return the record as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(line: str) -> Record:
-        """The record that to_json wrote; TypeError for a field that is not known."""
+        """Return the record that to_json() wrote. Raises TypeError for an unknown field."""
         fields: dict[str, Any] = json.loads(line)
         return Record(**fields)
 
 
 def counters_match(counted: int | None, payload: int | None, most: int | None = None) -> bool:
-    """Whether the bytes sent are those that had to be, headers and losses on top, or unknown.
+    """Return whether the bytes that were sent match the payload plus headers and losses.
 
-    most: the payload's upper end, where it is not one number.
+    Returns true as well if one of them is unknown, or if the payload is too small to tell.
+
+    most: the largest possible payload; None = `payload`.
     """
     if counted is None or payload is None:
         return True
@@ -107,5 +113,5 @@ def counters_match(counted: int | None, payload: int | None, most: int | None = 
 
 
 def pairwise_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """The median of times[i] / reference[i]: what disturbs both of a repetition cancels out."""
+    """Return the median of times[i] / reference[i], in which a disturbance of both cancels out."""
     return statistics.median(a / b for a, b in zip(times, reference, strict=True))

@@ -1,4 +1,7 @@
-"""Measurements as text: lines for the terminal, tables for READMEs. Pure but for the machine."""
+"""Formats measurements as lines for the terminal and as tables for READMEs.
+
+Pure functions, except machine() and the functions that read or write a page. Thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ _COLUMNS = (
 
 
 def heading() -> str:
-    """The line above those of show_line()."""
+    """Return the heading of the lines that show_line() returns."""
     return _aligned(_COLUMNS)
 
 
 def show_line(record: Record) -> str:
-    """One measurement as a line.
+    """Format one measurement as a line.
 
-    wire: what the busiest host sent. /perseus: this contender's time divided by Perseus'.
+    Column `wire` is the bytes that the busiest host sent; `/perseus` is the contender's time
+    divided by Perseus' time.
     """
     ratio = "" if record.vs_perseus is None else f"{record.vs_perseus:.3g}"
     case = record.settings.get("model", record.case)
@@ -57,12 +61,15 @@ def _aligned(cells: Sequence[str]) -> str:
 
 
 def verdicts(records: Sequence[Record]) -> list[Verdict]:
-    """Every bar, judged."""
+    """Return the verdict for every bar."""
     return [bar.judge(records) for bar in BARS]
 
 
 def results(records: Sequence[Record], reasons: Sequence[str], load_before: float) -> str:
-    """What README.md shows: every case with its peer; reasons: why something was not measured."""
+    """Return the text for README.md: every case with its peer.
+
+    reasons: why cases were not measured. load_before: the load average before the run.
+    """
     lines = [
         *_introduction(load_before),
         "| case | Perseus | compared with | result | command |",
@@ -79,7 +86,7 @@ def results(records: Sequence[Record], reasons: Sequence[str], load_before: floa
 
 
 def bars(records: Sequence[Record], load_before: float) -> str:
-    """What benchmarks/README.md shows: every bar, and whether it is met."""
+    """Return the text for benchmarks/README.md: every bar, and whether it is met."""
     lines = [
         *_introduction(load_before),
         "| case | Perseus | compared with | result | of the fastest repetitions | bar | |",
@@ -138,7 +145,7 @@ def _model_table(records: Sequence[Record]) -> list[str]:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Every bar's verdict, a line each, for the terminal."""
+    """Return the verdict for every bar as lines for the terminal."""
     lines = []
     for row in verdicts(records):
         mark = {True: "met", False: "MISSED", None: ""}[row.met]
@@ -151,7 +158,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def machine(load_before: float) -> str:
-    """This machine in words: processor, cores, memory, kernel, torch, and how busy it was."""
+    """Describe this machine: processor, cores, memory, kernel, Python, torch and load."""
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -175,7 +182,10 @@ def _processor() -> str:
 
 
 def check_page(flag: str, path: Path) -> tuple[str, str]:
-    """The text before and after the markers; ValueError where file or markers are missing."""
+    """Return the text of a page before and after its markers.
+
+    Raises ValueError, which names the flag, if the file or its markers are missing.
+    """
     if not path.is_file():
         raise ValueError(f"{flag} {path}: no such file")
     before, begin, rest = path.read_text(encoding="utf-8").partition(_BEGIN)
@@ -186,6 +196,9 @@ def check_page(flag: str, path: Path) -> tuple[str, str]:
 
 
 def write_page(flag: str, path: Path, text: str) -> None:
-    """Replace the text between the markers; ValueError, and no change, if they are missing."""
+    """Replace the text between the markers of a page.
+
+    Raises ValueError and changes nothing if they are missing.
+    """
     before, after = check_page(flag, path)
     path.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Times contenders alternately in the same processes. One thread per rank; all ranks call alike."""
+"""Times contenders alternately in the same processes.
+
+One thread per rank; the functions are collectives, which all ranks call in the same order.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,34 @@ _FEWEST, _MOST = 5, 400
 
 
 class World(Protocol):
-    """What the ranks need to measure together. Every method is a collective."""
+    """The ranks that measure together. Every method is a collective."""
 
     size: int
     hosts: int
-    counts_wire: bool  # this rank reads its host's interface counters
+    counts_wire: bool  # whether this rank reads its host's interface counters
 
     def barrier(self) -> None:
-        """Return once every rank is here."""
+        """Return once every rank has called it."""
 
     def agree(self, value: float) -> float:
-        """Rank 0's value."""
+        """Return rank 0's value."""
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values (equally many), by rank."""
+        """Return the values of every rank, ordered by rank. All ranks pass equally many."""
 
 
 @dataclass
 class Contender:
-    """Something to time. `prepare` and `check` are outside the clock.
+    """An operation to time. A repetition calls prepare(), then run() several times, then check().
 
-    run(i): the i-th of `calls` calls of a repetition, each timed by itself; `warm` more come first.
-    The repetition's time is the median of its calls. conclude() verifies once more, at the end.
-    payload: bytes that one call must send from each host, None where that is not known; where it
-    may be more, payload_most. codec: how gradients travel, see Record.
+    run: run(i) is the i-th call of a repetition, which times each of its `calls` calls, after
+        `warm` calls that are not timed. The repetition's time is the median of its calls.
+    prepare, check: run outside of the timing; check() returns whether the results are right.
+    conclude: returns whether everything was right, after the last repetition.
+    payload: bytes that one call must send from each host; None if that is unknown.
+    payload_most: the most bytes that it may send, if that differs.
+    codec: the codec of the gradients; see Record.
+    warm_ups: repetitions that do not count.
     """
 
     name: str
@@ -55,13 +62,17 @@ class Contender:
 
     @property
     def key(self) -> str:
-        """What tells it from the others of its subject."""
+        """The name of the contender, unique among those of its subject."""
         return self.name if self.codec == "none" else f"{self.name} {self.codec}"
 
 
 @dataclass
 class Samples:
-    """What came out. seconds: of the slowest rank, by repetition. wire_bytes: a call's average."""
+    """The measurements of one contender.
+
+    seconds: the time of the slowest rank in each repetition. verified: whether all results were
+    right. wire_bytes: the average per call of the host that sent most; None on a single host.
+    """
 
     seconds: list[float] = field(default_factory=list)
     verified: bool = True
@@ -69,12 +80,12 @@ class Samples:
 
 
 def measure(world: World, contenders: Sequence[Contender], budget: float) -> dict[str, Samples]:
-    """Time all contenders, one repetition of each in turn, for about `budget` seconds in all.
+    """Time all contenders, one repetition of each in turn, for about `budget` seconds in total.
 
-    Returns what came out by Contender.key.
+    Every repetition starts after a barrier, and its result is verified. Each round begins with
+    another contender. There are 5 to 400 rounds, so all contenders have equally many repetitions.
 
-    Every repetition starts behind a barrier and its result is verified. Who begins a round changes
-    from round to round. At least 5 and at most 400 repetitions, the same number for everybody.
+    Returns the samples by Contender.key.
     """
     runs = [_Run(world, contender) for contender in contenders]
     for run in runs:
@@ -94,7 +105,7 @@ def measure(world: World, contenders: Sequence[Contender], budget: float) -> dic
 
 
 class _Run:
-    """One contender's repetitions on this rank."""
+    """The repetitions of one contender on this rank."""
 
     def __init__(self, world: World, contender: Contender) -> None:
         self.contender = contender
@@ -103,12 +114,12 @@ class _Run:
         self.start()
 
     def start(self) -> None:
-        """Forget the measurements, but not whether the results were right."""
+        """Drop the measurements, but not whether the results were right."""
         self._seconds: list[float] = []
         self._sent = 0
 
     def repeat(self) -> None:
-        """Prepare, wait for all ranks, run under the clock, verify."""
+        """Prepare, wait for all ranks, run and time the calls, verify."""
         contender, world = self.contender, self._world
         contender.prepare()
         world.barrier()
@@ -125,7 +136,7 @@ class _Run:
         self._verified = contender.check() and self._verified
 
     def finish(self) -> Samples:
-        """All ranks' repetitions made one, verified a last time."""
+        """Verify a last time and combine the measurements of all ranks."""
         self._verified = self.contender.conclude() and self._verified
         rows = self._world.gather([*self._seconds, float(self._verified), float(self._sent)])
         count = len(self._seconds)
@@ -138,7 +149,7 @@ class _Run:
 
 
 def sent_bytes(table: Path = Path("/proc/net/dev")) -> int:
-    """Bytes that this host's interfaces have sent so far, loopback aside."""
+    """Return the bytes that this host's interfaces have sent so far, without loopback."""
     total = 0
     for line in table.read_text().splitlines()[2:]:
         name, _, counters = line.partition(":")

@@ -1,4 +1,7 @@
-"""A job that measures, on one of its ranks: the contenders, and their measurements."""
+"""The session of one rank in a job: its world, its peers and their measurements.
+
+One thread per rank.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Subject:
-    """One thing that several contenders do. size: bytes; settings go into the records."""
+    """A task that several contenders perform.
+
+    size: in bytes. settings: are added to the records. images: processed by a rank in one call.
+    """
 
     case: str
     size: int
     contenders: list[Contender]
     tensors: int = 1
     settings: dict[str, str] = field(default_factory=dict)
-    images: int = 0  # that a rank handles in a call
+    images: int = 0
 
 
 class Session:
-    """The world of ranks that measures (sampling.World), its plan and its peers."""
+    """The ranks that measure (a sampling.World), their plan and their peers."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -45,35 +51,39 @@ class Session:
         self._settings = _own_settings()
 
     def barrier(self) -> None:
-        """Return once every rank is here."""
+        """Return once every rank has called it."""
         control.barrier()
 
     def agree(self, value: float) -> float:
-        """Rank 0's value."""
+        """Return rank 0's value. A collective."""
         found: float = self.share(value)[0]
         return found
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's values (equally many), by rank."""
+        """Return the values of every rank, ordered by rank. A collective."""
         return self.share(list(values))
 
     def share(self, value: object) -> list[Any]:
-        """Every rank's value, by rank."""
-        everybody = control.gather_bytes(objects.dumps(value), "bench.share", 0)
-        return [objects.loads(one) for one in everybody]
+        """Return the value of every rank, ordered by rank. A collective."""
+        gathered = control.gather_bytes(objects.dumps(value), "bench.share", 0)
+        return [objects.loads(part) for part in gathered]
 
     def sizes(self, usual: list[int]) -> list[int]:
-        """The sizes asked for, in bytes, or those usual for a case."""
+        """Return the plan's sizes in bytes, or the usual ones of a case if it has none."""
         return self.plan.sizes or usual
 
     def payload(self, operation: str, size: int) -> int | None:
-        """Bytes that an operation must send from each host; None where the algorithm decides."""
+        """Return the bytes that an operation must send from each host.
+
+        Returns None if they depend on the algorithm, as on a single host or with several ranks per
+        host.
+        """
         if self.hosts < 2 or self.hosts != self.size:
             return None
         return round(bus_factor(operation, self.size) * size)
 
     def payloads(self, codec: Codec, size: int) -> dict[str, Any]:
-        """The same of an allreduce through a codec, as arguments of a Contender."""
+        """Return the payload of an allreduce through a codec, as arguments of a Contender."""
         plain = self.payload("allreduce", size)
         if plain is None:
             return {}
@@ -81,14 +91,17 @@ class Session:
         return {"payload": int(least * plain), "payload_most": int(most * plain)}
 
     def same(self, arrays: Iterable[np.ndarray[Any, Any]]) -> bool:
-        """Whether all ranks hold the same bits; a collective."""
+        """Return whether the arrays have the same bits on all ranks. A collective."""
         found = 0
         for array in arrays:
             found = zlib.crc32(array.reshape(-1).view("u1").data, found)
         return len(set(self.share(found))) == 1
 
     def records(self, subject: Subject) -> list[Record]:
-        """Measure a subject: a record for each contender, alike on every rank but for stats."""
+        """Measure a subject; return a record for each contender. A collective.
+
+        The records are equal on all ranks, except for this rank's own statistics.
+        """
         samples = measure(self, subject.contenders, self.plan.seconds)
         reference = samples[PERSEUS].seconds
         return [
@@ -143,7 +156,7 @@ class Session:
 
 
 def _own_settings() -> dict[str, str]:
-    """Variables that were set for this job and that results may depend on."""
+    """Return the variables of Perseus that are set for this job, except for paths."""
     paths = ("PERSEUS_SECRET_FILE", "PERSEUS_FLIGHT_RECORDER")
     entries = (entry for entry in config.variables() if entry.name not in paths)
     known = (name for entry in entries for name in (entry.name, *entry.aliases))

@@ -1,8 +1,8 @@
-"""Training of Keras' networks on synthetic images: steps of a tape in tf.function, its gradients
-reduced in several ways, against tf.distribute.MultiWorkerMirroredStrategy. One thread per rank.
+"""Measures training steps of Keras' networks on synthetic images, with Perseus and TensorFlow.
 
-What reduces by Perseus, and what does not reduce, takes turns at training the same variables;
-the strategy has variables of its own.
+A step is a tape in tf.function. TensorFlow's contender is tf.distribute's
+MultiWorkerMirroredStrategy, which has its own variables; the other contenders take turns at
+training the same variables. One thread per rank.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from perseus.bench.plan import PERSEUS, TENSORFLOW
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
 
-_BATCHES = 8  # that are cycled through
+_BATCHES = 8  # used in turn
 _LEARNING_RATE = 0.01
-_CALLS, _WARM = 2, 1  # steps of a turn
+_CALLS, _WARM = 2, 1  # steps of a turn: timed, and before these
 _SEED = 50
 _Arrays = list[np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Net:
-    """A network and the side of the square images, in pixels, that it is trained on."""
+    """A network, and the width in pixels of the square images on which it is trained."""
 
     make: Callable[[], Any]
     pixels: int
@@ -63,14 +63,16 @@ NETS = {
 
 
 def sweep(session: Session) -> Iterator[Subject]:
-    """Each network: a step's time of Perseus plain and through codecs, of the strategy, alone."""
+    """Yield the subject of each network: Perseus without and with codecs, the strategy, and no
+    reduction."""
     strategy = _form_strategy(session) if session.plan.peers else None
     for name in session.plan.models or NETS:
         yield subject_of(session, name, NETS[name], strategy)
 
 
 def _form_strategy(session: Session) -> Any:
-    """The workers of MultiWorkerMirroredStrategy, which must be the first to use TensorFlow."""
+    """Return a MultiWorkerMirroredStrategy with all ranks, which must be the first user of
+    TensorFlow in the process. A collective."""
     with socket.socket() as found:
         found.bind(("", 0))
         address = f"{own_address()}:{found.getsockname()[1]}"
@@ -81,7 +83,7 @@ def _form_strategy(session: Session) -> Any:
 
 
 class Trainee:
-    """Variables, the function that takes a step with them, and batches to do it with."""
+    """A contender's variables, its function that takes a step, and its batches."""
 
     def __init__(
         self,
@@ -90,8 +92,13 @@ class Trainee:
         wrap: Callable[[Any], Any] = lambda tape: tape,
         strategy: Any = None,
     ) -> None:
-        """batches: images (batch, pixels, pixels, 3) and labels (batch,). wrap: what to make of a
-        tape. strategy: whose scope the model was made in, None without one."""
+        """Create the step function for a model.
+
+        batches: pairs of images, float32 of shape (batch, pixels, pixels, 3), and labels, int32 of
+            shape (batch,).
+        wrap: turns a tape into one that reduces gradients.
+        strategy: the one in whose scope the model was created; None without one.
+        """
         self.variables = model.trainable_variables
         self._batches = batches
         self._steps = 0
@@ -116,8 +123,10 @@ class Trainee:
         self._step = tf.function(step if strategy is None else step_of_strategy)
 
     def first_move(self) -> _Arrays:
-        """What a step with the first batch at a rate of 1 takes away from each variable: the
-        gradients that it used. Everything is as before then."""
+        """Return the gradients of the first batch, and restore all variables.
+
+        With SGD at a learning rate of 1, they are what a step subtracts from the variables.
+        """
         before = self.values()
         self._step(*self._batches[0])
         moved = [old - new for old, new in zip(before, self.values(), strict=True)]
@@ -126,21 +135,24 @@ class Trainee:
         return moved
 
     def values(self) -> _Arrays:
-        """Of the variables, as copies."""
+        """Return copies of the variables' values."""
         return [np.array(variable) for variable in self.variables]
 
     def learn_at(self, rate: float) -> None:
-        """From the next step on."""
+        """Set the learning rate, from the next step on."""
         self._optimizer.learning_rate.assign(rate)
 
     def take_step(self) -> None:
-        """With the next batch."""
+        """Take a step with the next batch."""
         self.loss = float(self._step(*self._batches[self._steps % len(self._batches)]))
         self._steps += 1
 
 
 def subject_of(session: Session, model: str, net: Net, strategy: Any = None) -> Subject:
-    """All contenders at training one network. A collective; every one's first step is verified."""
+    """Return the contenders for one network, after verifying the first step of each.
+
+    A collective.
+    """
     keras.utils.set_random_seed(_SEED)
     shared = net.make()
     random = np.random.default_rng(_SEED + 1 + session.rank)
@@ -186,7 +198,8 @@ def subject_of(session: Session, model: str, net: Net, strategy: Any = None) -> 
         trainee = Trainee(own, batches, strategy=strategy)
         made = contender(trainee, _LEARNING_RATE, plain.relative_error)
         contenders.append(replace(made, name="multiworker"))
-    # No communication: what the others could reach. It must not move ranks apart.
+    # It does not communicate, which bounds the speed of the others. Its learning rate is 0, so that
+    # the variables stay equal on all ranks.
     alone = contender(idle, 0.0, None)
     contenders.append(replace(alone, name="compute-only", operation="compute"))
     settings = {
@@ -196,7 +209,7 @@ def subject_of(session: Session, model: str, net: Net, strategy: Any = None) -> 
 
 
 def _averaged(gradients: _Arrays) -> _Arrays:
-    """Over the ranks, by explicit calls, which are exact."""
+    """Average gradients over all ranks by allreduce(), which is exact."""
     return [
         hvd.allreduce(tf.constant(gradient), op=hvd.Average, name=f"bench.exact.{i}").numpy()
         for i, gradient in enumerate(gradients)
@@ -204,6 +217,6 @@ def _averaged(gradients: _Arrays) -> _Arrays:
 
 
 def _near(exact: _Arrays, found: _Arrays, limit: float) -> bool:
-    """Whether |found - exact| < limit · |exact| over all variables together, on this rank."""
+    """Return whether |found - exact| < limit · |exact| over all variables, on this rank."""
     error = sum(float(np.square(a - b).sum()) for a, b in zip(exact, found, strict=True))
     return error < limit * limit * sum(float(np.square(a).sum()) for a in exact)

@@ -1,8 +1,8 @@
-"""Training of real networks on synthetic images: optimizer steps with gradients reduced in several
-ways, against native DistributedDataParallel. One thread per rank.
+"""Measures training steps of real networks on synthetic images, with Perseus and native DDP.
 
-All contenders take turns at training the same parameters: each has modules and gradients of its
-own on shared storage, so that memory allows it, and ranks agree bit for bit after every turn.
+All contenders take turns at training the same parameters. Each of them has its own modules and
+gradients, but they share the storage of the parameters to save memory, and all ranks have the same
+bits after every turn. One thread per rank.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ from perseus.bench.plan import DDP, PERSEUS
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
 
-_BATCHES = 8  # that are cycled through
+_BATCHES = 8  # used in turn
 _LEARNING_RATE = 0.01
-_CALLS, _WARM = 2, 1  # steps of a turn
+_CALLS, _WARM = 2, 1  # steps of a turn: timed, and before these
 _SEED = 50
 
 
 def sweep(session: Session) -> Iterator[Subject]:
-    """Each network: a step's time of Perseus plain and through codecs, of DDP, and alone."""
+    """Yield the subject of each network: Perseus without and with codecs, DDP, and no reduction."""
     for name in session.plan.models or NETS:
         yield subject_of(session, name, NETS[name])
 
 
 class Trainee:
-    """A module on parameters that others share, and what steps it."""
+    """A contender's module, whose parameters share their storage with other contenders' modules."""
 
     def __init__(self, shared: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """images: (batches, batch, 3, pixels, pixels); labels: (batches, batch)."""
+        """Copy the module `shared`, but not the storage of its parameters.
+
+        images: float32 of shape (batches, batch, 3, pixels, pixels). labels: int64 of shape
+        (batches, batch).
+        """
         self.module = copy.deepcopy(shared)
         for own, original in zip(self.module.parameters(), shared.parameters(), strict=True):
             own.data = original.data
@@ -53,7 +57,7 @@ class Trainee:
         self.loss = 0.0
 
     def backward(self) -> None:
-        """The next batch's gradients; dropout is the same for all contenders at this step."""
+        """Compute the gradients of the next batch, with equal dropout for all contenders."""
         batch = self._steps % len(self._images)
         torch.manual_seed(self._steps)
         self.module.zero_grad()
@@ -63,12 +67,15 @@ class Trainee:
         self.loss = loss.item()
 
     def gradients(self) -> list[torch.Tensor]:
-        """One for each parameter."""
+        """Return the gradients of all parameters."""
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
 
 def subject_of(session: Session, model: str, net: Net) -> Subject:
-    """All contenders at training one network. A collective; every one's first step is verified."""
+    """Return the contenders for one network, after verifying the first step of each.
+
+    A collective.
+    """
     torch.manual_seed(_SEED)
     shared = net.make()
     generator = torch.Generator().manual_seed(_SEED + 1 + session.rank)
@@ -103,7 +110,10 @@ def subject_of(session: Session, model: str, net: Net) -> Subject:
         return replace(turns, name=DDP, **session.payloads(plain, size))
 
     def alone() -> Contender:
-        """No communication: what the others could reach. It must not move ranks apart."""
+        """Return a contender that does not communicate, which bounds the speed of the others.
+
+        Its learning rate is 0, so that the parameters stay equal on all ranks.
+        """
         trainee = make()
         optimizer = torch.optim.SGD(trainee.module.parameters(), lr=0.0)
         turns = _turns(session, trainee, shared, optimizer, True)
@@ -127,7 +137,10 @@ def _turns(
     optimizer: torch.optim.Optimizer,
     proven: bool,
 ) -> Contender:
-    """Some steps of a trainee, and whether ranks still agree. proven: its gradients were right."""
+    """Return a contender that takes steps and checks that parameters are equal on all ranks.
+
+    proven: whether the gradients of the first step were right.
+    """
     parameters = list(shared.parameters())
 
     def run(_: int) -> None:
@@ -145,7 +158,7 @@ def _turns(
 
 
 def _exact_gradients(trainee: Trainee) -> list[torch.Tensor]:
-    """The first batch's, averaged over ranks by explicit calls, which are exact."""
+    """Return the first batch's gradients, averaged over ranks by allreduce(), which is exact."""
     trainee.backward()
     return [
         hvd.allreduce(gradient, name=f"bench.exact.{i}")
@@ -154,7 +167,7 @@ def _exact_gradients(trainee: Trainee) -> list[torch.Tensor]:
 
 
 def _near(exact: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> bool:
-    """Whether |found - exact| < limit · |exact| over all tensors together, on this rank."""
+    """Return whether |found - exact| < limit · |exact| over all tensors together, on this rank."""
     error = norm = 0.0
     for a, b in zip(exact, found, strict=True):
         error += float((a - b).square().sum())

@@ -1,4 +1,4 @@
-"""N hosts on one machine: network, name, processes, /dev/shm and sshd of their own, limited links.
+"""Virtual hosts on one machine, each with its own network, name, processes, /dev/shm and sshd.
 
     with VirtualHosts(2, rate="1gbit") as hosts:
         hosts.run(0, ["ssh", "host1", "hostname"], timeout=10)
@@ -7,9 +7,10 @@
     python -m perseus.bench.virtual_hosts run --hosts 2 --rate 1gbit -- ip address
     python -m perseus.bench.virtual_hosts clean
 
-Every host has links eth0, eth1, … to a switch each (10.77.<link>.<host + 1>), MTU 1500. Everything
-is made of anonymous namespaces, so several sets may exist at once, the machine's own network is not
-touched, and nothing outlives the owner, not even when that is killed. Needs root. One thread per
+Every host has links eth0, eth1, …, each to its own switch, with the address
+10.77.<link>.<host + 1>, an MTU of 1500 and a limited bandwidth. Everything consists of anonymous
+namespaces. Several sets of hosts may therefore exist at once, the machine's own network does not
+change, and nothing outlives the owner, even if it is killed. Needs root. One thread per
 VirtualHosts.
 """
 
@@ -41,9 +42,9 @@ _START_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Counters:
-    """What an interface has carried.
+    """The traffic counters of an interface.
 
-    Frames that the kernel handles in one go share one header here.
+    Frames that the kernel processes together count with one header.
     """
 
     received_bytes: int
@@ -61,11 +62,11 @@ class Counters:
 
 
 class HostsUnavailableError(RuntimeError):
-    """This machine cannot have virtual hosts; one line says why."""
+    """This machine cannot have virtual hosts; the message is one line."""
 
 
 def unavailable() -> str | None:
-    """Why this machine cannot have virtual hosts; None when it can."""
+    """Return the reason why this machine cannot have virtual hosts; None if it can."""
     if os.geteuid() != 0:
         return "virtual hosts need root"
     for tool, package in (
@@ -97,9 +98,13 @@ class VirtualHosts:
     def __init__(
         self, count: int = 2, rate: str | None = None, links: int = 1, ssh: bool = True
     ) -> None:
-        """rate is that of each link in each direction, such as "1gbit" or "100mbit".
+        """Check the arguments; start() creates the hosts.
 
-        None leaves the links as fast as the machine.
+        rate: the bandwidth of each link in each direction, such as "1gbit" or "100mbit"; None does
+            not limit it.
+        ssh: whether to run an sshd on each host.
+
+        Raises ValueError for a wrong rate, and unless there are 1..200 hosts and 1..8 links.
         """
         if not (1 <= count <= 200 and 1 <= links <= 8):
             raise ValueError(f"{count} hosts with {links} links: expected 1..200 and 1..8")
@@ -124,6 +129,7 @@ class VirtualHosts:
         self.close()
 
     def start(self) -> VirtualHosts:
+        """Create the hosts. Raises HostsUnavailableError if this machine cannot have them."""
         if reason := unavailable():
             raise HostsUnavailableError(reason)
         sweep()
@@ -143,7 +149,7 @@ class VirtualHosts:
         return self
 
     def close(self) -> None:
-        """Ends every process of every host. Safe to call twice."""
+        """End every process of every host. May be called twice."""
         for holder in self._holders:
             _present(holder.stdin).close()
         for process in (*self._holders, *self._servers):
@@ -163,24 +169,28 @@ class VirtualHosts:
 
     @property
     def names(self) -> list[str]:
+        """The names of all hosts."""
         return [f"host{i}" for i in range(self.count)]
 
     @property
     def ssh_config(self) -> Path:
-        """For `ssh -F`: aliases host0, host1, …; only of use from inside the hosts."""
+        """The configuration for `ssh -F` with aliases host0, host1, …, for use on the hosts."""
         return self._directory / "ssh_config"
 
     def address(self, host: int, link: int = 0) -> str:
+        """Return the IPv4 address of a host's link."""
         return f"10.77.{link}.{host + 1}"
 
     def environment(self) -> dict[str, str]:
-        """This process's environment with an `ssh` in front that knows the aliases."""
+        """Return this process's environment, with an `ssh` first on PATH that knows the aliases."""
         return {**os.environ, "PATH": f"{self._directory}/bin:{os.environ.get('PATH', os.defpath)}"}
 
     def popen(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a command on a host, like subprocess.Popen. Signals to it (but STOP) are handed on.
+        """Start a command on a host, like subprocess.Popen.
 
-        A command that signal n ended has returncode 128 + n.
+        The process forwards signals that end a program to the command, which is killed if the
+        process is killed. SIGSTOP stops only the process. If signal n ends the command, the
+        returncode is 128 + n.
         """
         options.setdefault("env", self.environment())
         return subprocess.Popen(_inside(self._pids[host + 1], command), **options)
@@ -188,7 +198,7 @@ class VirtualHosts:
     def run(
         self, host: int, command: Sequence[str], timeout: float = 60, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host and capture what it prints."""
+        """Run a command on a host and capture its output. timeout: in seconds."""
         options.setdefault("env", self.environment())
         return subprocess.run(
             _inside(self._pids[host + 1], command),
@@ -200,7 +210,7 @@ class VirtualHosts:
         )
 
     def counters(self, host: int) -> list[Counters]:
-        """What each link of a host has carried so far."""
+        """Return the counters of each link of a host."""
         statistics = self._in_network(host + 1, ["ip", "-s", "-o", "link", "show"])
         found = {}
         for line in statistics.splitlines():
@@ -210,17 +220,17 @@ class VirtualHosts:
         return [found[f"eth{link}"] for link in range(self.links)]
 
     def command_lines(self, host: int) -> list[str]:
-        """Of every process on a host."""
+        """Return the command line of every process on a host."""
         show = "for file in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $file; echo; done 2>/dev/null"
         return [line.strip() for line in self.run(host, ["sh", "-c", show]).stdout.splitlines()]
 
     def set_link(self, host: int, up: bool, link: int = 0) -> None:
-        """Pull a host's cable, or plug it in again."""
+        """Disconnect a link of a host, or connect it again."""
         port = f"h{host}l{link}"
         self._in_network(0, ["ip", "link", "set", port, "up" if up else "down"])
 
     def kill(self, host: int) -> None:
-        """End a host with all of its processes at once. It does not come back."""
+        """Kill a host with all of its processes at once. It cannot be started again."""
         os.kill(self._pids[host + 1], signal.SIGKILL)
 
     # ---- making them -------------------------------------------------------------------------
@@ -231,9 +241,9 @@ class VirtualHosts:
         (self._directory / "hosts").write_text("\n".join(lines) + "\n")
 
     def _hold(self, host: int) -> subprocess.Popen[str]:
-        """The process that keeps a host's namespaces.
+        """Start the process that holds a host's namespaces.
 
-        Host -1 is the switch, which also cleans up.
+        Host -1 is the switch, whose process also removes the temporary directory.
         """
         command = [sys.executable, "-S", "-E", _NAMESPACES, "hold"]
         command += ["switch" if host < 0 else f"host{host}", str(self._directory / "hosts")]
@@ -244,7 +254,7 @@ class VirtualHosts:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for the owner to act on
+            start_new_session=True,  # so that Ctrl-C reaches the owner only
         )
 
     def _first_process(self, holder: subprocess.Popen[str]) -> int:
@@ -276,7 +286,7 @@ class VirtualHosts:
                 self._limit(host + 1, [f"eth{link}" for link in range(self.links)])
 
     def _limit(self, place: int, interfaces: list[str]) -> None:
-        """A token bucket on what leaves these interfaces."""
+        """Limit what these interfaces send, with a token bucket."""
         assert self._rate is not None
         burst = max(_LEAST_BURST, round(self._rate / 8 * _BURST_SECONDS))
         limit = burst + round(self._rate / 8 * _QUEUE_SECONDS)
@@ -329,7 +339,7 @@ class VirtualHosts:
             "HostKey": directory / f"host{host}_key",
             "AuthorizedKeysFile": directory / "authorized_keys",
             "PidFile": "none",
-            "StrictModes": "no",  # it lies below a directory that others may write to
+            "StrictModes": "no",  # the keys are in a directory below one that is world-writable
             "PermitRootLogin": "yes",
             "PasswordAuthentication": "no",
             "UsePAM": "no",
@@ -351,7 +361,10 @@ class VirtualHosts:
 
 
 def sweep() -> list[str]:
-    """Remove what dead owners left, which happens only when their helpers were killed as well."""
+    """Remove the processes and directories of owners that have died; return the directories.
+
+    They are left behind only if an owner's helper processes were killed as well.
+    """
     removed = []
     for directory in Path(tempfile.gettempdir()).glob(_PREFIX + "*"):
         match = re.fullmatch(re.escape(_PREFIX) + r"(\d+)-(\d+)-.*", directory.name)
@@ -372,7 +385,7 @@ def sweep() -> list[str]:
 
 
 def bits_per_second(rate: str) -> int:
-    """'1gbit' -> 1000000000."""
+    """Parse a rate: '1gbit' gives 1000000000. Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate.lower())
     if match is None:
         raise ValueError(f"rate '{rate}': expected a number with kbit, mbit or gbit, such as 1gbit")
@@ -388,9 +401,9 @@ def _find(tool: str) -> str | None:
 
 
 def _start_time(pid: int) -> int:
-    """The start in clock ticks since boot, which tells a reused process number from the old one.
+    """Return when a process started, in clock ticks since boot; 0 if there is no such process.
 
-    0 if there is no such process.
+    Together with the pid it identifies a process, as pids are reused.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -420,6 +433,7 @@ def _run_everywhere(given: argparse.Namespace) -> int:
 
 
 def main() -> int:
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description="Hosts on one machine, from network namespaces.")
     modes = parser.add_subparsers(dest="mode", required=True)
     runner = modes.add_parser("run", help="make hosts and run a command on each, or on one")

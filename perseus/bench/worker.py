@@ -1,6 +1,6 @@
-"""A rank of a job that perseus-bench started: measures the plan, rank 0 prints the records.
+"""A rank of a job of perseus-bench: measures the cases of a plan; rank 0 prints the records.
 
-python -m perseus.bench.worker '<plan as JSON>'
+Usage: python -m perseus.bench.worker '<plan as JSON>'
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _Cases = dict[str, Callable[[Session], Iterator[Subject]]]
 
 
 def main() -> int:
-    """The exit status: 0 when everything was measured; verdicts are the launcher's."""
+    """Measure the plan in the first argument; return the exit status, 0."""
     plan = Plan.from_json(sys.argv[1])
-    # A tuner's trials in the first steps would distort the measurement.
+    # The autotuner's trials in the first steps would distort the measurement.
     os.environ.setdefault("HOROVOD_AUTOTUNE", "0")
     basics.init()
     if plan.advise:
@@ -33,7 +33,7 @@ def main() -> int:
         return 0
     cases, disband = _of_tensorflow() if plan.framework == TENSORFLOW else _of_torch()
     session = Session(plan)
-    # The collector would run in the middle of a repetition.
+    # The garbage collector would otherwise run in the middle of repetitions.
     gc.disable()
     for name in plan.cases:
         for subject in cases[name](session):
@@ -47,7 +47,10 @@ def main() -> int:
 
 
 def _of_torch() -> tuple[_Cases, Callable[[], None]]:
-    """The cases, and what ends their peers. Frameworks are imported where they are measured."""
+    """Return the cases for PyTorch and a function that ends their peers.
+
+    The import is here because a job has only one of the frameworks.
+    """
     from perseus.bench.cases import CASES
     from perseus.bench.peers import disband
 

@@ -1,1 +1,1 @@
-"""perseus-report: the timelines of all ranks become one HTML page."""
+"""perseus-report: makes one HTML page from the timelines of a job's ranks."""

@@ -1,4 +1,4 @@
-"""perseus-report: files in, one HTML page out."""
+"""The command line of perseus-report, which reads timelines and writes one HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page; the exit status is 0, or 2 after one line that says what is wrong."""
+    """Write the page; return the exit status, 0, or 2 after printing one line with the error."""
     try:
         given = _parser().parse_args(arguments)
         if reason := plots.unavailable():
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Complains in one line."""
+    """Raises errors as ValueError, for a message of one line."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; perseus-report -h lists all options")

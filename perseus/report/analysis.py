@@ -1,4 +1,7 @@
-"""What the traces of a job say: pure functions from traces to numbers. Times in seconds."""
+"""Analyses the traces of a job: overlap, bandwidth, slow tensors and waiting. Times in seconds.
+
+Pure functions, thread-safe.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from perseus.report.trace import Bucket, Operation, Trace
 
 Interval = tuple[float, float]
 
-# Ranks that submit within this time count as having come together.
+# Seconds: ranks that submit an operation within this time count as simultaneous.
 TOGETHER = 50e-6
 
 
@@ -18,7 +21,7 @@ TOGETHER = 50e-6
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points in time as disjoint intervals, in order."""
+    """Return the union of intervals as disjoint intervals in ascending order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -29,7 +32,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval], begin: float, end: float) -> float:
-    """Seconds that disjoint intervals have between begin and end."""
+    """Return how many seconds between begin and end the disjoint intervals cover."""
     return sum(max(0.0, min(e, end) - max(b, begin)) for b, e in intervals)
 
 
@@ -40,23 +43,24 @@ def length(intervals: Iterable[Interval], begin: float, end: float) -> float:
 class Step:
     """One training step of one rank: from its first gradient to its last result."""
 
-    begin: float  # the first gradient was submitted
-    backward_end: float  # the last one was
-    end: float  # the last result was there
-    hidden: float  # seconds with bytes on the wire before backward_end
-    exposed: float  # and after it
+    begin: float  # when the first gradient was submitted
+    backward_end: float  # when the last gradient was submitted
+    end: float  # when the last result was available
+    hidden: float  # seconds before backward_end with bytes on the wire
+    exposed: float  # seconds after backward_end with bytes on the wire
 
     @property
     def waiting(self) -> float:
-        """Seconds after backward_end without bytes on the wire: ranks were not there yet."""
+        """Seconds after backward_end without bytes on the wire, because other ranks were late."""
         return max(0.0, self.end - self.backward_end - self.exposed)
 
 
 def steps(trace: Trace) -> list[Step]:
-    """Steps are told apart by their gradients: a name that comes again begins the next one.
+    """Return the training steps in a trace; [] if no gradient occurs twice.
 
-    Gradients are the reductions that occur at least half as often as the most frequent one, which
-    leaves out what happens once, or once per epoch.
+    A step ends when the name of one of its gradients occurs again. Reductions count as gradients if
+    they occur at least half as often as the most frequent one, which excludes those that occur once
+    or once per epoch.
     """
     reductions = [o for o in trace.operations if o.ok and o.kind == "ALLREDUCE"]
     counts = Counter((o.process_set, o.name) for o in reductions)
@@ -92,7 +96,10 @@ def steps(trace: Trace) -> list[Step]:
 
 
 def hidden_share(found: Sequence[Step]) -> float | None:
-    """The part of the time on the wire that lies before the end of backward; None without any."""
+    """Return the fraction of the time on the wire that is hidden by backward.
+
+    Returns None if nothing was on the wire.
+    """
     hidden = sum(step.hidden for step in found)
     total = hidden + sum(step.exposed for step in found)
     return hidden / total if total > 0 else None
@@ -102,7 +109,10 @@ def hidden_share(found: Sequence[Step]) -> float | None:
 
 
 def bus_bytes(bucket: Bucket) -> float:
-    """Bytes that an ideal algorithm moves per rank, by the rules of nccl-tests."""
+    """Return the bytes that an ideal algorithm moves per rank.
+
+    Source: nccl-tests, doc/PERFORMANCE.md.
+    """
     n = bucket.ranks
     factor = {
         "ALLREDUCE": 2 * (n - 1) / n,
@@ -115,7 +125,7 @@ def bus_bytes(bucket: Bucket) -> float:
 
 
 def bandwidth(buckets: Sequence[Bucket], begin: float, end: float, bins: int) -> list[float]:
-    """Mean bus bandwidth in bytes per second of equal parts of the time from begin to end."""
+    """Return the mean bus bandwidth, in bytes per second, of `bins` equal parts of begin..end."""
     width = (end - begin) / bins
     moved = [0.0] * bins
     for bucket in buckets:
@@ -130,7 +140,7 @@ def bandwidth(buckets: Sequence[Bucket], begin: float, end: float, bins: int) ->
 
 
 def wire_bandwidth(trace: Trace) -> float:
-    """Bus bytes per second of the time in which anything was on the wire; 0 without any."""
+    """Return bus bytes per second of the time in which anything was on the wire; 0 if nothing."""
     busy = sum(end - begin for begin, end in union((b.begin, b.end) for b in trace.buckets))
     return sum(map(bus_bytes, trace.buckets)) / busy if busy > 0 else 0.0
 
@@ -140,23 +150,24 @@ def wire_bandwidth(trace: Trace) -> float:
 
 @dataclass
 class Tensor:
-    """One name's operations on all ranks; seconds of all of them together."""
+    """The operations with one name, on all ranks; times are sums over these operations."""
 
     name: str
     kind: str
     bytes: int
     count: int = 0
-    negotiating: float = 0.0  # submitted here, not yet everywhere
-    queued: float = 0.0
-    moving: float = 0.0
+    negotiating: float = 0.0  # after the rank's own submission, before that of the last rank
+    queued: float = 0.0  # after all ranks have submitted it, before its bucket begins
+    moving: float = 0.0  # while its bucket is on the wire
 
     @property
     def total(self) -> float:
+        """Seconds in all of these phases."""
         return self.negotiating + self.queued + self.moving
 
 
 def slowest(traces: Sequence[Trace], most: int) -> list[Tensor]:
-    """The names whose operations took longest in all, longest first."""
+    """Return the `most` names whose operations took longest in total, the longest first."""
     tensors: dict[tuple[int, str, str], Tensor] = {}
     for trace in traces:
         for o in trace.operations:
@@ -174,20 +185,24 @@ def slowest(traces: Sequence[Trace], most: int) -> list[Tensor]:
 
 @dataclass
 class Waiting:
-    """Seconds in which a rank had something submitted that only others still had to, by rank."""
+    """How long ranks waited for each other, after they had submitted an operation themselves.
+
+    operations: the number of operations that at least two of the ranks have recorded.
+    last: for each rank, to how many of them it was clearly the last to submit.
+    waited: waited[r][s] is the number of seconds that rank r waited for rank s.
+    """
 
     ranks: list[int]
-    operations: int = 0  # that all these ranks recorded
-    last: dict[int, int] = field(default_factory=dict)  # how many of them a rank alone came last to
-    # waited[r][s]: rank r for rank s
+    operations: int = 0
+    last: dict[int, int] = field(default_factory=dict)
     waited: dict[int, dict[int, float]] = field(default_factory=dict)
 
 
 def waiting(traces: Sequence[Trace]) -> Waiting:
-    """Who came last, from how long each rank had to wait: the last one waits least.
+    """Find out which rank was last, from how long each rank waited: the last one waits least.
 
-    No clocks are compared. Operations are matched by the bucket that carried them, whose number is
-    the same on all ranks, so the recordings need not have begun together.
+    Clocks of different ranks are not compared. Operations are matched by the number of their
+    bucket, which is equal on all ranks, so the recordings need not begin at the same time.
     """
     result = Waiting([trace.rank for trace in traces])
     result.last = dict.fromkeys(result.ranks, 0)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page from the traces of a job."""
+"""Makes one self-contained HTML page from the traces of a job. Stateless."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ $sections
 
 
 def make_page(traces: Sequence[Trace]) -> str:
-    """The whole page; needs matplotlib. ValueError when nothing was recorded."""
+    """Return the page as HTML. Needs matplotlib. Raises ValueError if nothing was recorded."""
     if not any(trace.operations for trace in traces):
         raise ValueError("no operation was recorded: is this the right file?")
     title = f"{len(traces)} of {traces[0].size} ranks, {_duration(traces):.1f} s"
@@ -55,7 +55,7 @@ def make_page(traces: Sequence[Trace]) -> str:
 
 
 def warnings(traces: Sequence[Trace]) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """Return warnings about what makes the numbers unreliable, such as missing traces."""
     found = []
     for trace in traces:
         who = f"Rank {trace.rank}"
@@ -110,7 +110,7 @@ def _rank_table(traces: Sequence[Trace]) -> str:
 
 def _overlap(traces: Sequence[Trace]) -> str:
     title = "Overlap of backward and communication"
-    # The rank that waits least sets the pace; it shows what communication itself costs.
+    # The rank that waits least sets the pace, so its times show the cost of communication itself.
     by_rank = {trace.rank: steps(trace) for trace in traces}
     by_rank = {rank: found for rank, found in by_rank.items() if found}
     if not by_rank:

@@ -1,4 +1,4 @@
-"""The report's pictures as PNG bytes, drawn by matplotlib, which is imported only here."""
+"""Draws the report's plots as PNG bytes with matplotlib, which no other module imports."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _RANKS = (
     "#33658a", "#d1495b", "#86a873", "#8d6a9f", "#e0a030", "#5f6b6d", "#2a9d8f", "#b56576",
 )  # fmt: skip
 _BINS = 100
-_MOST_STEPS = 240  # bars; of longer jobs, means of several steps
+_MOST_STEPS = 240  # bars; in longer jobs each bar is the mean of several steps
 _MOST_LINES = len(_RANKS)
 _DPI = 110
 
 
 def unavailable() -> str | None:
-    """Why nothing can be drawn; None when it can."""
+    """Return the reason why plots cannot be drawn; None if they can."""
     try:
-        import matplotlib  # noqa: F401 - only whether it is there
+        import matplotlib  # noqa: F401 - only to see whether it is installed
     except ImportError:
         return "the plots need matplotlib: pip install perseus-training[plots]"
     return None
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple[Any, list[Any]]:
-    """A figure and its axes, row by row."""
+    """Return a figure and its axes, row by row. width, height: in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -53,7 +53,7 @@ def _legend_above(axes: Any, columns: int) -> None:
 
 
 def overlap(found: Sequence[Step], rank: int) -> bytes:
-    """Stacked bars over the steps of one rank: hidden, exposed and waiting time."""
+    """Draw stacked bars for the steps of one rank: hidden, exposed and waiting time."""
     figure, (axes,) = _figure(10, 3.6)
     together = -(-len(found) // _MOST_STEPS)
     groups = [found[i : i + together] for i in range(0, len(found), together)]
@@ -67,7 +67,7 @@ def overlap(found: Sequence[Step], rank: int) -> bytes:
         heights = [1e3 * sum(group) / len(group) for group in values]
         axes.bar(x, heights, together, bottom, label=label, color=colour, align="edge")
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-    # A few steps that took very long must not flatten all others.
+    # The axis ends at the 98th percentile, so that a few very long steps do not flatten the others.
     usual = sorted(bottom)[int(0.98 * (len(bottom) - 1))]
     axes.set_ylim(0, 1.15 * usual or 1)
     axes.set_xlim(0, len(found))
@@ -79,9 +79,9 @@ def overlap(found: Sequence[Step], rank: int) -> bytes:
 
 
 def bandwidth_over_time(traces: Sequence[Trace]) -> bytes:
-    """Bus bandwidth over the time of the job: a panel for each rank, or the mean of many ranks.
+    """Draw the bus bandwidth over time: one panel for each rank, or the mean if there are many.
 
-    Ranks exchange the same buckets at the same time: in one panel a line would hide the others.
+    Ranks move the same buckets at the same time, so in a single panel lines would hide each other.
     """
     begin = min(trace.span[0] for trace in traces)
     end = max(trace.span[1] for trace in traces)
@@ -108,7 +108,7 @@ def bandwidth_over_time(traces: Sequence[Trace]) -> bytes:
 
 
 def slowest_tensors(tensors: Sequence[Tensor], ranks: int) -> bytes:
-    """The time of each tensor's operations, by what it was spent on; mean of the ranks."""
+    """Draw the time of each tensor's operations by phase, as means over the ranks."""
     figure, (axes,) = _figure(10, 1.2 + 0.32 * len(tensors))
     names = [_short(tensor.name) for tensor in tensors]
     places = range(len(tensors))[::-1]
@@ -128,7 +128,7 @@ def slowest_tensors(tensors: Sequence[Tensor], ranks: int) -> bytes:
 
 
 def waiting_per_rank(found: Waiting) -> bytes:
-    """For each rank: how long it waited for whom, and how often it came last itself."""
+    """Draw how long each rank waited for each other rank, and how often it was last itself."""
     height = 1.5 + 0.3 * len(found.ranks)
     figure, (left_axes, right_axes) = _figure(10, max(2.4, height), columns=2)
     places = range(len(found.ranks))[::-1]

@@ -1,4 +1,4 @@
-"""Timelines as the core writes them (common/engine/trace_format.cc), read back. Plain values.
+"""Reads timelines in the format of the core (common/observe/trace_format.cc). Plain values.
 
 Times are seconds since the epoch by the clock of the rank that wrote them.
 """
@@ -17,19 +17,19 @@ _SET_SUFFIX = " (process set "
 
 @dataclass
 class Operation:
-    """One request of one rank that all ranks agreed on."""
+    """One request of one rank, after all ranks have submitted it."""
 
     name: str
-    kind: str  # "ALLREDUCE"
+    kind: str  # such as "ALLREDUCE"
     process_set: int
     submitted: float
-    agreed: float  # all ranks had submitted it
+    agreed: float  # when all ranks had submitted it
     ended: float
     bytes: int
     ok: bool
-    queued: float = 0.0  # seconds from there until its bytes could move
-    moving: float = 0.0  # seconds in which they could
-    bucket: int = -1  # the first it was part of; the same number on all ranks
+    queued: float = 0.0  # seconds between `agreed` and the start of its bucket
+    moving: float = 0.0  # seconds in which its bucket was on the wire
+    bucket: int = -1  # the number of its first bucket, equal on all ranks
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Bucket:
 
 @dataclass
 class Trace:
-    """What one rank recorded."""
+    """The recording of one rank."""
 
     path: Path
     rank: int
     size: int
     operations: list[Operation] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
-    never_agreed: int = 0  # requests that failed before all ranks had submitted them
-    dropped: int = 0  # records that could not be written fast enough
+    never_agreed: int = 0  # number of requests that failed before all ranks had submitted them
+    dropped: int = 0  # number of records that could not be written fast enough
 
     @property
     def span(self) -> tuple[float, float]:
@@ -68,7 +68,11 @@ class Trace:
 
 
 def read_all(paths: Sequence[Path]) -> list[Trace]:
-    """The traces of one job, by rank. ValueError names the file that is none or does not belong."""
+    """Read the traces of one job; return them ordered by rank.
+
+    Raises ValueError, which names the file, for a file that is not a timeline of Perseus or belongs
+    to another job.
+    """
     traces: dict[int, Trace] = {}
     for path in paths:
         trace = read(path)
@@ -86,7 +90,10 @@ def read_all(paths: Sequence[Path]) -> list[Trace]:
 
 
 def read(path: Path) -> Trace:
-    """One file. ValueError if it is not a timeline of Perseus, OSError when it cannot be read."""
+    """Read one trace.
+
+    Raises ValueError if the file is not a timeline of Perseus, OSError if it cannot be read.
+    """
     try:
         events = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         job = events[0]["args"]
@@ -101,7 +108,7 @@ def read(path: Path) -> Trace:
 
 
 class _Reader:
-    """Puts the events of each row together again: NEGOTIATE_X, X, then what happened within X."""
+    """Assembles operations from the events of each row: NEGOTIATE_X, X, then the phases of X."""
 
     def __init__(self, trace: Trace, zero_us: int) -> None:
         self._trace = trace
@@ -143,7 +150,7 @@ class _Reader:
             if operation.bucket < 0:
                 operation.bucket = facts["bucket"]
         else:
-            joined = "joined" in facts  # then others submitted it
+            joined = "joined" in facts  # this rank has joined, so only other ranks submitted it
             operation = Operation(
                 name=self._names[row],
                 kind=name,
