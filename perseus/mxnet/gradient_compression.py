@@ -12,7 +12,7 @@ from perseus.mxnet.compression import Compression
 
 
 def _two_bits(threshold: float | None = None) -> type[Compressor]:
-    """MXNet's own kind, for which int8 is the closest: its blocks find their own scale."""
+    """Return int8 for MXNet's own kind, to which it is closest; rank 0 warns about it."""
     if basics.is_initialized() and basics.rank() == 0:
         unused = "" if threshold is None else f", so that threshold={threshold} has no effect"
         warnings.warn(
@@ -24,7 +24,7 @@ def _two_bits(threshold: float | None = None) -> type[Compressor]:
     return Compression.int8
 
 
-# By `type`; the other entries of the dictionary are arguments.
+# By the entry `type`; all other entries of the dictionary are arguments.
 _KINDS: dict[str, Callable[..., type[Compressor]]] = {
     "2bit": _two_bits,
     "fp16": lambda: Compression.fp16,
@@ -39,11 +39,11 @@ _KINDS: dict[str, Callable[..., type[Compressor]]] = {
 
 
 def compressor_of(parameters: Mapping[str, Any]) -> type[Compressor]:
-    """The compressor that 'type' names: fp16, bf16, int8, topk, rotate, auto, none or settings.
+    """Return the compressor for a dictionary as in KVStore.set_gradient_compression().
 
-    'ratio' belongs to topk, 'n' to rotate. MXNet's 2bit becomes int8, which also adds what it
-    leaves out to the next gradient; rank 0 warns that the threshold has no effect. ValueError for
-    anything else.
+    'type' is one of fp16, bf16, int8, topk, rotate, auto, none, settings and MXNet's 2bit. topk
+    takes 'ratio', rotate takes 'n'. 2bit becomes int8, which also adds its error to the next
+    gradient; rank 0 warns that the threshold has no effect. Raises ValueError for anything else.
     """
     arguments = dict(parameters)
     kind = arguments.pop("type", None)

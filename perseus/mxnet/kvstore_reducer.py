@@ -1,7 +1,7 @@
-"""What a KVStore does with pushed arrays before it stores or applies them.
+"""Reduces the arrays that are pushed to a KVStore, before it stores or applies them.
 
-They become one for all devices of a rank, then one for all ranks. Belongs to the thread that
-trains.
+It combines the arrays of a rank's devices first, then those of all ranks. Belongs to the thread
+that trains.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from perseus.mxnet.reducer import GradientReducer
 
 
 class StoreReducer:
-    """Reduces what is pushed to one store.
+    """Reduces the arrays that are pushed to one store.
 
-    scope: what the names of its arrays begin with. compression: of gradients, equal on all ranks.
-    `residuals` has what codecs hold back, by what follows the scope; to be read, and written after
-    a forget(), while nothing is under way.
+    scope: the prefix of its arrays' names.
+    compression: for gradients; equal on all ranks.
+    residuals: the residuals of lossy codecs, by names without the scope. Read them only while
+        nothing is in flight, and call forget() before writing them.
     """
 
     def __init__(self, scope: str, compression: type[Compressor] = SettingsCompressor) -> None:
@@ -46,11 +47,12 @@ class StoreReducer:
         priority: int,
         gradient: bool,
     ) -> Outcome:
-        """Have `output` become what the arrays of all ranks make, to be used where it is REDUCED.
+        """Reduce arrays over devices and ranks into `output`, to be used if REDUCED is returned.
 
-        given: dense ones of its shape and dtype, for each device; the output may be the only one.
-        gradient: of a parameter, so that settings for gradients apply. Waits only where these
-        withhold some.
+        given: dense arrays with the output's shape and dtype, one for each device; the output may
+            be the only one.
+        gradient: whether it is a gradient of a parameter, so that settings for gradients apply. It
+            waits only if these may withhold gradients.
         """
         array = _joined(given, output, op)
         if gradient and np.dtype(output.dtype).kind in "fV":  # V: bfloat16
@@ -61,7 +63,10 @@ class StoreReducer:
     def add_rows(
         self, given: list[Any], name: str, *, priority: int, gradient: bool
     ) -> tuple[Any, Outcome]:
-        """The sum of row-sparse arrays as a new one, to be used where it is REDUCED; waits."""
+        """Sum row-sparse arrays over devices and ranks, and wait for the result.
+
+        Returns a new array, to be used if the outcome is REDUCED.
+        """
         total = sparse.sum_rows(given, name, priority, self._reducer.number if gradient else 0)
         skips = gradient and basics.skips_nan_gradients()
         has_nan = skips and np.isnan(total.data.asnumpy()).any()
@@ -69,17 +74,17 @@ class StoreReducer:
 
 
 def settle(array: Any) -> None:
-    """Return once an array is written, or has failed to be.
+    """Wait until an array has been written, or writing it has failed.
 
-    For what comes next under the same name and is written elsewhere: the engine orders ops by their
-    arrays, and a name has one op at a time.
+    It must precede an op with the same name and another output: a name may have one op at a time,
+    but the engine only orders ops that have an array in common.
     """
     with suppress(mx.base.MXNetError):
         array.wait_to_read()
 
 
 def _joined(given: list[Any], output: Any, op: PerseusOp) -> Any:
-    """The arrays of all devices as one on that of the output."""
+    """Combine the arrays of all devices into one on the output's device."""
     here = [array.as_in_context(output.context) for array in given]
     if op == PerseusOp.Sum and len(here) > 1:
         return mx.nd.add_n(*here)

@@ -1,7 +1,7 @@
-"""What a KVStore has done in the present step, to be rolled back if a later key has a NaN.
+"""Rolls back a KVStore's present step if one of its later keys has a NaN.
 
-A store learns of a step key by key and is not told where it ends. A step here is what is pushed
-until a key comes again. Belongs to the thread that trains.
+A store gets a step key by key, and nothing marks its end, so a step ends when a key is pushed
+again. Belongs to the thread that trains.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Updater = Callable[[Key, Any, Any], None]
 
 
 class Step:
-    """Of one store."""
+    """The present step of one store."""
 
     def __init__(self) -> None:
         self._keys: set[Key] = set()
@@ -30,10 +30,10 @@ class Step:
     def update(
         self, updater: Updater, key: Key, gradient: Any, weight: Any, outcome: Outcome
     ) -> None:
-        """updater(key, gradient, weight) for a gradient that was reduced in a step not skipped.
+        """Call updater(key, gradient, weight) if the gradient is REDUCED and the step not skipped.
 
-        A SKIPPED gradient skips the step: weights and states, also pulled ones, become what they
-        were before it. Of an updater that is not MXNet's only weights do.
+        A SKIPPED gradient skips the step: weights, copies of them that were pulled, and the
+        updater's states are restored. The states of an updater that is not MXNet's are not.
         """
         skips = basics.skips_nan_gradients()
         if key in self._keys or not skips:
@@ -50,7 +50,10 @@ class Step:
             updater(key, gradient, weight)
 
     def give(self, key: Key, pull: Callable[[], None]) -> None:
-        """Copy a key's value to where it was asked for, by calling `pull`."""
+        """Call pull(), which copies a key's value to the arrays that asked for it.
+
+        It is called again if the step is skipped later.
+        """
         with mx.autograd.pause():
             pull()
         if key in self._keys:
@@ -73,7 +76,8 @@ class Step:
 
 
 def _way_back(updater: Updater, key: Key, weight: Any) -> Callable[[], None]:
-    """What restores a weight, and of MXNet's own updaters the state and the optimizer's numbers."""
+    """Return a function that restores a weight and, for MXNet's own updaters, the key's state and
+    the optimizer's numbers."""
     before = weight.copy()
     if not isinstance(updater, mx.optimizer.Updater):
         return lambda: before.copyto(weight)

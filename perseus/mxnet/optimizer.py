@@ -23,7 +23,7 @@ from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
-    """An optimizer around another one, which gets gradients that are averaged over all ranks.
+    """An optimizer that wraps another one and passes it gradients averaged over all ranks.
 
     For Module.fit, updaters and custom loops; gluon has DistributedTrainer. All other attributes
     are those of the wrapped optimizer.
@@ -71,11 +71,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         )
 
     def __reduce__(self) -> Any:
-        # As a part of updaters' states; the core's sums of gradients are not included.
+        # Updaters pickle it with their states. The core's sums of gradients are not included.
         plan = self._reducer.plan
         arguments = self._optimizer, plan.predivide_factor, self._num_groups, plan.process_set
         held = self._held()
-        # Nothing, where that is so: __setstate__ is not called then.
+        # With None, pickle does not call __setstate__.
         state = pack(held, basics.rank()) if held and basics.is_initialized() else None
         return DistributedOptimizer, arguments, state
 
@@ -84,7 +84,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._reducer.go_on_with(*unpack(state))
 
     def __getattr__(self, item: str) -> Any:
-        if item in self._OWN:  # not there yet
+        if item in self._OWN:  # __init__ has not set it yet
             raise AttributeError(item)
         return getattr(self._optimizer, item)
 
@@ -95,40 +95,40 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             setattr(self._optimizer, item, value)
 
     def create_state(self, index: Any, weight: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As in the wrapped optimizer, with gradients that are reduced first, in place.
+        """Reduce the gradients in place, then call the wrapped optimizer.
 
-        While PERSEUS_ACCUMULATE_N_STEPS sums up, the wrapped optimizer is left alone.
+        While PERSEUS_ACCUMULATE_N_STEPS sums gradients, the wrapped optimizer is not called.
         """
         if self._reduce(index, weight, grad):
             self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """The same, by the wrapped optimizer's update_multi_precision."""
+        """Do the same as update() with the wrapped optimizer's update_multi_precision()."""
         if self._reduce(index, weight, grad):
             self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         self._optimizer.set_learning_rate(lr)
 
     def set_lr_mult(self, args_lr_mult: Any) -> None:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         self._optimizer.set_lr_mult(args_lr_mult)
 
     def set_wd_mult(self, args_wd_mult: Any) -> None:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         self._optimizer.set_wd_mult(args_wd_mult)
 
     def save_residuals(self, fname: str) -> None:
-        """Write this rank's residuals, to a file for each rank; waits for gradients."""
+        """Wait for gradients and write this rank's residuals. Each rank needs its own file."""
         residuals.write(Path(fname), b"", self._held())
 
     def load_residuals(self, fname: str) -> None:
@@ -141,7 +141,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         return self._reducer.residuals.read()
 
     def _name_of(self, index: Any) -> str:
-        """The name of a parameter in gluon's optimizers or Module's."""
+        """Return the name of a parameter in optimizers of gluon or Module."""
         parameter = self._optimizer.param_dict.get(index)
         return str(
             self._optimizer.idx2name.get(index, index) if parameter is None else parameter.name
@@ -168,9 +168,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 def bundled(
     indices: Sequence[Any], num_groups: int, prefix: str = ""
 ) -> tuple[Sequence[Sequence[int]] | None, list[str]]:
-    """GradientReducer's arguments for gradients of parameters with these indices.
+    """Return bundles and names, as GradientReducer takes them, for parameters with these indices.
 
-    Returns bundles (None if num_groups is 0) and names, as in Horovod.
+    The bundles are None if num_groups is 0. The names are Horovod's.
     """
     names = [f"{prefix}{index}" for index in indices]
     if num_groups <= 0:

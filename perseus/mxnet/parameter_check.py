@@ -12,14 +12,14 @@ from perseus.process_sets import ProcessSet, global_process_set
 
 
 def buffer_of(array: Any) -> Any:
-    """The bits of an array, sparse or dense; waits until pending writes have ended."""
+    """Return the bytes of a dense or sparse array, after its pending writes have ended."""
     return np.ascontiguousarray(array.asnumpy()).reshape(-1).view(np.uint8)
 
 
 class WeightsByKey:
-    """Weights that come one by one; a step ends when one of them comes again.
+    """Compares weights that are updated one by one; a step ends when a key occurs again.
 
-    name_of: the name of a key's weight in messages.
+    name_of: returns the name of a key's weight, for messages.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class WeightsByKey:
         self._of_step: set[Any] = set()
 
     def update(self, key: Any, weight: Any) -> None:
-        """Before a weight is updated: compare all of them, if that is due."""
+        """Compare all weights if that is due; call it before a weight is updated."""
         if self._check.every == 0:
             return
         if not self._of_step or key in self._of_step:

@@ -1,8 +1,7 @@
-"""Gradients on their way: reduced in place, in the engine's order, one operation for each or for
-each bundle of them.
+"""Reduces gradients in the order of MXNet's engine, by one operation for each or for each bundle.
 
-Used by the optimizer, the trainer and the store, which decide what happens with the results.
-Belongs to the thread that steps them.
+The optimizer, the trainer and the store use it and decide how to use the results. Belongs to the
+thread that steps them.
 """
 
 from __future__ import annotations
@@ -26,41 +25,40 @@ _Key = tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], int 
 
 
 class Outcomes:
-    """What became of one step's gradients; nothing is waited for until that is asked for."""
+    """The outcomes of one step's gradients, for which it waits only when they are asked for."""
 
     def __init__(self, arrays: list[Any]) -> None:
         self._arrays = arrays
 
     def applies(self) -> bool:
-        """Whether together() is REDUCED, which it must be for the gradients to be used."""
+        """Return whether the gradients may be used, which is if together() is REDUCED."""
         return self.together() == Outcome.REDUCED
 
     def together(self) -> Outcome:
-        """What became of the step; equal on all ranks.
+        """Return the outcome of the step, equal on all ranks.
 
-        Waits, where settings may withhold gradients; else it is REDUCED at once. MXNetError where a
-        reduction failed.
+        It is REDUCED at once unless the settings may withhold gradients; then it waits. Raises
+        MXNetError if a reduction failed.
         """
-        numbers = [array.asscalar() for array in self._arrays]  # all, for all their errors
+        numbers = [array.asscalar() for array in self._arrays]  # reading one raises its error
         return Outcome(max(numbers, default=Outcome.REDUCED))
 
 
 class GradientReducer(Reducer):
-    """Reduces lists of gradients by a plan.
+    """Reduces lists of gradients according to a plan.
 
-    scope: what names begin with that is another thing in another process.
-    `residuals` has the residuals of lossy codecs, by names without the scope; wait() before reading
-    it.
+    scope: the prefix of names, which may differ between processes. The keys of `residuals` are
+        names without it. Call wait() before reading the residuals.
     """
 
     def __init__(self, plan: Plan, scope: str = "") -> None:
         super().__init__(plan)
         self._scope = scope
-        self._under_way: dict[str, Any] = {}  # what is being written to, by its name
+        self._in_flight: dict[str, Any] = {}  # arrays that operations write, by name
         self._made: tuple[list[Any], _Key | None, Batch] = [], None, Batch([])
 
     def takes_part(self) -> bool:
-        """Whether this rank has anything to reduce; ValueError where the set is not registered."""
+        """Return whether this rank has gradients to reduce; see participation.takes_part()."""
         return takes_part(self.plan.process_set)
 
     def __call__(
@@ -71,13 +69,17 @@ class GradientReducer(Reducer):
         bundles: Sequence[Sequence[int]] | None = None,
         outputs: Sequence[Any] | None = None,
     ) -> Outcomes:
-        """Start reducing gradients; later ops on the outputs see the results.
+        """Start reducing gradients. Later ops on the outputs see the results.
 
-        gradients: dense arrays. names: one for each, unique among all that this process has under
-        way, and the same every step. priorities: the higher, the earlier; None: all the same.
-        bundles: which are reduced by one operation, under the first one's name, as indices; None:
-        each by itself. Names, priorities and bundles are the same on all ranks.
-        outputs: arrays of the same shapes and dtypes; None: in place.
+        gradients: dense arrays.
+        names: one for each gradient, equal in every step, and unique among those in flight in this
+            process.
+        priorities: higher ones start earlier; None = all equal.
+        bundles: indices of gradients that one operation reduces, under the first one's name; None =
+            one operation for each gradient.
+        outputs: arrays of the same shapes and dtypes; None = in place.
+
+        Names, priorities and bundles must be equal on all ranks.
         """
         results = gradients if outputs is None else outputs
         if not gradients or not self.takes_part():
@@ -108,7 +110,7 @@ class GradientReducer(Reducer):
             for op in batch.ops:
                 outcomes.append(mxnet.nd.zeros((1,), dtype="int32"))
                 op.outcome = outcomes[-1].handle.value
-        self._under_way.update(zip(names, reduced_here, strict=True))
+        self._in_flight.update(zip(names, reduced_here, strict=True))
         batch.push()
         for (_, context), reduced, result in zip(pairs, reduced_here, results, strict=True):
             if reduced is not result:
@@ -116,7 +118,10 @@ class GradientReducer(Reducer):
         return Outcomes(outcomes)
 
     def _batch(self, sent: list[Any], results: list[Any], key: _Key) -> Batch:
-        """The ops, from the step before where all is as it was then: describing them takes long."""
+        """Return the ops, which are those of the previous step if nothing has changed since.
+
+        Describing ops takes long.
+        """
         arrays, made_for, batch = self._made
         now = [*sent, *results]
         unchanged = len(arrays) == len(now) and all(map(is_, arrays, now))
@@ -132,10 +137,10 @@ class GradientReducer(Reducer):
         return batch
 
     def wait(self) -> None:
-        """Return once all that was started has ended; MXNetError where a reduction failed."""
-        under_way, self._under_way = self._under_way, {}
+        """Wait until all reductions have ended. Raises MXNetError if one failed."""
+        in_flight, self._in_flight = self._in_flight, {}
         failures = Failures()
-        for array in under_way.values():
+        for array in in_flight.values():
             try:
                 array.wait_to_read()
             except Exception as error:
@@ -143,7 +148,7 @@ class GradientReducer(Reducer):
         failures.raise_first()
 
     def forget(self) -> None:
-        """Drop the core's sums and residuals, once nothing is under way. See wait."""
+        """Wait until all reductions have ended, then drop the core's sums and residuals."""
         self.wait()
         super().forget()
 

@@ -33,7 +33,7 @@ def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
 
 
 def held_in(content: bytes) -> dict[str, Held]:
-    """The residuals of this rank in a file with this content; none if another rank wrote it."""
+    """Return this rank's residuals in a file with this content; {} if another rank wrote it."""
     if not content.endswith(_END):
         return {}
     end = len(content) - len(_END) - _LENGTH.size

@@ -1,4 +1,4 @@
-"""Sums of row-sparse gradients over the devices of a rank and over all ranks. Thread-safe."""
+"""Sums row-sparse gradients over the devices of a rank and over all ranks. Thread-safe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def sum_rows(
     gradient_of: int,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The sum as a new RowSparseNDArray with the rows that any rank has; the same bits everywhere.
+    """Return the sum as a new RowSparseNDArray with the rows that any rank has.
+
+    All ranks get the same bits.
 
     arrays: RowSparseNDArrays of one shape and dtype, one for each of this rank's devices; the sum
         is on the CPU. Rows are added in the order of ranks, float16 ones in float32.
@@ -50,24 +52,24 @@ def sum_rows(
 
 
 def _summed(indices: Any, values: Any, like: Any) -> Any:
-    """One row for each index, in their order."""
+    """Sum the rows with equal indices; the result is ordered by index."""
     order = np.argsort(indices, kind="stable")
     rows, starts = np.unique(indices[order], return_index=True)
     wide = np.float32 if values.dtype == np.float16 else values.dtype
     sums = np.add.reduceat(values[order].astype(wide), starts, axis=0).astype(values.dtype)
-    # Headers come first.
+    # The header rows have the smallest index, so their sum comes first.
     return from_rows(sums[1:], rows[1:], like)
 
 
 def from_rows(values: Any, rows: Any, like: Any) -> Any:
-    """A RowSparseNDArray with these rows on the CPU, of the shape and dtype of another array."""
+    """Return a RowSparseNDArray on the CPU with these rows, and the shape and dtype of `like`."""
     if len(rows) == 0:
         return mx.nd.sparse.zeros("row_sparse", like.shape, dtype=like.dtype)
     return mx.nd.sparse.row_sparse_array((values, rows), shape=like.shape, dtype=like.dtype)
 
 
 def as_stored(array: Any, stype: str) -> Any:
-    """An array with a storage type: itself, or a new one.
+    """Return an array with the given storage type: the array itself, or a converted one.
 
     MXNet's tostype() always makes a new one, by an op with temporary memory. If another op that
     used that memory has failed, and nobody has waited for it yet, MXNet silently skips this op.
@@ -76,12 +78,15 @@ def as_stored(array: Any, stype: str) -> Any:
 
 
 def copy(array: Any, out: Any) -> None:
-    """Copy an array to another one, which may be of another storage type."""
+    """Copy an array to another one, which may have another storage type."""
     as_stored(array, out.stype).copyto(out)
 
 
 def copy_rows(array: Any, rows: Any, out: Any) -> None:
-    """Set a row-sparse array to some rows of a dense or row-sparse one. rows: int64, ascending."""
+    """Set a row-sparse array to some rows of a dense or row-sparse one.
+
+    rows: the int64 indices of the rows, ascending.
+    """
     numbers = mx.nd.array(rows, dtype=rows.dtype)
     if array.stype == "row_sparse":
         chosen = mx.nd.sparse.retain(array, numbers)

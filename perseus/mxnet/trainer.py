@@ -123,9 +123,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         super().step(batch_size, ignore_stale_grad)
 
     def save_states(self, fname: str) -> None:
-        """As in gluon, followed by this rank's residuals; waits for gradients.
+        """Wait for gradients and write gluon's states, followed by this rank's residuals.
 
-        Plain MXNet reads such a file, too.
+        Plain MXNet can read such a file as well.
         """
         super().save_states(fname)
         self._reducer.wait()
@@ -133,16 +133,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         residuals.write(path, path.read_bytes(), self._reducer.residuals.read())
 
     def load_states(self, fname: str) -> None:
-        """As in gluon; sums over steps begin again.
+        """Load gluon's states, and the residuals in the file if this rank wrote them.
 
-        The residuals become those that this rank wrote there, or none.
+        Earlier residuals and sums over steps are dropped.
         """
         super().load_states(fname)
         self._reducer.forget()
         self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
 
     def _trained(self) -> list[tuple[int, Any]]:
-        """The parameters with gradients, and their numbers."""
+        """Return the parameters that have gradients, with their indices."""
         return [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
 
     def _allreduce_grads(self) -> None:
@@ -152,7 +152,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
         outcomes = self._reducer(list(dense.values()), names, [-i for i in dense], bundles)
-        # Later, as they are waited for.
+        # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
         self._applies = outcomes.applies() and all(usable)
 

@@ -26,7 +26,7 @@ from perseus.tensorflow.reductions import allreduce
 
 
 class _StepReducer(AdasumOfSteps):
-    """Combines the steps of variables; scope: what names of the reductions begin with."""
+    """Combines the steps of variables. scope: the prefix of the names of the reductions."""
 
     def __init__(
         self, compression: type[Compressor], process_set: ProcessSet, scope: str, device: str
@@ -42,7 +42,7 @@ class _StepReducer(AdasumOfSteps):
             return super().combine(variables, starts)
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
-        """See AdasumOfSteps. Identity returns a reference variable's own memory, which changes."""
+        """See AdasumOfSteps. tf.identity would return the memory of a reference variable."""
         return [tf.raw_ops.DeepCopy(x=variable) for variable in variables]
 
     def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -54,7 +54,7 @@ class _StepReducer(AdasumOfSteps):
         return variable.read_value()
 
     def reduce(self, steps: Iterable[Any]) -> list[Any]:
-        """See AdasumOfSteps. Nobody goes back: an operation that fails ends the session's run."""
+        """See AdasumOfSteps. It never returns None: an error ends the session's run."""
         return [
             allreduce(
                 step,
@@ -73,9 +73,9 @@ class _StepReducer(AdasumOfSteps):
 
 
 class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """A tf.compat.v1 optimizer around another one, whose steps are combined over all ranks.
+    """A tf.compat.v1 optimizer that wraps another one and combines its steps over all ranks.
 
-    backward_passes_per_step: steps that a rank takes alone before they are combined.
+    backward_passes_per_step: how many steps a rank takes alone before they are combined.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._starts: list[Any] = []
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's gradients: Adasum reduces steps, not gradients."""
+        """Return the wrapped optimizer's gradients, because Adasum reduces steps instead."""
         return self._optimizer.compute_gradients(*args, **kwargs)
 
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> Any:
-        """The wrapped optimizer's step, and on every N-th one the Adasum of all ranks' steps."""
+        """Take the wrapped optimizer's step; every N-th call combines the steps of all ranks."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
         variables = [tf_variable(variable) for gradient, variable in pairs if gradient is not None]
         if self._passes.number > 1:
@@ -150,13 +150,13 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         )
 
     def get_slot(self, var: Any, name: str) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.get_slot(var, name)
 
     def get_slot_names(self) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.get_slot_names()
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.variables(*args, **kwargs)

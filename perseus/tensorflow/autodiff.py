@@ -1,6 +1,6 @@
-"""The gradients of the collectives, registered with TensorFlow on import.
+"""The gradients of the collectives, which the import of this module registers with TensorFlow.
 
-They are collectives too, made where the gradient is: all ranks must differentiate the same.
+They are collectives as well, so all ranks must differentiate the same operations. Stateless.
 Source of the formulas: Horovod 0.28.1, horovod.tensorflow.mpi_ops.
 """
 
@@ -12,18 +12,18 @@ import tensorflow as tf
 
 from perseus.process_sets import ProcessSet
 from perseus.tensorflow import ops, xla
-from perseus.tensorflow.library import native
+from perseus.tensorflow.library import OPS_WITHOUT_GRADIENT, native
 
 
 def _group(op: Any) -> Any:
-    """The process set of an op, which is known by its number only."""
+    """Return the process set of an op, which has its number only."""
     made = ProcessSet([])
     made.process_set_id = op.get_attr("process_set_id")
     return made
 
 
 def _dense(op: Any, grads: tuple[Any, ...]) -> list[Any]:
-    """The gradients of the outputs that are tensors of the op; zeros where one was not used."""
+    """Return the gradients of an op's outputs as dense tensors; zeros for unused outputs."""
     return [
         tf.zeros_like(tensor) if grad is None else tf.convert_to_tensor(grad)
         for tensor, grad in zip(op.outputs, grads, strict=True)
@@ -35,7 +35,7 @@ def _average(tensors: list[Any], process_set: Any, grouped: bool) -> list[Any]:
 
 
 def _allreduce(op: Any, *grads: Any) -> list[Any]:
-    """The same reduction of the gradients."""
+    """Reduce the gradients in the same way as the inputs."""
     count = len(op.inputs)
     given = _dense(op, grads)[:count]
     grouped = op.get_attr("grouped")
@@ -55,11 +55,11 @@ def _allreduce(op: Any, *grads: Any) -> list[Any]:
 
 
 def _allgather(op: Any, *grads: Any) -> list[Any]:
-    """This rank's rows of the averaged gradients."""
+    """Return this rank's rows of the averaged gradients."""
     process_set = _group(op)
     grouped = op.get_attr("grouped")
     means = _average(_dense(op, grads), process_set, grouped)
-    if xla.within():  # every rank has as many rows: sizes are known before anything runs
+    if xla.within():  # XLA needs static shapes, so every rank has equally many rows
         rank = ops.index_op(process_set.process_set_id)
         return [_part(mean, rank, tensor) for mean, tensor in zip(means, op.inputs, strict=True)]
     rows = tf.stack([tf.shape(tensor)[0] for tensor in op.inputs])
@@ -70,20 +70,20 @@ def _allgather(op: Any, *grads: Any) -> list[Any]:
 
 
 def _part(joined: Any, index: Any, like: Any) -> Any:
-    """One of the equal parts that rows consist of."""
+    """Return the part of `joined` with this index, where all parts have the shape of `like`."""
     shape = tf.shape(like)
     return tf.slice(joined, tf.concat([[index * shape[0]], tf.zeros_like(shape)[1:]], 0), shape)
 
 
 def _broadcast(op: Any, *grads: Any) -> list[Any]:
-    """The averaged gradients on the root, zeros elsewhere: their input was not used."""
+    """Return the averaged gradients on the root, and zeros elsewhere, where inputs are unused."""
     means = _average(_dense(op, grads), _group(op), op.get_attr("grouped"))
     is_root = tf.equal(ops.rank_op(), op.get_attr("root_rank"))
     return [tf.where(is_root, mean, tf.zeros_like(mean)) for mean in means]
 
 
 def _alltoall(op: Any, *grads: Any) -> list[Any]:
-    """The gradients sent back where the rows came from; zeros for rows that were not sent."""
+    """Send the gradients back to the ranks of their rows; zeros for rows that were not sent."""
     if grads[0] is None:
         grad = tf.zeros_like(op.outputs[0])
     else:
@@ -95,7 +95,7 @@ def _alltoall(op: Any, *grads: Any) -> list[Any]:
 
 
 def _reducescatter(op: Any, *grads: Any) -> list[Any]:
-    """The scaled gradients of all ranks' parts joined."""
+    """Concatenate the scaled gradients of all ranks' parts."""
     process_set = _group(op)
     scale = ops.real(op.get_attr("prescale")) * ops.real(op.get_attr("postscale"))
     size = ops.size_op(process_set.process_set_id)
@@ -118,12 +118,5 @@ for _name, _gradient in {
     "PerseusReducescatter": _reducescatter,
 }.items():
     tf.RegisterGradient(_name)(_gradient)
-for _name in (
-    "PerseusJoin",
-    "PerseusSize",
-    "PerseusRank",
-    "PerseusLocalSize",
-    "PerseusLocalRank",
-    "PerseusProcessSetIncluded",
-):
+for _name in OPS_WITHOUT_GRADIENT:
     tf.no_gradient(_name)

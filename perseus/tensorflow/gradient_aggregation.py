@@ -1,6 +1,6 @@
-"""backward_passes_per_step: gradients are summed up locally, and every N-th pass reduces the sums.
+"""backward_passes_per_step: gradients are summed locally, and every N-th pass reduces the sums.
 
-One helper belongs to one optimizer. Source of behaviour: Horovod 0.28.1,
+Each optimizer has its own helper. Source of behaviour: Horovod 0.28.1,
 horovod.tensorflow.gradient_aggregation.
 """
 
@@ -23,24 +23,24 @@ from perseus.tensorflow.reducer import local_sources
 def apply_op_to_not_none_tensors(
     tensor_op: Callable[..., Any], tensors: Sequence[Any], *args: Any
 ) -> list[Any]:
-    """tensor_op(tensor, *args) for each; None stays None."""
+    """Return tensor_op(tensor, *args) for each tensor; None stays None."""
     return [None if tensor is None else tensor_op(tensor, *args) for tensor in tensors]
 
 
 def get_not_none_from_list(tensor_list: Sequence[Any]) -> list[Any]:
-    """The elements that are not None."""
+    """Return the elements that are not None."""
     return [tensor for tensor in tensor_list if tensor is not None]
 
 
 class LocalGradientAggregationHelper:
-    """Sums gradients up and reduces them on every N-th pass; in eager mode and in graphs.
+    """Sums gradients and reduces them on every N-th pass, in eager mode and in graphs.
 
     backward_passes_per_step: N, at least 1.
     allreduce_func: (gradients, variables) -> reduced gradients.
-    sparse_as_dense: make tf.IndexedSlices dense; without it they are a ValueError.
+    sparse_as_dense: make tf.IndexedSlices dense; otherwise they raise ValueError.
     average_aggregated_gradients: divide the sums by N.
-    rank: this process's, for the names of variables.
-    optimizer_type: one of the two constants; says which counter of steps goes on while summing.
+    rank: this process's rank, for the names of variables.
+    optimizer_type: one of the class's two constants, as in Horovod.
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
@@ -80,7 +80,7 @@ class LocalGradientAggregationHelper:
 
     @property
     def counter(self) -> Any:
-        """The variable with the number of passes in the sums; None before the first one."""
+        """The variable that counts the passes in the sums; None before the first pass."""
         return self._passes.counter
 
     def register_local_var(self, var: Any) -> None:
@@ -88,13 +88,13 @@ class LocalGradientAggregationHelper:
         self._local.register(var)
 
     def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
-        """(gradients reduced over all ranks, whether to apply them; None = yes)."""
+        """Return gradients reduced over all ranks, and whether to apply them (None = yes)."""
         return list(self._allreduce(grads, vars)), None
 
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
-        """Add gradients to the sums: returns the reduced sums on every N-th pass, else the sums.
+        """Add gradients to the sums; return the reduced sums on every N-th pass, else the sums.
 
-        None stays None; which gradients are None must not change.
+        None stays None, and the same gradients must be None in every pass.
         """
         dense = [self._densified(gradient) for gradient in grads]
         self._create_sums(dense, vars)
@@ -104,7 +104,7 @@ class LocalGradientAggregationHelper:
             lambda totals: self._reduced(totals, vars),
             lambda totals: (*totals, tf.constant(False)),
         )
-        # Keras 2 in a graph takes what it finds behind gradients for trainable variables.
+        # In a graph, Keras 2 treats variables from which gradients are computed as trainable ones.
         *results, self._applies = [tf.stop_gradient(tensor) for tensor in outcome]
         full: list[Any] = [None] * len(dense)
         for index, gradient in zip(self.not_none_indexes, results, strict=True):
@@ -118,9 +118,9 @@ class LocalGradientAggregationHelper:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the closure after an N-th pass; else only the counter of steps goes on.
+        """Call the closure after an N-th pass; after other passes, only count a step.
 
-        args, kwargs: the optimizer's own, of which `global_step` is looked at.
+        args, kwargs: the arguments of the optimizer's apply_gradients(), for `global_step`.
         """
         applies = self._applies
         if applies is None or not belongs_here(applies):
@@ -156,7 +156,7 @@ class LocalGradientAggregationHelper:
         return own_variables.make(initial, f"{scope}/{name}")
 
     def _reduced(self, totals: list[Any], vars: Sequence[Any]) -> tuple[Any, ...]:
-        """The reduced sums of a step that is complete, and whether they may be applied."""
+        """Return the reduced sums of a complete step, and whether they may be applied."""
         variables = [vars[index] for index in self.not_none_indexes]
         reduced, applies = self._local.around(self.reduce, totals, variables)
         reduced = [tf.identity(gradient) for gradient in reduced]
@@ -167,7 +167,7 @@ class LocalGradientAggregationHelper:
 
 
 def count_step(optimizer: Any, global_step: Any) -> Any:
-    """Count a step that is not applied, where the optimizer would count one that is."""
+    """Count a step that is not applied, in the counter that the optimizer uses for steps."""
     if hasattr(optimizer, "iterations"):
         return optimizer.iterations.assign_add(1)
     if global_step is None:

@@ -1,4 +1,4 @@
-"""Horovod's helper for backward_passes_per_step in eager mode: the other one serves both."""
+"""Horovod's class for backward_passes_per_step in eager mode, which needs no code of its own."""
 
 # ruff: noqa: PLR0917 - the signatures are Horovod's
 
@@ -12,7 +12,7 @@ from perseus.tensorflow.gradient_aggregation import LocalGradientAggregationHelp
 
 
 class LocalGradientAggregationHelperEager(LocalGradientAggregationHelper):
-    """LocalGradientAggregationHelper of a Keras optimizer."""
+    """LocalGradientAggregationHelper with the arguments that it has for a Keras optimizer."""
 
     def __init__(
         self,

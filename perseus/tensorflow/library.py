@@ -1,9 +1,9 @@
-"""The native ops: finds libperseus_tensorflow.so, loads it into TensorFlow, and gives it the world.
+"""The native ops: loads libperseus_tensorflow.so into TensorFlow and attaches it to each world.
 
-`native` has one function for every op; see perseus.tensorflow.xla. Loading starts no part of
-TensorFlow, so scripts can still choose devices and threads. Before its first asynchronous op runs,
-the library tests whether this version hands completions over as expected.
-Thread-safe after import.
+`native` has one function for every op; see perseus.tensorflow.xla. Loading the library does not
+initialise TensorFlow's runtime, so scripts can still configure devices and threads. Before its
+first asynchronous op runs, the library tests whether this version of TensorFlow passes completion
+callbacks as expected. Thread-safe after import.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ _OLDEST = (2, 15)
 _OWNED_COMPLETIONS = (2, 22)  # see frameworks/tensorflow/completion.h
 _LIBRARY = Path(__file__).resolve().parent.parent / "libperseus_tensorflow.so"
 
-OPS = (
-    "PerseusAllreduce",
-    "PerseusAllgather",
-    "PerseusBroadcast",
-    "PerseusAlltoall",
-    "PerseusReducescatter",
+OPS_WITHOUT_GRADIENT = (
     "PerseusJoin",
     "PerseusSize",
     "PerseusRank",
@@ -33,10 +28,18 @@ OPS = (
     "PerseusLocalRank",
     "PerseusProcessSetIncluded",
 )
+OPS = (
+    "PerseusAllreduce",
+    "PerseusAllgather",
+    "PerseusBroadcast",
+    "PerseusAlltoall",
+    "PerseusReducescatter",
+    *OPS_WITHOUT_GRADIENT,
+)
 
 
 def _import_tensorflow() -> tuple[Any, tuple[int, int]]:
-    """TensorFlow and its version; ImportError if it is too old."""
+    """Return TensorFlow and its version. Raises ImportError if it is too old."""
     import tensorflow
 
     major, minor = (int(part) for part in tensorflow.__version__.split(".")[:2])
@@ -49,14 +52,18 @@ def _import_tensorflow() -> tuple[Any, tuple[int, int]]:
 
 
 def _load() -> tuple[Any, ctypes.CDLL]:
-    """The generated functions of the ops, and the library's own."""
+    """Return the module of the ops' Python functions, and the library for ctypes.
+
+    Raises ImportError if the library is missing or TensorFlow cannot load it.
+    """
     tensorflow, version = _import_tensorflow()
     from tensorflow.python.framework import auto_control_deps as order
 
     if not _LIBRARY.exists():
         raise ImportError(f"[tensorflow] {_LIBRARY} is missing: pip install Perseus again")
-    # The ops are stateful, so that equal ones are neither merged nor folded; TensorFlow would then
-    # run them one after the other. Ranks match them by name, so they may run in any order.
+    # The ops are stateful, so that TensorFlow neither merges equal ones nor folds constants. By
+    # default it would also run stateful ops one after the other, but ranks match them by name, so
+    # they may run in any order.
     order.MUST_RUN_ORDER_INSENSITIVE_STATEFUL_OPS |= frozenset(OPS)
     try:
         functions = tensorflow.load_op_library(str(_LIBRARY))
@@ -73,7 +80,7 @@ def _load() -> tuple[Any, ctypes.CDLL]:
 
 
 class _Attachment:
-    """The library's use of one world's context."""
+    """The library's reference to one world's context."""
 
     def close(self) -> None:
         _library.perseus_tensorflow_detach()

@@ -42,19 +42,19 @@ from perseus.tensorflow.residuals import GradientResiduals
 
 
 class _AggregationHelper(LocalGradientAggregationHelper):
-    """Knows more of an reducer than its gradients."""
+    """The helper of an optimizer, which also knows whether the reducer withholds gradients."""
 
     def __init__(self, reducer: GradientReducer, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reducer = reducer
 
     def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
-        """As the reducer says."""
+        """See LocalGradientAggregationHelper."""
         return self._reducer(grads, vars)
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """A tf.compat.v1 optimizer around another one, which gets reduced gradients."""
+    """A tf.compat.v1 optimizer that wraps another one and passes it reduced gradients."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             self._agg_helper.register_local_var(var)
 
     def _allreduce(self, gradients: Any, variables: Any) -> list[Any]:
-        """Reduced gradients; Horovod's own tests call it."""
+        """Return reduced gradients. Horovod's own tests call it."""
         return self._reducer(list(gradients), list(variables))[0]
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As in the wrapped optimizer, the gradients being reduced over all ranks."""
+        """Return the wrapped optimizer's gradients, reduced over all ranks, and variables."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
         if self._agg_helper is not None:
@@ -139,10 +139,10 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     def apply_gradients(
         self, grads_and_vars: Any, global_step: Any = None, name: str | None = None
     ) -> Any:
-        """As in the wrapped optimizer.
+        """Apply gradients with the wrapped optimizer.
 
-        While gradients are summed up, or if a NaN is to be skipped, all ranks only advance
-        global_step.
+        While gradients are being summed over steps, or if a NaN is to be skipped, all ranks only
+        advance global_step.
         """
         pairs = list(grads_and_vars)
 
@@ -158,15 +158,15 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return when(self._applies, apply, lambda: count_step(self._optimizer, global_step))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.get_slot(*args, **kwargs)
 
     def get_slot_names(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.get_slot_names(*args, **kwargs)
 
     def variables(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped optimizer's."""
+        """Call the wrapped optimizer."""
         return self._optimizer.variables(*args, **kwargs)
 
 
@@ -264,7 +264,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 
 
 def _keras_classes() -> tuple[type, ...]:
-    """Of the Keras that comes with this TensorFlow, and of tf_keras where it is loaded."""
+    """Return the optimizer classes of TensorFlow's Keras, and of tf_keras if it is loaded."""
     modules = [tf.keras.optimizers, getattr(tf.keras.optimizers, "legacy", None)]
     if "tf_keras" in sys.modules:
         modules.append(sys.modules["tf_keras"].optimizers)

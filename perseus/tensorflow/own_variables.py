@@ -1,4 +1,7 @@
-"""Variables of a rank's own, in eager mode and in graphs. Stateless; see Variables."""
+"""Variables that belong to one rank, in eager mode and in graphs. Stateless.
+
+Variables in the docstrings is perseus.gradients.aggregation.Variables.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import tensorflow as tf
 
 
 def make(initial: Any, name: str) -> Any:
-    """One that broadcasts of global variables leave alone."""
+    """Create a local variable, which broadcasts of global variables do not change."""
     return tf.compat.v1.Variable(
         initial,
         trainable=False,
@@ -21,7 +24,7 @@ def make(initial: Any, name: str) -> Any:
 
 
 def after(done: Sequence[Any]) -> AbstractContextManager[Any]:
-    """tf.control_dependencies of what is not None, which eager mode may give for an operation."""
+    """Return tf.control_dependencies() for `done`, without None, which eager operations return."""
     context: AbstractContextManager[Any] = tf.control_dependencies(
         [each for each in done if each is not None]
     )
@@ -29,14 +32,14 @@ def after(done: Sequence[Any]) -> AbstractContextManager[Any]:
 
 
 class OwnVariables:
-    """See Variables."""
+    """Implements Variables for TensorFlow."""
 
     def read(self, variable: Any) -> Any:
         """See Variables."""
         return variable.read_value()
 
     def kept(self, value: Any) -> Any:
-        """See Variables. Tensors do not change."""
+        """See Variables. Tensors are immutable."""
         return value
 
     def assign(self, variable: Any, value: Any) -> Any:

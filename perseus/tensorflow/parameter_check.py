@@ -1,7 +1,7 @@
-"""PERSEUS_PARAMETER_CHECK_N_STEPS for variables, eagerly and as part of any graph. Stateless.
+"""PERSEUS_PARAMETER_CHECK_N_STEPS for TensorFlow's variables, eagerly and in graphs. Stateless.
 
-A graph calls Python: once in a step to count it, and with the variables when they are to be
-compared. Programs of XLA therefore do not compare.
+A graph calls Python once per step to count it, and passes the variables when they are to be
+compared. XLA's programs cannot call Python, so they do not compare.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from perseus.tensorflow.modes import name_of, tf_variable, when
 def compared(
     check: ParameterCheck, names: Sequence[str], sources: Sequence[Any], gradients: Sequence[Any]
 ) -> list[Any]:
-    """The gradients, available once the variables among `sources` have been compared, if due.
+    """Return the gradients, after comparing the variables among `sources` if that is due.
 
-    names, sources, gradients: one each; gradients are tensors, tf.IndexedSlices or None.
-    MismatchError, in a graph UnknownError, on all ranks where variables differ.
+    names, sources, gradients: equally long; gradients are tensors, tf.IndexedSlices or None.
+
+    Raises MismatchError, or UnknownError in a graph, on all ranks if variables differ.
     """
     gradients = list(gradients)
     if check.every == 0:
@@ -59,7 +60,7 @@ def compared(
 
 
 def _kept(gradient: Any) -> Any:
-    """The same gradient, with control dependencies on the comparison."""
+    """Return a copy of a gradient that depends on the control dependencies of the context."""
     if gradient is None:
         return None
     return tf.nest.map_structure(tf.identity, gradient, expand_composites=True)

@@ -1,6 +1,6 @@
-"""Gradients on their way: one reduction for each, or for each group, in any kind of graph.
+"""Reduces gradients in eager mode and in graphs, by one operation for each or for each group.
 
-Used by the tape and the optimizers, which decide what happens with the results. Thread-safe.
+The tape and the optimizers use it and decide how to use the results. Thread-safe.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from perseus.tensorflow.reductions import divided_by_size, reduce_slices
 def references_of(
     groups: int | Sequence[Sequence[Any]] | None,
 ) -> int | tuple[tuple[Any, ...], ...] | None:
-    """Groups of variables as a Plan has them that is to be hashed: of references."""
+    """Return groups with references instead of variables, so that a Plan with them is hashable."""
     if groups is None or isinstance(groups, int):
         return groups
     return tuple(tuple(reference_of(variable) for variable in group) for group in groups)
 
 
 def reference_of(variable: Any) -> Any:
-    """What a variable is known by, whichever Keras or TensorFlow made it."""
+    """Return a hashable reference to a variable of TensorFlow or of any Keras."""
     return tf_variable(variable).ref()
 
 
 class GradientReducer(Reducer):
-    """Reduces lists of gradients by a plan.
+    """Reduces lists of gradients according to a plan.
 
-    scope: what the names of its reductions begin with. lasting: dense ones are called in the core
-    what they are called here, in whatever functions they are, so that `residuals` can be saved;
-    the scope belongs to this reducer alone then. They are known there by what their names have in
-    front of a slash.
+    scope: the prefix of the names of its reductions.
+    lasting: use names that do not depend on the function in which a dense gradient is reduced, so
+        that `residuals` can be saved. The scope must then belong to this reducer alone. The keys of
+        the residuals are the names up to the first slash.
     """
 
     def __init__(self, scope: str, plan: Plan, lasting: bool = False) -> None:
@@ -66,12 +66,14 @@ class GradientReducer(Reducer):
     def __call__(
         self, gradients: Sequence[Any], sources: Sequence[Any], generic_names: bool = False
     ) -> tuple[list[Any], Any]:
-        """(reduced gradients, whether to apply them).
+        """Return the reduced gradients, and whether to apply them.
 
-        gradients: tensors, tf.IndexedSlices or None, which stays None. sources: what they are the
-        gradients of, variables mostly. generic_names: `grad_<i>` without the sources' names.
-        The second is None where nothing is ever withheld, else a scalar bool tensor, equal on all
-        ranks; where it is false the gradients must not be used.
+        gradients: tensors, tf.IndexedSlices or None, which stays None.
+        sources: the variables or tensors of which they are the gradients.
+        generic_names: name gradients `grad_<i>`, without the names of the sources.
+
+        The second result is None if the settings never withhold gradients. Otherwise it is a scalar
+        bool tensor, equal on all ranks; if it is false, the gradients must not be used.
         """
         gradients = list(gradients)
         if not takes_part(self.plan.process_set) or all(g is None for g in gradients):
@@ -90,14 +92,17 @@ class GradientReducer(Reducer):
         names: tuple[str, ...],
         bundles: tuple[tuple[int, ...], ...],
     ) -> tuple[list[Any], Any]:
-        """The same with names and bundles, by index, that are given; sparse ones are in none."""
+        """Reduce gradients with given names; see __call__.
+
+        bundles: tuples of indices of the dense gradients that one operation reduces.
+        """
         if not tf.executing_eagerly():
             return self._reduce(gradients, names, bundles)
         reduced, applies = self._as_graph(names, bundles)(gradients)
         return list(reduced), applies
 
     def _check_of(self, names: tuple[str, ...]) -> ParameterCheck:
-        """Of these sources: a tape that is made anew every step goes on counting."""
+        """Return the check for these sources, which counts steps over all tapes with them."""
         if names not in self._checks:
             name = f"{self._scope}.{names[0]}"
             self._checks[names] = ParameterCheck(self.plan.process_set, name)
@@ -106,9 +111,9 @@ class GradientReducer(Reducer):
     def _as_graph(
         self, names: tuple[str, ...], bundles: tuple[tuple[int, ...], ...]
     ) -> Callable[..., tuple[list[Any], Any]]:
-        """_reduce for eager tensors, whose reductions are to overlap too."""
+        """Return _reduce as a tf.function, in which the reductions of eager tensors overlap too."""
         members = self.plan.process_set
-        # What a trace is made for, beside dtypes and shapes.
+        # Everything that a trace depends on, besides dtypes and shapes.
         key = (
             names,
             bundles,
@@ -125,7 +130,7 @@ class GradientReducer(Reducer):
         return self._traced[key]
 
     def _bundles(self, gradients: list[Any], sources: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-        """Which gradients are reduced by one operation, as indices."""
+        """Return tuples of indices of the gradients that one operation reduces."""
         groups = self.plan.groups
         dense = [i for i, gradient in enumerate(gradients) if self._is_dense(gradient)]
         by_variable = not (groups is None or isinstance(groups, int))
@@ -187,10 +192,11 @@ class GradientReducer(Reducer):
                 results[i] = outer.decompress(output, context)
 
     def _turn(self) -> str | None:
-        """What makes fixed names unique in a graph; None where the nodes' names will do.
+        """Return a suffix that makes fixed names unique in a graph; None if names are not fixed.
 
-        A graph that applies gradients twice may have both in flight; its functions and branches run
-        one after the other, since all change the same variables.
+        A graph that reduces gradients twice may have both reductions in flight. Functions and
+        branches are graphs of their own, but run one after the other, because they change the same
+        variables.
         """
         if self._turns is None:
             return None
@@ -213,7 +219,7 @@ class GradientReducer(Reducer):
 
 
 def _outcome_of(slices: Any) -> Any:
-    """Of a sparse gradient, as the core's of a dense one: an Outcome."""
+    """Return the Outcome of a reduced sparse gradient, as the core does for dense ones."""
     has_nan = tf.reduce_any(tf.math.is_nan(slices.values))
     return tf.where(has_nan, int(Outcome.SKIPPED), int(Outcome.REDUCED))
 
@@ -229,7 +235,10 @@ def _reference(source: Any) -> Any:
 
 
 def local_sources(process_set: ProcessSet, scale: bool) -> LocalSources:
-    """Those of one tape or optimizer; scale: divide their gradients by the number of ranks."""
+    """Return the LocalSources of one tape or optimizer.
+
+    scale: divide the gradients of local sources by the number of ranks.
+    """
     return LocalSources(
         _reference, partial(divided_by_size, process_set=process_set) if scale else None
     )

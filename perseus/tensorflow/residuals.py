@@ -1,4 +1,4 @@
-"""Residuals of lossy codecs as a part of TensorFlow's checkpoints.
+"""Saves the residuals of lossy codecs in TensorFlow's checkpoints.
 
 Belongs to the thread that trains.
 """
@@ -27,13 +27,13 @@ class ResidualState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._source = source
 
     def serialize(self) -> bytes:
-        """This rank's residuals; none outside of a world."""
+        """Return this rank's residuals; none if Perseus is not initialised."""
         if not basics.is_initialized():
             return pack({}, 0)
         return pack(self._source.residuals(), basics.rank())
 
     def deserialize(self, string_value: Any) -> None:
-        """Continue with the result of serialize(); ValueError for anything else."""
+        """Restore the result of serialize(). Raises ValueError for anything else."""
         self._source.go_on_with(*unpack(getattr(string_value, "item", lambda: string_value)()))
 
 
@@ -58,7 +58,7 @@ class GradientResiduals(LateReducer, ResidualState):
         self._scope = f"{name}_{number}_Allreduce" if number else f"{name}_Allreduce"
 
     def reducer(self, plan: Plan) -> GradientReducer:
-        """The reducer; ValueError if an earlier call has given another plan."""
+        """Return the reducer. Raises ValueError if an earlier call had another plan."""
         if self._reducer is None:
             self._reducer = GradientReducer(self._scope, plan, lasting=True)
             self.go_on_with(*self._loaded)
@@ -71,9 +71,9 @@ class GradientResiduals(LateReducer, ResidualState):
         return made
 
     def saveable(self, name: str = "perseus_residuals") -> Any:
-        """The object for the variable list of a tf.compat.v1.train.Saver of this graph.
+        """Return the object for the list of variables of a tf.compat.v1.train.Saver of this graph.
 
-        name: its name in the checkpoint. It calls Python, so an exported graph cannot use it.
+        name: its name in the checkpoint. It calls Python, so exported graphs cannot use it.
         """
         return _Saveable(self, name)
 
@@ -86,6 +86,6 @@ class _Saveable(BaseSaverBuilder.SaveableObject):  # type: ignore[misc]
         super().__init__(tensor, [spec], name)
 
     def restore(self, restored_tensors: Any, restored_shapes: Any) -> Any:
-        """The operation that restores the residuals."""
+        """Return the operation that restores the residuals."""
         (tensor,) = restored_tensors
         return tf.numpy_function(self._state.deserialize, [tensor], [])

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: a tf.GradientTape whose gradients are those of all ranks.
+"""DistributedGradientTape: a tf.GradientTape whose gradients are reduced over all ranks.
 
 Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
 """
@@ -50,8 +50,8 @@ def _warn_of_withheld() -> None:
 class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
     """The mixin that DistributedGradientTape puts in front of the wrapped tape's class.
 
-    applies: after gradient(), whether the settings want the step to be taken: True, or a scalar
-        bool tensor where they may not; gradients are zeros where it is false.
+    applies: after gradient(), whether to apply the gradients: True, or a scalar bool tensor if the
+        settings may withhold gradients. If it is false, the gradients are zeros.
     """
 
     process_set: ProcessSet
@@ -73,7 +73,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As in tf.GradientTape, reduced over all ranks; None stays None.
+        """Return the gradients of tf.GradientTape, reduced over all ranks; None stays None.
 
         use_generic_names: name the reductions by position only, for ranks whose variables have
             different names. Raises ValueError and NotImplementedError for sparse gradients that the
@@ -91,7 +91,7 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Two lists of (source, gradient): those that stay on their rank, and the reduced ones."""
+        """Return two lists of (source, gradient): local gradients, and reduced ones."""
         flat_sources = tf.nest.flatten(sources)
         flat = _flat(self.gradient(target, sources, output_gradients, use_generic_names))
         pairs = list(zip(flat_sources, flat, strict=True))

@@ -27,9 +27,10 @@ from perseus.torch.session import Adasum, session
 
 
 class _StepReducer(HandleReducer, AdasumOfSteps):
-    """Combines the steps of parameters; names: of all of them.
+    """Combines the steps of parameters.
 
-    failures: of the last step. applies: whether it was taken; else parameters are as before.
+    names: the names of all parameters. failures: the errors of the last step. applies: whether the
+    last step was taken; if not, the parameters have been restored.
     """
 
     def __init__(self, plan: Plan, names: dict[torch.Tensor, str]) -> None:
@@ -44,7 +45,7 @@ class _StepReducer(HandleReducer, AdasumOfSteps):
         return [parameter.clone() for parameter in variables]
 
     def after(self, done: Sequence[Any]) -> AbstractContextManager[Any]:
-        """See AdasumOfSteps: all is done at once."""
+        """See AdasumOfSteps. Operations run at once, so their order needs no context."""
         del done
         return nullcontext()
 
@@ -94,11 +95,11 @@ class AdasumOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's step from where all ranks stand, then the Adasum of all steps.
+        """Take the wrapped optimizer's step, then combine the steps of all ranks by Adasum.
 
-        A parameter that had no gradient here takes part with the step it has made, zeros mostly.
-        HorovodInternalError when a reduction failed. NaN are searched for in steps: where one is
-        to be skipped or is an error, parameters and the optimizer's state are as before.
+        A parameter without a gradient contributes its step as well, usually zeros. Raises
+        HorovodInternalError if a reduction failed. NaNs are looked for in the steps; if one is to
+        be skipped or is an error, the parameters and the optimizer's state are restored.
         """
         reducer = self._reducer
         if self._check.due():
@@ -116,7 +117,7 @@ _Saved = tuple[dict[Any, Any], list[dict[str, Any]]]
 
 
 def _saved(optimizer: torch.optim.Optimizer) -> _Saved | None:
-    """What a step changes besides parameters, saved where a NaN may undo the step."""
+    """Copy the state that a step changes besides parameters; None if no NaN can undo the step."""
     if not basics.setting("PERSEUS_ALLREDUCE_NANCHECK"):
         return None
     if not basics.setting("PERSEUS_ALLREDUCE_NANCHECK_ACTION"):
@@ -147,7 +148,7 @@ def adasum_optimizer(
 ) -> AdasumOptimizer:
     """Return an optimizer of the same class whose step is the Adasum of all ranks' steps.
 
-    names: of every parameter that takes part, in the same order on all ranks.
+    names: the names of every parameter that takes part, in the same order on all ranks.
     """
     wrapped = type(optimizer)
     made_class = type(

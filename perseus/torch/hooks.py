@@ -1,4 +1,4 @@
-"""Hooks of parameters that run during backward, when a gradient has been accumulated. Stateless."""
+"""Hooks of parameters, which autograd calls when it has accumulated a gradient. Stateless."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def on_gradient(
     call: Callable[[Owner, torch.Tensor, Known], None],
     known: Known,
 ) -> None:
-    """Have call(owner, parameter, known) run after every backward pass that reaches the parameter.
+    """Let every backward pass that reaches the parameter call call(owner, parameter, known).
 
-    As long as the owner lives, which the hook does not keep alive: models outlive their optimizers.
+    The hook is removed when the owner is destroyed. It does not keep the owner alive, because
+    models outlive their optimizers.
     """
     reference = weakref.ref(owner)
 

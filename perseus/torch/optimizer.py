@@ -45,7 +45,7 @@ _RACE = (
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
-    """What DistributedOptimizer puts in front of the wrapped optimizer's class."""
+    """The mixin that DistributedOptimizer puts in front of the wrapped optimizer's class."""
 
     _check: ParameterCheck
     _reducer: GradientReducer
@@ -54,7 +54,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes are summed before gradients are reduced."""
+        """The number of backward passes that are summed before gradients are reduced."""
         return self._reducer.passes
 
     @property
@@ -64,12 +64,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed; the rest follows afterwards."""
+        """The factor by which gradients are divided before they are summed."""
         return self._reducer.plan.predivide_factor
 
     @property
     def sparse_as_dense(self) -> bool:
-        """Whether sparse gradients are made dense."""
+        """Whether sparse gradients are made dense before they are reduced."""
         return self._reducer.plan.sparse_as_dense
 
     @property
@@ -79,19 +79,20 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        """Horovod's own tests look at these."""
+        """The parameters' names, which Horovod's own tests read."""
         return self._reducer.names
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes belong to a step; counting starts anew."""
+        """Set how many backward passes belong to a step, and restart the count."""
         self._reducer.passes = passes
         self._reducer.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """As in the wrapped optimizer, and "perseus_residuals" where codecs hold something back.
+        """Return the wrapped optimizer's state, with residuals in the key "perseus_residuals".
 
-        These are this rank's own, {name: (layout, float32 of shape (2, elements))}, to be loaded by
-        the same rank; nothing is sent. Without a lossy codec in use there is no such key.
+        The residuals are {name: (layout, float32 of shape (2, elements))}. They belong to this rank
+        and are only useful to it; saving them needs no communication. The key is missing if there
+        are no residuals, as without a lossy codec.
         """
         state = super().state_dict()
         self._reducer.wait()
@@ -99,16 +100,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return {**state, _RESIDUALS: residuals} if residuals else state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As in the wrapped optimizer; what was started is finished, and counting starts anew.
+        """Load the wrapped optimizer's state and the residuals of "perseus_residuals", if any.
 
-        What codecs held back is replaced by the state's "perseus_residuals", or by nothing.
+        Reductions in flight are finished first, all earlier residuals and sums over steps are
+        dropped, and the count of backward passes restarts.
         """
         try:
             self._reducer.finish_begun()
         except MismatchError:
             raise
         except HorovodInternalError:
-            pass  # the world has ended, and what is loaded replaces what that step was to change
+            pass  # the world has ended, and the loaded state replaces the results of that step
         self._synchronized = False
         self._reducer.forget()
         super().load_state_dict(*args, **kwargs)
@@ -116,18 +118,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.residuals.replace(as_buffers(state.get(_RESIDUALS, {})))
 
     def synchronize(self) -> None:
-        """Wait until every p.grad is the reduction over all ranks.
+        """Wait until every p.grad is reduced over all ranks.
 
-        Starts what backward did not reach: a parameter without gradient takes part with zeros.
-        Call it before clipping, then step inside skip_synchronize(). HorovodInternalError when a
-        reduction failed; all of them have ended then.
+        It also starts the reductions that backward did not reach; a parameter without a gradient
+        contributes zeros. To clip gradients, call it before clipping, and then call step() within
+        skip_synchronize(). Raises HorovodInternalError if a reduction failed, after all of them
+        have ended.
         """
         self._reducer.synchronize()
         self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, step() uses p.grad as it is, after a synchronize() of one's own."""
+        """Return a context in which step() does not reduce p.grad, for use after synchronize()."""
         self._should_synchronize = False
         try:
             yield
@@ -135,11 +138,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """synchronize(), then the wrapped optimizer's step; closure runs after the former.
+        """Call synchronize(), then the wrapped optimizer's step(closure).
 
-        While PERSEUS_ACCUMULATE_N_STEPS sums up, and where a NaN is to be skipped, on all ranks
-        alike, the wrapped optimizer is left alone: the closure still runs, if there is one.
-        MismatchError where PERSEUS_PARAMETER_CHECK_N_STEPS finds that ranks' parameters differ.
+        While PERSEUS_ACCUMULATE_N_STEPS sums gradients, or if a NaN is to be skipped, no rank takes
+        a step; a closure is called nevertheless. Raises MismatchError if
+        PERSEUS_PARAMETER_CHECK_N_STEPS finds that parameters differ between ranks.
         """
         if self._check.due():
             names = self._reducer.names
@@ -162,14 +165,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in the wrapped optimizer; AssertionError while gradients are being reduced."""
+        """Call the wrapped optimizer. Raises AssertionError while gradients are being reduced."""
         if self._reducer.busy():
             raise AssertionError(_RACE)
         super().zero_grad(set_to_none)
 
     @staticmethod
     def find_duplicates(lst: Iterable[Any]) -> set[Any]:
-        """The elements that occur more than once."""
+        """Return the elements that occur more than once."""
         seen: set[Any] = set()
         duplicates: set[Any] = set()
         for item in lst:
@@ -189,27 +192,30 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> _DistributedOptimizer | AdasumOptimizer:
-    """An optimizer of the same class that reduces gradients over all ranks before each step.
+    """Return an optimizer of the same class that reduces gradients over all ranks before each step.
 
-    optimizer: any torch optimizer; its param_groups are shared, state it has already is not taken.
-    named_parameters: `model.named_parameters()`, so that ranks pair gradients by name; it must name
-        every parameter. Without it, all ranks must have them in the same order.
-    compression: what a gradient looks like while it travels. Without it the settings decide, which
-        are float16 between hosts; Compression.none is full precision everywhere.
-    backward_passes_per_step: backward passes that add up locally before gradients are reduced.
+    optimizer: any torch optimizer. The result shares its param_groups but not its present state.
+    named_parameters: `model.named_parameters()`, so that ranks match gradients by name; it must
+        name every parameter. Without it, parameters must be in the same order on all ranks.
+    compression: how gradients are encoded on their way. Without it the settings decide, by default
+        float16 between hosts; Compression.none keeps full precision everywhere.
+    backward_passes_per_step: backward passes whose gradients are summed locally before they are
+        reduced.
     op: Average, Sum, Min, Max or Product: of gradients. Adasum: of the steps that every rank's own
-        optimizer takes; synchronize() does nothing then, and there is nothing to skip.
+        optimizer takes; synchronize() then does nothing, and skip_synchronize() raises
+        AssertionError.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;
         only with Average.
     groups: reduce several gradients as one operation: an int makes that many groups in order; lists
-        of tensors are taken as they are, the rest goes one by one. num_groups is its old name.
-    sparse_as_dense: send sparse gradients as dense ones; without it their indices and values are
-        gathered, with op Average or Sum only. They stay sparse for the wrapped optimizer. Gathering
-        needs a gradient on every rank in the first step; later a missing one counts as empty.
+        of tensors form groups as given, all others are reduced one by one. Formerly num_groups.
+    sparse_as_dense: send sparse gradients as dense ones. Otherwise their indices and values are
+        gathered, with op Average or Sum only, which needs a gradient on every rank in the first
+        step; later a missing one counts as empty. Either way, gradients stay sparse for the wrapped
+        optimizer.
     process_set: the ranks that take part.
 
-    Returns an object with synchronize(), skip_synchronize(), set_backward_passes_per_step(). Raises
-    ValueError for arguments that do not fit.
+    The result also has synchronize(), skip_synchronize() and set_backward_passes_per_step(). Raises
+    ValueError for inconsistent arguments.
     """
     _check_optimizer(optimizer)
     op = checked_reduction(op, gradient_predivide_factor, compression, process_set, "torch")
@@ -238,7 +244,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     )
     made = cast(_DistributedOptimizer, cast(Any, made_class).__new__(made_class))
     made.__dict__.update(optimizer.__dict__)
-    # A learning rate scheduler made before this leaves a step bound to the wrapped optimizer.
+    # An earlier learning rate scheduler has replaced step by one that is bound to the wrapped
+    # optimizer.
     made.__dict__.pop("step", None)
     made.state = defaultdict(dict)
     made._check = ParameterCheck(process_set)
@@ -254,7 +261,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """ValueError for what cannot be wrapped."""
+    """Raise ValueError for an object that cannot be wrapped."""
     if isinstance(optimizer, (_DistributedOptimizer, AdasumOptimizer)):
         raise wrapped_twice("torch")
     if not hasattr(optimizer, "param_groups"):

@@ -1,6 +1,6 @@
-"""Gradients on their way: hooks start reductions during backward, one wait ends all of them.
+"""Reduces gradients: hooks start reductions during backward, and synchronize() waits for them.
 
-Belongs to the thread that steps the optimizer; hooks may run in autograd's threads, one at a time
+Belongs to the thread that steps the optimizer. Hooks may run in autograd's threads, one at a time
 for each parameter.
 """
 
@@ -29,23 +29,25 @@ _TOO_MANY = (
 
 
 class _Bundle(Reduction):
-    """Gradients that are reduced by one operation: one parameter, or a group of them."""
+    """The gradients that one operation reduces: those of one parameter or of a group."""
 
     __slots__ = ("parameters", "passes_left", "waiting")
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
         super().__init__(name, name)
         self.parameters = parameters
-        self.passes_left: list[int] = []  # of each parameter, until its gradient is complete
-        self.waiting = 0  # parameters whose gradient is not complete
+        self.passes_left: list[int] = []  # for each parameter, until its gradient is complete
+        self.waiting = 0  # the number of parameters whose gradients are not complete
 
 
 class GradientReducer(HandleReducer):
     """Reduces the gradients of some parameters, once per step.
 
-    parameters: those that take part; none at all makes every method a no-op.
-    names: of these at least, equal on all ranks.
-    passes: backward passes that complete a gradient.
+    parameters: those whose gradients are reduced; with [], every method does nothing.
+    names: the names of at least these parameters, equal on all ranks.
+    passes: the number of backward passes that complete a gradient.
+    applies: whether the gradients of the last finish_begun() may be applied. They may not if they
+        are part of an incomplete sum over steps, or contain a NaN that is to be skipped.
     """
 
     reductions: list[_Bundle]
@@ -61,10 +63,10 @@ class GradientReducer(HandleReducer):
         self.names = names
         self.passes = passes
         self.reductions = _make_bundles(parameters, names, plan)
-        self._sparse_dims: dict[torch.Tensor, int] = {}  # of parameters with sparse gradients
+        # The number of sparse dimensions, for parameters that have had a sparse gradient.
+        self._sparse_dims: dict[torch.Tensor, int] = {}
         for bundle in self.reductions:
             self.residuals.know(bundle.key, bundle.name, len(bundle.parameters) > 1)
-        # Whether what was waited for last may be applied: it is neither part of a sum nor a NaN.
         self.applies = True
         self.reset()
         for bundle in self.reductions:
@@ -74,7 +76,7 @@ class GradientReducer(HandleReducer):
             keep_freed_memory()
 
     def reset(self) -> None:
-        """Count backward passes from the start again."""
+        """Restart the count of backward passes."""
         for bundle in self.reductions:
             bundle.passes_left = [self.passes] * len(bundle.parameters)
             bundle.waiting = len(bundle.parameters)
@@ -85,14 +87,14 @@ class GradientReducer(HandleReducer):
         self.reset()
 
     def synchronize(self) -> None:
-        """Start what is missing, wait for all, write the results into p.grad."""
+        """Start the missing reductions, wait for all, and write the results into p.grad."""
         for bundle in self.reductions:
             if bundle.handle == 0 and not bundle.others:
                 self._start(bundle)
         self.finish_begun()
 
     def finish_begun(self) -> None:
-        """Wait for what has begun; raise what failed after all have ended; see Failures."""
+        """Wait for reductions in flight; raise once all have ended if one failed. See Failures."""
         failures = Failures()
         self.applies = True
         self.applies = self.finish(self.reductions, failures)
@@ -102,11 +104,14 @@ class GradientReducer(HandleReducer):
         failures.raise_first()
 
     def written(self, gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-        """In p.grad."""
+        """Write a decompressed result into p.grad."""
         return gradient if result is gradient else gradient.copy_(result)
 
     def _count(self, _: torch.Tensor, place: tuple[_Bundle, int]) -> None:
-        """A backward pass has added to a gradient, which has this place in its bundle."""
+        """Count a backward pass for a parameter; start the reduction of a complete bundle.
+
+        place: the bundle, and the parameter's index in it.
+        """
         bundle, index = place
         left = bundle.passes_left[index] - 1
         if left < 0:
@@ -137,13 +142,13 @@ class GradientReducer(HandleReducer):
         if gradient.is_sparse and self.plan.sparse_as_dense:
             dims = self._sparse_dims[parameter] = gradient.sparse_dim()
             dense = gradient.to_dense()
-            # Sparse again afterwards: some optimizers take nothing else.
+            # The result is made sparse again, because some optimizers require it.
             bundle.others.append(lambda: _replace(parameter, dense.to_sparse(dims)))
             gradient = dense
         return gradient
 
     def _start_sparse(self, bundle: _Bundle, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Start the sparse ones, each by itself; returns the others."""
+        """Start the reduction of each sparse gradient; return the dense ones."""
         plan = self.plan
         for parameter, gradient in zip(bundle.parameters, gradients, strict=True):
             if gradient.is_sparse:
@@ -158,7 +163,7 @@ class GradientReducer(HandleReducer):
 
 
 def _finish_sparse(parameter: torch.Tensor, finish: Callable[[], torch.Tensor | None]) -> bool:
-    """Wait for a sparse gradient; whether it may be applied: None is one with a NaN to skip."""
+    """Wait for a sparse gradient; return whether to apply it, false if it has a NaN to skip."""
     result = finish()
     return result is not None and _replace(parameter, result)
 
@@ -185,7 +190,8 @@ def _make_bundles(
 def _in_root_order(
     parameters: list[torch.Tensor], names: dict[torch.Tensor, str], plan: Plan
 ) -> list[torch.Tensor]:
-    """The parameters in the order of the set's first rank: groups must be equal everywhere."""
+    """Return the parameters in the order of the set's first rank, so that groups are equal on all
+    ranks. Raises ValueError if ranks have different parameters."""
     by_name = {names[p]: p for p in parameters}
     ranks = plan.process_set.ranks
     of_root = broadcast_object(

@@ -1,4 +1,4 @@
-"""Residuals of lossy codecs in a state_dict(). Stateless; see perseus.gradients.residuals."""
+"""Converts residuals of lossy codecs for a state_dict(). Stateless; see gradients.residuals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from perseus.gradients.residuals import Held
 from perseus.torch.functions import buffer_of
 
-# (core's number for the placement of ranks; float32 of shape (2, elements): of what this rank
-# sends, and of the results that it owns)
+# (layout, data): the layout is that of gradients.residuals.Held. The data is float32 of shape (2,
+# elements): the residuals of what this rank sends, and of the results that it owns.
 Residual = tuple[int, torch.Tensor]
 
 
 def as_tensors(held: Mapping[str, Held]) -> dict[str, Residual]:
-    """The residuals as tensors that share their memory."""
+    """Return the residuals as tensors that share the buffers' memory."""
     return {
         name: (layout, torch.frombuffer(data, dtype=torch.float32).reshape(2, -1))
         for name, (layout, data) in held.items()
@@ -23,7 +23,7 @@ def as_tensors(held: Mapping[str, Held]) -> dict[str, Residual]:
 
 
 def as_buffers(residuals: Mapping[str, Residual]) -> dict[str, Held]:
-    """Copies of the tensors that as_tensors() gave, whatever device they are on now."""
+    """Return copies of tensors of as_tensors(), which may be on another device by now."""
     return {
         name: (layout, buffer_of(data.to(torch.float32)).tobytes())
         for name, (layout, data) in residuals.items()

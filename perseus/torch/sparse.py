@@ -1,4 +1,4 @@
-"""Sparse tensors: their sum or mean over all ranks by gathering indices and values. Stateless.
+"""Reduces sparse tensors over all ranks by gathering their indices and values. Stateless.
 
 Source of behaviour: Horovod 0.28.1, horovod.torch.mpi_ops.sparse_allreduce_async.
 """
@@ -42,7 +42,7 @@ def sparse_allreduce_async(
 
 
 def empty_like(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
-    """A sparse tensor without entries, of a dense one's shape and dtype."""
+    """Return a sparse tensor without entries, with a dense tensor's shape and dtype."""
     return torch.sparse_coo_tensor(
         torch.empty(sparse_dims, 0, dtype=torch.int64),
         torch.empty(0, *parameter.shape[sparse_dims:], dtype=parameter.dtype),
@@ -60,10 +60,11 @@ def start_sparse_allreduce(
     *,
     gradient_of: int = 0,
 ) -> Callable[[], torch.Tensor | None]:
-    """sparse_allreduce_async that compresses the values, and adds them in their own dtype.
+    """Start like sparse_allreduce_async(), but with compressed values, which are then added in the
+    tensor's dtype.
 
-    gradient_of: the number of the reducer whose gradient it is; 0 = no gradient. The function
-        returns None if all ranks skip the gradient because of a NaN.
+    gradient_of: the number of the reducer whose gradient it is; 0 = no gradient. The returned
+        function returns None if all ranks skip the gradient because of a NaN.
     """
     if tensor.layout != torch.sparse_coo:
         raise ValueError(
@@ -111,7 +112,7 @@ def start_sparse_allreduce(
 
 
 def _both(handles: tuple[int, int]) -> list[Any]:
-    """The results of two operations. If one fails, its error is raised after both have ended."""
+    """Return the results of two operations. If one fails, raises after both have ended."""
     outcomes: list[Any] = []
     failures = Failures()
     for handle in handles:
@@ -124,13 +125,16 @@ def _both(handles: tuple[int, int]) -> list[Any]:
 
 
 def _header_and_indices(tensor: torch.Tensor) -> torch.Tensor:
-    """[entries, dimensions, sparse dimensions, sizes…, indices entry by entry…] as int64."""
+    """Return int64 [entries, dimensions, sparse dimensions, sizes…, indices by entry…]."""
     header = [tensor._nnz(), tensor.dim(), tensor.sparse_dim(), *tensor.shape]
     return torch.cat([torch.tensor(header), tensor.indices().t().reshape(-1)])
 
 
 def _joined_indices(described: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The indices of all ranks side by side, (sparse dimensions, entries)."""
+    """Return the indices of all ranks, concatenated to shape (sparse dimensions, entries).
+
+    Raises MismatchError if ranks disagree about sizes or sparse dimensions.
+    """
     parts = []
     start = 0
     while start < described.numel():

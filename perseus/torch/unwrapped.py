@@ -1,7 +1,8 @@
-"""A warning for ranks that were made equal but then train without averaging gradients.
+"""Warns if ranks start from equal parameters but train without averaging gradients.
 
-This is how a forgotten DistributedOptimizer shows: an ordinary optimizer takes two steps after a
-broadcast, and between them this rank finishes no operation. Belongs to the thread that trains.
+That happens if the script does not wrap its optimizer in DistributedOptimizer: an ordinary
+optimizer takes two steps after a broadcast, and this rank finishes no operation between them.
+Belongs to the thread that trains.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ _WARNING = (
 
 
 class _Watch:
-    """Watches the first two steps after a broadcast; another broadcast starts it again."""
+    """Watches the first two steps after a broadcast; another broadcast restarts it."""
 
     def __init__(self) -> None:
         self._registration: Any = None
-        self._first: tuple[int, int] | None = None  # the optimizer, and operations finished by then
+        # The optimizer of the first step, and how many operations had been finished by then.
+        self._first: tuple[int, int] | None = None
 
     def start(self) -> None:
-        """Look at the next two steps."""
+        """Watch the next two steps."""
         self._first = None
         if self._registration is None:
             self._registration = register_optimizer_step_post_hook(self._on_step)
@@ -38,7 +40,7 @@ class _Watch:
         if (
             not basics.is_initialized()
             or hasattr(optimizer, "skip_synchronize")
-            or (dist.is_available() and dist.is_initialized())  # which may average instead
+            or (dist.is_available() and dist.is_initialized())  # torch may average gradients
         ):
             self._end()
             return
@@ -59,6 +61,6 @@ _watch = _Watch()
 
 
 def watch() -> None:
-    """Parameters have been broadcast: rank 0 watches what the optimizer does with them."""
+    """Let rank 0 watch the optimizer, after parameters have been broadcast."""
     if basics.size() > 1 and basics.rank() == 0:
         _watch.start()
