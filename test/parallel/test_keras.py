@@ -20,6 +20,7 @@ CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
     for module in (
         "keras_checks",
+        "keras_fit_checks",
         "keras_callback_checks",
         "keras_setting_checks",
         "keras_residual_checks",

@@ -15,6 +15,7 @@ from perseus.keras.backend import KERAS_2
 
 KERAS_3_MODULES = [
     "keras_checks",
+    "keras_fit_checks",
     "keras_callback_checks",
     "keras_setting_checks",
     "keras_residual_checks",

@@ -12,7 +12,14 @@ os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tenso
 
 import keras
 import numpy as np
-from keras_checks import _close, _data, _model, _numbers, _raised, _same_everywhere
+from keras_training import (
+    arrays_of,
+    assert_close,
+    assert_same_everywhere,
+    make_data,
+    make_model,
+    message_of,
+)
 
 import perseus.keras as hvd
 from perseus.elastic import HostUpdateResult, notification_manager
@@ -38,12 +45,12 @@ class _Watch(keras.callbacks.Callback):
 
 def _fit(*what, optimizer=None, epochs: int = 3, model=None, **options):
     """Four batches an epoch; what a _Watch has seen."""
-    model = _model() if model is None else model
+    model = make_model() if model is None else model
     if getattr(model, "optimizer", None) is None:
         model.compile(optimizer or keras.optimizers.SGD(0.01), "mse")
     watch = _Watch()
     model.fit(
-        *_data(hvd.rank()), batch_size=8, epochs=epochs, verbose=0, shuffle=False,
+        *make_data(hvd.rank()), batch_size=8, epochs=epochs, verbose=0, shuffle=False,
         callbacks=[*what, watch], **options,
     )  # fmt: skip
     return watch, model
@@ -60,7 +67,7 @@ def check_metrics_are_means_over_ranks() -> None:
     expected = hvd.allreduce(np.float64(alone.logs[0]["loss"]), name="loss")
     np.testing.assert_allclose(together.logs[0]["loss"], float(expected), rtol=1e-6)
     mine = {"a": 1.0, "b": 2.0} if rank == 0 else {"a": 1.0}
-    _raised(Exception, callbacks.MetricAverageCallback().on_epoch_end, 0, mine)
+    message_of(Exception, callbacks.MetricAverageCallback().on_epoch_end, 0, mine)
 
 
 def check_the_learning_rate_warms_up() -> None:
@@ -80,7 +87,7 @@ def check_the_learning_rate_follows_a_schedule() -> None:
     watch, _ = _fit(make(0.2, lambda epoch: 1 + epoch, staircase=False, steps_per_epoch=8))
     steps = [1 + epoch + batch / 8 for epoch in range(3) for batch in range(4)]
     assert np.allclose(watch.rates, [0.2 * step for step in steps])
-    assert "initial_lr" in _raised(ValueError, make, None, 0.5)
+    assert "initial_lr" in message_of(ValueError, make, None, 0.5)
 
 
 def check_momentum_is_corrected() -> None:
@@ -94,21 +101,21 @@ def check_momentum_is_corrected() -> None:
         change = make(0.04, schedule, staircase=False, momentum_correction=corrects)
         optimizer = keras.optimizers.SGD(0.04, momentum=0.9)
         _, model = _fit(change, optimizer=optimizer, epochs=1)
-        reference = _model()
+        reference = make_model()
         plain = keras.optimizers.SGD(1.0)
         reference.compile(plain, "mse")
         velocities = [np.zeros(w.shape) for w in reference.weights]
-        x, y = _data(hvd.rank())
+        x, y = make_data(hvd.rank())
         for step, rate in enumerate(rates):
-            before = _numbers(reference.weights)
+            before = arrays_of(reference.weights)
             part = slice(8 * step, 8 * step + 8)
             reference.fit(x[part], y[part], batch_size=8, verbose=0)
-            gradients = [a - b for a, b in zip(before, _numbers(reference.weights), strict=True)]
+            gradients = [a - b for a, b in zip(before, arrays_of(reference.weights), strict=True)]
             momentum = 0.9 * (0.25 if corrects and step == 2 else 1.0)
             for i, weight in enumerate(reference.weights):
                 velocities[i] = momentum * velocities[i] - rate * gradients[i]
                 weight.assign(before[i] + velocities[i])
-        _close(model.weights, reference.weights, 1e-4)
+        assert_close(model.weights, reference.weights, 1e-4)
 
 
 def check_the_best_model_is_kept() -> None:
@@ -116,43 +123,43 @@ def check_the_best_model_is_kept() -> None:
         for only_weights, name in ((False, "best.keras"), (True, "best.weights.h5")):
             best = callbacks.BestModelCheckpoint(monitor="loss", save_weights_only=only_weights)
             assert best.filepath is None and best.save_best_only
-            text = _raised(ValueError, _fit, best)
+            text = message_of(ValueError, _fit, best)
             assert "filepath" in text
             best.filepath = Path(folder) / name
             _, model = _fit(best)
-            loaded = _model(seed=9)
+            loaded = make_model(seed=9)
             if only_weights:
                 loaded.load_weights(best.filepath)
             else:
                 loaded = keras.models.load_model(best.filepath)
-            _close(loaded.weights, model.weights, 0)  # the loss goes down
+            assert_close(loaded.weights, model.weights, 0)  # the loss goes down
 
 
 def check_states_are_kept_and_restored() -> None:
     rank = hvd.rank()
-    model = _model(seed=rank)
+    model = make_model(seed=rank)
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
     state = hvd.elastic.KerasState(model, epoch=rank, batch=0)
     state.sync()
     assert state.epoch == 0
-    _same_everywhere([*model.weights, *model.optimizer.variables])
+    assert_same_everywhere([*model.weights, *model.optimizer.variables])
     _fit(model=model, epochs=1)
-    trained = _numbers([*model.weights, *model.optimizer.variables])
+    trained = arrays_of([*model.weights, *model.optimizer.variables])
     state.epoch = 1
     state.commit()
     _fit(model=model, epochs=1)
-    assert not np.array_equal(_numbers(model.weights)[0], trained[0])
+    assert not np.array_equal(arrays_of(model.weights)[0], trained[0])
     state.epoch = 2
     state.restore()
-    _close([*model.weights, *model.optimizer.variables], trained, 0)
+    assert_close([*model.weights, *model.optimizer.variables], trained, 0)
     assert state.epoch == 1
-    text = _raised(ValueError, hvd.elastic.KerasState, keras.Sequential([keras.layers.Dense(1)]))
+    text = message_of(ValueError, hvd.elastic.KerasState, keras.Sequential([keras.layers.Dense(1)]))
     assert "build it" in text
 
 
 def check_training_goes_on_in_a_new_world() -> None:
     rank = hvd.rank()
-    model = _model()
+    model = make_model()
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
     worlds: list[None] = []
@@ -191,11 +198,11 @@ def check_training_goes_on_in_a_new_world() -> None:
     # The second epoch began again after the failure; the third was finished, if not committed.
     assert seen == [(0, 1), (1, 2), (1, 3), (-1, 3), (2, 4)], seen
     assert (len(worlds), state.epoch, state.batch) == (2, 4, 0)
-    _same_everywhere(model.weights)
-    reference = _model()
+    assert_same_everywhere(model.weights)
+    reference = make_model()
     reference.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
     _fit(model=reference, epochs=4)
-    _close(model.weights, reference.weights, 1e-5)
+    assert_close(model.weights, reference.weights, 1e-5)
 
 
 def check_states_are_committed_in_fit() -> None:
@@ -224,9 +231,9 @@ def check_unmodified_scripts_for_horovod_train() -> None:
     names = ["horovod.keras"]
     if keras.backend.backend() == "tensorflow":
         names.append("horovod.tensorflow.keras")
-    reference = _model()
+    reference = make_model()
     reference.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    parts = [_data(rank) for rank in range(hvd.size())]
+    parts = [make_data(rank) for rank in range(hvd.size())]
     for start in range(0, 32, 8):
         reference.train_on_batch(
             *(np.concatenate([part[k][start : start + 8] for part in parts]) for k in (0, 1))
@@ -234,10 +241,10 @@ def check_unmodified_scripts_for_horovod_train() -> None:
     for name in names:
         theirs = importlib.import_module(name)
         theirs.init()
-        model = _model()
+        model = make_model()
         model.compile(theirs.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
         start = theirs.callbacks.BroadcastGlobalVariablesCallback(0)
         _fit(start, theirs.callbacks.MetricAverageCallback(), model=model, epochs=1)
         assert start.broadcast_done
-        _close(model.weights, reference.weights, 1e-4)
-        _same_everywhere([*model.weights, *model.optimizer.variables])
+        assert_close(model.weights, reference.weights, 1e-4)
+        assert_same_everywhere([*model.weights, *model.optimizer.variables])

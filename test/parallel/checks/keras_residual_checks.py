@@ -13,7 +13,7 @@ import gradient_settings as settings
 import h5py
 import keras
 import numpy as np
-from keras_checks import _data, _model, _numbers, _same_everywhere
+from keras_training import arrays_of, assert_same_everywhere, make_data, make_model
 
 import perseus.keras as hvd
 from perseus.elastic.loop import reset
@@ -21,7 +21,7 @@ from perseus.keras import reducer
 
 
 def _compiled(compression, **options):
-    model = _model()
+    model = make_model()
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9, **options)
     model.compile(hvd.DistributedOptimizer(optimizer, compression=compression), "mse")
     return model
@@ -29,9 +29,9 @@ def _compiled(compression, **options):
 
 def _fit(model, *callbacks) -> list[np.ndarray]:
     """Four batches; the weights afterwards."""
-    x, y = _data(hvd.rank())
+    x, y = make_data(hvd.rank())
     model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=list(callbacks))
-    return _numbers(model.weights)
+    return arrays_of(model.weights)
 
 
 def _held(model) -> dict[str, bytes]:
@@ -65,7 +65,7 @@ def check_a_saved_model_goes_on_with_what_it_held() -> None:
                 assert _held(model) == held
                 _assert_bits(_fit(model), expected)
                 assert _held(model) == after
-            _same_everywhere(model.weights)
+            assert_same_everywhere(model.weights)
             if not options:
                 reducer._used_names.clear()
                 again = hvd.load_model(path, compression=compression)
@@ -90,7 +90,7 @@ def check_files_of_others_and_files_for_others() -> None:
         for variable, right in zip(
             plain.optimizer.variables, model.optimizer.variables, strict=True
         ):
-            _assert_bits(_numbers([variable]), _numbers([right]))
+            _assert_bits(arrays_of([variable]), arrays_of([right]))
         own = Path(mine) / "plain.keras"
         plain.save(own)
         model.load_weights(own)
@@ -126,7 +126,7 @@ def check_what_comes_under_another_name_is_sent_at_once() -> None:
             for rank in range(hvd.size()):
                 total = [a + b for a, b in zip(total, settings.whole(rank, step), strict=True)]
             complete = [
-                np.array_equal(-a, b) for a, b in zip(_numbers(variables), total, strict=True)
+                np.array_equal(-a, b) for a, b in zip(arrays_of(variables), total, strict=True)
             ]
             assert all(complete) == (step == 1), step
 
@@ -152,6 +152,6 @@ def check_survivors_go_on_with_what_they_hold() -> None:
         state.sync()
         assert _held(model) == after
         hvd.flush_residuals()
-        x, y = _data(hvd.rank())
+        x, y = make_data(hvd.rank())
         model.fit(x[:8], y[:8], batch_size=8, verbose=0)
         assert not _held(model)

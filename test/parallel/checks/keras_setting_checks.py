@@ -10,7 +10,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tenso
 import gradient_settings as settings
 import keras
 import numpy as np
-from keras_checks import _close, _data, _model, _numbers, _same_everywhere
+from keras_training import arrays_of, assert_close, assert_same_everywhere, make_data, make_model
 
 import perseus.keras as hvd
 
@@ -24,7 +24,7 @@ def _reduce(given: list[settings.Arrays]) -> list[settings.Arrays]:
     results = []
     for arrays in given:
         optimizer.apply([keras.ops.convert_to_tensor(array) for array in arrays], variables)
-        results.append([-array for array in _numbers(variables)])
+        results.append([-array for array in arrays_of(variables)])
         for variable in variables:
             variable.assign(np.zeros(variable.shape, "float32"))
     return results
@@ -51,9 +51,9 @@ def check_the_shape_of_the_allreduce_changes_nothing() -> None:
 
 
 def _trained(optimizer, epochs: int = 1, data=None, callbacks=(), **options):
-    model = _model()
+    model = make_model()
     model.compile(optimizer, "mse")
-    x, y = _data(hvd.rank()) if data is None else data
+    x, y = make_data(hvd.rank()) if data is None else data
     model.fit(
         x, y, batch_size=len(x) // STEPS, epochs=epochs, shuffle=False, verbose=0,
         callbacks=list(callbacks), **options,
@@ -63,9 +63,9 @@ def _trained(optimizer, epochs: int = 1, data=None, callbacks=(), **options):
 
 def check_fit_sums_up_over_steps() -> None:
     """Two batches summed are one of twice the size, taken twice."""
-    expected = _model()
+    expected = make_model()
     expected.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    parts = [_data(rank) for rank in range(hvd.size())]
+    parts = [make_data(rank) for rank in range(hvd.size())]
     for _ in range(2):
         for half in (slice(0, 16), slice(16, 32)):
             joined = [np.concatenate([part[k][half] for part in parts]) for k in (0, 1)]
@@ -73,14 +73,14 @@ def check_fit_sums_up_over_steps() -> None:
     with settings.world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
         optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
         model = _trained(hvd.DistributedOptimizer(optimizer), epochs=2)
-        _close(model.weights, expected.weights, 1e-4)
-        _same_everywhere(model.weights)
+        assert_close(model.weights, expected.weights, 1e-4)
+        assert_same_everywhere(model.weights)
         assert int(model.optimizer.iterations) == STEPS
 
 
 def check_a_nan_in_fit() -> None:
     """Skipped or raised; it is in the second of four batches of the last rank."""
-    x, y = (array.copy() for array in _data(hvd.rank()))
+    x, y = (array.copy() for array in make_data(hvd.rank()))
     last = hvd.size() - 1
     if hvd.rank() == last:
         x[len(x) // STEPS] = np.nan
@@ -105,7 +105,7 @@ def check_a_nan_in_fit() -> None:
             lines = [line for line in text().splitlines() if "[nancheck]" in line]
             assert any(f"on rank {last}" in line for line in lines), text()
             assert any("this step is skipped" in line for line in lines), text()
-            assert not any(np.isnan(weight).any() for weight in _numbers(model.weights))
+            assert not any(np.isnan(weight).any() for weight in arrays_of(model.weights))
     assert steps == {"skip": STEPS - 1, "raise": 1}, steps
 
 
@@ -156,7 +156,7 @@ def check_fit_becomes_silent() -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
     other = _trained(optimizer, silent.epochs, callbacks=[loud])
     assert not loud.silence.reached, loud.silence.sent
-    assert all(map(np.array_equal, _numbers(model.weights), _numbers(other.weights)))
+    assert all(map(np.array_equal, arrays_of(model.weights), arrays_of(other.weights)))
 
 
 def check_settings_do_not_touch_what_is_no_gradient() -> None:
