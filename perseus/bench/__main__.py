@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"perseus-bench: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
     for job in jobs:
-        _say_other_sizes(job)
+        _log_other_sizes(job)
     load_before = os.getloadavg()[0]
     records: list[Record] = []
     signal.signal(signal.SIGTERM, _ended)
@@ -100,20 +100,20 @@ def _check_outputs(given: argparse.Namespace) -> None:
             report.check_page(flag, path)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _say_other_sizes(job: Job) -> None:
+def _log_other_sizes(job: Job) -> None:
     """Print a message if a case measures other sizes than those of --sizes."""
     sizes = job.plan.sizes
     for case in job.plan.cases:
         if sizes and case in OWN_SIZES:
-            _say(f"perseus-bench: {case}: it has its own sizes, --sizes does not change them")
+            _log(f"perseus-bench: {case}: it has its own sizes, --sizes does not change them")
     parted = {size: in_equal_parts(size, job.ranks) for size in sizes}
     others = [f"{exact} bytes for {size}" for size, exact in parted.items() if exact != size]
     if others and "collectives" in job.plan.cases:
-        _say(
+        _log(
             f"perseus-bench: {', '.join(IN_EQUAL_PARTS)}: {', '.join(others)}, an equal part of "
             f"float32 for each of {job.ranks} ranks"
         )
@@ -136,9 +136,9 @@ def _advise(given: argparse.Namespace) -> int:
     models = _names(given.model, MODELS, "--model")
     plan = Plan([], models=models, links=given.links, advise=True, compute_s=given.compute)
     try:
-        run(_job(given, plan), _say, show)
+        run(_job(given, plan), _log, show)
     except (JobError, HostsUnavailableError) as error:
-        _say(f"perseus-bench: {error}")
+        _log(f"perseus-bench: {error}")
         return 1
     if given.json:
         given.json.write_text("".join(lines))
@@ -165,9 +165,9 @@ def _run_all(jobs: list[Job], records: list[Record]) -> tuple[list[str], bool]:
     print(report.heading(), flush=True)
     for job in jobs:
         try:
-            run(job, _say, show)
+            run(job, _log, show)
         except (JobError, HostsUnavailableError) as error:
-            _say(f"perseus-bench: {error}")
+            _log(f"perseus-bench: {error}")
             problems.append(str(error))
             optional = len(jobs) > 1 and isinstance(error, HostsUnavailableError)
             complete = complete and optional

@@ -47,16 +47,16 @@ class Job:
     timeout: float = 600.0
 
 
-def run(job: Job, say: Callable[[str], None], show: Callable[[str], None]) -> None:
+def run(job: Job, log: Callable[[str], None], on_record: Callable[[str], None]) -> None:
     """Run a job, and leave no process behind.
 
-    say: is called with each other line of output. show: is called with each record as JSON, as soon
-    as it arrives.
+    on_record: is called with each record as JSON, as soon as it arrives.
+    log: is called with every other line of output.
 
     Raises JobError if the job fails, HostsUnavailableError if it needs virtual hosts and this
     machine cannot have them.
     """
-    launcher, peers = _launcher(job, say)
+    launcher, peers = _launcher(job, log)
     plan = replace(job.plan, peers=peers)
     worker = [sys.executable, "-m", "perseus.bench.worker"]
     cores = len(os.sched_getaffinity(0))
@@ -71,21 +71,21 @@ def run(job: Job, say: Callable[[str], None], show: Callable[[str], None]) -> No
         command = [*launcher, *worker, plan_of_place(plan).to_json()]
         process = start(command, environment)
         try:
-            status = _listen(process, job.timeout, say, show)
+            status = _listen(process, job.timeout, log, on_record)
         finally:
             _end(process)
     if status != 0:
         raise JobError(f"the job ended with status {status}")
 
 
-def _launcher(job: Job, say: Callable[[str], None]) -> tuple[list[str], list[str]]:
+def _launcher(job: Job, log: Callable[[str], None]) -> tuple[list[str], list[str]]:
     """Return the launcher's command, and the peers that work under it."""
     peers = [peer for peer in job.plan.peers if peer not in NEED_MPIRUN]
     wanted = [peer for peer in job.plan.peers if peer in NEED_MPIRUN]
     found = []
     for peer in wanted:
         if reason := _missing(job, peer):
-            say(f"perseus-bench: {peer} is skipped: {reason}")
+            log(f"perseus-bench: {peer} is skipped: {reason}")
         else:
             found.append(peer)
     if found:
@@ -157,8 +157,8 @@ def _same(plan: Plan) -> Plan:
 def _listen(
     process: subprocess.Popen[str],
     timeout: float,
-    say: Callable[[str], None],
-    show: Callable[[str], None],
+    log: Callable[[str], None],
+    on_record: Callable[[str], None],
 ) -> int:
     """Read output until the job ends; return its status. Raises JobError if it takes too long."""
     late = threading.Event()
@@ -177,9 +177,9 @@ def _listen(
         for line in process.stdout:
             text, mark, content = line.partition(MARK)
             if mark:
-                show(content)
+                on_record(content)
             else:
-                say(text.rstrip())
+                log(text.rstrip())
         status = process.wait(_END_GRACE)
     finally:
         timer.cancel()

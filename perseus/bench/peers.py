@@ -55,7 +55,7 @@ class Peer(Protocol):
 
 
 class HorovodPeer:
-    """Perseus or Horovod, which have the same functions."""
+    """Perseus or Horovod, which have the same functions; see Peer."""
 
     def __init__(self, name: str, hvd: Any) -> None:
         self.name = name
@@ -113,7 +113,7 @@ def _interface_for_gloo(local: bool) -> Iterator[None]:
 
 
 class GlooPeer:
-    """torch.distributed over gloo, as DistributedDataParallel uses it on CPUs."""
+    """torch.distributed over gloo, as DistributedDataParallel uses it on CPUs; see Peer."""
 
     name = "torch-gloo"
 
@@ -169,7 +169,7 @@ class GlooPeer:
 
 
 class MpiPeer:
-    """MPI through mpi4py, directly on the tensors' memory."""
+    """MPI through mpi4py, directly on the tensors' memory; see Peer."""
 
     name = "mpi"
 

@@ -114,7 +114,9 @@ def _overlap(traces: Sequence[Trace]) -> str:
     by_rank = {trace.rank: steps(trace) for trace in traces}
     by_rank = {rank: found for rank, found in by_rank.items() if found}
     if not by_rank:
-        return _section(title, "No gradient was reduced twice, so steps cannot be told.", None)
+        return _section(
+            title, "No gradient was reduced twice, so steps cannot be told apart.", None
+        )
     rank = min(by_rank, key=lambda r: sum(s.waiting for s in by_rank[r]) / len(by_rank[r]))
     found = by_rank[rank]
     late = sum(step.end - step.backward_end for step in found) / len(found)

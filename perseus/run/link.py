@@ -77,7 +77,7 @@ class HostLink:
     def suspend(self) -> bool:
         """Tell the agent to expect no heartbeats until resume().
 
-        Returns whether it has been told; resume() must follow if so. May be called in a signal
+        Returns whether the agent was told; resume() must follow if so. May be called in a signal
         handler, and returns false if the handler has interrupted code that was sending.
         """
         if not self._sending.acquire(timeout=_KILL_SECONDS / 4):
