@@ -31,7 +31,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
 .PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
-        test-torch test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
+        test-torch test-torch-newest test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
         check-locks packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
@@ -83,7 +83,7 @@ $(VENV)/.test: .ci/requirements-test.txt $(VENV)/.demo
 	@touch $@
 
 # Nothing is built for these: their environments use the package, and the libraries in it, where they are.
-OTHERS := tensorflow tensorflow-2.15 mxnet
+OTHERS := tensorflow tensorflow-2.15 mxnet torch-2.15
 $(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt | packages-build
 	@echo "making .venv/$* and installing into it: $<"
 	$(PYTHON) -m venv .venv/$*
@@ -142,6 +142,7 @@ test-quick:  ## in five minutes: checks, C++ tests, and the Python tests that st
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with the full grids instead of their pairwise-covering part
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-torch-newest
 	@$(MAKE) --no-print-directory check-aarch64
 
 check-locks: packages-locks  ## whether the core holds the locks that its annotations ask for; needs clang
@@ -176,6 +177,9 @@ check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch6
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PY) $(PYTEST) $(TEST_DIRS) </dev/null
+
+test-torch-newest: build packages-test .venv/torch-2.15/.ready  ## the checks on ranks, with the newest PyTorch (5 GB)
+	.venv/torch-2.15/bin/python $(PYTEST) test/parallel/test_checks.py </dev/null
 
 # The oldest TensorFlow that is served, too, where everything is tested.
 TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)

@@ -13,8 +13,9 @@ from typing import Any
 _DISTRIBUTED = "torch.distributed"
 _NOTICE = (
     "[perseus] `import perseus` does not change torch.distributed yet: DistributedDataParallel "
-    "goes on with PyTorch's own backend, and no faster. To train with Perseus, use "
-    "`import perseus.torch.horovod as hvd` (docs/migration.md), or remove the import"
+    "goes on with PyTorch's own backend, and no faster. To train on Perseus, `import "
+    'perseus.torch.distributed` and init_process_group("perseus") (docs/ddp.md), or use `import '
+    "perseus.torch.horovod as hvd` (docs/migration.md)"
 )
 
 

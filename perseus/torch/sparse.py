@@ -85,7 +85,7 @@ def start_sparse_allreduce(
     if not values.is_floating_point():  # a user's own compression may change them
         gradient_of = 0
     handles = (
-        allgather_async(_header_and_indices(own), names[0], process_set),
+        allgather_async(header_and_indices(own), names[0], process_set),
         session.submit(
             ALLGATHER, names[1], values.contiguous(), group=process_set.process_set_id,
             gradient_of=gradient_of,
@@ -97,16 +97,7 @@ def start_sparse_allreduce(
         if gathered is None:
             return None
         gathered = compression.decompress(gathered, context)
-        if own.dtype in _HALVES:  # entries of one index are added in float32 and rounded once
-            gathered = gathered.to(torch.float32)
-        indices = _joined_indices(described, own)
-        total = torch.sparse_coo_tensor(
-            indices, gathered, own.shape, check_invariants=False
-        ).coalesce()
-        if op == Average:
-            rounding = None if total.is_floating_point() else "trunc"
-            total = torch.div(total, size, rounding_mode=rounding)
-        return total.to(own.dtype)
+        return sparse_total(described, gathered, own, op, size)
 
     return finish
 
@@ -124,7 +115,27 @@ def _both(handles: tuple[int, int]) -> list[Any]:
     return outcomes
 
 
-def _header_and_indices(tensor: torch.Tensor) -> torch.Tensor:
+def sparse_total(
+    described: torch.Tensor, gathered: torch.Tensor, own: torch.Tensor, op: int, size: int
+) -> torch.Tensor:
+    """Return the Sum or Average of all ranks' sparse tensors, coalesced, in the dtype of `own`.
+
+    described: what header_and_indices() returns on each rank, gathered. gathered: their values.
+    own: this rank's tensor. size: the number of ranks.
+
+    Raises MismatchError if ranks disagree about sizes or sparse dimensions.
+    """
+    if own.dtype in _HALVES:  # entries of one index are added in float32 and rounded once
+        gathered = gathered.to(torch.float32)
+    indices = _joined_indices(described, own)
+    total = torch.sparse_coo_tensor(indices, gathered, own.shape, check_invariants=False).coalesce()
+    if op == Average:
+        rounding = None if total.is_floating_point() else "trunc"
+        total = torch.div(total, size, rounding_mode=rounding)
+    return total.to(own.dtype)
+
+
+def header_and_indices(tensor: torch.Tensor) -> torch.Tensor:
     """Return int64 [entries, dimensions, sparse dimensions, sizes…, indices by entry…]."""
     header = [tensor._nnz(), tensor.dim(), tensor.sparse_dim(), *tensor.shape]
     return torch.cat([torch.tensor(header), tensor.indices().t().reshape(-1)])

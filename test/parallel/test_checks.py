@@ -29,6 +29,8 @@ MODULES = [
     "elastic_checks",
     "schedule_checks",
     "bench_checks",
+    "c10d_checks",
+    "ddp_checks",
 ]
 CASES = [
     pytest.param(

@@ -32,6 +32,7 @@ _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 6666
 _SLURM_PORTS = 10_000  # the range of ports over which Slurm's jobs on one node are spread
 _MESSAGE_BYTES = 1024
+_LOOK_AGAIN_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,47 @@ def _through_torch(identity: Identity) -> Rendezvous:
     except import_module("torch.distributed").DistError as error:
         fact = str(error).splitlines()[0]
         raise RuntimeError(f"[rendezvous] {place}: {fact}") from None
+
+
+def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendezvous:
+    """Return the store of a process group, whose ranks share one of torch's stores.
+
+    store: torch's, with a prefix for this group. timeout: in seconds.
+
+    Raises TimeoutError, which names the missing ranks, and the errors of find_store().
+    """
+    deadline = time.monotonic() + timeout
+    within = f"within {timeout} s (timeout= of the process group)"
+    identity = Identity(rank, size, 0, 0, 0, 0, "torch")
+    store.set(_host_key(rank), socket.gethostname())
+    if rank != 0:
+        late = f"bring all ranks together in torch's store {within}"
+        return await_announcement(
+            store, rank, lambda text: _from_text(text, identity, ()), deadline, late
+        )
+    hosts = _hosts_of(store, size, deadline, within)
+    local = len(set(hosts)) == 1
+    rendezvous = _serve(_LOOPBACK if local else _own_address(hosts), local)
+    announce(store, _to_text(rendezvous), size, deadline, f"torch's store {within}")
+    return rendezvous
+
+
+def _host_key(rank: int) -> str:
+    return f"perseus/host of rank {rank}"
+
+
+def _hosts_of(store: Any, size: int, deadline: float, within: str) -> list[str]:
+    """Wait for the host names of all ranks, which an earlier round may have left."""
+    keys = [_host_key(rank) for rank in range(size)]
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank in range(size) if not store.check([keys[rank]])]
+            raise TimeoutError(
+                f"[rendezvous] rank {', '.join(missing)} of {size} did not come to torch's store "
+                f"{within}"
+            )
+        time.sleep(_LOOK_AGAIN_SECONDS)
+    return [store.get(key).decode() for key in keys]
 
 
 def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> Any:

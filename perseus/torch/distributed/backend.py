@@ -1,0 +1,175 @@
+"""The backend "perseus" of torch.distributed, and how torch finds it.
+
+From torch 2.14 on it is a c10d Backend, so a process group may have others beside it
+("cpu:perseus,cuda:nccl"). Older versions take a ProcessGroup in Python alone, which then is the
+whole group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from perseus.torch.distributed.collectives import Collectives
+from perseus.torch.distributed.work import return_own_works
+from perseus.torch.distributed.world import World
+
+NAME = "perseus"
+_IS_BACKEND = hasattr(c10d.Backend, "supports_reconfigure")  # since 2.14: Python may subclass it
+
+_ANSWER_TIME = timedelta(seconds=5)
+_LOOK_AGAIN_SECONDS = 0.01
+# Groups that are open, for the end of the process.
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Life(Collectives):
+    """The life of a group, and what a Backend must have beside collectives."""
+
+    def _join(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._barriers = 0
+        self._options: Any = None
+        self.world = World(store, rank, size, timeout)
+        self._begin()
+        _open.add(self)
+
+    def getBackendName(self) -> str:  # noqa: N802 - c10d's name
+        """Return what get_backend() shows."""
+        return NAME
+
+    @property
+    def options(self) -> Any:
+        """What c10d hands to split() for a group of some of these ranks."""
+        if self._options is None:
+            limit = timedelta(seconds=self.world.seconds)
+            self._options = c10d.Backend.Options(NAME, timeout=limit)
+            self._options.global_ranks_in_group = list(range(self.world.size))
+        return self._options
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether split_group() works: it makes another world of some of the ranks."""
+        return True
+
+    def split(self, store: c10d.Store, ranks: list[int], opts: Any) -> Any:
+        """Return a group of `ranks`, which are numbers in this one, in their order; None outside.
+
+        store: with a prefix of the new group's own. opts: with its timeout; None for this group's.
+        """
+        if self.world.rank not in ranks:
+            return None
+        timeout = timedelta(seconds=self.world.seconds) if opts is None else opts._timeout
+        return PerseusBackend(store, ranks.index(self.world.rank), len(ranks), timeout)
+
+    def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return once every rank is here; rank 0 raises RuntimeError that names those who are not.
+
+        opts: its timeout is the limit; the group's without one. All missing ranks are named,
+        whatever wait_all_ranks says. The other ranks raise the same error.
+        """
+        limit = getattr(opts, "timeout", None) or timedelta(seconds=self.world.seconds)
+        self._barriers += 1
+        prefix = f"perseus/barrier {self._barriers}/"
+        deadline = time.monotonic() + limit.total_seconds()
+        if self.world.rank != 0:
+            self._store.set(f"{prefix}{self.world.rank}", "")
+            self._store.wait([f"{prefix}end"], limit + _ANSWER_TIME)
+            if problem := self._store.get(f"{prefix}end").decode():
+                raise RuntimeError(problem)
+            return
+        keys = [f"{prefix}{rank}" for rank in range(1, self.world.size)]
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_SECONDS)
+        missing = [str(i + 1) for i, key in enumerate(keys) if not self._store.check([key])]
+        ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        seconds = limit.total_seconds()
+        problem = f"[torch] monitored_barrier: {ranks} did not come within {seconds:g} s"
+        self._store.set(f"{prefix}end", problem if missing else "")
+        if missing:
+            raise RuntimeError(problem)
+
+    def abort(self) -> None:
+        """End the group at once, on every rank: what is pending fails."""
+        self.world.shutdown()
+
+    def shutdown(self) -> None:
+        """Leave the group. What is pending fails on every rank."""
+        if self in _open:
+            _open.discard(self)
+            self.world.close()
+
+
+class _WholeGroup(_Life):
+    """What a ProcessGroup in Python must have beside that."""
+
+    _name = _description = ""
+
+    def getRank(self) -> int:  # noqa: N802 - c10d's names, here and below
+        """Return this process's number in the group."""
+        return self.world.rank
+
+    def getSize(self) -> int:  # noqa: N802
+        """Return the number of ranks."""
+        return self.world.size
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Keep the name by which c10d finds the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return it."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Keep the user's description."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return it."""
+        return self._description
+
+    # Older names of methods.
+    _allgather_base = Collectives.all_gather_single
+    _reduce_scatter_base = Collectives.reduce_scatter_single
+    allgather_into_tensor_coalesced = Collectives.all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = Collectives.reduce_scatter_single_coalesced
+    alltoall_base = Collectives.all_to_all_single
+
+
+_OURS: Any = _Life if _IS_BACKEND else _WholeGroup
+_THEIRS: Any = c10d.Backend if _IS_BACKEND else dist.ProcessGroup
+
+
+class PerseusBackend(_OURS, _THEIRS):  # type: ignore[misc]
+    """What c10d calls: a Backend or a ProcessGroup on a world of Perseus."""
+
+    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
+        """See World."""
+        _THEIRS.__init__(self, rank, size)
+        self._join(store, rank, size, timeout)
+
+
+def _create(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    return PerseusBackend(store, rank, size, timeout)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave the groups that the script has not destroyed: their ranks need not wait for a clock."""
+    for group in list(_open):
+        group.shutdown()
+
+
+def register() -> None:
+    """Make init_process_group("perseus") known to torch. A second call does nothing."""
+    if NAME.upper() not in dist.Backend._plugins:
+        if _IS_BACKEND:
+            return_own_works()
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])

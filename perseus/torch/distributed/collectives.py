@@ -1,0 +1,363 @@
+"""The collectives of c10d on the core, under the names by which torch calls a backend.
+
+Mixed into a Backend or a ProcessGroup, whatever this torch takes. Every collective is exact: codecs
+act on gradients of DistributedDataParallel alone. Tensors are contiguous and lie in host memory.
+Options come from torch.distributed, which has checked their types. Any thread may start
+collectives; ranks pair them by their order, which they count apart for callbacks of futures
+(future.py).
+
+Errors: ValueError for tensors that cannot take part; torch.distributed.DistBackendError, from the
+returned work's wait(), where ranks disagree or one has ended, which the message names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from perseus.operations import Kind, ReduceOp
+from perseus.torch.distributed.future import completer
+from perseus.torch.distributed.reductions import BITWISE, RedOpType, core_reduction, kind_of
+from perseus.torch.distributed.work import Work, joined
+from perseus.torch.distributed.world import World
+from perseus.torch.session import DTYPES
+from perseus.torch.sparse import header_and_indices, sparse_total
+
+Tensors = list[torch.Tensor]
+_SPARSE_OPS = {RedOpType.SUM: ReduceOp.Sum, RedOpType.AVG: ReduceOp.Average}
+
+
+def _checked(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError("[torch] tensors must be contiguous: call .contiguous()")
+
+
+def _only(tensors: Sequence[Any]) -> Any:
+    if len(tensors) != 1:
+        raise ValueError(f"[torch] expected one tensor for this process, got {len(tensors)}")
+    return tensors[0]
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of one dimension in a dtype that the core can move."""
+    flat = tensor.detach().reshape(-1)
+    if flat.dtype in DTYPES:
+        return flat
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat.view(torch.uint8)
+
+
+def _reducible(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    parts = [_movable(tensor) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Copy the parts of `flat` into the outputs, one after the other."""
+    parts = [_movable(output) for output in outputs]
+    for part, piece in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
+        part.copy_(piece)
+
+
+def _same_elements(outputs: Sequence[torch.Tensor], given: int, what: str) -> None:
+    wanted = sum(output.numel() for output in outputs)
+    if wanted != given:
+        raise ValueError(f"[torch] {what}: the output has {wanted} elements, expected {given}")
+
+
+def _combined(parts: torch.Tensor, combine: Any) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        combine(total, part, out=total)
+    return total
+
+
+class Collectives:
+    """c10d's methods. The class that this is mixed into sets `world`."""
+
+    world: World
+
+    def _begin(self) -> None:
+        self._callback_numbers = count()
+
+    def _submit(
+        self,
+        kind: Kind,
+        given: Any,
+        finish: Callable[[Any], Tensors],
+        output: Any = None,
+        **arguments: Any,
+    ) -> Work:
+        # Whatever callbacks start comes in an order of its own on every rank.
+        name = f"callback.{next(self._callback_numbers)}" if completer.is_this_thread() else None
+        handle = self.world.operations.submit(kind, name, given, output, **arguments)
+        return Work(self.world, [(handle, finish)])
+
+    # ---- reductions ----
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> Work:
+        """Reduce a tensor over all ranks, in place."""
+        tensor = _only(tensors)
+        if tensor.is_sparse:
+            return self._allreduce_sparse(tensor, opts)
+        _checked(tensors)
+        reduction = core_reduction(opts.reduceOp, tensor)
+        if reduction is None:
+            return self._allreduce_bits(tensor, BITWISE[kind_of(opts.reduceOp)])
+        own = _reducible(tensor)
+        return self._submit(
+            Kind.ALLREDUCE,
+            own,
+            lambda _: tensors,
+            own,
+            op=reduction.op,
+            prescale=reduction.prescale,
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
+        """Reduce several tensors over all ranks, in place, as one operation."""
+        _checked(tensors)
+        reductions = {core_reduction(opts.reduceOp, tensor) for tensor in tensors}
+        if len(reductions) != 1 or None in reductions:
+            raise ValueError("[torch] coalesced tensors are reduced alike, and not bit by bit")
+        reduction = reductions.pop()
+        assert reduction is not None
+        own = tuple(_reducible(tensor) for tensor in tensors)
+        return self._submit(
+            Kind.ALLREDUCE,
+            own,
+            lambda _: tensors,
+            own,
+            op=reduction.op,
+            prescale=reduction.prescale,
+        )
+
+    def _allreduce_bits(self, tensor: torch.Tensor, combine: Any) -> Work:
+        flat = _movable(tensor)
+
+        def finish(gathered: torch.Tensor) -> Tensors:
+            flat.copy_(_combined(gathered.view(self.world.size, -1), combine))
+            return [tensor]
+
+        return self._submit(Kind.ALLGATHER, flat, finish)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        """Reduce a tensor over all ranks; only the root's is overwritten."""
+        tensor = _only(tensors)
+        _checked(tensors)
+        reduction = core_reduction(opts.reduceOp, tensor)
+        root = opts.rootRank == self.world.rank
+        if reduction is None:
+            own = tensor if root else tensor.clone()
+            return self._allreduce_bits(own, BITWISE[kind_of(opts.reduceOp)])
+        given = _reducible(tensor)
+        result = given if root else torch.empty_like(given)
+        return self._submit(
+            Kind.ALLREDUCE, given, lambda _: tensors, result, op=reduction.op,
+            prescale=reduction.prescale,
+        )  # fmt: skip
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
+        """Reduce `given` over all ranks; this rank gets its part, in rank order, as `output`."""
+        _checked([output, given])
+        size = self.world.size
+        if given.numel() != output.numel() * size:
+            _same_elements([output], given.numel() // size, "reduce_scatter")
+            raise ValueError(
+                f"[torch] reduce_scatter: {given.numel()} elements cannot be split evenly among "
+                f"{size} ranks"
+            )
+        reduction = core_reduction(opts.reduceOp, given)
+        parts = _reducible(given).reshape(size, -1)
+        if reduction is None:
+            return self._reduce_scatter_bits(output, given, BITWISE[kind_of(opts.reduceOp)])
+
+        return self._submit(
+            Kind.REDUCESCATTER, parts, lambda _: [output], _reducible(output).view(1, -1),
+            op=reduction.op, prescale=reduction.prescale,
+        )  # fmt: skip
+
+    def _reduce_scatter_bits(self, output: torch.Tensor, given: torch.Tensor, combine: Any) -> Work:
+        flat = _movable(output)
+
+        def finish(received: Any) -> Tensors:
+            flat.copy_(_combined(received[0].view(self.world.size, -1), combine))
+            return [output]
+
+        splits = [flat.numel()] * self.world.size
+        return self._submit(Kind.ALLTOALL, _movable(given), finish, splits=splits)
+
+    def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any) -> Work:
+        """Reduce a list of tensors over all ranks; this rank gets the one of its own index."""
+        output, parts = _only(outputs), _only(given)
+        _checked([output, *parts])
+        if len(parts) != self.world.size or any(p.numel() != output.numel() for p in parts):
+            raise ValueError(
+                f"[torch] reduce_scatter: expected {self.world.size} tensors of "
+                f"{output.numel()} elements, got {[part.numel() for part in parts]}"
+            )
+        joined = torch.cat([part.reshape(-1) for part in parts])
+        return self.reduce_scatter_single(output, joined, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, given: Tensors, opts: Any) -> Work:
+        """reduce_scatter_single of several tensors."""
+        pairs = zip(outputs, given, strict=True)
+        return joined(self.world, [self.reduce_scatter_single(*pair, opts) for pair in pairs])
+
+    # ---- broadcast, gather, scatter ----
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        """Overwrite a tensor with that of the root."""
+        _checked(tensors)
+        own = _movable(_only(tensors))
+        return self._submit(Kind.BROADCAST, own, lambda _: tensors, own, root=opts.rootRank)
+
+    def all_gather_single(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+    ) -> Work:
+        """Join the tensors of all ranks, which are of one size, in `output`."""
+        _checked([output, given])
+        _same_elements([output], given.numel() * self.world.size, "all_gather")
+        return self._gather([output], given)
+
+    def allgather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Work:
+        """Copy the tensors of all ranks, which are of one size, into a list of tensors."""
+        own, parts = _only(given), _only(outputs)
+        _checked([own, *parts])
+        _same_elements(parts, own.numel() * self.world.size, "all_gather")
+        return self._gather(parts, own)
+
+    def _gather(self, outputs: Tensors, given: torch.Tensor) -> Work:
+        def finish(gathered: torch.Tensor) -> Tensors:
+            _spread(gathered, outputs)
+            return outputs
+
+        return self._submit(Kind.ALLGATHER, _movable(given), finish)
+
+    def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Work:
+        """Gather several tensors; `outputs` has a list of them for each rank."""
+        by_tensor = list(zip(*outputs, strict=True))
+        works = [self.allgather([list(o)], [t]) for o, t in zip(by_tensor, given, strict=True)]
+        return joined(self.world, works)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, given: Tensors, opts: Any = None
+    ) -> Work:
+        """all_gather_single of several tensors."""
+        pairs = zip(outputs, given, strict=True)
+        return joined(self.world, [self.all_gather_single(*pair) for pair in pairs])
+
+    def gather(self, outputs: list[Tensors], given: Tensors, opts: Any) -> Work:
+        """Copy the tensors of all ranks into a list of tensors at the root."""
+        own = _only(given)
+        parts = _only(outputs) if opts.rootRank == self.world.rank else []
+        _checked([own, *parts])
+        if parts:
+            _same_elements(parts, own.numel() * self.world.size, "gather")
+        flat = _movable(own)
+        splits = [0] * self.world.size
+        splits[opts.rootRank] = flat.numel()
+
+        def finish(received: Any) -> Tensors:
+            _spread(received[0], parts)
+            return parts
+
+        return self._submit(Kind.ALLTOALL, flat, finish, splits=splits)
+
+    def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any) -> Work:
+        """Copy one of the root's tensors to each rank."""
+        output = _only(outputs)
+        root = opts.rootRank == self.world.rank
+        parts = _only(given) if root else []
+        _checked([output, *parts])
+        if root:
+            _same_elements([output] * self.world.size, sum(p.numel() for p in parts), "scatter")
+        flat = _flattened(parts) if root else _movable(output)[:0]
+        splits = [_movable(output).numel() if root else 0] * self.world.size
+        return self._exchange(flat, splits, [output])
+
+    # ---- all to all ----
+
+    def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
+        """Send one tensor to each rank; any sizes that agree in pairs."""
+        _checked([*outputs, *given])
+        splits = [_movable(tensor).numel() for tensor in given]
+        return self._exchange(_flattened(given), splits, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """Send a part of the first dimension to each rank; equal parts if splits are empty."""
+        _checked([output, given])
+        size = self.world.size
+        for tensor, splits in ((given, input_splits), (output, output_splits)):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            if not splits and rows % size:
+                raise ValueError(
+                    f"[torch] all_to_all: the first dimension ({rows}) is no multiple of {size} "
+                    f"ranks: pass split sizes"
+                )
+            if splits and (len(splits) != size or sum(splits) != rows):
+                raise ValueError(
+                    f"[torch] all_to_all: expected {size} split sizes whose sum is the first "
+                    f"dimension ({rows}), got {list(splits)}"
+                )
+        flat = _movable(given)
+        row = flat.numel() // given.shape[0] if given.numel() else 0
+        given_rows = input_splits or [given.shape[0] // size] * size
+        return self._exchange(flat, [row * rows for rows in given_rows], [output])
+
+    def _exchange(self, flat: torch.Tensor, splits: list[int], outputs: Tensors) -> Work:
+        def finish(received: Any) -> Tensors:
+            wanted = sum(_movable(output).numel() for output in outputs)
+            if received[0].numel() != wanted:
+                raise ValueError(
+                    f"[torch] {received[0].numel()} elements came, but the output has {wanted}"
+                )
+            _spread(received[0], outputs)
+            return outputs
+
+        return self._submit(Kind.ALLTOALL, flat, finish, splits=splits)
+
+    # ---- sparse tensors ----
+
+    def _allreduce_sparse(self, tensor: torch.Tensor, opts: Any) -> Work:
+        kind = kind_of(opts.reduceOp)
+        if kind not in _SPARSE_OPS:
+            raise ValueError(
+                f"[torch] sparse tensors can be reduced with SUM or AVG, not {kind.name}"
+            )
+        own = tensor.detach().coalesce()
+        described: Tensors = []
+
+        def keep(gathered: torch.Tensor) -> Tensors:
+            described.append(gathered)
+            return []
+
+        def finish(gathered: torch.Tensor) -> Tensors:
+            tensor.copy_(
+                sparse_total(described[0], gathered, own, _SPARSE_OPS[kind], self.world.size)
+            )
+            return [tensor]
+
+        indices = self._submit(Kind.ALLGATHER, header_and_indices(own), keep)
+        values = self._submit(Kind.ALLGATHER, own.values().contiguous(), finish)
+        return joined(self.world, [indices, values])
+
+    # ---- barriers ----
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Complete once every rank has called it."""
+        return self._submit(Kind.BARRIER, None, lambda _: [])

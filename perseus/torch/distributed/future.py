@@ -1,0 +1,86 @@
+"""Futures whose callbacks run on one thread, in the order in which their operations were submitted.
+
+That order is the same on every rank, so a callback may start collectives, as torch's PowerSGD hook
+does. torch's own futures run a callback on the thread that adds it where they are complete already,
+and else on one of several: ranks then start collectives in different orders.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Future(torch.futures.Future[Any]):
+    """A future that the completer's thread completes. Any thread may use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._ends = False
+
+    def then(self, callback: Callable[[Any], Any]) -> Future:
+        """Return the future of callback(self), which runs once this future is complete."""
+        result = Future()
+
+        def run(_: Any) -> None:
+            try:
+                value = callback(self)
+            except Exception as error:
+                result.complete(None, error)
+            else:
+                result.complete(value, None)
+
+        self.add_done_callback(run)
+        return result
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Run callback(self) once this future is complete."""
+        with self._lock:
+            if not self._ends or completer.is_this_thread():
+                super().add_done_callback(callback)
+                return
+        completer.call(lambda: callback(self))
+
+    def complete(self, value: Any, error: BaseException | None) -> None:
+        """Set the value, or the error, and run the callbacks. Called by the completer's thread."""
+        with self._lock:
+            self._ends = True
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
+
+
+class _Completer:
+    """The thread that completes futures. It starts with the first of them."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def is_this_thread(self) -> bool:
+        """Whether a callback of a future is calling."""
+        return self._thread is threading.current_thread()
+
+    def call(self, job: Callable[[], None]) -> None:
+        """Run `job` on the completer's thread, after those that came before."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="perseus futures", daemon=True
+                )
+                self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+completer = _Completer()

@@ -1,0 +1,71 @@
+"""torch's reductions in terms of the core's. Pure functions, thread-safe."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from perseus.operations import ReduceOp
+from perseus.torch.session import DTYPES
+
+RedOpType: Any = dist.ReduceOp.RedOpType
+
+_CORE_OPS = {
+    RedOpType.SUM: ReduceOp.Sum,
+    RedOpType.AVG: ReduceOp.Average,
+    RedOpType.PREMUL_SUM: ReduceOp.Sum,
+    RedOpType.PRODUCT: ReduceOp.Product,
+    RedOpType.MIN: ReduceOp.Min,
+    RedOpType.MAX: ReduceOp.Max,
+}
+# bool has no bits but one.
+_BOOL_OPS = {RedOpType.BAND: ReduceOp.Min, RedOpType.BOR: ReduceOp.Max}
+BITWISE = {
+    RedOpType.BAND: torch.bitwise_and,
+    RedOpType.BOR: torch.bitwise_or,
+    RedOpType.BXOR: torch.bitwise_xor,
+}
+# A complex number is reduced as its two parts.
+_COMPLEX_OPS = (RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM)
+
+
+class Reduction(NamedTuple):
+    """What the core does with a tensor."""
+
+    op: ReduceOp
+    prescale: float = 1.0
+
+
+def kind_of(reduce_op: Any) -> Any:
+    """The RedOpType of a ReduceOp, which torch hands over in either form."""
+    return getattr(reduce_op, "op", reduce_op)
+
+
+def core_reduction(reduce_op: Any, tensor: torch.Tensor) -> Reduction | None:
+    """How the core reduces a tensor in this way; None where it cannot, and BITWISE can.
+
+    Raises ValueError for a reduction that is not defined for the tensor's dtype.
+    """
+    kind = kind_of(reduce_op)
+    if tensor.dtype == torch.bool and kind in _BOOL_OPS:
+        return Reduction(_BOOL_OPS[kind])
+    if kind in BITWISE:
+        if tensor.is_floating_point() or tensor.is_complex():
+            raise ValueError(f"[torch] {kind.name} is defined for integers, not for {tensor.dtype}")
+        return None
+    if tensor.is_complex() and kind not in _COMPLEX_OPS:
+        raise ValueError(f"[torch] {kind.name} is not defined for {tensor.dtype}: use SUM or AVG")
+    if kind not in _CORE_OPS or (tensor.dtype not in DTYPES and not tensor.is_complex()):
+        raise ValueError(f"[torch] {kind.name} is not defined for {tensor.dtype}")
+    if kind == RedOpType.PREMUL_SUM:
+        return Reduction(ReduceOp.Sum, _factor(reduce_op))
+    return Reduction(_CORE_OPS[kind])
+
+
+def _factor(premultiplied_sum: Any) -> float:
+    factor = premultiplied_sum.__getstate__()[1]
+    if isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        raise ValueError("[torch] PREMUL_SUM takes one factor, a number or a tensor of one element")
+    return float(factor)

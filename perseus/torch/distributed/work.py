@@ -1,0 +1,165 @@
+"""Collectives under way: what torch.distributed returns with async_op=True, or waits for."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.world import World
+
+# A handle of World.operations, and what makes tensors of the operation's output.
+Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
+
+
+class _Latest(threading.local):
+    """The work that this thread has made last, for return_own_works()."""
+
+    work: Work | None = None
+
+
+_latest = _Latest()
+
+
+class Work(dist.Work):
+    """One collective that has been submitted. Any thread may use it."""
+
+    def __init__(self, world: World, pieces: list[Piece]) -> None:
+        """pieces: the operations that this work consists of; it fails with the first that does."""
+        super().__init__()
+        self._world = world
+        self._pieces = pieces
+        self._lock = threading.Lock()
+        self._result: list[torch.Tensor] = []
+        self._error: BaseException | None = None
+        self._future: Future | None = None
+        _latest.work = self
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once the operation is done.
+
+        timeout: None or zero for the group's own.
+
+        Raises the error of the operation; torch.distributed.DistBackendError if it is not done in
+        time.
+        """
+        self._settle()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """wait()."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether wait() would return at once."""
+        return all(_is_done(self._world, handle) for handle, _ in self._pieces)
+
+    def is_success(self) -> bool:
+        """Whether the operation is done without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The error of an operation that is done; None without one."""
+        if self.is_completed():
+            self._settle()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the operation has written. Waits for it."""
+        self.wait()
+        return self._result
+
+    def get_future(self) -> Future:
+        """Return a future of result(). Does not block, unless a callback of a future calls it."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = Future()
+        if completer.is_this_thread():
+            # The thread that would complete it is this one: the callback waits for what it starts.
+            self._complete_future()
+        else:
+            completer.call(self._complete_future)
+        return self._future
+
+    def pieces(self) -> list[Piece]:
+        """The operations that are not known to be done."""
+        return self._pieces
+
+    def _complete_future(self) -> None:
+        self._settle()
+        assert self._future is not None
+        self._future.complete(self._result, self._error)
+
+    def _settle(self) -> None:
+        if not self._pieces:
+            return
+        with self._lock:
+            while self._pieces:
+                handle, finish = self._pieces[0]
+                try:
+                    self._result += finish(self._world.operations.synchronize(handle))
+                except Exception as error:
+                    self._error = self._error or _as_torch_raises(error)
+                self._pieces = self._pieces[1:]
+
+
+def joined(world: World, works: list[Work]) -> Work:
+    """One work for several that nobody waits for yet."""
+    return Work(world, [piece for work in works for piece in work.pieces()])
+
+
+# What torch.distributed calls for a work.
+_METHODS = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced",
+    "all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single",
+    "send", "recv", "recv_anysource", "barrier", "_end_coalescing",
+)  # fmt: skip
+
+
+def return_own_works() -> None:
+    """Let methods of ProcessGroup return a work as this backend has made it.
+
+    Where c10d takes a Backend in Python, it returns a work of its own, which forwards wait() and
+    get_future() but not is_completed() or exception(), and whose future is one of torch's. Works of
+    other backends are returned as they are.
+    """
+    for name in _METHODS:
+        original = getattr(dist.ProcessGroup, name, None)
+        if original is not None and not hasattr(original, "__wrapped__"):
+            setattr(dist.ProcessGroup, name, _returning_own(original))
+
+
+def _returning_own(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        _latest.work = None
+        result = original(*args, **kwargs)
+        work, _latest.work = _latest.work, None
+        return result if work is None else work
+
+    return method
+
+
+def _is_done(world: World, handle: int) -> bool:
+    try:
+        return world.operations.poll(handle)
+    except ValueError:  # another thread has just settled it
+        return True
+
+
+def _as_torch_raises(error: Exception) -> Exception:
+    if isinstance(error, dist.DistError):
+        return error
+    made = dist.DistBackendError(str(error))
+    made.__cause__ = error
+    return made

@@ -1,0 +1,39 @@
+"""The world of one process group: its context in the core, which no other group shares.
+
+Groups therefore fail, time out and end apart from each other, as torch's do. Any thread may use it.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+from torch._C import _distributed_c10d as c10d
+
+from perseus import _core
+from perseus.group_context import group_context
+from perseus.torch.session import describe, wrap
+
+
+class World:
+    """Ranks 0 … size - 1 of a process group, connected by the core."""
+
+    def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Connect to the other ranks: see group_context().
+
+        store: torch's store, with a prefix of this group's own. timeout: rounded up to seconds.
+        """
+        self.rank, self.size = rank, size
+        self.seconds = max(1, math.ceil(timeout.total_seconds()))
+        self._context = group_context(store, rank, size, self.seconds)
+        self.operations = _core.Operations(self._context, wrap, describe)
+
+    def shutdown(self) -> None:
+        """End the world on every rank: operations that are pending there fail."""
+        self._context.shutdown()
+
+    def close(self) -> None:
+        """Leave the world and free it."""
+        self._context.shutdown()
+        self.operations.close()
+        self._context.close()

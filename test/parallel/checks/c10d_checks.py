@@ -1,0 +1,323 @@
+"""torch.distributed on the backend "perseus": every collective, groups, works and futures."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from patterns import ALL, FLOATS, INTEGERS, assert_same, everyone, raised, shared_folder, values
+from torch._C import _distributed_c10d
+
+import perseus.torch.distributed
+import perseus.torch.horovod as hvd
+
+SIZES = [(0,), (1,), (17,), (5, 7), (1031,), ()]
+# Moved but not reduced by the core, as bytes or pairs of numbers.
+OTHERS = [torch.complex64, torch.complex128, torch.float8_e5m2, torch.uint16, torch.uint32]
+
+
+@contextmanager
+def process_group(seconds: float = 60) -> Iterator[None]:
+    """The default group, of all ranks."""
+    perseus.torch.distributed.register()
+    place = f"file://{shared_folder()}/store"
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group(
+        "perseus", init_method=place, rank=hvd.rank(), world_size=hvd.size(), timeout=timeout
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mine(shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    return of(hvd.rank(), shape, dtype, salt)
+
+
+def of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    if dtype in OTHERS:
+        return values(shape, torch.uint8, rank, salt).to(dtype)
+    return values(shape, dtype, rank, salt)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.dtype in OTHERS else tensor
+
+
+def check_all_reduce_of_every_dtype_and_op() -> None:
+    ops = [dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT]
+    with process_group():
+        for dtype in ALL:
+            for op in ops:
+                for shape in SIZES:
+                    stack = everyone(shape, dtype)
+                    if op == dist.ReduceOp.SUM:
+                        expected = stack.sum(0)
+                    elif op == dist.ReduceOp.PRODUCT:
+                        expected = stack.prod(0)
+                    else:
+                        expected = stack.amin(0) if op == dist.ReduceOp.MIN else stack.amax(0)
+                    if dtype == torch.bool:
+                        expected = expected != 0
+                    tensor = mine(shape, dtype)
+                    dist.all_reduce(tensor, op=op)
+                    if dtype in INTEGERS:  # sums and products wrap around
+                        expected = expected.to(torch.int64)
+                    assert_same(tensor, expected.to(dtype))
+
+
+def check_all_reduce_of_floats_and_complex_numbers() -> None:
+    with process_group():
+        for dtype in FLOATS:
+            mean = mine((17,), dtype)
+            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+            assert_same(mean, (everyone((17,), dtype).sum(0) / hvd.size()).to(dtype))
+            scaled = mine((17,), dtype)
+            dist.all_reduce(scaled, op=_distributed_c10d._make_nccl_premul_sum(0.5))
+            assert_same(scaled, (everyone((17,), dtype).sum(0) / 2).to(dtype))
+        for dtype in (torch.complex64, torch.complex128):
+            tensor = mine((9,), dtype) * (1 + 2j)
+            dist.all_reduce(tensor)
+            total = sum(of(rank, (9,), dtype) * (1 + 2j) for rank in range(hvd.size()))
+            assert_same(tensor, total)
+            with pytest.raises(ValueError, match="complex"):
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+
+def check_bits_are_reduced() -> None:
+    pairs = [
+        (dist.ReduceOp.BAND, torch.bitwise_and),
+        (dist.ReduceOp.BOR, torch.bitwise_or),
+        (dist.ReduceOp.BXOR, torch.bitwise_xor),
+    ]
+    with process_group():
+        for dtype in [*INTEGERS, torch.bool]:
+            for op, combine in pairs:
+                expected = of(0, (23,), dtype)
+                for rank in range(1, hvd.size()):
+                    expected = combine(expected, of(rank, (23,), dtype))
+                tensor = mine((23,), dtype)
+                dist.all_reduce(tensor, op=op)
+                assert_same(tensor, expected)
+                parts = torch.cat([mine((3,), dtype, salt) for salt in range(hvd.size())])
+                part = torch.empty(3, dtype=dtype)
+                dist.reduce_scatter_tensor(part, parts, op=op)
+                expected = of(0, (3,), dtype, hvd.rank())
+                for rank in range(1, hvd.size()):
+                    expected = combine(expected, of(rank, (3,), dtype, hvd.rank()))
+                assert_same(part, expected)
+        message = raised(ValueError, lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BOR))
+        assert "BOR is defined for integers" in message
+
+
+def check_reduce_overwrites_the_root_alone() -> None:
+    with process_group():
+        for root in range(hvd.size()):
+            tensor = mine((17,), torch.float32, root)
+            dist.reduce(tensor, dst=root)
+            total = everyone((17,), torch.float32, root).sum(0).to(torch.float32)
+            own = mine((17,), torch.float32, root)
+            assert_same(tensor, total if hvd.rank() == root else own)
+
+
+def check_gathers_of_every_dtype() -> None:
+    size = hvd.size()
+    with process_group():
+        for dtype in [*ALL, *OTHERS]:
+            for shape in SIZES:
+                parts = [torch.empty(shape, dtype=dtype) for _ in range(size)]
+                dist.all_gather(parts, mine(shape, dtype))
+                for rank, part in enumerate(parts):
+                    assert_same(bits(part), bits(of(rank, shape, dtype)))
+            joined = torch.empty(size * 5, 2, dtype=dtype)
+            dist.all_gather_into_tensor(joined, mine((5, 2), dtype))
+            expected = torch.cat([bits(of(rank, (5, 2), dtype)) for rank in range(size)])
+            assert_same(bits(joined), expected)
+            root = size - 1
+            parts = [torch.empty(4, dtype=dtype) for _ in range(size)]
+            dist.gather(mine((4,), dtype), parts if hvd.rank() == root else None, dst=root)
+            for rank, part in enumerate(parts if hvd.rank() == root else []):
+                assert_same(bits(part), bits(of(rank, (4,), dtype)))
+
+
+def check_scatters_and_broadcasts_from_every_root() -> None:
+    size = hvd.size()
+    with process_group():
+        for root in range(size):
+            for dtype in [*ALL, *OTHERS]:
+                given = [of(root, (6,), dtype, salt) for salt in range(size)]
+                part = torch.empty(6, dtype=dtype)
+                dist.scatter(part, given if hvd.rank() == root else None, src=root)
+                assert_same(bits(part), bits(of(root, (6,), dtype, hvd.rank())))
+                tensor = mine((3, 5), dtype)
+                dist.broadcast(tensor, src=root)
+                assert_same(bits(tensor), bits(of(root, (3, 5), dtype)))
+
+
+def check_reduce_scatters() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    with process_group():
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.complex64):
+            total = sum(of(other, (7,), dtype, rank) for other in range(size))
+            part = torch.empty(7, dtype=dtype)
+            dist.reduce_scatter(part, [mine((7,), dtype, salt) for salt in range(size)])
+            assert_same(part, total)
+            part = torch.empty(7, dtype=dtype)
+            joined = torch.cat([mine((7,), dtype, salt) for salt in range(size)])
+            dist.reduce_scatter_tensor(part, joined)
+            assert_same(part, total)
+        wrong = raised(ValueError, lambda: dist.reduce_scatter_tensor(part, joined[1:]))
+        assert "reduce_scatter" in wrong
+
+
+def check_all_to_all_with_and_without_splits() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    with process_group():
+        for dtype in (torch.float32, torch.uint8, torch.complex64):
+            given = [of(rank, (other + 1, 2), dtype, other) for other in range(size)]
+            received = [torch.empty(rank + 1, 2, dtype=dtype) for _ in range(size)]
+            dist.all_to_all(received, given)
+            for other in range(size):
+                assert_same(received[other], of(other, (rank + 1, 2), dtype, rank))
+            output = torch.empty((rank + 1) * size, 2, dtype=dtype)
+            splits = [other + 1 for other in range(size)]
+            dist.all_to_all_single(output, torch.cat(given), [rank + 1] * size, splits)
+            assert_same(output, torch.cat(received))
+            even = torch.empty(2 * size, dtype=dtype)
+            dist.all_to_all_single(even, mine((2 * size,), dtype))
+            wanted = [
+                of(other, (2 * size,), dtype)[2 * rank : 2 * rank + 2] for other in range(size)
+            ]
+            assert_same(even, torch.cat(wanted))
+        text = raised(ValueError, lambda: dist.all_to_all_single(even, even, [1], [1]))
+        assert "split sizes" in text
+
+
+def check_objects_and_barriers() -> None:
+    with process_group():
+        found = [None] * hvd.size()
+        dist.all_gather_object(found, {"rank": hvd.rank(), "text": "x" * hvd.rank()})
+        assert found == [{"rank": rank, "text": "x" * rank} for rank in range(hvd.size())]
+        given = [hvd.rank(), "root"] if hvd.rank() == 0 else [None, None]
+        dist.broadcast_object_list(given, src=0)
+        assert given == [0, "root"]
+        dist.barrier()
+
+
+def check_sparse_tensors() -> None:
+    with process_group():
+        rank, size = hvd.rank(), hvd.size()
+        own = torch.sparse_coo_tensor([[0, rank]], [1.0, rank + 2.0], (size + 1,))
+        dist.all_reduce(own)
+        expected = torch.zeros(size + 1)
+        for other in range(size):
+            expected[0] += 1
+            expected[other] += other + 2
+        assert own.is_sparse
+        assert_same(own.to_dense(), expected)
+
+
+def check_groups_do_not_wait_for_each_other() -> None:
+    with process_group():
+        rank, size = hvd.rank(), hvd.size()
+        everybody = dist.new_group(list(range(size)))
+        pairs = [dist.new_group([0, other]) for other in range(1, size)]
+        work = None
+        if rank == 0:  # the other group's operation comes first here, and last elsewhere
+            tensor = mine((9,), torch.float32)
+            work = dist.all_reduce(tensor, group=everybody, async_op=True)
+        for other, pair in enumerate(pairs, start=1):
+            if rank in {0, other}:
+                joint = torch.full((3,), rank + 1.0)
+                dist.all_reduce(joint, group=pair)
+                assert_same(joint, torch.full((3,), other + 2.0))
+        if rank != 0:
+            tensor = mine((9,), torch.float32)
+            work = dist.all_reduce(tensor, group=everybody, async_op=True)
+        work.wait()
+        assert_same(tensor, everyone((9,), torch.float32).sum(0).to(torch.float32))
+
+
+def check_a_work_tells_its_state() -> None:
+    with process_group():
+        tensor = mine((9,), torch.float32)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work.get_future().wait()[0] is tensor or torch.equal(work.result()[0], tensor)
+        assert work.is_completed() and work.is_success() and work.exception() is None
+        assert work.wait()
+        shape = (3,) if hvd.rank() == 0 else (4,)
+        failed = dist.all_reduce(torch.ones(shape), async_op=True)
+        text = raised(dist.DistBackendError, failed.wait)
+        assert "Mismatched" in text
+        assert failed.is_completed() and not failed.is_success()
+        assert isinstance(failed.exception(), dist.DistBackendError)
+        dist.all_reduce(tensor)  # the group goes on
+        with pytest.raises(ValueError, match="contiguous"):
+            dist.all_reduce(torch.ones(4, 3).t())
+
+
+def check_callbacks_run_in_the_order_of_submission() -> None:
+    with process_group():
+        order: list[int] = []
+        totals = []
+        futures = []
+        for number in range(20):
+            tensor = torch.full((1000 * (20 - number),), float(hvd.rank() + number))
+            future = dist.all_reduce(tensor, async_op=True).get_future()
+
+            def then(done: torch.futures.Future, number: int = number) -> torch.Tensor:
+                order.append(number)
+                inner = done.value()[0][:1].clone()
+                return dist.all_reduce(inner, async_op=True).get_future().wait()[0]
+
+            futures.append(future.then(then))
+            own = torch.ones(3)
+            dist.all_reduce(own)  # of this thread, between those of the callbacks
+            assert_same(own, torch.full((3,), float(hvd.size())))
+        for number, future in enumerate(futures):
+            once = sum(range(hvd.size())) + number * hvd.size()
+            totals.append(future.wait().item() == once * hvd.size())
+        assert order == list(range(20))
+        assert all(totals)
+
+
+def check_coalesced_forms() -> None:
+    with process_group():
+        tensors = [mine((n,), torch.float32, n) for n in (1, 5, 300)]
+        with dist._coalescing_manager():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        for tensor, n in zip(tensors, (1, 5, 300), strict=True):
+            assert_same(tensor, everyone((n,), torch.float32, n).sum(0).to(torch.float32))
+
+
+def check_a_group_can_be_made_again() -> None:
+    for turn in range(3):
+        with process_group():
+            tensor = mine((5,), torch.int32, turn)
+            dist.all_reduce(tensor)
+            assert_same(tensor, everyone((5,), torch.int32, turn).sum(0).to(torch.int32))
+
+
+def check_split_groups_and_monitored_barriers() -> None:
+    if not hasattr(_distributed_c10d.Backend, "supports_reconfigure"):
+        pytest.skip("torch before 2.14 splits and monitors its own backends alone")
+    with process_group():
+        rank, size = hvd.rank(), hvd.size()
+        parts = [list(range(1, size)), [0]]
+        part = dist.split_group(split_ranks=parts)
+        tensor = mine((5,), torch.int64)
+        dist.all_reduce(tensor, group=part)
+        total = sum(of(other, (5,), torch.int64) for other in parts[rank == 0])
+        assert_same(tensor, total)
+        dist.monitored_barrier()
+        if rank != size - 1:
+            limit = datetime.timedelta(seconds=1)
+            with pytest.raises(RuntimeError, match=f"monitored_barrier: rank {size - 1} did not"):
+                dist.monitored_barrier(timeout=limit)
+        dist.barrier()
