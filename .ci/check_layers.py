@@ -30,6 +30,7 @@ CXX_LAYERS: dict[str, set[str]] = {
     "progress": {"net"},
     "request": {"codec", "compression"},
     "control": {"request", "transport"},
+    "point_to_point": {"request", "topology", "transport"},
     "execution": {
         "codec",
         "collective",
@@ -49,6 +50,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "kernels",
         "net",
         "observe",
+        "point_to_point",
         "progress",
         "request",
         "topology",

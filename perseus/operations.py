@@ -31,5 +31,7 @@ class Kind(IntEnum):
     ADD_GROUP = 6
     REMOVE_GROUP = 7
     JOIN = 8
+    SEND = 9
+    RECEIVE = 10
 
     __str__ = int.__repr__

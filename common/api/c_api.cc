@@ -31,7 +31,8 @@ using perseus::HandleTable;
 
 static_assert(static_cast<int>(perseus::DType::kBool) == PERSEUS_BOOL, "same numbers");
 static_assert(static_cast<int>(perseus::ReduceOp::kProduct) == PERSEUS_PRODUCT, "same numbers");
-static_assert(static_cast<int>(perseus::Kind::kJoin) == PERSEUS_JOIN, "same numbers");
+static_assert(static_cast<int>(perseus::Kind::kReceive) == PERSEUS_RECEIVE, "same numbers");
+static_assert(perseus::kKindCount == PERSEUS_RECEIVE + 1, "all of them");
 static_assert(static_cast<int>(ErrorKind::kInternal) == PERSEUS_INTERNAL, "same numbers");
 static_assert(static_cast<int>(ErrorKind::kNan) == PERSEUS_NAN, "same numbers");
 static_assert(static_cast<int>(perseus::CodecWish::kAuto) == PERSEUS_CODEC_AUTO, "same numbers");
@@ -303,7 +304,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
   return in_context(context, [&](perseus::Context& c) {
     const Given<perseus_request> given(request, "perseus_request");
     const perseus_request& r = *given;
-    if (r.kind < PERSEUS_ALLREDUCE || r.kind > PERSEUS_JOIN || r.op < PERSEUS_AVERAGE || r.op > PERSEUS_PRODUCT)
+    if (r.kind < PERSEUS_ALLREDUCE || r.kind > PERSEUS_RECEIVE || r.op < PERSEUS_AVERAGE || r.op > PERSEUS_PRODUCT)
       perseus::fail(ErrorKind::kInvalidArgument, "[api] unknown kind or reduction of a request");
     Engine::Submission::Tensor few[8];
     std::vector<Engine::Submission::Tensor> many;
@@ -335,6 +336,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.gradient_of = r.gradient_of;
     submission.codec = {r.codec, r.codec_argument};
     submission.done = {r.done, r.done_arg};
+    submission.tag = r.tag;
     if (r.refusal != nullptr) refuse(r, &submission);
     *handle = c.engine().submit(submission);
     return PERSEUS_OK;

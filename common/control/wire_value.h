@@ -18,7 +18,7 @@ namespace perseus {
 template <typename Enum>
 inline constexpr int kChoices = 0;
 template <>
-inline constexpr int kChoices<Kind> = kKindCount;
+inline constexpr int kChoices<Kind> = kNegotiatedKinds;
 template <>
 inline constexpr int kChoices<DType> = kDTypeCount;
 template <>

@@ -95,6 +95,15 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       topology_(config),
       nan_check_(config.flag(Var::kNanCheck), config.choice<NanAction>()),
       perf_check_(config.integer(Var::kPerfCheckSteps)),
+      point_to_point_(
+          world_,
+          [this](int peer)
+              PERSEUS_REQUIRES(progress_lock) -> Link& { return route_[peer]->link(peer, kPointToPointChannel); },
+          [this](int peer) PERSEUS_REQUIRES(progress_lock) { tell_of_link(peer); },
+          [this](int peer) {
+            const int first = first_left_.load();
+            return shutdown_text(first >= 0 || closing_.load(std::memory_order_relaxed) ? first : peer);
+          }),
       left_(static_cast<size_t>(world.size), false),
       tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),
       progress_(*waker_, driving(config, spare_cores), *this) {
@@ -176,10 +185,11 @@ bool Engine::busy() noexcept {
   if (failed_.load(std::memory_order_relaxed)) return false;
   for (auto& [id, group] : groups_)
     if (group->busy()) return true;
-  return false;
+  return point_to_point_.moving();
 }
 
 bool Engine::has_submissions() const noexcept {
+  if (point_to_point_.has_submissions()) return true;
   const MutexLock lock(groups_mutex_);
   for (auto& [id, group] : groups_)
     if (group->negotiation().has_submissions()) return true;
@@ -206,7 +216,7 @@ void Engine::on_failure(const Error& cause) noexcept {
 }
 
 bool Engine::complete_ended() {
-  if (finished_.empty() && mismatched_.empty()) return false;
+  if (finished_.empty() && mismatched_.empty() && point_to_point_.ended().empty()) return false;
   progress_.guard([this]() PERSEUS_REQUIRES(progress_lock) {
     count();  // who sees its request finished sees it counted
     nan_check_.scan_sums(finished_);
@@ -219,6 +229,8 @@ bool Engine::complete_ended() {
     else finish(entry, Status());
   }
   for (auto& [entry, text] : mismatched_) finish(entry, Status{false, ErrorKind::kMismatch, text});
+  for (auto& [entry, status] : point_to_point_.ended()) finish(entry, status);
+  point_to_point_.ended().clear();
   for (size_t i = 0; i < changes; ++i) finish(finished_[i], Status());
   finished_.clear();
   mismatched_.clear();
@@ -245,6 +257,8 @@ bool Engine::advance(bool eager) {
       if (group->polls()) waker_->arm_timer(kPoll);
       if (id == 0) keep_tuning(group.get());
     }
+    if (closing_.load(std::memory_order_relaxed)) point_to_point_.close(shutdown_text());
+    moved |= point_to_point_.step(now, woken);
     if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
   }
   if (now - housekeeping_ns_ > kHousekeeping) housekeeping(now);
@@ -278,22 +292,9 @@ void Engine::finish(Entry* entry, const Status& status) {
       &slot->status);
   // Its group may be the one that goes.
   const auto group = groups_.find(entry->group);
-  if (group != groups_.end()) group->second->negotiation().retire(entry);
-  if (status.ok && fine) {
-    progress_.guard(
-        [&]() PERSEUS_REQUIRES(progress_lock) {
-          if (changes_groups(*entry)) {
-            slot->outputs.resize(1);
-            slot->status = change_groups(*entry, &slot->outputs[0]);
-          } else if (entry->description.kind == Kind::kJoin) {
-            slot->outputs.resize(1);
-            slot->outputs[0].bytes = static_cast<size_t>(entry->description.root);
-            // Those who went on while others had joined have counted further.
-            if (group != groups_.end()) group->second->restart_numbers();
-          }
-        },
-        &slot->status);
-  }
+  if (entry->name != nullptr && group != groups_.end()) group->second->negotiation().retire(entry);
+  if (status.ok && fine)
+    progress_.guard([&]() PERSEUS_REQUIRES(progress_lock) { give_result(*entry, slot); }, &slot->status);
   const Completion done = entry->done;
   const int64_t handle = HandleTable::handle_of(*slot, entry->handle);
   recycle(entry);
@@ -303,6 +304,18 @@ void Engine::finish(Entry* entry, const Status& status) {
   if (done.call == nullptr) return;
   silent_batch_.done();
   progress_.guard([&] { done.call(done.arg, handle); });
+}
+
+void Engine::give_result(const Entry& entry, HandleTable::Slot* slot) {
+  const Kind kind = entry.description.kind;
+  if (!changes_groups(entry) && kind != Kind::kJoin && kind != Kind::kReceive) return;
+  slot->outputs.resize(1);
+  if (changes_groups(entry)) slot->status = change_groups(entry, &slot->outputs[0]);
+  else slot->outputs[0].bytes = static_cast<size_t>(entry.description.root);  // the last to join, or the sender
+  if (kind != Kind::kJoin) return;
+  // Those who went on while others had joined have counted further.
+  const auto group = groups_.find(entry.group);
+  if (group != groups_.end()) group->second->restart_numbers();
 }
 
 // Every rank of the world gets here with the same request in the same order, so ids agree.
@@ -402,7 +415,7 @@ void Engine::count() {
     stats.buckets += group->buckets();
     stats.staging_bytes += group->staging_bytes();
   }
-  stats.staging_bytes += accumulation_.bytes() + residuals_.bytes();
+  stats.staging_bytes += accumulation_.bytes() + residuals_.bytes() + point_to_point_.staging_bytes();
   const MutexLock lock(stats_mutex_);
   stats_ = stats;
 }

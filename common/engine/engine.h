@@ -22,6 +22,7 @@
 #include "observe/nan_check.h"
 #include "observe/perf_check.h"
 #include "observe/timeline.h"
+#include "point_to_point/point_to_point.h"
 #include "progress/callers.h"
 #include "progress/progress_engine.h"
 #include "progress/silent_batch.h"
@@ -63,6 +64,7 @@ class Engine final : private ProgressWork {
     uint64_t gradient_of = 0;
     CodecWish codec;
     Completion done;
+    int64_t tag = 0;                // of a send or receive, whose other rank is `root`
     std::vector<uint32_t> times;    // of the tuner's request
     const char* refusal = nullptr;  // see perseus_request
   };
@@ -122,8 +124,14 @@ class Engine final : private ProgressWork {
   // Of a group's residuals; throws Error(kInvalidArgument) where this rank is no member.
   uint32_t channel_of(int group) const;
   Entry* take_entry();
-  void fill(const Submission& submission, const ProcessSet& group, const CompressionTerms& compression, Entry* entry);
+  void fill(const Submission& submission, Entry* entry);
+  void fill_collective(const Submission& submission, const ProcessSet& group, const CompressionTerms& compression,
+                       Entry* entry);
+  int64_t submit_point_to_point(const Submission& submission);
   int64_t announce(const Submission& submission, ProcessSet& group, Entry* entry);
+  // Forgets an entry that nobody took.
+  void withdraw(int64_t handle, Entry* entry);
+  [[noreturn]] void refuse_ended() const;
   void recycle(Entry* entry);
 
   // ---- gradients (gradients.cc); any thread ----
@@ -147,6 +155,8 @@ class Engine final : private ProgressWork {
   bool advance(bool eager) PERSEUS_REQUIRES(progress_lock);
   // Completes what has ended since the last time; true when there was anything.
   bool complete_ended() PERSEUS_REQUIRES(progress_lock);
+  // What the handle tells beside the status, where that is a success.
+  void give_result(const Entry& entry, HandleTable::Slot* slot) PERSEUS_REQUIRES(progress_lock);
   // Completes the handle in any case: what goes wrong meanwhile ends the world.
   void finish(Entry* entry, const Status& status) PERSEUS_REQUIRES(progress_lock);
   Status change_groups(const Entry& entry, Output* output) PERSEUS_REQUIRES(progress_lock);
@@ -163,6 +173,7 @@ class Engine final : private ProgressWork {
   void read_peer_events() PERSEUS_REQUIRES(progress_lock);
   void on_peer_event(const PeerEvent& event) PERSEUS_REQUIRES(progress_lock);
   void on_goodbye(int peer, const std::string& rounds) PERSEUS_REQUIRES(progress_lock);
+  void tell_of_link(int peer) PERSEUS_REQUIRES(progress_lock);
   void housekeeping(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_liveness(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_stalls(int64_t now) PERSEUS_REQUIRES(progress_lock);
@@ -178,7 +189,9 @@ class Engine final : private ProgressWork {
   void wind_down() PERSEUS_REQUIRES(progress_lock);
   bool never_ends(const ProcessSet& group) const PERSEUS_REQUIRES(progress_lock);  // the round in flight
   void send_goodbye() PERSEUS_REQUIRES(progress_lock);
-  std::string shutdown_text() const;
+  // Of `first`, the rank that shut down before others did; -1 = this one.
+  std::string shutdown_text(int first) const;
+  std::string shutdown_text() const { return shutdown_text(first_left_.load()); }
   void note_cause(const std::string& text);  // what failure() says from now on
 
   const World world_;
@@ -215,6 +228,7 @@ class Engine final : private ProgressWork {
   int next_id_ PERSEUS_GUARDED_BY(progress_lock) = 1;
   // Numbers channels, which are never used again.
   uint32_t groups_made_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  PointToPoint point_to_point_;
 
   Mutex entries_mutex_;
   std::vector<std::unique_ptr<Entry>> entries_ PERSEUS_GUARDED_BY(entries_mutex_);  // all ever made

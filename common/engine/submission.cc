@@ -10,26 +10,33 @@ namespace {
 [[noreturn]] void refuse(const std::string& text) { fail(ErrorKind::kInvalidArgument, text); }
 
 std::string capitalised(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"Allreduce", "Allgather", "Broadcast",    "Alltoall", "Reducescatter",
-                                              "Barrier",   "Add group", "Remove group", "Join"};
+  constexpr const char* kNames[kKindCount] = {"Allreduce",     "Allgather", "Broadcast", "Alltoall",
+                                              "Reducescatter", "Barrier",   "Add group", "Remove group",
+                                              "Join",          "Send",      "Receive"};
   return kNames[static_cast<int>(kind)];
 }
 
 // Beyond any memory, and far from where products of sizes overflow.
 constexpr int64_t kMostElements = int64_t{1} << 48;
 
-void check_tensor(const Engine::Submission& s, const Engine::Submission::Tensor& t) {
+void check_tensor(const Engine::Submission& s, const char* name, const Engine::Submission::Tensor& t) {
   int64_t count = 1, without_zeros = 1;
   for (int d = 0; d < t.ndim; ++d) {
-    if (t.shape[d] < 0) refuse("[engine] negative dimension in the shape of '" + std::string(s.name) + "'");
+    if (t.shape[d] < 0) refuse("[engine] negative dimension in the shape of '" + std::string(name) + "'");
     if (t.shape[d] > kMostElements / without_zeros)
-      refuse("[engine] '" + std::string(s.name) + "' is too large: more than 2^48 elements");
+      refuse("[engine] '" + std::string(name) + "' is too large: more than 2^48 elements");
     without_zeros *= std::max<int64_t>(t.shape[d], 1);
     count *= t.shape[d];
   }
-  const bool writes = s.kind == Kind::kAllreduce || s.kind == Kind::kBroadcast;
-  if (count > 0 && (t.in == nullptr || (writes && t.out == nullptr)))
-    refuse("[engine] '" + std::string(s.name) + "' has elements but no memory: its pointer is null");
+  const bool writes = s.kind == Kind::kAllreduce || s.kind == Kind::kBroadcast || s.kind == Kind::kReceive;
+  const bool reads = s.kind != Kind::kReceive;
+  if (count > 0 && ((reads && t.in == nullptr) || (writes && t.out == nullptr)))
+    refuse("[engine] '" + std::string(name) + "' has elements but no memory: its pointer is null");
+}
+
+void check_dtype(DType dtype) {
+  if (static_cast<int>(dtype) >= kDTypeCount)
+    refuse("[engine] unknown dtype " + std::to_string(static_cast<int>(dtype)));
 }
 
 void check_tensors(const Engine::Submission& s) {
@@ -42,13 +49,12 @@ void check_tensors(const Engine::Submission& s) {
     refuse("Reducescatter does not do Adasum: use op=Average or op=Sum.");
   for (int i = 0; i < s.tensor_count; ++i) {
     const Engine::Submission::Tensor& t = s.tensors[i];
-    if (static_cast<int>(t.dtype) >= kDTypeCount)
-      refuse("[engine] unknown dtype " + std::to_string(static_cast<int>(t.dtype)));
+    check_dtype(t.dtype);
     if (reduces && t.dtype == DType::kBool && s.op == ReduceOp::kAverage)
       refuse("Average is not defined for bool tensors: use op=Max (or), op=Min (and) or op=Sum (or).");
     if (adasum && !dtype_is_float(t.dtype))
       refuse(std::string("Adasum needs floating point tensors, got ") + dtype_name(t.dtype) + ": use op=Sum.");
-    check_tensor(s, t);
+    check_tensor(s, s.name, t);
   }
 }
 
@@ -80,6 +86,29 @@ void check_operation(const Engine::Submission& s, const std::vector<int>& ranks)
   if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
     refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");
   if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
+}
+
+std::string point_to_point_name(const Engine::Submission& s) {
+  const bool any = s.kind == Kind::kReceive && s.root == kAnySource;
+  return (s.kind == Kind::kSend ? "send." : "receive.") + (any ? "any" : std::to_string(s.root)) + "." +
+         std::to_string(s.tag);
+}
+
+void check_point_to_point(const Engine::Submission& s, const World& world) {
+  const auto refuse_because = [&s](const std::string& why) {
+    refuse(capitalised(s.kind) + (s.kind == Kind::kSend ? " to" : " from") + " rank " + std::to_string(s.root) +
+           " with tag " + std::to_string(s.tag) + ": " + why);
+  };
+  const bool any = s.kind == Kind::kReceive && s.root == kAnySource;
+  if (s.group != 0) refuse_because("sends and receives name ranks of the world, so the process set must be 0.");
+  if (s.tag < 0) refuse_because("a tag must not be negative.");
+  if (s.root == world.rank) refuse_because("that is this rank itself. Copy the tensor instead.");
+  if (!any && (s.root < 0 || s.root >= world.size))
+    refuse_because("the world has ranks 0 to " + std::to_string(world.size - 1) + ".");
+  if (any && world.size == 1) refuse_because("the world has no other rank.");
+  if (s.tensor_count != 1) refuse_because("expected one tensor, got " + std::to_string(s.tensor_count) + ".");
+  check_dtype(s.tensors[0].dtype);
+  check_tensor(s, s.kind == Kind::kSend ? "send" : "receive", s.tensors[0]);
 }
 
 void check_group_change(const Engine::Submission& s, int world_size) {
@@ -152,10 +181,8 @@ void Engine::recycle(Entry* entry) {
 }
 
 // What the tensors are and where they lie, and what comes of them.
-void Engine::fill(const Submission& s, const ProcessSet& group, const CompressionTerms& compression, Entry* entry) {
+void Engine::fill(const Submission& s, Entry* entry) {
   describe(s, &entry->description);
-  entry->description.gradient = s.gradient_of != 0;
-  entry->description.compression = compression;
   entry->gradient_of = s.gradient_of;
   entry->done = s.done;
   entry->group = s.group;
@@ -166,12 +193,20 @@ void Engine::fill(const Submission& s, const ProcessSet& group, const Compressio
   entry->bytes = 0;
   entry->buffers.clear();
   entry->nans.clear();
-  const bool summed = s.gradient_of != 0 && accumulation_.on();  // then the sum is where the result goes
+  // Then the sum is where the result goes.
+  const bool summed = s.gradient_of != 0 && !is_point_to_point(s.kind) && accumulation_.on();
   for (int i = 0; i < s.tensor_count; ++i) {
     const void* in = summed ? s.tensors[i].out : s.tensors[i].in;
     entry->buffers.push_back({static_cast<const Byte*>(in), static_cast<Byte*>(s.tensors[i].out)});
     entry->bytes += entry->description.tensors[i].bytes();
   }
+}
+
+void Engine::fill_collective(const Submission& s, const ProcessSet& group, const CompressionTerms& compression,
+                             Entry* entry) {
+  fill(s, entry);
+  entry->description.gradient = s.gradient_of != 0;
+  entry->description.compression = compression;
   if (s.gradient_of != 0) nan_check_.scan(entry);
   if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
   entry->splits.assign(s.splits, s.splits + s.split_count);
@@ -180,34 +215,61 @@ void Engine::fill(const Submission& s, const ProcessSet& group, const Compressio
     entry->splits.assign(ranks, s.tensors[0].shape[0] / static_cast<int64_t>(ranks));
 }
 
+void Engine::withdraw(int64_t handle, Entry* entry) {
+  if (entry->done.call != nullptr) silent_batch_.refused();
+  HandleTable::complete(handles_.at(entry->handle));
+  handles_.release(handle);
+  recycle(entry);
+}
+
+void Engine::refuse_ended() const {
+  fail(ErrorKind::kAborted, !failure().empty() ? failure()
+                            : closing_         ? shutdown_text()
+                                               : "The process set was removed.");
+}
+
 // Gives a filled entry to the negotiation of its group, and returns the handle of its result.
 int64_t Engine::announce(const Submission& s, ProcessSet& group, Entry* entry) {
   const int64_t handle = handles_.open();
   entry->handle = HandleTable::index_of(handle);
-  const bool silent = s.done.call != nullptr;
-  const bool all_there = silent && silent_batch_.submitted();
+  const bool all_there = s.done.call != nullptr && silent_batch_.submitted();
   const Negotiation::Submitted submitted = group.negotiation().submit(s.name, entry);
   if (submitted == Negotiation::Submitted::kYes) {
     progress_.submitted(all_there || group.negotiation().submitted_bytes() >= kBucketsWorth);
     return handle;
   }
-  if (silent) silent_batch_.refused();
-  HandleTable::complete(handles_.at(entry->handle));
-  handles_.release(handle);
-  recycle(entry);
-  if (submitted == Negotiation::Submitted::kClosed)
-    fail(ErrorKind::kAborted, !failure().empty() ? failure()
-                              : closing_         ? shutdown_text()
-                                                 : "The process set was removed.");
+  withdraw(handle, entry);
+  if (submitted == Negotiation::Submitted::kClosed) refuse_ended();
   refuse(
       "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
       "currently being processed. If you want to request another tensor, use a different tensor name. (" +
       std::string(s.name) + ")");
 }
 
+int64_t Engine::submit_point_to_point(const Submission& s) {
+  check_point_to_point(s, world_);
+  callers_.submits();
+  Entry* entry = take_entry();
+  fill(s, entry);
+  entry->tag = s.tag;
+  entry->own_text = s.name != nullptr && *s.name != '\0' ? s.name : point_to_point_name(s);
+  entry->text = &entry->own_text;
+  const bool large = entry->bytes >= kBucketsWorth;
+  const int64_t handle = handles_.open();
+  entry->handle = HandleTable::index_of(handle);
+  const bool all_there = s.done.call != nullptr && silent_batch_.submitted();
+  if (!point_to_point_.submit(entry)) {
+    withdraw(handle, entry);
+    refuse_ended();
+  }
+  progress_.submitted(all_there || large);
+  return handle;
+}
+
 int64_t Engine::submit(const Submission& s) {
   if (failed_.load(std::memory_order_acquire) || closing_.load(std::memory_order_acquire))
     fail(ErrorKind::kAborted, failed_ ? failure() : shutdown_text());
+  if (is_point_to_point(s.kind)) return submit_point_to_point(s);
   if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
   const std::shared_ptr<ProcessSet> group = find_group(s);
   if (s.refusal == nullptr) check_operation(s, group->ranks());
@@ -221,7 +283,7 @@ int64_t Engine::submit(const Submission& s) {
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)
     warn_about_precision(group->ranks());
   Entry* entry = take_entry();
-  fill(s, *group, compression, entry);
+  fill_collective(s, *group, compression, entry);
   return announce(s, *group, entry);
 }
 

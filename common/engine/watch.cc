@@ -12,6 +12,7 @@ namespace {
 
 constexpr char kAbortMessage = 'A';    // followed by the cause
 constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
+constexpr char kLinkMessage = 'L';     // the sender has made its end of the link for sends and receives
 constexpr int64_t kDrainTime = 10 * kSecond;
 // We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
 constexpr int64_t kOwnPause = 5 * kSecond, kLeastOwnPause = 2 * kSecond;  // signs of life come every second
@@ -52,8 +53,12 @@ void Engine::on_peer_event(const PeerEvent& event) {
     abort(Error(ErrorKind::kAborted, event.text.substr(1)), true);
   } else if (!event.text.empty() && event.text[0] == kGoodbyeMessage) {
     on_goodbye(event.peer, event.text.substr(1));
+  } else if (!event.text.empty() && event.text[0] == kLinkMessage) {
+    if (!failed_.load(std::memory_order_relaxed)) point_to_point_.on_link_made(event.peer);
   }
 }
+
+void Engine::tell_of_link(int peer) { route_[peer]->send_control_message(peer, std::string(1, kLinkMessage)); }
 
 void Engine::on_goodbye(int peer, const std::string& rounds) {
   left_[peer] = true;
@@ -61,6 +66,7 @@ void Engine::on_goodbye(int peer, const std::string& rounds) {
   int first = peer;
   stream >> first;
   if (first_left_ < 0) first_left_ = first < 0 || first >= world_.size ? peer : first;
+  point_to_point_.on_left(peer);
   closing_.store(true, std::memory_order_release);
   uint32_t channels;
   uint64_t round;
@@ -82,6 +88,7 @@ void Engine::housekeeping(int64_t now) {
     if (paused) alive_since_ns_ = now;
     check_liveness(now);
     for (auto& [id, group] : groups_) group->check_progress(now, alive_since_ns_, !never_ends(*group));
+    point_to_point_.check_progress(now, alive_since_ns_, timeout_ns_);
   }
   if (stall_ns_ > 0 || stall_shutdown_ns_ > 0) check_stalls(now);
   if (stall_ns_ > 0) check_deadlocks(now);
@@ -189,6 +196,7 @@ void Engine::end_everything() {
     fail_pending(group.get(), true, status);
     give_up(group.get(), status);
   }
+  end([this](std::vector<Entry*>* taken) PERSEUS_REQUIRES(progress_lock) { point_to_point_.abandon(taken); }, status);
   ending_ = false;
 }
 
@@ -217,7 +225,7 @@ void Engine::give_up(ProcessSet* group, const Status& status) {
 // While closing: rounds that all ranks take part in are finished, and what they made ready; the rest fails.
 void Engine::wind_down() {
   if (failed_.load(std::memory_order_relaxed)) return;
-  bool moving = false;
+  bool moving = point_to_point_.moving();
   for (auto& [id, group] : groups_) {
     group->close();
     const auto last = last_rounds_.find(group->id());
@@ -253,8 +261,7 @@ void Engine::note_cause(const std::string& text) {
   cause_ = text;
 }
 
-std::string Engine::shutdown_text() const {
-  const int first = first_left_.load();
+std::string Engine::shutdown_text(int first) const {
   return "Horovod has been shut down: " + leaver(first) +
          " called shutdown() or ended. Operations that not all ranks " +
          "had submitted by then fail; shutdown() and init() on every rank make a new world." +

@@ -108,6 +108,9 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
       case Kind::kRemoveGroup:
       case Kind::kJoin:
         break;  // that all are ready is all there is to it
+      case Kind::kSend:
+      case Kind::kReceive:
+        break;  // not of a process set
     }
     if (entry->executions_left == 0) finished->push_back(entry);
   }

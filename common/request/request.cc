@@ -13,8 +13,9 @@ static_assert(lists_every_member<CodecSpec>() && lists_every_member<TensorDescri
               "a field that its struct's fields() does not list would be neither compared nor announced");
 
 const char* kind_name(Kind kind) {
-  constexpr const char* kNames[kKindCount] = {"ALLREDUCE", "ALLGATHER", "BROADCAST",    "ALLTOALL", "REDUCESCATTER",
-                                              "BARRIER",   "ADD_GROUP", "REMOVE_GROUP", "JOIN"};
+  constexpr const char* kNames[kKindCount] = {"ALLREDUCE",     "ALLGATHER", "BROADCAST", "ALLTOALL",
+                                              "REDUCESCATTER", "BARRIER",   "ADD_GROUP", "REMOVE_GROUP",
+                                              "JOIN",          "SEND",      "RECEIVE"};
   return kNames[static_cast<int>(kind)];
 }
 

@@ -28,8 +28,13 @@ enum class Kind : uint8_t {
   kAddGroup = 6,
   kRemoveGroup = 7,
   kJoin = 8,
+  kSend = 9,
+  kReceive = 10,
 };
-constexpr int kKindCount = 9;
+constexpr int kKindCount = 11;
+// All ranks of a group agree on these; the others concern two ranks.
+constexpr int kNegotiatedKinds = 9;
+constexpr bool is_point_to_point(Kind kind) { return static_cast<int>(kind) >= kNegotiatedKinds; }
 const char* kind_name(Kind kind);  // "ALLREDUCE", as Horovod's messages say it
 
 struct TensorDescription {
@@ -151,7 +156,7 @@ struct Name;  // control/negotiation.h
 // A submitted request until its handle is done. Recycled, so that a step allocates nothing.
 struct Entry {
   Name* name = nullptr;               // what negotiation remembers of it
-  const std::string* text = nullptr;  // the name itself; set with `name`
+  const std::string* text = nullptr;  // the name itself; set with `name`, or this entry's own
   Description description;
   struct Buffers {
     const Byte* in = nullptr;
@@ -162,6 +167,8 @@ struct Entry {
   };
   std::vector<Buffers> buffers;  // one for each tensor
   std::vector<int64_t> splits;   // alltoall: rows for each member
+  int64_t tag = 0;               // of a send or receive, whose other rank is description.root
+  std::string own_text;          // of a send or receive, which negotiation does not know
   struct Nan {
     int rank;  // global; -1 = in the sum alone
     uint32_t tensor;

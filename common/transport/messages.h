@@ -46,6 +46,9 @@ class MessageSender {
 
   // How many messages may be under way beyond the one that the receiver works on, to each of so many peers at once.
   uint64_t depth(size_t peers) const;
+  // In messages of what size a long run travels best: a ring holds several chunks, of a stream each costs a system
+  // call.
+  size_t best_message_bytes() const { return windows_ ? kChunkBytes : kMaxMessage; }
 
  private:
   Moved send_windowed(size_t n, Cursor* source, bool from_in) PERSEUS_REQUIRES(progress_lock);
@@ -64,6 +67,9 @@ class MessageReceiver {
   explicit MessageReceiver(Link* link) : link_(link), windows_(link->has_windows()) {}
 
   void start() PERSEUS_REQUIRES(progress_lock) { moved_ = 0; }
+  // Does a look for what has come cost next to nothing? Else it costs a system call, and the Waker reports what comes;
+  // of what comes through shared memory it reports nothing while its owner is awake.
+  bool looks_for_free() const { return windows_; }
   // Has the whole header come? Then it is copied to `header` and gone from the link.
   bool take_header(void* header, size_t bytes) PERSEUS_REQUIRES(progress_lock);
 

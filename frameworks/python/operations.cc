@@ -91,7 +91,9 @@ PyObject* take_output(State& state, const Pending& pending, int index, PyObject*
 }
 
 PyObject* take_result(State& state, const Pending& pending) {
-  if (pending.kind == PERSEUS_ADD_GROUP || pending.kind == PERSEUS_JOIN) {  // a number
+  if (pending.kind == PERSEUS_SEND) return Py_NewRef(Py_None);
+  if (pending.kind == PERSEUS_ADD_GROUP || pending.kind == PERSEUS_JOIN ||
+      pending.kind == PERSEUS_RECEIVE) {  // a number
     perseus_output output = {};
     output.struct_size = sizeof(output);
     const perseus_code code = perseus_handle_output(state.owner->raw(), pending.handle, 0, &output);
@@ -182,7 +184,7 @@ PyObject* submit(PyObject* self, PyObject* const* given, Py_ssize_t positional, 
   if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
   // Ranks must agree on the numbers in names, so only unnamed requests count, refused ones included.
   int64_t unnamed = 0;
-  if (arguments[kName] == Py_None && arguments[kGroup] != Py_None) {
+  if (arguments[kName] == Py_None && arguments[kGroup] != Py_None && !is_point_to_point(arguments[kKind])) {
     const long group = PyLong_AsLong(arguments[kGroup]);
     if (group == -1 && PyErr_Occurred()) return nullptr;
     unnamed = perseus_group_next_number(context, static_cast<int>(group));
@@ -290,12 +292,14 @@ void dealloc(PyObject* self) {
 PyMethodDef kMethods[] = {
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL | METH_KEYWORDS,
      "submit($self, kind, name, input, output=None, /, *, op=0, prescale=1.0, postscale=1.0, root=0,\n"
-     "       splits=None, group=0, gradient_of=0, codec=0, codec_argument=0.0)\n--\n\n"
-     "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None."},
+     "       splits=None, group=0, gradient_of=0, codec=0, codec_argument=0.0, tag=0)\n--\n\n"
+     "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None.\n"
+     "A receive writes to input; the other rank of a send or receive is root, -1 for a receive from any."},
     {"poll", poll, METH_O, "poll($self, handle, /)\n--\n\nWhether synchronize would return at once."},
     {"synchronize", synchronize, METH_O,
      "synchronize($self, handle, /)\n--\n\nWaits for the handle; returns its output, None for an unknown one and\n"
-     "for a gradient that is not to be applied, because it was added to a sum or has a NaN."},
+     "for a gradient that is not to be applied, because it was added to a sum or has a NaN. Of a receive it returns\n"
+     "the sender's rank, of a send None."},
     {"close", close, METH_NOARGS, "close($self, /)\n--\n\nKeeps every open handle's outcome and closes the context."},
     {"open_handles", open_handles, METH_NOARGS, "open_handles($self, /)\n--\n\nHow many await synchronize."},
     {nullptr, nullptr, 0, nullptr}};

@@ -14,8 +14,8 @@ namespace perseus::python {
 namespace {
 
 // Prefix of the core's names by kind: the same tensor may be broadcast and reduced at once under one name.
-constexpr const char* kPlainPrefix[] = {"allreduce.", "allgather.", "broadcast.", "alltoall.", "reducescatter.",
-                                        "",           "group.",     "group.",     ""};
+constexpr const char* kPlainPrefix[] = {"allreduce.", "allgather.", "broadcast.", "alltoall.", "reducescatter.", "",
+                                        "group.",     "group.",     "",           "send.",     "receive."};
 constexpr const char* kGroupedPrefix[] = {"grouped_allreduce.",
                                           "grouped_allgather.",
                                           "grouped_broadcast.",
@@ -24,8 +24,10 @@ constexpr const char* kGroupedPrefix[] = {"grouped_allreduce.",
                                           "",
                                           "",
                                           "",
-                                          ""};
-constexpr int kKinds = 9;
+                                          "",
+                                          "grouped_send.",
+                                          "grouped_receive."};
+constexpr int kKinds = 11;
 constexpr int kReductions = 6;
 constexpr const char* kExpectedOp = "op: expected hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max or hvd.Product";
 constexpr const char* kExpectedRoot = "root_rank: expected the number of a rank";
@@ -140,6 +142,11 @@ struct Parsed {
     request.kind = static_cast<perseus_kind>(kind);
     request.op = static_cast<perseus_reduce_op>(op);
     if (arguments[kSplits] != Py_None && !parse_splits(arguments[kSplits])) return false;
+    if (kind >= PERSEUS_SEND) {
+      request.tag = PyLong_AsLongLong(arguments[kTag]);
+      if (request.tag == -1 && PyErr_Occurred()) return false;
+      if (arguments[kName] == Py_None) return true;  // the core makes one of rank and tag
+    }
     return name.build((grouped ? kGroupedPrefix : kPlainPrefix)[kind], arguments[kName], unnamed, &request);
   }
 
@@ -212,8 +219,8 @@ int position_of(PyObject* keyword) {
 }  // namespace
 
 bool SubmitArguments::prepare() {
-  constexpr const char* kKeywords[] = {"op",    "prescale",    "postscale", "root",          "splits",
-                                       "group", "gradient_of", "codec",     "codec_argument"};
+  constexpr const char* kKeywords[] = {"op",    "prescale",    "postscale", "root",           "splits",
+                                       "group", "gradient_of", "codec",     "codec_argument", "tag"};
   PyObject* zero = PyLong_FromLong(0);
   PyObject* one = PyFloat_FromDouble(1.0);
   if (zero == nullptr || one == nullptr) return false;
@@ -256,6 +263,7 @@ bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const*
   if (arguments[kInput] != Py_None) {
     if (!read_tensor(reader, arguments[kInput], arguments[kOutput], layout_for(parsed.request.kind), &view, &tensor))
       return false;
+    if (parsed.request.kind == PERSEUS_RECEIVE) tensor.output = view.data;
     parsed.request.tensors = &tensor;
     parsed.request.tensor_count = 1;
     state(gradient, &parsed.request, pending);
@@ -284,6 +292,11 @@ bool submit_group(perseus_context* context, TensorReader* reader, PyObject* cons
   parsed.request.tensor_count = static_cast<int>(count);
   state(gradient, &parsed.request, pending);
   return submit_request(context, arguments, parsed.request, pending);
+}
+
+bool is_point_to_point(PyObject* kind) {
+  const long number = PyLong_Check(kind) ? PyLong_AsLong(kind) : -1;
+  return number == PERSEUS_SEND || number == PERSEUS_RECEIVE;
 }
 
 std::string allreduce_name(const std::string& name, bool grouped) {

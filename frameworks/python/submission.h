@@ -17,7 +17,7 @@ namespace perseus::python {
 enum SubmitArgument : int {
   kKind,
   kName,    // str, or None: a name made from a counter, which is used once
-  kInput,   // tensor, tuple of tensors, or None
+  kInput,   // tensor, tuple of tensors, or None; of a receive, where the message goes
   kOutput,  // the same structure; None where the core owns the output
   // From here on they have keywords and may be left out.
   kPositional,
@@ -30,6 +30,7 @@ enum SubmitArgument : int {
   kGradientOf,
   kCodec,
   kCodecArgument,
+  kTag,
   kSubmitArguments
 };
 
@@ -63,6 +64,9 @@ bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const*
                 const GradientArguments& gradient, Pending* pending);
 bool submit_group(perseus_context* context, TensorReader* reader, PyObject* const* arguments, int64_t unnamed,
                   const GradientArguments& gradient, Pending* pending);
+
+// Is it the number of a send's or a receive's kind? They have no group, and need no name.
+bool is_point_to_point(PyObject* kind);
 
 // The core's name of an allreduce that Python calls `name`.
 std::string allreduce_name(const std::string& name, bool grouped);

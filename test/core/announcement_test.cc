@@ -255,7 +255,7 @@ TEST(Announcement, UnknownMessagesAndHugeLengthsAreRefused) {
 TEST(Announcement, ChoicesThatDoNotExistAreRefused) {
   std::string blob;
   append_request("", Description(), &blob);
-  blob[5] = static_cast<char>(kKindCount);  // its kind
+  blob[5] = static_cast<char>(kNegotiatedKinds);  // its kind
   EXPECT_TRUE(refused(blob));
   Description d = unusual();
   d.nans = {2};

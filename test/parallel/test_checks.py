@@ -31,6 +31,7 @@ MODULES = [
     "bench_checks",
     "c10d_checks",
     "ddp_checks",
+    "point_to_point_checks",
 ]
 CASES = [
     pytest.param(

@@ -124,6 +124,21 @@ def test_headers_of_exchanges_have_the_fields_of_the_code() -> None:
     assert "static_assert(sizeof(ExchangeHeader) == 64" in source_with("struct ExchangeHeader {")
 
 
+def test_headers_of_sends_and_receives_have_the_fields_of_the_code() -> None:
+    section = "Sends and receives"
+    assert production("header", section).split() == fields_of("PointToPointHeader")
+    text = source_with("struct PointToPointHeader {")
+    assert "sizeof(PointToPointHeader) == 40" in text
+    listed = re.findall(r"(\d) \((\w+)\)", production("type", section))
+    types = enumerators(text, "PointToPointType")
+    assert {f"k{name.capitalize()}": int(number) for number, name in listed} == types
+    sizes = constants(text)
+    assert f"up to {sizes['kMostEager']} bytes" in PAGE
+    assert f"no more than {sizes['kMostHeld']} bytes" in PAGE
+    assert "constexpr Channel kPointToPointChannel{UINT32_MAX, 0};" in text
+    assert constants(source_with("kMaxMessage = "))["kMaxMessage"] == 256 * 1024
+
+
 def test_every_collective_has_a_row() -> None:
     rows = " ".join(re.findall(r"^\| ([^|]*) \|", PAGE.split("\n## Exchanges\n", 1)[1], re.M))
     for name in enumerators(source_with("enum class Collective "), "Collective"):
@@ -136,7 +151,7 @@ def test_control_messages_begin_with_the_letters_of_the_code() -> None:
         re.findall(r"constexpr char k\w+(?:PeerEvent|Message) = ('.')", "".join(SOURCES.values()))
     )
     section = "Channels and links"
-    listed = {production(name, section).split()[0] for name in ("abort", "goodbye")}
+    listed = {production(name, section).split()[0] for name in ("abort", "goodbye", "link")}
     assert listed == letters
 
 

@@ -89,8 +89,16 @@ typedef enum perseus_kind {
   PERSEUS_REMOVE_GROUP = 7,
   /* This rank has no more data. Until all ranks of the group have joined, it contributes zeros to their allreduces;
    * their other collectives fail. The output's `size` is the rank that joined last. */
-  PERSEUS_JOIN = 8
+  PERSEUS_JOIN = 8,
+  /* One tensor, of any dtype, from this rank to the rank `root`, and the receive of it there. Of the messages of one
+   * rank that have the same `tag`, the one that was sent first goes to the receive that was posted first; a receive
+   * with `root` PERSEUS_ANY_RANK takes what is announced to it first, whoever sends it. Its output's `size` is the
+   * sender's rank. Both tensors must have the same size in bytes: otherwise both requests fail with PERSEUS_MISMATCH,
+   * and the job goes on. A send is done once its receive is there and the tensor may be changed. */
+  PERSEUS_SEND = 9,
+  PERSEUS_RECEIVE = 10
 } perseus_kind;
+#define PERSEUS_ANY_RANK (-1)
 
 PERSEUS_EXPORT const char* perseus_version(void);
 /* Describes the calling thread's last failed call; "" before the first one. */
@@ -227,7 +235,8 @@ typedef int64_t perseus_handle; /* > 0 */
 
 typedef struct perseus_tensor {
   const void* input;
-  void* output;         /* may equal input; NULL for allgather and alltoall, see perseus_handle_output */
+  void*
+      output; /* may equal input; NULL for allgather and alltoall, see perseus_handle_output; RECEIVE: without input */
   const int64_t* shape; /* copied by the call */
   int ndim;
   perseus_dtype dtype;
@@ -236,13 +245,13 @@ typedef struct perseus_tensor {
 typedef struct perseus_request {
   size_t struct_size;
   perseus_kind kind;
-  int group;                     /* 0 = the world */
-  const char* name;              /* matches requests across ranks, in whatever order ranks submit them */
+  int group;        /* 0 = the world */
+  const char* name; /* matches requests across ranks, in whatever order ranks submit them; SEND, RECEIVE: may be NULL */
   const perseus_tensor* tensors; /* several form a grouped operation: ready, executed and finished together */
   int tensor_count;
   perseus_reduce_op op;       /* allreduce, reducescatter */
   double prescale, postscale; /* 1.0 = no scaling; must be set, since 0 scales everything to 0 */
-  int root;                   /* broadcast: a GLOBAL rank */
+  int root;                   /* broadcast, SEND, RECEIVE: a GLOBAL rank */
   const int64_t* splits;      /* alltoall: rows of dimension 0 for every rank of the group; NULL = equal parts */
   int split_count;
   int priority;     /* requests that become ready together run in descending priority */
@@ -267,6 +276,7 @@ typedef struct perseus_request {
   /* If not NULL, this rank cannot take part in what the others submit under this name, and this is the reason: the
    * request fails on all ranks with PERSEUS_MISMATCH and this text. Tensors and splits are ignored. */
   const char* refusal;
+  int64_t tag; /* SEND, RECEIVE: not negative. They ignore all fields of which nothing else is said. */
 } perseus_request;
 
 /* Submits the request and returns at once. Does not copy tensors. */
@@ -314,7 +324,7 @@ PERSEUS_EXPORT perseus_code perseus_residuals_flush(perseus_context* context);
 
 /* Allgather and alltoall: tensor `index` of the result, which the handle owns until it is released; `shape` has ndim
  * values. PERSEUS_ADD_GROUP: ndim is 0, and `size` is the new group's id. PERSEUS_JOIN: ndim is 0, and `size` is the
- * rank that joined last. */
+ * rank that joined last. PERSEUS_RECEIVE: ndim is 0, and `size` is the rank that sent it. */
 typedef struct perseus_output {
   size_t struct_size;
   void* data;
