@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,18 +50,24 @@ def core_reduction(reduce_op: Any, tensor: torch.Tensor) -> Reduction | None:
     Raises ValueError for a reduction that is not defined for the tensor's dtype.
     """
     kind = kind_of(reduce_op)
-    if tensor.dtype == torch.bool and kind in _BOOL_OPS:
+    reduction = _reduction(kind, tensor.dtype)
+    return (
+        reduction if kind != RedOpType.PREMUL_SUM else Reduction(ReduceOp.Sum, _factor(reduce_op))
+    )
+
+
+@cache  # asked for every collective
+def _reduction(kind: Any, dtype: torch.dtype) -> Reduction | None:
+    if dtype == torch.bool and kind in _BOOL_OPS:
         return Reduction(_BOOL_OPS[kind])
     if kind in BITWISE:
-        if tensor.is_floating_point() or tensor.is_complex():
-            raise ValueError(f"[torch] {kind.name} is defined for integers, not for {tensor.dtype}")
+        if dtype.is_floating_point or dtype.is_complex:
+            raise ValueError(f"[torch] {kind.name} is defined for integers, not for {dtype}")
         return None
-    if tensor.is_complex() and kind not in _COMPLEX_OPS:
-        raise ValueError(f"[torch] {kind.name} is not defined for {tensor.dtype}: use SUM or AVG")
-    if kind not in _CORE_OPS or (tensor.dtype not in DTYPES and not tensor.is_complex()):
-        raise ValueError(f"[torch] {kind.name} is not defined for {tensor.dtype}")
-    if kind == RedOpType.PREMUL_SUM:
-        return Reduction(ReduceOp.Sum, _factor(reduce_op))
+    if dtype.is_complex and kind not in _COMPLEX_OPS:
+        raise ValueError(f"[torch] {kind.name} is not defined for {dtype}: use SUM or AVG")
+    if kind not in _CORE_OPS or (dtype not in DTYPES and not dtype.is_complex):
+        raise ValueError(f"[torch] {kind.name} is not defined for {dtype}")
     return Reduction(_CORE_OPS[kind])
 
 
