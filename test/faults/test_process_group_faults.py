@@ -40,6 +40,8 @@ FORMS = {
         x.clone(), parts if rank == 0 else None, src=0, group=g, async_op=True),
     "reduce_scatter": lambda g: dist.reduce_scatter(x.clone(), parts, group=g, async_op=True),
     "all_to_all": lambda g: dist.all_to_all(parts, parts, group=g, async_op=True),
+    "send": lambda g: dist.isend(x, victim, group=g),
+    "recv": lambda g: dist.irecv(x.clone(), victim, group=g),
     "barrier": lambda g: dist.barrier(group=g, async_op=True),
 }
 groups = {name: dist.new_group(timeout=limit) for name in FORMS}

@@ -8,6 +8,7 @@ whole group.
 from __future__ import annotations
 
 import atexit
+import sys
 import time
 import weakref
 from datetime import timedelta
@@ -58,6 +59,14 @@ class _Life(Collectives):
         """Whether split_group() works: it makes another world of some of the ranks."""
         return True
 
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether c10d brackets batches of operations: the core fuses what is under way anyway."""
+        return False
+
+    # What c10d asks a Backend in Python, whose own answer would ask again, without end.
+    supports_reconfigure = supports_shrinking = supports_window = supports_coalescing
+
     def split(self, store: c10d.Store, ranks: list[int], opts: Any) -> Any:
         """Return a group of `ranks`, which are numbers in this one, in their order; None outside.
 
@@ -100,9 +109,15 @@ class _Life(Collectives):
         self.world.shutdown()
 
     def shutdown(self) -> None:
-        """Leave the group. What is pending fails on every rank."""
+        """Leave the group once every rank wants to, so that others can end what they have begun.
+
+        After an exception, or when the group has failed, this rank leaves at once: what is pending
+        then fails on every rank.
+        """
         if self in _open:
             _open.discard(self)
+            if sys.exc_info()[0] is None:
+                self.world.await_all()
             self.world.close()
 
 
@@ -164,7 +179,7 @@ def _create(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
 def _close_all() -> None:
     """Leave the groups that the script has not destroyed: their ranks need not wait for a clock."""
     for group in list(_open):
-        group.shutdown()
+        group.world.close()
 
 
 def register() -> None:

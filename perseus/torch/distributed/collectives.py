@@ -21,12 +21,13 @@ import torch
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import completer
 from perseus.torch.distributed.reductions import BITWISE, RedOpType, core_reduction, kind_of
-from perseus.torch.distributed.work import Work, joined
+from perseus.torch.distributed.work import Receive, Work, joined
 from perseus.torch.distributed.world import World
 from perseus.torch.session import DTYPES
 from perseus.torch.sparse import header_and_indices, sparse_total
 
 Tensors = list[torch.Tensor]
+_ANY_RANK = -1  # PERSEUS_ANY_RANK
 _SPARSE_OPS = {RedOpType.SUM: ReduceOp.Sum, RedOpType.AVG: ReduceOp.Average}
 
 
@@ -330,6 +331,30 @@ class Collectives:
             return outputs
 
         return self._submit(Kind.ALLTOALL, flat, finish, splits=splits)
+
+    # ---- between two ranks ----
+
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> Work:
+        """Send a tensor to one rank, which receives it with the same tag."""
+        _checked(tensors)
+        return self._between_two(Kind.SEND, tensors, destination, tag)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        """Receive a tensor from one rank."""
+        _checked(tensors)
+        return self._between_two(Kind.RECEIVE, tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Receive a tensor from whichever rank sends first; the work's source_rank() names it."""
+        _checked(tensors)
+        return self._between_two(Kind.RECEIVE, tensors, _ANY_RANK, tag)
+
+    def _between_two(self, kind: Kind, tensors: Tensors, peer: int, tag: int) -> Work:
+        own = _movable(_only(tensors))
+        handle = self.world.operations.submit(kind, None, own, root=peer, tag=tag)
+        if kind == Kind.RECEIVE:
+            return Receive(self.world, handle, tensors)
+        return Work(self.world, [(handle, lambda _: tensors)])
 
     # ---- sparse tensors ----
 

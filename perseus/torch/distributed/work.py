@@ -112,6 +112,27 @@ class Work(dist.Work):
                 self._pieces = self._pieces[1:]
 
 
+class Receive(Work):
+    """A receive, which knows its sender once it is done."""
+
+    def __init__(self, world: World, handle: int, tensors: list[torch.Tensor]) -> None:
+        """handle: of `world.operations`. tensors: what is received, one."""
+        super().__init__(world, [(handle, self._note)])
+        self._tensors, self._source = tensors, -1
+
+    def _note(self, source: int) -> list[torch.Tensor]:
+        self._source = source
+        return self._tensors
+
+    def source_rank(self) -> int:
+        """Return the sender's number in the group. Waits for it."""
+        self.wait()
+        return self._source
+
+    # c10d has asked for it under both names.
+    _source_rank = source_rank
+
+
 def joined(world: World, works: list[Work]) -> Work:
     """One work for several that nobody waits for yet."""
     return Work(world, [piece for work in works for piece in work.pieces()])

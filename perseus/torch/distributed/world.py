@@ -5,13 +5,16 @@ Groups therefore fail, time out and end apart from each other, as torch's do. An
 
 from __future__ import annotations
 
+import contextlib
 import math
 from datetime import timedelta
 
 from torch._C import _distributed_c10d as c10d
 
 from perseus import _core
+from perseus.errors import HorovodInternalError
 from perseus.group_context import group_context
+from perseus.operations import Kind
 from perseus.torch.session import describe, wrap
 
 
@@ -27,6 +30,11 @@ class World:
         self.seconds = max(1, math.ceil(timeout.total_seconds()))
         self._context = group_context(store, rank, size, self.seconds)
         self.operations = _core.Operations(self._context, wrap, describe)
+
+    def await_all(self) -> None:
+        """Return once every rank has called this, or the world has failed."""
+        with contextlib.suppress(HorovodInternalError):
+            self.operations.synchronize(self.operations.submit(Kind.BARRIER, "leave", None))
 
     def shutdown(self) -> None:
         """End the world on every rank: operations that are pending there fail."""

@@ -209,6 +209,71 @@ def check_objects_and_barriers() -> None:
         dist.barrier()
 
 
+def check_sends_and_receives_of_every_dtype() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    with process_group():
+        for dtype in [*ALL, *OTHERS]:
+            for tag, shape in enumerate(SIZES):
+                received = torch.empty(shape, dtype=dtype)
+                works = [
+                    dist.isend(mine(shape, dtype), after, tag=tag),
+                    dist.irecv(received, before, tag=tag),
+                ]
+                for work in works:
+                    assert work.wait()
+                assert_same(bits(received), bits(of(before, shape, dtype)))
+        received = torch.empty(70_000)
+        if rank == 0:
+            dist.send(mine((70_000,), torch.float32), dst=size - 1)
+        elif rank == size - 1:
+            assert dist.recv(received, src=0) == 0
+            assert_same(received, of(0, (70_000,), torch.float32))
+
+
+def check_receives_from_any_rank_and_tags_in_any_order() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    with process_group():
+        group = dist.new_group(list(reversed(range(size))))
+        if rank != 0:
+            works = [dist.isend(mine((1000,), torch.float32, tag), 0, group, tag) for tag in (1, 2)]
+            for work in works:
+                work.wait()
+        else:
+            for tag in (2, 1):
+                sources = []
+                for _ in range(1, size):
+                    received = torch.empty(1000)
+                    sources.append(dist.recv(received, group=group, tag=tag))
+                    assert_same(received, of(sources[-1], (1000,), torch.float32, tag))
+                assert sorted(sources) == list(range(1, size))
+
+
+def check_batches_of_sends_and_receives() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    with process_group():
+        received = [torch.empty(5000) for _ in range(size)]
+        sends = [
+            dist.P2POp(dist.isend, mine((5000,), torch.float32, other), other)
+            for other in range(size)
+            if other != rank
+        ]
+        receives = [
+            dist.P2POp(dist.irecv, received[other], other) for other in range(size) if other != rank
+        ]
+        for work in dist.batch_isend_irecv(sends + receives):
+            work.wait()
+        for other in range(size):
+            if other != rank:
+                assert_same(received[other], of(other, (5000,), torch.float32, rank))
+        if rank == 0:
+            dist.send_object_list([{"from": rank}], 1)
+        if rank == 1:
+            found = [None]
+            dist.recv_object_list(found, 0)
+            assert found == [{"from": 0}]
+
+
 def check_sparse_tensors() -> None:
     with process_group():
         rank, size = hvd.rank(), hvd.size()
