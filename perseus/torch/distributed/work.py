@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.world import World
 
+_NO_LIMIT = timedelta(0)
+_LOOK_AGAIN_SECONDS = 0.001
 # A handle of World.operations, and what makes tensors of the operation's output.
 Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
 
@@ -44,15 +47,27 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once the operation is done.
 
-        timeout: None or zero for the group's own.
+        timeout: None or zero for no other limit than that of the group.
 
         Raises the error of the operation; torch.distributed.DistBackendError if it is not done in
-        time.
+        time, after which one may wait again.
         """
+        if timeout is not None and timeout > _NO_LIMIT:
+            self._await_end(timeout.total_seconds())
         self._settle()
         if self._error is not None:
             raise self._error
         return True
+
+    def _await_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                raise dist.DistBackendError(
+                    f"[torch] an operation did not end within {seconds:g} s (timeout= of wait): "
+                    f"some rank has not started it, or is still busy with it"
+                )
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def synchronize(self) -> None:
         """wait()."""

@@ -326,6 +326,22 @@ def check_a_work_tells_its_state() -> None:
             dist.all_reduce(torch.ones(4, 3).t())
 
 
+def check_a_wait_ends_in_time_and_may_be_repeated() -> None:
+    with process_group():
+        tensor = mine((9,), torch.float32)
+        if hvd.rank() == 0:
+            late = dist.all_reduce(tensor, async_op=True)
+            with pytest.raises(dist.DistBackendError, match=r"did not end within 0.2 s \(timeout="):
+                late.wait(datetime.timedelta(seconds=0.2))
+            assert not late.is_completed() and late.exception() is None
+            hvd.barrier()
+        else:
+            hvd.barrier()
+            late = dist.all_reduce(tensor, async_op=True)
+        assert late.wait(datetime.timedelta(seconds=60))
+        assert_same(tensor, everyone((9,), torch.float32).sum(0).to(torch.float32))
+
+
 def check_callbacks_run_in_the_order_of_submission() -> None:
     with process_group():
         order: list[int] = []
