@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import os
+import subprocess
+import sys
 from importlib.metadata import entry_points
 
 import pytest
@@ -61,3 +64,34 @@ def test_ranks_that_do_not_come_are_named(rank, missing):
             "perseus", store=dist.HashStore(), rank=rank, world_size=3, timeout=limit
         )
     assert not dist.is_initialized()
+
+
+RESTARTED = """
+import os, torch, torch.distributed as dist
+import perseus.torch.distributed
+dist.init_process_group("perseus")
+tensor = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(tensor)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    os._exit(7)
+dist.all_reduce(tensor)
+dist.destroy_process_group()
+print("ended with", tensor.tolist(), flush=True)
+"""
+
+
+def test_torchrun_restarts_ranks_into_a_new_group(tmp_path):
+    script = tmp_path / "restarted.py"
+    script.write_text(RESTARTED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--max-restarts", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    done = subprocess.run(
+        [*torchrun, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ended with [6.0, 6.0, 6.0]") == 2, done.stdout

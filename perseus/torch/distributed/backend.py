@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import sys
 import time
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +25,8 @@ _IS_BACKEND = hasattr(c10d.Backend, "supports_reconfigure")  # since 2.14: Pytho
 
 _ANSWER_TIME = timedelta(seconds=5)
 _LOOK_AGAIN_SECONDS = 0.01
-# Groups that are open, for the end of the process.
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
+# Groups that are open. c10d may keep no reference to their Python objects, only to what it calls.
+_open: set[Any] = set()
 
 
 class _Life(Collectives):
@@ -103,6 +102,13 @@ class _Life(Collectives):
         self._store.set(f"{prefix}end", problem if missing else "")
         if missing:
             raise RuntimeError(problem)
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collectives this rank has started; torch's debug mode compares them."""
+        return self.started
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: every rank counts from 0."""
 
     def abort(self) -> None:
         """End the group at once, on every rank: what is pending fails."""

@@ -84,8 +84,10 @@ class Collectives:
     """c10d's methods. The class that this is mixed into sets `world`."""
 
     world: World
+    started: int  # collectives, on this rank
 
     def _begin(self) -> None:
+        self.started = 0
         self._callback_numbers = count()
 
     def _submit(
@@ -96,6 +98,7 @@ class Collectives:
         output: Any = None,
         **arguments: Any,
     ) -> Work:
+        self.started += 1
         # Whatever callbacks start comes in an order of its own on every rank.
         name = f"callback.{next(self._callback_numbers)}" if completer.is_this_thread() else None
         handle = self.world.operations.submit(kind, name, given, output, **arguments)

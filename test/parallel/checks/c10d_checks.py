@@ -207,6 +207,9 @@ def check_objects_and_barriers() -> None:
         dist.broadcast_object_list(given, src=0)
         assert given == [0, "root"]
         dist.barrier()
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        dist.barrier()
+        assert dist.group.WORLD._get_sequence_number_for_group() == before + 1
 
 
 def check_sends_and_receives_of_every_dtype() -> None:
