@@ -1,10 +1,9 @@
 """The collectives of c10d on the core, under the names by which torch calls a backend.
 
-Mixed into a Backend or a ProcessGroup, whatever this torch takes. Every collective is exact: codecs
-act on gradients of DistributedDataParallel alone. Tensors are contiguous and lie in host memory.
-Options come from torch.distributed, which has checked their types. Any thread may start
-collectives; ranks pair them by their order, which they count apart for callbacks of futures
-(future.py).
+Mixed into a Backend or a ProcessGroup, whatever this torch takes. Every collective is exact.
+Tensors are contiguous and lie in host memory. Options come from torch.distributed, which has
+checked their types. Any thread may start collectives; ranks pair them by their order, which they
+count apart for callbacks of futures (future.py).
 
 Errors: ValueError for tensors that cannot take part; torch.distributed.DistBackendError, from the
 returned work's wait(), where ranks disagree or one has ended, which the message names.
