@@ -71,7 +71,7 @@ def test_a_users_script_passes_mypy_strict(tmp_path: Path) -> None:
 
 def test_reductions_and_kinds_stay_integers() -> None:
     assert [*ReduceOp] == [0, 1, 2, 3, 4, 5]
-    assert [*Kind] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert [*Kind] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert ["Average", "Sum"][ReduceOp.Sum] == "Sum"
     assert {0: "found"}[ReduceOp.Average] == "found"
     assert copy.deepcopy(ReduceOp.Max) is ReduceOp.Max
