@@ -19,7 +19,13 @@ import torch
 
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import completer
-from perseus.torch.distributed.reductions import BITWISE, RedOpType, core_reduction, kind_of
+from perseus.torch.distributed.reductions import (
+    BITWISE,
+    RedOpType,
+    Reduction,
+    core_reduction,
+    kind_of,
+)
 from perseus.torch.distributed.work import Receive, Work, joined
 from perseus.torch.distributed.world import World
 from perseus.torch.session import DTYPES
@@ -115,14 +121,7 @@ class Collectives:
         if reduction is None:
             return self._allreduce_bits(tensor, BITWISE[kind_of(opts.reduceOp)])
         own = _reducible(tensor)
-        return self._submit(
-            Kind.ALLREDUCE,
-            own,
-            lambda _: tensors,
-            own,
-            op=reduction.op,
-            prescale=reduction.prescale,
-        )
+        return self._reduce(own, own, reduction, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce several tensors over all ranks, in place, as one operation."""
@@ -133,14 +132,13 @@ class Collectives:
         reduction = reductions.pop()
         assert reduction is not None
         own = tuple(_reducible(tensor) for tensor in tensors)
+        return self._reduce(own, own, reduction, tensors)
+
+    def _reduce(self, given: Any, result: Any, reduction: Reduction, tensors: Tensors) -> Work:
         return self._submit(
-            Kind.ALLREDUCE,
-            own,
-            lambda _: tensors,
-            own,
-            op=reduction.op,
+            Kind.ALLREDUCE, given, lambda _: tensors, result, op=reduction.op,
             prescale=reduction.prescale,
-        )
+        )  # fmt: skip
 
     def _allreduce_bits(self, tensor: torch.Tensor, combine: Any) -> Work:
         flat = _movable(tensor)
@@ -162,10 +160,7 @@ class Collectives:
             return self._allreduce_bits(own, BITWISE[kind_of(opts.reduceOp)])
         given = _reducible(tensor)
         result = given if root else torch.empty_like(given)
-        return self._submit(
-            Kind.ALLREDUCE, given, lambda _: tensors, result, op=reduction.op,
-            prescale=reduction.prescale,
-        )  # fmt: skip
+        return self._reduce(given, result, reduction, tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
         """Reduce `given` over all ranks; this rank gets its part, in rank order, as `output`."""
