@@ -227,8 +227,8 @@ void TcpTransport::on_side(int rank, Socket socket, std::string session) {
   Peer& peer = peer_of(rank);
   peer.address = peer_address(socket.fd());
   if (keep_alive_s_ > 0) keep_alive(socket.fd(), keep_alive_s_);
-  peer.side =
-      std::make_unique<TcpSide>(poller_, traffic_, *this, peer.alive_ns, rank, std::move(socket), std::move(session));
+  peer.side = std::make_unique<TcpControlConnection>(poller_, traffic_, *this, peer.alive_ns, rank, std::move(socket),
+                                                     std::move(session));
 }
 
 std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {

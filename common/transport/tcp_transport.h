@@ -15,14 +15,14 @@
 #include "net/poller.h"
 #include "transport/tcp_acceptor.h"
 #include "transport/tcp_connector.h"
+#include "transport/tcp_control_connection.h"
 #include "transport/tcp_endpoint.h"
 #include "transport/tcp_link.h"
-#include "transport/tcp_side.h"
 #include "transport/transport.h"
 
 namespace perseus {
 
-class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSide::Listener {
+class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpControlConnection::Listener {
  public:
   // Listens on the configured interfaces and publishes where. Throws Error(kInvalidArgument) for interfaces that are
   // not there.
@@ -50,7 +50,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
 
   struct Peer {
     int64_t alive_ns = 0;
-    std::unique_ptr<TcpSide> side;
+    std::unique_ptr<TcpControlConnection> side;
     SocketAddress address;  // data connections go to the address at which the control connection found the peer …
     std::vector<std::pair<SocketAddress, SocketAddress>> stripes;  // … or, several interfaces, to these in turn
     std::string gone;                                              // why, "" = there
@@ -80,7 +80,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpSi
   const std::string* session_with(int rank) override;
   void on_side(int rank, Socket socket, std::string session) override;
   std::string on_data(int rank, Channel channel, Socket socket) override;
-  // TcpSide::Listener
+  // TcpControlConnection::Listener
   void on_control_message(int peer, std::string text) override;
   void on_gone(int peer, const std::string& why) override;
 

@@ -12,7 +12,7 @@
 
 namespace perseus {
 
-class TcpSide : public PollHandler {
+class TcpControlConnection : public PollHandler {
  public:
   // What the transport wants to know; both may be called from on_event() only.
   struct Listener {
@@ -21,10 +21,10 @@ class TcpSide : public PollHandler {
     virtual void on_gone(int peer, const std::string& why) = 0;
   };
 
-  TcpSide(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
-          std::string session);
+  TcpControlConnection(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer,
+                       Socket socket, std::string session);
   // Sends what is queued if that does not block, and closes so that the peer can still read all of it.
-  ~TcpSide() override;
+  ~TcpControlConnection() override;
 
   // Makes the tickets of the pair's data connections.
   const std::string& session() const { return session_; }

@@ -1,5 +1,5 @@
 // Frames of the control connection.
-#include "transport/tcp_side.h"
+#include "transport/tcp_control_connection.h"
 
 #include <cerrno>
 #include <cstring>
@@ -17,8 +17,8 @@ constexpr size_t kMaxQueued = 64 * 1024;
 
 }  // namespace
 
-TcpSide::TcpSide(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer, Socket socket,
-                 std::string session)
+TcpControlConnection::TcpControlConnection(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns,
+                                           int peer, Socket socket, std::string session)
     : poller_(poller),
       traffic_(traffic),
       listener_(listener),
@@ -30,7 +30,7 @@ TcpSide::TcpSide(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_
   poller_.add(socket_.fd(), EPOLLIN | EPOLLRDHUP, this);
 }
 
-TcpSide::~TcpSide() {
+TcpControlConnection::~TcpControlConnection() {
   if (!lost_) flush();
   poller_.remove(socket_.fd());
   // Closing with unread bytes would reset the connection and destroy our last control message on its way.
@@ -39,23 +39,23 @@ TcpSide::~TcpSide() {
   for (int i = 0; i < 64 && recv_some(socket_.fd(), rest, sizeof rest) > 0; ++i) continue;
 }
 
-void TcpSide::send_control_message(const std::string& message) {
+void TcpControlConnection::send_control_message(const std::string& message) {
   queue(message.substr(0, tcp_protocol::kMaxControlText));
 }
 
-void TcpSide::send_heartbeat() {
+void TcpControlConnection::send_heartbeat() {
   // Whatever is queued says the same.
   if (out_.empty()) queue("");
 }
 
-void TcpSide::queue(const std::string& payload) {
+void TcpControlConnection::queue(const std::string& payload) {
   if (lost_ || out_.size() + 4 + payload.size() > kMaxQueued) return;
   put_u32(&out_, static_cast<uint32_t>(payload.size()));
   out_ += payload;
   flush();  // a failure shows as an event, too
 }
 
-bool TcpSide::flush() {
+bool TcpControlConnection::flush() {
   while (!out_.empty()) {
     const ssize_t n = send_some(socket_.fd(), out_.data(), out_.size());
     if (n < 0) return false;
@@ -70,13 +70,13 @@ bool TcpSide::flush() {
   return true;
 }
 
-void TcpSide::on_event(uint32_t events) {
+void TcpControlConnection::on_event(uint32_t events) {
   // What arrived before the end is delivered before the end.
   if (events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) receive();
   if (!lost_ && (events & EPOLLOUT) && !flush()) lose(std::strerror(errno));
 }
 
-void TcpSide::receive() {
+void TcpControlConnection::receive() {
   for (;;) {
     char buffer[4096];
     const ssize_t n = recv_some(socket_.fd(), buffer, sizeof buffer);
@@ -100,7 +100,7 @@ void TcpSide::receive() {
   }
 }
 
-void TcpSide::lose(const std::string& why) {
+void TcpControlConnection::lose(const std::string& why) {
   if (lost_) return;
   lost_ = true;
   out_.clear();
