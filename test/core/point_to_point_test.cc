@@ -172,15 +172,16 @@ TEST_P(PointToPoint, MessagesOfOneTagKeepTheirOrder) {
 }
 
 TEST_P(PointToPoint, AReceiveFromAnyRankSaysWhoseMessageItGot) {
-  constexpr int kRounds = 30;
-  run_world(medium(), 4, [&](int rank, perseus_context* context) {
+  constexpr int kRounds = 30, kRanks = 4;
+  Barrier done(kRanks);  // who leaves ends what others still have under way
+  run_world(medium(), kRanks, [&](int rank, perseus_context* context) {
     const auto size = [](int round) { return static_cast<size_t>(round % 3 == 0 ? 20'000 : round); };
     if (rank != 0) {
       std::deque<Half> sends;
       for (int round = 0; round < kRounds; ++round)
         sends.emplace_back(context, message(rank, 0, round, size(round)), 0, round);
       for (Half& send : sends) send.finish();
-      return;
+      return done.wait();
     }
     for (int round = 0; round < kRounds; ++round) {
       std::vector<int> sources;
@@ -193,11 +194,13 @@ TEST_P(PointToPoint, AReceiveFromAnyRankSaysWhoseMessageItGot) {
       std::sort(sources.begin(), sources.end());
       EXPECT_EQ(sources, (std::vector<int>{1, 2, 3}));
     }
+    done.wait();
   });
 }
 
 TEST_P(PointToPoint, CollectivesAreUnderWayMeanwhile) {
   constexpr int kSteps = 10, kRanks = 3;
+  Barrier done(kRanks);
   run_world(medium(), kRanks, [&](int rank, perseus_context* context) {
     const int next = (rank + 1) % kRanks, last = (rank + kRanks - 1) % kRanks;
     for (int step = 0; step < kSteps; ++step) {
@@ -215,6 +218,7 @@ TEST_P(PointToPoint, CollectivesAreUnderWayMeanwhile) {
       receive.expect(message(last, rank, step, size), last);
       send.finish();
     }
+    done.wait();
   });
 }
 
