@@ -31,6 +31,7 @@ MODULES = [
     "bench_checks",
     "c10d_checks",
     "ddp_checks",
+    "ddp_hooks_checks",
     "point_to_point_checks",
 ]
 CASES = [
