@@ -93,6 +93,7 @@ class Collectives:
 
     def _begin(self) -> None:
         self.started = 0
+        self._done = Work(self.world, [])
         self._callback_numbers = count()
 
     def _submit(
@@ -101,13 +102,22 @@ class Collectives:
         given: Any,
         finish: Callable[[Any], Tensors],
         output: Any = None,
+        awaited: bool = False,
         **arguments: Any,
     ) -> Work:
+        """awaited: torch waits before it goes on, and nobody else sees the returned work."""
         self.started += 1
         # Whatever callbacks start comes in an order of its own on every rank.
         name = f"callback.{next(self._callback_numbers)}" if completer.is_this_thread() else None
-        handle = self.world.operations.submit(kind, name, given, output, **arguments)
-        return Work(self.world, [(handle, finish)])
+        operations = self.world.operations
+        handle = operations.submit(kind, name, given, output, **arguments)
+        if not awaited:
+            return Work(self.world, [(handle, finish)])
+        try:
+            finish(operations.synchronize(handle))
+        except Exception as error:
+            return Work.failed(self.world, error)
+        return self._done
 
     # ---- reductions ----
 
@@ -117,26 +127,28 @@ class Collectives:
         if tensor.is_sparse:
             return self._allreduce_sparse(tensor, opts)
         _checked(tensors)
-        reduction = core_reduction(opts.reduceOp, tensor)
+        reduction = core_reduction(opts.reduceOp, tensor.dtype)
         if reduction is None:
             return self._allreduce_bits(tensor, BITWISE[kind_of(opts.reduceOp)])
         own = _reducible(tensor)
-        return self._reduce(own, own, reduction, tensors)
+        return self._reduce(own, own, reduction, tensors, not opts.asyncOp)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce several tensors over all ranks, in place, as one operation."""
         _checked(tensors)
-        reductions = {core_reduction(opts.reduceOp, tensor) for tensor in tensors}
+        reductions = {core_reduction(opts.reduceOp, tensor.dtype) for tensor in tensors}
         if len(reductions) != 1 or None in reductions:
             raise ValueError("[torch] coalesced tensors are reduced alike, and not bit by bit")
         reduction = reductions.pop()
         assert reduction is not None
         own = tuple(_reducible(tensor) for tensor in tensors)
-        return self._reduce(own, own, reduction, tensors)
+        return self._reduce(own, own, reduction, tensors, not opts.asyncOp)
 
-    def _reduce(self, given: Any, result: Any, reduction: Reduction, tensors: Tensors) -> Work:
+    def _reduce(
+        self, given: Any, result: Any, reduction: Reduction, tensors: Tensors, awaited: bool
+    ) -> Work:
         return self._submit(
-            Kind.ALLREDUCE, given, lambda _: tensors, result, op=reduction.op,
+            Kind.ALLREDUCE, given, lambda _: tensors, result, awaited, op=reduction.op,
             prescale=reduction.prescale,
         )  # fmt: skip
 
@@ -153,14 +165,14 @@ class Collectives:
         """Reduce a tensor over all ranks; only the root's is overwritten."""
         tensor = _only(tensors)
         _checked(tensors)
-        reduction = core_reduction(opts.reduceOp, tensor)
+        reduction = core_reduction(opts.reduceOp, tensor.dtype)
         root = opts.rootRank == self.world.rank
         if reduction is None:
             own = tensor if root else tensor.clone()
             return self._allreduce_bits(own, BITWISE[kind_of(opts.reduceOp)])
         given = _reducible(tensor)
         result = given if root else torch.empty_like(given)
-        return self._reduce(given, result, reduction, tensors)
+        return self._reduce(given, result, reduction, tensors, not opts.asyncOp)
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
         """Reduce `given` over all ranks; this rank gets its part, in rank order, as `output`."""
@@ -172,7 +184,7 @@ class Collectives:
                 f"[torch] reduce_scatter: {given.numel()} elements cannot be split evenly among "
                 f"{size} ranks"
             )
-        reduction = core_reduction(opts.reduceOp, given)
+        reduction = core_reduction(opts.reduceOp, given.dtype)
         parts = _reducible(given).reshape(size, -1)
         if reduction is None:
             return self._reduce_scatter_bits(output, given, BITWISE[kind_of(opts.reduceOp)])
@@ -215,7 +227,9 @@ class Collectives:
         """Overwrite a tensor with that of the root."""
         _checked(tensors)
         own = _movable(_only(tensors))
-        return self._submit(Kind.BROADCAST, own, lambda _: tensors, own, root=opts.rootRank)
+        return self._submit(
+            Kind.BROADCAST, own, lambda _: tensors, own, not opts.asyncOp, root=opts.rootRank
+        )
 
     def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
@@ -382,4 +396,5 @@ class Collectives:
 
     def barrier(self, opts: Any = None) -> Work:
         """Complete once every rank has called it."""
-        return self._submit(Kind.BARRIER, None, lambda _: [])
+        awaited = opts is not None and not opts.asyncOp
+        return self._submit(Kind.BARRIER, None, lambda _: [], None, awaited)

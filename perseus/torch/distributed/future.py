@@ -62,11 +62,12 @@ class _Completer:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ident = 0  # of the thread; 0 = it has not begun
         self._lock = threading.Lock()
 
     def is_this_thread(self) -> bool:
         """Whether a callback of a future is calling."""
-        return self._thread is threading.current_thread()
+        return self._ident == threading.get_ident()
 
     def call(self, job: Callable[[], None]) -> None:
         """Run `job` on the completer's thread, after those that came before."""
@@ -79,6 +80,7 @@ class _Completer:
         self._jobs.put(job)
 
     def _run(self) -> None:
+        self._ident = threading.get_ident()
         while True:
             self._jobs.get()()
 

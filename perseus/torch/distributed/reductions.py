@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -44,19 +43,25 @@ def kind_of(reduce_op: Any) -> Any:
     return getattr(reduce_op, "op", reduce_op)
 
 
-def core_reduction(reduce_op: Any, tensor: torch.Tensor) -> Reduction | None:
-    """How the core reduces a tensor in this way; None where it cannot, and BITWISE can.
+def core_reduction(reduce_op: Any, dtype: torch.dtype) -> Reduction | None:
+    """How the core reduces tensors of `dtype` in this way; None where it cannot, and BITWISE can.
 
-    Raises ValueError for a reduction that is not defined for the tensor's dtype.
+    Raises ValueError for a reduction that is not defined for the dtype.
     """
     kind = kind_of(reduce_op)
-    reduction = _reduction(kind, tensor.dtype)
-    return (
-        reduction if kind != RedOpType.PREMUL_SUM else Reduction(ReduceOp.Sum, _factor(reduce_op))
-    )
+    # Asked for every collective, and torch's enums take long to hash and compare: not their values.
+    key = (kind.value, dtype)
+    if key not in _known:
+        _known[key] = _reduction(kind, dtype)
+    if key[0] != _PREMUL_SUM:
+        return _known[key]
+    return Reduction(ReduceOp.Sum, _factor(reduce_op))
 
 
-@cache  # asked for every collective
+_PREMUL_SUM = RedOpType.PREMUL_SUM.value
+_known: dict[tuple[int, torch.dtype], Reduction | None] = {}
+
+
 def _reduction(kind: Any, dtype: torch.dtype) -> Reduction | None:
     if dtype == torch.bool and kind in _BOOL_OPS:
         return Reduction(_BOOL_OPS[kind])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -22,12 +21,12 @@ Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
 
 
 class _Latest(threading.local):
-    """The work that this thread has made last, for return_own_works()."""
+    """The work that this thread has made last, for direct.py."""
 
     work: Work | None = None
 
 
-_latest = _Latest()
+latest = _Latest()
 
 
 class Work(dist.Work):
@@ -42,7 +41,14 @@ class Work(dist.Work):
         self._result: list[torch.Tensor] = []
         self._error: BaseException | None = None
         self._future: Future | None = None
-        _latest.work = self
+        latest.work = self
+
+    @staticmethod
+    def failed(world: World, error: Exception) -> Work:
+        """A work whose operation has ended with this error."""
+        work = Work(world, [])
+        work._error = _as_torch_raises(error)
+        return work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once the operation is done.
@@ -151,39 +157,6 @@ class Receive(Work):
 def joined(world: World, works: list[Work]) -> Work:
     """One work for several that nobody waits for yet."""
     return Work(world, [piece for work in works for piece in work.pieces()])
-
-
-# What torch.distributed calls for a work.
-_METHODS = (
-    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced",
-    "all_gather_single", "all_gather_single_coalesced", "gather", "scatter", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall", "all_to_all_single",
-    "send", "recv", "recv_anysource", "barrier", "_end_coalescing",
-)  # fmt: skip
-
-
-def return_own_works() -> None:
-    """Let methods of ProcessGroup return a work as this backend has made it.
-
-    Where c10d takes a Backend in Python, it returns a work of its own, which forwards wait() and
-    get_future() but not is_completed() or exception(), and whose future is one of torch's. Works of
-    other backends are returned as they are.
-    """
-    for name in _METHODS:
-        original = getattr(dist.ProcessGroup, name, None)
-        if original is not None and not hasattr(original, "__wrapped__"):
-            setattr(dist.ProcessGroup, name, _returning_own(original))
-
-
-def _returning_own(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        _latest.work = None
-        result = original(*args, **kwargs)
-        work, _latest.work = _latest.work, None
-        return result if work is None else work
-
-    return method
 
 
 def _is_done(world: World, handle: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from patterns import ALL, FLOATS, INTEGERS, assert_same, everyone, raised, shared_folder, values
 from torch._C import _distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import perseus.torch.distributed
 import perseus.torch.horovod as hvd
@@ -327,6 +328,42 @@ def check_a_work_tells_its_state() -> None:
         dist.all_reduce(tensor)  # the group goes on
         with pytest.raises(ValueError, match="contiguous"):
             dist.all_reduce(torch.ones(4, 3).t())
+
+
+def check_whoever_watches_operations_sees_collectives() -> None:
+    if not hasattr(_distributed_c10d.Backend, "supports_reconfigure"):
+        pytest.skip("torch before 2.14 calls a backend in Python past its dispatcher")
+
+    class Watch(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with process_group():
+        calls = {
+            "allreduce": dist.all_reduce,
+            "broadcast": lambda tensor: dist.broadcast(tensor, 0),
+            "reduce": lambda tensor: dist.reduce(tensor, 0),
+        }
+        for name, call in calls.items():
+            plain, watched, profiled = (mine((9,), torch.float32) for _ in range(3))
+            call(plain)
+            with Watch() as watch:
+                call(watched)
+            assert any(f"c10d.{name}_" in seen for seen in watch.seen), watch.seen
+            with torch.profiler.profile() as profile:
+                call(profiled)
+            assert any(f"c10d::{name}_" == event.key for event in profile.key_averages())
+            assert_same(watched, plain)
+            assert_same(profiled, plain)
+        hooked: list[object] = []
+        dist.group.WORLD.register_pre_hook(1, hooked.append)
+        dist.all_reduce(mine((9,), torch.float32))
+        assert len(hooked) == 1
 
 
 def check_a_wait_ends_in_time_and_may_be_repeated() -> None:
