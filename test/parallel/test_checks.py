@@ -32,6 +32,7 @@ MODULES = [
     "c10d_checks",
     "ddp_checks",
     "ddp_hooks_checks",
+    "ddp_forms_checks",
     "point_to_point_checks",
 ]
 CASES = [

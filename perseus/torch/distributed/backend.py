@@ -18,6 +18,9 @@ from torch._C import _distributed_c10d as c10d
 
 from perseus.torch.distributed.collectives import Collectives
 from perseus.torch.distributed.direct import shorten_calls
+from perseus.torch.distributed.sync_batch_norm import accept_cpu_tensors
+from perseus.torch.distributed.untraced import leave_untraced
+from perseus.torch.distributed.work import Receive, Work
 from perseus.torch.distributed.world import World
 
 NAME = "perseus"
@@ -178,6 +181,8 @@ class PerseusBackend(_OURS, _THEIRS):  # type: ignore[misc]
 
 
 def _create(store: c10d.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    accept_cpu_tensors()
+    leave_untraced(PerseusBackend, Work, Receive)
     return PerseusBackend(store, rank, size, timeout)
 
 
