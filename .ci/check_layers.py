@@ -87,7 +87,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "compat.common": {"", "gradients"},
     "gradients": {""},  # what the frameworks' gradients share
     "elastic": {"", "gradients"},
-    "torch": {"", "gradients", "elastic", "compat.common"},
+    "torch": {"", "gradients", "elastic", "compat.common", "run.bootstrap"},
     "tensorflow": {"", "gradients", "elastic", "compat.common", "run.bootstrap"},
     # Keras runs on either; what TensorFlow's users import stands above both.
     "keras": {"", "gradients", "elastic", "compat.common", "tensorflow", "torch"},

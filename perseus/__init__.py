@@ -2,8 +2,8 @@
 
     import perseus.torch as hvd
 
-Importing this package defines names and loads no framework and no native code. A script that uses
-torch.distributed without Perseus is told that the import does nothing for it (perseus.ddp).
+Importing this package defines names and loads no framework and no native code. A script for
+torch.distributed that has no other import of Perseus runs on it from then on (perseus.ddp).
 """
 
 from __future__ import annotations

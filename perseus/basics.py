@@ -10,7 +10,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,7 +66,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if _world.context is not None:
         return
-    from perseus import _core
     from perseus.run.bootstrap.identity import identify
 
     try:
@@ -76,18 +75,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         # Only attempts that the others see count.
         epoch = _world.epoch
         _world.epoch += 1
-        context = _core.Context(
-            rank=identity.rank,
-            size=identity.size,
-            local_rank=identity.local_rank,
-            local_size=identity.local_size,
-            cross_rank=identity.cross_rank,
-            cross_size=identity.cross_size,
-            store_host=rendezvous.host if rendezvous.port else "",
-            store_port=rendezvous.port,
-            secret=rendezvous.secret,
-            epoch=epoch,
-        )
+        context = _connect(identity, rendezvous, "world", epoch)
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
         # The cause says the same, and would only repeat it.
         raise InitializationError(f"Horovod initialization failed: {error}") from None
@@ -105,6 +93,41 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     except (ValueError, RuntimeError) as error:
         shutdown()
         raise InitializationError(f"Horovod initialization failed: {error}") from None
+
+
+def launched_context(job: str, environment: Mapping[str, str]) -> _core.Context:
+    """Connect all ranks of the launcher apart from init()'s world; the caller closes the context.
+
+    job: its name, which differs from that of every other context of these ranks. environment: the
+    variables that tell the rank and the size.
+
+    Raises InitializationError, as init() does.
+    """
+    from perseus.run.bootstrap.identity import identify
+
+    try:
+        identity = identify(environment)
+        return _connect(identity, _rendezvous(identity), job, 0)
+    except (ValueError, RuntimeError, TimeoutError, OSError) as error:
+        raise InitializationError(f"[launch] no rendezvous of the ranks: {error}") from None
+
+
+def _connect(identity: Identity, rendezvous: Rendezvous, job: str, epoch: int) -> _core.Context:
+    from perseus import _core
+
+    return _core.Context(
+        rank=identity.rank,
+        size=identity.size,
+        local_rank=identity.local_rank,
+        local_size=identity.local_size,
+        cross_rank=identity.cross_rank,
+        cross_size=identity.cross_size,
+        store_host=rendezvous.host if rendezvous.port else "",
+        store_port=rendezvous.port,
+        secret=rendezvous.secret,
+        job=job,
+        epoch=epoch,
+    )
 
 
 def _rendezvous(identity: Identity) -> Rendezvous:

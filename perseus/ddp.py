@@ -1,31 +1,53 @@
-"""Tells a script for torch.distributed that `import perseus` does nothing for it yet.
+"""Lets scripts for torch.distributed run on Perseus: `import perseus` above them is all they need.
 
-Rank 0 says so once, after torch.distributed.init_process_group, unless the process uses Perseus in
-another way. This module waits for the script to import torch. Belongs to the main thread.
+Process groups that ask for gloo, nccl or no backend get the backend "perseus", and a script that
+mpirun, srun or perseusrun has started is given the variables of torch's launcher. Scripts that use
+another interface of Perseus keep what they ask for. This module waits for the script to import
+torch. Belongs to the main thread.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
 _DISTRIBUTED = "torch.distributed"
-_NOTICE = (
-    "[perseus] `import perseus` does not change torch.distributed yet: DistributedDataParallel "
-    "goes on with PyTorch's own backend, and no faster. To train on Perseus, `import "
-    'perseus.torch.distributed` and init_process_group("perseus") (docs/ddp.md), or use `import '
-    "perseus.torch.horovod as hvd` (docs/migration.md)"
-)
+# Where every process group is made, whichever name the script has imported. Not public in torch.
+_MAKER = "_new_process_group_helper"
+_HANDLERS = "_rendezvous_handlers"
+_OURS = "perseus.torch.distributed"
+
+
+class _Script:
+    """What is known of the script of this process."""
+
+    is_for_ddp: bool | None = None  # None: not known before its first process group
 
 
 def watch() -> None:
-    """Show the message after the script's first process group."""
+    """Redirect the process groups that are made from now on."""
     module = sys.modules.get(_DISTRIBUTED)
     if module is not None:
         _follow(module)
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def redirect_always() -> None:
+    """Redirect even though the script imports other parts of Perseus, too."""
+    _Script.is_for_ddp = True
+
+
+def _redirects() -> bool:
+    if _Script.is_for_ddp is None:
+        # Every other interface, and a KVStore, loads this.
+        _Script.is_for_ddp = "perseus.basics" not in sys.modules
+    return _Script.is_for_ddp
 
 
 class _Finder:
@@ -51,23 +73,48 @@ class _Finder:
         return spec
 
 
-def _follow(module: ModuleType) -> None:
-    """Replace init_process_group until it is called; torch may be built without it."""
-    from functools import wraps
-
-    original = getattr(module, "init_process_group", None)
-    if original is None:
+def _follow(distributed: ModuleType) -> None:
+    """Wrap what torch calls for a new process group; torch may be built without it."""
+    c10d = sys.modules.get(f"{_DISTRIBUTED}.distributed_c10d")
+    if c10d is None:
         return
+    maker = getattr(c10d, _MAKER, None)
+    handlers = getattr(sys.modules.get(f"{_DISTRIBUTED}.rendezvous"), _HANDLERS, {})
+    if maker is None or "env" not in handlers:
+        _say("this version of torch cannot be redirected: use init_process_group('perseus')")
+        return
+    if hasattr(maker, "__wrapped__"):
+        return
+    setattr(c10d, _MAKER, _redirecting(maker))
+    handlers["env"] = _with_environment(handlers["env"])
+    if getattr(distributed, "is_initialized")():  # noqa: B009 - mypy knows no such attribute
+        _say("the process group was there before `import perseus`, and stays as it is")
 
-    @wraps(original)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        setattr(module, "init_process_group", original)  # noqa: B010 - mypy knows no such attribute
-        result = original(*args, **kwargs)
-        # Every adapter, and a KVStore, loads this.
-        if "perseus.basics" not in sys.modules and getattr(module, "get_rank")() == 0:  # noqa: B009
-            import warnings
 
-            warnings.warn(_NOTICE, stacklevel=2)
-        return result
+def _redirecting(maker: Callable[..., Any]) -> Callable[..., Any]:
+    parameters = signature(maker)
 
-    setattr(module, "init_process_group", init_process_group)  # noqa: B010
+    @wraps(maker)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs)
+        if _redirects():
+            choose = import_module(f"{_OURS}.redirect").backend_for
+            rank, asked = given.arguments["group_rank"], given.arguments["backend"]
+            given.arguments["backend"] = choose(asked, rank)
+        return maker(*given.args, **given.kwargs)
+
+    return make
+
+
+def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    @wraps(handler)
+    def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        if _redirects():
+            import_module(f"{_OURS}.launched").fill_environment()
+        return handler(*args, **kwargs)
+
+    return rendezvous
+
+
+def _say(text: str) -> None:
+    print(f"[perseus] torch.distributed: {text} (docs/ddp.md)", file=sys.stderr, flush=True)

@@ -129,8 +129,8 @@ constexpr Variable kTable[] = {
     {Var::kMasterPort, "PERSEUS_MASTER_PORT", "", VarType::kInt, "6666", "1..65535", false,
      "Port of the rendezvous server if rank 0 runs it; if the port is busy, the server takes the next free one."},
     {Var::kUseDdpLauncher, "PERSEUS_USE_DDP_LAUNCHER", "", VarType::kBool, "1", "", false,
-     "Has no effect and need not be set. It once chose between torch's launcher (1) and mpirun or perseusrun (0); "
-     "Perseus now recognises every launcher by its variables (docs/launching.md)."},
+     "For scripts that run torch.distributed on Perseus: 1 = rank and size come from torch's launcher where it has set "
+     "them, else from mpirun, srun or perseusrun; 0 = always from the latter. Every other script needs no choice."},
     {Var::kSecretFile, "PERSEUS_SECRET_FILE", "", VarType::kString, "", "", false,
      "File with the job's secret, which only its owner may read. Unset = the launcher or rank 0 creates a secret."},
     {Var::kFlightRecorder, "PERSEUS_FLIGHT_RECORDER", "TMPDIR", VarType::kString, "/tmp", "", false,

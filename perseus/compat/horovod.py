@@ -17,7 +17,7 @@ from perseus.compat.program import main_namespace, run
 install()
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run(sys.argv[1:], "perseus.compat.horovod")
 elif __name__ == "__mp_main__":
     # A worker of multiprocessing: its main module is the script's.
     globals().update(main_namespace(__spec__.name))

@@ -2,8 +2,8 @@
 
 Processes that the program makes with multiprocessing's spawn or forkserver begin by importing the
 program's main module again; they do so by way of perseus.compat.horovod, so that `import horovod`
-finds Perseus there too. What the program is reaches them with the name of the module that they are
-to import (_EntryName). One thread.
+finds Perseus there too, or of perseus.compat.ddp. What the program is reaches them with the name of
+the module that they are to import (_EntryName). One thread.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 
 from perseus.compat.names import MODULES
 
-USAGE = "usage: python -m perseus.compat.horovod (SCRIPT | -m MODULE | -c CODE) [ARGUMENTS ...]"
-_ENTRY = "perseus.compat.horovod"
+_USAGE = "usage: python -m {entry} (SCRIPT | -m MODULE | -c CODE) [ARGUMENTS ...]"
 
 
 class _EntryName(str):
@@ -36,22 +35,22 @@ class _EntryName(str):
 
     main: str  # "script:PATH", "module:NAME" or ""
 
-    def __new__(cls, main: str) -> _EntryName:
-        """The name `_ENTRY`."""
-        name = super().__new__(cls, _ENTRY)
+    def __new__(cls, entry: str, main: str) -> _EntryName:
+        """The name `entry`."""
+        name = super().__new__(cls, entry)
         name.main = main
         return name
 
-    def __reduce__(self) -> tuple[type[_EntryName], tuple[str]]:
+    def __reduce__(self) -> tuple[type[_EntryName], tuple[str, str]]:
         """For pickle: what makes an equal one."""
-        return _EntryName, (self.main,)
+        return _EntryName, (str(self), self.main)
 
 
 class _MainSpec(ModuleSpec):
     """Has worker processes import the entry module, which then loads the real main module."""
 
-    def __init__(self, main: str, package: str) -> None:
-        super().__init__(_EntryName(main), None)
+    def __init__(self, name: _EntryName, package: str) -> None:
+        super().__init__(name, None)
         self._package = package
 
     @property
@@ -60,17 +59,21 @@ class _MainSpec(ModuleSpec):
         return self._package
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Run what would follow `python` on a command line; SystemExit with usage where none can be."""
+def run(arguments: Sequence[str], entry: str) -> None:
+    """Run what would follow `python` on a command line; SystemExit with usage where none can be.
+
+    entry: the name of the module that calls this when it is run by `python -m`.
+    """
     kind, *rest = arguments or ["-h"]
     if kind in ("-h", "--help"):
-        print(USAGE)
+        print(_USAGE.format(entry=entry))
     elif kind in ("-c", "-m") and rest:
-        (_run_code if kind == "-c" else _run_module)(rest[0], rest[1:])
+        (_run_code if kind == "-c" else _run_module)(entry, rest[0], rest[1:])
     elif kind.startswith("-"):
-        raise SystemExit(f"{_ENTRY}: error: no such option, or incomplete: {kind}\n{USAGE}")
+        usage = _USAGE.format(entry=entry)
+        raise SystemExit(f"{entry}: error: no such option, or incomplete: {kind}\n{usage}")
     else:
-        _run_script(kind, rest)
+        _run_script(entry, kind, rest)
 
 
 def main_namespace(entry: str) -> dict[str, Any]:
@@ -89,21 +92,21 @@ def main_namespace(entry: str) -> dict[str, Any]:
     return names
 
 
-def _run_script(path: str, arguments: list[str]) -> None:
+def _run_script(entry: str, path: str, arguments: list[str]) -> None:
     try:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
     except OSError as error:
-        raise SystemExit(f"{_ENTRY}: error: {path}: {error.strerror}") from None
+        raise SystemExit(f"{entry}: error: {path}: {error.strerror}") from None
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     sys.argv = [path, *arguments]
     file_name = os.path.abspath(path)
-    main = _main_module(f"script:{file_name}", "", file_name)
+    main = _main_module(entry, f"script:{file_name}", "", file_name)
     main.__loader__ = SourceFileLoader("__main__", file_name)
     _execute(compile(source, file_name, "exec", dont_inherit=True), main)
 
 
-def _run_module(name: str, arguments: list[str]) -> None:
+def _run_module(entry: str, name: str, arguments: list[str]) -> None:
     name = MODULES.get(name) or name
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
@@ -112,18 +115,18 @@ def _run_module(name: str, arguments: list[str]) -> None:
         spec.loader.get_code(spec.name) if spec and isinstance(spec.loader, InspectLoader) else None
     )
     if spec is None or code is None:
-        raise SystemExit(f"{_ENTRY}: error: no module named {name} that can be run")
+        raise SystemExit(f"{entry}: error: no module named {name} that can be run")
     sys.argv = [spec.origin or name, *arguments]
-    main = _main_module(f"module:{spec.name}", spec.parent or "", spec.origin or "")
+    main = _main_module(entry, f"module:{spec.name}", spec.parent or "", spec.origin or "")
     main.__package__ = spec.parent
     main.__loader__ = spec.loader
     _execute(code, main)
 
 
-def _run_code(text: str, arguments: list[str]) -> None:
+def _run_code(entry: str, text: str, arguments: list[str]) -> None:
     _set_first_path("")
     sys.argv = ["-c", *arguments]
-    main = _main_module("", "")
+    main = _main_module(entry, "", "")
     _execute(compile(text, "<string>", "exec", dont_inherit=True), main)
 
 
@@ -133,9 +136,11 @@ def _set_first_path(directory: str) -> None:
         sys.path[0] = directory
 
 
-def _main_module(program: str, package: str, file_name: str | None = None) -> ModuleType:
+def _main_module(
+    entry: str, program: str, package: str, file_name: str | None = None
+) -> ModuleType:
     main = ModuleType("__main__")
-    main.__spec__ = _MainSpec(program, package)
+    main.__spec__ = _MainSpec(_EntryName(entry, program), package)
     if file_name is not None:
         main.__file__ = file_name
     return main

@@ -69,6 +69,23 @@ def source_address(host: str) -> str | None:
         return None
 
 
+def own_address(hosts: list[str]) -> str:
+    """Return the address at which other hosts reach this one.
+
+    It is the address of the interface that the user names, else the source address of the route to
+    one of the other hosts.
+    """
+    if interface := named_interface():
+        return interface_address(interface)
+    here = socket.gethostname()
+    others = [host for host in hosts if host != here]
+    for host in [*others[:1], here]:
+        address = source_address(host)
+        if address is not None and not (others and is_loopback(address)):
+            return address
+    return here
+
+
 def is_own_address(host: str) -> bool:
     """Return whether `host` is a name or an IPv4 address of this host."""
     try:

@@ -17,11 +17,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from perseus.run.bootstrap.addresses import (
-    interface_address,
     is_loopback,
     is_own_address,
-    named_interface,
-    source_address,
+    own_address,
 )
 from perseus.run.bootstrap.announcement import announcement, read_announcement
 from perseus.run.bootstrap.identity import Identity
@@ -135,7 +133,7 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
         )
     hosts = _hosts_of(store, size, deadline, within)
     local = len(set(hosts)) == 1
-    rendezvous = _serve(_LOOPBACK if local else _own_address(hosts), local)
+    rendezvous = _serve(_LOOPBACK if local else own_address(hosts), local)
     announce(store, _to_text(rendezvous), size, deadline, f"torch's store {within}")
     return rendezvous
 
@@ -218,7 +216,7 @@ def _through_mpi(identity: Identity) -> Rendezvous:
             hosts[i : i + _MESSAGE_BYTES].rstrip(b"\0").decode()
             for i in range(0, len(hosts), _MESSAGE_BYTES)
         ]
-        rendezvous = _serve(_LOOPBACK if local else _own_address(names), local)
+        rendezvous = _serve(_LOOPBACK if local else own_address(names), local)
         held = rendezvous.held
         message[:] = _to_text(rendezvous).encode().ljust(_MESSAGE_BYTES)
     _finish(world.Ibcast(message, root=0), deadline)
@@ -251,23 +249,6 @@ def _finish(request: Any, deadline: float) -> None:
                 f"(HOROVOD_START_TIMEOUT)"
             )
         time.sleep(0.001)
-
-
-def _own_address(hosts: list[str]) -> str:
-    """Return the address at which other hosts reach this one.
-
-    It is the address of the interface that the user names, else the source address of the route to
-    one of the other hosts.
-    """
-    if interface := named_interface():
-        return interface_address(interface)
-    here = socket.gethostname()
-    others = [host for host in hosts if host != here]
-    for host in [*others[:1], here]:
-        address = source_address(host)
-        if address is not None and not (others and is_loopback(address)):
-            return address
-    return here
 
 
 def _through_slurm(identity: Identity) -> Rendezvous:

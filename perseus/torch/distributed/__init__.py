@@ -2,11 +2,15 @@
 
     import perseus.torch.distributed  # torch 2.14 and later find the backend without this
 
-Every process group is a world of its own in the core, over shared memory and TCP.
+Every process group is a world of its own in the core, over shared memory and TCP. A script with
+`import perseus` that asks for gloo or nccl, or for none, gets this backend, too (redirect.py).
 """
 
 from perseus.torch.distributed.backend import register
+from perseus.torch.distributed.launched import init_perseus_training
 
-__all__ = ["register"]
+init_tiacc_training = init_perseus_training
+
+__all__ = ["init_perseus_training", "init_tiacc_training", "register"]
 
 register()

@@ -24,7 +24,7 @@ from perseus.torch.distributed.work import Receive, Work
 from perseus.torch.distributed.world import World
 
 NAME = "perseus"
-_IS_BACKEND = hasattr(c10d.Backend, "supports_reconfigure")  # since 2.14: Python may subclass it
+IS_BACKEND = hasattr(c10d.Backend, "supports_reconfigure")  # since 2.14: Python may subclass it
 
 _ANSWER_TIME = timedelta(seconds=5)
 _LOOK_AGAIN_SECONDS = 0.01
@@ -167,8 +167,8 @@ class _WholeGroup(_Life):
     alltoall_base = Collectives.all_to_all_single
 
 
-_OURS: Any = _Life if _IS_BACKEND else _WholeGroup
-_THEIRS: Any = c10d.Backend if _IS_BACKEND else dist.ProcessGroup
+_OURS: Any = _Life if IS_BACKEND else _WholeGroup
+_THEIRS: Any = c10d.Backend if IS_BACKEND else dist.ProcessGroup
 
 
 class PerseusBackend(_OURS, _THEIRS):  # type: ignore[misc]
@@ -196,6 +196,6 @@ def _close_all() -> None:
 def register() -> None:
     """Make init_process_group("perseus") known to torch. A second call does nothing."""
     if NAME.upper() not in dist.Backend._plugins:
-        if _IS_BACKEND:
+        if IS_BACKEND:
             shorten_calls()
         dist.Backend.register_backend(NAME, _create, devices=["cpu"])

@@ -150,7 +150,7 @@ def check_a_rank_that_gives_no_sign_of_life_is_given_up() -> None:
 
 
 def check_ranks_of_torchs_launcher_meet_at_a_port() -> None:
-    """PERSEUS_MASTER_PORT; PERSEUS_USE_DDP_LAUNCHER is not needed and changes nothing."""
+    """PERSEUS_MASTER_PORT; PERSEUS_USE_DDP_LAUNCHER changes nothing for a KVStore."""
     place, before = (hvd.rank(), hvd.size()), dict(os.environ)
     for says in ("", "0", "1"):
         with socket.create_server(("127.0.0.1", 0)) as free:

@@ -1,0 +1,84 @@
+"""Gives a script that mpirun, srun or perseusrun has started the variables of torch's launcher.
+
+Belongs to the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from perseus import _core, basics, ddp
+from perseus.run.bootstrap.addresses import own_address
+from perseus.torch.session import ALLGATHER, describe, wrap
+
+_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_TEXT_BYTES = 256
+_held: list[c10d.Store] = []  # rank 0's server, which torch's own store at this port shares
+
+
+def init_perseus_training() -> None:
+    """Prepare a script for init_process_group() without torch's launcher, and for Perseus.
+
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, where torch's
+    launcher has not, from what mpirun, srun or perseusrun says; a process that none of them has
+    started is a world of its own. Process groups that ask for gloo or nccl then get the backend
+    "perseus". Every rank calls this before init_process_group().
+
+    Raises InitializationError, which names the missing ranks or the variable that is wrong.
+    """
+    ddp.redirect_always()
+    fill_environment()
+
+
+def fill_environment() -> None:
+    """Set torch's variables, unless its launcher has. Every rank calls it. See above for errors.
+
+    PERSEUS_USE_DDP_LAUNCHER=0 takes the rank and the size from mpirun, srun or perseusrun even
+    where torch's variables are set.
+    """
+    others_count = os.environ.get("PERSEUS_USE_DDP_LAUNCHER", "1") == "0"
+    if _held or ("RANK" in os.environ and not others_count):
+        return
+    environment = {k: v for k, v in os.environ.items() if k not in _OF_TORCH}
+    context = basics.launched_context("torch.distributed", environment)
+    try:
+        if not all(name in os.environ for name in _MASTER):
+            host, port = _meet(context)
+            os.environ.update(zip(_MASTER, (host, port), strict=True))
+        own = (context.rank, context.size, context.local_rank, context.local_size)
+        os.environ.update(zip(_OF_TORCH, map(str, own), strict=True))
+    finally:
+        context.shutdown()
+        context.close()
+
+
+def _meet(context: _core.Context) -> tuple[str, str]:
+    """Start torch's store on rank 0; return its address and port, on all ranks."""
+    operations = _core.Operations(context, wrap, describe)
+    try:
+        names = _exchange(operations, socket.gethostname())
+        text = ""
+        if context.rank == 0:
+            host = "127.0.0.1" if len(set(names)) == 1 else own_address(names)
+            store = c10d.TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, multi_tenant=True
+            )
+            _held.append(store)
+            text = f"{host} {store.port}"
+        host, _, port = _exchange(operations, text)[0].partition(" ")
+        return host, port
+    finally:
+        operations.close()
+
+
+def _exchange(operations: _core.Operations, text: str) -> list[str]:
+    """Return the texts of all ranks."""
+    padded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+    given = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
+    received = operations.synchronize(operations.submit(ALLGATHER, "address", given))
+    return [bytes(row.tolist()).decode().rstrip() for row in received.view(-1, _TEXT_BYTES)]

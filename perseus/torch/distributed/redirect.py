@@ -1,0 +1,79 @@
+"""Which backend a process group gets where a script with `import perseus` asks for another.
+
+Belongs to the main thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch.distributed import Backend
+
+from perseus.torch.distributed.backend import IS_BACKEND, NAME, register
+
+_REPLACED = {"gloo", "nccl", "undefined"}  # "undefined" is torch's name for none given
+_OLDEST = (2, 13)
+
+
+class Choice(NamedTuple):
+    """A backend, as init_process_group takes it, and what there is to say about it."""
+
+    backend: str
+    said: str
+
+
+class _Said:
+    once = False
+
+
+def backend_for(asked: str, rank: int) -> str:
+    """Return the backend that a new process group gets. Rank 0 says so once, on stderr."""
+    register()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = None if device is None else device.type
+    usual = Backend.default_device_backend_map.get(accelerator or "cpu", "gloo")
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    choice = choose(str(asked), accelerator, usual, version, IS_BACKEND)
+    if choice.said and not _Said.once and rank == 0:
+        print(f"[perseus] torch.distributed: {choice.said} (docs/ddp.md)", file=sys.stderr)
+    _Said.once = True
+    return choice.backend
+
+
+def choose(
+    asked: str, accelerator: str | None, usual: str, version: tuple[int, ...], beside: bool
+) -> Choice:
+    """Return the choice for a process whose tensors lie in host memory or on one accelerator.
+
+    asked: a backend, or backends by device as in "cpu:gloo,cuda:nccl".
+    accelerator: its device type; None without one. usual: the backend that torch would take for it.
+    version: torch's. beside: whether this torch lets other backends be beside ours.
+    """
+    by_device = dict(part.split(":", 1) for part in asked.split(",")) if ":" in asked else {}
+    names = set(by_device.values()) or {asked}
+    if NAME in names:
+        return Choice(asked, "")
+    shown = "PyTorch's own backend" if asked == "undefined" else f'"{asked}"'
+    if not names <= _REPLACED:
+        return Choice(asked, f"{shown} stays: Perseus takes the place of gloo and nccl only")
+    if version < _OLDEST:
+        needed = ".".join(map(str, _OLDEST))
+        return Choice(asked, f"{shown} stays, because this torch is older than {needed}")
+    if accelerator is None:
+        return Choice(NAME, f'this script runs on Perseus, with "{NAME}" in place of {shown}')
+    others = {device: name for device, name in by_device.items() if device != "cpu"}
+    others = others or {accelerator: usual if asked == "undefined" else asked}
+    if not beside:
+        return Choice(
+            asked,
+            f"{shown} stays, because Perseus does not serve {accelerator} tensors yet, and only "
+            f"torch 2.14 and later can have it beside the backend that does",
+        )
+    kept = ",".join(f"{device}:{name}" for device, name in others.items())
+    return Choice(
+        f"cpu:{NAME},{kept}",
+        f"tensors in host memory travel through Perseus, and {accelerator} tensors, which it does "
+        f'not serve yet, through "{next(iter(others.values()))}"',
+    )

@@ -1,0 +1,182 @@
+"""`import perseus` above a script for torch.distributed: what runs on Perseus, and what is said."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from perseus.torch.distributed.redirect import choose
+
+SAID = "[perseus] torch.distributed: this script runs on Perseus"
+GROUP = """
+import torch, torch.distributed as dist
+from torch.distributed import init_process_group
+for times in range(2):
+    init_process_group({asked}store=dist.HashStore(), rank=0, world_size=1)
+    print(dist.get_backend(), dist.get_backend(dist.new_group(backend="gloo")))
+    dist.destroy_process_group()
+"""
+
+
+def run(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *options, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "asked"),
+    [
+        ("import perseus, torch", '"gloo", '),
+        ("import torch.distributed, perseus", '"gloo", '),
+        ("from torch.distributed import init_process_group; import perseus", ""),
+        ("import perseus", 'backend="nccl", '),
+        ("import perseus", 'backend="cpu:gloo,cuda:nccl", '),
+        ("import perseus.torch.distributed as d; d.init_tiacc_training()", '"gloo", '),
+    ],
+)
+def test_gloo_nccl_and_no_backend_become_perseus_and_rank_0_says_so_once(first, asked):
+    done = run(first + GROUP.format(asked=asked))
+    assert done.stdout.split() == ["perseus"] * 4
+    assert done.stderr.count(SAID) == 1
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import torch",
+        "import perseus.torch.horovod as hvd; hvd.init()",
+        "import perseus; from perseus import basics; basics.init()",
+        "import perseus.torch.distributed",
+    ],
+)
+def test_other_scripts_keep_what_they_ask_for(first):
+    done = run(first + GROUP.format(asked='"gloo", '))
+    assert done.stdout.split() == ["gloo"] * 4
+    assert "[perseus]" not in done.stderr
+
+
+def test_the_import_loads_no_framework_and_torchs_errors_stay():
+    program = """
+import sys, perseus
+assert not {"torch", "tensorflow", "mxnet", "keras", "perseus._core"} & set(sys.modules)
+import torch.distributed as dist
+try:
+    dist.init_process_group("no such backend", store=dist.HashStore(), rank=0, world_size=1)
+except Exception as error:
+    print(repr(error))
+"""
+    assert "no such backend" in run(program).stdout
+
+
+def test_an_import_after_the_process_group_says_that_it_is_too_late():
+    program = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import perseus
+print(dist.get_backend())
+"""
+    done = run(program)
+    assert done.stdout.split() == ["gloo"]
+    assert "the process group was there before `import perseus`, and stays" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "accelerator", "version", "backend", "said"),
+    [
+        ("undefined", None, (2, 13), "perseus", 'in place of PyTorch\'s own backend'),
+        ("cpu:gloo,cuda:nccl", None, (2, 15), "perseus", "runs on Perseus"),
+        ("perseus", "cuda", (2, 15), "perseus", ""),
+        ("cpu:perseus,cuda:nccl", "cuda", (2, 15), "cpu:perseus,cuda:nccl", ""),
+        ("undefined", "cuda", (2, 15), "cpu:perseus,cuda:nccl", 'cuda tensors.* through "nccl"'),
+        ("nccl", "cuda", (2, 14), "cpu:perseus,cuda:nccl", "does not serve yet"),
+        ("gloo", "cuda", (2, 14), "cpu:perseus,cuda:gloo", 'through "gloo"'),
+        ("cpu:gloo,cuda:nccl", "cuda", (2, 14), "cpu:perseus,cuda:nccl", 'through "nccl"'),
+        ("nccl", "cuda", (2, 13), "nccl", "only torch 2.14 and later"),
+        ("gloo", None, (2, 12), "gloo", "older than 2.13"),
+        ("mpi", None, (2, 15), "mpi", "in place|gloo and nccl only"),
+        ("xpu:xccl", "xpu", (2, 15), "xpu:xccl", "gloo and nccl only"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_redirected_is_said(asked, accelerator, version, backend, said):
+    choice = choose(asked, accelerator, "nccl", version, version >= (2, 14))
+    assert choice.backend == backend
+    assert bool(choice.said) == bool(said)
+    assert re.search(said, choice.said)
+
+
+SCRIPT = """
+import argparse, os
+import torch, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local-rank", "--local_rank", type=int)
+parser.add_argument("word")
+given = parser.parse_args()
+dist.init_process_group()
+tensor = torch.arange(3.0) + dist.get_rank()
+dist.all_reduce(tensor)
+local = [given.local_rank, int(os.environ["LOCAL_RANK"])]
+print("rank", dist.get_rank(), dist.get_backend(), tensor.tolist(), local, given.word, flush=True)
+dist.destroy_process_group()
+"""
+LAUNCH = [sys.executable, "-m", "perseus.torch.distributed.launch", "--master-port", "0"]
+RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+PERSEUSRUN = [sys.executable, "-m", "perseus.run", "-np", "2"]
+PYTHON_ON_PERSEUS = [sys.executable, "-m", "perseus.compat.ddp"]
+
+
+def launch(command: list[str], folder, **environment: str) -> str:
+    (folder / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count(SAID) == 1
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "passed"),
+    [
+        (["--nproc_per_node", "2", "train.py"], True),
+        (["--nproc-per-node=2", "--use_env", "-m", "train"], False),
+    ],
+)
+def test_our_launch_module_takes_torchs_flags(flags, passed, tmp_path):
+    said = launch([*LAUNCH, *RENDEZVOUS, *flags, "words"], tmp_path)
+    for rank in range(2):
+        local = [rank if passed else None, rank]
+        assert f"rank {rank} perseus [1.0, 3.0, 5.0] {local} words" in said
+
+
+def test_perseusruns_ranks_need_no_launcher_of_torch(tmp_path):
+    said = launch([*PERSEUSRUN, *PYTHON_ON_PERSEUS, "train.py", "words"], tmp_path)
+    for rank in range(2):
+        assert f"rank {rank} perseus [1.0, 3.0, 5.0] [None, {rank}] words" in said
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun beside this Python")
+def test_mpiruns_ranks_are_taken_where_torchs_variables_are_not_to_count(tmp_path):
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    wrong = {"RANK": "0", "WORLD_SIZE": "1", "PERSEUS_USE_DDP_LAUNCHER": "0"}
+    said = launch([*mpirun, *PYTHON_ON_PERSEUS, "train.py", "words"], tmp_path, **wrong)
+    for rank in range(2):
+        assert f"rank {rank} perseus [1.0, 3.0, 5.0] [None, {rank}] words" in said
