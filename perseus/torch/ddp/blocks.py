@@ -15,7 +15,7 @@ import torch
 
 BLOCK = 256
 # Blocks that the processor's cache holds while they are encoded.
-_CACHED_BLOCKS = 256
+_CACHED_BLOCKS = 1024
 _SMALLEST_INT8 = 2.0**-118
 _SMALLEST_POWER = 2.0**-110
 _EXPONENT = 0x7F800000
@@ -39,15 +39,15 @@ class Format:
         With keeps_errors, the rounding errors replace the values, or 0 where they are not finite.
         """
         for part, numbers, scales in self._slabs(values, message):
-            low, high = torch.aminmax(part, dim=-1, keepdim=True)
-            scale = self._scale(torch.maximum(high, low.neg_()))
+            work = part.abs()
+            scale = self._scale(work.amax(dim=-1, keepdim=True))  # faster than aminmax
             inverse = torch.where(scale == 0, scale, scale.reciprocal())
-            scaled = part * inverse
-            numbers.copy_(scaled.round_() if self._dtype == torch.int8 else scaled)
+            torch.mul(part, inverse, out=work)
+            numbers.copy_(work.round_() if self._dtype == torch.int8 else work)
             scales.copy_(scale)
             if self.keeps_errors:
-                torch.mul(numbers, scale, out=scaled)
-                part.sub_(scaled).nan_to_num_(0.0, 0.0, 0.0)
+                torch.mul(numbers, scale, out=work)
+                part.sub_(work).nan_to_num_(0.0, 0.0, 0.0)
 
     def decode(self, message: torch.Tensor, values: torch.Tensor, add: bool = False) -> None:
         """Set values, or add to them, what encode() has made message of."""
