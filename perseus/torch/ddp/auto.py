@@ -74,6 +74,10 @@ class Auto(Exchange):
             times = ", ".join(f"{name} {needed:.6f} s" for name, needed in slowest.items())
             _log.info("[ddp] auto takes %s for all buckets: %s", self._name, times)
 
+    def is_ready(self) -> bool:
+        """Return whether the choice has been made."""
+        return self._chosen is not None
+
     def choice(self) -> str | None:
         """Return the name of the candidate taken; None before the third step."""
         return self._name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ class Gradients:
 class Exchange(ABC):
     """Replaces gradients by their mean over the ranks, the same bits on every rank.
 
-    Belongs to the thread that runs the hook's exchanges.
+    Several threads may average different buckets at once, if is_ready().
     """
 
     @abstractmethod
@@ -63,6 +64,10 @@ class Exchange(ABC):
 
     def restore(self, held: Mapping[str, Held]) -> None:  # noqa: B027 - most hold nothing back
         """Replace everything that is held back by a result of held()."""
+
+    def is_ready(self) -> bool:
+        """Return whether buckets do not depend on each other; asked between steps."""
+        return True
 
     def choice(self) -> str | None:
         """Return the name of the exchange that this one has chosen, if it chooses."""
@@ -97,6 +102,7 @@ class FeedbackExchange(Exchange):
     """An exchange that holds values back, and keeps them when DDP forms other buckets."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._records: dict[tuple[str, ...], Any] = {}
         self._bucket_of: dict[str, tuple[str, ...]] = {}
         self._waiting: dict[str, Held] = {}
@@ -107,17 +113,18 @@ class FeedbackExchange(Exchange):
 
     def _record(self, gradients: Gradients, group: dist.ProcessGroup) -> Any:
         keys = gradients.keys
-        record = self._records.get(keys)
-        if record is None:
-            for key in keys:
-                former = self._records.pop(self._bucket_of.get(key, ()), None)
-                if former is not None:
-                    self._waiting.update(former.split())
-            self._records[keys] = record = self._begin(gradients, group)
-            for key in keys:
-                self._bucket_of[key] = keys
-                if key in self._waiting:
-                    record.take(key, self._waiting.pop(key))
+        with self._lock:
+            record = self._records.get(keys)
+            if record is None:
+                for key in keys:
+                    former = self._records.pop(self._bucket_of.get(key, ()), None)
+                    if former is not None:
+                        self._waiting.update(former.split())
+                self._records[keys] = record = self._begin(gradients, group)
+                for key in keys:
+                    self._bucket_of[key] = keys
+                    if key in self._waiting:
+                        record.take(key, self._waiting.pop(key))
         return record
 
     def held(self) -> dict[str, Held]:

@@ -13,6 +13,8 @@ from torch._C._distributed_c10d import GradBucket
 from perseus.torch.ddp.gradients import Exchange, Gradients, Parameter
 from perseus.torch.ddp.worker import Worker
 
+# Exchanges under way at once, so that one encodes while another one sends.
+_LANES = 2
 NamedParameters = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -36,10 +38,10 @@ class HookState:
         self._exchange = exchange
         self._options = dict(options)
         self._process_group = process_group
-        self._group: dist.ProcessGroup | None = None  # where the exchanges take place
-        self._group_of: dist.ProcessGroup | None = None
+        self._groups: list[dist.ProcessGroup] = []  # where the exchanges take place, by lane
+        self._groups_of: dist.ProcessGroup | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._worker = Worker()
+        self._workers = [Worker() for _ in range(_LANES)]
         self._failure: str | None = None
         self._step = 0
         self._named = named_parameters is not None
@@ -59,11 +61,15 @@ class HookState:
         """Return the future of the bucket's mean over the ranks. This is what hooks do."""
         flat = bucket.buffer()
         gradients = Gradients(flat, self._describe(bucket.parameters()), bucket.is_last())
-        parent = self._parent()
+        parent, step = self._parent(), self._step
+        self._step += gradients.last
         if flat.is_cuda:
-            return self._on_stream(gradients, parent)
-        group = self._own_group(parent)
-        return self._worker.submit(lambda: self._average(gradients, group))
+            return self._on_stream(gradients, parent, step)
+        # Buckets have the same numbers on every rank; what has still to choose needs one after
+        # the other.
+        lane = bucket.index() % _LANES if self._exchange.is_ready() else 0
+        group = self._own_groups(parent)[lane]
+        return self._workers[lane].submit(lambda: self._average(gradients, group, step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to continue as if it had never stopped.
@@ -115,38 +121,40 @@ class HookState:
             raise ValueError("[ddp] call init_process_group() before using a communication hook")
         return group
 
-    def _own_group(self, parent: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return a group of the same ranks and backend: its collectives run on another thread.
+    def _own_groups(self, parent: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+        """Return groups of the same ranks and backend: their collectives run on other threads.
 
         In the model's own group they would mix, differently on each rank, with those that the
         training thread starts.
         """
-        if self._group is None or self._group_of is not parent:
+        if self._groups_of is not parent:
             config = dist.BackendConfig(dist.Backend(dist.get_backend_config(parent)))
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(parent),
-                timeout=_timeout(parent),
-                backend=config.get_device_backend_map()["cpu"],
-                use_local_synchronization=True,
-            )
-            self._group_of = parent
+            self._groups = [
+                dist.new_group(
+                    dist.get_process_group_ranks(parent),
+                    timeout=_timeout(parent),
+                    backend=config.get_device_backend_map()["cpu"],
+                    use_local_synchronization=True,
+                )
+                for _ in range(_LANES)
+            ]
+            self._groups_of = parent
             self._failure = None
-        return self._group
+        return self._groups
 
-    def _average(self, gradients: Gradients, group: dist.ProcessGroup) -> torch.Tensor:
+    def _average(self, gradients: Gradients, group: dist.ProcessGroup, step: int) -> torch.Tensor:
         if self._failure is not None:
             raise RuntimeError(f"[ddp] an earlier bucket has failed: {self._failure}")
         try:
             if group.size() > 1 and gradients.flat.numel() > 0:
-                self._exchange.average(gradients, group, self._step)
+                self._exchange.average(gradients, group, step)
         except Exception as error:
             self._failure = str(error)
             raise
-        self._step += gradients.last
         return gradients.flat
 
     def _on_stream(
-        self, gradients: Gradients, group: dist.ProcessGroup
+        self, gradients: Gradients, group: dist.ProcessGroup, step: int
     ) -> torch.futures.Future[torch.Tensor]:
         """Exchange on a stream of its own: collectives on GPUs do not block this thread.
 
@@ -159,7 +167,7 @@ class HookState:
         stream.wait_stream(torch.cuda.current_stream(device))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device])
         with torch.cuda.stream(stream), torch.no_grad():
-            future.set_result(self._average(gradients, group))
+            future.set_result(self._average(gradients, group, step))
         return future
 
     def _describe(self, parameters: Iterable[torch.Tensor]) -> list[Parameter]:

@@ -1,4 +1,4 @@
-"""A thread that runs the exchanges of one hook in the order in which DDP hands over its buckets.
+"""A thread that runs exchanges of a hook in the order in which DDP hands over its buckets.
 
 DDP hands them over in the same order on every rank, so collectives start in the same order, too.
 Callbacks of gloo's futures do not: they run in another order on each rank.
