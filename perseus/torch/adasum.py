@@ -6,7 +6,6 @@ of Horovod 0.28.1, horovod.torch.optimizer.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -22,7 +21,7 @@ from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet
-from perseus.torch.functions import buffer_of
+from perseus.torch.functions import buffer_of, initial_state
 from perseus.torch.session import Adasum, session
 
 
@@ -157,7 +156,7 @@ def adasum_optimizer(
     made = cast(AdasumOptimizer, cast(Any, made_class).__new__(made_class))
     made.__dict__.update(optimizer.__dict__)
     made.__dict__.pop("step", None)  # a scheduler bound it to the wrapped optimizer
-    made.state = defaultdict(dict)
+    made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     plan = Plan(Adasum, all_applied_here(compression), process_set)
     made._reducer = _StepReducer(plan, names)

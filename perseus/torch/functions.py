@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -55,6 +56,21 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     memory.owner = flat  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
+
+
+def initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, dict[str, Any]]:
+    """Return the state that the optimizer's constructor makes.
+
+    Of torch's optimizers only Adagrad's makes any, which its step() needs before torch 2.12.
+    """
+    state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+    if isinstance(optimizer, torch.optim.Adagrad):
+        value = optimizer.defaults["initial_accumulator_value"]
+        for parameter, old in optimizer.state.items():
+            start = complex(value, value) if parameter.is_complex() else value
+            total = torch.full_like(old["sum"], start)
+            state[parameter] = {"step": torch.zeros_like(old["step"]), "sum": total}
+    return state
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -7,7 +7,6 @@ Source of behaviour: Horovod 0.28.1, horovod.torch.optimizer.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -31,7 +30,7 @@ from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
-from perseus.torch.functions import buffer_of, parameters_of
+from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import as_buffers, as_tensors
 from perseus.torch.session import Adasum, Average
@@ -247,7 +246,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     # An earlier learning rate scheduler has replaced step by one that is bound to the wrapped
     # optimizer.
     made.__dict__.pop("step", None)
-    made.state = defaultdict(dict)
+    made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     made._should_synchronize = True
     made._synchronized = False
