@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -263,7 +265,9 @@ def test_without_matplotlib_it_says_what_to_install(
 
 
 def test_it_is_installed_as_a_command() -> None:
-    command = Path(sys.executable).parent / "perseus-report"
-    done = subprocess.run([str(command), "-h"], capture_output=True, text=True, timeout=60)
+    beside = str(Path(sys.executable).parent)
+    command = shutil.which("perseus-report", path=f"{beside}:{os.environ['PATH']}")
+    assert command is not None
+    done = subprocess.run([command, "-h"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert "trace.json" in done.stdout
