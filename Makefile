@@ -31,8 +31,8 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 
 .PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
-        test-torch test-torch-newest test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
-        check-locks packages-build packages-test packages-caffe packages-aarch64 packages-locks
+        test-torch test-torch-versions test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
+        check-locks environments packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
@@ -70,7 +70,7 @@ $(VENV)/.demo: .ci/requirements-demo.txt $(VENV)/.build
 	$(PIP) -r $<
 	@touch $@
 
-$(VENV)/.test: .ci/requirements-test.txt $(VENV)/.demo
+$(VENV)/.test: .ci/requirements-test.txt .ci/requirements-pytest.txt $(VENV)/.demo
 	@echo "installing into $(VENV): $<"
 	$(PIP) -r $<
 	@touch $@
@@ -82,14 +82,19 @@ $(VENV)/.test: .ci/requirements-test.txt $(VENV)/.demo
 	.venv/mpich/bin/python -m pip install --quiet --disable-pip-version-check mpich==5.0.2 mpi4py==4.1.2
 	@touch $@
 
-# Nothing is built for these: their environments use the package, and the libraries in it, where they are.
-OTHERS := tensorflow tensorflow-2.15 mxnet torch-2.15
-$(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt | packages-build
+# Nothing is built for these: their environments use the package, and the libraries in it, where they are. METADATA has
+# its entry points. PyTorch's take 5 to 7 GB each: its wheels bring the libraries of CUDA.
+OTHERS := tensorflow tensorflow-2.15 mxnet torch-2.15 torch-2.12 torch-2.10
+METADATA := build/metadata
+$(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt .ci/requirements-pytest.txt | packages-build
 	@echo "making .venv/$* and installing into it: $<"
 	$(PYTHON) -m venv .venv/$*
 	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	echo "$(CURDIR)" > "$$(.venv/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
+	printf '%s\n' "$(CURDIR)" "$(abspath $(METADATA))" \
+	  > "$$(.venv/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
 	@touch $@
+.venv/torch-2.15/.ready: .ci/requirements-build.txt .ci/requirements-demo.txt .ci/requirements-test.txt
+.venv/torch-2.12/.ready .venv/torch-2.10/.ready: .ci/requirements-demo.txt
 
 $(BUILD)/build.ninja: $(VENV)/.build
 	$(CMAKE) -B $(BUILD) -DPERSEUS_PYTHON=ON -DPython_EXECUTABLE=$(abspath $(PY)) >/dev/null
@@ -100,6 +105,10 @@ $(VENV)/.perseus: setup.py pyproject.toml CMakeLists.txt $(VENV)/.build | $(BUIL
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet perseus_caffe
 	$(PIP) --no-build-isolation --no-deps --editable .
 	@touch $@
+
+$(METADATA): $(VENV)/.perseus
+	@rm -rf $@ && mkdir -p $@
+	@cp -r $(VENV)/lib/python3*/site-packages/perseus_training-*.dist-info $@
 
 # ---- what people ask for ------------------------------------------------------------------------------------------
 
@@ -123,12 +132,14 @@ demo-caffe: build packages-caffe $(VENV)/.demo  ## the same with Caffe, which is
 
 # One after the other: they would disturb each other's timings. pytest's summary comes last.
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
+	@$(MAKE) --no-print-directory -j $(JOBS) environments
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory check-locks
 	@$(MAKE) --no-print-directory test-core
 	@$(MAKE) --no-print-directory test-asan
 	@$(MAKE) --no-print-directory test-tsan
 	@$(MAKE) --no-print-directory test-torch
+	@$(MAKE) --no-print-directory test-torch-versions
 	@$(MAKE) --no-print-directory test-tensorflow
 	@$(MAKE) --no-print-directory test-mxnet
 	@$(MAKE) --no-print-directory test-caffe
@@ -140,9 +151,8 @@ test-quick:  ## in five minutes: checks, C++ tests, and the Python tests that st
 	@$(MAKE) --no-print-directory test-torch SELECTED="not full and not slow"
 
 test-all: export PERSEUS_TEST_FULL := 1
-test-all:  ## the same with the full grids instead of their pairwise-covering part
+test-all:  ## the same with full grids instead of their pairwise-covering part, and more versions of frameworks
 	@$(MAKE) --no-print-directory test
-	@$(MAKE) --no-print-directory test-torch-newest
 	@$(MAKE) --no-print-directory check-aarch64
 
 check-locks: packages-locks  ## whether the core holds the locks that its annotations ask for; needs clang
@@ -178,11 +188,24 @@ check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch6
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PY) $(PYTEST) $(TEST_DIRS) </dev/null
 
-test-torch-newest: build packages-test .venv/torch-2.15/.ready  ## the checks on ranks, with the newest PyTorch (5 GB)
-	.venv/torch-2.15/bin/python $(PYTEST) test/parallel/test_checks.py </dev/null
+# Where versions of PyTorch differ most. `make test-all` runs all tests on the newest, and these on older ones; `make
+# test` has time for those of torch.distributed, on the newest.
+VERSION_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
+                 test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py
+DISTRIBUTED := -k "c10d or ddp or point_to_point or test_process_group_faults or test_torch_backend"
+TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
+
+test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## torch.distributed with the newest PyTorch
+	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS) $(DISTRIBUTED)) </dev/null
+	for venv in $(TORCHES:torch-2.15=); do \
+	    .venv/$$venv/bin/python $(PYTEST) $(VERSION_TESTS) </dev/null; \
+	done
 
 # The oldest TensorFlow that is served, too, where everything is tested.
 TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)
+
+# pip waits for the network and for the disk: several at once, the largest first.
+environments: $(TORCHES:%=.venv/%/.ready) $(VENV)/.test $(TENSORFLOWS:%=.venv/%/.ready) .venv/mxnet/.ready .venv/mpich/.ready
 
 test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Python tests, with TensorFlow
 	for venv in $(TENSORFLOWS); do \
