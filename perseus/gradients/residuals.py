@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from perseus import basics
 
 # The residuals of one reduction: (layout, data). The layout is the core's number for the placement
-# of ranks, combined with the name by _mark(). The data is a buffer of float32 of shape (2, n) for n
+# of ranks, combined with the name by mark(). The data is a buffer of float32 of shape (2, n) for n
 # elements: the residuals of what this rank sends, then of the results that it owns.
 Held = tuple[int, Any]
 
@@ -53,7 +53,7 @@ class Residuals:
             if key not in held:
                 found = basics.read_residual(self._number, self._group, name, grouped)
                 if found is not None:
-                    held[key] = found[0] ^ _mark(key, name), found[1]
+                    held[key] = found[0] ^ mark(key, name), found[1]
         return held
 
     def replace(self, held: Mapping[str, Held]) -> None:
@@ -65,7 +65,7 @@ class Residuals:
         layout, data = self.waiting.pop(key, (0, None))
         if data is not None:
             name, grouped = self._reductions[key]
-            held = layout ^ _mark(key, name), data
+            held = layout ^ mark(key, name), data
             basics.write_residual(self._number, self._group, name, grouped, held)
 
     def hand_over_known(self) -> None:
@@ -128,7 +128,7 @@ def unpack(string: bytes) -> tuple[dict[str, Held], int]:
     return held, rank
 
 
-def _mark(key: str, name: str) -> int:
+def mark(key: str, name: str) -> int:
     """Return a number that is combined with a layout so that it changes along with the name.
 
     The name determines which rank owns which results, so residuals under another name do not fit

@@ -33,6 +33,7 @@ MODULES = [
     "ddp_checks",
     "ddp_hooks_checks",
     "ddp_forms_checks",
+    "ddp_gradient_checks",
     "point_to_point_checks",
 ]
 CASES = [

@@ -11,13 +11,16 @@ import atexit
 import sys
 import time
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from perseus.torch.distributed.collectives import Collectives
 from perseus.torch.distributed.direct import shorten_calls
+from perseus.torch.distributed.gradients import take_models
 from perseus.torch.distributed.sync_batch_norm import accept_cpu_tensors
 from perseus.torch.distributed.untraced import leave_untraced
 from perseus.torch.distributed.work import Receive, Work
@@ -26,6 +29,7 @@ from perseus.torch.distributed.world import World
 NAME = "perseus"
 IS_BACKEND = hasattr(c10d.Backend, "supports_reconfigure")  # since 2.14: Python may subclass it
 
+_HOST = torch.device("cpu")
 _ANSWER_TIME = timedelta(seconds=5)
 _LOOK_AGAIN_SECONDS = 0.01
 # Groups that are open. c10d may keep no reference to their Python objects, only to what it calls.
@@ -38,6 +42,7 @@ class _Life(Collectives):
     def _join(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store = store
         self._barriers = 0
+        self._models = count(1)
         self._options: Any = None
         self.world = World(store, rank, size, timeout)
         self._begin()
@@ -46,6 +51,10 @@ class _Life(Collectives):
     def getBackendName(self) -> str:  # noqa: N802 - c10d's name
         """Return what get_backend() shows."""
         return NAME
+
+    def new_gradients(self) -> int:
+        """Return the number of the next model whose gradients this group reduces."""
+        return next(self._models)
 
     @property
     def options(self) -> Any:
@@ -199,3 +208,9 @@ def register() -> None:
         if IS_BACKEND:
             shorten_calls()
         dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+        take_models(_group_of)
+
+
+def _group_of(process_group: Any) -> PerseusBackend | None:
+    found = process_group if not IS_BACKEND else process_group._get_backend(_HOST)
+    return found if isinstance(found, PerseusBackend) else None

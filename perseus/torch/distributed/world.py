@@ -28,8 +28,8 @@ class World:
         """
         self.rank, self.size = rank, size
         self.seconds = max(1, math.ceil(timeout.total_seconds()))
-        self._context = group_context(store, rank, size, self.seconds)
-        self.operations = _core.Operations(self._context, wrap, describe)
+        self.context = group_context(store, rank, size, self.seconds)
+        self.operations = _core.Operations(self.context, wrap, describe)
 
     def await_all(self) -> None:
         """Return once every rank has called this, or the world has failed."""
@@ -38,10 +38,10 @@ class World:
 
     def shutdown(self) -> None:
         """End the world on every rank: operations that are pending there fail."""
-        self._context.shutdown()
+        self.context.shutdown()
 
     def close(self) -> None:
         """Leave the world and free it."""
-        self._context.shutdown()
+        self.context.shutdown()
         self.operations.close()
-        self._context.close()
+        self.context.close()

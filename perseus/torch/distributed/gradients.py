@@ -1,0 +1,198 @@
+"""Reduces the gradients of DistributedDataParallel as those of a DistributedOptimizer are reduced.
+
+Codecs, accumulation over steps, the NaN check and the timeline act on them, under the names of the
+parameters. DDP hands over buckets; the core reduces the parameters' parts where they lie.
+Belongs to the thread that trains; hooks run in autograd's threads, one at a time for a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from perseus.gradients.residuals import Held, mark
+from perseus.operations import Kind, ReduceOp
+from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.world import World
+from perseus.torch.residuals import as_buffers, as_tensors
+
+_SAVED = "perseus_residuals"  # in the metadata of the wrapper's state_dict
+_WHOLE_WORLD = 0  # the number of the core's group
+_BY_THE_RANKS_LEFT = (
+    "[torch] join(divide_by_initial_world_size=False) divides by the number of ranks that are "
+    "left, which Perseus does not do: leave the argument out"
+)
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+class Group(Protocol):
+    """What a process group of this backend has for the models that it trains."""
+
+    world: World
+
+    def new_gradients(self) -> int:
+        """Return the number of the next model, the same on all ranks."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduce a tensor in place; see Collectives."""
+
+
+class Gradients:
+    """The gradients of one model, for as long as it lives."""
+
+    def __init__(self, model: Any, group: Group) -> None:
+        self._model = model
+        self._group = group
+        self._number = group.new_gradients()
+        self._keys = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
+        self._names = {p: self._name_of(key) for p, key in self._keys.items()}
+        self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
+        model._register_state_dict_hook(self._save)
+        model.register_load_state_dict_pre_hook(self._load)
+        self._first = model.register_forward_pre_hook(self._take_over)
+
+    def _name_of(self, key: str) -> str:
+        """Models may have parameters of the same names, whose reductions are under way at once."""
+        return key if self._number == 1 else f"{key} of model {self._number}"
+
+    def _take_over(self, *_: Any) -> None:
+        """Before the first forward pass: until then, a script may register a hook of its own."""
+        self._first.remove()
+        if not self._model._comm_hooks:
+            self._model.register_comm_hook(None, self._reduce)
+
+    def _reduce(self, _, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
+        """The communication hook: start the reduction of a bucket; return a future of its buffer.
+
+        Every error is the future's: torch hangs in a backward pass whose hook raises one.
+        """
+        buffer = bucket.buffer()
+        future = Future()
+        try:
+            if bucket.is_last() and torch._C._current_graph_task_id() != -1:
+                # DDP's own callback, which writes the gradients, is queued after this one.
+                _engine.queue_callback(lambda: _engine.queue_callback(self._drop_what_is_held))
+            wait = self._start(bucket, buffer)
+        except Exception as error:
+            wait = partial(_raise, error)
+        completer.call(lambda: _complete(future, buffer, wait))
+        return future
+
+    def _start(self, bucket: Any, buffer: torch.Tensor) -> Callable[[], Any]:
+        """Start the reductions; return what waits for them."""
+        if buffer.is_sparse:
+            options: Any = torch.distributed.AllreduceOptions()
+            options.reduceOp = torch.distributed.ReduceOp.AVG
+            wait: Callable[[], Any] = self._group.allreduce([buffer], options).wait
+            return wait
+        handles: list[int] = []
+        try:
+            self._submit(bucket.parameters(), buffer, handles)
+        except Exception as error:
+            return partial(self._await, handles, error)
+        return partial(self._await, handles)
+
+    def _submit(
+        self, parameters: list[torch.Tensor], buffer: torch.Tensor, handles: list[int]
+    ) -> None:
+        submit = self._group.world.operations.submit
+        parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            handles.append(
+                submit(Kind.ALLREDUCE, self._names[parameter], part, part, op=ReduceOp.Average,
+                       gradient_of=self._number)
+            )  # fmt: skip
+
+    def _await(self, handles: list[int], failure: Exception | None = None) -> None:
+        for handle in handles:
+            try:
+                if self._group.world.operations.synchronize(handle) is None:
+                    self._applies = False
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _drop_what_is_held(self) -> None:
+        """Leave optimizers nothing to step with where the step is not to be applied."""
+        applies, self._applies = self._applies, True
+        if not applies:
+            for parameter in self._names:
+                parameter.grad = None
+
+    # ---- what lossy codecs hold back ----
+
+    def _save(self, _: Any, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
+        """In the metadata, where it is no key that another model would not expect."""
+        found: dict[str, Held] = {}
+        for parameter, key in self._keys.items():
+            name = self._names[parameter]
+            residual = self._group.world.context.read_residual(
+                self._number, _WHOLE_WORLD, name, False
+            )
+            if residual is not None:
+                found[key] = residual[0] ^ mark(key, name), residual[1]
+        if found:
+            metadata[_SAVED] = {"rank": self._group.world.rank, "held": as_tensors(found)}
+
+    def _load(self, _: Any, state: Any, prefix: str, metadata: dict[str, Any], *__: Any) -> None:
+        """Go on with what this rank has saved; other ranks' begin without any."""
+        saved = metadata.get(_SAVED)
+        context = self._group.world.context
+        context.forget_gradients(self._number)
+        if not saved or saved["rank"] != self._group.world.rank:
+            return
+        known = set(self._keys.values())
+        for key, (layout, data) in as_buffers(saved["held"]).items():
+            if key in known:
+                name = self._name_of(key)
+                held = layout ^ mark(key, name), data
+                context.write_residual(self._number, _WHOLE_WORLD, name, False, *held)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _complete(future: Future, buffer: torch.Tensor, wait: Callable[[], Any]) -> None:
+    try:
+        wait()
+    except Exception as error:
+        future.complete(None, error)
+    else:
+        future.complete(buffer, None)
+
+
+def take_models(group_of: Callable[[Any], Group | None]) -> None:
+    """Let every DistributedDataParallel that is made from now on reduce its gradients so.
+
+    group_of: returns the group of this backend that a process group has for tensors in host memory,
+    or None; models of other groups stay as they are.
+    """
+    models: Any = DistributedDataParallel
+    original = models.__init__
+
+    @wraps(original)
+    def make(model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        group = group_of(model.process_group) if model.device_type == "cpu" else None
+        if group is not None:
+            model._perseus = Gradients(model, group)
+
+    models.__init__ = make
+    joins: Any = Join
+    notify = joins.notify_join_context
+
+    def notify_join_context(joinable: Any) -> Any:
+        # DDP would wait in C++ for a work whose Python object is gone by then, without end.
+        initial = getattr(joinable, "_divide_by_initial_world_size", True)
+        if hasattr(joinable, "_perseus") and not initial:
+            raise ValueError(_BY_THE_RANKS_LEFT)
+        return notify(joinable)
+
+    joins.notify_join_context = staticmethod(notify_join_context)
