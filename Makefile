@@ -139,7 +139,6 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory test-asan
 	@$(MAKE) --no-print-directory test-tsan
 	@$(MAKE) --no-print-directory test-torch
-	@$(MAKE) --no-print-directory test-torch-versions
 	@$(MAKE) --no-print-directory test-tensorflow
 	@$(MAKE) --no-print-directory test-mxnet
 	@$(MAKE) --no-print-directory test-caffe
@@ -153,6 +152,7 @@ test-quick:  ## in five minutes: checks, C++ tests, and the Python tests that st
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with full grids instead of their pairwise-covering part, and more versions of frameworks
 	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-torch-versions
 	@$(MAKE) --no-print-directory check-aarch64
 
 check-locks: packages-locks  ## whether the core holds the locks that its annotations ask for; needs clang
@@ -205,7 +205,7 @@ test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHE
 TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)
 
 # pip waits for the network and for the disk: several at once, the largest first.
-environments: $(TORCHES:%=.venv/%/.ready) $(VENV)/.test $(TENSORFLOWS:%=.venv/%/.ready) .venv/mxnet/.ready .venv/mpich/.ready
+environments: $(if $(PERSEUS_TEST_FULL),$(TORCHES:%=.venv/%/.ready)) $(VENV)/.test $(TENSORFLOWS:%=.venv/%/.ready) .venv/mxnet/.ready .venv/mpich/.ready
 
 test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Python tests, with TensorFlow
 	for venv in $(TENSORFLOWS); do \
