@@ -12,6 +12,7 @@ from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -86,8 +87,8 @@ class Gradients:
     def _start(self, bucket: Any, buffer: torch.Tensor) -> Callable[[], Any]:
         """Start the reductions; return what waits for them."""
         if buffer.is_sparse:
-            options: Any = torch.distributed.AllreduceOptions()
-            options.reduceOp = torch.distributed.ReduceOp.AVG
+            options: Any = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.AVG
             wait: Callable[[], Any] = self._group.allreduce([buffer], options).wait
             return wait
         handles: list[int] = []
@@ -196,3 +197,15 @@ def take_models(group_of: Callable[[Any], Group | None]) -> None:
         return notify(joinable)
 
     joins.notify_join_context = staticmethod(notify_join_context)
+    start = models._delayed_all_reduce_hook
+
+    def start_delayed(model: Any, gradient: torch.Tensor) -> torch.Tensor:
+        # torch's own never waits for it, and an optimizer would step with parts of the sums.
+        if not hasattr(model, "_perseus"):
+            return start(model, gradient)  # type: ignore[no-any-return]
+        group, buffer = model.process_group, model._delay_grad_buffer
+        buffer.div_(group.size())
+        _engine.queue_callback(dist.all_reduce(buffer, group=group, async_op=True).wait)
+        return gradient
+
+    models._delayed_all_reduce_hook = start_delayed
