@@ -53,7 +53,8 @@ void Exchange::place_outputs() {
       Cursor source(plan_->pieces, own_begin);
       for (size_t done = 0; done < bytes[i];) {
         const size_t run = std::min(bytes[i] - done, source.contiguous());
-        kernels::copy(gathered_[i].out + done, source.in(), run, stream_out_);
+        Byte* out = gathered_[i].out + done;
+        if (out != source.in()) kernels::copy(out, source.in(), run, stream_out_);  // else gathered in place
         source.advance(run);
         done += run;
       }

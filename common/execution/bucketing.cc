@@ -45,6 +45,10 @@ Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint6
   output->shape.assign(1, total_rows);
   output->shape.insert(output->shape.end(), tail_shape.begin(), tail_shape.end());
   output->bytes = total;
+  if (place != nullptr && total == place_bytes) {
+    advise_huge_pages(place, total);
+    return place;
+  }
   void* memory = nullptr;
   // Frameworks expect tensors on cache lines.
   if (posix_memalign(&memory, 64, total == 0 ? 64 : total) != 0)
@@ -71,6 +75,7 @@ void Bucket::clear() {
   flushes = false;
   residuals.clear();
   output = nullptr;
+  place = nullptr;
   tail_shape.clear();
   begun_by.clear();
 }
@@ -283,6 +288,8 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   plan.pieces.push_back(Piece{entry->buffers[tensor].in, nullptr, t.bytes()});
   if (d.kind == Kind::kAllgather) {
     plan.collective = Collective::kAllgather;
+    if (d.tensors.size() == 1) bucket.place = entry->buffers[tensor].out;
+    bucket.place_bytes = t.bytes() * ranks_.size();
     plan.send_rows.push_back(static_cast<uint64_t>(t.shape[0]));
   } else {
     plan.collective = Collective::kAlltoall;

@@ -62,6 +62,8 @@ class Bucket final : public OutputSink {
   std::vector<bool> begun_by;  // rolled back: the members that had begun it; else empty
   size_t bytes = 0;
   Output* output = nullptr;  // allgather, alltoall
+  Byte* place = nullptr;     // the caller's memory for it, if it has that many bytes
+  size_t place_bytes = 0;
   int64_t row_bytes = 0;
   std::vector<int64_t> tail_shape;
 

@@ -131,7 +131,7 @@ perseus_request bare(perseus_kind kind, const std::string& name, const perseus_t
 TEST_P(Join, OtherCollectivesFailWhileARankHasJoined) {
   for (bool known : {false, true})
     run_world(medium(), 3, [&](int rank, perseus_context* context) {
-      std::vector<float> in(6, 1.0F), out(6);
+      std::vector<float> in(6, 1.0F), out(3 * 6);  // with room for what is gathered
       const int64_t shape[1] = {6};
       const perseus_tensor tensor{in.data(), out.data(), shape, 1, PERSEUS_FLOAT32};
       const std::vector<std::pair<perseus_kind, std::string>> kinds{{PERSEUS_ALLGATHER, "Allgather is not supported"},

@@ -83,6 +83,7 @@ class Call {
 
   void prepare(size_t i);
 
+  bool owns_result() const;
   size_t row_bytes(size_t i) const;
   int64_t scattered_rows(size_t member, size_t i) const;
 

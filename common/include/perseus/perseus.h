@@ -235,8 +235,10 @@ typedef int64_t perseus_handle; /* > 0 */
 
 typedef struct perseus_tensor {
   const void* input;
-  void*
-      output; /* may equal input; NULL for allgather and alltoall, see perseus_handle_output; RECEIVE: without input */
+  /* May equal input. NULL for alltoall, see perseus_handle_output. RECEIVE: without input. Allgather: NULL, or, of one
+   * tensor, memory for as many bytes of each rank as input has. Ranks' parts follow each other there, and input may be
+   * this rank's part. Only if ranks turn out to have other sizes, the core owns the result all the same. */
+  void* output;
   const int64_t* shape; /* copied by the call */
   int ndim;
   perseus_dtype dtype;
@@ -327,7 +329,7 @@ PERSEUS_EXPORT perseus_code perseus_residuals_flush(perseus_context* context);
  * rank that joined last. PERSEUS_RECEIVE: ndim is 0, and `size` is the rank that sent it. */
 typedef struct perseus_output {
   size_t struct_size;
-  void* data;
+  void* data;  /* NULL if the caller has given memory for the result, and it is there */
   size_t size; /* bytes */
   const int64_t* shape;
   int ndim;
