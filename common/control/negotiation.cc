@@ -93,9 +93,12 @@ void Negotiation::snapshot(RoundContent* content) {
   for (std::string& blob : content->announced) blob.clear();
   std::string& blob = content->announced[me_];
   for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
+  announced_.swap(unannounced_);
   unannounced_.clear();
+  const size_t requests = blob.size();
   if (has_urgent_news()) announce_leave(&blob);
   announce_blocked(&blob);
+  if (blob.size() != requests) announced_.clear();
   news_ = false;
   news_bytes_ = 0;
 }
@@ -144,6 +147,10 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
   }
   touched_.clear();
   ++applied_;
+  if (agree_at_once(content, ready)) {
+    put_in_order(ready);
+    return;
+  }
   const bool closed = closing_;
   std::vector<Blocked> blocked;  // in the order of ranks
   bool quiet = ready->empty();   // the same on all ranks
@@ -168,11 +175,44 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
     if (quiet && !closed && touched_.empty()) end_deadlock(blocked, failed);
     else news_ = true;  // if that changes nothing for anybody, the next round says so
   }
-  if (!ready->empty() || !failed->empty()) blocked_.clear();
-  // What became ready together runs by priority, else in the order in which names were first agreed on.
+  if (!failed->empty()) blocked_.clear();
+  put_in_order(ready);
+}
+
+// What became ready together runs by priority, else in the order in which names were first agreed on.
+void Negotiation::put_in_order(Entries* ready) {
+  if (!ready->empty()) blocked_.clear();
   const auto higher = [](const Entry* a, const Entry* b) { return a->description.priority > b->description.priority; };
   if (!std::is_sorted(ready->begin(), ready->end(), higher)) std::stable_sort(ready->begin(), ready->end(), higher);
   if (awaited_ && !scheduled()) learn(*ready);
+}
+
+// Where all ranks announce the same bytes, what this rank has submitted itself is what all agree on: nothing is to be
+// read or compared. So it is with requests whose names are used once, in step. False, with nothing changed, where it is
+// not so; every rank decides alike, by what all know.
+bool Negotiation::agree_at_once(const RoundContent& content, Entries* ready) {
+  Entries announced;
+  announced.swap(announced_);
+  if (announced.empty() || joined_count_ > 0 || size_ == 1) return false;
+  for (const std::string& blob : content.announced)
+    if (blob != content.announced[me_]) return false;
+  for (const Entry* entry : announced) {
+    const Name& name = *entry->name;
+    const Description& d = entry->description;
+    if (name.announced_count > 0 || name.batch >= 0 || d.kind == Kind::kJoin || d.tells() || !check_alone(d).empty())
+      return false;
+  }
+  for (Entry* entry : announced) {
+    Name* name = entry->name;
+    if (name->slot >= 0) free_slot(name);
+    ready->push_back(take_entry(name));
+    if (entry->description.transient) continue;
+    name->agreed = entry->description;
+    take_slot(name);
+  }
+  announced.clear();
+  announced_.swap(announced);  // keeps its capacity
+  return true;
 }
 
 void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
@@ -267,6 +307,7 @@ void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
   pending_ = 0;
   join_entry_ = nullptr;
   unannounced_.clear();
+  announced_.clear();
   std::fill(bits_.begin(), bits_.end(), 0);
   news_ = false;
   news_bytes_ = 0;

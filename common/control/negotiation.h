@@ -125,6 +125,8 @@ class Negotiation {
   void announce(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   void on_request(int rank, Request&& request) PERSEUS_REQUIRES(progress_lock);
   void decide(Name* name, Entries* ready, Failures* failed) PERSEUS_REQUIRES(progress_lock);
+  void put_in_order(Entries* ready) PERSEUS_REQUIRES(progress_lock);
+  bool agree_at_once(const RoundContent& content, Entries* ready) PERSEUS_REQUIRES(progress_lock);
   void take_slot(Name* name) PERSEUS_REQUIRES(progress_lock);
   void free_slot(Name* name) PERSEUS_REQUIRES(progress_lock);
   Entry* take_entry(Name* name) PERSEUS_REQUIRES(progress_lock);
@@ -170,6 +172,8 @@ class Negotiation {
   std::vector<int> free_slots_ PERSEUS_GUARDED_BY(progress_lock);  // most recently freed last; the same on all ranks
   std::vector<uint64_t> bits_ PERSEUS_GUARDED_BY(progress_lock);   // of this rank's pending entries with a slot
   std::vector<Entry*> unannounced_ PERSEUS_GUARDED_BY(progress_lock);
+  // All that this rank has announced in the round in flight; empty if that was not requests alone.
+  std::vector<Entry*> announced_ PERSEUS_GUARDED_BY(progress_lock);
   std::vector<Name*> touched_ PERSEUS_GUARDED_BY(progress_lock);
   bool news_ PERSEUS_GUARDED_BY(progress_lock) = false;
   size_t news_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;

@@ -146,15 +146,6 @@ std::string pair_mismatch(const Description& a, const Description& b) {
   return sentence;
 }
 
-// What one description can be wrong about all by itself; every rank learns of it.
-std::string check_alone(const Description& d) {
-  if (!rows_may_differ(d.kind) && d.kind != Kind::kReduceScatter) return "";
-  for (const TensorDescription& tensor : d.tensors)
-    if (tensor.shape.empty())
-      return std::string("Process-set rank zero tried to ") + kind_name(d.kind) + " a rank-zero tensor.";
-  return "";
-}
-
 }  // namespace
 
 std::string tensor_mismatch(const RequestTerms& a, const RequestTerms& b) {
@@ -191,6 +182,14 @@ bool same_request(const Description& a, const Description& b) {
   return all_fields<RequestTerms>(
              [&](const auto& field) { return same_value(a.kind, a.*field.member, b.*field.member); }) &&
          a.compression == b.compression;
+}
+
+std::string check_alone(const Description& d) {
+  if (!rows_may_differ(d.kind) && d.kind != Kind::kReduceScatter) return "";
+  for (const TensorDescription& tensor : d.tensors)
+    if (tensor.shape.empty())
+      return std::string("Process-set rank zero tried to ") + kind_name(d.kind) + " a rank-zero tensor.";
+  return "";
 }
 
 std::string find_mismatch(const std::string& name, const std::vector<Description>& by_rank,

@@ -127,6 +127,9 @@ std::vector<size_t> tensor_bytes(const Description& description);
 // Would a rank that announced `agreed` be served by one that now brings `now`?
 bool same_request(const Description& agreed, const Description& now);
 
+// What one description can be wrong about all by itself, in Horovod's words; "" when nothing.
+std::string check_alone(const Description& description);
+
 // The error all ranks get, in Horovod's words, or "" when the descriptions of all ranks (in group order) agree.
 // `ranks` are the members' global ranks.
 std::string find_mismatch(const std::string& name, const std::vector<Description>& by_rank,

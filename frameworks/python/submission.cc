@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
+#include <charconv>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -44,8 +44,10 @@ class RequestName {
     std::memcpy(buffer_.data(), prefix, prefix_size + 1);
     request->name = buffer_.data();
     if (name == Py_None) {
-      std::snprintf(buffer_.data() + prefix_size, buffer_.size() - prefix_size, "noname.%lld",
-                    static_cast<long long>(unnamed));
+      constexpr char kUnnamed[] = "noname.";
+      char* at = buffer_.data() + prefix_size;
+      std::memcpy(at, kUnnamed, sizeof kUnnamed);
+      *std::to_chars(at + sizeof kUnnamed - 1, buffer_.data() + buffer_.size() - 1, unnamed).ptr = '\0';
       request->transient = 1;
       return true;
     }
