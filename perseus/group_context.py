@@ -5,6 +5,7 @@ It is independent of the world that init() joins. Thread-safe: nothing is kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,26 +16,31 @@ if TYPE_CHECKING:
 
 # How soon a rank that sends no sign of life is dead, however long operations may take.
 _LIVENESS_SECONDS = 60
+_PROCESS_GROUP = 1  # PERSEUS_API_PROCESS_GROUP
 
 
-def group_context(store: Any, rank: int, size: int, timeout: int) -> _core.Context:
+def group_context(
+    store: Any, rank: int, size: int, timeout: int, settings: Sequence[str] = ()
+) -> _core.Context:
     """Connect to the other ranks of a group, which must do the same within `timeout` seconds.
 
     store: with set(key, text), get(key) -> bytes and check(keys) -> bool, as torch's stores have
     them, and a prefix of this group's own. An operation that has not ended after `timeout` fails,
-    and the message names the ranks that take no part in it.
+    and the message names the ranks that take no part in it. settings: "NAME=value", in place of
+    what the environment says.
 
     Raises InitializationError, which names the ranks that are missing or the setting that is wrong.
     """
     core = import_module("perseus._core")
-    limits = [
+    overrides = [
+        *settings,
         f"HOROVOD_START_TIMEOUT={timeout}",
         f"GLOO_TIMEOUT_SECONDS={min(timeout, _LIVENESS_SECONDS)}",
         f"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS={timeout}",
         f"HOROVOD_STALL_CHECK_TIME_SECONDS={timeout}",
     ]
     if size == 1:
-        alone: _core.Context = core.Context(rank=0, size=1, overrides=limits)
+        alone: _core.Context = core.Context(rank=0, size=1, overrides=overrides, api=_PROCESS_GROUP)
         return alone
     from perseus.run.bootstrap.rendezvous import find_store_through
 
@@ -46,7 +52,8 @@ def group_context(store: Any, rank: int, size: int, timeout: int) -> _core.Conte
             store_host=found.host,
             store_port=found.port,
             secret=found.secret,
-            overrides=limits,
+            overrides=overrides,
+            api=_PROCESS_GROUP,
         )
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
         raise InitializationError(f"[group] no process group: {error}") from None

@@ -169,6 +169,10 @@ perseus_code perseus_context_create(const perseus_context_options* options, pers
     made.world.rank = o.rank;
     made.world.size = o.size;
     made.world.epoch = o.epoch;
+    if (o.api != PERSEUS_API_HOROVOD && o.api != PERSEUS_API_PROCESS_GROUP)
+      perseus::fail(perseus::ErrorKind::kInvalidArgument,
+                    "[api] perseus_context_options.api: expected a perseus_api, got " + std::to_string(o.api));
+    made.world.api = static_cast<perseus::Api>(o.api);
     made.world.secret = text_of(o.secret, o.secret_size);
     if (o.job != nullptr) made.world.job = o.job;
     made.local_rank = o.local_rank;
@@ -251,13 +255,14 @@ int perseus_context_is_homogeneous(const perseus_context* context) { return cont
 
 int perseus_context_failed(const perseus_context* context, const char** reason) {
   static thread_local std::string text;
+  perseus::Status cause;
   const perseus_code code = in_context(context, [&](perseus::Context& c) {
-    text = c.engine().failure();
+    cause = c.engine().failure();
     return PERSEUS_OK;
   });
-  if (code != PERSEUS_OK) text = last_error;
+  text = code == PERSEUS_OK ? cause.message : last_error;
   if (reason != nullptr) *reason = text.c_str();
-  return code == PERSEUS_OK && text.empty() ? 0 : 1;
+  return code != PERSEUS_OK || cause.ok ? code : static_cast<int>(cause.kind);
 }
 
 int64_t perseus_context_setting(const perseus_context* context, const char* name) {
@@ -347,6 +352,15 @@ int perseus_handle_poll(perseus_context* context, perseus_handle handle) {
   return answer(context, -1, [&](perseus::Context& c) {
     const HandleTable::Slot* slot = c.engine().poll(handle);
     return slot == nullptr ? -1 : HandleTable::is_over(*slot, handle) ? 1 : 0;
+  });
+}
+
+perseus_code perseus_context_set_stall_limits(perseus_context* context, int check_s, int shutdown_s) {
+  return in_context(context, [&](perseus::Context& c) {
+    if (check_s < 0 || shutdown_s < 0)
+      perseus::fail(perseus::ErrorKind::kInvalidArgument, "[api] stall limits: expected seconds, 0 for never");
+    c.engine().set_stall_limits(check_s * perseus::kSecond, shutdown_s * perseus::kSecond);
+    return PERSEUS_OK;
   });
 }
 

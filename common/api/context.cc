@@ -205,15 +205,16 @@ std::string Context::read_entry(Store& store, const ContextOptions& options, int
   return entry.substr(host, line - host);
 }
 
-// Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end with its process.
+// Every rank finds out by itself that the ranks do not fit. Rank 0 goes last: the store may end with its process. In
+// memory it ends with whoever leaves it last, and all wait: one that comes later would find an empty one.
 void Context::refuse(Store& store, const ContextOptions& options, const std::string& why) {
   try {
     const std::string prefix = job_prefix() + "refused/";
     store.set(prefix + std::to_string(world_.rank), "");
     const auto ignore = [](int, const std::string&) {};
-    if (world_.rank == 0)
+    if (world_.rank == 0 || !options.memory_world.empty())
       static_cast<void>(
-          store.get_all(prefix, ranks_from(1, world_.size), now_ns() + kAnswerTime, ignore, options.interrupted));
+          store.get_all(prefix, ranks_from(0, world_.size), now_ns() + kAnswerTime, ignore, options.interrupted));
   } catch (const Error&) {
     // A rank is late, or the server is gone: what is to be said is the same.
   }
@@ -371,11 +372,11 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
 void Context::use_mpi(const ContextOptions& options, int64_t deadline) {
   try {
     engine_->use_mpi(deadline,
-                     [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); });
+                     [&] { return !engine_->failure().ok || (options.interrupted && options.interrupted()); });
   } catch (const Error& error) {
-    const std::string cause = engine_->failure();
-    if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
-    fail(ErrorKind::kIo, cause);
+    const Status cause = engine_->failure();
+    if (error.kind() != ErrorKind::kAborted || cause.ok) throw;
+    fail(ErrorKind::kIo, cause.message);
   }
 }
 
@@ -424,7 +425,7 @@ std::vector<std::string> Context::await_word(Store& store, const std::string& wo
   const std::vector<int> ranks = ranks_from(first, world_.size);
   const auto on_word = [&](int rank, const std::string& text) { words[static_cast<size_t>(rank - first)] = text; };
   // Connected to all, the engine knows of a rank's death at once.
-  const auto hopeless = [&] { return !engine_->failure().empty() || (options.interrupted && options.interrupted()); };
+  const auto hopeless = [&] { return !engine_->failure().ok || (options.interrupted && options.interrupted()); };
   try {
     const std::vector<int> missing = store.get_all(prefix, ranks, deadline, on_word, hopeless);
     if (!missing.empty())
@@ -433,9 +434,9 @@ std::vector<std::string> Context::await_word(Store& store, const std::string& wo
                                     std::to_string(config_.integer(Var::kStartTimeout)) +
                                     " s (HOROVOD_START_TIMEOUT): look at what it printed last");
   } catch (const Error& error) {
-    const std::string cause = engine_->failure();
-    if (error.kind() != ErrorKind::kAborted || cause.empty()) throw;
-    if (!all_said(store, word, ranks, on_word, options)) fail(ErrorKind::kIo, cause);
+    const Status cause = engine_->failure();
+    if (error.kind() != ErrorKind::kAborted || cause.ok) throw;
+    if (!all_said(store, word, ranks, on_word, options)) fail(ErrorKind::kIo, cause.message);
   }
   return words;
 }

@@ -100,8 +100,10 @@ class Engine final : private ProgressWork {
 
   // See perseus_context_shutdown.
   void shutdown();
-  // Empty while all is well.
-  std::string failure() const;
+  // See perseus_context_set_stall_limits.
+  void set_stall_limits(int64_t check_ns, int64_t shutdown_ns);
+  // Why the world has ended; ok while it has not.
+  Status failure() const;
 
   // See perseus_timeline_start and perseus_timeline_stop.
   void start_timeline(const std::string& path, bool mark_cycles);
@@ -177,6 +179,7 @@ class Engine final : private ProgressWork {
   void housekeeping(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_liveness(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_stalls(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void check_unmatched(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_deadlocks(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void abort(const Error& cause, bool tell) PERSEUS_REQUIRES(progress_lock);
   // Once the world has failed: whatever is left of its requests.
@@ -192,12 +195,13 @@ class Engine final : private ProgressWork {
   // Of `first`, the rank that shut down before others did; -1 = this one.
   std::string shutdown_text(int first) const;
   std::string shutdown_text() const { return shutdown_text(first_left_.load()); }
-  void note_cause(const std::string& text);  // what failure() says from now on
+  void note_cause(ErrorKind kind, const std::string& text);  // what failure() says from now on
 
   const World world_;
   const Log log_;
   FlightRecorder flight_recorder_ PERSEUS_GUARDED_BY(progress_lock);
-  const int64_t timeout_ns_, stall_ns_, stall_shutdown_ns_, cycle_ns_;
+  const int64_t timeout_ns_, cycle_ns_;
+  std::atomic<int64_t> stall_ns_, stall_shutdown_ns_;
   const bool schedules_;
   ExecutionSettings execution_settings_;
 
@@ -240,12 +244,13 @@ class Engine final : private ProgressWork {
   std::atomic<bool> drained_{false};  // while closing: nothing is moving
   std::atomic<int> first_left_{-1};   // the peer that was first to say goodbye
   mutable Mutex cause_mutex_;
-  std::string cause_ PERSEUS_GUARDED_BY(cause_mutex_);
+  Status cause_ PERSEUS_GUARDED_BY(cause_mutex_);
   std::atomic<uint64_t> operations_{0};
 
   std::vector<bool> left_ PERSEUS_GUARDED_BY(progress_lock);  // peers that said goodbye
   // Channel number of a group → last round that all who left took part in.
   std::map<uint32_t, uint64_t> last_rounds_ PERSEUS_GUARDED_BY(progress_lock);
+  int64_t warned_of_unmatched_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   int64_t housekeeping_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   int64_t alive_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // silence counts from here on
   int64_t events_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
@@ -254,7 +259,6 @@ class Engine final : private ProgressWork {
   std::vector<std::pair<Entry*, std::string>> mismatched_ PERSEUS_GUARDED_BY(progress_lock);
   // Of what tells the others this rank's times; 0 = not submitted.
   int64_t tuner_handle_ PERSEUS_GUARDED_BY(progress_lock) = 0;
-  ErrorKind failure_kind_ PERSEUS_GUARDED_BY(progress_lock) = ErrorKind::kInternal;
   // The world has failed, but not everything could be told and ended yet.
   bool ending_ PERSEUS_GUARDED_BY(progress_lock) = false;
   const std::string tuner_log_;

@@ -223,9 +223,8 @@ void Engine::withdraw(int64_t handle, Entry* entry) {
 }
 
 void Engine::refuse_ended() const {
-  fail(ErrorKind::kAborted, !failure().empty() ? failure()
-                            : closing_         ? shutdown_text()
-                                               : "The process set was removed.");
+  const Status cause = failure();
+  fail(ErrorKind::kAborted, !cause.ok ? cause.message : closing_ ? shutdown_text() : "The process set was removed.");
 }
 
 // Gives a filled entry to the negotiation of its group, and returns the handle of its result.
@@ -268,7 +267,7 @@ int64_t Engine::submit_point_to_point(const Submission& s) {
 
 int64_t Engine::submit(const Submission& s) {
   if (failed_.load(std::memory_order_acquire) || closing_.load(std::memory_order_acquire))
-    fail(ErrorKind::kAborted, failed_ ? failure() : shutdown_text());
+    fail(ErrorKind::kAborted, failed_ ? failure().message : shutdown_text());
   if (is_point_to_point(s.kind)) return submit_point_to_point(s);
   if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
   const std::shared_ptr<ProcessSet> group = find_group(s);

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "engine/engine.h"
+#include "engine/wording.h"
 
 namespace perseus {
 namespace {
@@ -16,10 +17,6 @@ constexpr char kLinkMessage = 'L';     // the sender has made its end of the lin
 constexpr int64_t kDrainTime = 10 * kSecond;
 // We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
 constexpr int64_t kOwnPause = 5 * kSecond, kLeastOwnPause = 2 * kSecond;  // signs of life come every second
-
-// What to do about ranks that take different numbers of steps.
-constexpr char kBatches[] =
-    " give all as many (drop_remainder, steps_per_epoch), or call hvd.join() after the last one.";
 
 std::string leaver(int rank) { return rank < 0 ? "this rank" : "rank " + std::to_string(rank); }
 
@@ -44,11 +41,10 @@ void Engine::on_peer_event(const PeerEvent& event) {
   if (event.kind == PeerEvent::Kind::kGone) {
     if (left_[event.peer]) return;
     const int first = first_left_.load();
-    abort(
-        Error(ErrorKind::kIo, std::string("[") + route_[event.peer]->name() + "] lost rank " + rank + ": " +
-                                  event.text + " (its own output says why)" +
-                                  (first < 0 ? "" : "; before that " + leaver(first) + " called shutdown() or ended")),
-        true);
+    abort(Error(ErrorKind::kIo, std::string("[") + route_[event.peer]->name() + "] lost rank " + rank + ": " +
+                                    event.text + " (its own output says why)" +
+                                    (first < 0 ? "" : "; before that " + leaver(first) + wording(world_.api).left)),
+          true);
   } else if (!event.text.empty() && event.text[0] == kAbortMessage) {
     abort(Error(ErrorKind::kAborted, event.text.substr(1)), true);
   } else if (!event.text.empty() && event.text[0] == kGoodbyeMessage) {
@@ -90,7 +86,10 @@ void Engine::housekeeping(int64_t now) {
     for (auto& [id, group] : groups_) group->check_progress(now, alive_since_ns_, !never_ends(*group));
     point_to_point_.check_progress(now, alive_since_ns_, timeout_ns_);
   }
-  if (stall_ns_ > 0 || stall_shutdown_ns_ > 0) check_stalls(now);
+  if (stall_ns_ > 0 || stall_shutdown_ns_ > 0) {
+    check_stalls(now);
+    check_unmatched(now);
+  }
   if (stall_ns_ > 0) check_deadlocks(now);
 }
 
@@ -105,9 +104,14 @@ void Engine::check_liveness(int64_t now) {
   }
 }
 
+void Engine::set_stall_limits(int64_t check_ns, int64_t shutdown_ns) {
+  stall_ns_ = check_ns;
+  stall_shutdown_ns_ = shutdown_ns;
+}
+
 void Engine::check_stalls(int64_t now) {
-  const int64_t never = std::numeric_limits<int64_t>::max();
-  const int64_t warn = stall_ns_ > 0 ? stall_ns_ : never, end = stall_shutdown_ns_ > 0 ? stall_shutdown_ns_ : never;
+  const int64_t never = std::numeric_limits<int64_t>::max(), check_ns = stall_ns_, shutdown_ns = stall_shutdown_ns_;
+  const int64_t warn = check_ns > 0 ? check_ns : never, end = shutdown_ns > 0 ? shutdown_ns : never;
   std::vector<Negotiation::Stalled> stalled;
   // Some rounds before anything has to be said, who is missing is asked for.
   for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled);
@@ -127,19 +131,34 @@ void Engine::check_stalls(int64_t now) {
       "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting "
       "for remainder of ranks for more than " +
       std::to_string((ends ? end : warn) / kSecond) + " seconds";
-  if (ends) text += " (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS). Will shutdown.";
+  const Wording& words = wording(world_.api);
+  if (ends) text += std::string(" (") + words.limit + "). " + words.ends;
   else if (end == never)
-    text += ". A rank that is busy is waited for. HOROVOD_STALL_SHUTDOWN_TIME_SECONDS would end the job after a while.";
-  else
-    text += ". The job ends after " + std::to_string(end / kSecond) + " seconds (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).";
-  text += std::string(" Ranks with different numbers of batches wait like this:") + kBatches + "\nMissing ranks:";
-  for (const auto& [rank, names] : missing) text += "\n" + std::to_string(rank) + ": [" + names + "]";
+    text += std::string(". A rank that is busy is waited for. ") + words.limit + " would end the job after a while.";
+  else text += ". The job ends after " + std::to_string(end / kSecond) + " seconds (" + words.limit + ").";
+  text += std::string(" Ranks with different numbers of batches wait like this:") + words.batches + "\nMissing ranks:";
+  for (const auto& [rank, names] : missing) text += "\n" + (words.rank + std::to_string(rank)) + ": [" + names + "]";
   if (ends) fail(ErrorKind::kTimeout, text);
   // One rank speaks for all that wait.
   if (missing.count(world_.rank) != 0) return;
   int first = 0;
   while (missing.count(first) != 0) ++first;
   if (first == world_.rank) log_.warning(text);
+}
+
+// The same for a send or a receive, of which the two ranks alone know.
+void Engine::check_unmatched(int64_t now) {
+  const std::optional<PointToPoint::Unmatched> oldest = point_to_point_.oldest_unmatched();
+  if (!oldest) return;
+  const int64_t age = now - oldest->submitted_ns, end = stall_shutdown_ns_, warn = stall_ns_;
+  const bool ends = end > 0 && age >= end;
+  if (!ends && (warn <= 0 || age < warn || now - warned_of_unmatched_ns_ < warn)) return;
+  warned_of_unmatched_ns_ = now;
+  const std::string text = "[p2p] " + oldest->text + " within " + std::to_string((ends ? end : warn) / kSecond) + " s";
+  const char* limit = wording(world_.api).limit;
+  if (ends) fail(ErrorKind::kTimeout, text + " (" + limit + "). Start both halves with the same tag, in time.");
+  log_.warning(text + (end > 0 ? ". The job ends after " + std::to_string(end / kSecond) + " s (" + limit + ")."
+                               : std::string(". It is waited for. ") + limit + " would end the job after a while."));
 }
 
 // Does all that this rank could still submit wait for others? As long as a stall takes to be told of, so that a thread
@@ -176,7 +195,7 @@ void Engine::check_deadlocks(int64_t now) {
 
 void Engine::abort(const Error& cause, bool tell) {
   if (failed_.load(std::memory_order_relaxed)) return;
-  note_cause(cause.what());
+  note_cause(cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind(), cause.what());
   failed_.store(true, std::memory_order_release);
   drained_.store(true, std::memory_order_release);
   if (tell)
@@ -184,14 +203,13 @@ void Engine::abort(const Error& cause, bool tell) {
       if (route_[peer] != nullptr)
         route_[peer]->send_control_message(peer, kAbortMessage + std::string(cause.what()).substr(0, 1000));
   log_.debug(std::string("the world failed: ") + cause.what());
-  failure_kind_ = cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind();
   end_everything();
   if (!tell) return;
   flight_recorder_.write(cause.what(), log_);
 }
 
 void Engine::end_everything() {
-  const Status status{false, failure_kind_, failure()};
+  const Status status = failure();
   for (auto& [id, group] : groups_) {
     fail_pending(group.get(), true, status);
     give_up(group.get(), status);
@@ -237,7 +255,8 @@ void Engine::wind_down() {
     if (scheduled && !peer_left) group->negotiation().break_schedule();
     if (peer_left && !round_goes_on) {
       const Status status{false, ErrorKind::kAborted, shutdown_text()};
-      note_cause(status.message);  // whoever learns of it may ask why the world ends, before all groups are done
+      // Whoever learns of it may ask why the world ends, before all groups are done.
+      note_cause(status.kind, status.message);
       fail_pending(group.get(), true, status);
       if (scheduled) give_up(group.get(), status);
     }
@@ -245,7 +264,7 @@ void Engine::wind_down() {
   }
   drained_.store(!moving, std::memory_order_release);
   if (!moving && first_left_ >= 0) {
-    note_cause(shutdown_text());
+    note_cause(ErrorKind::kAborted, shutdown_text());
     failed_.store(true, std::memory_order_release);
   }
 }
@@ -256,16 +275,15 @@ bool Engine::never_ends(const ProcessSet& group) const {
   return last != last_rounds_.end() && !group.round_idle() && group.rounds() > last->second;
 }
 
-void Engine::note_cause(const std::string& text) {
+void Engine::note_cause(ErrorKind kind, const std::string& text) {
   const MutexLock lock(cause_mutex_);
-  cause_ = text;
+  cause_ = Status{false, kind, text};
 }
 
 std::string Engine::shutdown_text(int first) const {
-  return "Horovod has been shut down: " + leaver(first) +
-         " called shutdown() or ended. Operations that not all ranks " +
-         "had submitted by then fail; shutdown() and init() on every rank make a new world." +
-         (first < 0 ? "" : std::string(" If it had fewer batches than the others:") + kBatches);
+  const Wording& words = wording(world_.api);
+  return words.ended + leaver(first) + words.left + ". Operations that not all ranks had submitted by then fail; " +
+         words.again + (first < 0 ? "" : std::string(" If it had fewer batches than the others:") + words.batches);
 }
 
 void Engine::shutdown() {
@@ -295,7 +313,7 @@ void Engine::send_goodbye() {
   abort(Error(ErrorKind::kAborted, shutdown_text()), false);
 }
 
-std::string Engine::failure() const {
+Status Engine::failure() const {
   const MutexLock lock(cause_mutex_);
   return cause_;
 }

@@ -15,6 +15,23 @@ std::string size_mismatch(int sender, uint64_t bytes, int receiver, uint64_t roo
          std::to_string(room) + " bytes. Receive into a tensor of the size that is sent.";
 }
 
+// Who has not started what for this rank's send or receive.
+std::string missing_half(const World& world, const Entry& entry) {
+  const bool sends = entry.description.kind == Kind::kSend;
+  const int peer = entry.description.root;
+  std::string who = "rank " + std::to_string(peer) + " has";
+  if (peer == kAnySource) {
+    who = "none of ranks";
+    for (int rank = 0; rank < world.size; ++rank)
+      if (rank != world.rank) who += (who.back() == 's' ? " " : ", ") + std::to_string(rank);
+    who += " has";
+  } else {
+    who += " not";
+  }
+  return who + " started a " + (sends ? "receive from" : "send to") + " rank " + std::to_string(world.rank) +
+         " with tag " + std::to_string(entry.tag);
+}
+
 }  // namespace
 
 bool PointToPoint::submit(Entry* entry) {
@@ -153,6 +170,15 @@ bool PointToPoint::step(int64_t now, bool woken) {
 
 void PointToPoint::check_progress(int64_t now, int64_t since_ns, int64_t timeout_ns) {
   for (auto& [peer, link] : links_) link->check_progress(now, since_ns, timeout_ns);
+}
+
+std::optional<PointToPoint::Unmatched> PointToPoint::oldest_unmatched() {
+  const Entry* oldest = nullptr;
+  const MutexLock lock(mutex_);
+  for (const Entry* entry : entries_)
+    if (entry->agreed_ns == 0 && (oldest == nullptr || entry->submitted_ns < oldest->submitted_ns)) oldest = entry;
+  if (oldest == nullptr) return std::nullopt;
+  return Unmatched{oldest->submitted_ns, missing_half(world_, *oldest)};
 }
 
 bool PointToPoint::moving() const {

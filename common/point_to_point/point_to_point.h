@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -54,8 +55,14 @@ class PointToPoint final : private PeerLink::Listener {
   // The entries that have ended, for the caller to finish and clear. Of a receive, description.root is the sender now.
   Ended& ended() PERSEUS_REQUIRES(progress_lock) { return ended_; }
   // Throws Error(kTimeout), naming a rank, when messages under way have moved no byte for the time limit. Waiting for
-  // a rank to submit the other half has no limit.
+  // a rank to submit the other half is not meant: see oldest_unmatched().
   void check_progress(int64_t now, int64_t since_ns, int64_t timeout_ns) PERSEUS_REQUIRES(progress_lock);
+  // The send or receive that has waited longest for its other half.
+  struct Unmatched {
+    int64_t submitted_ns;
+    std::string text;  // who has not started what
+  };
+  std::optional<Unmatched> oldest_unmatched() PERSEUS_REQUIRES(progress_lock);
   // Is anything under way that both ends have agreed on, or that a peer has to learn?
   bool moving() const PERSEUS_REQUIRES(progress_lock);
 

@@ -8,6 +8,9 @@
 
 namespace perseus {
 
+// In whose terms messages speak. Same numbers as enum perseus_api.
+enum class Api { kHorovod = 0, kProcessGroup = 1 };
+
 // One rank's view of its world.
 struct World {
   int rank = 0;
@@ -16,6 +19,7 @@ struct World {
   std::string secret;         // proves membership; never logged
   std::string job = "world";  // prefix of store keys
   std::string version = this_version();
+  Api api = Api::kHorovod;
 };
 
 }  // namespace perseus

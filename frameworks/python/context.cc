@@ -36,7 +36,7 @@ void check(perseus_code code) {
 
 }  // namespace
 
-ContextOwner::ContextOwner(const ContextArguments& arguments) {
+ContextOwner::ContextOwner(const ContextArguments& arguments) : api_(arguments.api) {
   std::vector<const char*> overrides;
   for (const std::string& text : arguments.overrides) overrides.push_back(text.c_str());
   overrides.push_back(nullptr);
@@ -57,6 +57,7 @@ ContextOwner::ContextOwner(const ContextArguments& arguments) {
   options.epoch = arguments.epoch;
   options.overrides = overrides.data();
   options.memory_world = arguments.memory_world.empty() ? nullptr : arguments.memory_world.c_str();
+  options.api = api_;
   options.interrupted = check_signals;
   options.interrupted_arg = &interruption;
   perseus_code code;
@@ -77,9 +78,15 @@ ContextOwner::ContextOwner(const ContextArguments& arguments) {
 
 ContextOwner::~ContextOwner() { close(); }
 
+const char* ContextOwner::closed_text() const {
+  return api_ == PERSEUS_API_HOROVOD ? "Horovod has been shut down. Call hvd.init() to start again."
+                                     : "The process group has been destroyed. Call init_process_group() or new_group() "
+                                       "to make another.";
+}
+
 perseus_context* ContextOwner::get() const {
   if (raw_ == nullptr) {
-    raise(PERSEUS_ABORTED, "Horovod has been shut down. Call hvd.init() to start again.");
+    raise(PERSEUS_ABORTED, closed_text());
     throw py::error_already_set();
   }
   return raw_;
@@ -90,6 +97,10 @@ void ContextOwner::shutdown() {
   const ContextUse use(*this);
   py::gil_scoped_release release;
   perseus_context_shutdown(use.context());
+}
+
+void ContextOwner::set_stall_limits(int check_s, int shutdown_s) const {
+  check(perseus_context_set_stall_limits(get(), check_s, shutdown_s));
 }
 
 void ContextOwner::close() {
@@ -226,15 +237,17 @@ void bind_context(py::module_& module) {
   py::class_<ContextOwner, std::shared_ptr<ContextOwner>>(module, "Context", "One rank's membership in a world.")
       .def(py::init([](int rank, int size, int local_rank, int local_size, int cross_rank, int cross_size,
                        const std::string& store_host, int store_port, const py::bytes& secret, const std::string& job,
-                       uint32_t epoch, const std::vector<std::string>& overrides, const std::string& memory_world) {
-             return std::make_shared<ContextOwner>(
-                 ContextArguments{rank, size, local_rank, local_size, cross_rank, cross_size, store_host, store_port,
-                                  std::string(secret), job, epoch, overrides, memory_world});
+                       uint32_t epoch, const std::vector<std::string>& overrides, const std::string& memory_world,
+                       int api) {
+             return std::make_shared<ContextOwner>(ContextArguments{
+                 rank, size, local_rank, local_size, cross_rank, cross_size, store_host, store_port,
+                 std::string(secret), job, epoch, overrides, memory_world, static_cast<perseus_api>(api)});
            }),
            py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("local_rank") = 0, py::arg("local_size") = 0,
            py::arg("cross_rank") = 0, py::arg("cross_size") = 0, py::arg("store_host") = "", py::arg("store_port") = 0,
            py::arg("secret") = py::bytes(), py::arg("job") = "world", py::arg("epoch") = 0,
-           py::arg("overrides") = std::vector<std::string>(), py::arg("memory_world") = "")
+           py::arg("overrides") = std::vector<std::string>(), py::arg("memory_world") = "",
+           py::arg("api") = static_cast<int>(PERSEUS_API_HOROVOD))
       .def_property_readonly("rank", number(perseus_context_rank))
       .def_property_readonly("size", number(perseus_context_size))
       .def_property_readonly("local_rank", number(perseus_context_local_rank))
@@ -248,6 +261,9 @@ void bind_context(py::module_& module) {
           "The perseus_context, for a library that works on it through the C ABI until this is closed.")
       .def_property_readonly("closed", [](const ContextOwner& self) { return self.raw() == nullptr; })
       .def("failure", &ContextOwner::failure, "Why the world has ended, None while it has not.")
+      .def(
+          "failure_code", [](const ContextOwner& self) { return perseus_context_failed(self.get(), nullptr); },
+          "The kind of failure as a perseus_code, 0 while the world works.")
       .def(
           "transport", [](const ContextOwner& self, int peer) { return perseus_context_transport(self.get(), peer); },
           py::arg("peer"), "How bytes reach a rank: 'none', 'mem', 'shm' or 'tcp'.")
@@ -286,6 +302,8 @@ void bind_context(py::module_& module) {
       .def("start_timeline", &ContextOwner::start_timeline, py::arg("path"), py::arg("mark_cycles") = false,
            "Records into a file from here on.")
       .def("stop_timeline", &ContextOwner::stop_timeline, "Completes the file of the recording, if there is one.")
+      .def("set_stall_limits", &ContextOwner::set_stall_limits, py::arg("check"), py::arg("shutdown"),
+           "Seconds after which a living rank that is waited for is named, and ends the world; 0 = never.")
       .def("shutdown", &ContextOwner::shutdown, "Ends the world on every rank.")
       .def("close", &ContextOwner::close, "Shuts down and frees everything.");
 }

@@ -25,6 +25,7 @@ struct ContextArguments {
   uint32_t epoch = 0;
   std::vector<std::string> overrides;
   std::string memory_world;
+  perseus_api api = PERSEUS_API_HOROVOD;
 };
 
 class ContextOwner {
@@ -37,9 +38,12 @@ class ContextOwner {
 
   // NULL once closed.
   perseus_context* raw() const { return raw_; }
+  // What to say once closed.
+  const char* closed_text() const;
   // Throws AbortedError once closed.
   perseus_context* get() const;
   void shutdown();
+  void set_stall_limits(int check_s, int shutdown_s) const;
   // Shuts down, waits for threads inside a ContextUse, frees; idempotent.
   void close();
 
@@ -57,6 +61,7 @@ class ContextOwner {
 
  private:
   friend class ContextUse;
+  const perseus_api api_;
   perseus_context* raw_ = nullptr;
   int uses_ = 0;  // under the GIL
 };

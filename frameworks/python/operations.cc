@@ -4,6 +4,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -21,6 +23,7 @@ namespace perseus::python {
 namespace {
 
 constexpr int kSliceMs = 100;  // longest time between two checks of Python's signals
+constexpr double kLongestWaitSeconds = 1e9;
 
 struct State {
   State(std::shared_ptr<ContextOwner> context, PyObject* wrap_output, PyObject* describe)
@@ -111,38 +114,61 @@ PyObject* take_result(State& state, const Pending& pending) {
   return results;
 }
 
-// Waits until the core is done with the handle, and takes it out of the table. False without an exception when there is
-// no such handle (any more), with KeyboardInterrupt (or what a signal's handler raised) when interrupted.
-bool wait_and_extract(State& state, int64_t number, Pending* extracted, perseus_code* code) {
+// Is the result where the caller wanted it? Not so if ranks had tensors of different sizes.
+bool is_in_place(State& state, const Pending& pending) {
+  if (pending.kind != PERSEUS_ALLGATHER || PyTuple_Check(pending.input)) return true;
+  perseus_output output = {};
+  output.struct_size = sizeof(output);
+  return perseus_handle_output(state.owner->raw(), pending.handle, 0, &output) != PERSEUS_OK || output.data == nullptr;
+}
+
+using Clock = std::chrono::steady_clock;
+
+enum class Wait {
+  kOver,    // the core is done with the handle
+  kLate,    // the deadline came first
+  kGone,    // there is no such handle (any more); with an exception set, what a signal's handler raised
+  kClosed,  // its context has been closed
+};
+
+Wait wait_until(State& state, int64_t number, Clock::time_point deadline, perseus_code* code) {
   Pending* pending = state.handles.find(number);
-  if (pending == nullptr) return false;
+  if (pending == nullptr) return Wait::kGone;
   *code = PERSEUS_OK;
-  if (pending->handle != 0) {
-    if (state.owner->raw() == nullptr) {
-      raise(PERSEUS_ABORTED, kShutDown);
-      return false;
+  if (pending->handle == 0) return Wait::kOver;
+  if (state.owner->raw() == nullptr) return Wait::kClosed;
+  *code = perseus_handle_wait(state.owner->raw(), pending->handle, 0);
+  while (*code == PERSEUS_IN_PROGRESS) {
+    int64_t slice = kSliceMs;
+    if (deadline != Clock::time_point::max()) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+      if (left <= 0) return Wait::kLate;
+      slice = std::min<int64_t>(slice, left);
     }
-    *code = perseus_handle_wait(state.owner->raw(), pending->handle, 0);
-    while (*code == PERSEUS_IN_PROGRESS) {
-      const perseus_handle handle = pending->handle;
-      {
-        const ContextUse use(*state.owner);
-        PyThreadState* saved = PyEval_SaveThread();
-        *code = perseus_handle_wait(use.context(), handle, kSliceMs);
-        PyEval_RestoreThread(saved);
-      }
-      if (*code == PERSEUS_IN_PROGRESS && PyErr_CheckSignals() != 0) return false;
-      // Another thread may have been first, or may have closed the context.
-      pending = state.handles.find(number);
-      if (pending == nullptr) return false;
-      if (pending->handle == 0) break;
-      if (state.owner->raw() == nullptr) {
-        raise(PERSEUS_ABORTED, kShutDown);
-        return false;
-      }
+    const perseus_handle handle = pending->handle;
+    {
+      const ContextUse use(*state.owner);
+      PyThreadState* saved = PyEval_SaveThread();
+      *code = perseus_handle_wait(use.context(), handle, static_cast<int>(slice));
+      PyEval_RestoreThread(saved);
     }
+    if (*code == PERSEUS_IN_PROGRESS && PyErr_CheckSignals() != 0) return Wait::kGone;
+    // Another thread may have been first, or may have closed the context.
+    pending = state.handles.find(number);
+    if (pending == nullptr) return Wait::kGone;
+    if (pending->handle == 0) return Wait::kOver;
+    if (state.owner->raw() == nullptr) return Wait::kClosed;
   }
-  *extracted = *pending;
+  return Wait::kOver;
+}
+
+// Waits until the core is done with the handle, and takes it out of the table. False without an exception when there is
+// no such handle (any more).
+bool wait_and_extract(State& state, int64_t number, Pending* extracted, perseus_code* code) {
+  const Wait wait = wait_until(state, number, Clock::time_point::max(), code);
+  if (wait == Wait::kClosed) raise(PERSEUS_ABORTED, state.owner->closed_text());
+  if (wait != Wait::kOver) return false;
+  *extracted = *state.handles.find(number);
   state.handles.erase(number);
   return true;
 }
@@ -153,8 +179,8 @@ void settle(State& state, perseus_code code, Pending* pending) {
   if (pending->handle == 0) return;
   if (code != PERSEUS_OK) {
     pending->error = make_exception(code, perseus_error_message());
-  } else if (pending->result == nullptr) {
-    pending->result = take_result(state, *pending);
+  } else if (pending->result == nullptr || !is_in_place(state, *pending)) {
+    Py_XSETREF(pending->result, take_result(state, *pending));
   }
   if (pending->error == nullptr && pending->result == nullptr) {
     PyObject *type, *value, *traceback;
@@ -181,7 +207,7 @@ PyObject* submit(PyObject* self, PyObject* const* given, Py_ssize_t positional, 
   PyObject* const* arguments = read_arguments.all();
   const int64_t number = ++state.last_number;
   perseus_context* context = state.owner->raw();
-  if (context == nullptr) return raise(PERSEUS_ABORTED, kShutDown);
+  if (context == nullptr) return raise(PERSEUS_ABORTED, state.owner->closed_text());
   // Ranks must agree on the numbers in names, so only unnamed requests count, refused ones included.
   int64_t unnamed = 0;
   if (arguments[kName] == Py_None && arguments[kGroup] != Py_None && !is_point_to_point(arguments[kKind])) {
@@ -217,6 +243,18 @@ PyObject* poll(PyObject* self, PyObject* handle) {
   const int done = perseus_handle_poll(use.context(), core_handle);
   PyEval_RestoreThread(saved);
   return PyBool_FromLong(done != 0);
+}
+
+PyObject* wait(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  State& state = state_of(self);
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "wait takes a handle and seconds, got %zd arguments", count);
+  const int64_t number = PyLong_AsLongLong(arguments[0]);
+  const double seconds = PyFloat_AsDouble(arguments[1]);
+  if (PyErr_Occurred()) return nullptr;
+  const auto time = std::chrono::duration<double>(std::clamp(seconds, 0.0, kLongestWaitSeconds));
+  perseus_code code;
+  const Wait wait = wait_until(state, number, Clock::now() + std::chrono::duration_cast<Clock::duration>(time), &code);
+  return PyErr_Occurred() ? nullptr : PyBool_FromLong(wait != Wait::kLate);
 }
 
 PyObject* synchronize(PyObject* self, PyObject* handle) {
@@ -294,8 +332,11 @@ PyMethodDef kMethods[] = {
      "submit($self, kind, name, input, output=None, /, *, op=0, prescale=1.0, postscale=1.0, root=0,\n"
      "       splits=None, group=0, gradient_of=0, codec=0, codec_argument=0.0, tag=0)\n--\n\n"
      "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None.\n"
+     "An allgather of one tensor writes to output if that has room for as many bytes of each rank as input has.\n"
      "A receive writes to input; the other rank of a send or receive is root, -1 for a receive from any."},
     {"poll", poll, METH_O, "poll($self, handle, /)\n--\n\nWhether synchronize would return at once."},
+    {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(wait)), METH_FASTCALL,
+     "wait($self, handle, seconds, /)\n--\n\nWhether synchronize would return at once, after at most so many seconds."},
     {"synchronize", synchronize, METH_O,
      "synchronize($self, handle, /)\n--\n\nWaits for the handle; returns its output, None for an unknown one and\n"
      "for a gradient that is not to be applied, because it was added to a sum or has a NaN. Of a receive it returns\n"

@@ -49,8 +49,6 @@ class SubmitArguments {
   std::array<PyObject*, kSubmitArguments> values_;
 };
 
-constexpr const char* kShutDown = "Horovod has been shut down. Call hvd.init() to start again.";
-
 // The arguments about gradients and codecs; zero if they were left out.
 struct GradientArguments {
   uint64_t gradient_of = 0;

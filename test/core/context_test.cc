@@ -227,7 +227,7 @@ TEST_P(Contexts, AShutdownEndsWhatOthersHavePending) {
       EXPECT_EQ(outcome.code, PERSEUS_ABORTED) << outcome.message;
       EXPECT_TRUE(starts_with(outcome.message, kShutDown)) << outcome.message;
       const char* reason = nullptr;
-      EXPECT_EQ(perseus_context_failed(context, &reason), 1);
+      EXPECT_EQ(perseus_context_failed(context, &reason), PERSEUS_ABORTED);
       EXPECT_TRUE(starts_with(reason, kShutDown)) << reason;
     });
 }
@@ -262,7 +262,7 @@ TEST_P(Contexts, ShutdownMayBeCalledAgainAndByAnyThread) {
     for (int t = 0; t < 3; ++t) threads.emplace_back([&] { perseus_context_shutdown(context); });
     for (std::thread& thread : threads) thread.join();
     perseus_context_shutdown(context);
-    EXPECT_EQ(perseus_context_failed(context, nullptr), 1);
+    EXPECT_EQ(perseus_context_failed(context, nullptr), PERSEUS_ABORTED);
   });
   perseus_context_destroy(nullptr);
 }

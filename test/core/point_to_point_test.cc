@@ -6,6 +6,7 @@
 #include <csignal>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 
 #include "values.h"
 #include "world.h"
@@ -340,6 +341,51 @@ TEST_P(PointToPoint, WhatIsNeverReceivedEndsWithTheWorld) {
       EXPECT_EQ(Half(context, Bytes(1), 1 - rank, 0).submitted().code, PERSEUS_ABORTED);
     });
   }
+}
+
+// The other rank lives, and does not know of it.
+TEST_P(PointToPoint, WhatNobodyAnswersEndsWhereAskedForAndNamesRankAndTag) {
+  WorldOptions options;
+  options.overrides = {"HOROVOD_STALL_CHECK_TIME_SECONDS=60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=1"};
+  const struct {
+    bool sends;
+    int peer;
+    const char* text;
+  } kCases[] = {
+      {true, 1, "[p2p] rank 1 has not started a receive from rank 0 with tag 7 within 1 s"},
+      {false, 1, "[p2p] rank 1 has not started a send to rank 0 with tag 7 within 1 s"},
+      {false, PERSEUS_ANY_RANK, "[p2p] none of ranks 1, 2 has started a send to rank 0 with tag 7 within 1 s"}};
+  for (const auto& c : kCases)
+    run_world(
+        medium(), 3,
+        [&](int rank, perseus_context* context) {
+          const char* reason = "";
+          if (rank != 0) {
+            EXPECT_TRUE(comes_true([&] { return perseus_context_failed(context, &reason) == PERSEUS_ABORTED; }));
+            EXPECT_NE(std::string(reason).find(c.text), std::string::npos) << reason;
+            return;
+          }
+          std::unique_ptr<Half> half(c.sends ? new Half(context, Bytes(10), c.peer, 7)
+                                             : new Half(context, 10, c.peer, 7));
+          const Outcome outcome = half->outcome();
+          EXPECT_EQ(outcome.code, PERSEUS_TIMEOUT) << outcome.message;
+          EXPECT_EQ(outcome.message.find(c.text), 0u) << outcome.message;
+          EXPECT_EQ(perseus_context_failed(context, nullptr), PERSEUS_TIMEOUT);
+        },
+        options);
+}
+
+TEST_P(PointToPoint, TheTimeForAnAnswerCanBeChangedMeanwhile) {
+  run_world(medium(), 2, [&](int rank, perseus_context* context) {
+    EXPECT_EQ(perseus_context_set_stall_limits(context, -1, 0), PERSEUS_INVALID_ARGUMENT);
+    if (rank == 1) {
+      EXPECT_TRUE(comes_true([&] { return perseus_context_failed(context, nullptr) != 0; }));
+      return;
+    }
+    Half receive(context, 10, 1, 7);
+    EXPECT_EQ(perseus_context_set_stall_limits(context, 0, 1), PERSEUS_OK);
+    EXPECT_EQ(receive.outcome().code, PERSEUS_TIMEOUT);
+  });
 }
 
 // The last message of a rank that leaves: its payload may still be on its way when it says goodbye.

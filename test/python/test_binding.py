@@ -254,6 +254,22 @@ def test_gathered_memory_belongs_to_the_tensor(single):
     assert torch.equal(gathered, before + 1.0)
 
 
+@pytest.mark.parametrize("rows", [[3, 3], [3, 2], [0, 0]])
+def test_gathered_memory_is_the_callers_if_ranks_have_the_same_size(rows):
+    def body(rank: Rank) -> None:
+        index = rank.context.rank
+        place = torch.full((2 * rows[index], 2), -1.0)
+        handle = rank.submit(ALLGATHER, "g", torch.full((rows[index], 2), index + 1.0), place)
+        gathered = rank.operations.synchronize(handle)
+        expected = torch.cat([torch.full((rows[i], 2), i + 1.0) for i in range(2)])
+        assert torch.equal(gathered, expected)
+        assert (gathered is place) == (rows == [3, 3])
+        if rows == [3, 2]:
+            assert (place == -1).all()
+
+    in_threads(2, body)
+
+
 def test_operations_that_go_away_with_open_handles_close_their_context():
     rank = Rank(0, 1, uuid.uuid4().hex)
     tensor = torch.ones(3)
@@ -314,6 +330,29 @@ def test_a_wait_does_not_hold_the_interpreter():
     assert ticks[0] < ticks[1] < ticks[2]
 
 
+def test_a_wait_with_a_limit_says_whether_the_operation_has_ended():
+    late = threading.Event()
+
+    def body(rank: Rank) -> None:
+        if rank.context.rank == 0:
+            handle = rank.submit(ALLREDUCE, "slow", torch.ones(1), torch.empty(1))
+            for seconds in (-1.0, 0.0, 0.05):
+                begun = time.monotonic()
+                assert rank.operations.wait(handle, seconds) is False
+                assert time.monotonic() - begun >= seconds
+            late.set()
+            assert rank.operations.wait(handle, 60.0) is True
+            assert rank.operations.synchronize(handle).tolist() == [3.0]
+            assert rank.operations.wait(handle, 60.0) is True  # it is forgotten
+            with pytest.raises(TypeError, match="a handle and seconds"):
+                rank.operations.wait(handle)
+        else:
+            assert late.wait(60)
+            rank.reduce("slow", torch.full((1,), 2.0))
+
+    in_threads(2, body)
+
+
 def test_closing_ends_another_threads_wait():
     world = uuid.uuid4().hex
     with ThreadPoolExecutor(3) as pool:
@@ -321,11 +360,13 @@ def test_closing_ends_another_threads_wait():
         handle = first.submit(ALLREDUCE, "never", torch.ones(1), torch.empty(1))
         sleeps = first.context.stats()["sleeps"]
         waiting = pool.submit(first.operations.synchronize, handle)
+        limited = pool.submit(first.operations.wait, handle, 60.0)
         until_it_waits(first, sleeps)
         assert not waiting.done()
         first.close()
         with pytest.raises(errors.AbortedError):
             waiting.result(timeout=60)
+        assert limited.result(timeout=30) is True
         second.close()
 
 
@@ -338,6 +379,15 @@ def test_contexts_answer_what_they_are_asked(single):
     single.close()
     with pytest.raises(errors.AbortedError, match="Horovod has been shut down"):
         context.stats()
+
+
+def test_messages_speak_in_terms_of_the_api_that_was_asked_for():
+    context = _core.Context(rank=0, size=1, api=1)
+    context.close()
+    with pytest.raises(errors.AbortedError, match="process group has been destroyed"):
+        context.stats()
+    with pytest.raises(ValueError, match=r"perseus_context_options.api: expected a perseus_api"):
+        _core.Context(rank=0, size=1, api=2)
 
 
 def test_a_store_server_gets_a_free_port_and_gives_it_back():

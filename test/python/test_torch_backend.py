@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,9 @@ import perseus.torch.distributed
 from perseus.errors import InitializationError
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_BESIDE_OTHERS = pytest.mark.skipif(
+    _VERSION < (2, 14), reason="torch before 2.14 calls a backend in Python past all that watches"
+)
 
 
 def test_torch_finds_the_backend_by_its_entry_point():
@@ -103,3 +108,78 @@ def test_torchrun_restarts_ranks_into_a_new_group(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ended with [6.0, 6.0, 6.0]") == 2, done.stdout
+
+
+ON_TWO_RANKS = """
+import json, sys, torch, torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+import perseus.torch.distributed
+place, rank = f"file://{sys.argv[1]}", int(sys.argv[2])
+dist.init_process_group("perseus", init_method=place, rank=rank, world_size=2)
+tensor = torch.full((3,), rank + 1.0)
+"""
+
+
+def on_two_ranks(folder: Path, program: str, **environment: str) -> list[str]:
+    """What each rank prints."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ON_TWO_RANKS + program, str(folder / "store"), str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return said
+
+
+RECORDED = """
+dist.all_reduce(tensor)
+dist.broadcast(tensor, 0)
+dist.all_gather([torch.empty(3), torch.empty(3)], tensor)
+print(c10d._dump_fr_trace_json(backend="perseus").decode())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"),
+    reason="before torch 2.15 only ProcessGroupNCCL and ProcessGroupGloo record",
+)
+def test_torchs_flight_recorder_sees_every_collective_once_it_is_asked_for(tmp_path):
+    for said in on_two_ranks(tmp_path, RECORDED, TORCH_FR_BUFFER_SIZE="100"):
+        entries = json.loads(said)["entries"]
+        names = [entry["profiling_name"] for entry in entries]
+        assert names == ["perseus:all_reduce", "perseus:broadcast", "perseus:all_gather"]
+        assert [entry["input_sizes"] for entry in entries] == [[[3]]] * 3
+
+
+MISMATCHED = """
+for call in (
+    lambda: dist.all_reduce(torch.ones(3 + rank)),
+    lambda: dist.all_reduce(tensor) if rank == 0 else dist.broadcast(tensor, 0),
+):
+    try:
+        call()
+        print("no error")
+    except RuntimeError as error:
+        print(str(error).split(". ")[0])
+dist.all_reduce(tensor)
+print(tensor.tolist())
+dist.destroy_process_group()
+"""
+
+
+@_BESIDE_OTHERS
+def test_torchs_detailed_debug_mode_finds_mismatches(tmp_path):
+    for said in on_two_ranks(tmp_path, MISMATCHED, TORCH_DISTRIBUTED_DEBUG="DETAIL"):
+        found = "Detected mismatch between collectives on ranks"
+        assert said.splitlines() == [found, found, "[3.0, 3.0, 3.0]"]

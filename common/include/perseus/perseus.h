@@ -138,6 +138,11 @@ PERSEUS_EXPORT void perseus_store_server_destroy(perseus_store_server* server);
 
 typedef struct perseus_context perseus_context;
 
+/* In whose terms messages speak. */
+typedef enum perseus_api {
+  PERSEUS_API_HOROVOD = 0,      /* init(), shutdown() */
+  PERSEUS_API_PROCESS_GROUP = 1 /* torch.distributed: init_process_group(), destroy_process_group() */
+} perseus_api;
 typedef struct perseus_context_options {
   size_t struct_size;
   int rank, size;
@@ -156,6 +161,7 @@ typedef struct perseus_context_options {
   /* NULL, or called about every 100 ms while perseus_context_create blocks; non-zero makes that give up. */
   int (*interrupted)(void*);
   void* interrupted_arg;
+  perseus_api api;
 } perseus_context_options;
 
 /* Blocks until all ranks are connected, or until the start timeout passes; the error names the missing ranks. */
@@ -210,8 +216,13 @@ PERSEUS_EXPORT int perseus_context_is_homogeneous(const perseus_context* context
 /* The value that this context uses for a variable: a number, 0 or 1 for a flag, or the index of a choice; -1 for every
  * other type. */
 PERSEUS_EXPORT int64_t perseus_context_setting(const perseus_context* context, const char* name);
-/* Non-zero once the world has failed, or any rank has shut it down. `*reason` receives the text unless `reason` is
- * NULL. */
+/* From now on, this rank warns when it has waited for a living rank for `check_s` seconds, and ends the world after
+ * `shutdown_s`; 0 = never. They take the place of HOROVOD_STALL_CHECK_TIME_SECONDS and
+ * HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. Ranks may differ; the shortest time acts first. Any thread. */
+PERSEUS_EXPORT perseus_code perseus_context_set_stall_limits(perseus_context* context, int check_s, int shutdown_s);
+/* PERSEUS_OK until the world ends, then why: PERSEUS_IO = a connection was lost, PERSEUS_TIMEOUT = a limit passed,
+ * PERSEUS_ABORTED = a rank has shut it down, or another rank told of the failure that it saw; or another perseus_code.
+ * `*reason` receives the text unless `reason` is NULL. */
 PERSEUS_EXPORT int perseus_context_failed(const perseus_context* context, const char** reason);
 /* The transport to `peer`: "none", "mem", "shm" or "tcp". */
 PERSEUS_EXPORT const char* perseus_context_transport(const perseus_context* context, int peer);

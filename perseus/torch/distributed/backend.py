@@ -21,6 +21,7 @@ from torch._C import _distributed_c10d as c10d
 from perseus.torch.distributed.collectives import Collectives
 from perseus.torch.distributed.direct import shorten_calls
 from perseus.torch.distributed.gradients import take_models
+from perseus.torch.distributed.monitored_barriers import allow_monitored_barriers
 from perseus.torch.distributed.sync_batch_norm import accept_cpu_tensors
 from perseus.torch.distributed.untraced import leave_untraced
 from perseus.torch.distributed.work import Receive, Work
@@ -44,6 +45,7 @@ class _Life(Collectives):
         self._barriers = 0
         self._models = count(1)
         self._options: Any = None
+        self._shrunk = False
         self.world = World(store, rank, size, timeout)
         self._begin()
         _open.add(self)
@@ -76,7 +78,12 @@ class _Life(Collectives):
         return False
 
     # What c10d asks a Backend in Python, whose own answer would ask again, without end.
-    supports_reconfigure = supports_shrinking = supports_window = supports_coalescing
+    supports_reconfigure = supports_window = supports_coalescing
+
+    @property
+    def supports_shrinking(self) -> bool:
+        """Whether shrink_group() works: it makes another world, as a split does."""
+        return True
 
     def split(self, store: c10d.Store, ranks: list[int], opts: Any) -> Any:
         """Return a group of `ranks`, which are numbers in this one, in their order; None outside.
@@ -87,6 +94,20 @@ class _Life(Collectives):
             return None
         timeout = timedelta(seconds=self.world.seconds) if opts is None else opts._timeout
         return PerseusBackend(store, ranks.index(self.world.rank), len(ranks), timeout)
+
+    def shrink(self, excluded: list[int], flags: int = 0, opts: Any = None) -> Any:
+        """Return a group without the ranks `excluded`, which may be dead and do not call this.
+
+        flags: SHRINK_ABORT to end what is under way in this group, which is left either way once
+        the new one is there. opts: as for split().
+        """
+        if flags:
+            self.abort()
+        ranks = [rank for rank in range(self.world.size) if rank not in excluded]
+        store = c10d.PrefixStore("perseus/shrunk/", self._store)
+        shrunk = self.split(store, ranks, opts)
+        self._shrunk = True
+        return shrunk
 
     def monitored_barrier(self, opts: Any = None, wait_all_ranks: bool = False) -> None:
         """Return once every rank is here; rank 0 raises RuntimeError that names those who are not.
@@ -122,6 +143,26 @@ class _Life(Collectives):
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: every rank counts from 0."""
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations, also those under way, wait for other ranks for as long as this.
+
+        How soon a silent rank counts as dead stays as it was when the group was made.
+        """
+        self.world.set_timeout(timeout)
+        self._options = None
+
+    # c10d has had it under both names.
+    _set_default_timeout = set_timeout
+
+    def get_error(self) -> Any:
+        """Return SUCCESS while the group works, and else why it has ended, as a c10d.ErrorType.
+
+        TIMEOUT: this rank waited for longer than the timeout. REMOTE_ERROR: another rank ended the
+        group, or told of the failure that it saw. COMM_ERROR: a rank was lost, or this rank has
+        left.
+        """
+        return self.world.error()
+
     def abort(self) -> None:
         """End the group at once, on every rank: what is pending fails."""
         self.world.shutdown()
@@ -134,7 +175,7 @@ class _Life(Collectives):
         """
         if self in _open:
             _open.discard(self)
-            if sys.exc_info()[0] is None:
+            if sys.exc_info()[0] is None and not self._shrunk:
                 self.world.await_all()
             self.world.close()
 
@@ -207,6 +248,8 @@ def register() -> None:
     if NAME.upper() not in dist.Backend._plugins:
         if IS_BACKEND:
             shorten_calls()
+        else:
+            allow_monitored_barriers(_group_of)
         dist.Backend.register_backend(NAME, _create, devices=["cpu"])
         take_models(_group_of)
 

@@ -6,7 +6,8 @@ checked their types. Any thread may start collectives; ranks pair them by their 
 count apart for callbacks of futures (future.py).
 
 Errors: ValueError for tensors that cannot take part; torch.distributed.DistBackendError, from the
-returned work's wait(), where ranks disagree or one has ended, which the message names.
+returned work's wait(), where ranks disagree or one has ended, which the message names. A group that
+has ended raises it there, too: torch hangs in a backward pass whose communication hook raises.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from perseus.errors import HorovodInternalError
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import completer
 from perseus.torch.distributed.reductions import (
@@ -26,7 +28,7 @@ from perseus.torch.distributed.reductions import (
     core_reduction,
     kind_of,
 )
-from perseus.torch.distributed.work import Receive, Work, joined
+from perseus.torch.distributed.work import Done, Receive, Work, joined
 from perseus.torch.distributed.world import World
 from perseus.torch.session import DTYPES
 from perseus.torch.sparse import header_and_indices, sparse_total
@@ -56,8 +58,8 @@ def _movable(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat.view(torch.uint8)
 
 
-def _reducible(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    return torch.view_as_real(tensor) if reduction.in_parts else tensor
 
 
 def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -70,6 +72,12 @@ def _spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     parts = [_movable(output) for output in outputs]
     for part, piece in zip(parts, torch.split(flat, [part.numel() for part in parts]), strict=True):
         part.copy_(piece)
+
+
+def _lies_apart(given: torch.Tensor, output: torch.Tensor, rank: int) -> bool:
+    """Whether `given`, of which `output` has one for every rank, is no other rank's part there."""
+    offset, size = given.data_ptr() - output.data_ptr(), given.nbytes
+    return offset == rank * size or not -size < offset < output.nbytes
 
 
 def _same_elements(outputs: Sequence[torch.Tensor], given: int, what: str) -> None:
@@ -93,7 +101,7 @@ class Collectives:
 
     def _begin(self) -> None:
         self.started = 0
-        self._done = Work(self.world, [])
+        self._done = Done(self.world, [])
         self._callback_numbers = count()
 
     def _submit(
@@ -109,12 +117,14 @@ class Collectives:
         self.started += 1
         # Whatever callbacks start comes in an order of its own on every rank.
         name = f"callback.{next(self._callback_numbers)}" if completer.is_this_thread() else None
-        operations = self.world.operations
-        handle = operations.submit(kind, name, given, output, **arguments)
+        try:
+            handle = self.world.operations.submit(kind, name, given, output, **arguments)
+        except HorovodInternalError as error:
+            return Work.failed(self.world, error)
         if not awaited:
             return Work(self.world, [(handle, finish)])
         try:
-            finish(operations.synchronize(handle))
+            finish(self.world.operations.synchronize(handle))
         except Exception as error:
             return Work.failed(self.world, error)
         return self._done
@@ -130,7 +140,7 @@ class Collectives:
         reduction = core_reduction(opts.reduceOp, tensor.dtype)
         if reduction is None:
             return self._allreduce_bits(tensor, BITWISE[kind_of(opts.reduceOp)])
-        own = _reducible(tensor)
+        own = _reducible(tensor, reduction)
         return self._reduce(own, own, reduction, tensors, not opts.asyncOp)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
@@ -141,16 +151,28 @@ class Collectives:
             raise ValueError("[torch] coalesced tensors are reduced alike, and not bit by bit")
         reduction = reductions.pop()
         assert reduction is not None
-        own = tuple(_reducible(tensor) for tensor in tensors)
+        own = tuple(_reducible(tensor, reduction) for tensor in tensors)
         return self._reduce(own, own, reduction, tensors, not opts.asyncOp)
 
     def _reduce(
         self, given: Any, result: Any, reduction: Reduction, tensors: Tensors, awaited: bool
     ) -> Work:
-        return self._submit(
-            Kind.ALLREDUCE, given, lambda _: tensors, result, awaited, op=reduction.op,
-            prescale=reduction.prescale,
-        )  # fmt: skip
+        if not awaited or completer.is_this_thread():
+            return self._submit(
+                Kind.ALLREDUCE, given, lambda _: tensors, result, awaited, op=reduction.op,
+                prescale=reduction.prescale,
+            )  # fmt: skip
+        # The same, without what takes as long as the reduction of a few bytes.
+        self.started += 1
+        operations = self.world.operations
+        try:
+            handle = operations.submit(
+                Kind.ALLREDUCE, None, given, result, op=reduction.op, prescale=reduction.prescale
+            )
+            operations.synchronize(handle)
+        except HorovodInternalError as error:
+            return Work.failed(self.world, error)
+        return self._done
 
     def _allreduce_bits(self, tensor: torch.Tensor, combine: Any) -> Work:
         flat = _movable(tensor)
@@ -170,7 +192,7 @@ class Collectives:
         if reduction is None:
             own = tensor if root else tensor.clone()
             return self._allreduce_bits(own, BITWISE[kind_of(opts.reduceOp)])
-        given = _reducible(tensor)
+        given = _reducible(tensor, reduction)
         result = given if root else torch.empty_like(given)
         return self._reduce(given, result, reduction, tensors, not opts.asyncOp)
 
@@ -185,13 +207,12 @@ class Collectives:
                 f"{size} ranks"
             )
         reduction = core_reduction(opts.reduceOp, given.dtype)
-        parts = _reducible(given).reshape(size, -1)
         if reduction is None:
             return self._reduce_scatter_bits(output, given, BITWISE[kind_of(opts.reduceOp)])
-
+        parts = _reducible(given, reduction).reshape(size, -1)
         return self._submit(
-            Kind.REDUCESCATTER, parts, lambda _: [output], _reducible(output).view(1, -1),
-            op=reduction.op, prescale=reduction.prescale,
+            Kind.REDUCESCATTER, parts, lambda _: [output],
+            _reducible(output, reduction).view(1, -1), op=reduction.op, prescale=reduction.prescale,
         )  # fmt: skip
 
     def _reduce_scatter_bits(self, output: torch.Tensor, given: torch.Tensor, combine: Any) -> Work:
@@ -247,11 +268,17 @@ class Collectives:
         return self._gather(parts, own)
 
     def _gather(self, outputs: Tensors, given: torch.Tensor) -> Work:
+        own = _movable(given)
+        place = _movable(outputs[0]) if len(outputs) == 1 else None
+        if place is None or not _lies_apart(own, place, self.world.rank):
+            place = None
+
         def finish(gathered: torch.Tensor) -> Tensors:
-            _spread(gathered, outputs)
+            if gathered is not place:
+                _spread(gathered, outputs)
             return outputs
 
-        return self._submit(Kind.ALLGATHER, _movable(given), finish)
+        return self._submit(Kind.ALLGATHER, own, finish, place)
 
     def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Work:
         """Gather several tensors; `outputs` has a list of them for each rank."""
@@ -362,7 +389,10 @@ class Collectives:
 
     def _between_two(self, kind: Kind, tensors: Tensors, peer: int, tag: int) -> Work:
         own = _movable(_only(tensors))
-        handle = self.world.operations.submit(kind, None, own, root=peer, tag=tag)
+        try:
+            handle = self.world.operations.submit(kind, None, own, root=peer, tag=tag)
+        except HorovodInternalError as error:
+            return Work.failed(self.world, error)
         if kind == Kind.RECEIVE:
             return Receive(self.world, handle, tensors)
         return Work(self.world, [(handle, lambda _: tensors)])

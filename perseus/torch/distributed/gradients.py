@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from perseus.gradients.residuals import Held, mark
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
 from perseus.torch.residuals import as_buffers, as_tensors
 
@@ -52,7 +53,9 @@ class Gradients:
         self._number = group.new_gradients()
         self._keys = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
         self._names = {p: self._name_of(key) for p, key in self._keys.items()}
+        # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
+        self._failure: Exception | None = None
         model._register_state_dict_hook(self._save)
         model.register_load_state_dict_pre_hook(self._load)
         self._first = model.register_forward_pre_hook(self._take_over)
@@ -70,18 +73,22 @@ class Gradients:
     def _reduce(self, _, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
         """The communication hook: start the reduction of a bucket; return a future of its buffer.
 
-        Every error is the future's: torch hangs in a backward pass whose hook raises one.
+        Errors are raised at the end of the backward pass: torch hangs if a hook raises one, and
+        takes one that the future has for a tensor.
         """
         buffer = bucket.buffer()
         future = Future()
+        in_pass = torch._C._current_graph_task_id() != -1
         try:
-            if bucket.is_last() and torch._C._current_graph_task_id() != -1:
+            if bucket.index() == 0:
+                self._failure = None
+            if bucket.is_last() and in_pass:
                 # DDP's own callback, which writes the gradients, is queued after this one.
-                _engine.queue_callback(lambda: _engine.queue_callback(self._drop_what_is_held))
+                _engine.queue_callback(lambda: _engine.queue_callback(self._end_pass))
             wait = self._start(bucket, buffer)
         except Exception as error:
             wait = partial(_raise, error)
-        completer.call(lambda: _complete(future, buffer, wait))
+        completer.call(lambda: self._complete(future, buffer, wait, in_pass))
         return future
 
     def _start(self, bucket: Any, buffer: torch.Tensor) -> Callable[[], Any]:
@@ -119,9 +126,25 @@ class Gradients:
         if failure is not None:
             raise failure
 
-    def _drop_what_is_held(self) -> None:
-        """Leave optimizers nothing to step with where the step is not to be applied."""
+    def _complete(
+        self, future: Future, buffer: torch.Tensor, wait: Callable[[], Any], in_pass: bool
+    ) -> None:
+        try:
+            wait()
+        except Exception as error:
+            failure = as_torch_raises(error)
+            if not in_pass:
+                future.complete(None, failure)
+                return
+            self._failure = self._failure or failure
+        future.complete(buffer, None)
+
+    def _end_pass(self) -> None:
+        """Raise what has failed; leave optimizers nothing to step with in a step not to apply."""
+        failure, self._failure = self._failure, None
         applies, self._applies = self._applies, True
+        if failure is not None:
+            raise failure
         if not applies:
             for parameter in self._names:
                 parameter.grad = None
@@ -158,15 +181,6 @@ class Gradients:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _complete(future: Future, buffer: torch.Tensor, wait: Callable[[], Any]) -> None:
-    try:
-        wait()
-    except Exception as error:
-        future.complete(None, error)
-    else:
-        future.complete(buffer, None)
 
 
 def take_models(group_of: Callable[[Any], Group | None]) -> None:

@@ -15,7 +15,6 @@ from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.world import World
 
 _NO_LIMIT = timedelta(0)
-_LOOK_AGAIN_SECONDS = 0.001
 # A handle of World.operations, and what makes tensors of the operation's output.
 Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
 
@@ -47,7 +46,7 @@ class Work(dist.Work):
     def failed(world: World, error: Exception) -> Work:
         """A work whose operation has ended with this error."""
         work = Work(world, [])
-        work._error = _as_torch_raises(error)
+        work._error = as_torch_raises(error)
         return work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -67,13 +66,12 @@ class Work(dist.Work):
 
     def _await_end(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self.is_completed():
-            if time.monotonic() > deadline:
+        for handle, _ in self._pieces:
+            if not self._world.operations.wait(handle, deadline - time.monotonic()):
                 raise dist.DistBackendError(
                     f"[torch] an operation did not end within {seconds:g} s (timeout= of wait): "
                     f"some rank has not started it, or is still busy with it"
                 )
-            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def synchronize(self) -> None:
         """wait()."""
@@ -129,8 +127,16 @@ class Work(dist.Work):
                 try:
                     self._result += finish(self._world.operations.synchronize(handle))
                 except Exception as error:
-                    self._error = self._error or _as_torch_raises(error)
+                    self._error = self._error or as_torch_raises(error)
                 self._pieces = self._pieces[1:]
+
+
+class Done(Work):
+    """A work that has been awaited."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return at once."""
+        return True
 
 
 class Receive(Work):
@@ -156,7 +162,9 @@ class Receive(Work):
 
 def joined(world: World, works: list[Work]) -> Work:
     """One work for several that nobody waits for yet."""
-    return Work(world, [piece for work in works for piece in work.pieces()])
+    work = Work(world, [piece for work in works for piece in work.pieces()])
+    work._error = next((work._error for work in works if work._error is not None), None)
+    return work
 
 
 def _is_done(world: World, handle: int) -> bool:
@@ -166,7 +174,8 @@ def _is_done(world: World, handle: int) -> bool:
         return True
 
 
-def _as_torch_raises(error: Exception) -> Exception:
+def as_torch_raises(error: Exception) -> Exception:
+    """The error under the class that scripts for torch.distributed catch."""
     if isinstance(error, dist.DistError):
         return error
     made = dist.DistBackendError(str(error))

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from datetime import timedelta
+from itertools import count
+from typing import Any
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from perseus import _core
@@ -16,6 +20,26 @@ from perseus.errors import HorovodInternalError
 from perseus.group_context import group_context
 from perseus.operations import Kind
 from perseus.torch.session import describe, wrap
+
+# By perseus_code; what is not here is a lost connection or worse.
+_ERRORS = {
+    0: c10d.ErrorType.SUCCESS,
+    4: c10d.ErrorType.TIMEOUT,
+    5: c10d.ErrorType.REMOTE_ERROR,  # a rank has ended it, or told of its own failure
+}
+
+
+_numbers = count(1)  # of this process's worlds
+
+
+def _timeline_of(number: int) -> list[str]:
+    """The setting that gives every world but a process's first one a timeline file of its own."""
+    path = os.environ.get("HOROVOD_TIMELINE", "")
+    if number == 1 or path in ("", "DYNAMIC"):
+        return []
+    stem, suffix = os.path.splitext(path)
+    process = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return [f"HOROVOD_TIMELINE={stem}.process{process}.group{number}{suffix}"]
 
 
 class World:
@@ -27,9 +51,22 @@ class World:
         store: torch's store, with a prefix of this group's own. timeout: rounded up to seconds.
         """
         self.rank, self.size = rank, size
+        self._left = False  # by this rank's own will
         self.seconds = max(1, math.ceil(timeout.total_seconds()))
-        self.context = group_context(store, rank, size, self.seconds)
+        settings = _timeline_of(next(_numbers))
+        self.context = group_context(store, rank, size, self.seconds, settings)
         self.operations = _core.Operations(self.context, wrap, describe)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Wait for ranks that live no longer than this from now on, also for what is under way."""
+        self.seconds = max(1, math.ceil(timeout.total_seconds()))
+        self.context.set_stall_limits(self.seconds, self.seconds)
+
+    def error(self) -> Any:
+        """Why the world has ended, as a c10d.ErrorType: SUCCESS while it has not."""
+        if self._left:
+            return c10d.ErrorType.COMM_ERROR
+        return _ERRORS.get(self.context.failure_code(), c10d.ErrorType.COMM_ERROR)
 
     def await_all(self) -> None:
         """Return once every rank has called this, or the world has failed."""
@@ -38,10 +75,11 @@ class World:
 
     def shutdown(self) -> None:
         """End the world on every rank: operations that are pending there fail."""
+        self._left = True
         self.context.shutdown()
 
     def close(self) -> None:
         """Leave the world and free it."""
-        self.context.shutdown()
+        self.shutdown()
         self.operations.close()
         self.context.close()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -382,6 +385,104 @@ def check_a_wait_ends_in_time_and_may_be_repeated() -> None:
         assert_same(tensor, everyone((9,), torch.float32).sum(0).to(torch.float32))
 
 
+def check_what_a_living_rank_never_answers_ends_with_the_timeout() -> None:
+    rank, last = hvd.rank(), hvd.size() - 1
+    calls = {
+        f"rank {last} has not started a receive from rank 0 with tag 3": (
+            lambda group: dist.isend(torch.ones(5000), last, group, 3)
+        ),
+        f"rank {last} has not started a send to rank 0 with tag 3": (
+            lambda group: dist.irecv(torch.ones(2), last, group, 3)
+        ),
+        f"{last} has started a send to rank 0 with tag 3": (
+            lambda group: dist.irecv(torch.ones(2), None, group, 3)
+        ),
+        f"Missing ranks:\nrank {last}: [": (
+            lambda group: dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        ),
+    }
+    with process_group():
+        for expected, call in calls.items():
+            group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+            if rank == 0 or (rank != last and "Missing" in expected):
+                text = raised(dist.DistBackendError, call(group).wait)
+                assert expected in text, text
+                assert "timeout= of init_process_group" in text, text
+                text = raised(dist.DistBackendError, call(group).wait)
+                assert expected in text, text
+                again = functools.partial(dist.all_reduce, torch.ones(2), group=group)
+                text = raised(dist.DistBackendError, again)
+                assert expected in text, text
+            dist.barrier()
+
+
+def check_errors_speak_of_process_groups() -> None:
+    with process_group():
+        group = dist.new_group()
+        received = torch.ones(2)
+        if hvd.rank() == 0:
+            dist.barrier()
+            group.abort()
+        else:
+            work = dist.irecv(received, 0, group)
+            dist.barrier()
+            text = raised(dist.DistBackendError, work.wait)
+            assert "rank 0 called destroy_process_group() or ended" in text, text
+            assert "Horovod" not in text and "init_process_group() or new_group()" in text, text
+
+
+def check_a_group_tells_why_it_has_ended() -> None:
+    def error_of(group: dist.ProcessGroup) -> object:
+        backend = group if hasattr(group, "world") else group._get_backend(torch.device("cpu"))
+        return backend.get_error()
+
+    kinds = _distributed_c10d.ErrorType
+    seconds = datetime.timedelta(seconds=2)
+    with process_group():
+        works, aborted, late = dist.new_group(), dist.new_group(), dist.new_group(timeout=seconds)
+        assert error_of(works) == error_of(aborted) == error_of(late) == kinds.SUCCESS
+        dist.barrier()
+        if hvd.rank() == 0:
+            aborted.abort()
+            raised(dist.DistBackendError, dist.irecv(torch.ones(2), 1, late).wait)
+        dist.barrier()
+        for group in (aborted, late):
+            raised(dist.DistBackendError, functools.partial(dist.barrier, group))
+        assert error_of(works) == kinds.SUCCESS
+        assert error_of(aborted) == (kinds.REMOTE_ERROR if hvd.rank() else kinds.COMM_ERROR)
+        assert error_of(late) == (kinds.REMOTE_ERROR if hvd.rank() else kinds.TIMEOUT)
+
+
+def check_the_timeout_of_a_group_can_be_changed() -> None:
+    with process_group():
+        group = dist.new_group()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            if hasattr(group, "set_timeout"):
+                group.set_timeout(datetime.timedelta(seconds=2))
+        if hvd.rank() == 0:
+            begun = time.monotonic()
+            text = raised(dist.DistBackendError, dist.irecv(torch.ones(2), 1, group).wait)
+            assert "within 2 s" in text, text
+            assert time.monotonic() - begun < 20
+        dist.barrier()
+
+
+def check_a_group_can_shrink() -> None:
+    if not hasattr(_distributed_c10d.Backend, "supports_reconfigure"):
+        pytest.skip("torch before 2.14 shrinks its own backends alone")
+    with process_group():
+        last = hvd.size() - 1
+        group = dist.new_group()
+        if hvd.rank() != last:
+            shrunk = dist.shrink_group([last], group)
+            assert shrunk.size() == last
+            tensor = mine((9,), torch.int64)
+            dist.all_reduce(tensor, group=shrunk)
+            assert_same(tensor, sum(of(rank, (9,), torch.int64) for rank in range(last)))
+        dist.barrier()
+
+
 def check_callbacks_run_in_the_order_of_submission() -> None:
     with process_group():
         order: list[int] = []
@@ -407,6 +508,26 @@ def check_callbacks_run_in_the_order_of_submission() -> None:
         assert all(totals)
 
 
+def check_parts_are_gathered_into_the_tensor_that_they_lie_in() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    with process_group(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        for n in (1, 300, 100_001):
+            expected = torch.cat([of(other, (n,), torch.float32, n) for other in range(size)])
+            # Its own part, as of sharded parameters, or that of another rank.
+            for place in range(size):
+                whole = torch.zeros(n * size)
+                part = whole[place * n : (place + 1) * n].copy_(mine((n,), torch.float32, n))
+                if rank in (0, place):
+                    dist.all_gather_into_tensor(whole, part)
+                else:
+                    dist.all_gather_into_tensor(whole, part.clone())
+                assert_same(whole, expected)
+            across = torch.zeros((n + 1) * size)[1 : n * size + 1]
+            dist.all_gather_into_tensor(across, mine((n,), torch.float32, n))
+            assert_same(across, expected)
+
+
 def check_coalesced_forms() -> None:
     with process_group():
         tensors = [mine((n,), torch.float32, n) for n in (1, 5, 300)]
@@ -425,9 +546,9 @@ def check_a_group_can_be_made_again() -> None:
             assert_same(tensor, everyone((5,), torch.int32, turn).sum(0).to(torch.int32))
 
 
-def check_split_groups_and_monitored_barriers() -> None:
+def check_split_groups() -> None:
     if not hasattr(_distributed_c10d.Backend, "supports_reconfigure"):
-        pytest.skip("torch before 2.14 splits and monitors its own backends alone")
+        pytest.skip("torch before 2.14 splits its own backends alone")
     with process_group():
         rank, size = hvd.rank(), hvd.size()
         parts = [list(range(1, size)), [0]]
@@ -436,9 +557,30 @@ def check_split_groups_and_monitored_barriers() -> None:
         dist.all_reduce(tensor, group=part)
         total = sum(of(other, (5,), torch.int64) for other in parts[rank == 0])
         assert_same(tensor, total)
+
+
+def check_monitored_barriers_name_all_missing_ranks() -> None:
+    with process_group():
+        rank, size = hvd.rank(), hvd.size()
         dist.monitored_barrier()
-        if rank != size - 1:
-            limit = datetime.timedelta(seconds=1)
-            with pytest.raises(RuntimeError, match=f"monitored_barrier: rank {size - 1} did not"):
-                dist.monitored_barrier(timeout=limit)
+        missing = [1] if size == 2 else [1, size - 1]
+        named = f"rank{'s' if size > 2 else ''} {', '.join(map(str, missing))} did not come within"
+        limit = datetime.timedelta(seconds=1)
+        for group in (None, dist.new_group(timeout=datetime.timedelta(seconds=30))):
+            barrier = functools.partial(dist.monitored_barrier, group, limit)
+            if rank not in missing:
+                assert f"monitored_barrier: {named} 1 s" in raised(RuntimeError, barrier)
+            dist.barrier()
+            if rank in missing:  # too late
+                assert f"monitored_barrier: {named} 1 s" in raised(RuntimeError, barrier)
+            dist.monitored_barrier(group, wait_all_ranks=True, timeout=limit)
+        alone = dist.new_group([0])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            dist.monitored_barrier(alone)
+        assert ("does not belong" in " ".join(str(one.message) for one in said)) == (rank != 0)
+        own = dist.new_group(backend="gloo")
+        dist.monitored_barrier(own, limit)
+        if rank == 0:
+            raised(RuntimeError, functools.partial(dist.monitored_barrier, own, limit))
         dist.barrier()

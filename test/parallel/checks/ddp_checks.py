@@ -203,3 +203,19 @@ def check_a_failed_hook_is_an_error() -> None:
         model.register_comm_hook(None, refuse)
         with pytest.raises(RuntimeError, match="bucket 0"):
             train(model)
+
+
+def check_a_group_that_has_ended_fails_the_backward_pass() -> None:
+    with process_group():
+        for hook in (None, default_hooks.allreduce_hook):
+            group = dist.new_group()
+            model = DistributedDataParallel(network(), process_group=group)
+            if hook is not None:
+                model.register_comm_hook(group, hook)
+            train(model)
+            dist.barrier()
+            group.abort()
+            # torch's hook has a future's error taken for a tensor.
+            kind = dist.DistBackendError if hook is None else RuntimeError
+            with pytest.raises(kind, match=r"called destroy_process_group\(\) or ended"):
+                train(model)
