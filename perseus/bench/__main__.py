@@ -23,6 +23,7 @@ from perseus.bench.models import MODELS, TRAINED
 from perseus.bench.plan import (
     DDP,
     IN_EQUAL_PARTS,
+    ON_DDP,
     OWN_SIZES,
     PEERS,
     TENSORFLOW,
@@ -40,9 +41,11 @@ _CASES = {
     "network": "in-place allreduce of one large tensor, against a raw TCP exchange",
     "gradients": "all gradients of a model, or of one tensor, through codecs",
     "training": "a network's optimizer steps, against DDP or MultiWorkerMirroredStrategy",
+    "ddp": "all gradients of a model through DDP's buckets, whose sizes --sizes gives",
+    "ddp-training": "DDP's training steps, on Perseus and on gloo with torch's hooks",
     "collectives": "every operation over a range of sizes",
 }
-_WITH_CODECS = ("gradients", "training")
+_WITH_CODECS = ("gradients", "training", "ddp-training")
 _USAGE_ERROR = 2
 
 
@@ -195,11 +198,12 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         raise ValueError(f"no case '{unknown[0]}': expected {', '.join(_CASES)}")
     if given.compute is not None:
         raise ValueError("--compute is of --advise")
+    trains = not {"training", "ddp-training"}.isdisjoint(given.cases)
     plan = Plan(
         cases=given.cases,
         peers=_peers(given),
         sizes=parse_sizes(given.sizes) if given.sizes else [],
-        models=_names(given.model, TRAINED if "training" in given.cases else MODELS, "--model"),
+        models=_names(given.model, TRAINED if trains else MODELS, "--model"),
         codecs=_codecs(given),
         seconds=given.seconds,
         links=given.links,
@@ -220,7 +224,8 @@ def _job(given: argparse.Namespace, plan: Plan) -> Job:
         raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
     if hosts > 1:
         VirtualHosts(hosts, given.rate, given.links)  # raises ValueError for wrong arguments
-    timeout = given.timeout or (3600.0 if "training" in given.cases else 600.0)
+    long = any("training" in case for case in given.cases)
+    timeout = given.timeout or (3600.0 if long else 600.0)
     return Job(plan, ranks, hosts, given.rate, given.placement, timeout=timeout)
 
 
@@ -229,7 +234,10 @@ def _peers(given: argparse.Namespace) -> list[str]:
     if given.peer is None:
         return [peers[0]]
     if given.peer != DDP or given.framework != TORCH:
-        return _names(given.peer, peers, "--peer")
+        named = _names(given.peer, peers, "--peer")
+        if peers[0] not in named and (on_ddp := [case for case in given.cases if case in ON_DDP]):
+            raise ValueError(f"--peer {given.peer}: {on_ddp[0]} compares with {peers[0]}")
+        return named
     if given.cases != ["training"]:
         raise ValueError(f"--peer {DDP}: it is a peer of training; others have torch-gloo")
     return ["torch-gloo"]
@@ -240,9 +248,11 @@ def _codecs(given: argparse.Namespace) -> list[str]:
     found = parse_codecs(given.codec)
     others = [case for case in given.cases if case not in _WITH_CODECS]
     if found and others:
-        raise ValueError(f"--codec is of {' and '.join(_WITH_CODECS)}, not of {others[0]}")
+        raise ValueError(f"--codec is of {', '.join(_WITH_CODECS)}, not of {others[0]}")
     for codec in found:
         codec.arguments(given.framework)
+        if "ddp-training" in given.cases:
+            codec.variables()
     return [codec.label for codec in found]
 
 

@@ -11,10 +11,12 @@ from functools import partial
 
 import torch
 
-from perseus.bench import collectives, gradients, memory, training
+from perseus.bench import collectives, ddp, ddp_training, gradients, memory, training
+from perseus.bench.groups import on_perseus
 from perseus.bench.network import RawExchange, own_addresses
 from perseus.bench.pattern import total, values
-from perseus.bench.peers import Peer
+from perseus.bench.peers import GlooPeer, GroupPeer, Peer
+from perseus.bench.plan import GROUP
 from perseus.bench.record import bus_factor
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
@@ -70,7 +72,10 @@ def network(session: Session) -> Iterator[Subject]:
 def latency(session: Session) -> Iterator[Subject]:
     """Measure the blocking allreduce of a tensor so small that only the latency counts."""
     for size in session.sizes([4]):
-        yield Subject("latency", size, [_small(session, peer, size) for peer in session.peers])
+        contenders = [_small(session, peer, size) for peer in session.peers]
+        if any(peer.name == GlooPeer.name for peer in session.peers):
+            contenders.append(_small(session, GroupPeer(GROUP, on_perseus()), size))
+        yield Subject("latency", size, contenders)
 
 
 def _small(session: Session, peer: Peer, size: int) -> Contender:
@@ -155,5 +160,7 @@ CASES: dict[str, Callable[[Session], Iterator[Subject]]] = {
     "network": network,
     "gradients": gradients.sweep,
     "training": training.sweep,
+    "ddp": ddp.sweep,
+    "ddp-training": ddp_training.sweep,
     "collectives": collectives.sweep,
 }

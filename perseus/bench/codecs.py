@@ -102,6 +102,29 @@ class Codec:
         rounding = ranks * _SUM_ROUNDING
         return kind.largest + rounding, kind.rms + rounding
 
+    def variables(self) -> dict[str, str]:
+        """Return the variables of docs/config.md that let a process group use the codec.
+
+        Raises ValueError if none does.
+        """
+        text = f"{self.argument:g}" if self.argument is not None else ""
+        known = {
+            DEFAULT: {},
+            PLAIN: {"PERSEUS_ALLREDUCE_DTYPE": "1"},
+            "fp16": {"PERSEUS_ALLREDUCE_DTYPE": "2"},
+            "int8": {"PERSEUS_ALLREDUCE_CODEC": "int8"},
+            "auto": {"PERSEUS_ALLREDUCE_CODEC": "auto"},
+            "topk": {
+                "LIGHT_TOPK_ALLREDUCE": "1",
+                "LIGHT_TOPK_RATIO": text,
+                "LIGHT_TOPK_THRESHOLD": "0",  # as Compression.topk, which takes all sizes
+            },
+            "rotate": {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": text},
+        }
+        if self.name not in known:
+            raise ValueError(f"--codec {self.label}: no variable gives it to a process group")
+        return known[self.name]
+
     def arguments(self, framework: str = TORCH) -> dict[str, Any]:
         """Return the keyword arguments for hvd.DistributedOptimizer or DistributedGradientTape.
 

@@ -112,15 +112,52 @@ def _interface_for_gloo(local: bool) -> Iterator[None]:
         del os.environ[name]
 
 
-class GlooPeer:
-    """torch.distributed over gloo, as DistributedDataParallel uses it on CPUs; see Peer."""
+class GroupPeer:
+    """The functions of torch.distributed on a process group; see Peer."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
+        self.name = name
+        self._group = group  # None = the default one
+        # In newer versions of torch, the older functions warn in every call.
+        self._gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        self._scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+    def allreduce_(self, tensor: torch.Tensor, name: str) -> None:
+        dist.all_reduce(tensor, group=self._group)
+
+    def allreduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def allreduce_many_(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        works = [dist.all_reduce(tensor, group=self._group, async_op=True) for tensor in tensors]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def allgather(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        self._gather(output, tensor, group=self._group)
+        return output
+
+    def broadcast_(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, 0, group=self._group)
+
+    def reducescatter(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        self._scatter(output, tensor, group=self._group)
+        return output
+
+    def alltoall(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        dist.all_to_all_single(output, tensor, group=self._group)
+        return output
+
+
+class GlooPeer(GroupPeer):
+    """The default group, over gloo, as DistributedDataParallel uses it on CPUs."""
 
     name = "torch-gloo"
 
     def __init__(self) -> None:
-        # In newer versions of torch, the older functions warn in every call.
-        self._gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        self._scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        super().__init__(self.name, None)
         rank, size = perseus_hvd.rank(), perseus_hvd.size()
         master = rank == 0
         place = [own_address(), 0]
@@ -138,34 +175,6 @@ class GlooPeer:
     @staticmethod
     def _store(host: Any, port: Any, size: int, master: bool) -> TCPStore:
         return TCPStore(host, port, size, master, _GLOO_TIMEOUT, wait_for_workers=False)
-
-    def allreduce_(self, tensor: torch.Tensor, name: str) -> None:
-        dist.all_reduce(tensor)
-
-    def allreduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        dist.all_reduce(tensor)
-        return tensor
-
-    def allreduce_many_(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for work in works:
-            assert work is not None
-            work.wait()
-
-    def allgather(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        self._gather(output, tensor)
-        return output
-
-    def broadcast_(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, 0)
-
-    def reducescatter(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        self._scatter(output, tensor)
-        return output
-
-    def alltoall(self, tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        dist.all_to_all_single(output, tensor)
-        return output
 
 
 class MpiPeer:

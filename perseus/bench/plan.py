@@ -6,11 +6,15 @@ import json
 from dataclasses import asdict, dataclass, field
 
 PERSEUS = "perseus"
+GROUP = "perseus-group"  # Perseus as a backend of torch.distributed, where PERSEUS is the hvd API
 TORCH, TENSORFLOW = "torch", "tensorflow"  # frameworks, by the names of their packages
 PEERS = {TORCH: ("torch-gloo", "mpi", "horovod"), TENSORFLOW: ("multiworker",)}
 DDP = "torch-ddp-gloo"  # the name of torch-gloo in training
+FP16_HOOK, POWERSGD_HOOK = "fp16-hook", "powersgd-hook"  # torch's, on gloo, in place of a codec
+ALONE, NO_EXCHANGE = "compute-only", "no-exchange"  # what no communication can beat
 NEED_MPIRUN = ("mpi", "horovod")  # peers that work only if mpirun starts the ranks
 OWN_SIZES = ("tensors", "training")  # cases that --sizes does not change
+ON_DDP = ("ddp", "ddp-training")  # need torch-gloo; --sizes are those of DDP's buckets
 IN_EQUAL_PARTS = ("allgather", "reducescatter", "alltoall")  # give each rank a part of the size
 MARK = "PERSEUS-BENCH "  # the beginning of a record's line in a job's output
 

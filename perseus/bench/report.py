@@ -39,6 +39,8 @@ def show_line(record: Record) -> str:
     """
     ratio = "" if record.vs_perseus is None else f"{record.vs_perseus:.3g}"
     case = record.settings.get("model", record.case)
+    if bucket := record.settings.get("bucket"):
+        case += f" {bucket.removesuffix('iB').replace(' ', '')}"
     verdict = "right" if record.verified else f"INVALID: {record.note}"
     if record.images_per_s is not None:
         verdict += f", {record.images_per_s:.3g} img/s"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Subject:
-    """A task that several contenders perform.
+    """A task that several contenders perform, the first of which the others are compared with.
 
     size: in bytes. settings: are added to the records. images: processed by a rank in one call.
     """
@@ -103,7 +103,7 @@ class Session:
         The records are equal on all ranks, except for this rank's own statistics.
         """
         samples = measure(self, subject.contenders, self.plan.seconds)
-        reference = samples[PERSEUS].seconds
+        reference = samples[subject.contenders[0].key].seconds
         return [
             self._record(subject, contender, samples[contender.key], reference)
             for contender in subject.contenders

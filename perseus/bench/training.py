@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from perseus.bench import codecs
 from perseus.bench.codecs import Codec
 from perseus.bench.models import BATCH, CLASSES
 from perseus.bench.nets import NETS, Net
-from perseus.bench.plan import DDP, PERSEUS
+from perseus.bench.plan import ALONE, DDP, PERSEUS
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
 
@@ -71,105 +70,123 @@ class Trainee:
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
 
+class Course:
+    """What the contenders of one network share: parameters, images and how a turn is checked."""
+
+    def __init__(self, session: Session, model: str, net: Net) -> None:
+        torch.manual_seed(_SEED)
+        self._session = session
+        self._shared = net.make()
+        generator = torch.Generator().manual_seed(_SEED + 1 + session.rank)
+        self._images = torch.randn(_BATCHES, BATCH, 3, net.pixels, net.pixels, generator=generator)
+        self._labels = torch.randint(CLASSES, (_BATCHES, BATCH), generator=generator)
+        self.size = 4 * sum(p.numel() for p in self._shared.parameters())
+        self._settings = {"model": model, "batch": str(BATCH), "pixels": str(net.pixels)}
+
+    def trainee(self) -> Trainee:
+        """Return a module of a contender's own."""
+        return Trainee(self._shared, self._images, self._labels)
+
+    def exact_gradients(self) -> list[torch.Tensor]:
+        """Return the first batch's gradients, averaged over ranks by allreduce(), which is exact.
+
+        A collective.
+        """
+        trainee = self.trainee()
+        trainee.backward()
+        return [
+            hvd.allreduce(gradient, name=f"bench.exact.{i}")
+            for i, gradient in enumerate(trainee.gradients())
+        ]
+
+    def native(
+        self, wrap: Callable[[nn.Module], nn.Module], codec: Codec, exact: list[torch.Tensor]
+    ) -> Contender:
+        """Return a contender whose module wrap() makes of a plain one, as DDP does. A collective.
+
+        codec: bounds the error of the first step's gradients, compared with the exact ones.
+        """
+        trainee = self.trainee()
+        trainee.module = wrap(trainee.module)
+        optimizer = torch.optim.SGD(trainee.module.parameters(), lr=_LEARNING_RATE)
+        trainee.backward()
+        return self.turns(trainee, optimizer, near(exact, trainee.gradients(), codec))
+
+    def alone(self) -> Contender:
+        """Return a contender that does not communicate, which bounds the speed of the others.
+
+        Its learning rate is 0, so that the parameters stay equal on all ranks.
+        """
+        trainee = self.trainee()
+        optimizer = torch.optim.SGD(trainee.module.parameters(), lr=0.0)
+        return replace(self.turns(trainee, optimizer, True), name=ALONE, operation="compute")
+
+    def turns(self, trainee: Trainee, optimizer: torch.optim.Optimizer, proven: bool) -> Contender:
+        """Return a contender that takes steps and checks that parameters are equal on all ranks.
+
+        proven: whether the gradients of the first step were right.
+        """
+        parameters = list(self._shared.parameters())
+
+        def run(_: int) -> None:
+            trainee.backward()
+            optimizer.step()
+
+        def check() -> bool:
+            return (
+                self._session.same(p.detach().numpy() for p in parameters)
+                and proven
+                and math.isfinite(trainee.loss)
+            )
+
+        return Contender(
+            PERSEUS, "training", run, check=check, calls=_CALLS, warm=_WARM, warm_ups=1
+        )
+
+    def subject(self, case: str, contenders: list[Contender], **settings: str) -> Subject:
+        """Return the subject of these contenders, the first of which others are compared with."""
+        tensors = len(list(self._shared.parameters()))
+        known = {**self._settings, **settings}
+        return Subject(case, self.size, contenders, tensors, known, images=BATCH)
+
+
+def near(exact: list[torch.Tensor], found: list[torch.Tensor], codec: Codec) -> bool:
+    """Return whether |found - exact| < the codec's bound · |exact|, over all tensors together, on
+    this rank."""
+    error = norm = 0.0
+    for a, b in zip(exact, found, strict=True):
+        error += float((a - b).square().sum())
+        norm += float(a.square().sum())
+    return error < codec.relative_error**2 * norm
+
+
 def subject_of(session: Session, model: str, net: Net) -> Subject:
     """Return the contenders for one network, after verifying the first step of each.
 
     A collective.
     """
-    torch.manual_seed(_SEED)
-    shared = net.make()
-    generator = torch.Generator().manual_seed(_SEED + 1 + session.rank)
-    images = torch.randn(_BATCHES, BATCH, 3, net.pixels, net.pixels, generator=generator)
-    labels = torch.randint(CLASSES, (_BATCHES, BATCH), generator=generator)
-    size = 4 * sum(p.numel() for p in shared.parameters())
-    make = partial(Trainee, shared, images, labels)
+    course = Course(session, model, net)
     plain = Codec(codecs.PLAIN)
 
     def ours(codec: Codec) -> Contender:
-        trainee = make()
+        trainee = course.trainee()
         named = [(f"{codec.label}.{n}", p) for n, p in trainee.module.named_parameters()]
         inner = torch.optim.SGD(trainee.module.parameters(), lr=_LEARNING_RATE)
         optimizer: Any = hvd.DistributedOptimizer(inner, named, **codec.arguments())
-        exact = _exact_gradients(make())
+        exact = course.exact_gradients()
         trainee.backward()
         optimizer.synchronize()
-        proven = _near(exact, trainee.gradients(), codec.relative_error)
+        proven = near(exact, trainee.gradients(), codec)
         with optimizer.skip_synchronize():
             optimizer.step()
-        turns = _turns(session, trainee, shared, optimizer, proven)
-        return replace(turns, codec=codec.label, **session.payloads(codec, size))
-
-    def native() -> Contender:
-        trainee = make()
-        trainee.module = DistributedDataParallel(trainee.module)
-        optimizer = torch.optim.SGD(trainee.module.parameters(), lr=_LEARNING_RATE)
-        exact = _exact_gradients(make())
-        trainee.backward()
-        proven = _near(exact, trainee.gradients(), plain.relative_error)
-        turns = _turns(session, trainee, shared, optimizer, proven)
-        return replace(turns, name=DDP, **session.payloads(plain, size))
-
-    def alone() -> Contender:
-        """Return a contender that does not communicate, which bounds the speed of the others.
-
-        Its learning rate is 0, so that the parameters stay equal on all ranks.
-        """
-        trainee = make()
-        optimizer = torch.optim.SGD(trainee.module.parameters(), lr=0.0)
-        turns = _turns(session, trainee, shared, optimizer, True)
-        return replace(turns, name="compute-only", operation="compute")
+        turns = course.turns(trainee, optimizer, proven)
+        return replace(turns, codec=codec.label, **session.payloads(codec, course.size))
 
     wanted = codecs.parse(",".join(session.plan.codecs)) or [Codec(codecs.DEFAULT)]
     contenders = [ours(plain)]
     contenders += [ours(codec) for codec in wanted if codec != plain]
     if any(peer.name == "torch-gloo" for peer in session.peers):
-        contenders.append(native())
-    contenders.append(alone())
-    settings = {"model": model, "batch": str(BATCH), "pixels": str(net.pixels)}
-    tensors = len(list(shared.parameters()))
-    return Subject("training", size, contenders, tensors, settings, images=BATCH)
-
-
-def _turns(
-    session: Session,
-    trainee: Trainee,
-    shared: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    proven: bool,
-) -> Contender:
-    """Return a contender that takes steps and checks that parameters are equal on all ranks.
-
-    proven: whether the gradients of the first step were right.
-    """
-    parameters = list(shared.parameters())
-
-    def run(_: int) -> None:
-        trainee.backward()
-        optimizer.step()
-
-    def check() -> bool:
-        return (
-            session.same(p.detach().numpy() for p in parameters)
-            and proven
-            and math.isfinite(trainee.loss)
-        )
-
-    return Contender(PERSEUS, "training", run, check=check, calls=_CALLS, warm=_WARM, warm_ups=1)
-
-
-def _exact_gradients(trainee: Trainee) -> list[torch.Tensor]:
-    """Return the first batch's gradients, averaged over ranks by allreduce(), which is exact."""
-    trainee.backward()
-    return [
-        hvd.allreduce(gradient, name=f"bench.exact.{i}")
-        for i, gradient in enumerate(trainee.gradients())
-    ]
-
-
-def _near(exact: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> bool:
-    """Return whether |found - exact| < limit · |exact| over all tensors together, on this rank."""
-    error = norm = 0.0
-    for a, b in zip(exact, found, strict=True):
-        error += float((a - b).square().sum())
-        norm += float(a.square().sum())
-    return error < limit * limit * norm
+        native = course.native(DistributedDataParallel, plain, course.exact_gradients())
+        contenders.append(replace(native, name=DDP, **session.payloads(plain, course.size)))
+    contenders.append(course.alone())
+    return course.subject("training", contenders)

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from perseus import config
 from perseus.bench import gradients
 from perseus.bench.codecs import Codec, parse
 from perseus.bench.gradients import Entrant, NormalData
@@ -35,6 +36,17 @@ def test_a_codec_that_refuses_its_argument_is_named(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"has no hvd\.Compression\.bf16; it has topk"):
         Codec("bf16").arguments()
     assert Codec("default").arguments() == {}
+
+
+def test_variables_give_a_process_group_the_codec_of_a_label() -> None:
+    known = {entry.name for entry in config.variables()}
+    for label in ("default", "none", "fp16", "int8", "topk:0.02", "rotate:4", "auto"):
+        (codec,) = parse(label)
+        found = codec.variables()
+        assert set(found) <= known
+        assert codec.argument is None or f"{codec.argument:g}" in found.values()
+    with pytest.raises(ValueError, match="--codec bf16: no variable"):
+        parse("bf16")[0].variables()
 
 
 def test_bytes_on_the_wire_relative_to_plain() -> None:

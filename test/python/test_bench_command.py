@@ -40,7 +40,7 @@ def test_cases_are_measured_against_gloo_and_limits(tmp_path: Path) -> None:
         contenders.setdefault(entry["case"], []).append(entry["peer"])
     both = ["perseus", "torch-gloo"]
     assert contenders == {
-        "latency": both,
+        "latency": [*both, "perseus-group"],
         "memory": [*both, "memcpy", "memcpy-unaligned"],
         "tensors": [*both, "cat-and-copy"],
         "network": [*both, "raw-tcp"],
@@ -123,7 +123,10 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["gradients", "--codec", "zip"], "--codec zip: expected some of default, none"),
         (["gradients", "--codec", "topk"], "--codec topk: expected topk:0.01"),
         (["gradients", "--codec", "rotate:1.5"], "--codec rotate:1.5: expected rotate:8"),
-        (["latency", "--codec", "fp16"], "--codec is of gradients and training"),
+        (["latency", "--codec", "fp16"], "--codec is of gradients, training, ddp-training"),
+        (["ddp-training", "--codec", "bf16"], "--codec bf16: no variable"),
+        (["ddp-training", "--model", "gpt2"], "--model gpt2: expected some of resnet50, vgg16"),
+        (["ddp", "--peer", "mpi"], "--peer mpi: ddp compares with torch-gloo"),
         (["latency", "--rate", "1gbit"], "add --hosts 2"),
         (["latency", "--hosts", "3", "-np", "2"], "more hosts than ranks"),
         (["latency", "--seconds", "-1"], "expected seconds above 0"),

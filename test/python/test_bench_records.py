@@ -153,6 +153,32 @@ def test_a_bar_is_met_missed_or_not_measured() -> None:
     assert FASTER.judge([record(ranks=4), replace(gloo, ranks=4)]).met is None
 
 
+def test_what_all_contenders_do_is_no_part_of_an_exchange() -> None:
+    bar = Bar("exchange", "ddp", "faster", 3, ("gloo",), beyond="none", bucket="25 MiB")
+    ours, gloo, none = (
+        record(peer, seconds, case="ddp", settings={"bucket": "25 MiB"}, vs_perseus=1.0)
+        for peer, seconds in (("perseus", 0.05), ("gloo", 0.10), ("none", 0.03))
+    )
+    verdict = bar.judge([ours, gloo, none])
+    assert (verdict.met, verdict.result) == (True, "3.5 × as fast")
+    assert bar.judge([ours, gloo, replace(none, median_s=0.02)]).met is False  # 80 ms of 30 ms
+    assert bar.judge([ours, gloo]).met is None
+    assert bar.judge([ours, gloo, replace(none, settings={"bucket": "1 MiB"})]).met is None
+
+
+def test_a_codec_is_held_to_the_fastest_other_at_its_rate() -> None:
+    others = ("gloo", "gloo fp16")
+    bar = Bar("auto", "memory", "faster", 1, others, ours="perseus auto", rate=0.3)
+    slow = {"rate_gbit": 0.3}
+    ours = record(codec="auto", vs_perseus=0.8, **slow)
+    plain = record("gloo", 0.012, vs_perseus=3.0, **slow)
+    half = record("gloo", 0.006, codec="fp16", vs_perseus=1.2, **slow)
+    assert bar.judge([ours, plain, half]).result == "1.50 × as fast"
+    assert bar.judge([ours, plain, replace(half, vs_perseus=0.7)]).met is False
+    assert bar.judge([record(), plain, half]).met is None
+    assert bar.judge([replace(ours, rate_gbit=1.0), plain, half]).met is None
+
+
 def test_a_wrong_result_meets_no_bar() -> None:
     gloo = record("torch-gloo", 0.032, vs_perseus=8.0)
     verdict = FASTER.judge([record(verified=False, note="wrong result"), gloo])
@@ -170,8 +196,14 @@ def test_bars_without_a_contender_are_absolute() -> None:
 
 
 def test_the_suite_measures_every_bar() -> None:
-    measured = {(case, job.ranks, job.hosts) for job in suite() for case in job.plan.cases}
-    assert {(bar.case, bar.ranks, bar.hosts) for bar in BARS} <= measured
+    rates = {None: None, "1gbit": 1.0, "300mbit": 0.3}
+    measured = {
+        (case, job.ranks, job.hosts, rate)
+        for job in suite()
+        for case in job.plan.cases
+        for rate in (None, rates[job.rate])
+    }
+    assert {(bar.case, bar.ranks, bar.hosts, bar.rate) for bar in BARS} <= measured
 
 
 def test_pages_get_tables_between_their_markers(tmp_path: Path) -> None:
@@ -202,6 +234,9 @@ def test_a_bar_names_the_command_that_measures_it() -> None:
     assert "perseus-bench memory -np 4" in commands
     assert "PERSEUS_TRANSPORT=tcp perseus-bench network" in commands
     assert "perseus-bench network --hosts 2 --rate 1gbit" in commands
+    assert "perseus-bench ddp --sizes 25M" in commands
+    trained = "perseus-bench ddp-training --model resnet50 --codec default,int8,topk:0.01,auto"
+    assert f"{trained} --hosts 2 --rate 300mbit" in commands
 
 
 def test_a_page_without_markers_is_left_alone(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import torch
 from torch import nn
 
 import perseus.torch.horovod as hvd
-from perseus.bench import gradients, training
+from perseus.bench import ddp_training, gradients, training
 from perseus.bench.codecs import Codec
+from perseus.bench.ddp import Given, Handing, return_the_bucket
 from perseus.bench.gradients import Entrant, NormalData
+from perseus.bench.groups import on_perseus, wrap
 from perseus.bench.models import CLASSES
 from perseus.bench.nets import Net
 from perseus.bench.peers import disband
@@ -42,6 +44,37 @@ def check_training_takes_turns_with_native_ddp() -> None:
     for record in records:
         assert record.verified, record
         assert record.images_per_s == session.size * 16 / record.median_s
+
+
+def check_ddp_takes_turns_on_perseus_and_on_gloo() -> None:
+    session = Session(Plan(["ddp-training"], ["torch-gloo"], seconds=1e-3))
+    wanted = [Codec("default"), Codec("int8")]
+    groups = {codec: on_perseus(codec) for codec in wanted}
+    subject = ddp_training.subject_of(session, groups, "tiny", Net(_Tiny, 6), 1 << 20)
+    records = session.records(subject)
+    disband()
+    contenders = [record.contender for record in records]
+    assert contenders == ["perseus default", "perseus int8", "torch-ddp-gloo", "compute-only"]
+    for record in records:
+        assert record.verified, record
+        assert record.settings["bucket"] == "1 MiB"
+
+
+def check_an_exchange_that_is_wrong_is_noticed() -> None:
+    session = Session(Plan(["ddp"], ["torch-gloo"], seconds=1e-3))
+    given = Given(session, [(300, 7), (5,)])
+    subject = given.subject(on_perseus(), "tiny", 4096)
+    ours, gloo, alone = session.records(subject)
+    assert (ours.contender, gloo.contender) == ("perseus default", "torch-ddp-gloo")
+    assert ours.verified and gloo.verified and alone.verified
+    # What is not exchanged is no average, whoever says so.
+    model = wrap(Handing(given.gradients), 4096)
+    model.register_comm_hook(None, return_the_bucket)
+    lying = given.contender(model)
+    lying.prepare()
+    lying.run(0)
+    assert not lying.check()
+    disband()
 
 
 def check_training_notices_gradients_that_are_wrong() -> None:
