@@ -29,9 +29,11 @@ PYTEST := -m pytest -n $(JOBS) --dist loadgroup --durations=10 -m "$(SELECTED)"
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
+# Most modules of large packages are never imported; Python compiles those that are.
+export PIP_NO_COMPILE := 1
 
 .PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
-        test-torch test-torch-versions test-tensorflow test-mxnet test-caffe check-aarch64 lint format docs bench clean \
+        test-torch test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format docs bench clean \
         check-locks environments packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
@@ -84,15 +86,18 @@ $(VENV)/.test: .ci/requirements-test.txt .ci/requirements-pytest.txt $(VENV)/.de
 
 # Nothing is built for these: their environments use the package, and the libraries in it, where they are. METADATA has
 # its entry points. PyTorch's take 5 to 7 GB each: its wheels bring the libraries of CUDA.
-OTHERS := tensorflow tensorflow-2.15 mxnet torch-2.15 torch-2.12 torch-2.10
+OTHERS := tensorflow tensorflow-2.15 mxnet frameworks torch-2.15 torch-2.12 torch-2.10
 METADATA := build/metadata
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt .ci/requirements-pytest.txt | packages-build
 	@echo "making .venv/$* and installing into it: $<"
 	$(PYTHON) -m venv .venv/$*
+	printf '%s\n' "$(CURDIR)" "$(abspath $(METADATA))" $(BELOW) > "$$(.venv/$*/bin/python $(PURELIB))/perseus.pth"
 	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
-	printf '%s\n' "$(CURDIR)" "$(abspath $(METADATA))" \
-	  > "$$(.venv/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/perseus.pth"
 	@touch $@
+# PyTorch and all else that $(VENV) has are used where they are, but mpi4py, which would not find its MPI.
+.venv/frameworks/.ready: BELOW = "$$($(PY) $(PURELIB))" 'import sys; sys.modules["mpi4py"] = None'
+.venv/frameworks/.ready: | $(VENV)/.test
 .venv/torch-2.15/.ready: .ci/requirements-build.txt .ci/requirements-demo.txt .ci/requirements-test.txt
 .venv/torch-2.12/.ready .venv/torch-2.10/.ready: .ci/requirements-demo.txt
 
@@ -139,8 +144,10 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory test-asan
 	@$(MAKE) --no-print-directory test-tsan
 	@$(MAKE) --no-print-directory test-torch
+	@$(MAKE) --no-print-directory test-torch-versions
 	@$(MAKE) --no-print-directory test-tensorflow
 	@$(MAKE) --no-print-directory test-mxnet
+	@$(MAKE) --no-print-directory test-frameworks
 	@$(MAKE) --no-print-directory test-caffe
 
 test-quick:  ## in five minutes: checks, C++ tests, and the Python tests that start no processes of their own
@@ -205,7 +212,7 @@ test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHE
 TENSORFLOWS := tensorflow $(if $(PERSEUS_TEST_FULL),tensorflow-2.15)
 
 # pip waits for the network and for the disk: several at once, the largest first.
-environments: $(if $(PERSEUS_TEST_FULL),$(TORCHES:%=.venv/%/.ready)) $(VENV)/.test $(TENSORFLOWS:%=.venv/%/.ready) .venv/mxnet/.ready .venv/mpich/.ready
+environments: $(TORCHES:%=.venv/%/.ready) $(VENV)/.test $(TENSORFLOWS:%=.venv/%/.ready) .venv/frameworks/.ready .venv/mxnet/.ready .venv/mpich/.ready
 
 test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Python tests, with TensorFlow
 	for venv in $(TENSORFLOWS); do \
@@ -214,6 +221,9 @@ test-tensorflow: build packages-test $(TENSORFLOWS:%=.venv/%/.ready)  ## the Pyt
 
 test-mxnet: build packages-test .venv/mxnet/.ready  ## the Python tests, with MXNet
 	.venv/mxnet/bin/python $(PYTEST) test/with_mxnet </dev/null
+
+test-frameworks: build packages-test .venv/frameworks/.ready  ## the examples for Lightning, Hugging Face and Keras, on DDP
+	.venv/frameworks/bin/python $(PYTEST) --dist load test/with_frameworks </dev/null
 
 test-caffe: build packages-test packages-caffe $(VENV)/.test .venv/mpich/.ready  ## Caffe with our patches, built in build/caffe
 	$(PY) .ci/caffe.py build/caffe

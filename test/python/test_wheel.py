@@ -263,6 +263,7 @@ runpy.run_path({script!r}, run_name="__main__")
 
 def test_the_extra_has_what_the_examples_import(unpacked: Path) -> None:
     frameworks = {"torch", "tensorflow", "keras", "mxnet", "perseus"}
+    frameworks |= {"pytorch_lightning", "transformers"}
     examples = sorted((ROOT / "examples").glob("*.py"))
     imported = set()
     for source in examples:

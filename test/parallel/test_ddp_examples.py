@@ -1,0 +1,85 @@
+"""The examples for plain torch.distributed, whose only sign of Perseus is the first import."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+
+import pytest
+from ddp_scripts import EXAMPLES, TORCHRUN, read_until, run_script, started
+
+pytest.importorskip("torch")
+
+ELASTIC = EXAMPLES / "pytorch_torchrun_elastic.py"
+SMALL = ("--no-cuda", "--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1",
+         "--num-batches-per-iter", "1", "--num-iters", "2")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "launcher", [TORCHRUN, ("-m", "torch.distributed.launch", *TORCHRUN[2:])], ids=["run", "launch"]
+)
+def test_the_benchmark_measures_perseus(launcher):
+    output = run_script(launcher, EXAMPLES / "pytorch_ddp_benchmark.py", *SMALL)
+    assert ", backend perseus\n" in output
+    own, _ = re.findall(r"^Img/sec per CPU: ([\d.]+) \+-([\d.]+)$", output, re.MULTILINE)[0]
+    total, _ = re.findall(r"^Total img/sec on 2 CPU\(s\): ([\d.]+) \+-([\d.]+)$", output, re.M)[0]
+    assert 0 < float(own) < float(total)
+    assert output.count("Iter #") == 2  # rank 0 alone
+
+
+@pytest.fixture(scope="module")
+def loss_of_one_rank(tmp_path_factory):
+    """The batch of a step is the same however many ranks share it: so is the loss."""
+    folder = tmp_path_factory.mktemp("alone")
+    output = run_script((*TORCHRUN[:-1], "1"), ELASTIC, str(folder))
+    (loss,) = re.findall(r"finished with 1 ranks, loss ([\d.]+)", output)
+    return pytest.approx(float(loss), rel=1e-4)
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """Starts another of torchrun's agents, one a host."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    launcher = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
+                "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
+                "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=3",
+                "--local-addr", "localhost")  # fmt: skip
+    return lambda **variables: started(launcher, ELASTIC, str(tmp_path), **variables)
+
+
+def test_torchrun_takes_another_host_and_goes_on(agent, loss_of_one_rank):
+    """The first agent starts alone; with the second, ranks start anew from the checkpoint."""
+    # Otherwise an agent that stays does not tell a new one where rank 0 is, on gloo neither.
+    own_stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with agent(**own_stores) as first:
+        read_until(first, "step 0: 1 ranks, backend perseus")
+        with agent(**own_stores) as second:
+            outputs = [first.communicate()[0], second.communicate()[0]]
+    both = "".join(outputs)
+    assert [first.returncode, second.returncode] == [0, 0], both
+    (start,) = re.findall(r"step (\d+): 2 ranks, backend perseus", both)
+    assert 0 < int(start) < 40
+    (loss,) = re.findall(r"finished with 2 ranks, loss ([\d.]+)", both)
+    assert float(loss) == loss_of_one_rank
+
+
+@pytest.mark.full
+def test_torchrun_goes_on_without_a_host_in_the_store_that_it_shares(
+    agent, loss_of_one_rank, tmp_path
+):
+    """torchrun's store still has the keys of the two ranks; on gloo, a restart hangs with them."""
+    with agent() as first, agent() as second:  # rank 0, whose host has the store, is the first's
+        read_until(first, "step 0: 2 ranks, backend perseus")
+        while first.poll() is None and not (tmp_path / "checkpoint").exists():
+            time.sleep(0.1)
+        second.send_signal(signal.SIGTERM)
+        output, _ = first.communicate()
+    assert first.returncode == 0, output
+    (start,) = re.findall(r"step (\d+): 1 ranks, backend perseus", output)
+    assert 0 < int(start) < 40
+    (loss,) = re.findall(r"finished with 1 ranks, loss ([\d.]+)", output)
+    assert float(loss) == loss_of_one_rank

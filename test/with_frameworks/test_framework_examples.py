@@ -1,0 +1,40 @@
+"""The examples for frameworks on top of torch.distributed: on Perseus they train as on gloo."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from ddp_scripts import EXAMPLES, TORCHRUN, read_until, run_script, started, without_perseus
+
+EQUAL = "the ranks' weights are equal"
+SCRIPTS = {
+    "lightning_ddp.py": ("pytorch_lightning", ()),
+    "huggingface_trainer.py": ("transformers", TORCHRUN),
+    "keras_torch_distribution.py": ("keras.src.backend.torch.distribution_lib", TORCHRUN),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_trains_as_on_gloo(name, tmp_path, monkeypatch):
+    package, launcher = SCRIPTS[name]
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    pytest.importorskip(package)
+    script = EXAMPLES / name
+    output = run_script(launcher, script)
+    assert output.count("this script runs on Perseus") == 1
+    assert EQUAL in output
+    with started(launcher, without_perseus(script, tmp_path)) as process:
+        reference = read_until(process, EQUAL)  # on gloo, ranks may not end by themselves
+    assert "this script runs on Perseus" not in reference
+    assert _loss(output, "perseus") == pytest.approx(_loss(reference, "gloo"), abs=1e-5)
+
+
+def _loss(output: str, backend: str) -> float:
+    (loss,) = re.findall(rf"^backend {backend}, loss ([\d.]+)$", output, re.MULTILINE)
+    return float(loss)
