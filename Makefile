@@ -135,11 +135,11 @@ demo-caffe: build packages-caffe $(VENV)/.demo  ## the same with Caffe, which is
 	$(PY) examples/caffe_mnist.py build/demo/caffe
 	cd build/demo/caffe && perseusrun -np 2 $(abspath build/caffe/build/tools/caffe) train --solver lenet_solver.prototxt
 
-# One after the other: they would disturb each other's timings. pytest's summary comes last.
+# One after the other: they would disturb each other's timings. pytest's summary comes last. Compilers have the cores while
+# pip waits.
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
-	@$(MAKE) --no-print-directory -j $(JOBS) environments
+	@$(MAKE) --no-print-directory -j $(TEST_JOBS) environments build check-locks
 	@$(MAKE) --no-print-directory lint
-	@$(MAKE) --no-print-directory check-locks
 	@$(MAKE) --no-print-directory test-core
 	@$(MAKE) --no-print-directory test-asan
 	@$(MAKE) --no-print-directory test-tsan
@@ -159,7 +159,6 @@ test-quick:  ## in five minutes: checks, C++ tests, and the Python tests that st
 test-all: export PERSEUS_TEST_FULL := 1
 test-all:  ## the same with full grids instead of their pairwise-covering part, and more versions of frameworks
 	@$(MAKE) --no-print-directory test
-	@$(MAKE) --no-print-directory test-torch-versions
 	@$(MAKE) --no-print-directory check-aarch64
 
 check-locks: packages-locks  ## whether the core holds the locks that its annotations ask for; needs clang
@@ -195,11 +194,11 @@ check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch6
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PY) $(PYTEST) $(TEST_DIRS) </dev/null
 
-# Where versions of PyTorch differ most. `make test-all` runs all tests on the newest, and these on older ones; `make
-# test` has time for those of torch.distributed, on the newest.
+# Where versions of PyTorch differ most. `make test` has time for those of torch.distributed, on the newest version; `make
+# test-all` runs all tests there, and these on older versions.
 VERSION_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
                  test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py
-DISTRIBUTED := -k "c10d or ddp or point_to_point or test_process_group_faults or test_torch_backend"
+DISTRIBUTED := -k "(c10d or ddp or point_to_point or test_process_group_faults or test_torch_backend) and not bench"
 TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
 
 test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## torch.distributed with the newest PyTorch

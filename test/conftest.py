@@ -37,6 +37,12 @@ def _interruptible() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _whole_lines() -> None:
+    """Ranks that share a pipe write lines whole: unbuffered, print() writes a line in pieces."""
+    os.environ.pop("PYTHONUNBUFFERED", None)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Jobs that fail on purpose leave their flight recorders among the tests' own files."""
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("temporary"))

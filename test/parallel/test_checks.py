@@ -1,4 +1,4 @@
-"""The checks of test/parallel/checks on 2, 3 and 4 real ranks through perseusrun."""
+"""The checks of test/parallel/checks on 2 and 3 real ranks, and on 4 where all is tested."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("module", "check"), CASES)
 def test_on_ranks(expect_check, module, check, ranks):
     expect_check(module, check, ranks)

@@ -36,11 +36,21 @@ def mpirun(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+_SCHEDULE = {
+    "PERSEUS_OFFLINE_NEG": "1",
+    "PERSEUS_ALLREDUCE_DTYPE": "0",
+    "PERSEUS_TRANSPORT": "tcp",
+}
+
+
 @pytest.mark.parametrize(
-    "variables",
-    [{}, {"PERSEUS_OFFLINE_NEG": "1", "PERSEUS_ALLREDUCE_DTYPE": "0", "PERSEUS_TRANSPORT": "tcp"}],
-    ids=["default", "schedule"],
+    ("kind", "variables"),
+    [
+        pytest.param("openmpi", {}, id="default-openmpi"),
+        pytest.param("mpich", {}, id="default-mpich"),
+        pytest.param("openmpi", _SCHEDULE, id="schedule-openmpi"),
+        pytest.param("mpich", _SCHEDULE, id="schedule-mpich", marks=pytest.mark.full),
+    ],
 )
 def test_every_collective_gives_the_right_values_through_mpi(
     kind: str, variables: dict[str, str]
