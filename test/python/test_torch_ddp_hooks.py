@@ -170,7 +170,7 @@ try:
     for steps in range(3):
         model(torch.ones(2, 64)).sum().backward()
 except RuntimeError as error:
-    print("ended:", steps, error)
+    print("ended:", steps, error, flush=True)
     os._exit(0)
 """
 
