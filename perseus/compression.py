@@ -138,6 +138,7 @@ def all_applied_here(compression: type[Compressor]) -> type[Compressor]:
 def top_k(ratio: float | None = None) -> type[Compressor]:
     """A compressor that sends this fraction of the elements, in (0, 1]; None = LIGHT_TOPK_RATIO.
 
+    A fraction below 0.05 is reached in LIGHT_TOPK_WARMUP_STEPS. Gradients below 8 KiB go whole.
     Raises ValueError for anything else.
     """
     if ratio is not None and not 0 < ratio <= 1:

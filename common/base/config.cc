@@ -64,9 +64,14 @@ constexpr Variable kTable[] = {
     {Var::kTopKRatio, "LIGHT_TOPK_RATIO", "", VarType::kFloat, "0.01", "0.000001..1", true,
      "Fraction of the elements that LIGHT_TOPK_ALLREDUCE sends."},
     {Var::kTopKThreshold, "LIGHT_TOPK_THRESHOLD", "", VarType::kInt, "1048576", "0..1099511627776", true,
-     "Size in bytes below which gradients are sent whole (LIGHT_TOPK_ALLREDUCE)."},
+     "Size in bytes below which LIGHT_TOPK_ALLREDUCE sends gradients whole: as PERSEUS_ALLREDUCE_DTYPE says, and "
+     "below 8 KiB unchanged. Where a script asks for top-k itself, gradients below the smaller one of this size and 8 "
+     "KiB are sent whole."},
     {Var::kTopKHalf, "LIGHT_TOPK_FP16", "", VarType::kBool, "0", "", true,
      "1 = the elements that LIGHT_TOPK_ALLREDUCE sends travel as float16."},
+    {Var::kTopKWarmUp, "LIGHT_TOPK_WARMUP_STEPS", "", VarType::kInt, "100", "0..1000000000", true,
+     "Steps in which the fraction of the elements that are sent falls from 0.25 to LIGHT_TOPK_RATIO, or to the "
+     "fraction that a script asks for, if that is below 0.05: gradients change fastest at first. 0 = none."},
     {Var::kDownsample, "PERSEUS_DOWNSAMPLE_N_ELEMENTS", "", VarType::kInt, "1", "1..1024", true,
      "N: in every step another N-th of each gradient's elements travels between hosts, which is 1/N of the traffic; "
      "the rest is kept and added to the next gradient. 2, 4 and 8 are usual, 1 = off."},

@@ -27,6 +27,7 @@ enum class Var {
   kTopKRatio,
   kTopKThreshold,
   kTopKHalf,
+  kTopKWarmUp,
   kDownsample,
   kGradientMomentum,
   kChangeAllgather,

@@ -29,7 +29,7 @@ constexpr Entry kCodecs[] = {
     {"int8", [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<Int8Format>(); }},
     {"top-k",
      [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
-       return std::make_unique<TopKFormat>(spec.ratio, spec.half_values);
+       return std::make_unique<TopKFormat>(spec.ratio, spec.half_values, spec.warm_up);
      }},
     {"rotate",
      [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
@@ -65,6 +65,7 @@ std::string codec_name(const CodecSpec& spec) {
 void check_codec(const CodecSpec& spec) {
   require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 5");
   require(spec.ratio > 0.0 && spec.ratio <= 1.0, "ratio", spec.ratio, "above 0, at most 1");
+  require(spec.warm_up >= 0, "warm_up", spec.warm_up, "at least 0");
   require(spec.every >= 1, "every", spec.every, "at least 1");
   require(spec.momentum >= 0.0 && spec.momentum <= 1.0, "momentum", spec.momentum, "0 to 1");
   require(spec.scale == 0.0 || (spec.scale >= kSmallestHalfScale && spec.scale <= kLargestHalfScale), "scale",

@@ -18,14 +18,16 @@ struct CodecSpec {
   CodecKind kind = CodecKind::kNone;
   double ratio = 1.0;        // top-k: the part of the elements that is sent, in (0, 1]
   bool half_values = false;  // top-k: values travel as f16
+  int warm_up = 0;           // top-k: in so many steps the ratio falls to its value, >= 0; see TopKFormat
   int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1
   double momentum = 1.0;     // rotating subset: what a held value is multiplied by in each step, in [0, 1]
   double scale = 0.0;        // f16: the factor before rounding, > 0; 0 = chosen for each chunk from its largest element
 
   static constexpr auto fields() {
     return std::make_tuple(field("kind", &CodecSpec::kind), field("ratio", &CodecSpec::ratio),
-                           field("half_values", &CodecSpec::half_values), field("every", &CodecSpec::every),
-                           field("momentum", &CodecSpec::momentum), field("scale", &CodecSpec::scale));
+                           field("half_values", &CodecSpec::half_values), field("warm_up", &CodecSpec::warm_up),
+                           field("every", &CodecSpec::every), field("momentum", &CodecSpec::momentum),
+                           field("scale", &CodecSpec::scale));
   }
 };
 inline bool operator==(const CodecSpec& a, const CodecSpec& b) { return same_fields(a, b); }

@@ -15,73 +15,136 @@ struct Window {
   size_t least, most;
 };
 
-// A magnitude that between `least` and `most` elements reach. Where there is none because many are equal, theirs; where
-// fewer are not zero, 1. Fewer than `least` reach `above`.
-uint32_t threshold(const float* v, size_t count, uint32_t above, Window window) {
+// A magnitude that between `least` and `most` elements reach, by count_at_least(magnitude). Where there is none because
+// many are equal, theirs; where fewer are not zero, 1. Fewer than `least` reach `above`.
+template <class Count>
+uint32_t threshold(const Count& count_at_least, uint32_t above, Window window) {
   uint32_t low = 1, high = std::max<uint32_t>(above, 1);
-  if (kernels::count_at_least(v, count, low) <= window.most) return low;
+  if (count_at_least(low) <= window.most) return low;
   while (high - low > 1) {
     const uint32_t middle = low + (high - low) / 2;
-    const size_t found = kernels::count_at_least(v, count, middle);
+    const size_t found = count_at_least(middle);
     if (found >= window.least && found <= window.most) return middle;
     (found > window.most ? low : high) = middle;
   }
   return low;
 }
 
-constexpr size_t kSample = 1024, kPiece = 16;
+// Of a chunk and of a slice; lines of the cache, whole.
+constexpr size_t kSample = 1024, kLargestSample = 16 * kSample, kPiece = 16;
 
-// A threshold that k elements reach very likely, and not many more.
-uint32_t sampled_threshold(const float* v, size_t count, size_t k, uint32_t largest) {
-  float sample[kSample];
-  // Whole lines, evenly apart.
-  constexpr size_t kPieces = kSample / kPiece;
-  for (size_t piece = 0; piece < kPieces; ++piece)
-    std::memcpy(sample + piece * kPiece, v + piece * (count - kPiece) / (kPieces - 1), kPiece * sizeof(float));
-  const double expected = static_cast<double>(k) * kSample / static_cast<double>(count);
-  const double spread = std::sqrt(expected);
-  Window window{static_cast<size_t>(expected + 1.5 * spread + 1), static_cast<size_t>(expected + 3 * spread + 4)};
-  return threshold(sample, kSample, largest + 1, window);
+uint32_t magnitude_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits & 0x7fffffff;
 }
 
-// Leaves only those of the n indices whose elements are above the magnitude, and the first others up to k.
-size_t trim(const float* v, uint16_t* indices, size_t n, uint32_t magnitude, size_t k) {
-  const auto magnitude_of = [v](uint16_t index) {
-    uint32_t bits;
-    std::memcpy(&bits, v + index, sizeof bits);
-    return bits & 0x7fffffff;
-  };
-  const auto above = std::count_if(indices, indices + n, [&](uint16_t i) { return magnitude_of(i) > magnitude; });
-  size_t equal = k - std::min(k, static_cast<size_t>(above)), kept = 0;
-  for (size_t i = 0; i < n; ++i) {
-    const uint32_t one = magnitude_of(indices[i]);
-    if (one < magnitude || (one == magnitude && equal == 0)) continue;
-    if (one == magnitude) --equal;
-    indices[kept++] = indices[i];
+class Selection {
+ public:
+  Selection(SelectFrom* chunks, size_t n, std::vector<uint16_t>* indices)
+      : chunks_(chunks), n_(n), indices_(indices), first_(indices->size()) {
+    for (size_t i = 0; i < n; ++i) count_ += chunks[i].count;
   }
-  return kept;
-}
+
+  void run(size_t k, uint32_t largest) {
+    const Window window{k, k + k / 4};
+    const auto count_all = [this](uint32_t magnitude) { return count_at_least(magnitude); };
+    uint32_t magnitude = largest + 1;
+    // Counting a sample and finding too many costs less than counting everything.
+    if (count_ > 2 * kSample) {
+      for (double spreads : {1.5, 4.5}) {
+        find(magnitude = sampled_threshold(k, largest, spreads));
+        if (found_.size() >= window.least || magnitude == 1) break;
+      }
+    }
+    if (found_.size() < window.least && magnitude > 1) find(threshold(count_all, magnitude, window));
+    if (found_.size() <= window.most) return;
+    const auto count_found = [this](uint32_t least) {
+      return kernels::count_at_least(found_.data(), found_.size(), least);
+    };
+    magnitude = threshold(count_found, largest + 1, window);
+    // Everything that reaches it, or too many equal ones.
+    const size_t reached = count_found(magnitude);
+    trim(magnitude, reached <= window.most ? reached : window.least);
+  }
+
+ private:
+  size_t count_at_least(uint32_t magnitude) const {
+    size_t found = 0;
+    for (size_t i = 0; i < n_; ++i) found += kernels::count_at_least(chunks_[i].v, chunks_[i].count, magnitude);
+    return found;
+  }
+
+  // A threshold that k elements reach, so likely as the number of the sample's standard deviations says, and not many
+  // more. Every chunk's part of the sample is as its part of the elements.
+  uint32_t sampled_threshold(size_t k, uint32_t largest, double spreads) {
+    const double elements = static_cast<double>(count_),
+                 part = std::min(1.0, static_cast<double>(std::min(n_ * kSample, kLargestSample)) / elements);
+    found_.clear();
+    found_.reserve(kLargestSample);
+    for (size_t i = 0; i < n_; ++i) {
+      const SelectFrom& chunk = chunks_[i];
+      if (chunk.count <= kPiece) continue;
+      // Evenly apart, both ends included.
+      const auto pieces = std::max(size_t{1}, static_cast<size_t>(part * static_cast<double>(chunk.count / kPiece)));
+      for (size_t piece = 0; piece < pieces; ++piece) {
+        const float* from = chunk.v + piece * (chunk.count - kPiece) / std::max(pieces - 1, size_t{1});
+        found_.insert(found_.end(), from, from + kPiece);
+      }
+    }
+    const double expected = static_cast<double>(k) * static_cast<double>(found_.size()) / elements;
+    const double spread = std::sqrt(expected);
+    const Window window{static_cast<size_t>(expected + spreads * spread + 1),
+                        static_cast<size_t>(expected + (spreads + 1.5) * spread + 4)};
+    return threshold(
+        [this](uint32_t magnitude) { return kernels::count_at_least(found_.data(), found_.size(), magnitude); },
+        largest + 1, window);
+  }
+
+  // Takes everything that reaches the magnitude.
+  void find(uint32_t magnitude) {
+    indices_->resize(first_);
+    found_.clear();
+    uint16_t indices[kWireChunk];
+    for (size_t i = 0; i < n_; ++i) {
+      SelectFrom& chunk = chunks_[i];
+      chunk.selected = kernels::find_at_least(chunk.v, chunk.count, magnitude, indices);
+      indices_->insert(indices_->end(), indices, indices + chunk.selected);
+      for (size_t s = 0; s < chunk.selected; ++s) found_.push_back(chunk.v[indices[s]]);
+    }
+  }
+
+  // Of what was found, leaves only what is above the magnitude, and the first others up to k.
+  void trim(uint32_t magnitude, size_t k) {
+    const auto above =
+        std::count_if(found_.begin(), found_.end(), [=](float value) { return magnitude_of(value) > magnitude; });
+    size_t equal = k - std::min(k, static_cast<size_t>(above)), from = 0, to = first_;
+    for (size_t i = 0; i < n_; ++i) {
+      const size_t found = chunks_[i].selected, before = to;
+      for (size_t s = 0; s < found; ++s, ++from) {
+        const uint32_t one = magnitude_of(found_[from]);
+        if (one < magnitude || (one == magnitude && equal == 0)) continue;
+        if (one == magnitude) --equal;
+        (*indices_)[to++] = (*indices_)[first_ + from];
+      }
+      chunks_[i].selected = to - before;
+    }
+    indices_->resize(to);
+  }
+
+  SelectFrom* const chunks_;
+  const size_t n_;
+  std::vector<uint16_t>* const indices_;
+  const size_t first_;  // of what is appended to the indices
+  size_t count_ = 0;
+  std::vector<float> found_;  // the sample, then the values that reach the threshold
+};
 
 }  // namespace
 
-size_t select_largest(const float* v, size_t count, size_t k, uint32_t largest, uint16_t* indices) {
-  if (largest == 0) return 0;
-  const Window window{k, k + k / 4};
-  uint32_t magnitude = 0;
-  if (count > 2 * kSample) magnitude = sampled_threshold(v, count, k, largest);
-  else magnitude = threshold(v, count, largest + 1, window);
-  size_t n = kernels::find_at_least(v, count, magnitude, indices);
-  if (n < window.least && magnitude > 1) {
-    magnitude = threshold(v, count, magnitude, window);
-    n = kernels::find_at_least(v, count, magnitude, indices);
-  }
-  if (n <= window.most) return n;
-  float found[kWireChunk];
-  for (size_t i = 0; i < n; ++i) found[i] = v[indices[i]];
-  magnitude = threshold(found, n, largest + 1, window);
-  const size_t reached = kernels::count_at_least(found, n, magnitude);
-  // Everything that reaches it, or too many equal ones.
-  return trim(v, indices, n, magnitude, reached <= window.most ? reached : window.least);
+void select_largest(SelectFrom* chunks, size_t n, size_t k, uint32_t largest, std::vector<uint16_t>* indices) {
+  for (size_t i = 0; i < n; ++i) chunks[i].selected = 0;
+  if (largest != 0) Selection(chunks, n, indices).run(k, largest);
 }
 
 }  // namespace perseus

@@ -2,6 +2,7 @@
 #include "codec/top_k.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/half.h"
 #include "codec/chunk.h"
@@ -72,23 +73,66 @@ size_t TopKFormat::sparse_bytes(size_t n, size_t count) const {
 
 size_t TopKFormat::most_bytes(size_t count) const { return dense_bytes(count); }
 
-size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_t, Byte* to) const {
-  const float* v = residual != nullptr ? residual : x;
-  const uint32_t largest =
-      residual != nullptr ? kernels::add_to_residual(x, 1.0f, residual, count) : kernels::largest_magnitude(x, count);
-  if (largest >= kernels::kNotFinite) return encode_dense(v, residual, count, to);
-  const auto k = static_cast<size_t>(std::max(1.0, ratio_ * static_cast<double>(count) + 0.5));
-  uint16_t indices[kWireChunk];
-  const size_t n = select_largest(v, count, std::min(k, count), largest, indices);
+size_t TopKFormat::elements_sent(size_t count, uint64_t step) const {
+  double ratio = ratio_;
+  const uint64_t before = step > 0 ? step - 1 : 0;
+  if (ratio < kWarmUpBelow && before < warm_up_)
+    ratio = kFirstRatio * std::pow(ratio / kFirstRatio, static_cast<double>(before) / static_cast<double>(warm_up_));
+  const auto k = static_cast<size_t>(std::max(1.0, ratio * static_cast<double>(count) + 0.5));
+  return std::min(k, count);
+}
+
+size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const {
+  ChunkSelection chunk{x, residual, count};
+  std::vector<uint16_t> indices;
+  select(&chunk, 1, step, &indices);
+  return encode_selected(chunk, indices.data(), to);
+}
+
+void TopKFormat::select(ChunkSelection* chunks, size_t n, uint64_t step, std::vector<uint16_t>* indices) const {
+  std::vector<SelectFrom> finite;
+  finite.reserve(n);
+  size_t count = 0;
+  uint32_t largest = 0;
+  for (size_t i = 0; i < n; ++i) {
+    ChunkSelection& chunk = chunks[i];
+    const uint32_t magnitude = chunk.residual != nullptr
+                                   ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
+                                   : kernels::largest_magnitude(chunk.x, chunk.count);
+    chunk.selected = magnitude >= kernels::kNotFinite ? ChunkSelection::kAll : 0;
+    if (chunk.selected == ChunkSelection::kAll) continue;
+    finite.push_back({chunk.residual != nullptr ? chunk.residual : chunk.x, chunk.count});
+    count += chunk.count;
+    largest = std::max(largest, magnitude);
+  }
+  if (finite.empty()) return;
+  size_t first = indices->size();
+  select_largest(finite.data(), finite.size(), elements_sent(count, step), largest, indices);
+  const SelectFrom* found = finite.data();
+  for (size_t i = 0; i < n; ++i) {
+    if (chunks[i].selected == ChunkSelection::kAll) continue;
+    chunks[i].selected = found->selected;
+    chunks[i].first = first;
+    first += found->selected;
+    ++found;
+  }
+}
+
+size_t TopKFormat::encode_selected(const ChunkSelection& chunk, const uint16_t* all_indices, Byte* to) const {
+  float* const residual = chunk.residual;
+  const float* v = residual != nullptr ? residual : chunk.x;
+  const size_t count = chunk.count, n = chunk.selected;
+  if (n == ChunkSelection::kAll) return encode_dense(v, residual, count, to);
   const size_t bytes = sparse_bytes(n, count);
   if (bytes >= dense_bytes(count)) return encode_dense(v, residual, count, to);
   if (n == 0) return put_header(to, bytes, 0);
 
+  const uint16_t* const indices = all_indices + chunk.first;
   Byte* at = to + sizeof(ChunkHeader);
   float values[kWireChunk];
   for (size_t i = 0; i < n; ++i) values[i] = v[indices[i]];
   if (half_values_) {
-    const float scale = half_scale(largest), unscale = 1.0f / scale;
+    const float scale = half_scale(kernels::largest_magnitude(values, n)), unscale = 1.0f / scale;
     std::memcpy(at, &unscale, sizeof unscale);
     at += sizeof unscale;
     at += put_positions(indices, n, count, at);
@@ -103,6 +147,32 @@ size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_
     for (size_t i = 0; i < n; ++i) residual[indices[i]] = values[i];
   }
   return put_header(to, bytes, static_cast<uint32_t>(n) | kind_of(n, count) << 16);
+}
+
+size_t TopKFormat::encode_result(const float* x, float* residual, size_t count, uint64_t,
+                                 const std::vector<const Byte*>& parts, Byte* to) const {
+  size_t most = 1;
+  for (const Byte* part : parts) {
+    ChunkHeader header;
+    std::memcpy(&header, part, sizeof header);
+    most = std::max(most, header.form == kDenseForm ? count : size_t{header.form & 0xffff});
+  }
+  const float* v = residual != nullptr ? residual : x;
+  const uint32_t largest =
+      residual != nullptr ? kernels::add_to_residual(x, 1.0f, residual, count) : kernels::largest_magnitude(x, count);
+  ChunkSelection chunk{x, residual, count, ChunkSelection::kAll};
+  if (largest >= kernels::kNotFinite) return encode_selected(chunk, nullptr, to);
+  const size_t limit = kResultGrowth * most;
+  std::vector<uint16_t> indices;
+  if (limit < count && kernels::count_at_least(v, count, 1) > limit) {
+    SelectFrom from{v, count};
+    select_largest(&from, 1, limit, largest, &indices);
+    chunk.selected = from.selected;
+  } else {
+    indices.resize(count);
+    chunk.selected = kernels::find_at_least(v, count, 1, indices.data());
+  }
+  return encode_selected(chunk, indices.data(), to);
 }
 
 void TopKFormat::parse(const Byte* from, size_t bytes, size_t count, uint32_t form, Sparse* sparse) const {

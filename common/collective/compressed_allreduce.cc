@@ -7,6 +7,16 @@
 #include "base/error.h"
 
 namespace perseus {
+namespace {
+
+void scale(float factor, const float* from, float* to, size_t count) {
+  kernels::ReduceSpec spec;
+  spec.postscale = factor;
+  const void* source = from;
+  kernels::reduce(spec, to, nullptr, &source, 1, count, false);
+}
+
+}  // namespace
 
 // The next chunk; its size is in its first four bytes.
 const Byte* CompressedAllreduce::Reader::take(size_t* bytes) {
@@ -35,6 +45,8 @@ void CompressedAllreduce::start(const WireFormat& format, float prescale, float 
   stage_ = Stage::kEncode;
   codec_ns_ = 0;
   for (std::vector<CompressedChunk>& chunks : chunks_) chunks.clear();
+  order_.clear();
+  slices_.clear();
 }
 
 void CompressedAllreduce::use(CompressedBuffers* buffers) {
@@ -47,6 +59,7 @@ const ExchangePlan* CompressedAllreduce::next() {
   const Stage stage = stage_;
   switch (stage) {
     case Stage::kEncode:
+      if (format_->selects()) select();
       encode();
       stage_ = Stage::kReduce;
       break;
@@ -80,6 +93,27 @@ Byte* CompressedAllreduce::room_for(const std::vector<CompressedChunk>& chunks, 
   return buffer->data() + begin;
 }
 
+void CompressedAllreduce::select() {
+  buffers_->selected.clear();
+  slices_.push_back(order_.size());
+  for (size_t i = 0; i + 1 < slices_.size(); ++i) {
+    const Place *const begin = order_.data() + slices_[i], *const end = order_.data() + slices_[i + 1];
+    if (begin == end) continue;
+    slice_.clear();
+    for (const Place* place = begin; place != end; ++place) {
+      CompressedChunk& chunk = chunks_[place->owner][place->index];
+      // Its place for the result serves: a selected chunk is looked at more than once.
+      if (prescale_ != 1.0F) {
+        scale(prescale_, chunk.in, chunk.out, chunk.count);
+        chunk.in = chunk.out;
+      }
+      slice_.push_back({chunk.in, chunk.residual, chunk.count});
+    }
+    format_->select(slice_.data(), slice_.size(), chunks_[begin->owner][begin->index].step, &buffers_->selected);
+    for (size_t c = 0; c < slice_.size(); ++c) chunks_[begin[c].owner][begin[c].index].selection = slice_[c];
+  }
+}
+
 void CompressedAllreduce::encode() {
   plan_.clear();
   plan_.collective = Collective::kAlltoall;
@@ -90,12 +124,13 @@ void CompressedAllreduce::encode() {
     Byte* const first = room_for(chunks, own ? &buffers_->own : &buffers_->sent, own ? 0 : begin);
     Byte* at = first;
     for (const CompressedChunk& chunk : chunks) {
+      if (format_->selects()) {
+        at += format_->encode_selected(chunk.selection, buffers_->selected.data(), at);
+        continue;
+      }
       const float* x = chunk.in;
       if (prescale_ != 1.0F) {
-        kernels::ReduceSpec scale;
-        scale.prescale = prescale_;
-        const void* source = x;
-        kernels::reduce(scale, buffers_->scratch.data(), nullptr, &source, 1, chunk.count, false);
+        scale(prescale_, x, buffers_->scratch.data(), chunk.count);
         x = buffers_->scratch.data();
       }
       at += format_->encode(x, chunk.residual, chunk.count, chunk.step, at);
@@ -121,20 +156,19 @@ void CompressedAllreduce::reduce() {
   }
   Byte* const first = sums_only_ ? nullptr : room_for(chunks, &buffers_->sent, 0);
   Byte* at = first;
-  kernels::ReduceSpec scale;
-  scale.postscale = factor_;
   for (const CompressedChunk& chunk : chunks) {
     float* const sum = sums_only_ ? chunk.out : buffers_->scratch.data() + kWireChunk;
+    parts_.clear();
     for (int member = 0; member < members_; ++member) {
       size_t bytes = 0;
       const Byte* encoded = readers_[static_cast<size_t>(member)].take(&bytes);
+      parts_.push_back(encoded);
       if (member == 0) format_->decode(encoded, bytes, chunk.count, sum);
       else format_->decode_add(encoded, bytes, chunk.count, sum);
     }
     if (sums_only_) continue;
-    const void* source = sum;
-    if (factor_ != 1.0F) kernels::reduce(scale, sum, nullptr, &source, 1, chunk.count, false);
-    const size_t bytes = format_->encode(sum, chunk.result_residual, chunk.count, chunk.step, at);
+    if (factor_ != 1.0F) scale(factor_, sum, sum, chunk.count);
+    const size_t bytes = format_->encode_result(sum, chunk.result_residual, chunk.count, chunk.step, parts_, at);
     give_out(at, bytes, chunk);
     at += bytes;
   }

@@ -22,6 +22,7 @@ struct CompressedChunk {
   uint32_t count = 0;                // <= kWireChunk
   uint32_t result = 0;               // see CompressedAllreduce::note_results
   uint64_t step = 0;                 // see WireFormat::encode
+  ChunkSelection selection = {};     // where the format selects
 };
 
 // What an operation needs beside its tensors while it is under way; they can take turns.
@@ -29,11 +30,12 @@ struct CompressedBuffers {
   std::vector<Byte> sent, own, received;
   std::vector<Byte> passed_on;  // results of elsewhere, see CompressedAllreduce::spread
   std::vector<float> scratch;
-  std::vector<float> staging;  // see FloatStaging
+  std::vector<float> staging;      // see FloatStaging
+  std::vector<uint16_t> selected;  // indices of elements, see WireFormat::select
 
   size_t bytes() const {
     return sent.capacity() + own.capacity() + received.capacity() + passed_on.capacity() +
-           (scratch.capacity() + staging.capacity()) * sizeof(float);
+           (scratch.capacity() + staging.capacity()) * sizeof(float) + selected.capacity() * sizeof(uint16_t);
   }
 };
 
@@ -56,8 +58,12 @@ class CompressedAllreduce final : public OutputSink {
       PERSEUS_REQUIRES(progress_lock);
   // Before the first next(): nobody else uses them until the end.
   void use(CompressedBuffers* buffers) PERSEUS_REQUIRES(progress_lock);
+  // The chunks that are added next belong to another slice.
+  void begin_slice() PERSEUS_REQUIRES(progress_lock) { slices_.push_back(order_.size()); }
   void add(int owner, const CompressedChunk& chunk) PERSEUS_REQUIRES(progress_lock) {
-    chunks_[static_cast<size_t>(owner)].push_back(chunk);
+    std::vector<CompressedChunk>& chunks = chunks_[static_cast<size_t>(owner)];
+    if (format_->selects()) order_.push_back({static_cast<uint32_t>(owner), static_cast<uint32_t>(chunks.size())});
+    chunks.push_back(chunk);
   }
   // The next exchange to run, whose sizes vary, or null when all outputs are written (but see sum_only).
   const ExchangePlan* next() PERSEUS_REQUIRES(progress_lock);
@@ -75,6 +81,12 @@ class CompressedAllreduce final : public OutputSink {
     const Byte* end;
     const Byte* take(size_t* bytes);
   };
+  // A chunk in chunks_.
+  struct Place {
+    uint32_t owner, index;
+  };
+
+  void select();
   void encode();
   void reduce();
   void send_results(size_t bytes);
@@ -90,10 +102,14 @@ class CompressedAllreduce final : public OutputSink {
   std::vector<Piece>* results_ = nullptr;
   Stage stage_ = Stage::kEncode;
   std::vector<std::vector<CompressedChunk>> chunks_;  // by owner
+  std::vector<Place> order_;                          // of the chunks of all owners; where the format selects
+  std::vector<size_t> slices_;                        // where in order_ each begins
+  std::vector<ChunkSelection> slice_;
   ExchangePlan plan_;
   CompressedBuffers* buffers_ = nullptr;
   std::vector<size_t> received_bytes_;  // by member
   std::vector<Reader> readers_;
+  std::vector<const Byte*> parts_;  // of the chunk that is being reduced, by member
   int64_t codec_ns_ = 0;
 };
 

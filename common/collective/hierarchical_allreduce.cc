@@ -64,6 +64,7 @@ void HierarchicalAllreduce::use(CompressedBuffers* buffers) {
 void HierarchicalAllreduce::add_floats(const Run& run) {
   const size_t elements = run.piece.bytes / sizeof(float);
   const uint64_t shards = static_cast<uint64_t>(levels_.shards);
+  if (levels_.carries()) compressed_->begin_slice();
   for (size_t begin = 0; begin < elements; begin += kWireChunk) {
     const uint64_t number = run.salt + run.number + begin / kWireChunk;
     const size_t count = std::min(kWireChunk, elements - begin);

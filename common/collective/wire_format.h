@@ -1,18 +1,29 @@
 // The bytes of a gradient's chunk between two ranks: the contract that codecs implement and compressed exchanges use.
 // Implementations have no state: safe for any thread.
 //
-// A tensor is cut into chunks from its first element on, whatever bucket it travels in, and every chunk is encoded by
-// itself: so results do not depend on what shares a bucket.
+// A tensor is cut into slices and these into chunks, from its first element on, whatever bucket it travels in. Every
+// chunk is encoded by itself, or by what its slice has: so results do not depend on what shares a bucket.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "base/span.h"
 
 namespace perseus {
 
 constexpr size_t kWireChunk = 16 * 1024;  // elements; 64 KiB of floats, so passes over one stay in the cache
+
+// A chunk of a slice whose elements are selected.
+struct ChunkSelection {
+  const float* x;
+  float* residual;  // may be null
+  size_t count;
+  // What select() found: so many elements, at these places among the indices; kAll: every element.
+  static constexpr size_t kAll = SIZE_MAX;
+  size_t selected = 0, first = 0;
+};
 
 class WireFormat {
  public:
@@ -28,6 +39,22 @@ class WireFormat {
   // that are not finite pass and leave a residual of zero. (A codec that discounts what waits multiplies the residual
   // before all that; see rotating.h.) `step` counts the times this chunk was encoded, the same on all ranks.
   virtual size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const = 0;
+
+  // The same for what an owner sends: `x` is a function of the sum of what `parts`, one of each member, decode to. A
+  // format may send more of it than encode() would.
+  virtual size_t encode_result(const float* x, float* residual, size_t count, uint64_t step,
+                               const std::vector<const Byte*>& parts, Byte* to) const {
+    return encode(x, residual, count, step, to);
+  }
+
+  // Formats that choose among all elements of a slice encode its chunks in two steps, which together do to each chunk
+  // what encode() does: select() for the slice, whose chunks have one step and which appends to `indices` (of elements
+  // in their chunk, rising), then encode_selected() for each chunk.
+  virtual bool selects() const { return false; }
+  virtual void select(ChunkSelection* chunks, size_t n, uint64_t step, std::vector<uint16_t>* indices) const {}
+  virtual size_t encode_selected(const ChunkSelection& chunk, const uint16_t* indices, Byte* to) const {
+    return encode(chunk.x, chunk.residual, chunk.count, 0, to);
+  }
 
   // The chunk's elements, or those added to x. `bytes` is what the chunk's first four bytes say, and lies in memory.
   // Throws Error(kIo) for bytes that no encode() of `count` elements writes.

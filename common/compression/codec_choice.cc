@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/clock.h"
+#include "codec/top_k.h"
 
 namespace perseus {
 namespace {
@@ -12,6 +13,7 @@ namespace {
 // More than fits into a core's own caches, as gradients are.
 constexpr size_t kMeasuredChunks = 64;
 constexpr int kMeasuredTimes = 3;
+constexpr uint64_t kWarm = uint64_t{1} << 32;  // a step after every warm-up
 constexpr uint64_t kLargest = uint64_t{1} << 30;
 
 // Somewhat like a gradient: as many small values as large ones, none equal.
@@ -28,6 +30,23 @@ std::vector<float> sample() {
 
 double seconds_since(int64_t begun_ns) { return static_cast<double>(now_ns() - begun_ns) * 1e-9; }
 
+// Encodes a slice; `encoded` has `room` for each of its chunks.
+void encode_slice(const WireFormat& format, const std::vector<float>& x, std::vector<float>* residual, uint64_t step,
+                  size_t room, std::vector<Byte>* encoded, std::vector<size_t>* sizes) {
+  std::vector<ChunkSelection> chunks;
+  for (size_t c = 0; c < kMeasuredChunks; ++c)
+    chunks.push_back(
+        {x.data() + c * kWireChunk, residual->empty() ? nullptr : residual->data() + c * kWireChunk, kWireChunk});
+  std::vector<uint16_t> indices;
+  if (format.selects()) format.select(chunks.data(), chunks.size(), step, &indices);
+  for (size_t c = 0; c < kMeasuredChunks; ++c) {
+    const ChunkSelection& chunk = chunks[c];
+    Byte* const to = encoded->data() + c * room;
+    (*sizes)[c] = format.selects() ? format.encode_selected(chunk, indices.data(), to)
+                                   : format.encode(chunk.x, chunk.residual, chunk.count, step, to);
+  }
+}
+
 CodecCost measure(const WireFormat& format, const std::vector<float>& x) {
   const size_t room = format.most_bytes(kWireChunk);
   std::vector<float> residual(format.keeps_residual() ? x.size() : 0), out(x.size());
@@ -37,9 +56,7 @@ CodecCost measure(const WireFormat& format, const std::vector<float>& x) {
   // The first time touches all memory, and finds a residual that is still zero.
   for (int time = 0; time <= kMeasuredTimes; ++time) {
     int64_t begun = now_ns();
-    for (size_t c = 0; c < kMeasuredChunks; ++c)
-      sizes[c] = format.encode(x.data() + c * kWireChunk, residual.empty() ? nullptr : residual.data() + c * kWireChunk,
-                               kWireChunk, static_cast<uint64_t>(time), encoded.data() + c * room);
+    encode_slice(format, x, &residual, kWarm + static_cast<uint64_t>(time), room, &encoded, &sizes);
     const double encoding = seconds_since(begun);
     begun = now_ns();
     for (size_t c = 0; c < kMeasuredChunks; ++c)
@@ -65,7 +82,11 @@ double estimated_seconds(const Speeds& speeds, int codec, uint64_t bytes) {
   const CodecCost& cost = speeds.codecs[static_cast<size_t>(codec)];
   const double members = speeds.groups;
   const double shard = static_cast<double>(bytes) / speeds.shards;
-  const double sent = 2 * (members - 1) / members * shard * cost.wire * speeds.link.seconds_per_byte;
+  // A result of top-k is what all members send.
+  const bool grows = kAutoKinds[static_cast<size_t>(codec)] == CodecKind::kTopK;
+  const double result =
+      grows ? std::min(1.0, std::min(members, double{TopKFormat::kResultGrowth}) * cost.wire) : cost.wire;
+  const double sent = (members - 1) / members * shard * (cost.wire + result) * speeds.link.seconds_per_byte;
   if (kAutoKinds[static_cast<size_t>(codec)] == CodecKind::kNone) return speeds.link.latency_s + sent;
   // Encoded are the own gradient and the owned part of the mean; decoded what comes for that part, and the result.
   const double work = shard * ((1 + 1 / members) * cost.encode_s + 2 * cost.decode_s);

@@ -1,13 +1,16 @@
 // From variables and wishes to codecs.
 #include "compression/gradient_codecs.h"
 
+#include <algorithm>
+
 #include "base/error.h"
+#include "codec/top_k.h"
 
 namespace perseus {
-
 GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.ratio = config.number(Var::kTopKRatio);
   defaults_.half_values = config.flag(Var::kTopKHalf);
+  defaults_.warm_up = static_cast<int>(config.integer(Var::kTopKWarmUp));
   defaults_.every = static_cast<int>(config.integer(Var::kDownsample));
   defaults_.momentum = config.number(Var::kGradientMomentum);
   defaults_.scale = config.number(Var::kGradientScale);
@@ -40,6 +43,7 @@ CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
   if (kind == CodecWish::kTopK) {
     spec.ratio = argument == 0 ? defaults_.ratio : argument;
     spec.half_values = defaults_.half_values;
+    if (spec.ratio < TopKFormat::kWarmUpBelow) spec.warm_up = defaults_.warm_up;
   }
   if (kind == CodecWish::kRotate) {
     spec.every = argument == 0 ? defaults_.every : static_cast<int>(argument);
@@ -99,6 +103,7 @@ CompressionTerms GradientCodecs::choose(bool sums, bool gradient, const CodecWis
   check_codec(terms.codec);
   // A caller that has float64 wants precision, unless it asks for a codec itself.
   terms.doubles = wish.kind != CodecWish::kExact;
+  if (wish.kind == CodecWish::kTopK) terms.from = std::min(sparse_from_, uint64_t{TopKFormat::kSmallTensor});
   return terms;
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/hash.h"
+#include "codec/top_k.h"
 #include "execution/execution.h"
 
 namespace perseus {
@@ -81,7 +82,10 @@ CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) 
     return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds, t.bytes()))];
   }
   if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.compression.doubles)) return CodecSpec();
-  const CodecSpec& codec = between && t.bytes() >= d.compression.from ? d.compression.codec : settings_.precision;
+  const bool large = t.bytes() >= d.compression.from;
+  if (between && !large && d.compression.codec.kind == CodecKind::kTopK && t.bytes() < TopKFormat::kSmallTensor)
+    return CodecSpec();
+  const CodecSpec& codec = between && large ? d.compression.codec : settings_.precision;
   const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
   return halves && dtype_size(t.dtype) == 2 ? CodecSpec() : codec;
 }

@@ -22,7 +22,8 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
 // uses it (or is not encoded, and needs no working on) every exchange costs more than that gains.
 size_t Execution::slice_bytes(CodecKind codec) const {
   constexpr size_t kMiB = 1024 * 1024, kChunk = kWireChunk * sizeof(float);
-  const size_t under_way = codec == CodecKind::kNone || codec == CodecKind::kTopK ? 16 * kMiB : 8 * kMiB;
+  if (codec == CodecKind::kTopK) return 4 * kMiB;  // what it sends of a slice must not depend on the streams
+  const size_t under_way = codec == CodecKind::kNone ? 16 * kMiB : 8 * kMiB;
   return under_way / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
 }
 

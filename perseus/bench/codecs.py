@@ -117,7 +117,7 @@ class Codec:
             "topk": {
                 "LIGHT_TOPK_ALLREDUCE": "1",
                 "LIGHT_TOPK_RATIO": text,
-                "LIGHT_TOPK_THRESHOLD": "0",  # as Compression.topk, which takes all sizes
+                "LIGHT_TOPK_THRESHOLD": "8192",  # as Compression.topk
             },
             "rotate": {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": text},
         }

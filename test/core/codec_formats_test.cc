@@ -13,6 +13,8 @@ namespace {
 
 using namespace perseus_test;
 
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
 double largest(const std::vector<float>& x) {
   double largest = 0;
   for (float value : x) largest = std::max(largest, std::abs(static_cast<double>(value)));
@@ -230,20 +232,177 @@ TEST(TopKFormat, PositionsAreIndicesOrBitsWhicheverIsShorter) {
   EXPECT_EQ(bytes_of(1.0, true), 8 + 4 + 2000 + 16000 * 2u);
 }
 
-TEST(TopKFormat, SumsOfSparseChunksAreEncodedLikeAnyOther) {
-  auto codec = make_codec(top_k(0.01, true));
-  std::vector<float> sum(16384), residual(16384);
-  for (uint64_t rank = 0; rank < 4; ++rank) {
-    std::vector<Byte> bytes = encoded(*codec, values_of(Values::kNormal, sum.size(), rank), nullptr, 0);
-    codec->decode_add(bytes.data(), bytes.size(), sum.size(), sum.data());
+// A slice of chunks of different scales, the last one shorter.
+struct Slice {
+  explicit Slice(size_t n, bool keep = true) {
+    for (size_t c = 0; c < n; ++c) {
+      const size_t count = c + 1 < n ? kWireChunk : 1000;
+      x.push_back(values_of(Values::kNormal, count, c));
+      for (float& value : x.back()) value *= static_cast<float>(1 + c % 5);
+      residuals.emplace_back(keep ? count : 0);
+    }
   }
-  ASSERT_GT(non_zeros(sum), 600u);
-  std::vector<float> y = decoded(*codec, encoded(*codec, sum, &residual, 0), sum.size());
-  EXPECT_LE(non_zeros(y), 205u);
-  for (size_t i = 0; i < sum.size(); ++i) ASSERT_EQ(y[i] + residual[i], sum[i]);
+  // What the chunks decode to, one after the other.
+  std::vector<float> over_the_wire(const WireFormat& codec, uint64_t step) {
+    std::vector<ChunkSelection> chunks;
+    for (size_t c = 0; c < x.size(); ++c)
+      chunks.push_back({x[c].data(), residuals[c].empty() ? nullptr : residuals[c].data(), x[c].size()});
+    std::vector<uint16_t> indices = {7, 8, 9};  // of another slice
+    codec.select(chunks.data(), chunks.size(), step, &indices);
+    std::vector<float> all;
+    for (const ChunkSelection& chunk : chunks) {
+      std::vector<uint32_t> to(codec.most_bytes(chunk.count) / 4);
+      Byte* bytes = reinterpret_cast<Byte*>(to.data());
+      const size_t size = codec.encode_selected(chunk, indices.data(), bytes);
+      const std::vector<float> y = decoded(codec, std::vector<Byte>(bytes, bytes + size), chunk.count);
+      all.insert(all.end(), y.begin(), y.end());
+    }
+    return all;
+  }
+  static std::vector<float> in_a_row(const std::vector<std::vector<float>>& parts) {
+    std::vector<float> all;
+    for (const std::vector<float>& part : parts) all.insert(all.end(), part.begin(), part.end());
+    return all;
+  }
+
+  std::vector<std::vector<float>> x, residuals;
+};
+
+TEST(TopKFormat, OneThresholdHoldsForTheWholeSlice) {
+  for (const std::string& variant : variants_here()) {
+    kernels::select_variant(variant.c_str());
+    for (double ratio : {0.0001, 0.001, 0.01, 0.1}) {
+      for (size_t n : {1, 2, 5, 64}) {
+        for (bool keep : {false, true}) {
+          Slice slice(n, keep);
+          const std::vector<float> x = Slice::in_a_row(slice.x);
+          const std::vector<float> y = slice.over_the_wire(*make_codec(top_k(ratio, false)), 1);
+          const auto k = std::max(size_t{1}, static_cast<size_t>(ratio * static_cast<double>(x.size()) + 0.5));
+          ASSERT_GE(non_zeros(y), k) << ratio << ", " << n;
+          ASSERT_LE(non_zeros(y), k + k / 4) << ratio << ", " << n;
+          uint32_t least_sent = 0xffffffff, most_held = 0;
+          const std::vector<float> residual = Slice::in_a_row(slice.residuals);
+          for (size_t i = 0; i < x.size(); ++i) {
+            if (keep) {
+              ASSERT_EQ(y[i] + residual[i], x[i]) << i;
+            }
+            if (y[i] != 0.0f) {
+              ASSERT_EQ(y[i], x[i]) << i;
+              least_sent = std::min(least_sent, magnitude(x[i]));
+            } else {
+              most_held = std::max(most_held, magnitude(x[i]));
+            }
+          }
+          ASSERT_GE(least_sent, most_held) << ratio << ", " << n;
+        }
+      }
+    }
+  }
+  kernels::select_variant("auto");
+}
+
+TEST(TopKFormat, OfASlicesEqualElementsTheFirstAreSent) {
+  Slice slice(3);
+  for (std::vector<float>& x : slice.x) std::fill(x.begin(), x.end(), 2.0f);
+  slice.x[2][10] = -3.0f;
+  const std::vector<float> y = slice.over_the_wire(*make_codec(top_k(0.5, false)), 1);
+  const size_t elements = 2 * kWireChunk + 1000, k = elements / 2;
+  for (size_t i = 0; i < elements; ++i) {
+    const float expected = i < k - 1 ? 2.0f : i == 2 * kWireChunk + 10 ? -3.0f : 0.0f;
+    ASSERT_EQ(y[i], expected) << i;
+  }
+}
+
+TEST(TopKFormat, AChunkThatIsNotFiniteGoesWholeAndTheOthersOfItsSliceAsEver) {
+  Slice slice(4), without(4);
+  slice.x[1][5] = kInf;
+  without.x[1].assign(kWireChunk, 0.0f);
+  const auto codec = make_codec(top_k(0.01, false));
+  const std::vector<float> y = slice.over_the_wire(*codec, 1);
+  EXPECT_TRUE(std::equal(slice.x[1].begin(), slice.x[1].end(), y.begin() + kWireChunk));
+  size_t sent = 0;
+  for (size_t i = 0; i < y.size(); ++i) sent += (i / kWireChunk != 1 && y[i] != 0.0f) ? 1 : 0;
+  const size_t k = (2 * kWireChunk + 1000 + 50) / 100;
+  EXPECT_GE(sent, k);
+  EXPECT_LE(sent, k + k / 4);
+  slice.x[1].assign(kWireChunk, kInf);
+  slice.x[0] = slice.x[2] = slice.x[1];
+  slice.x[3].assign(1000, -kInf);
+  for (float value : slice.over_the_wire(*codec, 2)) ASSERT_TRUE(std::isinf(value));
+}
+
+TEST(TopKFormat, TheRatioFallsInItsWarmUp) {
+  CodecSpec spec = top_k(0.01, false);
+  spec.warm_up = 10;
+  const auto codec = make_codec(spec);
+  const auto sent = [&](uint64_t step) { return non_zeros(Slice(8, false).over_the_wire(*codec, step)); };
+  const double elements = 7 * kWireChunk + 1000;
+  for (uint64_t step = 1; step < 20; ++step) {
+    const double ratio = 0.25 * std::pow(0.04, std::min(1.0, static_cast<double>(step - 1) / 10.0));
+    EXPECT_GE(static_cast<double>(sent(step)), ratio * elements - 1) << step;
+    EXPECT_LE(static_cast<double>(sent(step)), 1.25 * ratio * elements + 1) << step;
+  }
+  spec.ratio = 0.05;  // needs none
+  EXPECT_LE(static_cast<double>(non_zeros(Slice(8, false).over_the_wire(*make_codec(spec), 1))),
+            0.05 * 1.25 * elements);
+}
+
+// What an owner gets of `members`, the sum of it, and what it gives back of that.
+struct Result {
+  Result(const WireFormat& codec, uint64_t members, std::vector<float>* residual) : sum(kWireChunk) {
+    for (uint64_t member = 0; member < members; ++member) {
+      parts.push_back(encoded(codec, values_of(Values::kNormal, sum.size(), member), nullptr, 1));
+      codec.decode_add(parts.back().data(), parts.back().size(), sum.size(), sum.data());
+      starts.push_back(parts.back().data());
+    }
+    std::vector<uint32_t> to(codec.most_bytes(sum.size()) / 4);
+    Byte* bytes = reinterpret_cast<Byte*>(to.data());
+    const size_t size =
+        codec.encode_result(sum.data(), residual != nullptr ? residual->data() : nullptr, sum.size(), 1, starts, bytes);
+    result = decoded(codec, std::vector<Byte>(bytes, bytes + size), sum.size());
+  }
+
+  std::vector<float> sum, result;
+  std::vector<std::vector<Byte>> parts;
+  std::vector<const Byte*> starts;
+};
+
+TEST(TopKFormat, AResultIsTheWholeUnionOfUpToEightMembers) {
+  for (bool half_values : {false, true}) {
+    const auto codec = make_codec(top_k(0.01, half_values));
+    for (uint64_t members : {1, 2, 8}) {
+      std::vector<float> residual(kWireChunk);
+      Result kept(*codec, members, &residual), lost(*codec, members, nullptr);
+      EXPECT_GE(non_zeros(kept.result), members * 160);
+      EXPECT_EQ(non_zeros(kept.result), non_zeros(kept.sum));
+      EXPECT_TRUE(same_bits(kept.result, lost.result));
+      for (size_t i = 0; i < kWireChunk; ++i) {
+        ASSERT_EQ(kept.result[i] + residual[i], kept.sum[i]);
+        if (!half_values) {
+          ASSERT_EQ(residual[i], 0.0f);
+        }
+      }
+    }
+  }
+}
+
+TEST(TopKFormat, OfManyMembersTheLargestElementsAreGivenBack) {
+  const auto codec = make_codec(top_k(0.01, false));
+  std::vector<float> residual(kWireChunk);
+  Result result(*codec, 30, &residual);
+  const size_t limit = 8 * 205, sent = non_zeros(result.result);
+  EXPECT_LE(sent, limit + limit / 4);
+  EXPECT_GE(sent, size_t{8 * 164});
+  ASSERT_LT(sent, non_zeros(result.sum));
+  for (size_t i = 0; i < kWireChunk; ++i) ASSERT_EQ(result.result[i] + residual[i], result.sum[i]);
   // What is left goes out by and by, and ends.
-  for (int step = 0; step < 8; ++step) encoded(*codec, std::vector<float>(sum.size()), &residual, 0);
-  EXPECT_LE(largest(residual), 1e-3 * 0x1p-9);
+  for (int step = 0; step < 8; ++step) {
+    std::vector<float> nothing(kWireChunk);
+    std::vector<uint32_t> to(codec->most_bytes(kWireChunk) / 4);
+    codec->encode_result(nothing.data(), residual.data(), kWireChunk, 1, result.starts,
+                         reinterpret_cast<Byte*>(to.data()));
+  }
+  EXPECT_EQ(largest(residual), 0.0f);
 }
 
 // ---- rotating subset ----------------------------------------------------------------------------------------------

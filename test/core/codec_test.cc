@@ -273,13 +273,14 @@ TEST(CodecSpecTest, NoneIsNoCodec) { EXPECT_EQ(make_codec(CodecSpec{}), nullptr)
 
 TEST(CodecSpecTest, EveryFieldCountsForEquality) {
   EXPECT_EQ(CodecSpec{}, CodecSpec{});
-  std::vector<CodecSpec> others(6);
+  std::vector<CodecSpec> others(7);
   others[0].kind = CodecKind::kInt8;
   others[1].ratio = 0.5;
   others[2].half_values = true;
   others[3].every = 2;
   others[4].momentum = 0.5;
   others[5].scale = 2;
+  others[6].warm_up = 3;
   for (const CodecSpec& other : others) EXPECT_NE(other, CodecSpec{});
 }
 
@@ -296,6 +297,8 @@ TEST(CodecSpecTest, ABadValueIsAnErrorThatNamesItsField) {
   };
   CodecSpec spec;
   for (double ratio : {0.0, -0.1, 1.01, nan}) spec.ratio = ratio, refuse(spec, "ratio");
+  spec = CodecSpec{};
+  spec.warm_up = -1, refuse(spec, "warm_up");
   spec = CodecSpec{};
   for (int every : {0, -3}) spec.every = every, refuse(spec, "every");
   spec = CodecSpec{};

@@ -260,7 +260,8 @@ TEST(GradientSettings, GradientsTravelAsFloat16BetweenGroupsUnlessToldOtherwise)
   EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_EXACT, PERSEUS_FLOAT32).bytes)) << "asked for";
   EXPECT_TRUE(is_whole(send(alone, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT64).bytes)) << "not float32";
   const auto from = [&](int bytes) {
-    const auto settings = with({"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=" + std::to_string(bytes)});
+    const auto settings =
+        with({"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_WARMUP_STEPS=0", "LIGHT_TOPK_THRESHOLD=" + std::to_string(bytes)});
     return send(settings, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32).bytes;
   };
   EXPECT_LT(from(2000000), whole * 0.05) << "as large as LIGHT_TOPK_THRESHOLD";
@@ -450,7 +451,7 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
     perseus_request request = gradient_request("i", &integers, kCodecs[2]);
     request.gradient_of = 0;
     EXPECT_NE(run(context, request).message.find("'i' is int32: int8, top-k and rotate"), std::string::npos);
-    EXPECT_NE(refusal(8, 0, PERSEUS_SUM).find("unknown codec 8"), std::string::npos);
+    EXPECT_NE(refusal(9, 0, PERSEUS_SUM).find("unknown codec 9"), std::string::npos);
   });
   WorldOptions options;
   options.overrides = {"LIGHT_TOPK_ALLREDUCE=1", "PERSEUS_DOWNSAMPLE_N_ELEMENTS=4"};

@@ -36,7 +36,10 @@ Floats gradient(int step, int rank) {
 
 WorldOptions in_groups_of(int ranks) {
   WorldOptions options;
-  if (ranks > 0) options.overrides = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks)};
+  options.overrides = {"LIGHT_TOPK_THRESHOLD=0", "LIGHT_TOPK_WARMUP_STEPS=0"};
+  if (ranks > 0)
+    options.overrides.insert(options.overrides.end(),
+                             {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=" + std::to_string(ranks)});
   return options;
 }
 

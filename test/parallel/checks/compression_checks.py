@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
+from gradient_settings import ALL_ALIKE_BY_TOP_K
 from patterns import assert_job_usable, raised, values, world_with
 from torch import nn
 
@@ -18,7 +19,8 @@ COUNT = 50_000
 
 def _apart(**settings: object) -> AbstractContextManager[None]:
     """Inner groups of one rank: what goes between hosts goes between all."""
-    return world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings)
+    world = {"LIGHT_2D_ALLREDUCE": 1, "LIGHT_INTRA_SIZE": 1, **ALL_ALIKE_BY_TOP_K, **settings}
+    return world_with(**world)
 
 
 def _gradient(rank: int, step: int = 0) -> torch.Tensor:

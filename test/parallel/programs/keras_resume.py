@@ -41,7 +41,7 @@ def main(folder: str) -> None:
         return
     keras.utils.set_random_seed(1)
     layers = keras.layers
-    model = keras.Sequential([layers.Input((6,)), layers.Dense(8, "tanh"), layers.Dense(3)])
+    model = keras.Sequential([layers.Input((6,)), layers.Dense(512, "tanh"), layers.Dense(3)])
     optimizer = keras.optimizers.Adam(0.01)
     model.compile(hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.topk(0.1)), "mse")
     _fit(model)
