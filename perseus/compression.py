@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 # Same numbers as enum perseus_codec.
-SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE, AUTO = range(8)
+SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE, AUTO, INSIDE = range(9)
 
 
 class Compressor:
@@ -107,10 +107,16 @@ class TopKCompressor(NoneCompressor):
 
 
 class RotatingCompressor(NoneCompressor):
-    """Each step sends another N-th of the elements between hosts, and keeps the rest back."""
+    """Each step sends another N-th between hosts; see rotate."""
 
     stateful = True
     codec = ROTATE
+
+
+class InsideCompressor(NoneCompressor):
+    """Gradients are reduced inside hosts only; see perseus.gradients.rotation."""
+
+    codec = INSIDE
 
 
 class AutoCompressor(NoneCompressor):
@@ -150,7 +156,10 @@ def top_k(ratio: float | None = None) -> type[Compressor]:
 def rotate(n: int | None = None) -> type[Compressor]:
     """A compressor that sends each element every n-th step, n of 1 to 1024.
 
-    None = PERSEUS_DOWNSAMPLE_N_ELEMENTS. Raises ValueError for anything else.
+    PyTorch's DistributedOptimizer averages parameters so, while hosts step with their own
+    gradients; hvd.synchronize_parameters() makes parameters equal. Elsewhere gradients are held
+    back, which can diverge for n above 2. None = PERSEUS_DOWNSAMPLE_N_ELEMENTS. Raises ValueError
+    for anything else.
     """
     if n is not None and not (isinstance(n, int) and 1 <= n <= 1024):
         raise ValueError(f"[compression] rotate({n}): expected a whole number from 1 to 1024")

@@ -35,6 +35,7 @@ constexpr Entry kCodecs[] = {
      [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
        return std::make_unique<RotatingFormat>(spec.every, spec.momentum);
      }},
+    {"inside hosts only", [](const CodecSpec&) { return std::unique_ptr<WireFormat>(); }},
 };
 
 const Entry& entry(CodecKind kind) { return kCodecs[static_cast<int>(kind)]; }
@@ -63,7 +64,7 @@ std::string codec_name(const CodecSpec& spec) {
 }
 
 void check_codec(const CodecSpec& spec) {
-  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 5");
+  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 6");
   require(spec.ratio > 0.0 && spec.ratio <= 1.0, "ratio", spec.ratio, "above 0, at most 1");
   require(spec.warm_up >= 0, "warm_up", spec.warm_up, "at least 0");
   require(spec.every >= 1, "every", spec.every, "at least 1");

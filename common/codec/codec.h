@@ -10,8 +10,16 @@
 
 namespace perseus {
 
-enum class CodecKind : uint8_t { kNone = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kTopK = 4, kRotate = 5 };
-constexpr int kCodecKinds = 6;
+enum class CodecKind : uint8_t {
+  kNone = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kInt8 = 3,
+  kTopK = 4,
+  kRotate = 5,
+  kInside = 6
+};
+constexpr int kCodecKinds = 7;
 
 // Fields that a kind has no use for keep their defaults: specs are compared as a whole.
 struct CodecSpec {

@@ -18,6 +18,7 @@ void HierarchicalAllreduce::start(const kernels::ReduceSpec& reduction, const Wi
   reduction_ = reduction;
   format_ = format;
   inside_ = works_inside() ? inside : nullptr;
+  inside_only_ = false;
   algorithm_ = Algorithm::kPairwise;
   stage_ = Stage::kInner;
   pieces_.clear();
@@ -104,7 +105,8 @@ bool HierarchicalAllreduce::next(Step* step) {
   }
   if (stage_ == Stage::kAcross) {
     stage_ = levels_.carries() && format_ != nullptr ? Stage::kEncoded : Stage::kBack;
-    if (levels_.carries() && format_ == nullptr) {
+    if (inside_only_ && !works_inside()) reduce_alone();
+    if (levels_.carries() && format_ == nullptr && !inside_only_) {
       plan_across();
       step->level = across_;
       return true;
@@ -173,8 +175,10 @@ void HierarchicalAllreduce::plan_inner() {
   plan_.clear();
   plan_.collective = Collective::kReduceScatter;
   plan_.reduction = reduction_;
-  plan_.reduction.postscale = 1.0;
-  plan_.reduction.divisor = 1;
+  if (!inside_only_) {
+    plan_.reduction.postscale = 1.0;
+    plan_.reduction.divisor = 1;
+  }
   std::fill(parts_.begin(), parts_.end(), 0);
   for (size_t s = 0; s < shards_.size(); ++s) {
     parts_[s] = total_bytes(shards_[s]);
@@ -182,6 +186,16 @@ void HierarchicalAllreduce::plan_inner() {
   }
   plan_.parts = parts_;
   if (levels_.carries()) plan_.result = shard();
+}
+
+// The reduction of an inner group of one.
+void HierarchicalAllreduce::reduce_alone() const {
+  const bool scales = reduction_.prescale != 1.0 || reduction_.postscale != 1.0;
+  for (const Piece& piece : pieces_) {
+    if (piece.in == piece.out && !scales) continue;
+    const void* source = piece.in;
+    kernels::reduce(reduction_, piece.out, nullptr, &source, 1, piece.bytes / dtype_size(reduction_.dtype), false);
+  }
 }
 
 void HierarchicalAllreduce::plan_across() {

@@ -23,6 +23,9 @@ class HierarchicalAllreduce final : public Staged {
   void start(const kernels::ReduceSpec& reduction, const WireFormat* format, const WireFormat* inside = nullptr)
       PERSEUS_REQUIRES(progress_lock);
 
+  // After start(), without a format: nothing goes across, and the reduction is that of each inner group.
+  void inside_only() PERSEUS_REQUIRES(progress_lock) { inside_only_ = true; }
+
   // Exact: a piece of a tensor. Where `in` is not `out`, they do not overlap.
   void add(const Piece& piece) PERSEUS_REQUIRES(progress_lock) { pieces_.push_back(piece); }
 
@@ -57,6 +60,7 @@ class HierarchicalAllreduce final : public Staged {
   void plan_inner();
   void plan_across();
   void plan_back();
+  void reduce_alone() const;
   bool works_inside() const { return levels_.inner.size() > 1; }
   const std::vector<Piece>& shard() const { return shards_[static_cast<size_t>(levels_.inner_me)]; }
 
@@ -65,6 +69,7 @@ class HierarchicalAllreduce final : public Staged {
   kernels::ReduceSpec reduction_;
   const WireFormat* format_ = nullptr;
   const WireFormat* inside_ = nullptr;  // null also where we are alone inside
+  bool inside_only_ = false;
   Algorithm algorithm_ = Algorithm::kPairwise;
   Stage stage_ = Stage::kInner;
   std::vector<Piece> pieces_;

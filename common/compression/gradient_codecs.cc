@@ -38,6 +38,10 @@ GradientCodecs::GradientCodecs(const Config& config) {
 // Arguments that a codec does not look at are zero, so that equal codecs compare equal.
 CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
   CodecSpec spec;
+  if (kind == CodecWish::kInside) {
+    spec.kind = CodecKind::kInside;
+    return spec;
+  }
   spec.kind = static_cast<CodecKind>(kind - CodecWish::kExact);
   if (kind == CodecWish::kFloat16) spec.scale = defaults_.scale;
   if (kind == CodecWish::kTopK) {

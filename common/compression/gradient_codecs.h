@@ -10,8 +10,8 @@ namespace perseus {
 
 // A request's wish; same numbers as enum perseus_codec.
 struct CodecWish {
-  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate, kAuto };
-  static constexpr int kKinds = 8;
+  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate, kAuto, kInside };
+  static constexpr int kKinds = 9;
   int kind = kSettings;
   double argument = 0;  // top-k: fraction of elements, rotate: N; 0 = as the settings say
 };

@@ -177,6 +177,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const bool stages = settings_.topology->stages(bytes);
   const CodecSpec codec = codec_of(d, t);
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
+  if (codec.kind == CodecKind::kInside && !flushes) return add_inside(entry, tensor, codec);
   if (flushes || codec.kind != CodecKind::kNone) {
     const bool alike = levels.groups == 1 || !stages || d.flush == Flush::kAmongAll;
     return add_compressed(entry, tensor, this->levels(alike), codec);
@@ -194,6 +195,24 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
     bucket.add_piece(entry->buffers[tensor].from(begin), size);
     if (staged) open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
   }
+}
+
+// Ranks of other hosts take no part, in which a sum is as large as one of all ranks.
+void Execution::add_inside(Entry* entry, size_t tensor, const CodecSpec& codec) {
+  const Description& d = entry->description;
+  const Levels& levels = this->levels(false);
+  Fit fit(entry->buffers[tensor].device, Collective::kAllreduce,
+          reduction_of(d, d.tensors[tensor].dtype, levels.inner.size()));
+  if (d.op == ReduceOp::kSum)
+    fit.reduction.postscale *= static_cast<double>(ranks_.size()) / static_cast<double>(levels.inner.size());
+  fit.stages = 1;
+  fit.codec = codec;
+  const size_t bytes = d.tensors[tensor].bytes();
+  Bucket& bucket = bucket_for(entry, bytes, fit);
+  bucket.add_piece(entry->buffers[tensor], bytes);
+  HierarchicalAllreduce& stages = open_stages(&bucket, levels, nullptr);
+  stages.inside_only();
+  stages.add(bucket.plan.pieces.back());
 }
 
 void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction) {

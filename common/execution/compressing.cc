@@ -75,6 +75,7 @@ void Execution::give_up_other_sizes(const Entry& entry) {
 CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) {
   const bool between = levels(false).groups > 1;
   if (!between && !d.compression.inside) return CodecSpec();
+  if (d.compression.codec.kind == CodecKind::kInside) return between ? d.compression.codec : CodecSpec();
   if (d.compression.automatic) {
     if (t.dtype != DType::kFloat32) return CodecSpec();
     Speeds speeds = speeds_;

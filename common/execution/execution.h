@@ -132,6 +132,7 @@ class Execution {
 
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
   void add_reduction(Entry* entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
+  void add_inside(Entry* entry, size_t tensor, const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
   void add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction) PERSEUS_REQUIRES(progress_lock);
   size_t run_bytes(size_t bytes) const PERSEUS_REQUIRES(progress_lock);
   void add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec)

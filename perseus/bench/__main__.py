@@ -251,6 +251,11 @@ def _codecs(given: argparse.Namespace) -> list[str]:
         raise ValueError(f"--codec is of {', '.join(_WITH_CODECS)}, not of {others[0]}")
     for codec in found:
         codec.arguments(given.framework)
+        if codec.name == "rotate" and "gradients" in given.cases:
+            raise ValueError(
+                f"--codec {codec.label}: it averages parameters after a step, not gradients; "
+                f"measure it by the case training"
+            )
         if "ddp-training" in given.cases:
             codec.variables()
     return [codec.label for codec in found]

@@ -62,7 +62,8 @@ _KINDS: dict[str, _Kind] = {
     "bf16": _Kind(_exactly(0.5), 3 * 2.0**-8, 1.2 * 2.0**-8, 0.02),
     "int8": _Kind(lambda _, __: (0.25, 0.25 * (1 + 4 / _INT8_BLOCK)), 2 / 127, 0.025, 0.3),
     "topk": _Kind(_topk_share, None, None, 1.0, float),
-    "rotate": _Kind(lambda n, _: (1 / n, 1 / n), None, None, 1.0, int),
+    # Each rank steps with its own gradients.
+    "rotate": _Kind(lambda n, _: (1 / n, 1 / n), None, None, 10.0, int),
     "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 1.0),
 }
 

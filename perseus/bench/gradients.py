@@ -7,7 +7,6 @@ bound of its codec. One thread per rank.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -105,8 +104,6 @@ class Entrant:
         right = self._scale != 1 or self._session.same(g.numpy() for g in self._gradients)
         if not self._codec.holds_back:
             return self._within_bounds() and right
-        if self._codec.name == "rotate":
-            return self._rotates() and right
         if self._codec.name == "topk":
             return self._is_sparse() and right
         return right
@@ -114,13 +111,13 @@ class Entrant:
     def conclude(self, reduce: Callable[[int], None]) -> bool:
         """Return whether no value was lost, after a flush of the residuals. A collective.
 
-        If residuals cannot be flushed or have a momentum, returns whether the missing values have a
-        smaller norm than the exact sum.
+        If residuals cannot be flushed, returns whether the missing values have a smaller norm than
+        the exact sum.
         """
         if not self._given:
             return True
         flush: Callable[[], None] | None = getattr(hvd, "flush_residuals", None)
-        if flush is not None and _momentum() == 1.0:
+        if flush is not None:
             flush()
             self.fill()
             reduce(0)
@@ -134,7 +131,7 @@ class Entrant:
             missing = wanted.sub_(given)
             held += float(missing.square().sum())
             largest = max(largest, float(missing.abs().max()))
-        if flush is None or _momentum() != 1.0:
+        if flush is None:
             return held < produced
         steps = self._step + 1
         return largest <= steps * steps * self._session.size * 2.0**-23 * self._data.largest
@@ -169,29 +166,6 @@ class Entrant:
         small = sum(flat.numel() for _, flat in self._flat() if flat.numel() <= _SMALL)
         assert self._codec.argument is not None
         return 0 < filled <= 1.25 * self._codec.argument * self._session.size * count + small
-
-    def _rotates(self) -> bool:
-        """Return whether one in N elements is the sum of its last N gradients, the others zero."""
-        assert self._codec.argument is not None
-        turns = int(self._codec.argument)
-        largest = turns * turns * self._session.size * 2.0**-22 * self._data.largest
-        filled = count = 0
-        for start, flat in self._flat():
-            carried = torch.zeros(flat.numel())
-            for step in range(max(0, self._step - turns + 1), self._step + 1):
-                carried.mul_(_momentum())
-                carried += self._data.average(step, start, flat.numel())
-            sent = flat != 0
-            if not bool((carried.sub_(flat)[sent].abs() <= largest).all()):
-                return False
-            filled += int(sent.sum())
-            count += flat.numel()
-        small = sum(1 for _, flat in self._flat()) * _SMALL
-        return 0 < filled <= count / turns + small
-
-
-def _momentum() -> float:
-    return float(os.environ.get("PERSEUS_GRADIENT_MOMENTUM") or 1.0)
 
 
 def _subject(session: Session, label: str, shapes: Shapes, settings: dict[str, str]) -> Subject:

@@ -16,6 +16,7 @@ import torch
 
 from perseus import basics, objects
 from perseus.arguments import checked_root
+from perseus.gradients.rotation import finish_corrections
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.data_movement import allgather, broadcast_, broadcast_async_
 from perseus.torch.session import synchronize
@@ -38,6 +39,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             f"invalid params of type: {type(params)}, expected a dict or a list such as "
             f"model.state_dict() or list(model.named_parameters())"
         )
+    finish_corrections()
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)

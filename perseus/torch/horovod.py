@@ -27,6 +27,7 @@ from perseus.basics import (
 )
 from perseus.compat.common.extensions import check_extension
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
+from perseus.gradients.rotation import synchronize_parameters
 from perseus.process_sets import (
     ProcessSet,
     add_process_set,
@@ -157,4 +158,5 @@ __all__ = [
     "stop_timeline",
     "sync_batch_norm",
     "synchronize",
+    "synchronize_parameters",
 ]

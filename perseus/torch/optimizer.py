@@ -9,12 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from perseus import basics
-from perseus.compression import Compressor
+from perseus.compression import Compressor, InsideCompressor
 from perseus.errors import HorovodInternalError, MismatchError
 from perseus.gradients.arguments import (
     check_adasum_of_steps,
@@ -27,12 +28,14 @@ from perseus.gradients.arguments import (
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.participation import alone
 from perseus.gradients.plan import Plan
+from perseus.gradients.rotation import parts_of
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import as_buffers, as_tensors
+from perseus.torch.rotation import TorchRotation
 from perseus.torch.session import Adasum, Average
 
 _RESIDUALS = "perseus_residuals"  # the key in state_dict()
@@ -48,6 +51,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     _check: ParameterCheck
     _reducer: GradientReducer
+    _rotation: TorchRotation | None
     _should_synchronize: bool
     _synchronized: bool
 
@@ -102,7 +106,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Load the wrapped optimizer's state and the residuals of "perseus_residuals", if any.
 
         Reductions in flight are finished first, all earlier residuals and sums over steps are
-        dropped, and the count of backward passes restarts.
+        dropped, and the count of backward passes restarts. What `Compression.rotate` would still
+        correct is dropped, too, as the model's parameters are loaded beside this state.
         """
         try:
             self._reducer.finish_begun()
@@ -112,6 +117,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             pass  # the world has ended, and the loaded state replaces the results of that step
         self._synchronized = False
         self._reducer.forget()
+        if self._rotation is not None:
+            self._rotation.drop()
         super().load_state_dict(*args, **kwargs)
         state = args[0] if args else kwargs["state_dict"]
         self._reducer.residuals.replace(as_buffers(state.get(_RESIDUALS, {})))
@@ -157,7 +164,10 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         applies, self._reducer.applies = self._reducer.applies, True
         if applies:
-            return super().step(closure)
+            result = super().step(closure)
+            if self._rotation is not None:
+                self._rotation.after_step()
+            return result
         if closure is None:
             return None
         with torch.enable_grad():
@@ -237,6 +247,11 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
             optimizer, trained, compression, backward_passes_per_step, process_set
         )
     active = included and (not alone() or basics.settings_act_on_gradients())
+    trainable = [p for p in parameters if p.requires_grad]
+    rotation = None
+    if included and not alone() and trainable and (parts := parts_of(compression)) > 1:
+        plan = replace(plan, compression=InsideCompressor)
+        rotation = TorchRotation(trainable, names[trainable[0]], process_set, parts)
     wrapped = type(optimizer)
     made_class = type(
         wrapped.__name__, (_DistributedOptimizer, wrapped), {"__module__": wrapped.__module__}
@@ -248,10 +263,11 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     made.__dict__.pop("step", None)
     made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
+    made._rotation = rotation
     made._should_synchronize = True
     made._synchronized = False
     made._reducer = GradientReducer(
-        [p for p in parameters if p.requires_grad] if active else [],
+        trainable if active else [],
         names,
         plan,
         backward_passes_per_step,

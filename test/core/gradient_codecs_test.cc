@@ -244,6 +244,165 @@ Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseu
   return sent;
 }
 
+// ---- gradients that stay inside hosts ----
+
+TEST(Inside, EachInnerGroupHasItsOwnReduction) {
+  struct Shape {
+    int size, inner;
+  };
+  for (const Shape shape : {Shape{4, 2}, Shape{3, 2}, Shape{3, 1}, Shape{4, 4}}) {
+    for (perseus_reduce_op op : {PERSEUS_AVERAGE, PERSEUS_SUM}) {
+      for (perseus_dtype dtype : {PERSEUS_FLOAT32, PERSEUS_FLOAT64}) {
+        SCOPED_TRACE(testing::Message() << shape.size << " ranks, " << shape.inner << " inside, op " << op);
+        constexpr int64_t kCount = 100001;
+        WorldOptions options;
+        options.overrides = groups_of(shape.inner);
+        run_world(
+            all_media()[0], shape.size,
+            [&](int rank, perseus_context* context) {
+              const auto value = [](int r, int64_t i) { return 12.0 * static_cast<double>((i + 7 * r) % 100 + r); };
+              const int first = rank / shape.inner * shape.inner, end = std::min(first + shape.inner, shape.size);
+              std::vector<float> floats(kCount), result(kCount, -1.0F);
+              std::vector<double> doubles(kCount);
+              for (int64_t i = 0; i < kCount; ++i) floats[i] = static_cast<float>(doubles[i] = value(rank, i));
+              const bool is_float = dtype == PERSEUS_FLOAT32;
+              const perseus_tensor tensor = is_float
+                                                ? perseus_tensor{floats.data(), result.data(), &kCount, 1, dtype}
+                                                : perseus_tensor{doubles.data(), doubles.data(), &kCount, 1, dtype};
+              perseus_request request = gradient_request("g", &tensor, Codec{"", PERSEUS_CODEC_INSIDE, 0, 0, false});
+              request.op = op;
+              request.prescale = 0.5;
+              request.postscale = 4.0;
+              const Outcome outcome = run(context, request);
+              ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+              for (int64_t i = 0; i < kCount; ++i) {
+                double sum = 0;
+                for (int r = first; r < end; ++r) sum += 2.0 * value(r, i);
+                const double mean = sum / (end - first), expected = op == PERSEUS_SUM ? mean * shape.size : mean;
+                ASSERT_NEAR(is_float ? static_cast<double>(result[i]) : doubles[i], expected, 1e-3) << i;
+                if (is_float) {
+                  ASSERT_EQ(floats[i], static_cast<float>(value(rank, i))) << "inputs stay";
+                }
+              }
+            },
+            options);
+      }
+    }
+  }
+}
+
+TEST(Inside, NothingTravelsBetweenGroupsOfOne) {
+  const auto sent = [](perseus_codec codec) {
+    uint64_t bytes = 0;
+    WorldOptions options;
+    options.overrides = groups_of(1);
+    run_world(
+        all_media()[0], 2,
+        [&](int rank, perseus_context* context) {
+          const int64_t count = 100000;
+          Floats x = gradient(1, rank, 100000);
+          const Floats before = x;
+          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+          const Outcome outcome = run(context, gradient_request("g", &tensor, Codec{"", codec, 0, 0, false}));
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          EXPECT_EQ(same_bits(x, before), codec == PERSEUS_CODEC_INSIDE);
+          perseus_stats stats{};
+          stats.struct_size = sizeof stats;
+          perseus_context_stats(context, &stats);
+          if (rank == 0) bytes = stats.shm_bytes_sent;
+        },
+        options);
+    return bytes;
+  };
+  EXPECT_LT(sent(PERSEUS_CODEC_INSIDE), 10000U);
+  EXPECT_GT(sent(PERSEUS_CODEC_EXACT), 400000U);
+}
+
+TEST(Inside, WhatACodecHeldBackComesAlongOnce) {
+  WorldOptions options;
+  options.overrides = groups_of(1);
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        const int64_t count = 50000;
+        const auto reduce = [&](perseus_codec codec) {
+          Floats x(50000);
+          for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>((i * 7 + static_cast<size_t>(rank)) % 64);
+          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+          const Outcome outcome = run(context, gradient_request("g", &tensor, Codec{"", codec, 0.1, 0, false}));
+          EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          return x;
+        };
+        const Floats sparse = reduce(PERSEUS_CODEC_TOP_K), all = reduce(PERSEUS_CODEC_INSIDE),
+                     own = reduce(PERSEUS_CODEC_INSIDE);
+        for (size_t i = 0; i < own.size(); ++i) {
+          const float mean = (static_cast<float>((i * 7) % 64) + static_cast<float>((i * 7 + 1) % 64)) / 2;
+          ASSERT_EQ(sparse[i] + all[i], 2 * mean) << i;
+          ASSERT_EQ(own[i], static_cast<float>((i * 7 + static_cast<size_t>(rank)) % 64)) << i;
+        }
+      },
+      options);
+}
+
+// ---- top-k ----
+
+// What rank 0 sends of gradients of so many elements with one name, by step.
+std::vector<uint64_t> bytes_of_steps(std::vector<std::string> settings, int64_t count, double ratio, int steps) {
+  std::vector<uint64_t> bytes;
+  WorldOptions options;
+  options.overrides = std::move(settings);
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        uint64_t before = 0;
+        for (int step = 0; step <= steps; ++step) {  // the first one says how many bytes it takes to agree
+          const int64_t elements = step == 0 ? 1 : count;
+          Floats x = gradient(static_cast<uint64_t>(step), rank, static_cast<size_t>(elements));
+          const perseus_tensor tensor{x.data(), x.data(), &elements, 1, PERSEUS_FLOAT32};
+          const char* name = step == 0 ? "first" : "g";
+          const perseus_request request =
+              gradient_request(name, &tensor, Codec{"", PERSEUS_CODEC_TOP_K, ratio, 0, true});
+          const Outcome outcome = run(context, request);
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          perseus_stats stats{};
+          stats.struct_size = sizeof stats;
+          perseus_context_stats(context, &stats);
+          if (rank == 0 && step > 0) bytes.push_back(stats.shm_bytes_sent - before);
+          before = stats.shm_bytes_sent;
+        }
+      },
+      options);
+  return bytes;
+}
+
+TEST(TopK, SmallTensorsGoWholeUnlessToldOtherwise) {
+  const auto sent = [](int64_t count, std::vector<std::string> more) {
+    more.insert(more.end(), {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1", "LIGHT_TOPK_WARMUP_STEPS=0"});
+    return bytes_of_steps(more, count, 0.01, 1)[0];
+  };
+  EXPECT_GE(sent(2047, {}), 8188U);
+  EXPECT_LT(sent(2048, {}), 3000U) << "8 KiB";
+  EXPECT_LT(sent(2047, {"LIGHT_TOPK_THRESHOLD=0"}), 3000U);
+}
+
+TEST(TopK, TheRatioFallsInTheFirstSteps) {
+  const auto sent = [](double ratio, std::vector<std::string> more) {
+    more.insert(more.end(), {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1"});
+    return bytes_of_steps(more, 500000, ratio, 5);
+  };
+  const auto steady = sent(0.01, {"LIGHT_TOPK_WARMUP_STEPS=0"});
+  const auto falling = sent(0.01, {"LIGHT_TOPK_WARMUP_STEPS=4"});
+  for (int step = 0; step < 4; ++step) EXPECT_GT(falling[step], falling[step + 1] * 1.5) << step;
+  EXPECT_LT(falling[4], steady[4] * 1.2);
+  EXPECT_LT(steady[0], falling[3]);
+  const auto default_warm_up = sent(0.01, {});
+  EXPECT_GT(default_warm_up[0], steady[0] * 8);
+  EXPECT_LT(default_warm_up[4], default_warm_up[0]);
+  EXPECT_GT(default_warm_up[4], default_warm_up[0] * 0.8) << "it takes 100 steps";
+  const auto large = sent(0.05, {});
+  EXPECT_LT(large[0], large[1] * 1.2) << "so many need none";
+}
+
 TEST(GradientSettings, GradientsTravelAsFloat16BetweenGroupsUnlessToldOtherwise) {
   const auto alone = groups_of(1);
   const auto with = [&](std::vector<std::string> more) {

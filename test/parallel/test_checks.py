@@ -25,6 +25,7 @@ MODULES = [
     "multistep_checks",
     "parameter_checks",
     "compression_checks",
+    "rotation_checks",
     "timeline_checks",
     "elastic_checks",
     "schedule_checks",

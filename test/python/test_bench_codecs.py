@@ -176,21 +176,6 @@ def test_without_a_flush_topk_must_point_where_gradients_point(
         assert entrant.conclude(topk.reduce) is (sign == 1)
 
 
-@pytest.mark.parametrize("error", [0.0, 0.01])
-def test_a_rotating_subset_carries_sums(monkeypatch: pytest.MonkeyPatch, error: float) -> None:
-    monkeypatch.setenv("PERSEUS_GRADIENT_MOMENTUM", "0.5")
-    entrant, work = _entrant(Codec("rotate", 4))
-    held = [torch.zeros(tensor.numel()) for tensor in work]
-    for step in range(7):
-        entrant.fill()
-        for tensor, rest in zip(work, held, strict=True):
-            rest.mul_(0.5).add_(tensor.view(-1))
-            sent = (torch.arange(rest.numel()) // 50 + step) % 4 == 0
-            tensor.copy_((rest * sent).view(tensor.shape)).view(-1)[step * 50].add_(error)
-            rest[sent] = 0
-        assert entrant.check() is (error == 0.0)
-
-
 @pytest.mark.parametrize("model", TRAINED)
 def test_networks_have_the_parameters_of_the_table(model: str) -> None:
     with torch.device("meta"):

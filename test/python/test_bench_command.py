@@ -123,6 +123,7 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["gradients", "--codec", "zip"], "--codec zip: expected some of default, none"),
         (["gradients", "--codec", "topk"], "--codec topk: expected topk:0.01"),
         (["gradients", "--codec", "rotate:1.5"], "--codec rotate:1.5: expected rotate:8"),
+        (["gradients", "--codec", "rotate:8"], "measure it by the case training"),
         (["latency", "--codec", "fp16"], "--codec is of gradients, training, ddp-training"),
         (["ddp-training", "--codec", "bf16"], "--codec bf16: no variable"),
         (["ddp-training", "--model", "gpt2"], "--model gpt2: expected some of resnet50, vgg16"),

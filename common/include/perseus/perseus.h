@@ -75,7 +75,10 @@ typedef enum perseus_codec {
   PERSEUS_CODEC_TOP_K = 5,
   PERSEUS_CODEC_ROTATE = 6,
   /* the fastest of EXACT, FLOAT16, INT8 and TOP_K by perseus_group_speeds; their arguments follow the settings */
-  PERSEUS_CODEC_AUTO = 7
+  PERSEUS_CODEC_AUTO = 7,
+  /* nothing between hosts: each host has the sum or the average of its own ranks; a sum times size / ranks of the host
+   */
+  PERSEUS_CODEC_INSIDE = 8
 } perseus_codec;
 
 typedef enum perseus_kind {

@@ -103,7 +103,6 @@ def _wishes() -> Iterator[tuple[object, tuple[float, float | None]]]:
     yield hvd.Compression.bf16, BRAIN
     yield hvd.Compression.int8, INT8
     yield hvd.Compression.topk(0.01), TOP_K
-    yield hvd.Compression.rotate(4), ROTATE
 
 
 def check_compression_by_mode_and_threshold() -> None:
@@ -121,11 +120,24 @@ def check_codecs_by_threshold() -> None:
             for codec, settings in (
                 (INT8, {"PERSEUS_ALLREDUCE_CODEC": "int8"}),
                 (TOP_K, {"LIGHT_TOPK_ALLREDUCE": 1}),
-                (ROTATE, {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": 4}),
                 (TOP_K, {"PERSEUS_ALLREDUCE_CODEC": "auto", "PERSEUS_LINK_GBIT": 0.001}),
             ):
                 with world_with(PERSEUS_ALLREDUCE_DTYPE=dtype, **form, **settings, **STEADY):
                     _expect(times, codec, (form, dtype, settings))
+
+
+def check_gradients_stay_inside_hosts_where_parameters_are_averaged() -> None:
+    """Compression.rotate and PERSEUS_DOWNSAMPLE_N_ELEMENTS: each host has its own mean."""
+    host = [rank for rank in range(4) if rank // 2 == hvd.rank() // 2]
+    for compression, settings in (
+        (hvd.Compression.rotate(4), {}),
+        (None, {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": 4}),
+    ):
+        with world_with(**settings):
+            gradient, sent = _reduced(compression, torch.float32)
+        mean = torch.stack([_gradient(rank).double() for rank in host]).mean(dim=0)
+        assert (gradient.double() - mean).abs().max() < 1e-6
+        assert sent < 0.006, sent
 
 
 def check_other_dtypes_by_mode() -> None:

@@ -1,0 +1,171 @@
+"""Averages another N-th of the parameters in every step, instead of gradients.
+
+Each rank steps with its own host's gradients. After the step it sends a part of its parameters, and
+all ranks' average comes while the next step is computed. Then every rank adds what the average
+differs by from what it sent, so nobody waits, and nothing that was computed meanwhile is lost.
+Replicas differ a little in between; synchronize_parameters() makes them equal. (SPARTA: Baioumy and
+Cheema 2025, Sparse parameter averaging; gossip: Assran et al. 2019, Stochastic gradient push.)
+
+An adapter has one Rotation for each optimizer. It belongs to the thread that steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from typing import Any
+
+from perseus import basics, control
+from perseus.compression import ROTATE, SETTINGS, Compressor
+from perseus.errors import HorovodInternalError
+from perseus.gradients.parameter_check import SETTING as PARAMETER_CHECK
+from perseus.process_sets import ProcessSet
+
+SETTING = "PERSEUS_DOWNSAMPLE_N_ELEMENTS"
+
+
+def parts_of(compression: type[Compressor]) -> int:
+    """Return N if an optimizer is to average an N-th of its parameters in each step, else 1.
+
+    Raises ValueError if settings forbid that parameters differ between ranks.
+    """
+    parts = 1
+    if compression.codec == ROTATE:
+        parts = int(compression.argument) or basics.setting(SETTING)
+    elif compression.codec == SETTINGS:
+        parts = basics.setting(SETTING)
+    if parts > 1 and basics.setting(PARAMETER_CHECK) > 0:
+        raise ValueError(
+            f"[rotate] parameters differ between ranks while each step averages 1/{parts} of them, "
+            f"so {PARAMETER_CHECK} cannot compare them: unset it, or {SETTING}."
+        )
+    return parts
+
+
+def rows_of(count: int, part: int, parts: int) -> slice:
+    """Return the rows of a tensor with `count` rows that belong to a part, 0 <= part < parts."""
+    return slice(count * part // parts, count * (part + 1) // parts)
+
+
+class Rotation(ABC):
+    """The parameters of one optimizer, which are averaged in turn; see the module.
+
+    name: matches exchanges across ranks. process_set: the ranks that take part. parts: in so many
+    steps each parameter is averaged once.
+    """
+
+    def __init__(self, name: str, process_set: ProcessSet, parts: int) -> None:
+        self.name = name
+        self.process_set = process_set
+        self.parts = parts
+        self._turn = 0
+        self._pending: Any = None
+        _living.append(weakref.ref(self))
+
+    def after_step(self) -> None:
+        """Correct the parameters that were sent in the step before, and send the next ones."""
+        self.finish()
+        self._pending = self.send(self._turn)
+        self._turn = (self._turn + 1) % self.parts
+
+    def finish(self) -> None:
+        """Wait for what is under way and correct the parameters. Not a collective."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self.correct(pending)
+
+    def drop(self) -> None:
+        """Wait for what is under way and forget it: other values replace the parameters."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        # The world may have ended.
+        with contextlib.suppress(HorovodInternalError):
+            self.receive(pending)
+
+    def make_equal(self) -> None:
+        """Give all parameters the average of all ranks. A collective."""
+        self.finish()
+        for part in range(self.parts):
+            pending = self.send(part)
+            if pending is not None:
+                self.replace(pending)
+
+    def begin_world(self) -> None:
+        """Forget the last world's turn and what was under way."""
+        self._turn = 0
+        self._pending = None
+
+    @abstractmethod
+    def send(self, part: int) -> Any:
+        """Start averaging a part; None if it has no elements."""
+
+    @abstractmethod
+    def receive(self, pending: Any) -> Any:
+        """Wait, and return the average of what send() sent."""
+
+    @abstractmethod
+    def correct(self, pending: Any) -> None:
+        """Receive, and add what the average differs by from what was sent."""
+
+    @abstractmethod
+    def replace(self, pending: Any) -> None:
+        """Receive, and give the parameters the bits of the average."""
+
+
+_living: list[weakref.ref[Rotation]] = []
+
+
+def _rotations() -> list[Rotation]:
+    """Return what is in use, in the order of creation, which is the same on all ranks."""
+    return [rotation for reference in _living if (rotation := reference()) is not None]
+
+
+def _living_everywhere() -> list[Rotation]:
+    """Return those that all members of their process sets still have, in one order. A collective.
+
+    Ranks collect the garbage of optimizers at different times.
+    """
+    mine: dict[str, list[Rotation]] = defaultdict(list)
+    for rotation in _rotations():
+        mine[f"{rotation.name}@{rotation.process_set.process_set_id}"].append(rotation)
+    counts = {key: len(rotations) for key, rotations in mine.items()}
+    gathered = [
+        json.loads(line) for line in control.gather_lines(json.dumps(counts), "rotate.living")
+    ]
+    found = []
+    for key in sorted(mine):
+        members = basics.group_ranks(mine[key][0].process_set.process_set_id or 0) or []
+        common = min(gathered[rank].get(key, 0) for rank in members)
+        found += mine[key][len(mine[key]) - common :]  # the latest ones
+    return found
+
+
+def synchronize_parameters() -> None:
+    """Make the parameters of all optimizers that use `Compression.rotate` equal on all ranks.
+
+    They become the average of all ranks. Without such an optimizer it does nothing. Call it on all
+    ranks before evaluation and checkpoints; a checkpoint that rank 0 alone saves without it has
+    rank 0's replica. Broadcasts need no call before them, and elastic commits make it themselves.
+    """
+    # After the first rotation of a process, on all ranks.
+    if _living:
+        for rotation in _living_everywhere():
+            rotation.make_equal()
+
+
+def finish_corrections() -> None:
+    """Apply what is under way, before parameters are overwritten. Not a collective."""
+    for rotation in _rotations():
+        rotation.finish()
+
+
+def _begin_world() -> None:
+    for rotation in _rotations():
+        rotation.begin_world()
+
+
+basics.at_init(_begin_world)

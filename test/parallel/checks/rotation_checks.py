@@ -1,0 +1,266 @@
+"""Compression.rotate: each step averages an N-th of the parameters, one step late."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+
+import torch
+from patterns import assert_job_usable, raised, world_with
+from torch import nn
+
+import perseus
+import perseus.torch.horovod as hvd
+from perseus.elastic.loop import reset
+
+# Of rank 2, 1 and 0; with fewer rows than parts, and with more.
+SHAPES = {"w": (40, 30), "few": (2, 5), "b": (7,), "scale": ()}
+RATE = 0.125
+
+
+def _apart(**settings: object) -> AbstractContextManager[None]:
+    """Inner groups of one rank: what goes between hosts goes between all."""
+    return world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings)
+
+
+def _slope(name: str, rank: int, step: int) -> torch.Tensor:
+    """A gradient, in steps of 1/8 as far as half-precision parameters can tell them apart."""
+    count = torch.Size(SHAPES[name]).numel()
+    numbers = (torch.arange(count) * 7 + rank * 5 + step * 3 + len(name)) % 9 - 4
+    return numbers.float().reshape(SHAPES[name]) / 8
+
+
+class _Training:
+    def __init__(
+        self,
+        compression: object = hvd.Compression.settings,
+        dtype: torch.dtype = torch.float32,
+        **options: object,
+    ) -> None:
+        self.parameters = {
+            name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()
+        }
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.parameters.values(), lr=RATE),
+            named_parameters=self.parameters.items(),
+            compression=compression,
+            **options,
+        )
+        self.taken = 0
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        for name, parameter in self.parameters.items():
+            slope = _slope(name, hvd.rank(), self.taken).to(parameter.dtype)
+            (parameter * slope).sum().backward()
+        self.optimizer.step()
+        self.taken += 1
+
+    def values(self) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in self.parameters.values()]
+
+    def equal_everywhere(self) -> bool:
+        flat = torch.cat([value.reshape(-1) for value in self.values()])
+        gathered = hvd.allgather(flat.view(torch.uint8).reshape(1, -1))
+        return all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+class _Simulation:
+    """The replicas of all ranks, in one process."""
+
+    def __init__(self, parts: int) -> None:
+        self.parts = parts
+        self.replicas = [
+            {name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(hvd.size())
+        ]
+        self.pending: list[dict[str, torch.Tensor]] | None = None
+        self.taken = 0
+
+    def step(self) -> None:
+        for rank, replica in enumerate(self.replicas):
+            for name, value in replica.items():
+                value.sub_(RATE * _slope(name, rank, self.taken))
+                if self.pending is not None:
+                    value.add_(self.pending[rank][name])
+        part = self.taken % self.parts
+        self.pending = [
+            {name: self._difference(name, value, part) for name, value in replica.items()}
+            for replica in self.replicas
+        ]
+        self.taken += 1
+
+    def _difference(self, name: str, value: torch.Tensor, part: int) -> torch.Tensor:
+        mean = torch.stack([replica[name] for replica in self.replicas]).mean(dim=0)
+        difference = torch.zeros_like(value)
+        rows = value.shape[0] if value.dim() else 1
+        begin, end = rows * part // self.parts, rows * (part + 1) // self.parts
+        difference.view(rows, -1)[begin:end] = (mean - value).view(rows, -1)[begin:end]
+        return difference
+
+    def expect(self, values: list[torch.Tensor], tolerance: float) -> None:
+        for value, expected in zip(values, self.replicas[hvd.rank()].values(), strict=True):
+            assert (value.double() - expected.double()).abs().max() <= tolerance
+
+
+def check_parameters_are_those_of_a_simulation() -> None:
+    for parts in (2, 3, 8):
+        with _apart():
+            training, simulation = _Training(hvd.Compression.rotate(parts)), _Simulation(parts)
+            for _ in range(2 * parts + 1):
+                training.step()
+                simulation.step()
+                simulation.expect(training.values(), 1e-5)
+            assert not training.equal_everywhere()
+
+
+def check_the_setting_does_the_same() -> None:
+    with _apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
+        for compression in (hvd.Compression.settings, hvd.Compression.rotate()):
+            training, simulation = _Training(compression), _Simulation(4)
+            for _ in range(6):
+                training.step()
+                simulation.step()
+            simulation.expect(training.values(), 1e-5)
+
+
+def check_every_dtype_is_averaged() -> None:
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float16, 0.02), (torch.bfloat16, 0.1)):
+        with _apart():
+            training, simulation = _Training(hvd.Compression.rotate(2), dtype), _Simulation(2)
+            for _ in range(6):
+                training.step()
+                simulation.step()
+            simulation.expect(training.values(), tolerance if dtype != torch.float64 else 1e-5)
+            hvd.synchronize_parameters()
+            assert training.equal_everywhere()
+
+
+def check_synchronized_parameters_have_the_same_bits_everywhere() -> None:
+    with _apart():
+        training, simulation = _Training(hvd.Compression.rotate(3)), _Simulation(3)
+        for _ in range(4):
+            training.step()
+            simulation.step()
+        assert not training.equal_everywhere()
+        hvd.synchronize_parameters()
+        assert training.equal_everywhere()
+        for index, name in enumerate(SHAPES):
+            corrected = [r[name] + p[name] for r, p in zip(
+                simulation.replicas, simulation.pending, strict=True
+            )]  # fmt: skip
+            mean = torch.stack(corrected).mean(dim=0)
+            assert (training.values()[index] - mean).abs().max() < 1e-5
+        hvd.synchronize_parameters()  # of equal ones changes nothing but roundings
+        training.step()
+        assert not training.equal_everywhere()
+    _Training(hvd.Compression.fp16).step()
+    hvd.synchronize_parameters()  # nothing to do
+
+
+def check_a_broadcast_leaves_nothing_to_correct() -> None:
+    with _apart():
+        training = _Training(hvd.Compression.rotate(2))
+        for _ in range(3):
+            training.step()
+        root = hvd.size() - 1
+        hvd.broadcast_parameters(dict(training.parameters), root_rank=root)
+        assert training.equal_everywhere()
+        before = copy.deepcopy(training.values())
+        training.step()
+        for name, value, old in zip(SHAPES, training.values(), before, strict=True):
+            own = old - RATE * _slope(name, hvd.rank(), 3)
+            assert torch.allclose(value, own, atol=1e-6), "its own step and nothing else"
+
+
+def check_loaded_parameters_are_not_corrected() -> None:
+    with _apart():
+        training = _Training(hvd.Compression.rotate(2))
+        for _ in range(3):
+            training.step()
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+        for parameter in training.parameters.values():
+            parameter.data.fill_(2.0)
+        training.step()
+        for name, value in zip(SHAPES, training.values(), strict=True):
+            assert torch.allclose(value, 2.0 - RATE * _slope(name, hvd.rank(), 3), atol=1e-6)
+
+
+def check_only_an_nth_of_the_parameters_travels() -> None:
+    count, parts = 400_000, 8
+    with _apart():
+        parameter = nn.Parameter(torch.zeros(4000, 100))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.1),
+            named_parameters=[("p", parameter)],
+            compression=hvd.Compression.rotate(parts),
+        )
+        before, steps = perseus.stats()["shm_bytes_sent"], 40
+        for _ in range(steps):
+            parameter.sum().backward()
+            optimizer.step()
+        sent = (perseus.stats()["shm_bytes_sent"] - before) / steps
+    exact = 2 * (hvd.size() - 1) / hvd.size() * 4 * count
+    assert abs(sent - exact / parts) < 0.1 * exact / parts, (sent, exact)
+
+
+def check_ranks_that_have_joined_do_not_pull_to_zero() -> None:
+    with _apart():
+        training = _Training(hvd.Compression.rotate(2))
+        for parameter in training.parameters.values():
+            parameter.data.fill_(100.0)
+        steps = 2 if hvd.rank() == 0 else 6
+        for _ in range(steps):
+            training.step()
+        hvd.join()
+        assert all(bool((value > 90).all()) for value in training.values())
+        assert_job_usable()
+
+
+def check_ranks_of_one_host_stay_equal() -> None:
+    """Nothing is left out inside a host: gradients are averaged there."""
+    rotating, plain = _Training(hvd.Compression.rotate(4)), _Training(hvd.Compression.none)
+    for _ in range(5):
+        rotating.step()
+        plain.step()
+        assert rotating.equal_everywhere()
+    for ours, expected in zip(rotating.values(), plain.values(), strict=True):
+        assert (ours - expected).abs().max() < 1e-5
+
+
+def check_survivors_begin_a_new_turn() -> None:
+    with _apart():
+        training = _Training(hvd.Compression.rotate(4))
+        weights = nn.ParameterDict(training.parameters)
+        state = hvd.elastic.TorchState(optimizer=training.optimizer, weights=weights)
+        training.step()
+        state.commit()
+        assert training.equal_everywhere()
+        training.step()
+        state.restore()
+        reset()
+        state.sync()
+        assert training.equal_everywhere()
+        training.step()
+        training.step()
+        hvd.synchronize_parameters()
+        assert training.equal_everywhere()
+
+
+def check_a_gradient_that_is_accumulated_moves_nothing() -> None:
+    with _apart(PERSEUS_ACCUMULATE_N_STEPS=3, PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        training = _Training()
+        for step in range(1, 7):
+            before = copy.deepcopy(training.values())
+            training.step()
+            moved = any(
+                not torch.equal(value, old)
+                for value, old in zip(training.values(), before, strict=True)
+            )
+            assert moved == (step % 3 == 0)
+
+
+def check_what_excludes_each_other_is_refused() -> None:
+    with _apart(PERSEUS_PARAMETER_CHECK_N_STEPS=5):
+        text = raised(ValueError, lambda: _Training(hvd.Compression.rotate(2)))
+        assert "cannot compare" in text
+        _Training(hvd.Compression.fp16)
