@@ -12,6 +12,7 @@ from typing import Any
 
 from perseus.elastic.notification import HostUpdateResult
 from perseus.errors import HostsUpdatedInterrupt
+from perseus.gradients.rotation import synchronize_parameters
 
 
 class State:
@@ -43,7 +44,11 @@ class State:
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Call save(), then check_host_updates(): a failure no longer loses the work up to here."""
+        """Call save(), then check_host_updates(): a failure no longer loses the work up to here.
+
+        Parameters that `Compression.rotate` lets differ between ranks are made equal before.
+        """
+        synchronize_parameters()
         self.save()
         self.check_host_updates()
 

@@ -34,6 +34,7 @@ from perseus.basics import (
     start_timeline,
     stop_timeline,
 )
+from perseus.gradients.rotation import synchronize_parameters
 from perseus.keras import callbacks, elastic
 from perseus.keras.backend import backend
 from perseus.keras.functions import (
@@ -94,6 +95,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "synchronize_parameters",
 ]
 
 Compression = backend.Compression

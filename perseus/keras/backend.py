@@ -61,6 +61,18 @@ class BackendReducer(Protocol):
         always, else it is a bool or a boolean tensor, equal on all ranks.
         """
 
+    def rotated(
+        self,
+        names: Sequence[str],
+        variables: Sequence[Any],
+        gradients: list[Any],
+        applies: Any,
+    ) -> list[Any]:
+        """Return reduced gradients, after averaging parameters if the compression does that.
+
+        variables: those of the gradients. applies: the second result of reduce().
+        """
+
 
 class Backend(Protocol):
     """What every framework's module has. Tensors are the framework's, variables are Keras's."""

@@ -100,6 +100,8 @@ class GradientReducer(LateReducer):
             self._reducer = backend.make_reducer(self.prefix(), self.plan)
             self.go_on_with(*self._loaded)
         reduced, applies = self._reducer.reduce(gradients, names, self._bundles(numbers, optimizer))
+        sources = [variables[index] for index in sent]
+        reduced = self._reducer.rotated(names, sources, reduced, applies)
         for index, gradient in zip(sent, reduced, strict=True):
             results[index] = gradient
         return results, applies

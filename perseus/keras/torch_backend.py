@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from perseus.compression import Compressor
+from perseus.compression import Compressor, InsideCompressor
 from perseus.failures import Failures
 from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
+from perseus.gradients.rotation import parts_of
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
 from perseus.torch import data_movement, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
+from perseus.torch.rotation import TorchRotation
 from perseus.torch.session import Adasum, Average, Min, Sum, session
 
 __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
@@ -27,8 +30,12 @@ class _Reducer(HandleReducer):
     """See BackendReducer. Sparse gradients are made dense; dense ones are reduced in place."""
 
     def __init__(self, scope: str, plan: Plan) -> None:
+        self._parts = parts_of(plan.compression)
+        if self._parts > 1:
+            plan = replace(plan, compression=InsideCompressor)
         super().__init__(plan, session)
         self._scope = scope
+        self._rotation: TorchRotation | None = None
         self._overlap = Overlap(self._begin)
 
     def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
@@ -61,6 +68,25 @@ class _Reducer(HandleReducer):
             for index, result in zip(bundle, reduction.gradients, strict=True):
                 tensors[index] = result
         return tensors, applies
+
+    def rotated(
+        self,
+        names: Sequence[str],
+        variables: Sequence[Any],
+        gradients: list[torch.Tensor],
+        applies: bool | None,
+    ) -> list[torch.Tensor]:
+        """See BackendReducer."""
+        if self._parts > 1 and applies is not False:
+            if self._rotation is None:
+                self._rotation = TorchRotation(
+                    [variable.value for variable in variables],
+                    f"{self._scope}/{names[0]}",
+                    self.plan.process_set,
+                    self._parts,
+                )
+            self._rotation.after_step()  # of the step before
+        return gradients
 
     def forget_begun(self) -> None:
         """See HandleReducer."""

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from perseus import basics, control, objects
 from perseus.arguments import checked_root
+from perseus.gradients.rotation import finish_corrections
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import on_device, tf_variable
@@ -52,6 +53,8 @@ def broadcast_variables(
             raise ValueError(f"[tensorflow] broadcast_variables expected variables, got {target!r}")
     if not targets:
         return None if tf.executing_eagerly() else tf.no_op()
+    if tf.executing_eagerly():
+        finish_corrections()
     if inplace and not any(v.dtype.base_dtype in _SAME_WIDTH for v in targets):
         done = ops.broadcast_(targets, root_rank, "broadcast_variables", process_set=process_set)
         return None if tf.executing_eagerly() else tf.group(*done)

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from perseus import basics
-from perseus.compression import applied_here
+from perseus.compression import InsideCompressor, applied_here
 from perseus.gradients.arguments import check_sparse
 from perseus.gradients.bundles import bundles
 from perseus.gradients.local_sources import LocalSources
@@ -23,12 +23,14 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.participation import takes_part
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import Reducer
+from perseus.gradients.rotation import parts_of
 from perseus.process_sets import ProcessSet
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
 from perseus.tensorflow.ops import Average, Sum
 from perseus.tensorflow.parameter_check import compared
 from perseus.tensorflow.reductions import divided_by_size, reduce_slices
+from perseus.tensorflow.rotation import VariableRotation, check_possible, rotated
 
 
 def references_of(
@@ -61,6 +63,7 @@ class GradientReducer(Reducer):
         if lasting:
             self._turns = weakref.WeakKeyDictionary()
         self._checks: dict[tuple[str, ...], ParameterCheck] = {}
+        self._rotations: dict[str, tuple[tuple[Any, ...], VariableRotation]] = {}
         self._traced: dict[Any, Callable[..., tuple[list[Any], Any]]] = {}
 
     def __call__(
@@ -84,7 +87,38 @@ class GradientReducer(Reducer):
         )
         gradients = compared(self._check_of(names), names, sources, gradients)
         bundles = self._bundles(gradients, sources)
-        return self.reduce(gradients, names, bundles)
+        gradients, applies = self.reduce(gradients, names, bundles)
+        return self.rotated(names, sources, gradients, applies), applies
+
+    def rotated(
+        self, names: Sequence[str], sources: Sequence[Any], gradients: list[Any], applies: Any
+    ) -> list[Any]:
+        """Return reduced gradients, after averaging parameters if the compression does that.
+
+        applies: the second result of reduce().
+        """
+        parts = parts_of(self.plan.compression)
+        if parts == 1:
+            return gradients
+        trained = [
+            (name, tf_variable(source))
+            for name, source, gradient in zip(names, sources, gradients, strict=True)
+            if gradient is not None
+        ]
+        name, variables = trained[0][0], [variable for _, variable in trained]
+        if not all(isinstance(variable, tf.Variable) for variable in variables):
+            raise ValueError(
+                "[tensorflow] Compression.rotate and PERSEUS_DOWNSAMPLE_N_ELEMENTS average "
+                "variables: take the gradients with respect to tf.Variables, not to tensors"
+            )
+        key = tuple(variable.ref() for variable in variables)
+        known = self._rotations.get(name)
+        if known is None or known[0] != key or known[1].parts != parts:
+            made = VariableRotation(
+                variables, f"{self._scope}/{name}", self.plan.process_set, parts
+            )
+            self._rotations[name] = known = (key, made)
+        return rotated(known[1], gradients, applies)
 
     def reduce(
         self,
@@ -96,6 +130,8 @@ class GradientReducer(Reducer):
 
         bundles: tuples of indices of the dense gradients that one operation reduces.
         """
+        if parts_of(self.plan.compression) > 1:
+            check_possible()
         if not tf.executing_eagerly():
             return self._reduce(gradients, names, bundles)
         reduced, applies = self._as_graph(names, bundles)(gradients)
@@ -120,6 +156,7 @@ class GradientReducer(Reducer):
             members.process_set_id,
             members.size(),
             basics.may_withhold_gradients(),
+            parts_of(self.plan.compression) > 1,
         )
         if key not in self._traced:
             self._traced[key] = tf.function(
@@ -171,7 +208,9 @@ class GradientReducer(Reducer):
         turn: str | None,
     ) -> None:
         plan = self.plan
-        outer = applied_here(plan.compression)
+        rotates = parts_of(plan.compression) > 1
+        compression = InsideCompressor if rotates else plan.compression
+        outer = applied_here(compression)
         name, fixed_name = names[bundle[0]], None
         if turn is not None:
             fixed_name = f"{self._scope}/{name}{turn}"
@@ -184,7 +223,7 @@ class GradientReducer(Reducer):
                 [sent for sent, _ in pairs], name, op=plan.op,
                 prescale=plan.prescale, postscale=plan.postscale,
                 process_set=plan.process_set, gradient_of=self.number,
-                codec=plan.compression.codec, codec_argument=plan.compression.argument,
+                codec=compression.codec, codec_argument=compression.argument,
                 grouped=len(bundle) > 1, fixed_name=fixed_name,
             )  # fmt: skip
             outcomes += outcome or []

@@ -88,6 +88,7 @@ from perseus.tensorflow.reductions import (
     reducescatter,
 )
 from perseus.tensorflow.residuals import GradientResiduals
+from perseus.tensorflow.rotation import synchronize_parameters
 from perseus.tensorflow.sync_batch_norm import SyncBatchNormalization
 from perseus.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
@@ -167,6 +168,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "sync_batch_norm",
+    "synchronize_parameters",
     "util",
     "vars_to_refs",
 ]

@@ -12,7 +12,6 @@ import torch
 
 from perseus.basics import rank
 from perseus.elastic import ObjectState
-from perseus.gradients.rotation import synchronize_parameters
 from perseus.torch.elastic.sampler import ElasticSampler
 from perseus.torch.functions import (
     broadcast_object,
@@ -159,11 +158,6 @@ class TorchState(ObjectState):
                 self._handlers[name] = handler
                 super().__setattr__(name, value)
         super().__init__(broadcast_object, rank, **values)
-
-    def commit(self) -> None:
-        """Make parameters equal that `Compression.rotate` lets differ, and commit; see State."""
-        synchronize_parameters()
-        super().commit()
 
     def save(self) -> None:
         """Copy the state of every module, optimizer and sampler; remember the other values."""

@@ -150,8 +150,50 @@ def top_k(reduce: Reduce) -> None:
         assert _error(reduce(_mine(whole, 1)), _sums(whole, 1)) == 0.0
 
 
+def rotation_of_parameters(train: Reduce) -> None:
+    """PERSEUS_DOWNSAMPLE_N_ELEMENTS: another part of the parameters is averaged in each step.
+
+    train: takes the gradients of every step, and returns the parameters after each, from zero on
+        by SGD with a rate of 1/8. What is averaged is sent before a step, and corrected one later.
+    """
+    for parts in (2, 3, 8):
+        steps = 2 * parts + 1
+        expected = _rotated(parts, steps)
+        with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=parts):
+            found = train(_mine(whole, steps))
+        for ours, right in zip(found, expected, strict=True):
+            for a, b in zip(ours, right, strict=True):
+                assert np.abs(a - b).max() < 1e-5
+
+
+def _rotated(parts: int, steps: int) -> list[Arrays]:
+    """This rank's parameters after each step, from a simulation of all ranks."""
+    replicas = [[np.zeros(s, np.float32) for s in SHAPES] for _ in range(basics.size())]
+    pending = [[np.zeros(s, np.float32) for s in SHAPES] for _ in range(basics.size())]
+    seen = []
+    for step in range(steps):
+        for replica, differences in zip(replicas, pending, strict=True):
+            for value, difference in zip(replica, differences, strict=True):
+                np.add(value, difference, out=value)
+                difference[:] = 0
+        for i, shape in enumerate(SHAPES):
+            part = step % parts
+            rows = slice(shape[0] * part // parts, shape[0] * (part + 1) // parts)
+            mean = np.mean([replica[i][rows] for replica in replicas], axis=0)
+            for replica, differences in zip(replicas, pending, strict=True):
+                differences[i][rows] = mean - replica[i][rows]
+        for rank, replica in enumerate(replicas):
+            for value, gradient in zip(replica, whole(rank, step), strict=True):
+                np.subtract(value, gradient / 8, out=value)
+        seen.append([value.copy() for value in replicas[basics.rank()]])
+    return seen
+
+
 def rotation(reduce: Reduce) -> None:
-    """PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_GRADIENT_MOMENTUM; the same gradient each step."""
+    """PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_GRADIENT_MOMENTUM where gradients are held back.
+
+    The same gradient comes in each step.
+    """
     parts, steps = 4, 8
 
     def gradient(rank: int, step: int) -> Arrays:

@@ -43,7 +43,37 @@ def check_top_k() -> None:
 
 
 def check_rotation() -> None:
-    settings.rotation(_reduce)
+    def train(given: list[settings.Arrays]) -> list[settings.Arrays]:
+        variables = [keras.Variable(np.zeros(s, "float32"), name="v") for s in settings.SHAPES]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.125))
+        results = []
+        for arrays in given:
+            optimizer.apply([keras.ops.convert_to_tensor(array) for array in arrays], variables)
+            results.append([array.copy() for array in arrays_of(variables)])
+        hvd.synchronize_parameters()
+        assert_same_everywhere(variables)
+        return results
+
+    settings.rotation_of_parameters(train)
+
+
+def check_fit_rotates_in_a_function() -> None:
+    """The parameters of a compiled model are equal after a synchronisation, and only then."""
+    with settings.apart():
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+        model = make_model()
+        model.compile(
+            hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.rotate(2)),
+            "mse",
+            jit_compile=False,
+        )
+        x, y = make_data(hvd.rank())
+        model.fit(x, y, batch_size=len(x) // STEPS, epochs=2, shuffle=False, verbose=0)
+        flat = np.concatenate([array.reshape(-1) for array in arrays_of(model.trainable_variables)])
+        replicas = settings.control.gather_lines(flat.tobytes().hex(), "replicas")
+        assert len(set(replicas)) == hvd.size()
+        hvd.synchronize_parameters()
+        assert_same_everywhere(model.trainable_variables)
 
 
 def check_the_shape_of_the_allreduce_changes_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gradient_settings as settings
 import numpy as np
 import tensorflow as tf
+from tf_training import raised
 
 import perseus.tensorflow.horovod as hvd
 
@@ -40,8 +41,86 @@ def check_top_k() -> None:
     settings.top_k(_reduce)
 
 
+def _train_by(compiled: bool, given: list[settings.Arrays]) -> list[settings.Arrays]:
+    variables = [tf.Variable(tf.zeros(shape)) for shape in settings.SHAPES]
+
+    def step(*coefficients) -> None:
+        with tf.GradientTape() as tape:
+            products = zip(variables, coefficients, strict=True)
+            loss = tf.add_n([tf.reduce_sum(v * c) for v, c in products])
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, variables)
+        for variable, gradient in zip(variables, gradients, strict=True):
+            variable.assign_sub(gradient / 8)
+
+    run = tf.function(step, autograph=False) if compiled else step
+    results = []
+    for arrays in given:
+        run(*map(tf.constant, arrays))
+        results.append([variable.numpy() for variable in variables])
+    hvd.synchronize_parameters()
+    for variable in variables:
+        gathered = hvd.allgather(variable[tf.newaxis]).numpy()
+        assert all(np.array_equal(row, gathered[0]) for row in gathered)
+    return results
+
+
 def check_rotation() -> None:
-    settings.rotation(_reduce)
+    settings.rotation_of_parameters(lambda given: _train_by(False, given))
+    settings.rotation_of_parameters(lambda given: _train_by(True, given))
+
+
+def check_rotation_of_other_shapes_and_dtypes() -> None:
+    """Scalars, fewer rows than parts, float64; a broadcast leaves nothing to correct."""
+    with settings.apart():
+        variables = [
+            tf.Variable(tf.zeros([], tf.float64)),
+            tf.Variable(tf.zeros([2, 3])),
+            tf.Variable(tf.zeros([9, 2, 2])),
+        ]
+
+        @tf.function(autograph=False)
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float32)) for v in variables])
+            codec = hvd.Compression.rotate(4)
+            tape = hvd.DistributedGradientTape(tape, compression=codec)
+            for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+                variable.assign_sub(gradient * (hvd.rank() + 1.0))
+
+        for _ in range(9):
+            step()
+        own = -9.0 * (hvd.rank() + 1)
+        mean = -9.0 * (hvd.size() + 1) / 2
+        for variable in variables:
+            assert np.all(np.abs(variable.numpy() - mean) < abs(own - mean)), "pulled to the mean"
+        hvd.synchronize_parameters()
+        for variable in variables:
+            np.testing.assert_allclose(variable.numpy(), mean, rtol=1e-5)
+        step()
+        hvd.broadcast_variables(variables, root_rank=0)
+        root = [variable.numpy() for variable in variables]
+        step()
+        for variable, before in zip(variables, root, strict=True):
+            np.testing.assert_allclose(variable.numpy(), before - hvd.rank() - 1, rtol=1e-5)
+
+
+def check_what_rotation_cannot_do() -> None:
+    with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        x = tf.constant([1.0, 2.0])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(x * x)
+        tape = hvd.DistributedGradientTape(tape)
+        assert "tf.Variables" in raised(ValueError, lambda: tape.gradient(loss, [x]))
+        variable = tf.Variable([1.0])
+
+        def compiled():
+            with tf.GradientTape() as tape:
+                loss = variable * 2.0
+            return hvd.DistributedGradientTape(tape).gradient(loss, [variable])
+
+        function = tf.function(compiled, jit_compile=True, autograph=False)
+        assert "jit_compile=True" in raised(NotImplementedError, function)
 
 
 def check_the_shape_of_the_allreduce_changes_nothing() -> None:

@@ -46,6 +46,7 @@ from perseus.keras import (
     broadcast_global_variables,
     load_model,
     reducescatter,
+    synchronize_parameters,
 )
 from perseus.process_sets import (
     ProcessSet,
@@ -95,6 +96,7 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "synchronize_parameters",
 ]
 
 
