@@ -1,8 +1,8 @@
 """Averages another N-th of the parameters in every step, instead of gradients.
 
-Each rank steps with its own host's gradients. After the step it sends a part of its parameters, and
-all ranks' average comes while the next step is computed. Then every rank adds what the average
-differs by from what it sent, so nobody waits, and nothing that was computed meanwhile is lost.
+Each rank steps with its own host's gradients. Before that it sends a part of its parameters, and
+all ranks' average comes while the next gradients are computed. Then every rank adds what the
+average differs by from what it sent, so nobody waits, and what the step has changed stays.
 Replicas differ a little in between; synchronize_parameters() makes them equal. (SPARTA: Baioumy and
 Cheema 2025, Sparse parameter averaging; gossip: Assran et al. 2019, Stochastic gradient push.)
 
@@ -65,8 +65,11 @@ class Rotation(ABC):
         self._pending: Any = None
         _living.append(weakref.ref(self))
 
-    def after_step(self) -> None:
-        """Correct the parameters that were sent in the step before, and send the next ones."""
+    def take_turn(self) -> None:
+        """Correct the parameters that were sent in the step before, and send the next ones.
+
+        A collective, once per step: between the reduction of gradients and their application.
+        """
         self.finish()
         self._pending = self.send(self._turn)
         self._turn = (self._turn + 1) % self.parts

@@ -85,7 +85,7 @@ class _Reducer(HandleReducer):
                     self.plan.process_set,
                     self._parts,
                 )
-            self._rotation.after_step()  # of the step before
+            self._rotation.take_turn()
         return gradients
 
     def forget_begun(self) -> None:

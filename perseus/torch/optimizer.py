@@ -132,6 +132,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         have ended.
         """
         self._reducer.synchronize()
+        # Not after the step: a gradient scaler may skip that on one rank.
+        if self._rotation is not None and self._reducer.applies:
+            self._rotation.take_turn()
         self._synchronized = True
 
     @contextmanager
@@ -164,10 +167,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = False
         applies, self._reducer.applies = self._reducer.applies, True
         if applies:
-            result = super().step(closure)
-            if self._rotation is not None:
-                self._rotation.after_step()
-            return result
+            return super().step(closure)
         if closure is None:
             return None
         with torch.enable_grad():

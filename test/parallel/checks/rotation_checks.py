@@ -79,7 +79,6 @@ class _Simulation:
     def step(self) -> None:
         for rank, replica in enumerate(self.replicas):
             for name, value in replica.items():
-                value.sub_(RATE * _slope(name, rank, self.taken))
                 if self.pending is not None:
                     value.add_(self.pending[rank][name])
         part = self.taken % self.parts
@@ -87,6 +86,9 @@ class _Simulation:
             {name: self._difference(name, value, part) for name, value in replica.items()}
             for replica in self.replicas
         ]
+        for rank, replica in enumerate(self.replicas):
+            for name, value in replica.items():
+                value.sub_(RATE * _slope(name, rank, self.taken))
         self.taken += 1
 
     def _difference(self, name: str, value: torch.Tensor, part: int) -> torch.Tensor:
@@ -264,3 +266,39 @@ def check_what_excludes_each_other_is_refused() -> None:
         text = raised(ValueError, lambda: _Training(hvd.Compression.rotate(2)))
         assert "cannot compare" in text
         _Training(hvd.Compression.fp16)
+
+
+def check_a_step_that_one_rank_skips_does_not_shift_the_turns() -> None:
+    """As a gradient scaler does it where the rank's own gradients have overflowed."""
+    with _apart():
+        training = _Training(hvd.Compression.rotate(4))
+        for step in range(6):
+            training.optimizer.zero_grad()
+            for name, parameter in training.parameters.items():
+                (parameter * _slope(name, hvd.rank(), step)).sum().backward()
+            training.optimizer.synchronize()
+            if not (step == 2 and hvd.rank() == 0):
+                with training.optimizer.skip_synchronize():
+                    training.optimizer.step()
+        hvd.synchronize_parameters()
+        assert training.equal_everywhere()
+
+
+def check_sparse_gradients_are_gathered_as_ever() -> None:
+    with _apart():
+        embedding = nn.Embedding(20, 3, sparse=True)
+        weight = embedding.weight
+        weight.data.zero_()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([weight], lr=1.0),
+            named_parameters=[("e", weight)],
+            compression=hvd.Compression.rotate(2),
+        )
+        for _ in range(3):
+            optimizer.zero_grad()
+            embedding(torch.tensor([hvd.rank(), 10])).sum().backward()
+            optimizer.step()
+        assert torch.allclose(weight[10], torch.full((3,), -3.0), atol=1e-5)
+        for rank in range(hvd.size()):
+            expected = torch.full((3,), -3.0 / hvd.size())
+            assert torch.allclose(weight[rank], expected, atol=1e-5)
