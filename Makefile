@@ -32,7 +32,7 @@ export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 # Most modules of large packages are never imported; Python compiles those that are.
 export PIP_NO_COMPILE := 1
 
-.PHONY: help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
+.PHONY: accuracy help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
         test-torch test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format docs bench clean \
         check-locks environments packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
@@ -254,6 +254,9 @@ bench: build packages-test $(VENV)/.demo  ## measure against torch gloo; write t
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target start_bench
 	$(BUILD)/benchmarks/start_bench > build/bench/start.jsonl
 	$(PY) benchmarks/start_table.py build/bench/start.jsonl benchmarks/README.md
+
+accuracy: build packages-test $(VENV)/.test  ## train with every codec, in hours, and write docs/accuracy.md; can be stopped and goes on
+	$(PY) benchmarks/accuracy/run.py build/accuracy.jsonl --page docs/accuracy.md
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples perseus/patches

@@ -1,0 +1,128 @@
+"""The tables and the plot of docs/accuracy.md, from scores. Pure but for write()."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from choices import CHOICES, EXACT
+from judge import Verdict, judge
+from plan import Cell, cells
+from records import Scores
+from tasks import TASKS
+
+_BEGIN, _END = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
+_PLOT = "accuracy.png"
+
+
+def name(cell: Cell) -> str:
+    """Return a row's conditions in words."""
+    text = f"{cell.task} {cell.optimizer} {cell.ranks} ranks, rate x {cell.scale:g}"
+    return f"{text}: {cell.choice}"
+
+
+def exact_of(cell: Cell) -> Cell:
+    """Return the cell of exact training under the same conditions."""
+    return replace(cell, choice=EXACT.name)
+
+
+def verdict_of(cell: Cell, scores: Scores) -> Verdict | None:
+    """Return how a cell compares with exact training; None without two seeds of both."""
+    task = TASKS[cell.task]
+    mine, exact = scores.get(cell, {}), scores.get(exact_of(cell), {})
+    if len(mine.keys() & exact.keys()) < 2:
+        return None
+    return judge(mine, exact, task.margin, task.relative)
+
+
+def line(cell: Cell, scores: Scores) -> str:
+    """Return a line about a cell that has scores."""
+    text = f"{name(cell):55} {statistics.fmean(scores[cell].values()):.4f}"
+    verdict = verdict_of(cell, scores)
+    if verdict is None or cell.choice == EXACT.name:
+        return text
+    text += f"  {verdict.mean:+.4f} ± {verdict.standard_error:.4f}, at least {verdict.least:+.4f}"
+    return f"{text} (margin {verdict.margin:.4f}): {verdict.word}, {verdict.pairs} seeds"
+
+
+def _rows(group: Iterable[Cell], scores: Scores) -> Iterator[str]:
+    for cell in group:
+        values = scores.get(cell, {})
+        if not values:
+            yield f"| {cell.choice} | | | | not measured |"
+            continue
+        mean = f"{statistics.fmean(values.values()):.4f}"
+        verdict = verdict_of(cell, scores)
+        if cell.choice == EXACT.name or verdict is None:
+            yield f"| {cell.choice} | {mean} | | {len(values)} | |"
+            continue
+        difference = f"{verdict.mean:+.4f} ± {verdict.standard_error:.4f}"
+        yield (
+            f"| {cell.choice} | {mean} | {difference}, at least {verdict.least:+.4f} "
+            f"| {verdict.pairs} | {verdict.word} |"
+        )
+
+
+def tables(scores: Scores) -> str:
+    """Return a table for each set of conditions that has scores, in the order of the plan."""
+    groups: dict[Cell, list[Cell]] = {}
+    for cell, _ in cells():
+        groups.setdefault(exact_of(cell), []).append(cell)
+    parts = []
+    for exact, group in groups.items():
+        task = TASKS[exact.task]
+        baseline = scores.get(exact, {})
+        if not any(scores.get(cell) for cell in group):
+            continue
+        margin = task.margin
+        if task.relative and baseline:
+            margin *= abs(statistics.fmean(baseline.values()))
+        parts.append(
+            f"**{exact.task}, {exact.optimizer}, {exact.ranks} ranks, "
+            f"{exact.scale:g} × the tuned rate** (margin {margin:.4f})\n\n"
+            f"| gradients travel as | {task.score} | difference | seeds | |\n"
+            f"|---|---|---|---|---|\n" + "\n".join(_rows(group, scores))
+        )
+    return "\n\n".join(parts)
+
+
+def plot(path: Path, scores: Scores) -> None:
+    """Draw the differences of all seeds for the tuned rate, SGD and two ranks, by task.
+
+    There must be scores of exact training for one task at least.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = [task for task in TASKS.values() if scores.get(Cell(task.name, EXACT.name))]
+    height = 3.2 * len(tasks)
+    figure, axes = pyplot.subplots(len(tasks), 1, figsize=(9, height), squeeze=False)
+    for axis, task in zip(axes[:, 0], tasks, strict=True):
+        axis.set(title=f"{task.name}: {task.score}, difference to exact with the same seed")
+        exact = scores[Cell(task.name, EXACT.name)]
+        found = {
+            choice: [mine[seed] - exact[seed] for seed in sorted(mine.keys() & exact.keys())]
+            for choice in CHOICES
+            if choice != EXACT.name and (mine := scores.get(Cell(task.name, choice), {}))
+        }
+        if found:
+            axis.boxplot(list(found.values()), orientation="horizontal", tick_labels=list(found))
+        margin = task.margin * (abs(statistics.fmean(exact.values())) if task.relative else 1)
+        axis.axvline(-margin, color="red", linestyle=":", label=f"margin {margin:.3g}")
+        axis.axvline(0, color="grey", linewidth=0.8)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def write(page: Path, scores: Scores) -> None:
+    """Replace what is between the page's markers, and the plot beside it."""
+    before, _, rest = page.read_text().partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    plot(page.with_name(_PLOT), scores)
+    page.write_text(f"{before}{_BEGIN}\n{tables(scores)}\n{_END}{after}")

@@ -1,0 +1,81 @@
+"""benchmarks/accuracy: the equivalence test, and the tables that it makes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "accuracy"))
+
+pytest.importorskip("torch")
+
+import records
+import report
+from judge import judge
+from plan import Cell, cells
+
+
+def _around(mean: float, spread: float, count: int) -> dict[int, float]:
+    """Scores with exactly that mean and population standard deviation."""
+    return {seed: mean + (spread if seed % 2 else -spread) for seed in range(count)}
+
+
+def test_a_verdict_is_students_lower_bound() -> None:
+    exact = dict.fromkeys(range(20), 50.0)
+    verdict = judge(_around(50.02, 0.1, 20), exact, 0.1, False)
+    error = 0.1 * math.sqrt(20 / 19) / math.sqrt(20)
+    assert verdict.pairs == 20
+    assert verdict.mean == pytest.approx(0.02)
+    assert verdict.standard_error == pytest.approx(error)
+    # The table of Student's distribution: 1.729 for 19 degrees of freedom and 95 %.
+    assert verdict.least == pytest.approx(0.02 - 1.7291 * error, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "word"),
+    [
+        (0.0, 0.05, "equivalent"),
+        (5.0, 0.05, "equivalent"),  # better
+        (-0.08, 0.02, "equivalent"),
+        (-0.08, 0.2, "open"),
+        (0.0, 1.0, "open"),
+        (-0.5, 0.1, "worse"),
+        (-0.5, 5.0, "open"),
+    ],
+)
+def test_words(mean: float, spread: float, word: str) -> None:
+    exact = _around(90.0, 3.0, 40)
+    mine = {seed: exact[seed] + d for seed, d in _around(mean, spread, 40).items()}
+    assert judge(mine, exact, 0.1, False).word == word
+
+
+def test_a_relative_margin_is_of_the_exact_mean() -> None:
+    exact = _around(-2.0, 0.1, 10)
+    assert judge(exact, exact, 0.005, True).margin == pytest.approx(0.01)
+    assert judge({0: -2.1, 1: -1.9, 77: 5.0}, exact, 0.1, False).pairs == 2
+    with pytest.raises(ValueError, match="two common seeds"):
+        judge({0: 1.0}, exact, 0.1, False)
+
+
+def test_the_page_has_every_row(tmp_path: Path) -> None:
+    path, page = tmp_path / "scores.jsonl", tmp_path / "page.md"
+    page.write_text("before\n<!-- accuracy:begin -->\nold\n<!-- accuracy:end -->\nafter\n")
+    exact, int8 = Cell("digits", "exact"), Cell("digits", "int8")
+    for seed in range(10):
+        records.add(path, exact, seed, 90.0 + seed)
+        records.add(path, int8, seed, 90.0 + seed + (0.01 if seed % 2 else -0.02))
+    scores = records.load(path)
+    assert scores[int8][3] == 93.01
+    assert report.line(int8, scores).endswith("equivalent, 10 seeds")
+    report.write(page, scores)
+    text = page.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    same_table = [cell for cell, _ in cells() if report.exact_of(cell) == exact]
+    assert text.count("| not measured |") == len(same_table) - 2
+    assert "| int8 | 94.4950 | -0.0050 ± 0.0050, at least -0.0142 | 10 | equivalent |" in text
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
