@@ -15,7 +15,7 @@ import contextlib
 import json
 import weakref
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import Counter
 from typing import Any
 
 from perseus import basics, control
@@ -53,12 +53,15 @@ def rows_of(count: int, part: int, parts: int) -> slice:
 class Rotation(ABC):
     """The parameters of one optimizer, which are averaged in turn; see the module.
 
-    name: matches exchanges across ranks. process_set: the ranks that take part. parts: in so many
-    steps each parameter is averaged once.
+    name: matches exchanges across ranks. If several have one name, as the optimizers of two models
+        whose parameters are named alike, they are numbered in the order of creation, because what
+        one has under way waits for its next step. process_set: the ranks that take part. parts: in
+        so many steps each parameter is averaged once.
     """
 
     def __init__(self, name: str, process_set: ProcessSet, parts: int) -> None:
-        self.name = name
+        self._base = name
+        self.name = _numbered(name)
         self.process_set = process_set
         self.parts = parts
         self._turn = 0
@@ -99,6 +102,7 @@ class Rotation(ABC):
 
     def begin_world(self) -> None:
         """Forget the last world's turn and what was under way."""
+        self.name = _numbered(self._base)
         self._turn = 0
         self._pending = None
 
@@ -120,6 +124,12 @@ class Rotation(ABC):
 
 
 _living: list[weakref.ref[Rotation]] = []
+_numbers: Counter[str] = Counter()
+
+
+def _numbered(name: str) -> str:
+    _numbers[name] += 1
+    return name if _numbers[name] == 1 else f"{name}#{_numbers[name]}"
 
 
 def _rotations() -> list[Rotation]:
@@ -132,19 +142,15 @@ def _living_everywhere() -> list[Rotation]:
 
     Ranks collect the garbage of optimizers at different times.
     """
-    mine: dict[str, list[Rotation]] = defaultdict(list)
-    for rotation in _rotations():
-        mine[f"{rotation.name}@{rotation.process_set.process_set_id}"].append(rotation)
-    counts = {key: len(rotations) for key, rotations in mine.items()}
-    gathered = [
-        json.loads(line) for line in control.gather_lines(json.dumps(counts), "rotate.living")
-    ]
-    found = []
-    for key in sorted(mine):
-        members = basics.group_ranks(mine[key][0].process_set.process_set_id or 0) or []
-        common = min(gathered[rank].get(key, 0) for rank in members)
-        found += mine[key][len(mine[key]) - common :]  # the latest ones
-    return found
+    mine = {rotation.name: rotation for rotation in _rotations()}
+    names = json.dumps(list(mine))
+    gathered = [set(json.loads(line)) for line in control.gather_lines(names, "rotate.living")]
+
+    def everywhere(rotation: Rotation) -> bool:
+        members = basics.group_ranks(rotation.process_set.process_set_id or 0) or []
+        return all(rotation.name in gathered[rank] for rank in members)
+
+    return [mine[name] for name in sorted(mine) if everywhere(mine[name])]
 
 
 def synchronize_parameters() -> None:
@@ -167,6 +173,7 @@ def finish_corrections() -> None:
 
 
 def _begin_world() -> None:
+    _numbers.clear()
     for rotation in _rotations():
         rotation.begin_world()
 

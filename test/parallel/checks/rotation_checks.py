@@ -302,3 +302,19 @@ def check_sparse_gradients_are_gathered_as_ever() -> None:
         for rank in range(hvd.size()):
             expected = torch.full((3,), -3.0 / hvd.size())
             assert torch.allclose(weight[rank], expected, atol=1e-5)
+
+
+def check_two_models_with_the_same_names_do_not_mix() -> None:
+    with _apart():
+        first, second = (_Training(hvd.Compression.rotate(2)) for _ in range(2))
+        simulation = _Simulation(2)
+        for parameter in second.parameters.values():
+            parameter.data.fill_(50.0)
+        for _ in range(5):
+            first.step()
+            second.step()
+            simulation.step()
+        simulation.expect(first.values(), 1e-5)
+        simulation.expect([value - 50.0 for value in second.values()], 1e-4)
+        hvd.synchronize_parameters()
+        assert first.equal_everywhere() and second.equal_everywhere()
