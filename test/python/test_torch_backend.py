@@ -89,7 +89,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
     os._exit(7)
 dist.all_reduce(tensor)
 dist.destroy_process_group()
-print("ended with", tensor.tolist(), flush=True)
+print(f"ended with {tensor.tolist()}", flush=True)  # torchrun runs Python with -u
 """
 
 
