@@ -114,7 +114,7 @@ class RotatingCompressor(NoneCompressor):
 
 
 class InsideCompressor(NoneCompressor):
-    """Gradients are reduced inside hosts only; see perseus.gradients.rotation."""
+    """Gradients are reduced inside hosts only; see perseus.gradients.turns."""
 
     codec = INSIDE
 

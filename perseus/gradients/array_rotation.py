@@ -1,4 +1,4 @@
-"""Compression.rotate for frameworks whose arrays NumPy can read: see perseus.gradients.rotation."""
+"""Compression.rotate for frameworks whose arrays NumPy can read: see perseus.gradients.turns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ArrayRotation(Rotation):
         """Replace what belongs to a part."""
 
     def send(self, part: int) -> _Pending | None:
-        """See Rotation."""
+        """See Turns."""
         return self.send_rows(part, self.rows(part))
 
     def send_rows(self, part: int, rows: Rows) -> _Pending | None:
@@ -61,7 +61,7 @@ class ArrayRotation(Rotation):
         return _Pending(part, sent, total, handle)
 
     def receive(self, pending: _Pending) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """See Rotation."""
+        """See Turns."""
         _door.operations.synchronize(pending.handle)
         pending.total[:] /= pending.total[-1].copy()
         return pending.total
@@ -71,11 +71,11 @@ class ArrayRotation(Rotation):
         return self.receive(pending) - pending.sent
 
     def correct(self, pending: _Pending) -> None:
-        """See Rotation."""
+        """See Turns."""
         self.add(pending.part, self._cut(pending.part, self.difference(pending)))
 
     def replace(self, pending: _Pending) -> None:
-        """See Rotation."""
+        """See Turns."""
         self.put(pending.part, self._cut(pending.part, self.receive(pending)))
 
     def _cut(self, part: int, flat: np.ndarray[Any, np.dtype[np.float32]]) -> Rows:

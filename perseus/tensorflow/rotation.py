@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from perseus.gradients.array_rotation import ArrayRotation, Rows, cut
-from perseus.gradients.rotation import rows_of, synchronize_parameters
+from perseus.gradients.rotation import synchronize_parameters
+from perseus.gradients.turns import rows_of
 from perseus.process_sets import ProcessSet
 from perseus.tensorflow import xla
 from perseus.tensorflow.modes import when
@@ -77,7 +78,8 @@ class VariableRotation(ArrayRotation):
         return part
 
     def _exchange(self, part: Any, *rows: Any) -> list[Any]:
-        pending, self._pending = self._pending, None
+        sent = self.send_rows(int(part), list(rows))
+        pending, self._pending = self._pending, sent
         if pending is None:
             before, differences = _NONE, [np.zeros((0, *a.shape[1:]), np.float32) for a in rows]
         else:
@@ -86,7 +88,6 @@ class VariableRotation(ArrayRotation):
                 (end - begin, *a.shape[1:]) for (begin, end), a in zip(counts, rows, strict=True)
             ]
             before, differences = pending.part, cut(self.difference(pending), shapes)
-        self._pending = self.send_rows(int(part), list(rows))
         return [np.int64(before), *differences]
 
     def _bounds(self, variable: Any, part: Any) -> tuple[Any, Any]:

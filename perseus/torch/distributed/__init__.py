@@ -7,10 +7,11 @@ Every process group is a world of its own in the core, over shared memory and TC
 """
 
 from perseus.torch.distributed.backend import register
+from perseus.torch.distributed.gradients import synchronize_parameters
 from perseus.torch.distributed.launched import init_perseus_training
 
 init_tiacc_training = init_perseus_training
 
-__all__ = ["init_perseus_training", "init_tiacc_training", "register"]
+__all__ = ["init_perseus_training", "init_tiacc_training", "register", "synchronize_parameters"]
 
 register()

@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from perseus.compression import INSIDE, SETTINGS
 from perseus.gradients.residuals import Held, mark
+from perseus.gradients.turns import SETTING
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.turns import ModelTurns
 from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
 from perseus.torch.residuals import as_buffers, as_tensors
@@ -28,6 +31,10 @@ _WHOLE_WORLD = 0  # the number of the core's group
 _BY_THE_RANKS_LEFT = (
     "[torch] join(divide_by_initial_world_size=False) divides by the number of ranks that are "
     "left, which Perseus does not do: leave the argument out"
+)
+_UNEVEN_TURNS = (
+    f"[torch] join() does not go with {SETTING}, because a rank without batches has no parameters "
+    f"to send: unset it, or give every rank the same number of batches"
 )
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -53,12 +60,32 @@ class Gradients:
         self._number = group.new_gradients()
         self._keys = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
         self._names = {p: self._name_of(key) for p, key in self._keys.items()}
+        self._turns = self._begin_turns()
         # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
         self._failure: Exception | None = None
         model._register_state_dict_hook(self._save)
         model.register_load_state_dict_pre_hook(self._load)
         self._first = model.register_forward_pre_hook(self._take_over)
+
+    def _begin_turns(self) -> ModelTurns | None:
+        """What averages parameters, where settings say that gradients stay within hosts."""
+        world = self._group.world
+        parts = world.context.setting(SETTING)
+        if parts == 1 or world.size == 1 or not self._keys:
+            return None
+        return ModelTurns(list(self._keys), self._number, world, parts)
+
+    @property
+    def averages_parameters(self) -> bool:
+        """Whether replicas differ between steps."""
+        return self._turns is not None
+
+    def make_parameters_equal(self) -> None:
+        """Give them the average of all ranks, if they are averaged in turn. A collective."""
+        if self._turns is not None:
+            with torch.no_grad():
+                self._turns.make_equal()
 
     def _name_of(self, key: str) -> str:
         """Models may have parameters of the same names, whose reductions are under way at once."""
@@ -109,11 +136,12 @@ class Gradients:
         self, parameters: list[torch.Tensor], buffer: torch.Tensor, handles: list[int]
     ) -> None:
         submit = self._group.world.operations.submit
+        codec = SETTINGS if self._turns is None else INSIDE
         parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             handles.append(
                 submit(Kind.ALLREDUCE, self._names[parameter], part, part, op=ReduceOp.Average,
-                       gradient_of=self._number)
+                       gradient_of=self._number, codec=codec)
             )  # fmt: skip
 
     def _await(self, handles: list[int], failure: Exception | None = None) -> None:
@@ -140,7 +168,10 @@ class Gradients:
         future.complete(buffer, None)
 
     def _end_pass(self) -> None:
-        """Raise what has failed; leave optimizers nothing to step with in a step not to apply."""
+        """Raise what has failed; leave optimizers nothing to step with in a step not to apply.
+
+        Before other steps it is the next parameters' turn.
+        """
         failure, self._failure = self._failure, None
         applies, self._applies = self._applies, True
         if failure is not None:
@@ -148,6 +179,16 @@ class Gradients:
         if not applies:
             for parameter in self._names:
                 parameter.grad = None
+        elif self._turns is not None:
+            with torch.no_grad():
+                self._take_turn(self._turns)
+
+    @staticmethod
+    def _take_turn(turns: ModelTurns) -> None:
+        try:
+            turns.take_turn()
+        except Exception as error:
+            raise as_torch_raises(error) from error
 
     # ---- what lossy codecs hold back ----
 
@@ -166,6 +207,8 @@ class Gradients:
 
     def _load(self, _: Any, state: Any, prefix: str, metadata: dict[str, Any], *__: Any) -> None:
         """Go on with what this rank has saved; other ranks' begin without any."""
+        if self._turns is not None:
+            self._turns.drop()
         saved = metadata.get(_SAVED)
         context = self._group.world.context
         context.forget_gradients(self._number)
@@ -181,6 +224,24 @@ class Gradients:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+def synchronize_parameters(model: DistributedDataParallel) -> None:
+    """Make a model's parameters equal on all ranks, where PERSEUS_DOWNSAMPLE_N_ELEMENTS is set.
+
+    They become the average of all ranks. Call it on all ranks before evaluation and checkpoints; a
+    checkpoint that rank 0 saves without it has rank 0's replica. Without the setting, and for
+    models on other backends, it does nothing. Raises TypeError unless the model is a
+    DistributedDataParallel.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"[torch] synchronize_parameters: expected a DistributedDataParallel, got a "
+            f"{type(model).__name__}; pass the wrapper"
+        )
+    gradients = getattr(model, "_perseus", None)
+    if gradients is not None:
+        gradients.make_parameters_equal()
 
 
 def take_models(group_of: Callable[[Any], Group | None]) -> None:
@@ -206,8 +267,12 @@ def take_models(group_of: Callable[[Any], Group | None]) -> None:
     def notify_join_context(joinable: Any) -> Any:
         # DDP would wait in C++ for a work whose Python object is gone by then, without end.
         initial = getattr(joinable, "_divide_by_initial_world_size", True)
-        if hasattr(joinable, "_perseus") and not initial:
+        gradients = getattr(joinable, "_perseus", None)
+        if gradients is not None and not initial:
             raise ValueError(_BY_THE_RANKS_LEFT)
+        joining = joinable._join_config.enable
+        if joining and gradients is not None and gradients.averages_parameters:
+            raise ValueError(_UNEVEN_TURNS)
         return notify(joinable)
 
     joins.notify_join_context = staticmethod(notify_join_context)

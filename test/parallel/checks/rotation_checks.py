@@ -8,26 +8,16 @@ from contextlib import AbstractContextManager
 import torch
 from patterns import assert_job_usable, raised, world_with
 from torch import nn
+from turns import RATE, SHAPES, Simulation, slope
 
 import perseus
 import perseus.torch.horovod as hvd
 from perseus.elastic.loop import reset
 
-# Of rank 2, 1 and 0; with fewer rows than parts, and with more.
-SHAPES = {"w": (40, 30), "few": (2, 5), "b": (7,), "scale": ()}
-RATE = 0.125
-
 
 def _apart(**settings: object) -> AbstractContextManager[None]:
     """Inner groups of one rank: what goes between hosts goes between all."""
     return world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings)
-
-
-def _slope(name: str, rank: int, step: int) -> torch.Tensor:
-    """A gradient, in steps of 1/8 as far as half-precision parameters can tell them apart."""
-    count = torch.Size(SHAPES[name]).numel()
-    numbers = (torch.arange(count) * 7 + rank * 5 + step * 3 + len(name)) % 9 - 4
-    return numbers.float().reshape(SHAPES[name]) / 8
 
 
 class _Training:
@@ -51,8 +41,8 @@ class _Training:
     def step(self) -> None:
         self.optimizer.zero_grad()
         for name, parameter in self.parameters.items():
-            slope = _slope(name, hvd.rank(), self.taken).to(parameter.dtype)
-            (parameter * slope).sum().backward()
+            gradient = slope(name, hvd.rank(), self.taken).to(parameter.dtype)
+            (parameter * gradient).sum().backward()
         self.optimizer.step()
         self.taken += 1
 
@@ -65,49 +55,10 @@ class _Training:
         return all(torch.equal(row, gathered[0]) for row in gathered)
 
 
-class _Simulation:
-    """The replicas of all ranks, in one process."""
-
-    def __init__(self, parts: int) -> None:
-        self.parts = parts
-        self.replicas = [
-            {name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(hvd.size())
-        ]
-        self.pending: list[dict[str, torch.Tensor]] | None = None
-        self.taken = 0
-
-    def step(self) -> None:
-        for rank, replica in enumerate(self.replicas):
-            for name, value in replica.items():
-                if self.pending is not None:
-                    value.add_(self.pending[rank][name])
-        part = self.taken % self.parts
-        self.pending = [
-            {name: self._difference(name, value, part) for name, value in replica.items()}
-            for replica in self.replicas
-        ]
-        for rank, replica in enumerate(self.replicas):
-            for name, value in replica.items():
-                value.sub_(RATE * _slope(name, rank, self.taken))
-        self.taken += 1
-
-    def _difference(self, name: str, value: torch.Tensor, part: int) -> torch.Tensor:
-        mean = torch.stack([replica[name] for replica in self.replicas]).mean(dim=0)
-        difference = torch.zeros_like(value)
-        rows = value.shape[0] if value.dim() else 1
-        begin, end = rows * part // self.parts, rows * (part + 1) // self.parts
-        difference.view(rows, -1)[begin:end] = (mean - value).view(rows, -1)[begin:end]
-        return difference
-
-    def expect(self, values: list[torch.Tensor], tolerance: float) -> None:
-        for value, expected in zip(values, self.replicas[hvd.rank()].values(), strict=True):
-            assert (value.double() - expected.double()).abs().max() <= tolerance
-
-
 def check_parameters_are_those_of_a_simulation() -> None:
     for parts in (2, 3, 8):
         with _apart():
-            training, simulation = _Training(hvd.Compression.rotate(parts)), _Simulation(parts)
+            training, simulation = _Training(hvd.Compression.rotate(parts)), Simulation(parts)
             for _ in range(2 * parts + 1):
                 training.step()
                 simulation.step()
@@ -118,7 +69,7 @@ def check_parameters_are_those_of_a_simulation() -> None:
 def check_the_setting_does_the_same() -> None:
     with _apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
         for compression in (hvd.Compression.settings, hvd.Compression.rotate()):
-            training, simulation = _Training(compression), _Simulation(4)
+            training, simulation = _Training(compression), Simulation(4)
             for _ in range(6):
                 training.step()
                 simulation.step()
@@ -128,7 +79,7 @@ def check_the_setting_does_the_same() -> None:
 def check_every_dtype_is_averaged() -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float16, 0.02), (torch.bfloat16, 0.1)):
         with _apart():
-            training, simulation = _Training(hvd.Compression.rotate(2), dtype), _Simulation(2)
+            training, simulation = _Training(hvd.Compression.rotate(2), dtype), Simulation(2)
             for _ in range(6):
                 training.step()
                 simulation.step()
@@ -139,7 +90,7 @@ def check_every_dtype_is_averaged() -> None:
 
 def check_synchronized_parameters_have_the_same_bits_everywhere() -> None:
     with _apart():
-        training, simulation = _Training(hvd.Compression.rotate(3)), _Simulation(3)
+        training, simulation = _Training(hvd.Compression.rotate(3)), Simulation(3)
         for _ in range(4):
             training.step()
             simulation.step()
@@ -170,7 +121,7 @@ def check_a_broadcast_leaves_nothing_to_correct() -> None:
         before = copy.deepcopy(training.values())
         training.step()
         for name, value, old in zip(SHAPES, training.values(), before, strict=True):
-            own = old - RATE * _slope(name, hvd.rank(), 3)
+            own = old - RATE * slope(name, hvd.rank(), 3)
             assert torch.allclose(value, own, atol=1e-6), "its own step and nothing else"
 
 
@@ -184,7 +135,7 @@ def check_loaded_parameters_are_not_corrected() -> None:
             parameter.data.fill_(2.0)
         training.step()
         for name, value in zip(SHAPES, training.values(), strict=True):
-            assert torch.allclose(value, 2.0 - RATE * _slope(name, hvd.rank(), 3), atol=1e-6)
+            assert torch.allclose(value, 2.0 - RATE * slope(name, hvd.rank(), 3), atol=1e-6)
 
 
 def check_only_an_nth_of_the_parameters_travels() -> None:
@@ -275,7 +226,7 @@ def check_a_step_that_one_rank_skips_does_not_shift_the_turns() -> None:
         for step in range(6):
             training.optimizer.zero_grad()
             for name, parameter in training.parameters.items():
-                (parameter * _slope(name, hvd.rank(), step)).sum().backward()
+                (parameter * slope(name, hvd.rank(), step)).sum().backward()
             training.optimizer.synchronize()
             if not (step == 2 and hvd.rank() == 0):
                 with training.optimizer.skip_synchronize():
@@ -307,7 +258,7 @@ def check_sparse_gradients_are_gathered_as_ever() -> None:
 def check_two_models_with_the_same_names_do_not_mix() -> None:
     with _apart():
         first, second = (_Training(hvd.Compression.rotate(2)) for _ in range(2))
-        simulation = _Simulation(2)
+        simulation = Simulation(2)
         for parameter in second.parameters.values():
             parameter.data.fill_(50.0)
         for _ in range(5):
