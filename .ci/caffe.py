@@ -1,4 +1,4 @@
-"""Gets BVLC Caffe's source, patches it and builds its command, for the tests: `caffe.py FOLDER`.
+"""Gets BVLC Caffe's source, patches it and builds it for the tests: `caffe.py FOLDER`.
 
 Debian's source package of the suite that had it is exactly the commit that patches/bvlc_caffe are
 made for. What is in FOLDER from an earlier run is used again: the archive, and what was compiled of
@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PATCHES = sorted((ROOT / "patches" / "bvlc_caffe").glob("[0-9]_*.patch"))
 COMMIT = "99bd99795dcdf0b1d3086a8d67ab1782a8a08383"
+TOOL = ROOT / "test" / "with_caffe" / "replicas.cc"
 PACKAGE, VERSION, SUITE = "caffe", "1.0.0+git20180821.99bd997", "bullseye"
 ARCHIVE = f"{PACKAGE}_{VERSION}.orig.tar.gz"
 CHECKSUM = "e0eb3f06794f7402c77b7dec8e8480273ee1a1bb192e9122b621a69d4147ad0c"
@@ -106,14 +107,14 @@ def update(old: Path, new: Path) -> None:
 
 
 def build(folder: Path) -> None:
-    """Compiles the command `caffe` as FOLDER/build/tools/caffe."""
+    """Compiles the command `caffe` as FOLDER/build/tools/caffe, and the tests' tool beside it."""
     made = folder / "build"
     # Each time: that is how CMake learns of a new source file.
     subprocess.run(
         ["cmake", "-G", "Ninja", "-S", str(folder / "source"), "-B", str(made), *OPTIONS],
         stdout=subprocess.DEVNULL, check=True,
     )  # fmt: skip
-    subprocess.run(["ninja", "-C", str(made), "--quiet", "caffe.bin"], check=True)
+    subprocess.run(["ninja", "-C", str(made), "--quiet", "caffe.bin", TOOL.stem], check=True)
 
 
 def main(folder: Path) -> int:
@@ -126,6 +127,8 @@ def main(folder: Path) -> int:
             print(f"NOT TESTED: Caffe. Its source ({ARCHIVE}) cannot be had: {why}", flush=True)
             return 0
     patched(archive, folder / "new", PATCHES)
+    # CMake makes a command of each file there.
+    shutil.copy(TOOL, folder / "new" / "tools" / f"{TOOL.stem}.cpp")
     update(folder / "source", folder / "new")
     shutil.rmtree(folder / "new")
     build(folder)

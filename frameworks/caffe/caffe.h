@@ -28,8 +28,9 @@ PERSEUS_EXPORT int perseus_exchange_local_rank(const perseus_exchange* exchange)
 PERSEUS_EXPORT perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data,
                                                        int64_t count, perseus_dtype dtype);
 
-/* Starts to average a gradient over all ranks, in place; the settings for gradients apply. Returns at once: the buffer
- * belongs to the exchange until perseus_exchange_finish. */
+/* Starts to average a gradient, in place: over all ranks, or over this host's after perseus_exchange_begin_rotation.
+ * The settings for gradients apply. Returns at once: the buffer belongs to the exchange until perseus_exchange_finish.
+ */
 PERSEUS_EXPORT perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data,
                                                      int64_t count, perseus_dtype dtype);
 /* Starts to compute the largest of all ranks' numbers, element by element and in place; no settings apply. */
@@ -39,6 +40,27 @@ PERSEUS_EXPORT perseus_code perseus_exchange_largest(perseus_exchange* exchange,
  * gradients are averages to be applied. It is zero on all ranks if the gradients were added to a sum
  * (PERSEUS_ACCUMULATE_N_STEPS) or have a NaN that makes all ranks skip the step; then their buffers have no meaning. */
 PERSEUS_EXPORT perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies);
+
+/* PERSEUS_DOWNSAMPLE_N_ELEMENTS=N: each step averages another N-th of the parameters instead of gradients. `rotates` is
+ * non-zero on all ranks if so: from now on gradients stay inside hosts, and all ranks must call
+ * perseus_exchange_take_turn and perseus_exchange_make_equal. It is zero if N is 1 or if one host has all ranks. What
+ * an earlier training has under way is dropped. All ranks call this before the first gradient, with equal parameters.
+ * Blocks. PERSEUS_INVALID_ARGUMENT together with PERSEUS_PARAMETER_CHECK_N_STEPS. */
+PERSEUS_EXPORT perseus_code perseus_exchange_begin_rotation(perseus_exchange* exchange, int* rotates);
+
+typedef struct perseus_values {
+  void* const* data; /* of each tensor; the library keeps no pointer after a call */
+  const int64_t* counts;
+  int tensor_count;    /* like the counts the same on all ranks, in every call */
+  perseus_dtype dtype; /* PERSEUS_FLOAT32 or PERSEUS_FLOAT64, of all tensors */
+} perseus_values;
+/* Starts to average a part of the parameters, and waits for the part that the last call has started: adds what its
+ * average differs by from what this rank has sent. To be called after perseus_exchange_finish and before the update, in
+ * all steps whose gradients apply and in no other. */
+PERSEUS_EXPORT perseus_code perseus_exchange_take_turn(perseus_exchange* exchange, const perseus_values* parameters);
+/* Gives the parameters the average of all ranks, with the same bits everywhere. All ranks call this after the same
+ * step. Blocks. */
+PERSEUS_EXPORT perseus_code perseus_exchange_make_equal(perseus_exchange* exchange, const perseus_values* parameters);
 
 /* Counts a step that begins. Returns non-zero on all ranks after every N-th step (PERSEUS_PARAMETER_CHECK_N_STEPS):
  * then all ranks must call perseus_exchange_compare. Returns zero in a world of one rank. */

@@ -2,17 +2,22 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "caffe.h"
 #include "difference.h"
+#include "request.h"
+#include "rotation.h"
 
 struct perseus_exchange {
   perseus_context* context = nullptr;
   std::vector<perseus_handle> gradients, others;  // started and not waited for
   int64_t steps_begun = 0;
+  std::optional<perseus::Rotation> rotation;
 
+  // Before the members, whose memory requests under way use.
   ~perseus_exchange() { perseus_context_destroy(context); }
 };
 
@@ -23,27 +28,13 @@ constexpr uint64_t kGradients = 1;  // a process trains one solver
 // The error that this library itself has found; "" = the last failure was the core's.
 thread_local std::string own_message;
 
-perseus_code submit(perseus_exchange* exchange, perseus_kind kind, perseus_reduce_op op, uint64_t gradient_of,
-                    const char* name, void* data, int64_t count, perseus_dtype dtype, perseus_handle* handle) {
+perseus_code submit(perseus_exchange* exchange, perseus::Request request, perseus_handle* handle) {
   own_message.clear();
-  perseus_tensor tensor{data, data, &count, 1, dtype};
-  perseus_request request{};
-  request.struct_size = sizeof request;
-  request.kind = kind;
-  request.name = name;
-  request.tensors = &tensor;
-  request.tensor_count = 1;
-  request.op = op;
-  request.prescale = request.postscale = 1.0;
-  request.gradient_of = gradient_of;
-  request.transient = kind == PERSEUS_BROADCAST;
-  return perseus_request_submit(exchange->context, &request, handle);
+  return perseus::submit(exchange->context, request, handle);
 }
 
 perseus_code wait_and_release(perseus_exchange* exchange, perseus_handle handle) {
-  const perseus_code code = perseus_handle_wait(exchange->context, handle, -1);
-  perseus_handle_release(exchange->context, handle);
-  return code;
+  return perseus::wait_and_release(exchange->context, handle);
 }
 
 // Gathers every rank's `own`, of equal length everywhere, in the order of the ranks.
@@ -55,8 +46,10 @@ perseus_code gather(perseus_exchange* exchange, const std::vector<uint64_t>& own
   // A sum to which all other ranks add zeros.
   const std::string name = "compare/" + std::to_string(own.size());
   perseus_handle handle = 0;
-  const perseus_code code = submit(exchange, PERSEUS_ALLREDUCE, PERSEUS_SUM, 0, name.c_str(), all->data(),
-                                   static_cast<int64_t>(all->size()), PERSEUS_INT64, &handle);
+  const perseus_code code = submit(exchange,
+                                   {PERSEUS_ALLREDUCE, PERSEUS_SUM, name.c_str(), all->data(), all->data(),
+                                    static_cast<int64_t>(all->size()), PERSEUS_INT64},
+                                   &handle);
   return code == PERSEUS_OK ? wait_and_release(exchange, handle) : code;
 }
 
@@ -95,15 +88,16 @@ int perseus_exchange_local_rank(const perseus_exchange* exchange) {
 perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data, int64_t count,
                                         perseus_dtype dtype) {
   perseus_handle handle = 0;
-  const perseus_code code = submit(exchange, PERSEUS_BROADCAST, PERSEUS_SUM, 0, name, data, count, dtype, &handle);
+  const perseus_code code = submit(exchange, {PERSEUS_BROADCAST, PERSEUS_SUM, name, data, data, count, dtype}, &handle);
   return code == PERSEUS_OK ? wait_and_release(exchange, handle) : code;
 }
 
 perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data, int64_t count,
                                       perseus_dtype dtype) {
   perseus_handle handle = 0;
-  const perseus_code code =
-      submit(exchange, PERSEUS_ALLREDUCE, PERSEUS_AVERAGE, kGradients, name, data, count, dtype, &handle);
+  perseus::Request request{PERSEUS_ALLREDUCE, PERSEUS_AVERAGE, name, data, data, count, dtype, kGradients};
+  if (exchange->rotation) request.codec = PERSEUS_CODEC_INSIDE;
+  const perseus_code code = submit(exchange, request, &handle);
   if (code == PERSEUS_OK) exchange->gradients.push_back(handle);
   return code;
 }
@@ -111,7 +105,7 @@ perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* na
 perseus_code perseus_exchange_largest(perseus_exchange* exchange, const char* name, int32_t* data, int64_t count) {
   perseus_handle handle = 0;
   const perseus_code code =
-      submit(exchange, PERSEUS_ALLREDUCE, PERSEUS_MAX, 0, name, data, count, PERSEUS_INT32, &handle);
+      submit(exchange, {PERSEUS_ALLREDUCE, PERSEUS_MAX, name, data, data, count, PERSEUS_INT32}, &handle);
   if (code == PERSEUS_OK) exchange->others.push_back(handle);
   return code;
 }
@@ -136,6 +130,37 @@ perseus_code perseus_exchange_finish(perseus_exchange* exchange, int* applies) {
     handles->clear();
   }
   return failed == 0 ? PERSEUS_OK : wait_and_release(exchange, failed);
+}
+
+perseus_code perseus_exchange_begin_rotation(perseus_exchange* exchange, int* rotates) {
+  own_message.clear();
+  *rotates = 0;
+  if (exchange->rotation) exchange->rotation->drop();
+  exchange->rotation.reset();
+  const int64_t parts = perseus_context_setting(exchange->context, "PERSEUS_DOWNSAMPLE_N_ELEMENTS");
+  if (parts <= 1 || perseus_exchange_size(exchange) == 1) return PERSEUS_OK;
+  if (perseus_context_setting(exchange->context, "PERSEUS_PARAMETER_CHECK_N_STEPS") > 0) {
+    own_message = "[rotate] parameters differ between ranks while each step averages 1/" + std::to_string(parts) +
+                  " of them, so PERSEUS_PARAMETER_CHECK_N_STEPS cannot compare them: unset it, or "
+                  "PERSEUS_DOWNSAMPLE_N_ELEMENTS.";
+    return PERSEUS_INVALID_ARGUMENT;
+  }
+  bool all_inside = false;
+  const perseus_code code = perseus::all_inside(exchange->context, &all_inside);
+  if (code != PERSEUS_OK || all_inside) return code;
+  exchange->rotation.emplace(exchange->context, static_cast<int>(parts));
+  *rotates = 1;
+  return PERSEUS_OK;
+}
+
+perseus_code perseus_exchange_take_turn(perseus_exchange* exchange, const perseus_values* parameters) {
+  own_message.clear();
+  return exchange->rotation ? exchange->rotation->take_turn(*parameters) : PERSEUS_OK;
+}
+
+perseus_code perseus_exchange_make_equal(perseus_exchange* exchange, const perseus_values* parameters) {
+  own_message.clear();
+  return exchange->rotation ? exchange->rotation->make_equal(*parameters) : PERSEUS_OK;
 }
 
 int perseus_exchange_compares(perseus_exchange* exchange) {

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parents[2]
 CAFFE = ROOT / "build" / "caffe" / "build" / "tools" / "caffe"
+REPLICAS = CAFFE.with_name("replicas")
 TOLERANCE = 1e-6
 
 SOLVER = {
@@ -86,6 +87,25 @@ def train(
     status, output = finish(start(directory, [*command, *options], **variables))
     assert status == 0, output
     return output
+
+
+def replicas(
+    directory: Path, ranks: int, dtype: str, wish: str = "", **variables: str
+) -> NDArray[np.floating]:
+    """Trains; returns what replicas.cc has recorded, with a row for each rank.
+
+    wish: "RANK:ITERATION:snapshot" or "…:stop", for what a user asks that process.
+    """
+    command = [*launched(ranks), str(REPLICAS), "solver.prototxt", dtype, *filter(None, [wish])]
+    status, output = finish(start(directory, command, **variables))
+    assert status == 0, output
+    return recorded(directory, ranks, dtype)
+
+
+def recorded(directory: Path, ranks: int, dtype: str = "float") -> NDArray[np.floating]:
+    """A row for each rank: all its parameters at the beginning of each iteration and at the end."""
+    kind = {"float": np.float32, "double": np.float64}[dtype]
+    return np.stack([np.fromfile(directory / f"replica{i}.bin", kind) for i in range(ranks)])
 
 
 def weights(directory: Path, iteration: int = 30) -> dict[str, NDArray[np.float32]]:

@@ -66,3 +66,37 @@ layer {{ name: "last" type: "InnerProduct" bottom: "c" top: "d"
         inner_product_param {{ num_output: 10 {fill} }} }}
 layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "d" bottom: "label" top: "loss" }}
 """
+
+
+def accuracy_layer(scores: str) -> str:
+    """What a test net says of the blob `scores`, besides the loss."""
+    return (
+        f'layer {{ name: "accuracy" type: "Accuracy" bottom: "{scores}" bottom: "label" '
+        'top: "accuracy" include { phase: TEST } }'
+    )
+
+
+def linear_net(source: Path) -> str:
+    """Outputs whose sum is the loss, so that gradients do not depend on the weights.
+
+    Two layers have the same weights, and the last one learns nothing.
+    """
+
+    def layer(name: str, outputs: int, parameter: str, bias: bool = False, value: float = 0) -> str:
+        fill = f'weight_filler {{ type: "constant" value: {value} }}'
+        return (
+            f'layer {{ name: "{name}" type: "InnerProduct" bottom: "data" top: "{name}" '
+            f"loss_weight: 1 {parameter} inner_product_param {{ num_output: {outputs} "
+            f"bias_term: {str(bias).lower()} {fill} }} }}"
+        )
+
+    shared = 'param { name: "w" }'
+    return f"""
+layer {{ name: "input" type: "HDF5Data" top: "data"
+        hdf5_data_param {{ source: "{source}" batch_size: 1 }} }}
+{layer("wide", 3, "", bias=True)}
+{layer("narrow", 1, "")}
+{layer("shared", 2, shared)}
+{layer("again", 2, shared)}
+{layer("frozen", 2, "param { lr_mult: 0 }", value=0.5)}
+"""

@@ -6,8 +6,18 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from caffe_jobs import CAFFE, TOLERANCE, distance, environment, weights, write_solver
+from caffe_jobs import (
+    CAFFE,
+    REPLICAS,
+    TOLERANCE,
+    distance,
+    environment,
+    recorded,
+    weights,
+    write_solver,
+)
 from caffe_nets import lenet
 from mpi_launchers import mpi_or_skip
 
@@ -44,20 +54,29 @@ def test_hosts_learn_what_one_process_learns(
     assert distance(weights(tmp_path), weights(alone(lenet(digits, 64)))) <= TOLERANCE
 
 
-def _train_on(hosts: VirtualHosts, digits: Path, folder: Path, **variables: str) -> float:
-    """With two processes on each host; how many times the gradients' bytes host0 has sent."""
+def _train_on(
+    hosts: VirtualHosts,
+    digits: Path,
+    folder: Path,
+    tool: tuple[str, ...] = (str(CAFFE), "train", "--solver=solver.prototxt"),
+    iterations: int = _ITERATIONS,
+    **variables: str,
+) -> int:
+    """With two processes on each host; how many bytes host0 has sent."""
     folder.mkdir()
     # Mostly gradients: what else is sent is not to be seen beside them.
     net = lenet(digits, 16).replace("num_output: 32", "num_output: 1024")
-    write_solver(folder, net, max_iter=_ITERATIONS)
-    command = [sys.executable, "-m", "perseus.run", "-np", "4", "-H", "host0:2,host1:2"]
-    command += [str(CAFFE), "train", "--solver=solver.prototxt"]
+    write_solver(folder, net, max_iter=iterations)
+    command = [sys.executable, "-m", "perseus.run", "-np", "4", "-H", "host0:2,host1:2", *tool]
     env = {**environment(**variables), "PATH": hosts.environment()["PATH"]}
     before = hosts.counters(0)[0]
     result = hosts.run(0, command, env=env, cwd=folder, timeout=200)
     assert result.returncode == 0, result.stderr
-    sent = (hosts.counters(0)[0] - before).sent_bytes
-    return sent / _ITERATIONS / sum(value.nbytes for value in weights(folder, _ITERATIONS).values())
+    return (hosts.counters(0)[0] - before).sent_bytes
+
+
+def _gradient_bytes(folder: Path, iterations: int = _ITERATIONS) -> int:
+    return sum(value.nbytes for value in weights(folder, iterations).values())
 
 
 def test_who_sends_how_much_between_hosts(
@@ -77,7 +96,8 @@ def test_who_sends_how_much_between_hosts(
         ("below", 1, {"LIGHT_HIERARCHICAL_THRESHOLD": "1000000"}),
     ):
         folder = tmp_path / name
-        sent = _train_on(hosts, digits, folder, PERSEUS_ALLREDUCE_DTYPE="1", **variables)
+        total = _train_on(hosts, digits, folder, PERSEUS_ALLREDUCE_DTYPE="1", **variables)
+        sent = total / _ITERATIONS / _gradient_bytes(folder)
         # Headers of TCP and what it acknowledges, weights at the start, negotiation.
         assert times < sent < times + 0.5, (name, sent)
         learned.append(weights(folder, _ITERATIONS))
@@ -95,3 +115,27 @@ def test_one_process_of_a_host_speaks_for_it(
         # Of 680 kB; without any there are names and sizes.
         held = [len(file.read_bytes().replace(b"\0", b"")) > 1000 for file in files]
         assert held == [True, name == "2d"] * 2, name
+
+
+def test_a_rotating_eighth_of_the_parameters_travels_and_replicas_end_equal(
+    hosts: VirtualHosts, digits: Path, tmp_path: Path
+) -> None:
+    sent, seen = [], []
+    for iterations in (5, 45):
+        folder = tmp_path / str(iterations)
+        sent.append(
+            _train_on(
+                hosts, digits, folder, (str(REPLICAS), "solver.prototxt", "float"), iterations,
+                PERSEUS_DOWNSAMPLE_N_ELEMENTS="8",
+            )
+        )  # fmt: skip
+        seen.append(recorded(folder, 4).reshape(4, iterations + 1, -1))
+    # The difference leaves out how it starts and ends.
+    each = (sent[1] - sent[0]) / 40 / _gradient_bytes(tmp_path / "45", 45)
+    assert 1 / 8 < each < 1 / 8 + 0.03, each
+    learned = seen[1]
+    # Ranks of a host have the same gradients; hosts have not.
+    assert np.array_equal(learned[0], learned[1])
+    assert np.array_equal(learned[2], learned[3])
+    assert (learned[0] != learned[2]).mean(axis=1)[1:-1].min() > 0.5
+    assert (learned == learned[0])[:, -1].all()

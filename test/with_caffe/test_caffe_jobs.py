@@ -58,8 +58,13 @@ def test_a_signal_to_one_process_is_followed_by_all(digits: Path, tmp_path: Path
     assert weights(tmp_path, max(iterations))
 
 
-def test_a_killed_process_ends_the_others_with_one_line(digits: Path, tmp_path: Path) -> None:
-    job = _start(tmp_path, digits, _DYING)
+@pytest.mark.parametrize("parts", ["1", "4"])
+def test_a_killed_process_ends_the_others_with_one_line(
+    parts: str, digits: Path, tmp_path: Path
+) -> None:
+    rotation = {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": parts}
+    apart = {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "1"}
+    job = _start(tmp_path, digits, _DYING, **apart, **rotation)
     _signal(tmp_path, 1, signal.SIGKILL)
     status, output = finish(job)
     assert status != 0

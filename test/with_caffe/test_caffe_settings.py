@@ -133,13 +133,9 @@ LOSSY = {
     "float16": (1e-6, 1e-2, {"PERSEUS_ALLREDUCE_DTYPE": "0"}),
     "float16-scaled": (1e-6, 1e-2, {**APART, "PERSEUS_ALLREDUCE_GRADIENT_SCALE": "8"}),
     "mixed": (1e-6, 1e-2, {**APART, "PERSEUS_ALLREDUCE_DTYPE": "2"}),
-    # What is held back comes later.
+    # Replicas are averaged a half at a time.
     "rotating": (1e-3, 0.7, {**EXACT, "PERSEUS_DOWNSAMPLE_N_ELEMENTS": "2"}),
-    "rotating-momentum": (
-        1e-3,
-        0.7,
-        {**EXACT, "PERSEUS_DOWNSAMPLE_N_ELEMENTS": "2", "PERSEUS_GRADIENT_MOMENTUM": "0.5"},
-    ),
+    # What is held back comes later.
     "top-k": (1e-3, 1.0, {**TOP_K, "LIGHT_TOPK_RATIO": "0.1"}),
     # All elements, so that nothing is changed but how they travel.
     "top-k-whole": (-1.0, TOLERANCE, {**TOP_K, "LIGHT_TOPK_RATIO": "1"}),

@@ -1,0 +1,89 @@
+// Trains as `caffe train` does, and writes what every rank has at the beginning of each iteration and at the end to
+// replica<rank>.bin: `replicas SOLVER float|double [RANK:ITERATION:snapshot|stop]`. .ci/caffe.py builds it among
+// Caffe's tools.
+#include <caffe/caffe.hpp>
+#include <cstdio>
+#include <fstream>
+#include <string>
+
+namespace {
+
+using caffe::PerseusWorld;
+
+// What one rank's user asks for, once.
+struct Wish {
+  int rank = -1, iteration = 0;
+  caffe::SolverAction::Enum action = caffe::SolverAction::NONE;
+};
+
+Wish parse(const std::string& text) {
+  Wish wish;
+  char action[16] = "";
+  CHECK_EQ(std::sscanf(text.c_str(), "%d:%d:%15s", &wish.rank, &wish.iteration, action), 3) << text;
+  wish.action = action == std::string("stop") ? caffe::SolverAction::STOP : caffe::SolverAction::SNAPSHOT;
+  return wish;
+}
+
+template <typename T>
+class Recorder : public caffe::Solver<T>::Callback {
+ public:
+  explicit Recorder(caffe::Net<T>* net)
+      : net_(*net), file_("replica" + std::to_string(PerseusWorld::rank()) + ".bin", std::ios::binary) {}
+
+  void record() {
+    for (const caffe::Blob<T>* blob : net_.learnable_params()) {
+      file_.write(reinterpret_cast<const char*>(blob->cpu_data()),
+                  static_cast<std::streamsize>(blob->count() * sizeof(T)));
+    }
+    CHECK(file_.flush());
+  }
+
+ protected:
+  void on_start() override { record(); }
+  void on_gradients_ready() override {}
+
+ private:
+  const caffe::Net<T>& net_;
+  std::ofstream file_;
+};
+
+template <typename T>
+void train(const caffe::SolverParameter& parameters, const Wish& wish) {
+  boost::shared_ptr<caffe::Solver<T>> solver(caffe::SolverRegistry<T>::CreateSolver(parameters));
+  bool asked = wish.rank != PerseusWorld::rank();
+  const auto action = [&]() {
+    if (asked || solver->iter() != wish.iteration) return caffe::SolverAction::NONE;
+    asked = true;
+    return wish.action;
+  };
+  Recorder<T> recorder(solver->net().get());
+  solver->add_callback(&recorder);
+  caffe::Perseus<T>(solver, action, "").Run();
+  recorder.record();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  caffe::GlobalInit(&argc, &argv);
+  FLAGS_alsologtostderr = true;
+  CHECK(argc == 3 || argc == 4) << "replicas SOLVER float|double [RANK:ITERATION:snapshot|stop]";
+  PerseusWorld::Join();
+  caffe::SolverParameter parameters;
+  caffe::ReadSolverParamsFromTextFileOrDie(argv[1], &parameters);
+  caffe::Caffe::set_solver_count(PerseusWorld::size());
+  caffe::Caffe::set_solver_rank(PerseusWorld::rank());
+  caffe::Caffe::set_multiprocess(true);
+  if (PerseusWorld::rank() > 0) {
+    parameters.clear_test_iter();
+    parameters.clear_test_interval();
+  }
+  const Wish wish = argc == 4 ? parse(argv[3]) : Wish();
+  if (argv[2] == std::string("double")) {
+    train<double>(parameters, wish);
+  } else {
+    train<float>(parameters, wish);
+  }
+  PerseusWorld::Leave();
+  return 0;
+}
