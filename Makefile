@@ -194,19 +194,17 @@ check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch6
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PY) $(PYTEST) $(TEST_DIRS) </dev/null
 
-# What runs PyTorch: everything but the launchers, the core and the tools, which know nothing of its version. `make test-all`
-# runs those on the newest version, too, and where versions differ most, older ones.
-VERSION_TESTS := $(filter-out test/parallel/test_accuracy.py,$(wildcard test/parallel/test_*.py)) \
-                 $(wildcard test/python/test_torch_*.py test/python/test_ddp_*.py test/python/test_rendezvous_torch.py) \
-                 test/faults/test_process_group_faults.py
-OLDER_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
-               test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py
+# Where versions of PyTorch differ most. `make test` has time for those of torch.distributed, on the newest version; `make
+# test-all` runs all tests there, and these on older versions.
+VERSION_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
+                 test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py
+DISTRIBUTED := -k "(c10d or ddp or point_to_point or test_process_group_faults or test_torch_backend) and not bench"
 TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
 
-test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## the tests of PyTorch with its newest version
-	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
+test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## torch.distributed with the newest PyTorch
+	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS) $(DISTRIBUTED)) </dev/null
 	for venv in $(TORCHES:torch-2.15=); do \
-	    .venv/$$venv/bin/python $(PYTEST) $(OLDER_TESTS) </dev/null; \
+	    .venv/$$venv/bin/python $(PYTEST) $(VERSION_TESTS) </dev/null; \
 	done
 
 # The oldest TensorFlow that is served, too, where everything is tested.
