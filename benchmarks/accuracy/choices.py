@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 # Every rank is a host of its own: what goes between hosts goes between all.
 _HOSTS = {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "1"}
@@ -10,14 +12,20 @@ _HOSTS = {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "1"}
 
 @dataclass(frozen=True)
 class Choice:
-    """variables: what a user sets for it."""
+    """variables: what a user sets for it. wrapper, options: the function of hvd, its arguments."""
 
     name: str
     variables: dict[str, str] = field(default_factory=dict)
+    wrapper: str = "DistributedOptimizer"
+    options: dict[str, Any] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         """Return the variables of a run."""
         return {**_HOSTS, **self.variables}
+
+    def wrapping(self) -> str:
+        """Return the worker's argument that says how to wrap an optimizer."""
+        return json.dumps([self.wrapper, self.options])
 
 
 EXACT = Choice("exact", {"PERSEUS_ALLREDUCE_DTYPE": "1"})
@@ -39,3 +47,15 @@ CHOICES: dict[str, Choice] = {
         *(Choice(f"rotate:{n}", {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": str(n)}) for n in (2, 4, 8)),
     )
 }
+
+# Hosts that step on their own have rows of their own: they are not a choice between codecs.
+LOCAL_STEPS: dict[str, Choice] = {
+    choice.name: choice
+    for choice in (
+        Choice("LocalSGD, K 8", wrapper="LocalSGD", options={"every": 8}),
+        Choice("DiLoCo, K 8", wrapper="DiLoCo", options={"every": 8}),
+        Choice("DiLoCo, K 32, F 4", wrapper="DiLoCo", options={"every": 32, "fragments": 4}),
+    )
+}
+
+ALL = {**CHOICES, **LOCAL_STEPS}

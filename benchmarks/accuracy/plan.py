@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from choices import CHOICES
+from choices import CHOICES, LOCAL_STEPS
 from tasks import TASKS
 
 _SEEDS = {"digits": 200, "text": 30, "denoising": 30}
@@ -37,3 +37,6 @@ def cells() -> Iterator[tuple[Cell, int]]:
     for scale in (0.5, 2.0):
         for choice in CHOICES:
             yield Cell("digits", choice, scale=scale), _SEEDS_ELSEWHERE
+    for ranks in (2, 4):
+        for choice in LOCAL_STEPS:
+            yield Cell("digits", choice, ranks=ranks), _SEEDS_ELSEWHERE

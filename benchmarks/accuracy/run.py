@@ -19,7 +19,7 @@ from pathlib import Path
 
 import records
 import report
-from choices import CHOICES, EXACT
+from choices import ALL, EXACT
 from plan import Cell, cells
 
 
@@ -31,8 +31,9 @@ def train(cell: Cell, first: int, end: int, path: Path) -> None:
     here = Path(__file__).parent
     command = [sys.executable, "-m", "perseus.run", "-np", str(cell.ranks), sys.executable]
     command += [str(here / "worker.py"), cell.task, cell.optimizer, str(cell.scale)]
-    command += [str(first), str(end)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **CHOICES[cell.choice].environment()}
+    choice = ALL[cell.choice]
+    command += [str(first), str(end), choice.wrapping()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **choice.environment()}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         for line in job.stdout:

@@ -1,8 +1,9 @@
 """Trains one cell of the table on the ranks that perseusrun starts; rank 0 prints the scores.
 
-    perseusrun -np 2 python worker.py digits sgd 1.0 0 20
+    perseusrun -np 2 python worker.py digits sgd 1.0 0 20 '["LocalSGD", {"every": 8}]'
 
-prints a line of JSON for each of the seeds 0 to 19.
+prints a line of JSON for each of the seeds 0 to 19. The last argument is a function of hvd with its
+arguments; without it, hvd.DistributedOptimizer wraps the optimizer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from tasks import TASKS, Task
@@ -35,13 +39,13 @@ def _rate(done: float) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * (done - rise) / (1 - rise))
 
 
-def _train(task: Task, optimizer_name: str, rate: float, seed: int) -> float:
+def _train(
+    task: Task, optimizer_name: str, rate: float, seed: int, wrap: Callable[..., Any]
+) -> float:
     torch.manual_seed(seed)
     model = task.model()
     named = [(f"{seed}.{name}", each) for name, each in model.named_parameters()]
-    optimizer = hvd.DistributedOptimizer(
-        _OPTIMIZERS[optimizer_name](model.parameters(), rate), named_parameters=named
-    )
+    optimizer = wrap(_OPTIMIZERS[optimizer_name](model.parameters(), rate), named_parameters=named)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step / task.steps))
     model.train()
     for batch in task.batches(seed, hvd.rank(), hvd.size()):
@@ -56,13 +60,14 @@ def _train(task: Task, optimizer_name: str, rate: float, seed: int) -> float:
 
 def main() -> None:
     """See the module."""
-    name, optimizer, scale, first, end = sys.argv[1:]
+    name, optimizer, scale, first, end, *wrapping = sys.argv[1:]
+    wrapper, options = json.loads(wrapping[0]) if wrapping else ("DistributedOptimizer", {})
     torch.set_num_threads(1)
     hvd.init()
     task = TASKS[name]
     rate = task.rates[optimizer] * float(scale)
     for seed in range(int(first), int(end)):
-        score = _train(task, optimizer, rate, seed)
+        score = _train(task, optimizer, rate, seed, partial(getattr(hvd, wrapper), **options))
         if hvd.rank() == 0:
             print(json.dumps({"seed": seed, "score": score}), flush=True)
     hvd.shutdown()

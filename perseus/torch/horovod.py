@@ -59,6 +59,7 @@ from perseus.torch.gather import (
     grouped_allgather_async,
 )
 from perseus.torch.group_comm import GroupComm
+from perseus.torch.local_steps import DiLoCo, LocalSGD
 from perseus.torch.optimizer import DistributedOptimizer
 from perseus.torch.reductions import (
     allreduce,
@@ -84,10 +85,12 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DiLoCo",
     "DistributedOptimizer",
     "GroupComm",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
+    "LocalSGD",
     "Max",
     "Min",
     "ProcessSet",

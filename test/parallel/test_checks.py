@@ -26,6 +26,8 @@ MODULES = [
     "parameter_checks",
     "compression_checks",
     "rotation_checks",
+    "local_steps_checks",
+    "local_steps_state_checks",
     "timeline_checks",
     "elastic_checks",
     "schedule_checks",

@@ -1,0 +1,90 @@
+"""LocalSGD and DiLoCo on one rank: the first is the plain optimizer, the second one worker."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import perseus.torch.horovod as hvd
+
+
+@pytest.fixture(autouse=True)
+def world():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def _start():
+    torch.manual_seed(3)
+    model = torch.nn.Linear(5, 3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _step(model, optimizer, step):
+    generator = torch.Generator().manual_seed(step)
+    optimizer.zero_grad()
+    model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def test_local_sgd_is_the_plain_optimizer():
+    (expected, plain), (model, inner) = _start(), _start()
+    optimizer = hvd.LocalSGD(inner, model.named_parameters(), every=2)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    for step in range(7):
+        _step(expected, plain, step)
+        _step(model, optimizer, step)
+    hvd.synchronize_parameters()
+    assert torch.equal(model.weight, expected.weight)
+    assert optimizer.state_dict().keys() == plain.state_dict().keys()
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_the_outer_optimizer_is_that_of_torch(delay):
+    (expected, plain), (model, inner) = _start(), _start()
+    optimizer = hvd.DiLoCo(
+        inner, model.named_parameters(), every=3, delay=delay, outer_lr=0.7, outer_momentum=0.9
+    )
+    everywhere = [torch.nn.Parameter(each.detach().clone()) for each in expected.parameters()]
+    outer = torch.optim.SGD(everywhere, lr=0.7, momentum=0.9, nesterov=True)
+    sent = None
+    for step in range(1, 14):
+        _step(expected, plain, step)
+        _step(model, optimizer, step)
+        parameters = [each.detach() for each in expected.parameters()]
+        if sent is not None and step % 3 == 0:
+            _outer_step(outer, everywhere, sent, parameters)
+        if step % 3 == 0:
+            sent = [each.clone() for each in parameters]
+            if delay == 0:
+                _outer_step(outer, everywhere, sent, parameters)
+                sent = None
+        for ours, wanted in zip(model.parameters(), parameters, strict=True):
+            assert torch.allclose(ours, wanted, atol=1e-6)
+
+
+def _outer_step(outer, everywhere, sent, parameters):
+    for each, value in zip(everywhere, sent, strict=True):
+        each.grad = each.detach() - value
+    outer.step()
+    for each, value, parameter in zip(everywhere, sent, parameters, strict=True):
+        parameter.add_(each.detach() - value)
+
+
+def test_one_worker_saves_and_resumes():
+    model, inner = _start()
+    optimizer = hvd.DiLoCo(inner, model.named_parameters(), every=4, fragments=2)
+    for step in range(9):
+        _step(model, optimizer, step)
+    other, inner = _start()
+    resumed = hvd.DiLoCo(inner, other.named_parameters(), every=4, fragments=2)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(9, 20):
+        _step(model, optimizer, step)
+        _step(other, resumed, step)
+    assert torch.equal(model.weight, other.weight)
