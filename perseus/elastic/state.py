@@ -46,7 +46,8 @@ class State:
     def commit(self) -> None:
         """Call save(), then check_host_updates(): a failure no longer loses the work up to here.
 
-        Parameters that `Compression.rotate` lets differ between ranks are made equal before.
+        Parameters that `Compression.rotate`, `hvd.LocalSGD` and `hvd.DiLoCo` let differ between
+        ranks are made equal before.
         """
         synchronize_parameters()
         self.save()

@@ -80,14 +80,14 @@ class LocalSteps(Rotation):
     def take_turn(self) -> None:
         """See Turns."""
         self._turn += 1
-        self._settle(self._turn)
+        self._apply_due(self._turn)
         for part in range(self.parts):
             if self.pace.is_due(part, self._turn):
                 begun = self.begin(part, self._turn + self.pace.delay)
                 if begun is not None:
                     self._under_way.append(begun)
         if self.pace.delay == 0:
-            self._settle(self._turn)
+            self._apply_due(self._turn)
 
     def finish(self) -> None:
         """Apply what is under way, before other values replace the parameters.
@@ -96,7 +96,7 @@ class LocalSteps(Rotation):
         with a state that one rank has loaded.
         """
         self.end_step()
-        self._settle(None)
+        self._apply_due(None)
         self._agreed = False
 
     def drop(self) -> None:
@@ -108,10 +108,13 @@ class LocalSteps(Rotation):
             with contextlib.suppress(HorovodInternalError):
                 self.wait(begun)
 
-    def make_equal(self) -> None:
-        """Apply what is under way, and give parameters the average of all ranks. A collective."""
+    def settle(self) -> None:
+        """See Turns. A collective: a rank that has skipped a step takes its turn first."""
         self.end_step()
-        self._settle(None)
+        self._apply_due(None)
+
+    def average_all(self) -> None:
+        """See Turns."""
         # What travels is parameters, whatever the exchanges of steps send.
         for pending in [self.send(part) for part in range(self.parts)]:
             if pending is not None:
@@ -125,7 +128,7 @@ class LocalSteps(Rotation):
         self._under_way = [begun for begun in self._under_way if begun.received()]
         self._agreed = self._owes_turn = False
 
-    def _settle(self, turn: int | None) -> None:
+    def _apply_due(self, turn: int | None) -> None:
         """Apply what is due after a step; None: all."""
         while self._under_way and (turn is None or self._under_way[0].due <= turn):
             self.apply(self._under_way.pop(0))

@@ -44,6 +44,10 @@ class Residuals:
         """
         self._reductions[key] = name, grouped
 
+    def forget_names(self) -> None:
+        """Keep what is waiting until know() tells names again: a new world may give others."""
+        self._reductions.clear()
+
     def read(self) -> dict[str, Held]:
         """Return copies of all residuals, by key."""
         held = {key: (layout, bytearray(data)) for key, (layout, data) in self.waiting.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
+from typing import Any, NamedTuple
 
 from perseus import basics, control
 from perseus.compression import ROTATE, SETTINGS, Compressor
@@ -37,75 +38,134 @@ def parts_of(compression: type[Compressor]) -> int:
 class Rotation(Turns):
     """The parameters of one optimizer.
 
-    name: matches exchanges across ranks. If several have one name, as the optimizers of two models
-        whose parameters are named alike, they are numbered in the order of creation, because what
-        one has under way waits for its next step. process_set: the ranks that take part.
+    name: matches exchanges across ranks; rotations may share it, as those of two models do whose
+        parameters are named alike. process_set: the ranks that take part.
     """
 
     def __init__(self, name: str, process_set: ProcessSet, parts: int) -> None:
-        self._base = name
+        super().__init__(name, parts)
         self.process_set = process_set
-        super().__init__(_numbered(name), parts)
+        self._number: int | None = None
+        self.identity = f"{name}~{_next_of(_made, name)}"
         _living.append(weakref.ref(self))
+
+    @property
+    def name(self) -> str:
+        """What exchanges are called.
+
+        Rotations that share a name are numbered in the order of their first exchanges in this
+        world, which is the same on all ranks. The order of creation is not: after an elastic
+        restart, old ranks and new ones have made different numbers of optimizers, and ranks collect
+        the garbage at different times.
+        """
+        if self._number is None:
+            group = self.process_set.process_set_id
+            self._number = _next_of(_numbered, (self._name, group))
+        return self._name if self._number == 1 else f"{self._name}#{self._number}"
+
+    def known_as(self) -> str | None:
+        """Return `name`; None before the first exchange in this world."""
+        return None if self._number is None else self.name
 
     def begin_world(self) -> None:
         """Forget the last world's turn and what was under way."""
-        self.name = _numbered(self._base)
+        self._number = None
         self._turn = 0
         self._pending = None
 
+    def make_equal_as(self, name: str) -> None:
+        """Call make_equal(), whose exchanges have another name."""
+        self.settle()
+        own = self._name, self._number
+        self._name, self._number = name, 1
+        try:
+            self.average_all()
+        finally:
+            self._name, self._number = own
+
 
 _living: list[weakref.ref[Rotation]] = []
-_numbers: Counter[str] = Counter()
+_made: Counter[str] = Counter()  # by this process, by name
+_numbered: Counter[tuple[str, int | None]] = Counter()  # in this world, by name and process set
 
 
-def _numbered(name: str) -> str:
-    _numbers[name] += 1
-    return name if _numbers[name] == 1 else f"{name}#{_numbers[name]}"
+def _next_of(counter: Counter[Any], key: Any) -> int:
+    counter[key] += 1
+    return counter[key]
 
 
 def _rotations() -> list[Rotation]:
-    """Return what is in use, in the order of creation, which is the same on all ranks."""
+    """Return what is in use, in the order of creation."""
     return [rotation for reference in _living if (rotation := reference()) is not None]
 
 
-def _living_everywhere() -> list[Rotation]:
-    """Return those that all members of their process sets still have, in one order. A collective.
+class _Known(NamedTuple):
+    """What a rank tells of a rotation. name: None before the first exchange in this world."""
 
-    Ranks collect the garbage of optimizers at different times.
+    group: int
+    name: str | None
+    identity: str
+
+
+def _living_everywhere() -> dict[str, Rotation]:
+    """Return those of this rank that all members of their process sets still have. A collective.
+
+    The keys are equal on all members. Ranks match rotations by their names in this world. Those
+    without exchanges in it match if all members' processes made equally many with their name, as
+    they have unless some started later; a new process takes over parameters by broadcasts.
     """
-    mine = {rotation.name: rotation for rotation in _rotations()}
-    names = json.dumps(list(mine))
-    gathered = [set(json.loads(line)) for line in control.gather_lines(names, "rotate.living")]
+    mine = {}
+    for rotation in _rotations():
+        group = rotation.process_set.process_set_id
+        if group is not None and basics.rank() in (basics.group_ranks(group) or []):
+            mine[_Known(group, rotation.known_as(), rotation.identity)] = rotation
+    lines = control.gather_lines(json.dumps(list(mine)), "rotate.living")
+    gathered = [[_Known(*known) for known in json.loads(line)] for line in lines]
 
-    def everywhere(rotation: Rotation) -> bool:
-        members = basics.group_ranks(rotation.process_set.process_set_id or 0) or []
-        return all(rotation.name in gathered[rank] for rank in members)
+    names = [{(known.group, known.name) for known in of_rank} for of_rank in gathered]
 
-    return [mine[name] for name in sorted(mine) if everywhere(mine[name])]
+    def has_common_name(known: _Known) -> bool:
+        members = basics.group_ranks(known.group) or []
+        return known.name is not None and all(known[:2] in names[rank] for rank in members)
+
+    others = [
+        {(known.group, known.identity) for known in of_rank if not has_common_name(known)}
+        for of_rank in gathered
+    ]
+    found = {}
+    for known, rotation in mine.items():
+        members = basics.group_ranks(known.group) or []
+        if has_common_name(known):
+            found[f"rotate.equal.{known.group}.{known.name}"] = rotation
+        elif all((known.group, known.identity) in others[rank] for rank in members):
+            found[f"rotate.equal.{known.group}.{known.identity}"] = rotation
+    return found
 
 
 def synchronize_parameters() -> None:
     """Make the parameters of all optimizers that use `Compression.rotate` equal on all ranks.
 
-    They become the average of all ranks. Without such an optimizer it does nothing. Call it on all
-    ranks before evaluation and checkpoints; a checkpoint that rank 0 alone saves without it has
-    rank 0's replica. Broadcasts need no call before them, and elastic commits make it themselves.
+    They become the average of all ranks, as do those of `hvd.LocalSGD` and `hvd.DiLoCo`. Call it on
+    all ranks of the world before evaluation and checkpoints; a checkpoint that rank 0 alone saves
+    without it has rank 0's replica. Broadcasts need no call before them, and elastic commits make
+    it themselves.
     """
-    # After the first rotation of a process, on all ranks.
-    if _living:
-        for rotation in _living_everywhere():
-            rotation.make_equal()
+    if basics.size() > 1:
+        for name, rotation in sorted(_living_everywhere().items()):
+            rotation.make_equal_as(name)
 
 
 def finish_corrections() -> None:
     """Apply what is under way, before parameters are overwritten. Not a collective."""
     for rotation in _rotations():
-        rotation.finish()
+        if rotation.process_set.process_set_id is None:
+            rotation.drop()  # removed, and with it what was under way
+        else:
+            rotation.finish()
 
 
 def _begin_world() -> None:
-    _numbers.clear()
+    _numbered.clear()
     for rotation in _rotations():
         rotation.begin_world()
 

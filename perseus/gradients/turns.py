@@ -32,10 +32,15 @@ class Turns(ABC):
     """
 
     def __init__(self, name: str, parts: int) -> None:
-        self.name = name
+        self._name = name
         self.parts = parts
         self._turn = 0
         self._pending: Any = None
+
+    @property
+    def name(self) -> str:
+        """What exchanges are called, the same on all ranks."""
+        return self._name
 
     def take_turn(self) -> None:
         """Send a part of the parameters, and correct those that were sent in the step before.
@@ -66,7 +71,15 @@ class Turns(ABC):
 
     def make_equal(self) -> None:
         """Give all parameters the average of all ranks. A collective."""
+        self.settle()
+        self.average_all()
+
+    def settle(self) -> None:
+        """Apply what is under way. Not a collective."""
         self.finish()
+
+    def average_all(self) -> None:
+        """Replace all parameters by the average of all ranks, with nothing under way."""
         for part in range(self.parts):
             pending = self.send(part)
             if pending is not None:

@@ -83,11 +83,11 @@ class TorchLocalSteps(LocalSteps):
         """See LocalSteps."""
         self.receive(begun)
 
-    def make_equal(self) -> None:
-        """See LocalSteps."""
+    def average_all(self) -> None:
+        """See Turns."""
         # Rounding would change replicas that have never differed.
         if not self.one_worker:
-            super().make_equal()
+            super().average_all()
 
     def begin_world(self) -> None:
         """See LocalSteps."""

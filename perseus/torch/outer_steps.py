@@ -57,7 +57,6 @@ class OuterSteps(TorchLocalSteps):
         self._reducer = HandleReducer(
             Plan(compression=outer.compression, process_set=process_set), session
         )
-        self._name_reductions()
 
     def begin(self, part: int, due: int) -> Exchange | None:
         """See LocalSteps."""
@@ -98,10 +97,13 @@ class OuterSteps(TorchLocalSteps):
     def begin_world(self) -> None:
         """See LocalSteps."""
         super().begin_world()
-        self._name_reductions()
+        self._reducer.reductions = []
+        self._reducer.residuals.forget_names()
 
     def agree(self) -> None:
         """See LocalSteps. Global parameters begin as the local ones."""
+        if not self._reducer.reductions:
+            self._name_reductions()
         if not self._global:
             self._global = self._like_parameters([each.detach() for each in self._parameters])
             self._velocity = [torch.zeros_like(each) for each in self._global]
@@ -145,10 +147,8 @@ class OuterSteps(TorchLocalSteps):
 
     def _name_reductions(self) -> None:
         """Give each part's outer gradient the name that this world has for the parameters."""
-        residuals = self._reducer.residuals
-        self._reducer.reductions = []
         for part in range(self.parts):
             # The key stays the same where another model's name makes this one a numbered one.
-            reduction = Reduction(f"{self.name}.{part}.outer", f"{self._base}.{part}.outer")
-            residuals.know(reduction.key, reduction.name, False)
+            reduction = Reduction(f"{self.name}.{part}.outer", f"{self._name}.{part}.outer")
+            self._reducer.residuals.know(reduction.key, reduction.name, False)
             self._reducer.reductions.append(reduction)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import patterns
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ import perseus.torch.horovod as hvd
 
 @contextmanager
 def apart(**settings: object) -> Iterator[None]:
-    """Inner groups of one rank: what goes between hosts goes between all."""
-    with world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings), process_group():
+    """As in patterns, with a process group."""
+    with patterns.apart(**settings), process_group():
         yield
 
 

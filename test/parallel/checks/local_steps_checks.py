@@ -7,16 +7,13 @@ import gc
 import torch
 from local_replicas import Replicas
 from local_training import (
-    Training,
-    Wrap,
-    apart,
-    equal_everywhere,
     global_parameters,
     kinds,
     rounding,
     same,
 )
-from patterns import added, assert_job_usable, raised, world_with
+from patterns import added, apart, assert_job_usable, raised, world_with
+from sloping_training import Training, Wrap, equal_everywhere
 from torch import nn
 from turns import RATE, slope
 

@@ -8,16 +8,13 @@ import gc
 import torch
 from local_replicas import Replicas
 from local_training import (
-    Training,
-    Wrap,
-    apart,
-    equal_everywhere,
     global_parameters,
     kinds,
     rounding,
     same,
 )
-from patterns import assert_job_usable, nan_check, raised
+from patterns import apart, assert_job_usable, nan_check, raised
+from sloping_training import Training, Wrap, equal_everywhere
 from torch import nn
 from turns import RATE, SHAPES
 

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -82,6 +82,11 @@ def world_with(**settings: object) -> Iterator[None]:
     for name in settings:
         del os.environ[name]
     hvd.init()
+
+
+def apart(**settings: object) -> AbstractContextManager[None]:
+    """A world whose ranks are hosts of their own: what goes between hosts goes between all."""
+    return world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings)
 
 
 def nan_check(action: str) -> dict[str, object]:

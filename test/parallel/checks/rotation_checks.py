@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
 
 import torch
-from patterns import assert_job_usable, raised, world_with
+from patterns import apart, assert_job_usable, raised
+from sloping_training import Training
 from torch import nn
 from turns import RATE, SHAPES, Simulation, slope
 
@@ -15,50 +15,14 @@ import perseus.torch.horovod as hvd
 from perseus.elastic.loop import reset
 
 
-def _apart(**settings: object) -> AbstractContextManager[None]:
-    """Inner groups of one rank: what goes between hosts goes between all."""
-    return world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, **settings)
-
-
-class _Training:
-    def __init__(
-        self,
-        compression: object = hvd.Compression.settings,
-        dtype: torch.dtype = torch.float32,
-        **options: object,
-    ) -> None:
-        self.parameters = {
-            name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()
-        }
-        self.optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(self.parameters.values(), lr=RATE),
-            named_parameters=self.parameters.items(),
-            compression=compression,
-            **options,
-        )
-        self.taken = 0
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        for name, parameter in self.parameters.items():
-            gradient = slope(name, hvd.rank(), self.taken).to(parameter.dtype)
-            (parameter * gradient).sum().backward()
-        self.optimizer.step()
-        self.taken += 1
-
-    def values(self) -> list[torch.Tensor]:
-        return [parameter.detach() for parameter in self.parameters.values()]
-
-    def equal_everywhere(self) -> bool:
-        flat = torch.cat([value.reshape(-1) for value in self.values()])
-        gathered = hvd.allgather(flat.view(torch.uint8).reshape(1, -1))
-        return all(torch.equal(row, gathered[0]) for row in gathered)
+def rotating(compression: object, dtype: torch.dtype = torch.float32) -> Training:
+    return Training(hvd.DistributedOptimizer, dtype, compression=compression)
 
 
 def check_parameters_are_those_of_a_simulation() -> None:
     for parts in (2, 3, 8):
-        with _apart():
-            training, simulation = _Training(hvd.Compression.rotate(parts)), Simulation(parts)
+        with apart():
+            training, simulation = rotating(hvd.Compression.rotate(parts)), Simulation(parts)
             for _ in range(2 * parts + 1):
                 training.step()
                 simulation.step()
@@ -67,9 +31,9 @@ def check_parameters_are_those_of_a_simulation() -> None:
 
 
 def check_the_setting_does_the_same() -> None:
-    with _apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
         for compression in (hvd.Compression.settings, hvd.Compression.rotate()):
-            training, simulation = _Training(compression), Simulation(4)
+            training, simulation = rotating(compression), Simulation(4)
             for _ in range(6):
                 training.step()
                 simulation.step()
@@ -78,8 +42,8 @@ def check_the_setting_does_the_same() -> None:
 
 def check_every_dtype_is_averaged() -> None:
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float16, 0.02), (torch.bfloat16, 0.1)):
-        with _apart():
-            training, simulation = _Training(hvd.Compression.rotate(2), dtype), Simulation(2)
+        with apart():
+            training, simulation = rotating(hvd.Compression.rotate(2), dtype), Simulation(2)
             for _ in range(6):
                 training.step()
                 simulation.step()
@@ -89,8 +53,8 @@ def check_every_dtype_is_averaged() -> None:
 
 
 def check_synchronized_parameters_have_the_same_bits_everywhere() -> None:
-    with _apart():
-        training, simulation = _Training(hvd.Compression.rotate(3)), Simulation(3)
+    with apart():
+        training, simulation = rotating(hvd.Compression.rotate(3)), Simulation(3)
         for _ in range(4):
             training.step()
             simulation.step()
@@ -106,13 +70,13 @@ def check_synchronized_parameters_have_the_same_bits_everywhere() -> None:
         hvd.synchronize_parameters()  # of equal ones changes nothing but roundings
         training.step()
         assert not training.equal_everywhere()
-    _Training(hvd.Compression.fp16).step()
+    rotating(hvd.Compression.fp16).step()
     hvd.synchronize_parameters()  # nothing to do
 
 
 def check_a_broadcast_leaves_nothing_to_correct() -> None:
-    with _apart():
-        training = _Training(hvd.Compression.rotate(2))
+    with apart():
+        training = rotating(hvd.Compression.rotate(2))
         for _ in range(3):
             training.step()
         root = hvd.size() - 1
@@ -126,8 +90,8 @@ def check_a_broadcast_leaves_nothing_to_correct() -> None:
 
 
 def check_loaded_parameters_are_not_corrected() -> None:
-    with _apart():
-        training = _Training(hvd.Compression.rotate(2))
+    with apart():
+        training = rotating(hvd.Compression.rotate(2))
         for _ in range(3):
             training.step()
         training.optimizer.load_state_dict(training.optimizer.state_dict())
@@ -140,7 +104,7 @@ def check_loaded_parameters_are_not_corrected() -> None:
 
 def check_only_an_nth_of_the_parameters_travels() -> None:
     count, parts = 400_000, 8
-    with _apart():
+    with apart():
         parameter = nn.Parameter(torch.zeros(4000, 100))
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD([parameter], lr=0.1),
@@ -157,8 +121,8 @@ def check_only_an_nth_of_the_parameters_travels() -> None:
 
 
 def check_ranks_that_have_joined_do_not_pull_to_zero() -> None:
-    with _apart():
-        training = _Training(hvd.Compression.rotate(2))
+    with apart():
+        training = rotating(hvd.Compression.rotate(2))
         for parameter in training.parameters.values():
             parameter.data.fill_(100.0)
         steps = 2 if hvd.rank() == 0 else 6
@@ -171,18 +135,18 @@ def check_ranks_that_have_joined_do_not_pull_to_zero() -> None:
 
 def check_ranks_of_one_host_stay_equal() -> None:
     """Nothing is left out inside a host: gradients are averaged there."""
-    rotating, plain = _Training(hvd.Compression.rotate(4)), _Training(hvd.Compression.none)
+    training, plain = rotating(hvd.Compression.rotate(4)), rotating(hvd.Compression.none)
     for _ in range(5):
-        rotating.step()
+        training.step()
         plain.step()
-        assert rotating.equal_everywhere()
-    for ours, expected in zip(rotating.values(), plain.values(), strict=True):
+        assert training.equal_everywhere()
+    for ours, expected in zip(training.values(), plain.values(), strict=True):
         assert (ours - expected).abs().max() < 1e-5
 
 
 def check_survivors_begin_a_new_turn() -> None:
-    with _apart():
-        training = _Training(hvd.Compression.rotate(4))
+    with apart():
+        training = rotating(hvd.Compression.rotate(4))
         weights = nn.ParameterDict(training.parameters)
         state = hvd.elastic.TorchState(optimizer=training.optimizer, weights=weights)
         training.step()
@@ -200,8 +164,8 @@ def check_survivors_begin_a_new_turn() -> None:
 
 
 def check_a_gradient_that_is_accumulated_moves_nothing() -> None:
-    with _apart(PERSEUS_ACCUMULATE_N_STEPS=3, PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-        training = _Training()
+    with apart(PERSEUS_ACCUMULATE_N_STEPS=3, PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        training = rotating(hvd.Compression.settings)
         for step in range(1, 7):
             before = copy.deepcopy(training.values())
             training.step()
@@ -213,16 +177,16 @@ def check_a_gradient_that_is_accumulated_moves_nothing() -> None:
 
 
 def check_what_excludes_each_other_is_refused() -> None:
-    with _apart(PERSEUS_PARAMETER_CHECK_N_STEPS=5):
-        text = raised(ValueError, lambda: _Training(hvd.Compression.rotate(2)))
+    with apart(PERSEUS_PARAMETER_CHECK_N_STEPS=5):
+        text = raised(ValueError, lambda: rotating(hvd.Compression.rotate(2)))
         assert "cannot compare" in text
-        _Training(hvd.Compression.fp16)
+        rotating(hvd.Compression.fp16)
 
 
 def check_a_step_that_one_rank_skips_does_not_shift_the_turns() -> None:
     """As a gradient scaler does it where the rank's own gradients have overflowed."""
-    with _apart():
-        training = _Training(hvd.Compression.rotate(4))
+    with apart():
+        training = rotating(hvd.Compression.rotate(4))
         for step in range(6):
             training.optimizer.zero_grad()
             for name, parameter in training.parameters.items():
@@ -236,7 +200,7 @@ def check_a_step_that_one_rank_skips_does_not_shift_the_turns() -> None:
 
 
 def check_sparse_gradients_are_gathered_as_ever() -> None:
-    with _apart():
+    with apart():
         embedding = nn.Embedding(20, 3, sparse=True)
         weight = embedding.weight
         weight.data.zero_()
@@ -256,8 +220,8 @@ def check_sparse_gradients_are_gathered_as_ever() -> None:
 
 
 def check_two_models_with_the_same_names_do_not_mix() -> None:
-    with _apart():
-        first, second = (_Training(hvd.Compression.rotate(2)) for _ in range(2))
+    with apart():
+        first, second = (rotating(hvd.Compression.rotate(2)) for _ in range(2))
         simulation = Simulation(2)
         for parameter in second.parameters.values():
             parameter.data.fill_(50.0)
