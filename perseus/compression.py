@@ -156,10 +156,10 @@ def top_k(ratio: float | None = None) -> type[Compressor]:
 def rotate(n: int | None = None) -> type[Compressor]:
     """A compressor that sends each element every n-th step, n of 1 to 1024.
 
-    The optimizers and tapes of PyTorch, Keras and TensorFlow average parameters so, while hosts
-    step with their own gradients; hvd.synchronize_parameters() makes parameters equal. Elsewhere
-    gradients are held back, which can diverge for n above 2. None = PERSEUS_DOWNSAMPLE_N_ELEMENTS.
-    Raises ValueError for anything else.
+    Optimizers, trainers, tapes and KVStores average parameters so, while hosts step with their own
+    gradients; hvd.synchronize_parameters() makes parameters equal. hvd.allreduce holds elements of
+    gradients back, which can diverge for n above 2. None = PERSEUS_DOWNSAMPLE_N_ELEMENTS. Raises
+    ValueError for anything else.
     """
     if n is not None and not (isinstance(n, int) and 1 <= n <= 1024):
         raise ValueError(f"[compression] rotate({n}): expected a whole number from 1 to 1024")

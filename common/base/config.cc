@@ -73,14 +73,13 @@ constexpr Variable kTable[] = {
      "Steps in which the fraction of the elements that are sent falls from 0.25 to LIGHT_TOPK_RATIO, or to the "
      "fraction that a script asks for, if that is below 0.05: gradients change fastest at first. 0 = none."},
     {Var::kDownsample, "PERSEUS_DOWNSAMPLE_N_ELEMENTS", "", VarType::kInt, "1", "1..1024", true,
-     "N: in every step another N-th travels between hosts, which is 1/N of the traffic. PyTorch, Keras, "
-     "TensorFlow and Caffe average that part of each parameter, and every host steps with its own gradients; "
-     "synchronize_parameters() makes parameters equal, and Caffe does so itself, before tests and snapshots and at the "
-     "end. With MXNet it is a part of each gradient, and the rest is kept and added to the next one, which can diverge "
-     "for N above 2. 2, 4 and 8 are usual, 1 = off."},
+     "N: every host steps with its own gradients, and in every step another N-th of each parameter is averaged, which "
+     "is 1/N of the traffic. synchronize_parameters() makes parameters equal; Caffe does so itself, before tests and "
+     "snapshots and at the end. 2, 4 and 8 are usual, 1 = off."},
     {Var::kGradientMomentum, "PERSEUS_GRADIENT_MOMENTUM", "", VarType::kFloat, "1", "0..1", true,
-     "Factor by which the elements of gradients that PERSEUS_DOWNSAMPLE_N_ELEMENTS keeps are multiplied in every step: "
-     "1 loses nothing, a smaller factor discounts old values. It has no effect where parameters are averaged."},
+     "Factor by which the elements that allreduce(…, compression=Compression.rotate(n)) keeps are multiplied in every "
+     "step: 1 loses nothing, a smaller factor discounts old values. Optimizers average parameters instead, and keep "
+     "none."},
     {Var::kChangeAllgather, "PERSEUS_CHANGE_HVD_ALLGATHER", "", VarType::kChoice, "auto", "auto|0|1", true,
      "How allgather combines the tensors of all ranks: 0 = it stacks them, so that all must have one shape and the "
      "result has one more dimension, 1 = it joins them along the first dimension, auto = as in the interface that the "

@@ -28,6 +28,7 @@ from perseus.basics import (
 )
 from perseus.compat.common.extensions import check_extension, split_list
 from perseus.errors import HorovodInternalError
+from perseus.gradients.rotation import synchronize_parameters
 from perseus.mxnet import compression, functions, mpi_ops
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
@@ -122,4 +123,5 @@ __all__ = [
     "split_list",
     "start_timeline",
     "stop_timeline",
+    "synchronize_parameters",
 ]

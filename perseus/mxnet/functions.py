@@ -13,6 +13,7 @@ from mxnet.gluon.parameter import Parameter, ParameterDict
 
 from perseus import basics, control, objects
 from perseus.arguments import checked_root
+from perseus.gradients.rotation import finish_corrections
 from perseus.mxnet.mpi_ops import broadcast_
 
 
@@ -35,6 +36,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     checked_root(root_rank, "mxnet")
     if basics.size() == 1:
         return
+    finish_corrections()
     sent = []
     for key, parameter in sorted(params.items()):
         name = f"{prefix or ''}{key}"

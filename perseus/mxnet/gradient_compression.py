@@ -42,8 +42,9 @@ def compressor_of(parameters: Mapping[str, Any]) -> type[Compressor]:
     """Return the compressor for a dictionary as in KVStore.set_gradient_compression().
 
     'type' is one of fp16, bf16, int8, topk, rotate, auto, none, settings and MXNet's 2bit. topk
-    takes 'ratio', rotate takes 'n'. 2bit becomes int8, which also adds its error to the next
-    gradient; rank 0 warns that the threshold has no effect. Raises ValueError for anything else.
+    takes 'ratio', rotate takes 'n' and averages weights instead. 2bit becomes int8, which also adds
+    its error to the next gradient; rank 0 warns that the threshold has no effect. Raises ValueError
+    for anything else.
     """
     arguments = dict(parameters)
     kind = arguments.pop("type", None)

@@ -9,7 +9,6 @@ Source of the interface: MXNet 1.9, mxnet.kvstore.KVStore.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,6 +18,7 @@ import mxnet as mx
 import numpy as np
 
 from perseus import basics, control
+from perseus.gradients.outcome import Outcome
 from perseus.mxnet import ops, residuals, sparse
 from perseus.mxnet.gradient_compression import compressor_of
 from perseus.mxnet.kvstore_arguments import (
@@ -32,29 +32,15 @@ from perseus.mxnet.kvstore_arguments import (
     single_pairs,
     with_rows,
 )
-from perseus.mxnet.kvstore_reducer import StoreReducer, settle
+from perseus.mxnet.kvstore_reducer import StoreReducer, is_floating, settle
 from perseus.mxnet.kvstore_start import check_start
 from perseus.mxnet.kvstore_step import Step, Updater
+from perseus.mxnet.kvstore_value import Value, check_weight_is_known, weight_of
 from perseus.mxnet.parameter_check import WeightsByKey
+from perseus.mxnet.rotation import WeightTurns
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
 
 _store_numbers = count(1)
-
-
-@dataclass
-class _Value:
-    """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update.
-    reduced: what the last push has written to. given_to: the parameter that was broadcast into,
-    which others update where the store has no updater. is_given_out: the value is not
-    here, see pushpull.
-    """
-
-    array: Any
-    param_only: bool
-    pushed: Any = None
-    reduced: Any = None
-    given_to: Any = None
-    is_given_out: bool = False
 
 
 class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
@@ -66,18 +52,20 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
     Keys, shapes, dtypes, and the order of `init` and of creating stores are the same on all ranks.
     ValueError or TypeError says what is wrong with an argument. If ranks disagree, or one has died,
-    the next wait for an array raises MXNetError.
+    the next wait for an array raises MXNetError; with rotate, push raises that itself, or
+    HorovodInternalError.
     """
 
     def __init__(self) -> None:  # not super's, which creates a store of MXNet's own
         if not basics.is_initialized():
             basics.init()
         self._updater: Updater | None = None
-        self._values: dict[Key, _Value] = {}
+        self._values: dict[Key, Value] = {}
         self._scope = f"kvstore.{next(_store_numbers)}"
         self._reducer = StoreReducer(f"{self._scope}.")
         self._step = Step()
         self._weights = WeightsByKey()
+        self._turns = self._new_turns()
 
     def __del__(self) -> None:
         """There is nothing of MXNet's to free."""
@@ -127,7 +115,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         for each, array in single_pairs(key, value):
             self._init(each, array, param_only=False)
         for each, outs in pairs(key, out):
-            self._values[each].given_to = outs[0]
+            self._values[each].given_to = outs
         self.pull(key, out, priority, ignore_sparse=False)
 
     def push(self, key: Any, value: Any, priority: int = 0, op: int = PerseusOp.Sum) -> None:
@@ -216,7 +204,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
     def _set_updater(self, updater: Updater | None) -> None:
         """Have updater(key, sum, stored) change `stored` in place at every push."""
+        self._turns.finish()
         self._updater = updater
+        self._turns = self._new_turns()
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> None:
         """Write the optimizer's states, which are the same on every rank, to a file.
@@ -231,10 +221,12 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def load_optimizer_states(self, fname: str) -> None:
         """Read such a file, or one of MXNet's, on every rank. ValueError without set_optimizer.
 
-        The residuals become those that this rank wrote there, or none.
+        The residuals become those that this rank wrote there, or none. What rotate would still
+        correct is dropped.
         """
         updater = self._states("load")
         content = Path(fname).read_bytes()
+        self._turns.drop()
         updater.set_states(content)
         self._wait()
         self._reducer.forget()
@@ -243,9 +235,13 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
         """Set the encoding of gradients between hosts; the same on all ranks.
 
-        For the dictionary and its errors see gradient_compression.compressor_of.
+        For the dictionary and its errors see gradient_compression.compressor_of. ValueError for
+        rotate with PERSEUS_PARAMETER_CHECK_N_STEPS.
         """
-        self._reducer = StoreReducer(f"{self._scope}.", compressor_of(compression_params))
+        compression = compressor_of(compression_params)
+        self._turns.finish()
+        self._reducer = StoreReducer(f"{self._scope}.", compression)
+        self._turns = self._new_turns()
 
     # ---- ranks
 
@@ -265,6 +261,11 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             raise ValueError(f"[kvstore] no optimizer's states to {what}: call set_optimizer first")
         return self._updater
 
+    def _new_turns(self) -> WeightTurns:
+        # Without a reference to the store: it ends with its last reference.
+        find = partial(weight_of, self._values, self._updater)
+        return WeightTurns(self._reducer.plan, self._scope, find)
+
     def _wait(self) -> None:
         """Wait until nothing is under way."""
         for held in self._values.values():
@@ -278,20 +279,21 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         if value.stype not in ("default", "row_sparse"):
             raise ValueError(f"[kvstore] init of {key!r}: {value.stype} arrays are not served")
         if key in self._values:
+            self._turns.finish()
             settle(self._values[key].array)
         with mx.autograd.pause():
             held = sparse.as_stored(value, "default").copyto(mx.cpu())
             ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
             if value.stype == "row_sparse":
                 held = sparse.from_rows(held, np.arange(len(held)), value)
-        self._values[key] = _Value(held, param_only)
+        self._values[key] = Value(held, param_only)
 
-    def _held(self, key: Key, what: str) -> _Value:
+    def _held(self, key: Key, what: str) -> Value:
         if key not in self._values:
             raise ValueError(f"[kvstore] {what} of {key!r}, which was not initialised: call init")
         return self._values[key]
 
-    def _held_here(self, key: Key, what: str) -> _Value:
+    def _held_here(self, key: Key, what: str) -> Value:
         held = self._held(key, what)
         if held.is_given_out:
             raise ValueError(
@@ -317,9 +319,12 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 f"that the store must do it: set_optimizer, Trainer(update_on_kvstore=True), no "
                 f"MXNET_UPDATE_ON_KVSTORE=0; init(…, param_only=True) for what is no gradient"
             )
-        weight = held.given_to if updater is None else held.array
-        if gradient and weight is not None:
-            self._weights.update(key, weight)
+        weights = held.given_to if updater is None else [held.array]
+        if gradient and weights:
+            self._weights.update(key, weights[0])
+        takes_turn = gradient and self._takes_turn(held, given)
+        if takes_turn and updater is None:
+            check_weight_is_known(key, held)
         name = f"{self._scope}.{key}"
         if any(array.stype != "default" for array in given):
             result, outcome = self._reducer.add_rows(
@@ -339,8 +344,15 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             outcome = self._reducer.combine(
                 given, result, name, op=op, priority=priority, gradient=gradient
             )
+        if takes_turn:
+            self._turns.before_update(key, outcome == Outcome.REDUCED)
         if updater is not None:
             self._step.update(updater, key, result, held.array, outcome)
+
+    def _takes_turn(self, held: Value, given: list[Any]) -> bool:
+        """Return whether a key's weight is averaged instead of its gradient."""
+        dense = all(array.stype == "default" for array in (held.array, *given))
+        return dense and is_floating(held.array) and self._turns.rotation() is not None
 
 
 def create(name: str = TYPE) -> KVStore:

@@ -32,8 +32,8 @@ class StoreReducer:
     """
 
     def __init__(self, scope: str, compression: type[Compressor] = SettingsCompressor) -> None:
-        plan = Plan(op=PerseusOp.Sum, compression=compression)
-        self._reducer = GradientReducer(plan, scope)
+        self.plan = Plan(op=PerseusOp.Sum, compression=compression)
+        self._reducer = GradientReducer(self.plan, scope)
         self.residuals = self._reducer.residuals
         self.forget = self._reducer.forget
 
@@ -55,7 +55,7 @@ class StoreReducer:
             waits only if these may withhold gradients.
         """
         array = _joined(given, output, op)
-        if gradient and np.dtype(output.dtype).kind in "fV":  # V: bfloat16
+        if gradient and is_floating(output):
             return self._reducer([array], [name], [priority], outputs=[output]).together()
         ops.allreduce([array], [output], name, op=op, priority=priority)
         return Outcome.REDUCED
@@ -71,6 +71,11 @@ class StoreReducer:
         skips = gradient and basics.skips_nan_gradients()
         has_nan = skips and np.isnan(total.data.asnumpy()).any()
         return total, Outcome.SKIPPED if has_nan else Outcome.REDUCED
+
+
+def is_floating(array: Any) -> bool:
+    """Return whether settings for gradients apply to an array's dtype."""
+    return np.dtype(array.dtype).kind in "fV"  # V: bfloat16
 
 
 def settle(array: Any) -> None:

@@ -5,7 +5,8 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from perseus.gradients.bundles import bundles
 from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Held, pack, unpack
 from perseus.mxnet import ops, residuals
+from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.reducer import GradientReducer
+from perseus.mxnet.rotation import Weight, WeightTurns
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
@@ -38,12 +41,17 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     Trainer.save_states and Updater.get_states(dump_optimizer=True) include them. Module's
     save_optimizer_states omits the optimizer: use save_residuals and load_residuals with it.
 
+    With PERSEUS_DOWNSAMPLE_N_ELEMENTS it averages weights instead, and
+    hvd.synchronize_parameters() makes them equal. It learns in the first step which weights there
+    are, and averages from the second on. update() then raises MXNetError or HorovodInternalError if
+    a rank has died.
+
     Reductions are named by the parameters' indices, so two optimizers must not work at the same
     time. PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip is a ValueError: it applies to whole steps, of
     which update() sees one part at a time.
     """
 
-    _OWN = frozenset(["_optimizer", "_reducer", "_num_groups", "_weights"])
+    _OWN = frozenset(["_optimizer", "_reducer", "_num_groups", "_weights", "_turns", "_updated"])
 
     def __init__(
         self,
@@ -66,9 +74,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._optimizer = optimizer
         self._num_groups = num_groups
         self._weights = WeightsByKey(process_set, self._name_of)
-        self._reducer = GradientReducer(
-            Plan(process_set=process_set, predivide_factor=gradient_predivide_factor)
-        )
+        plan = Plan(process_set=process_set, predivide_factor=gradient_predivide_factor)
+        self._reducer = GradientReducer(plan)
+        self._updated: dict[Any, tuple[Any, Any]] = {}  # the last weight and state of each index
+        weight_of = partial(_weight_of, optimizer, self._updated)
+        self._turns = WeightTurns(plan, "optimizer", weight_of)
 
     def __reduce__(self) -> Any:
         # Updaters pickle it with their states. The core's sums of gradients are not included.
@@ -107,12 +117,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
         While PERSEUS_ACCUMULATE_N_STEPS sums gradients, the wrapped optimizer is not called.
         """
-        if self._reduce(index, weight, grad):
+        if self._reduce(index, weight, grad, None):
             self._optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Do the same as update() with the wrapped optimizer's update_multi_precision()."""
-        if self._reduce(index, weight, grad):
+        if self._reduce(index, weight, grad, state):
             self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
@@ -132,7 +142,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         residuals.write(Path(fname), b"", self._held())
 
     def load_residuals(self, fname: str) -> None:
-        """Continue with the residuals that this rank wrote; sums over steps begin again."""
+        """Continue with the residuals that this rank wrote; sums over steps begin again.
+
+        What PERSEUS_DOWNSAMPLE_N_ELEMENTS would still correct is dropped, as the weights are loaded
+        beside them.
+        """
+        self._turns.drop()
         self._reducer.forget()
         self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
 
@@ -147,8 +162,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             self._optimizer.idx2name.get(index, index) if parameter is None else parameter.name
         )
 
-    def _reduce(self, index: Any, weight: Any, grad: Any) -> bool:
-        """Reduce the gradients; returns whether to apply them."""
+    def _reduce(self, index: Any, weight: Any, grad: Any, state: Any) -> bool:
+        """Reduce the gradients; returns whether to apply them.
+
+        state: of an update that may keep the weight in another precision; else None.
+        """
         if not self._reducer.takes_part():
             return True
         if basics.skips_nan_gradients():
@@ -157,12 +175,29 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
                 "DistributedOptimizer sees a part at a time: use DistributedTrainer"
             )
         together = isinstance(index, (tuple, list))
-        indices, gradients = (list(index), list(grad)) if together else ([index], [grad])
-        for each, array in zip(indices, weight if together else [weight], strict=True):
+        indices, gradients, weights = (
+            list(given) if together else [given] for given in (index, grad, weight)
+        )
+        for each, array in zip(indices, weights, strict=True):
             self._weights.update(each, array)
         found, names = bundled(indices, self._num_groups if together else 0)
         priorities = [-i if isinstance(i, int) else 0 for i in indices]
-        return self._reducer(gradients, names, priorities, found).applies()
+        applies = self._reducer(gradients, names, priorities, found).applies()
+        if self._turns.rotation() is not None:
+            states = state if together and state is not None else [state] * len(indices)
+            for each, *known in zip(indices, weights, states, strict=True):
+                self._updated[each] = tuple(known)
+            for each in indices:
+                self._turns.before_update(each, applies)
+        return applies
+
+
+def _weight_of(
+    optimizer: mx.optimizer.Optimizer, updated: Mapping[Any, tuple[Any, Any]], index: Any
+) -> Weight:
+    weight, state = updated[index]
+    master = master_weight(optimizer, weight, state)
+    return Weight(weight) if master is None else Weight(master, followers=(weight,))
 
 
 def bundled(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from perseus.gradients.parameter_check import ParameterCheck
+from perseus.mxnet.step_keys import StepKeys
 from perseus.process_sets import ProcessSet, global_process_set
 
 
@@ -17,7 +18,7 @@ def buffer_of(array: Any) -> Any:
 
 
 class WeightsByKey:
-    """Compares weights that are updated one by one; a step ends when a key occurs again.
+    """Compares weights that are updated one by one; see StepKeys.
 
     name_of: returns the name of a key's weight, for messages.
     """
@@ -30,16 +31,13 @@ class WeightsByKey:
         self._name_of = name_of
         self._check = ParameterCheck(process_set)
         self._weights: dict[Any, Any] = {}
-        self._of_step: set[Any] = set()
+        self._steps = StepKeys()
 
     def update(self, key: Any, weight: Any) -> None:
         """Compare all weights if that is due; call it before a weight is updated."""
         if self._check.every == 0:
             return
-        if not self._of_step or key in self._of_step:
-            self._of_step.clear()
-            if self._check.due():
-                weights = self._weights.items()
-                self._check.compare((self._name_of(k), buffer_of(array)) for k, array in weights)
-        self._of_step.add(key)
+        if self._steps.begins(key) and self._check.due():
+            weights = self._weights.items()
+            self._check.compare((self._name_of(k), buffer_of(array)) for k, array in weights)
         self._weights[key] = weight

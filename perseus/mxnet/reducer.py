@@ -11,17 +11,25 @@ from operator import is_
 from typing import Any
 
 from perseus import basics
-from perseus.compression import applied_here
+from perseus.compression import Compressor, InsideCompressor, applied_here
 from perseus.failures import Failures
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.participation import takes_part
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import Reducer
+from perseus.gradients.rotation import parts_of
 from perseus.mxnet import ops
 from perseus.mxnet.library import Batch, Op, mxnet
 
-# Names, priorities, bundles, process set, and whether settings may withhold results.
-_Key = tuple[tuple[str, ...], tuple[int, ...], tuple[tuple[int, ...], ...], int | None, bool]
+# Names, priorities, bundles, process set, whether settings may withhold results, and compression.
+_Key = tuple[
+    tuple[str, ...],
+    tuple[int, ...],
+    tuple[tuple[int, ...], ...],
+    int | None,
+    bool,
+    type[Compressor],
+]
 
 
 class Outcomes:
@@ -46,6 +54,9 @@ class Outcomes:
 
 class GradientReducer(Reducer):
     """Reduces lists of gradients according to a plan.
+
+    With `Compression.rotate` or PERSEUS_DOWNSAMPLE_N_ELEMENTS it reduces them inside hosts only,
+    and its owner averages weights instead; see perseus.mxnet.rotation.
 
     scope: the prefix of names, which may differ between processes. The keys of `residuals` are
         names without it. Call wait() before reading the residuals.
@@ -101,6 +112,7 @@ class GradientReducer(Reducer):
             tuple(map(tuple, bundles or [(index,) for index in range(len(names))])),
             self.plan.process_set.process_set_id,
             withheld,
+            self._compression(),
         )
         batch = self._batch(sent, reduced_here, key)
         for op in batch.ops if self.residuals.waiting else ():
@@ -126,7 +138,7 @@ class GradientReducer(Reducer):
         now = [*sent, *results]
         unchanged = len(arrays) == len(now) and all(map(is_, arrays, now))
         if not (unchanged and made_for == key):
-            names, priorities, bundles, _, _ = key
+            names, priorities, bundles, *_ = key
             described = []
             for bundle in bundles:
                 first = bundle[0]
@@ -152,6 +164,10 @@ class GradientReducer(Reducer):
         self.wait()
         super().forget()
 
+    def _compression(self) -> type[Compressor]:
+        compression = self.plan.compression
+        return InsideCompressor if parts_of(compression) > 1 else compression
+
     def _key_of(self, name: str) -> str:
         return name.removeprefix(self._scope)
 
@@ -165,5 +181,6 @@ class GradientReducer(Reducer):
             grouped=grouped,
         )  # fmt: skip
         made.gradient_of = self.number
-        made.codec, made.codec_argument = plan.compression.codec, plan.compression.argument
+        compression = self._compression()
+        made.codec, made.codec_argument = compression.codec, compression.argument
         return made

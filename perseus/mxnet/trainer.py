@@ -8,6 +8,8 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,12 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.mxnet import ops, residuals
 from perseus.mxnet.compression import Compression
+from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
 from perseus.mxnet.parameter_check import buffer_of
 from perseus.mxnet.reducer import GradientReducer
+from perseus.mxnet.rotation import Weight, WeightTurns
 from perseus.mxnet.sparse import sum_rows
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
@@ -41,7 +45,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     params: `net.collect_params()`, or a list of parameters, which is sorted by name; one context.
     optimizer, optimizer_params: as in gluon. A DistributedOptimizer is unwrapped, with a warning.
     compression: how gradients are encoded on their way. Without it the settings decide, by default
-        float16 between hosts; Compression.none keeps full precision everywhere.
+        float16 between hosts; Compression.none keeps full precision everywhere. Compression.rotate
+        averages weights instead: hvd.synchronize_parameters() makes them equal.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum.
     prefix: put before the parameters' numbers, by which ranks match gradients; trainers that work
         at the same time need different ones.
@@ -54,7 +59,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     ranks contribute zeros, so ranks may use different layers. No rank updates while
     PERSEUS_ACCUMULATE_N_STEPS sums gradients up, or if a NaN is to be skipped.
 
-    Raises ValueError for inconsistent arguments.
+    Raises ValueError for inconsistent arguments. Where weights are averaged, step() itself raises
+    MXNetError or HorovodInternalError if a rank has died.
     """
 
     def __init__(
@@ -100,13 +106,15 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._num_groups = num_groups
         self._applies = True
         self._check = ParameterCheck(process_set)
-        self._reducer = GradientReducer(
-            Plan(
-                compression=compression,
-                process_set=process_set,
-                predivide_factor=gradient_predivide_factor,
-            )
+        plan = Plan(
+            compression=compression,
+            process_set=process_set,
+            predivide_factor=gradient_predivide_factor,
         )
+        self._reducer = GradientReducer(plan)
+        # Without a reference to the trainer: it ends with its last reference.
+        weight_of = partial(_weight_of, self._params, self._updaters)
+        self._turns = WeightTurns(plan, f"trainer.{self._prefix}", weight_of)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Average gradients over all ranks and update, as in gluon.
@@ -135,8 +143,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     def load_states(self, fname: str) -> None:
         """Load gluon's states, and the residuals in the file if this rank wrote them.
 
-        Earlier residuals and sums over steps are dropped.
+        Earlier residuals and sums over steps are dropped, and so is what `Compression.rotate` would
+        still correct, as the parameters are loaded beside these states.
         """
+        self._turns.drop()
         super().load_states(fname)
         self._reducer.forget()
         self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
@@ -155,6 +165,9 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
         self._applies = outcomes.applies() and all(usable)
+        # Not after the update: a loss scaler may skip that on one rank.
+        if self._applies and dense:
+            self._turns.take(list(dense))
 
     def _average_rows(self, index: int, parameter: Any) -> bool:
         """Average a row-sparse gradient; returns whether it may be applied."""
@@ -186,3 +199,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         somewhere = allreduce(fresh, name=name, op=Max, process_set=members).asnumpy()
         for (_, parameter), is_fresh in zip(trained, somewhere, strict=True):
             parameter.data()._fresh_grad = bool(is_fresh)
+
+
+def _weight_of(parameters: Sequence[Any], updaters: Sequence[Any], index: int) -> Weight:
+    """Return the weight that the updates of a parameter begin with."""
+    weight = parameters[index].list_data()[0]
+    (updater,) = updaters
+    master = master_weight(updater.optimizer, weight, updater.states.get(index))
+    return Weight(weight) if master is None else Weight(master, followers=(weight,))

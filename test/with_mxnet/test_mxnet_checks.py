@@ -25,6 +25,8 @@ MODULES = [
     "mx_kvstore_checks",
     "mx_kvstore_training_checks",
     "mx_kvstore_nan_checks",
+    "mx_rotation_checks",
+    "mx_kvstore_rotation_checks",
     "mx_residual_checks",
     "mx_sync_batch_norm_checks",
     "mx_sync_batch_norm_order_checks",
@@ -33,7 +35,7 @@ MODULES = [
 ]
 CASES = [
     pytest.param(module, check, ranks, id=f"{module.removesuffix('_checks')}-{check}")
-    for ranks, modules in ((2, MODULES), (4, ["mx_host_checks"]))
+    for ranks, modules in ((2, MODULES), (4, ["mx_host_checks", "mx_rotation_host_checks"]))
     for module in modules
     for check in checks_of(module)
 ]

@@ -189,37 +189,6 @@ def _rotated(parts: int, steps: int) -> list[Arrays]:
     return seen
 
 
-def rotation(reduce: Reduce) -> None:
-    """PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_GRADIENT_MOMENTUM where gradients are held back.
-
-    The same gradient comes in each step.
-    """
-    parts, steps = 4, 8
-
-    def gradient(rank: int, step: int) -> Arrays:
-        del step
-        return [array + 5 for array in whole(rank, 0)]
-
-    for momentum in (1.0, 0.5):
-        with apart(
-            PERSEUS_DOWNSAMPLE_N_ELEMENTS=parts,
-            PERSEUS_GRADIENT_MOMENTUM=momentum,
-            PERSEUS_ALLREDUCE_DTYPE=1,
-        ):
-            results = reduce(_mine(gradient, steps))
-        for index, total in enumerate(_sums(gradient, 1)):
-            sent = np.stack([result[index] for result in results])
-            turns = np.argmax(sent != 0, axis=0)
-            for step in range(steps):
-                waited = np.where(step < parts, step, parts - 1)
-                grown = sum(momentum**age for age in range(int(waited) + 1))
-                right = np.where(turns == step % parts, total * grown, 0.0)
-                assert np.array_equal(sent[step], right), (momentum, step)
-            if index == 0:  # of small ones whole blocks take turns
-                shares = np.bincount(turns.ravel(), minlength=parts) / turns.size
-                assert np.allclose(shares, 1 / parts, atol=0.01), shares
-
-
 def shape_of_the_allreduce(reduce: Reduce) -> None:
     """Modes, streams, fusion: how sums are made, and not what they are."""
     expected = _sums(whole, 2)
@@ -233,9 +202,6 @@ def shape_of_the_allreduce(reduce: Reduce) -> None:
             results = reduce(_mine(whole, 2))
         assert _error(results, expected) == 0.0, settings
         assert_same_everywhere(results[1])
-
-
-ALL = [dtype_and_scale, int8, top_k, rotation, shape_of_the_allreduce]
 
 
 @contextmanager

@@ -111,7 +111,7 @@ def check_a_trainers_compression() -> None:
     assert "'1bit'" in raised(ValueError, lambda: _train(net, trainer, _all_rows, 16))
     with settings.apart():
         net = _dense(hvd.rank())
-        options = {"type": "rotate", "n": 2}  # half of the numbers are held back
+        options = {"type": "topk", "ratio": 0.5}  # half of the numbers are held back
         trainer = _trainer(net, "dist_sync_perseus", compression_params=options)
         rows = lambda step: _rows(hvd.rank(), step)  # noqa: E731
         weight = _train(net, trainer, rows, 16, range(1))[0]

@@ -166,11 +166,10 @@ def check_training_goes_on_bit_by_bit() -> None:
 
 
 def check_training_with_an_optimizer_goes_on_bit_by_bit() -> None:
-    """With the codecs of the settings. A rotating subset counts anew, here after whole turns."""
+    """With the codecs of the settings."""
     for codec in (
         {"PERSEUS_ALLREDUCE_CODEC": "int8"},
         {"LIGHT_TOPK_ALLREDUCE": 1, "LIGHT_TOPK_RATIO": 0.1, "LIGHT_TOPK_THRESHOLD": 1},
-        {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": STEPS},
     ):
         with settings.apart(**codec), tempfile.TemporaryDirectory() as folder:
             for make in (_Updater, _GroupedUpdater, _UpdaterOfModule):

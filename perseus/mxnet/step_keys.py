@@ -1,0 +1,23 @@
+"""Finds where steps begin for what gets a step key by key. Belongs to the thread that trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StepKeys:
+    """The keys of the present step. Nothing marks its end: the next begins when a key occurs again.
+
+    All ranks see the same beginnings if they pass the same keys in every step.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[Any] = set()
+
+    def begins(self, key: Any) -> bool:
+        """Add a key; return whether a step begins with it."""
+        begins = not self._keys or key in self._keys
+        if begins:
+            self._keys.clear()
+        self._keys.add(key)
+        return begins
