@@ -39,6 +39,9 @@ def checked_root(root_rank: Any, where: str) -> int:
         ) from None
 
 
+_COMPRESSIONS_TO_CALL = {"top_k": "topk(0.01)", "rotate": "rotate(4)", "powersgd": "powersgd(4)"}
+
+
 def checked_compression(compression: Any, where: str) -> Any:
     """A compressor; ValueError for anything else, also its name or a function that makes one."""
     if all(hasattr(compression, name) for name in ("compress", "decompress", "in_core")):
@@ -49,8 +52,8 @@ def checked_compression(compression: Any, where: str) -> Any:
             remedy = "write, for example, compression=hvd.Compression.fp16"
     elif compression is None:
         remedy = "leave it out, or write compression=hvd.Compression.none for full precision"
-    elif callable(compression) and compression.__name__ in ("top_k", "rotate"):
-        example = "topk(0.01)" if compression.__name__ == "top_k" else "rotate(4)"
+    elif callable(compression) and compression.__name__ in _COMPRESSIONS_TO_CALL:
+        example = _COMPRESSIONS_TO_CALL[compression.__name__]
         remedy = f"call it: compression=hvd.Compression.{example}"
     else:
         remedy = "derive your own from hvd.Compression.none or perseus.compression.Compressor"

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 # Same numbers as enum perseus_codec.
-SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE, AUTO, INSIDE = range(9)
+SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE, AUTO, INSIDE, POWERSGD = range(10)
 
 
 class Compressor:
@@ -113,6 +113,16 @@ class RotatingCompressor(NoneCompressor):
     codec = ROTATE
 
 
+class PowerSgdCompressor(NoneCompressor):
+    """Sends products of two narrow matrices between hosts; the rest is added to the next gradient.
+
+    (Vogels, Karimireddy and Jaggi 2019, PowerSGD.)
+    """
+
+    stateful = True
+    codec = POWERSGD
+
+
 class InsideCompressor(NoneCompressor):
     """Gradients are reduced inside hosts only; see perseus.gradients.turns."""
 
@@ -166,6 +176,19 @@ def rotate(n: int | None = None) -> type[Compressor]:
     return type("RotatingCompressor", (RotatingCompressor,), {"argument": float(n or 0)})
 
 
+@cache
+def powersgd(rank: int | None = None) -> type[Compressor]:
+    """A compressor that sends matrices of this rank, 1 to 1024; None = PERSEUS_POWERSGD_RANK.
+
+    Of a gradient with n rows and m columns, rank * (n + m) numbers travel, after
+    PERSEUS_POWERSGD_WARMUP_STEPS exact steps. Those that this would not halve, such as biases,
+    travel as PERSEUS_ALLREDUCE_DTYPE says. Raises ValueError for anything else.
+    """
+    if rank is not None and not (isinstance(rank, int) and 1 <= rank <= 1024):
+        raise ValueError(f"[compression] powersgd({rank}): expected a whole number from 1 to 1024")
+    return type("PowerSgdCompressor", (PowerSgdCompressor,), {"argument": float(rank or 0)})
+
+
 class Compressions:
     """The compressors by name that no framework is needed for; an adapter adds fp16 and bf16.
 
@@ -177,4 +200,5 @@ class Compressions:
     int8 = Int8Compressor
     topk = staticmethod(top_k)
     rotate = staticmethod(rotate)
+    powersgd = staticmethod(powersgd)
     auto = AutoCompressor

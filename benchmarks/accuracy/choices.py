@@ -44,6 +44,11 @@ CHOICES: dict[str, Choice] = {
         Choice("topk:0.01, no warm-up", {**_TOP_K, "LIGHT_TOPK_WARMUP_STEPS": "0"}),
         Choice("topk:0.01, float16", {**_TOP_K, "LIGHT_TOPK_FP16": "1"}),
         Choice("topk:0.1", {**_TOP_K, "LIGHT_TOPK_RATIO": "0.1"}),
+        Choice("powersgd:4", {"PERSEUS_ALLREDUCE_CODEC": "powersgd"}),
+        Choice(
+            "powersgd:4, no warm-up",
+            {"PERSEUS_ALLREDUCE_CODEC": "powersgd", "PERSEUS_POWERSGD_WARMUP_STEPS": "0"},
+        ),
         *(Choice(f"rotate:{n}", {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": str(n)}) for n in (2, 4, 8)),
     )
 }

@@ -47,10 +47,11 @@ constexpr Variable kTable[] = {
      "How float32 gradients travel: 0 = as float16 inside a host and between hosts, 1 = unchanged, 2 = unchanged "
      "inside a host and as float16 between hosts. auto = 2. With AMP, or to get exactly the bits of full precision, "
      "use 1."},
-    {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype", "dtype|int8|auto", true,
+    {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype", "dtype|int8|powersgd|auto", true,
      "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8 = one byte per "
-     "element, auto = unchanged, as float16, int8 or top-k (LIGHT_TOPK_*), whichever the measured links make fastest. "
-     "Perseus adds what int8 and top-k leave out to the next gradient."},
+     "element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), auto = unchanged, as float16, int8 "
+     "or top-k (LIGHT_TOPK_*), whichever the measured links make fastest. Perseus adds what a codec leaves out to the "
+     "next gradient."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
      "Speed of the links between hosts in Gbit/s that auto assumes, so that its choices are the same in every run. 0 "
      "= Perseus measures it when the first gradient is sent."},
@@ -72,6 +73,11 @@ constexpr Variable kTable[] = {
     {Var::kTopKWarmUp, "LIGHT_TOPK_WARMUP_STEPS", "", VarType::kInt, "100", "0..1000000000", true,
      "Steps in which the fraction of the elements that are sent falls from 0.25 to LIGHT_TOPK_RATIO, or to the "
      "fraction that a script asks for, if that is below 0.05: gradients change fastest at first. 0 = none."},
+    {Var::kPowerSgdRank, "PERSEUS_POWERSGD_RANK", "", VarType::kInt, "4", "1..1024", true,
+     "The rank r of the matrices that PowerSGD sends: r (n + m) numbers instead of n m for a gradient with n rows and "
+     "m columns. Gradients that this would not halve travel as PERSEUS_ALLREDUCE_DTYPE says."},
+    {Var::kPowerSgdWarmUp, "PERSEUS_POWERSGD_WARMUP_STEPS", "", VarType::kInt, "100", "0..1000000000", true,
+     "Steps in which gradients travel as float32 before PowerSGD begins: gradients change fastest at first. 0 = none."},
     {Var::kDownsample, "PERSEUS_DOWNSAMPLE_N_ELEMENTS", "", VarType::kInt, "1", "1..1024", true,
      "N: every host steps with its own gradients, and in every step another N-th of each parameter is averaged, which "
      "is 1/N of the traffic. synchronize_parameters() makes parameters equal; Caffe does so itself, before tests and "
@@ -207,8 +213,10 @@ static_assert(agree<AllreduceDtype>({{AllreduceDtype::kAuto, "auto"},
                                      {AllreduceDtype::kHalf, "0"},
                                      {AllreduceDtype::kFull, "1"},
                                      {AllreduceDtype::kHalfBetweenHosts, "2"}}));
-static_assert(agree<AllreduceCodec>(
-    {{AllreduceCodec::kDtype, "dtype"}, {AllreduceCodec::kInt8, "int8"}, {AllreduceCodec::kAuto, "auto"}}));
+static_assert(agree<AllreduceCodec>({{AllreduceCodec::kDtype, "dtype"},
+                                     {AllreduceCodec::kInt8, "int8"},
+                                     {AllreduceCodec::kPowerSgd, "powersgd"},
+                                     {AllreduceCodec::kAuto, "auto"}}));
 static_assert(agree<ChangeAllgather>(
     {{ChangeAllgather::kAuto, "auto"}, {ChangeAllgather::kStack, "0"}, {ChangeAllgather::kJoin, "1"}}));
 static_assert(agree<AllreduceMode>(

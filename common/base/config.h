@@ -28,6 +28,8 @@ enum class Var {
   kTopKThreshold,
   kTopKHalf,
   kTopKWarmUp,
+  kPowerSgdRank,
+  kPowerSgdWarmUp,
   kDownsample,
   kGradientMomentum,
   kChangeAllgather,

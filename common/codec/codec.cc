@@ -36,6 +36,7 @@ constexpr Entry kCodecs[] = {
        return std::make_unique<RotatingFormat>(spec.every, spec.momentum);
      }},
     {"inside hosts only", [](const CodecSpec&) { return std::unique_ptr<WireFormat>(); }},
+    {"PowerSGD", [](const CodecSpec&) { return std::unique_ptr<WireFormat>(); }},
 };
 
 const Entry& entry(CodecKind kind) { return kCodecs[static_cast<int>(kind)]; }
@@ -60,15 +61,17 @@ std::string codec_name(const CodecSpec& spec) {
   if (spec.kind == CodecKind::kTopK) text << " " << spec.ratio << (spec.half_values ? ", float16 values" : "");
   if (spec.kind == CodecKind::kRotate) text << " 1/" << spec.every;
   if (spec.kind == CodecKind::kRotate && spec.momentum != 1.0) text << ", momentum " << spec.momentum;
+  if (spec.kind == CodecKind::kLowRank) text << " of rank " << spec.matrix_rank;
   return text.str();
 }
 
 void check_codec(const CodecSpec& spec) {
-  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 6");
+  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 7");
   require(spec.ratio > 0.0 && spec.ratio <= 1.0, "ratio", spec.ratio, "above 0, at most 1");
   require(spec.warm_up >= 0, "warm_up", spec.warm_up, "at least 0");
   require(spec.every >= 1, "every", spec.every, "at least 1");
   require(spec.momentum >= 0.0 && spec.momentum <= 1.0, "momentum", spec.momentum, "0 to 1");
+  require(spec.matrix_rank >= 1, "matrix_rank", spec.matrix_rank, "at least 1");
   require(spec.scale == 0.0 || (spec.scale >= kSmallestHalfScale && spec.scale <= kLargestHalfScale), "scale",
           spec.scale, "1.2e-38 to 8.5e37, or 0 for one of each chunk's own");
 }
@@ -76,6 +79,12 @@ void check_codec(const CodecSpec& spec) {
 std::unique_ptr<WireFormat> make_codec(const CodecSpec& spec) {
   check_codec(spec);
   return entry(spec.kind).make(spec);
+}
+
+bool keeps_residual(const CodecSpec& spec) {
+  if (spec.kind == CodecKind::kLowRank) return true;
+  const std::unique_ptr<WireFormat> format = make_codec(spec);
+  return format && format->keeps_residual();
 }
 
 }  // namespace perseus

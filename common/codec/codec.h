@@ -17,25 +17,27 @@ enum class CodecKind : uint8_t {
   kInt8 = 3,
   kTopK = 4,
   kRotate = 5,
-  kInside = 6
+  kInside = 6,
+  kLowRank = 7
 };
-constexpr int kCodecKinds = 7;
+constexpr int kCodecKinds = 8;
 
 // Fields that a kind has no use for keep their defaults: specs are compared as a whole.
 struct CodecSpec {
   CodecKind kind = CodecKind::kNone;
   double ratio = 1.0;        // top-k: the part of the elements that is sent, in (0, 1]
   bool half_values = false;  // top-k: values travel as f16
-  int warm_up = 0;           // top-k: in so many steps the ratio falls to its value, >= 0; see TopKFormat
+  int warm_up = 0;           // steps, >= 0. top-k: the ratio falls in them, see TopKFormat; low rank: they are exact
   int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1
   double momentum = 1.0;     // rotating subset: what a held value is multiplied by in each step, in [0, 1]
+  int matrix_rank = 1;       // low rank: of what takes a gradient's place, >= 1
   double scale = 0.0;        // f16: the factor before rounding, > 0; 0 = chosen for each chunk from its largest element
 
   static constexpr auto fields() {
     return std::make_tuple(field("kind", &CodecSpec::kind), field("ratio", &CodecSpec::ratio),
                            field("half_values", &CodecSpec::half_values), field("warm_up", &CodecSpec::warm_up),
                            field("every", &CodecSpec::every), field("momentum", &CodecSpec::momentum),
-                           field("scale", &CodecSpec::scale));
+                           field("matrix_rank", &CodecSpec::matrix_rank), field("scale", &CodecSpec::scale));
   }
 };
 inline bool operator==(const CodecSpec& a, const CodecSpec& b) { return same_fields(a, b); }
@@ -48,7 +50,11 @@ std::string codec_name(const CodecSpec& spec);
 // Throws Error(kInvalidArgument) that names the field, its value and what was expected.
 void check_codec(const CodecSpec& spec);
 
-// The codec that a valid spec asks for, null for kNone: elements travel as they are then. Throws as check_codec does.
+// The codec that a valid spec asks for, null where elements travel as they are, or not at all, or are not encoded one
+// by one (see low_rank.h). Throws as check_codec does.
 std::unique_ptr<WireFormat> make_codec(const CodecSpec& spec);
+
+// Does a valid spec's codec keep a residual?
+bool keeps_residual(const CodecSpec& spec);
 
 }  // namespace perseus

@@ -10,7 +10,6 @@ namespace perseus {
 HierarchicalAllreduce::HierarchicalAllreduce(const Levels& levels)
     : levels_(levels),
       across_(static_cast<int>(levels.across.size()) == levels.members ? Level::kAll : Level::kAcross),
-      parts_(levels.inner.size()),
       shards_(static_cast<size_t>(levels.shards)) {}
 
 void HierarchicalAllreduce::start(const kernels::ReduceSpec& reduction, const WireFormat* format,
@@ -130,7 +129,7 @@ bool HierarchicalAllreduce::next(Step* step) {
     if (staging_.needed()) staging_.store();
     return false;
   }
-  plan_back();
+  plan_inner_spread(levels_, shards_, reduction_.dtype, &plan_);
   step->plan = &plan_;
   step->level = Level::kInner;
   step->sizes_vary = false;
@@ -172,20 +171,12 @@ void HierarchicalAllreduce::cut_into_shards(const Piece* pieces, size_t count) {
 }
 
 void HierarchicalAllreduce::plan_inner() {
-  plan_.clear();
-  plan_.collective = Collective::kReduceScatter;
-  plan_.reduction = reduction_;
+  kernels::ReduceSpec reduction = reduction_;
   if (!inside_only_) {
-    plan_.reduction.postscale = 1.0;
-    plan_.reduction.divisor = 1;
+    reduction.postscale = 1.0;
+    reduction.divisor = 1;
   }
-  std::fill(parts_.begin(), parts_.end(), 0);
-  for (size_t s = 0; s < shards_.size(); ++s) {
-    parts_[s] = total_bytes(shards_[s]);
-    for (const Piece& piece : shards_[s]) plan_.pieces.push_back(Piece{piece.in, nullptr, piece.bytes});
-  }
-  plan_.parts = parts_;
-  if (levels_.carries()) plan_.result = shard();
+  plan_inner_sum(levels_, shards_, reduction, &plan_);
 }
 
 // The reduction of an inner group of one.
@@ -216,17 +207,6 @@ void HierarchicalAllreduce::plan_across() {
     if (!works_inside()) kernels::reduce(scale, piece.out, nullptr, &source, 1, count, false);
     piece.in = piece.out;
   }
-}
-
-void HierarchicalAllreduce::plan_back() {
-  plan_.clear();
-  plan_.collective = Collective::kSpread;
-  plan_.reduction.dtype = reduction_.dtype;
-  plan_.parts = parts_;
-  if (levels_.carries())
-    for (const Piece& piece : shard()) plan_.pieces.push_back(Piece{piece.out, nullptr, piece.bytes});
-  for (const std::vector<Piece>& shard : shards_)
-    for (const Piece& piece : shard) plan_.result.push_back(Piece{nullptr, piece.out, piece.bytes});
 }
 
 Byte* HierarchicalAllreduce::allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) {

@@ -10,6 +10,7 @@
 #include "base/progress_lock.h"
 #include "collective/compressed_allreduce.h"
 #include "collective/float_staging.h"
+#include "collective/inner_exchanges.h"
 #include "collective/staged.h"
 
 namespace perseus {
@@ -59,7 +60,6 @@ class HierarchicalAllreduce final : public Staged {
   void cut_into_shards(const Piece* pieces, size_t count);
   void plan_inner();
   void plan_across();
-  void plan_back();
   void reduce_alone() const;
   bool works_inside() const { return levels_.inner.size() > 1; }
   const std::vector<Piece>& shard() const { return shards_[static_cast<size_t>(levels_.inner_me)]; }
@@ -73,9 +73,8 @@ class HierarchicalAllreduce final : public Staged {
   Algorithm algorithm_ = Algorithm::kPairwise;
   Stage stage_ = Stage::kInner;
   std::vector<Piece> pieces_;
-  std::vector<size_t> parts_;                               // bytes of every inner member's shard
-  std::vector<size_t> sizes_;                               // of the shards of what is being cut
-  std::vector<std::vector<Piece>> shards_;                  // of every inner member that carries one
+  std::vector<size_t> sizes_;  // of the shards of what is being cut
+  Shards shards_;
   std::unique_ptr<CompressedAllreduce> compressed_;         // across; where we carry a shard
   std::unique_ptr<CompressedAllreduce> compressed_inside_;  // its owners are those that carry a shard
   std::vector<Piece> results_;                              // encoded, of our shard's chunks in order

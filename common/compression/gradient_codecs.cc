@@ -11,8 +11,10 @@ GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.ratio = config.number(Var::kTopKRatio);
   defaults_.half_values = config.flag(Var::kTopKHalf);
   defaults_.warm_up = static_cast<int>(config.integer(Var::kTopKWarmUp));
+  low_rank_warm_up_ = static_cast<int>(config.integer(Var::kPowerSgdWarmUp));
   defaults_.every = static_cast<int>(config.integer(Var::kDownsample));
   defaults_.momentum = config.number(Var::kGradientMomentum);
+  defaults_.matrix_rank = static_cast<int>(config.integer(Var::kPowerSgdRank));
   defaults_.scale = config.number(Var::kGradientScale);
   const auto precision = config.choice<AllreduceDtype>();
   if (precision != AllreduceDtype::kFull) precision_ = spec(CodecWish::kFloat16, 0);
@@ -24,10 +26,11 @@ GradientCodecs::GradientCodecs(const Config& config) {
     fail(ErrorKind::kInvalidArgument,
          "[config] LIGHT_TOPK_ALLREDUCE, PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_ALLREDUCE_CODEC are ways to send "
          "less: set one of them");
-  gradient_ = top_k                             ? spec(CodecWish::kTopK, 0)
-              : rotates                         ? spec(CodecWish::kRotate, 0)
-              : choice == AllreduceCodec::kInt8 ? spec(CodecWish::kInt8, 0)
-                                                : precision_;
+  gradient_ = top_k                                 ? spec(CodecWish::kTopK, 0)
+              : rotates                             ? spec(CodecWish::kRotate, 0)
+              : choice == AllreduceCodec::kInt8     ? spec(CodecWish::kInt8, 0)
+              : choice == AllreduceCodec::kPowerSgd ? spec(CodecWish::kLowRank, 0)
+                                                    : precision_;
   auto_ = choice == AllreduceCodec::kAuto;
   check_codec(precision_);
   check_codec(gradient_);
@@ -38,11 +41,13 @@ GradientCodecs::GradientCodecs(const Config& config) {
 // Arguments that a codec does not look at are zero, so that equal codecs compare equal.
 CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
   CodecSpec spec;
-  if (kind == CodecWish::kInside) {
-    spec.kind = CodecKind::kInside;
-    return spec;
+  spec.kind = kind == CodecWish::kInside    ? CodecKind::kInside
+              : kind == CodecWish::kLowRank ? CodecKind::kLowRank
+                                            : static_cast<CodecKind>(kind - CodecWish::kExact);
+  if (kind == CodecWish::kLowRank) {
+    spec.matrix_rank = argument == 0 ? defaults_.matrix_rank : static_cast<int>(argument);
+    spec.warm_up = low_rank_warm_up_;
   }
-  spec.kind = static_cast<CodecKind>(kind - CodecWish::kExact);
   if (kind == CodecWish::kFloat16) spec.scale = defaults_.scale;
   if (kind == CodecWish::kTopK) {
     spec.ratio = argument == 0 ? defaults_.ratio : argument;
@@ -102,6 +107,10 @@ CompressionTerms GradientCodecs::choose(bool sums, bool gradient, const CodecWis
   if (wish.kind == CodecWish::kRotate && !whole)
     fail(ErrorKind::kInvalidArgument,
          "[engine] every N-th element is sent: expected a whole number N of 1 to 1024, got " +
+             std::to_string(wish.argument));
+  if (wish.kind == CodecWish::kLowRank && !whole)
+    fail(ErrorKind::kInvalidArgument,
+         "[engine] the rank of PowerSGD's matrices: expected a whole number of 1 to 1024, got " +
              std::to_string(wish.argument));
   terms.codec = spec(static_cast<CodecWish::Kind>(wish.kind), wish.argument);
   check_codec(terms.codec);

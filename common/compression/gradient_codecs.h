@@ -10,10 +10,10 @@ namespace perseus {
 
 // A request's wish; same numbers as enum perseus_codec.
 struct CodecWish {
-  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate, kAuto, kInside };
-  static constexpr int kKinds = 9;
+  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate, kAuto, kInside, kLowRank };
+  static constexpr int kKinds = 10;
   int kind = kSettings;
-  double argument = 0;  // top-k: fraction of elements, rotate: N; 0 = as the settings say
+  double argument = 0;  // top-k: fraction of elements, rotate: N, low rank: the rank; 0 = as the settings say
 };
 
 class GradientCodecs {
@@ -37,7 +37,8 @@ class GradientCodecs {
   CompressionTerms automatic() const;
   CodecSpec spec(CodecWish::Kind kind, double argument) const;
 
-  CodecSpec defaults_;   // arguments of every codec
+  CodecSpec defaults_;  // arguments of every codec
+  int low_rank_warm_up_ = 0;
   CodecSpec precision_;  // float16 or none
   CodecSpec gradient_;
   bool auto_ = false;    // for gradients, by the settings

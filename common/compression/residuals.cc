@@ -9,9 +9,9 @@
 namespace perseus {
 namespace {
 
-bool keeps_residual(const CodecSpec& codec) {
-  const std::unique_ptr<WireFormat> format = make_codec(codec);
-  return format && format->keeps_residual();
+// The number of a division of tensors among senders.
+uint64_t division(const CompressionTerms& terms, uint64_t of_chunks) {
+  return terms.codec.kind == CodecKind::kLowRank ? ~of_chunks : of_chunks;
 }
 
 // Whether a record belongs to these tensors; a loaded one takes their sizes.
@@ -67,20 +67,31 @@ std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::ve
 Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
                      const std::function<uint64_t()>& layout, bool* dropped) {
   const MutexLock lock(mutex_);
-  *dropped = false;
   const std::shared_ptr<Record> record = find(key);
+  *dropped = false;
   if (!record) return Flush::kNone;
   if (!fits(record.get(), sizes)) {
     *dropped = record->holds;
     return Flush::kNone;
   }
-  if (record->loaded && record->layout != layout()) return record->holds ? Flush::kAmongAll : Flush::kNone;
-  if (record->flushes) return Flush::kAsDivided;
+  if (record->loaded && record->layout != division(terms, layout()))
+    return record->holds ? Flush::kAmongAll : Flush::kNone;
+  // A matrix has one sender, chunks have several. What a rank has loaded does not have the vectors that others go on
+  // with.
   const CompressionTerms& before = record->terms;
+  const bool whole = (record->loaded ? terms : before).codec.kind == CodecKind::kLowRank;
+  const Flush flush = whole ? Flush::kAmongAll : Flush::kAsDivided;
+  if (record->flushes || (whole && record->loaded)) return record->holds ? flush : Flush::kNone;
   const bool goes_on = record->loaded ? keeps_residual(terms.codec) && !terms.automatic
                                       : before.codec == terms.codec && before.from == terms.from &&
                                             before.doubles == terms.doubles && before.automatic == terms.automatic;
-  return goes_on || !record->holds ? Flush::kNone : Flush::kAsDivided;
+  return goes_on || !record->holds ? Flush::kNone : flush;
+}
+
+uint64_t Residuals::steps(const Key& key, const std::vector<size_t>& sizes) {
+  const MutexLock lock(mutex_);
+  const std::shared_ptr<Record> record = find(key);
+  return record && fits(record.get(), sizes) ? record->steps : 0;
 }
 
 // Not earlier: a rank that alone has other sizes fails, and its count of steps must stay equal to the others'.
@@ -100,9 +111,12 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
   }
   if (!record) records_[key_] = record = make(key, sizes);
   record->terms = terms;
-  record->layout = layout;
+  record->layout = division(terms, layout);
   record->loaded = false;
   record->holds = flush == Flush::kNone;
+  record->vectors.resize(sizes.size());
+  if (!record->holds)
+    for (std::vector<float>& vectors : record->vectors) vectors.clear();
   if (!record->holds) record->flushes = false;
   ++record->steps;
   return Lease(record);

@@ -42,7 +42,8 @@ class Residuals {
     uint64_t owner = 0;
     std::vector<size_t> begins;  // of each tensor, then the end of the last one
     std::unique_ptr<float[], Free> memory;
-    uint64_t steps = 0;  // times it was taken
+    std::vector<std::vector<float>> vectors;  // of each tensor: where a low-rank sum begins, see LowRankAllreduce
+    uint64_t steps = 0;                       // times it was taken
     std::atomic<size_t>* bytes = nullptr;
     std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
     // Guarded by Residuals::mutex_:
@@ -83,6 +84,8 @@ class Residuals {
   // residual of other sizes, which is dropped once all ranks have agreed on these.
   Flush due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
             const std::function<uint64_t()>& layout, bool* dropped);
+  // How many reductions of these sizes there were.
+  uint64_t steps(const Key& key, const std::vector<size_t>& sizes);
   // For a reduction that is about to start, of sizes that all ranks have agreed on: drops a residual of other sizes.
   void agreed(const Key& key, const std::vector<size_t>& sizes);
   // For a reduction that may need the residual, which is zero at first, and again when the sizes have changed. Null if

@@ -1,9 +1,25 @@
 // What the engine does for gradients beyond reducing them: sums over steps, what codecs
 // hold back, and the comparison of the ranks' speed.
+#include <algorithm>
+
 #include "base/clock.h"
+#include "codec/low_rank.h"
 #include "engine/engine.h"
 
 namespace perseus {
+namespace {
+
+// Is a tensor of this request one that PowerSGD compresses?
+bool low_rank_serves(const Description& d) {
+  const CompressionTerms& terms = d.compression;
+  return terms.codec.kind == CodecKind::kLowRank &&
+         std::any_of(d.tensors.begin(), d.tensors.end(), [&](const TensorDescription& t) {
+           return dtype_is_float(t.dtype) && (t.dtype != DType::kFloat64 || terms.doubles) &&
+                  low_rank_pays(matrix_of(t.shape), terms.codec.matrix_rank);
+         });
+}
+
+}  // namespace
 
 bool Engine::holds(const Submission& s) {
   bool floating = s.kind == Kind::kAllreduce || s.kind == Kind::kAllgather;
@@ -55,7 +71,12 @@ void Engine::ask_for_flush(const Submission& s, const ProcessSet& group, Descrip
   };
   bool dropped = false;
   const std::string name = s.name;
-  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes, d->compression, layout, &dropped);
+  const Residuals::Key key{s.gradient_of, group.id(), name};
+  d->flush = residuals_.due(key, sizes, d->compression, layout, &dropped);
+  // Exact steps come first; a rank that has not had them all asks the others to join in.
+  if (d->flush == Flush::kNone && low_rank_serves(*d) && topology_.of(group.ranks(), group.index()).groups > 1 &&
+      residuals_.steps(key, sizes) < static_cast<uint64_t>(d->compression.codec.warm_up))
+    d->flush = Flush::kAmongAll;
   if (dropped && !warned_about_dropped_.exchange(true))
     log_.warning("[codec] '" + name +
                  "' has other sizes than before: what was held back of it is given up. (Of others "

@@ -123,11 +123,13 @@ void check_group_change(const Engine::Submission& s, int world_size) {
 
 // Compression.fp16 and bf16 leave integers as they are, as Horovod's does; others were meant for this very tensor.
 void check_codec_suits(const Engine::Submission& s) {
-  if (s.codec.kind < CodecWish::kInt8 || s.codec.kind > CodecWish::kRotate) return;
+  const int kind = s.codec.kind;
+  if (kind != CodecWish::kInt8 && kind != CodecWish::kTopK && kind != CodecWish::kRotate && kind != CodecWish::kLowRank)
+    return;
   for (int i = 0; i < s.tensor_count; ++i)
     if (!dtype_is_float(s.tensors[i].dtype))
       refuse("[engine] '" + std::string(s.name) + "' is " + dtype_name(s.tensors[i].dtype) +
-             ": int8, top-k and rotate compress floating-point tensors. Reduce it without compression=.");
+             ": int8, top-k, rotate and PowerSGD compress floating-point tensors. Reduce it without compression=.");
 }
 
 void describe(const Engine::Submission& s, Description* d) {
@@ -208,7 +210,8 @@ void Engine::fill_collective(const Submission& s, const ProcessSet& group, const
   entry->description.gradient = s.gradient_of != 0;
   entry->description.compression = compression;
   if (s.gradient_of != 0) nan_check_.scan(entry);
-  if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
+  const bool may_flush = residuals_.bytes() > 0 || compression.codec.kind == CodecKind::kLowRank;
+  if (may_flush) ask_for_flush(s, group, &entry->description);
   entry->splits.assign(s.splits, s.splits + s.split_count);
   const size_t ranks = group.ranks().size();
   if (s.kind == Kind::kAlltoall && s.refusal == nullptr && s.splits == nullptr && s.tensors[0].ndim > 0)

@@ -68,6 +68,7 @@ void Bucket::clear() {
   entries.clear();
   bytes = 0;
   adasum.reset();
+  low_rank.reset();
   staged = nullptr;
   stages = -1;
   codec = CodecSpec();
@@ -180,7 +181,9 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   if (codec.kind == CodecKind::kInside && !flushes) return add_inside(entry, tensor, codec);
   if (flushes || codec.kind != CodecKind::kNone) {
     const bool alike = levels.groups == 1 || !stages || d.flush == Flush::kAmongAll;
-    return add_compressed(entry, tensor, this->levels(alike), codec);
+    const bool low_rank = codec.kind == CodecKind::kLowRank && !flushes;
+    return low_rank ? add_low_rank(entry, tensor, this->levels(alike), codec)
+                    : add_compressed(entry, tensor, this->levels(alike), codec);
   }
   if (reduction.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, reduction);
   const bool staged = levels.divided() && stages && (d.gradient || bytes > kFlatBytes);

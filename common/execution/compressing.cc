@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/hash.h"
+#include "codec/low_rank.h"
 #include "codec/top_k.h"
 #include "execution/execution.h"
 
@@ -46,6 +47,35 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   }
 }
 
+void Execution::add_low_rank(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
+  const Description& d = entry->description;
+  const TensorDescription& t = d.tensors[tensor];
+  Fit fit(entry->buffers[tensor].device, Collective::kAllreduce, reduction_of(d, t.dtype, ranks_.size()));
+  fit.stages = &levels == &this->levels(true) ? 0 : 1;
+  fit.codec = codec;
+  take_residuals(entry);
+  Bucket& bucket = bucket_for(entry, t.bytes(), fit);
+  bucket.add_piece(entry->buffers[tensor], t.bytes());
+  if (!bucket.low_rank) {
+    bucket.low_rank = std::make_unique<LowRankAllreduce>(levels);
+    bucket.low_rank->start(bucket.plan.reduction);
+    bucket.staged = bucket.low_rank.get();
+  }
+  LowRankAllreduce::Matrix matrix;
+  matrix.piece = bucket.plan.pieces.back();
+  matrix.shape = matrix_of(t.shape);
+  matrix.rank = static_cast<size_t>(codec.matrix_rank);
+  matrix.salt = salt_of(*entry->text) + tensor;
+  if (entry->residuals) {
+    matrix.residual = entry->residuals->sent(tensor);
+    matrix.q = &entry->residuals->vectors[tensor];
+    matrix.step = entry->residuals->steps;
+    if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
+      bucket.residuals.push_back(entry->residuals);
+  }
+  bucket.low_rank->add(matrix);
+}
+
 // What was held back of the entry's tensors, and room for what will be.
 void Execution::take_residuals(Entry* entry) {
   if (entry->residuals || settings_.residuals == nullptr || entry->stand_in) return;
@@ -83,9 +113,13 @@ CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) 
     return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds, t.bytes()))];
   }
   if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.compression.doubles)) return CodecSpec();
-  const bool large = t.bytes() >= d.compression.from;
+  bool large = t.bytes() >= d.compression.from;
   if (between && !large && d.compression.codec.kind == CodecKind::kTopK && t.bytes() < TopKFormat::kSmallTensor)
     return CodecSpec();
+  if (between && d.compression.codec.kind == CodecKind::kLowRank) {
+    if (low_rank_pays(matrix_of(t.shape), d.compression.codec.matrix_rank)) return d.compression.codec;
+    large = false;
+  }
   const CodecSpec& codec = between && large ? d.compression.codec : settings_.precision;
   const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
   return halves && dtype_size(t.dtype) == 2 ? CodecSpec() : codec;

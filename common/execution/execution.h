@@ -13,6 +13,7 @@
 #include "collective/adasum.h"
 #include "collective/group.h"
 #include "collective/hierarchical_allreduce.h"
+#include "collective/low_rank_allreduce.h"
 #include "compression/codec_choice.h"
 #include "compression/residuals.h"
 #include "execution/bucket_observer.h"
@@ -49,8 +50,9 @@ class Bucket final : public OutputSink {
   ExchangePlan plan;
   std::unique_ptr<Adasum> adasum;
   std::unique_ptr<HierarchicalAllreduce> hierarchical[2];  // made when first needed: undivided, divided
-  Staged* staged = nullptr;  // adasum or hierarchical: then several exchanges take the place of `plan`
-  int stages = -1;           // which of `hierarchical`, -1 = none
+  std::unique_ptr<LowRankAllreduce> low_rank;
+  Staged* staged = nullptr;  // one of these: then several exchanges take the place of `plan`
+  int stages = -1;           // which of `hierarchical`, or the levels of `low_rank`; -1 = none
   Device device;             // of all its tensors
   CodecSpec codec;
   bool compressed_inside = false;  // with stages: not only between groups
@@ -137,6 +139,8 @@ class Execution {
   size_t run_bytes(size_t bytes) const PERSEUS_REQUIRES(progress_lock);
   void add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec)
       PERSEUS_REQUIRES(progress_lock);
+  void add_low_rank(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec)
+      PERSEUS_REQUIRES(progress_lock);
   void take_residuals(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   void give_up_other_sizes(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   void set_sizes(const Description& description) PERSEUS_REQUIRES(progress_lock);
@@ -159,7 +163,7 @@ class Execution {
     Collective collective;
     kernels::ReduceSpec reduction;
     int root;
-    int stages = -1;  // index of Bucket::hierarchical, -1 = one exchange
+    int stages = -1;  // see Bucket
     Algorithm algorithm = Algorithm::kPairwise;
     CodecSpec codec;
     bool compressed_inside = false;

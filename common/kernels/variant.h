@@ -9,6 +9,7 @@
 
 #include "kernels/codec_kernels.h"
 #include "kernels/kernels.h"
+#include "kernels/low_rank.h"
 
 namespace perseus::kernels {
 
@@ -83,6 +84,24 @@ struct CodecKernels {
   void (*add_at)(float* x, const uint16_t* indices, const float* values, size_t n);
 };
 
+// One call of a function in low_rank.h: what it does not name is null.
+struct LowRankTask {
+  MatrixShape shape;
+  size_t rank;
+  const float* w;
+  const float* q;
+  float* p;  // project() writes it
+  float* q_out;
+  float* out;
+};
+
+struct LowRankKernels {
+  void (*project)(const LowRankTask& task);
+  void (*project_back)(const LowRankTask& task);
+  void (*expand)(const LowRankTask& task);
+  void (*subtract_product)(const LowRankTask& task);
+};
+
 struct Variant {
   const char* name;
   void (*reduce)(const ReduceTask& task);
@@ -90,6 +109,7 @@ struct Variant {
   bool (*has_nan)(DType dtype, const unsigned char* data, size_t count);
   void (*sum_halves)(const HalfSumTask& task);
   CodecKernels codec;
+  LowRankKernels low_rank;
 };
 
 // The one that kernels.cc has chosen.

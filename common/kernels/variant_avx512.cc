@@ -40,8 +40,9 @@ PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 #include "kernels/codec_table.h"
 #include "kernels/copy_loops.h"
 #include "kernels/gradient_loops.h"
+#include "kernels/low_rank_loops.h"
 #include "kernels/reduce_dispatch.h"
 
 namespace perseus::kernels {
-const Variant kAvx512{"avx512", reduce_any, copy_any, has_nan_any, sum_halves, kCodecKernels};
+const Variant kAvx512{"avx512", reduce_any, copy_any, has_nan_any, sum_halves, kCodecKernels, kLowRankKernels};
 }  // namespace perseus::kernels

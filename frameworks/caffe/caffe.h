@@ -29,10 +29,10 @@ PERSEUS_EXPORT perseus_code perseus_exchange_broadcast(perseus_exchange* exchang
                                                        int64_t count, perseus_dtype dtype);
 
 /* Starts to average a gradient, in place: over all ranks, or over this host's after perseus_exchange_begin_rotation.
- * The settings for gradients apply. Returns at once: the buffer belongs to the exchange until perseus_exchange_finish.
- */
+ * `shape` has `dims` extents, from the outermost on. The settings for gradients apply. Returns at once: the buffer
+ * belongs to the exchange until perseus_exchange_finish. */
 PERSEUS_EXPORT perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data,
-                                                     int64_t count, perseus_dtype dtype);
+                                                     const int* shape, int dims, perseus_dtype dtype);
 /* Starts to compute the largest of all ranks' numbers, element by element and in place; no settings apply. */
 PERSEUS_EXPORT perseus_code perseus_exchange_largest(perseus_exchange* exchange, const char* name, int32_t* data,
                                                      int64_t count);

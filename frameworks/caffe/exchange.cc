@@ -47,8 +47,13 @@ perseus_code gather(perseus_exchange* exchange, const std::vector<uint64_t>& own
   const std::string name = "compare/" + std::to_string(own.size());
   perseus_handle handle = 0;
   const perseus_code code = submit(exchange,
-                                   {PERSEUS_ALLREDUCE, PERSEUS_SUM, name.c_str(), all->data(), all->data(),
-                                    static_cast<int64_t>(all->size()), PERSEUS_INT64},
+                                   {PERSEUS_ALLREDUCE,
+                                    PERSEUS_SUM,
+                                    name.c_str(),
+                                    all->data(),
+                                    all->data(),
+                                    {static_cast<int64_t>(all->size())},
+                                    PERSEUS_INT64},
                                    &handle);
   return code == PERSEUS_OK ? wait_and_release(exchange, handle) : code;
 }
@@ -88,14 +93,16 @@ int perseus_exchange_local_rank(const perseus_exchange* exchange) {
 perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data, int64_t count,
                                         perseus_dtype dtype) {
   perseus_handle handle = 0;
-  const perseus_code code = submit(exchange, {PERSEUS_BROADCAST, PERSEUS_SUM, name, data, data, count, dtype}, &handle);
+  const perseus_code code =
+      submit(exchange, {PERSEUS_BROADCAST, PERSEUS_SUM, name, data, data, {count}, dtype}, &handle);
   return code == PERSEUS_OK ? wait_and_release(exchange, handle) : code;
 }
 
-perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data, int64_t count,
-                                      perseus_dtype dtype) {
+perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data, const int* shape,
+                                      int dims, perseus_dtype dtype) {
   perseus_handle handle = 0;
-  perseus::Request request{PERSEUS_ALLREDUCE, PERSEUS_AVERAGE, name, data, data, count, dtype, kGradients};
+  perseus::Request request{PERSEUS_ALLREDUCE,     PERSEUS_AVERAGE, name,      data, data,
+                           {shape, shape + dims}, dtype,           kGradients};
   if (exchange->rotation) request.codec = PERSEUS_CODEC_INSIDE;
   const perseus_code code = submit(exchange, request, &handle);
   if (code == PERSEUS_OK) exchange->gradients.push_back(handle);
@@ -105,7 +112,7 @@ perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* na
 perseus_code perseus_exchange_largest(perseus_exchange* exchange, const char* name, int32_t* data, int64_t count) {
   perseus_handle handle = 0;
   const perseus_code code =
-      submit(exchange, {PERSEUS_ALLREDUCE, PERSEUS_MAX, name, data, data, count, PERSEUS_INT32}, &handle);
+      submit(exchange, {PERSEUS_ALLREDUCE, PERSEUS_MAX, name, data, data, {count}, PERSEUS_INT32}, &handle);
   if (code == PERSEUS_OK) exchange->others.push_back(handle);
   return code;
 }

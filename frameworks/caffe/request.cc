@@ -4,7 +4,8 @@
 namespace perseus {
 
 perseus_code submit(perseus_context* context, const Request& request, perseus_handle* handle) {
-  const perseus_tensor tensor{request.input, request.output, &request.count, 1, request.dtype};
+  const perseus_tensor tensor{request.input, request.output, request.shape.data(),
+                              static_cast<int>(request.shape.size()), request.dtype};
   perseus_request submitted{};
   submitted.struct_size = sizeof submitted;
   submitted.kind = request.kind;

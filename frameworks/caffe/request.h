@@ -1,6 +1,8 @@
 // One allreduce or broadcast of one tensor, as this library submits them. Any thread.
 #pragma once
 
+#include <vector>
+
 #include "perseus/perseus.h"
 
 namespace perseus {
@@ -11,7 +13,7 @@ struct Request {
   const char* name;
   const void* input;
   void* output;  // may equal `input`
-  int64_t count;
+  std::vector<int64_t> shape;
   perseus_dtype dtype;
   uint64_t gradient_of = 0;  // 0 = not a gradient, so exact
   int codec = PERSEUS_CODEC_SETTINGS;

@@ -80,7 +80,7 @@ perseus_code Rotation::send(const perseus_values& parameters, int part, Exchange
                         name.c_str(),
                         exchange->sent.data(),
                         exchange->average.data(),
-                        static_cast<int64_t>(exchange->sent.size() / size_of(parameters.dtype)),
+                        {static_cast<int64_t>(exchange->sent.size() / size_of(parameters.dtype))},
                         parameters.dtype};
   return submit(context_, request, &exchange->handle);
 }
@@ -108,7 +108,7 @@ perseus_code all_inside(perseus_context* context, bool* all) {
   std::vector<float> places(static_cast<size_t>(perseus_context_size(context)), 0.0F);
   places[static_cast<size_t>(perseus_context_rank(context))] = 1.0F;
   Request request{PERSEUS_ALLREDUCE, PERSEUS_SUM,   "rotate.inside",
-                  places.data(),     places.data(), static_cast<int64_t>(places.size()),
+                  places.data(),     places.data(), {static_cast<int64_t>(places.size())},
                   PERSEUS_FLOAT32};
   request.codec = PERSEUS_CODEC_INSIDE;
   perseus_handle handle = 0;

@@ -300,7 +300,12 @@ def _parser() -> argparse.ArgumentParser:
     peers = "; ".join(f"{', '.join(names)} of {name}" for name, names in PEERS.items())
     add("--peer", metavar="LIST", help=f"{peers}; default each one's first, '' = none")
     add("--model", default="", metavar="LIST", help=f"of {', '.join(MODELS)}; default all")
-    add("--codec", default="", metavar="LIST", help="such as fp16,int8,topk:0.01,rotate:8,auto")
+    add(
+        "--codec",
+        default="",
+        metavar="LIST",
+        help="such as int8,topk:0.01,powersgd:4,rotate:8,auto",
+    )
     add("--seconds", type=_seconds, default=3.0, help="per size, all contenders together (3)")
     add("--timeout", type=_seconds, metavar="SECONDS", help="for a job (600; training 3600)")
     add("-H", dest="placement", metavar="host:slots,...", help="real hosts, as for perseusrun")

@@ -64,6 +64,8 @@ _KINDS: dict[str, _Kind] = {
     "topk": _Kind(_topk_share, None, None, 1.0, float),
     # Each rank steps with its own gradients.
     "rotate": _Kind(lambda n, _: (1 / n, 1 / n), None, None, 10.0, int),
+    # Of most matrices 1/20 or less; small and narrow gradients travel as float16.
+    "powersgd": _Kind(lambda _, __: (0.0, 0.5), None, None, 1.0, int),
     "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 1.0),
 }
 
@@ -121,6 +123,7 @@ class Codec:
                 "LIGHT_TOPK_THRESHOLD": "8192",  # as Compression.topk
             },
             "rotate": {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": text},
+            "powersgd": {"PERSEUS_ALLREDUCE_CODEC": "powersgd", "PERSEUS_POWERSGD_RANK": text},
         }
         if self.name not in known:
             raise ValueError(f"--codec {self.label}: no variable gives it to a process group")

@@ -25,6 +25,7 @@ MODULES = [
     "multistep_checks",
     "parameter_checks",
     "compression_checks",
+    "powersgd_checks",
     "rotation_checks",
     "rotation_life_checks",
     "local_steps_checks",

@@ -78,7 +78,9 @@ typedef enum perseus_codec {
   PERSEUS_CODEC_AUTO = 7,
   /* nothing between hosts: each host has the sum or the average of its own ranks; a sum times size / ranks of the host
    */
-  PERSEUS_CODEC_INSIDE = 8
+  PERSEUS_CODEC_INSIDE = 8,
+  /* of a matrix the product of two narrow ones; the argument is their rank (PowerSGD) */
+  PERSEUS_CODEC_POWERSGD = 9
 } perseus_codec;
 
 typedef enum perseus_kind {
@@ -282,7 +284,7 @@ typedef struct perseus_request {
    * bfloat16 tensors as float32; a lossy codec that is named here also takes float64 tensors as float32. All other
    * tensors are sent unchanged. */
   int codec;
-  double codec_argument; /* TOP_K: the fraction of elements; ROTATE: N; 0 = as in the settings */
+  double codec_argument; /* TOP_K: the fraction of elements; ROTATE: N; POWERSGD: the rank; 0 = as in the settings */
   /* If not NULL, called once when the handle is done, by any thread that makes progress: perhaps the submitting one,
    * before perseus_request_submit returns. It must not block, so it must not wait for handles in progress, nor shut
    * down or destroy the context. It may read and release the handle, and submit requests. Never called for a request

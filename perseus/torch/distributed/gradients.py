@@ -138,7 +138,8 @@ class Gradients:
         submit = self._group.world.operations.submit
         codec = SETTINGS if self._turns is None else INSIDE
         parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
+        for parameter, flat in zip(parameters, parts, strict=True):
+            part = flat.view(parameter.shape)  # which PowerSGD takes as a matrix
             handles.append(
                 submit(Kind.ALLREDUCE, self._names[parameter], part, part, op=ReduceOp.Average,
                        gradient_of=self._number, codec=codec)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
-from gradient_settings import ALL_ALIKE_BY_TOP_K
-from patterns import assert_job_usable, raised, values, world_with
+from gradient_settings import apart
+from patterns import assert_job_usable, raised, values
 from torch import nn
 
 import perseus.torch.horovod as hvd
 from perseus.elastic.loop import reset
 
 COUNT = 50_000
-
-
-def _apart(**settings: object) -> AbstractContextManager[None]:
-    """Inner groups of one rank: what goes between hosts goes between all."""
-    world = {"LIGHT_2D_ALLREDUCE": 1, "LIGHT_INTRA_SIZE": 1, **ALL_ALIKE_BY_TOP_K, **settings}
-    return world_with(**world)
 
 
 def _gradient(rank: int, step: int = 0) -> torch.Tensor:
@@ -58,7 +51,7 @@ def _same_everywhere(tensor: torch.Tensor) -> bool:
 
 
 def check_gradients_are_float16_between_hosts_unless_told_otherwise() -> None:
-    with _apart():
+    with apart():
         (half,) = _steps(None, 1)
         (asked,) = _steps(hvd.Compression.fp16, 1)
         (exact,) = _steps(hvd.Compression.none, 1)
@@ -66,20 +59,20 @@ def check_gradients_are_float16_between_hosts_unless_told_otherwise() -> None:
         assert not torch.equal(half, exact)
         assert (half - _mean()).abs().max() < 5 * 2**-11 * 2
         assert (exact - _mean()).abs().max() < 1e-6
-    with _apart(PERSEUS_ALLREDUCE_DTYPE=1):
+    with apart(PERSEUS_ALLREDUCE_DTYPE=1):
         assert torch.equal(_steps(None, 1)[0], exact)
     assert (_steps(None, 1)[0] - _mean()).abs().max() < 1e-6, "one host: full precision"
 
 
 def check_bfloat16_keeps_eight_bits() -> None:
-    with _apart():
+    with apart():
         (got,) = _steps(hvd.Compression.bf16, 1)
         error = (got - _mean()).abs().max()
         assert 1e-4 < error < 5 * 2**-8 * 2 and _same_everywhere(got)
 
 
 def check_allreduce_is_exact_unless_it_asks() -> None:
-    with _apart():
+    with apart():
         x = _gradient(hvd.rank())
         exact = hvd.allreduce(x)
         assert (exact - _mean()).abs().max() < 1e-6
@@ -95,7 +88,7 @@ def check_allreduce_is_exact_unless_it_asks() -> None:
 
 
 def check_other_floating_types_are_encoded_too() -> None:
-    with _apart():
+    with apart():
         x = _gradient(hvd.rank())
         wide = hvd.allreduce(x.double(), compression=hvd.Compression.fp16)
         assert torch.equal(wide, hvd.allreduce(x, compression=hvd.Compression.fp16).double())
@@ -107,14 +100,14 @@ def check_other_floating_types_are_encoded_too() -> None:
 
 def check_auto_gives_everywhere_what_the_codec_that_it_chose_gives() -> None:
     slow = {"PERSEUS_LINK_GBIT": 0.001}
-    with _apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT):
+    with apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT):
         sparse = _steps(hvd.Compression.auto, 3)
         named = _steps(hvd.Compression.topk(), 3)
         assert all(map(torch.equal, sparse, named)) and all(map(_same_everywhere, sparse))
-    with _apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT + 1):
+    with apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT + 1):
         whole = _steps(hvd.Compression.auto, 2)
         assert all(map(torch.equal, whole, _steps(hvd.Compression.int8, 2)))
-    with _apart(PERSEUS_LINK_GBIT=1000000):
+    with apart(PERSEUS_LINK_GBIT=1000000):
         (exact,) = _steps(hvd.Compression.auto, 1)
         assert (exact - _mean()).abs().max() < 1e-6, "nothing pays on such links"
     text = raised(ValueError, lambda: hvd.allreduce(exact, compression=hvd.Compression.auto))
@@ -132,7 +125,7 @@ def check_own_compressors_still_work() -> None:
             assert ctx == "mine"
             return tensor * 2
 
-    with _apart():
+    with apart():
         assert (_steps(Halves, 1)[0] - _mean()).abs().max() < 1e-6
         assert (
             hvd.allreduce(_gradient(hvd.rank()), compression=Halves) - _mean()
@@ -157,7 +150,7 @@ def check_a_nan_comes_out_everywhere_and_does_not_stay() -> None:
         hvd.Compression.topk(0.01),
         hvd.Compression.topk(0.1),
     ):
-        with _apart():
+        with apart():
             seen = _steps(compression, 4, gradient)
         for step, mean in enumerate(seen):
             where = mean.isnan().nonzero().flatten().tolist()
@@ -178,7 +171,7 @@ def check_what_makes_no_sense_is_refused() -> None:
         ValueError,
         lambda: hvd.allreduce(x.int(), name="i", compression=hvd.Compression.int8),
     )
-    assert "is int32: int8, top-k and rotate compress floating-point" in text
+    assert "is int32: int8, top-k, rotate and PowerSGD compress floating-point" in text
     text = raised(
         ValueError, lambda: hvd.allreduce(x, op=hvd.Max, compression=hvd.Compression.bf16)
     )
@@ -234,7 +227,7 @@ def _assert_same_held(actual: dict, expected: dict) -> None:
 
 
 def check_a_flush_sends_all_that_is_held_once() -> None:
-    with _apart():
+    with apart():
         for options in ({}, {"groups": 1}):
             training = _Training(**options)
             results = [training.step(0), training.step(1)]
@@ -250,7 +243,7 @@ def check_a_flush_sends_all_that_is_held_once() -> None:
 
 
 def check_a_change_of_codec_sends_all_that_is_held() -> None:
-    with _apart():
+    with apart():
         x = values((300,), torch.float32, hvd.rank())
         exact = hvd.allreduce(x, op=hvd.Sum, name="exact")
         total = torch.zeros(300)
@@ -263,7 +256,7 @@ def check_a_change_of_codec_sends_all_that_is_held() -> None:
 
 
 def check_a_checkpoint_has_what_this_rank_holds() -> None:
-    with _apart():
+    with apart():
         for options in ({}, {"groups": 1}):
             training = _Training(**options)
             training.step(0)
@@ -291,7 +284,7 @@ def check_a_checkpoint_has_what_this_rank_holds() -> None:
 
 
 def check_a_checkpoint_without_an_error_feedback_is_as_ever() -> None:
-    with _apart():
+    with apart():
         for compression in (hvd.Compression.none, hvd.Compression.fp16):
             training = _Training(compression)
             training.step(0)
@@ -299,7 +292,7 @@ def check_a_checkpoint_without_an_error_feedback_is_as_ever() -> None:
 
 
 def check_what_is_held_is_not_broadcast() -> None:
-    with _apart():
+    with apart():
         training = _Training()
         training.step(0)
         held = training.held()
@@ -309,7 +302,7 @@ def check_what_is_held_is_not_broadcast() -> None:
 
 
 def check_survivors_go_on_with_what_they_hold() -> None:
-    with _apart():
+    with apart():
         straight, training = _Training(), _Training()
         expected = [straight.step(step) for step in range(3)]
         results = [training.step(0), training.step(1)]

@@ -26,13 +26,17 @@ SHAPES = [(64, 64), (40,)]
 ELEMENTS = 64 * 64
 
 
-# Top-k treats small tensors and the first steps as any others.
-ALL_ALIKE_BY_TOP_K = {"LIGHT_TOPK_THRESHOLD": 0, "LIGHT_TOPK_WARMUP_STEPS": 0}
+# Top-k treats small tensors as any others, and the first steps are as all others.
+ALL_ALIKE = {
+    "LIGHT_TOPK_THRESHOLD": 0,
+    "LIGHT_TOPK_WARMUP_STEPS": 0,
+    "PERSEUS_POWERSGD_WARMUP_STEPS": 0,
+}
 
 
 def apart(**settings: object) -> AbstractContextManager[None]:
     """Every rank is a host of its own: what goes between hosts goes between all."""
-    world = {"LIGHT_2D_ALLREDUCE": 1, "LIGHT_INTRA_SIZE": 1, **ALL_ALIKE_BY_TOP_K, **settings}
+    world = {"LIGHT_2D_ALLREDUCE": 1, "LIGHT_INTRA_SIZE": 1, **ALL_ALIKE, **settings}
     return world_with(**world)
 
 
@@ -148,6 +152,38 @@ def top_k(reduce: Reduce) -> None:
     settings["LIGHT_TOPK_THRESHOLD"] += 1
     with apart(LIGHT_TOPK_RATIO=0.02, **settings):
         assert _error(reduce(_mine(whole, 1)), _sums(whole, 1)) == 0.0
+
+
+def powersgd(reduce: Reduce) -> None:
+    """PERSEUS_ALLREDUCE_CODEC=powersgd: what narrow matrices leave out comes later."""
+
+    def of_rank_one(rank: int, step: int) -> Arrays:
+        """One rank's matrix; the sum's rank is the number of ranks, which is at most 4."""
+        column, small = whole(rank, step)[0][:, rank], whole(rank, step)[1]
+        return [np.outer(column, np.arange(64) % (rank + 2)).astype(np.float32), small]
+
+    settings = {"PERSEUS_ALLREDUCE_CODEC": "powersgd", "PERSEUS_ALLREDUCE_DTYPE": 1}
+    steps = 3
+    with apart(PERSEUS_POWERSGD_RANK=4, **settings):
+        results = reduce(_mine(of_rank_one, steps))
+        for step, (large, small) in enumerate(results):
+            sums = [of_rank_one(rank, step) for rank in range(basics.size())]
+            expected, exact = (np.sum(arrays, axis=0) for arrays in zip(*sums, strict=True))
+            assert np.abs(large - expected).max() < 1e-3
+            assert np.array_equal(small, exact), "too small for two matrices"
+        assert_same_everywhere(results[-1])
+    for rank in (2, 8):
+        with apart(PERSEUS_POWERSGD_RANK=rank, **settings):
+            results = reduce(_mine(normal, 1))
+        assert np.linalg.matrix_rank(results[0][0].astype(np.float64), tol=1e-3) == rank
+        assert np.allclose(results[0][1], _sums(normal, 1)[1], atol=1e-5)
+    with apart(PERSEUS_POWERSGD_RANK=8, **settings):
+        missing = []
+        for steps in (1, 16, 64):
+            results = reduce([normal(basics.rank(), 0)] * steps)
+            given = steps * _sums(normal, 1)[0]
+            missing.append(np.linalg.norm(_added(results)[0] - given) / np.linalg.norm(given))
+        assert missing[0] > 0.3 > missing[1] > 2 * missing[2], missing
 
 
 def rotation_of_parameters(train: Reduce) -> None:

@@ -42,6 +42,10 @@ def check_top_k() -> None:
     settings.top_k(_reduce)
 
 
+def check_powersgd() -> None:
+    settings.powersgd(_reduce)
+
+
 def check_rotation() -> None:
     def train(given: list[settings.Arrays]) -> list[settings.Arrays]:
         variables = [keras.Variable(np.zeros(s, "float32"), name="v") for s in settings.SHAPES]

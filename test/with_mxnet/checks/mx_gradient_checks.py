@@ -114,6 +114,10 @@ def check_top_k() -> None:
     settings.top_k(_reduce)
 
 
+def check_powersgd() -> None:
+    settings.powersgd(_reduce)
+
+
 def check_the_shape_of_the_allreduce_changes_nothing() -> None:
     settings.shape_of_the_allreduce(_reduce)
 

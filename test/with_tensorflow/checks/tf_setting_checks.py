@@ -41,6 +41,10 @@ def check_top_k() -> None:
     settings.top_k(_reduce)
 
 
+def check_powersgd() -> None:
+    settings.powersgd(_reduce)
+
+
 def _train_by(compiled: bool, given: list[settings.Arrays]) -> list[settings.Arrays]:
     variables = [tf.Variable(tf.zeros(shape)) for shape in settings.SHAPES]
 

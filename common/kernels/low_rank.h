@@ -1,0 +1,32 @@
+// Products of a matrix with a few vectors, as a low-rank approximation needs them (Vogels et al. 2019, PowerSGD). Every
+// SIMD variant gives the same bits, whatever the caller's floating-point mode. Thread-safe; no output overlaps an
+// input.
+//
+// Matrices are dense: w has `rows` rows of `cols` elements; p has `rows` rows of `rank` elements, q `rank` rows of
+// `cols` elements.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace perseus::kernels {
+
+struct MatrixShape {
+  size_t rows = 0, cols = 0;
+};
+
+// p = w qᵀ
+void project(const float* w, MatrixShape shape, const float* q, size_t rank, float* p);
+// q = pᵀ w
+void project_back(const float* w, MatrixShape shape, const float* p, size_t rank, float* q);
+// out = p q
+void expand(const float* p, const float* q, MatrixShape shape, size_t rank, float* out);
+// w = w - p q
+void subtract_product(const float* p, const float* q, MatrixShape shape, size_t rank, float* w);
+
+// Makes the columns of p orthogonal and of length 1, in their order; those that depend on earlier ones become zero.
+void orthogonalize(float* p, size_t rows, size_t rank);
+// Numbers in [-1, 1) that depend on the seed alone.
+void fill_with_noise(uint64_t seed, float* q, size_t count);
+
+}  // namespace perseus::kernels
