@@ -35,7 +35,7 @@ static_assert(static_cast<int>(perseus::Kind::kReceive) == PERSEUS_RECEIVE, "sam
 static_assert(perseus::kKindCount == PERSEUS_RECEIVE + 1, "all of them");
 static_assert(static_cast<int>(ErrorKind::kInternal) == PERSEUS_INTERNAL, "same numbers");
 static_assert(static_cast<int>(ErrorKind::kNan) == PERSEUS_NAN, "same numbers");
-static_assert(static_cast<int>(perseus::CodecWish::kAuto) == PERSEUS_CODEC_AUTO, "same numbers");
+static_assert(static_cast<int>(perseus::CodecWish::kLowRank) == PERSEUS_CODEC_POWERSGD, "same numbers");
 static_assert(perseus::kAutoCodecs == PERSEUS_SPEEDS_CODECS, "same size");
 static_assert(static_cast<int>(perseus::GradientOutcome::kSkipped) == PERSEUS_GRADIENT_SKIPPED, "same numbers");
 
@@ -89,16 +89,14 @@ Result answer(const perseus_context* context, Result otherwise, Body body) {
                 "[api] handle " + std::to_string(handle) + " was not created or has been cleared");
 }
 
-int public_codec(int auto_codec) {
-  return static_cast<int>(perseus::kAutoKinds[static_cast<size_t>(auto_codec)]) + PERSEUS_CODEC_EXACT;
-}
+int public_codec(int auto_codec) { return perseus::wish_for(perseus::kAutoKinds[static_cast<size_t>(auto_codec)]); }
 
 perseus::Speeds speeds_of(const perseus_speeds& from) {
   perseus::Speeds speeds;
   speeds.link = {from.measurement, from.latency_s, from.seconds_per_byte};
   speeds.groups = from.groups;
   speeds.shards = from.shards;
-  speeds.sparse_from = from.sparse_from;
+  speeds.matrix_rank = from.matrix_rank;
   for (size_t i = 0; i < speeds.codecs.size(); ++i)
     speeds.codecs[i] = {from.encode_s[i], from.decode_s[i], from.wire[i]};
   return speeds;
@@ -473,7 +471,7 @@ perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_s
     found.shards = speeds.shards;
     found.latency_s = speeds.link.latency_s;
     found.seconds_per_byte = speeds.link.seconds_per_byte;
-    found.sparse_from = speeds.sparse_from;
+    found.matrix_rank = speeds.matrix_rank;
     for (size_t i = 0; i < speeds.codecs.size(); ++i) {
       found.encode_s[i] = speeds.codecs[i].encode_s;
       found.decode_s[i] = speeds.codecs[i].decode_s;
@@ -484,22 +482,33 @@ perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_s
   });
 }
 
-double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes) {
+double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes, uint64_t narrow) {
   double seconds = -1;
   guarded([&] {
     const Given<perseus_speeds> given(speeds, "perseus_speeds");
     for (int i = 0; i < perseus::kAutoCodecs; ++i)
-      if (public_codec(i) == codec) seconds = perseus::estimated_seconds(speeds_of(*given), i, bytes);
+      if (public_codec(i) == codec) seconds = perseus::estimated_seconds(speeds_of(*given), i, {bytes, narrow});
     return PERSEUS_OK;
   });
   return seconds;
 }
 
-int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes) {
+uint64_t perseus_speeds_narrow(const perseus_speeds* speeds, const int64_t* shape, int ndim) {
+  uint64_t bytes = 0;
+  guarded([&] {
+    const Given<perseus_speeds> given(speeds, "perseus_speeds");
+    bytes = perseus::choice_of(speeds_of(*given), {shape, shape + ndim}).narrow;
+    return PERSEUS_OK;
+  });
+  return bytes;
+}
+
+int perseus_speeds_choose(const perseus_speeds* speeds, const int64_t* shape, int ndim) {
   int codec = -1;
   guarded([&] {
     const Given<perseus_speeds> given(speeds, "perseus_speeds");
-    codec = public_codec(perseus::choose_codec(speeds_of(*given), bytes));
+    const perseus::Speeds known = speeds_of(*given);
+    codec = public_codec(perseus::choose_codec(known, perseus::choice_of(known, {shape, shape + ndim})));
     return PERSEUS_OK;
   });
   return codec;

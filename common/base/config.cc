@@ -50,8 +50,8 @@ constexpr Variable kTable[] = {
     {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype", "dtype|int8|powersgd|auto", true,
      "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8 = one byte per "
      "element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), auto = unchanged, as float16, int8 "
-     "or top-k (LIGHT_TOPK_*), whichever the measured links make fastest. Perseus adds what a codec leaves out to the "
-     "next gradient."},
+     "or PowerSGD, whichever the measured links make fastest. Perseus adds what a codec leaves out to the next "
+     "gradient."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
      "Speed of the links between hosts in Gbit/s that auto assumes, so that its choices are the same in every run. 0 "
      "= Perseus measures it when the first gradient is sent."},
@@ -77,7 +77,8 @@ constexpr Variable kTable[] = {
      "The rank r of the matrices that PowerSGD sends: r (n + m) numbers instead of n m for a gradient with n rows and "
      "m columns. Gradients that this would not halve travel as PERSEUS_ALLREDUCE_DTYPE says."},
     {Var::kPowerSgdWarmUp, "PERSEUS_POWERSGD_WARMUP_STEPS", "", VarType::kInt, "100", "0..1000000000", true,
-     "Steps in which gradients travel as float32 before PowerSGD begins: gradients change fastest at first. 0 = none."},
+     "Steps in which gradients travel as PERSEUS_ALLREDUCE_DTYPE says before PowerSGD begins: gradients change fastest "
+     "at first. 0 = none."},
     {Var::kDownsample, "PERSEUS_DOWNSAMPLE_N_ELEMENTS", "", VarType::kInt, "1", "1..1024", true,
      "N: every host steps with its own gradients, and in every step another N-th of each parameter is averaged, which "
      "is 1/N of the traffic. synchronize_parameters() makes parameters equal; Caffe does so itself, before tests and "

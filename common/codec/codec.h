@@ -27,7 +27,7 @@ struct CodecSpec {
   CodecKind kind = CodecKind::kNone;
   double ratio = 1.0;        // top-k: the part of the elements that is sent, in (0, 1]
   bool half_values = false;  // top-k: values travel as f16
-  int warm_up = 0;           // steps, >= 0. top-k: the ratio falls in them, see TopKFormat; low rank: they are exact
+  int warm_up = 0;           // steps, >= 0. top-k: the ratio falls in them, see TopKFormat; low rank: none is
   int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1
   double momentum = 1.0;     // rotating subset: what a held value is multiplied by in each step, in [0, 1]
   int matrix_rank = 1;       // low rank: of what takes a gradient's place, >= 1

@@ -16,9 +16,10 @@ kernels::MatrixShape matrix_of(const std::vector<int64_t>& shape) {
   return best;
 }
 
-bool low_rank_pays(const kernels::MatrixShape& shape, int rank) {
-  const size_t r = static_cast<size_t>(rank);
-  return 2 * r * (shape.rows + shape.cols) <= shape.rows * shape.cols;
+uint64_t narrow_bytes(const std::vector<int64_t>& shape, int rank) {
+  const kernels::MatrixShape matrix = matrix_of(shape);
+  const uint64_t numbers = static_cast<uint64_t>(rank) * (matrix.rows + matrix.cols);
+  return 2 * numbers <= matrix.rows * matrix.cols ? numbers * sizeof(float) : 0;
 }
 
 }  // namespace perseus

@@ -13,7 +13,8 @@ namespace perseus {
 // columns.
 kernels::MatrixShape matrix_of(const std::vector<int64_t>& shape);
 
-// Are two matrices of this rank at most half as large as one of that shape?
-bool low_rank_pays(const kernels::MatrixShape& shape, int rank);
+// The bytes, as float32, of the two matrices of this rank that take the place of such a tensor; 0 if that is more than
+// half of its elements.
+uint64_t narrow_bytes(const std::vector<int64_t>& shape, int rank);
 
 }  // namespace perseus

@@ -53,7 +53,7 @@ class LowRankAllreduce final : public Staged {
     bool usable = true;  // its sums are finite
   };
 
-  void load_floats();
+  void load_floats() PERSEUS_REQUIRES(progress_lock);
   void plan_sum(std::vector<float>* numbers, Step* step);
   void project();
   void project_back();

@@ -7,6 +7,18 @@
 #include "codec/top_k.h"
 
 namespace perseus {
+namespace {
+
+CodecKind kind_of(CodecWish::Kind wish) {
+  return static_cast<CodecKind>(wish - CodecWish::kExact - (wish > CodecWish::kAuto ? 1 : 0));
+}
+
+}  // namespace
+
+CodecWish::Kind wish_for(CodecKind kind) {
+  const int wish = static_cast<int>(kind) + CodecWish::kExact;
+  return static_cast<CodecWish::Kind>(wish < CodecWish::kAuto ? wish : wish + 1);
+}
 GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.ratio = config.number(Var::kTopKRatio);
   defaults_.half_values = config.flag(Var::kTopKHalf);
@@ -41,9 +53,7 @@ GradientCodecs::GradientCodecs(const Config& config) {
 // Arguments that a codec does not look at are zero, so that equal codecs compare equal.
 CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
   CodecSpec spec;
-  spec.kind = kind == CodecWish::kInside    ? CodecKind::kInside
-              : kind == CodecWish::kLowRank ? CodecKind::kLowRank
-                                            : static_cast<CodecKind>(kind - CodecWish::kExact);
+  spec.kind = kind_of(kind);
   if (kind == CodecWish::kLowRank) {
     spec.matrix_rank = argument == 0 ? defaults_.matrix_rank : static_cast<int>(argument);
     spec.warm_up = low_rank_warm_up_;
@@ -63,8 +73,7 @@ CodecSpec GradientCodecs::spec(CodecWish::Kind kind, double argument) const {
 
 std::array<CodecSpec, kAutoCodecs> GradientCodecs::auto_codecs() const {
   std::array<CodecSpec, kAutoCodecs> specs;
-  for (size_t i = 0; i < specs.size(); ++i)
-    specs[i] = spec(static_cast<CodecWish::Kind>(static_cast<int>(kAutoKinds[i]) + CodecWish::kExact), 0);
+  for (size_t i = 0; i < specs.size(); ++i) specs[i] = spec(wish_for(kAutoKinds[i]), 0);
   return specs;
 }
 

@@ -16,6 +16,9 @@ struct CodecWish {
   double argument = 0;  // top-k: fraction of elements, rotate: N, low rank: the rank; 0 = as the settings say
 };
 
+// The wish for a codec. Both enumerations have the same order, but auto is only a wish.
+CodecWish::Kind wish_for(CodecKind kind);
+
 class GradientCodecs {
  public:
   // Throws Error(kInvalidArgument) for settings that exclude each other.
@@ -26,9 +29,8 @@ class GradientCodecs {
   // The codec of gradients that are too small for another one, and of all gradients inside a host if the settings ask
   // for it.
   const CodecSpec& precision() const { return precision_; }
-  // The codecs that auto chooses among, ordered as kAutoKinds, and the least bytes for the last one.
+  // The codecs that auto chooses among, ordered as kAutoKinds.
   std::array<CodecSpec, kAutoCodecs> auto_codecs() const;
-  uint64_t sparse_from() const { return sparse_from_; }
   // The message for a user who has chosen no compression; "" for others. `between_hosts`: else between groups of a
   // host.
   std::string news(bool between_hosts) const;

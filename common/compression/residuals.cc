@@ -88,12 +88,6 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Com
   return goes_on || !record->holds ? Flush::kNone : flush;
 }
 
-uint64_t Residuals::steps(const Key& key, const std::vector<size_t>& sizes) {
-  const MutexLock lock(mutex_);
-  const std::shared_ptr<Record> record = find(key);
-  return record && fits(record.get(), sizes) ? record->steps : 0;
-}
-
 // Not earlier: a rank that alone has other sizes fails, and its count of steps must stay equal to the others'.
 void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
   const MutexLock lock(mutex_);

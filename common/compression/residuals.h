@@ -84,8 +84,6 @@ class Residuals {
   // residual of other sizes, which is dropped once all ranks have agreed on these.
   Flush due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
             const std::function<uint64_t()>& layout, bool* dropped);
-  // How many reductions of these sizes there were.
-  uint64_t steps(const Key& key, const std::vector<size_t>& sizes);
   // For a reduction that is about to start, of sizes that all ranks have agreed on: drops a residual of other sizes.
   void agreed(const Key& key, const std::vector<size_t>& sizes);
   // For a reduction that may need the residual, which is zero at first, and again when the sizes have changed. Null if

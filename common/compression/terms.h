@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "base/dtype.h"
 #include "base/fields.h"
 #include "codec/codec.h"
 
@@ -14,6 +15,12 @@ struct CompressionTerms {
   bool inside = false;     // inside groups as PERSEUS_ALLREDUCE_DTYPE says, not exact
   bool doubles = false;    // float64 tensors, too
   uint64_t from = 0;       // bytes: smaller tensors are sent as the settings say
+
+  // Does the codec compress tensors of this type?
+  bool serves(DType dtype) const {
+    if (automatic) return dtype == DType::kFloat32;
+    return dtype_is_float(dtype) && (doubles || dtype != DType::kFloat64);
+  }
 
   static constexpr auto fields() {
     return std::make_tuple(field("codec", &CompressionTerms::codec), field("automatic", &CompressionTerms::automatic),

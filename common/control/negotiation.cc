@@ -220,9 +220,11 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
                                                               : find_mismatch_but_joined(*name);
   std::vector<Entry::Nan> nans;
   Flush flush = Flush::kNone;
+  bool warms_up = false;
   for (int rank = 0; rank < size_; ++rank) {
     for (uint32_t tensor : name->announced[rank].nans) nans.push_back({ranks_[rank], tensor});
     flush = std::max(flush, name->announced[rank].flush);
+    warms_up |= name->announced[rank].warms_up;
   }
   if (mismatch.empty()) {
     size_t first = 0;
@@ -230,12 +232,14 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     name->agreed = std::move(name->announced[first]);
     name->agreed.nans.clear();
     name->agreed.flush = Flush::kNone;
+    name->agreed.warms_up = false;
     for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
     Entry* entry = take_entry(name);
     entry->description.times = name->agreed.times;
     if (name->last >= 0 && name->announced_count == size_) entry->last_rank = ranks_[static_cast<size_t>(name->last)];
     entry->nans = std::move(nans);
     entry->description.flush = flush;
+    entry->description.warms_up = warms_up;
     // The lowest rank's priority goes for all, so that all run in one order.
     entry->description.priority = name->agreed.priority;
     if (!name->agreed.transient) take_slot(name);

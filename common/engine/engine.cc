@@ -117,7 +117,6 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.residuals = &residuals_;
   execution_settings_.precision = gradient_codecs_.precision();
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
-  execution_settings_.sparse_from = gradient_codecs_.sparse_from();
   execution_settings_.log = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
   execution_settings_.topology = &topology_;
   execution_settings_.silent_ns = [this](int rank) PERSEUS_REQUIRES(progress_lock) {

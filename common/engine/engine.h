@@ -14,6 +14,7 @@
 #include "base/mutex.h"
 #include "collective/mpi/mpi_world.h"
 #include "compression/accumulation.h"
+#include "compression/first_steps.h"
 #include "compression/gradient_codecs.h"
 #include "compression/residuals.h"
 #include "engine/process_set.h"
@@ -146,6 +147,7 @@ class Engine final : private ProgressWork {
   void check_speed(const Submission& submission);
   // Notes in the description whether what is held back has to go along.
   void ask_for_flush(const Submission& submission, const ProcessSet& group, Description* description);
+  bool warms_up(const Submission& submission, const ProcessSet& group, const Description& description);
 
   // ---- ProgressWork (engine.cc) ----
   bool pass(bool eager) override PERSEUS_REQUIRES(progress_lock);
@@ -214,6 +216,7 @@ class Engine final : private ProgressWork {
   const GradientCodecs gradient_codecs_;
   std::atomic<bool> warned_about_precision_{false};
   Residuals residuals_;
+  FirstSteps first_steps_;
   std::atomic<bool> warned_about_dropped_{false};
   int interfaces_ = 1;  // that the user has named
   Topology topology_;   // changed once, before anything is submitted

@@ -7,19 +7,6 @@
 #include "engine/engine.h"
 
 namespace perseus {
-namespace {
-
-// Is a tensor of this request one that PowerSGD compresses?
-bool low_rank_serves(const Description& d) {
-  const CompressionTerms& terms = d.compression;
-  return terms.codec.kind == CodecKind::kLowRank &&
-         std::any_of(d.tensors.begin(), d.tensors.end(), [&](const TensorDescription& t) {
-           return dtype_is_float(t.dtype) && (t.dtype != DType::kFloat64 || terms.doubles) &&
-                  low_rank_pays(matrix_of(t.shape), terms.codec.matrix_rank);
-         });
-}
-
-}  // namespace
 
 bool Engine::holds(const Submission& s) {
   bool floating = s.kind == Kind::kAllreduce || s.kind == Kind::kAllgather;
@@ -71,16 +58,22 @@ void Engine::ask_for_flush(const Submission& s, const ProcessSet& group, Descrip
   };
   bool dropped = false;
   const std::string name = s.name;
-  const Residuals::Key key{s.gradient_of, group.id(), name};
-  d->flush = residuals_.due(key, sizes, d->compression, layout, &dropped);
-  // Exact steps come first; a rank that has not had them all asks the others to join in.
-  if (d->flush == Flush::kNone && low_rank_serves(*d) && topology_.of(group.ranks(), group.index()).groups > 1 &&
-      residuals_.steps(key, sizes) < static_cast<uint64_t>(d->compression.codec.warm_up))
-    d->flush = Flush::kAmongAll;
+  d->flush = residuals_.due({s.gradient_of, group.id(), name}, sizes, d->compression, layout, &dropped);
   if (dropped && !warned_about_dropped_.exchange(true))
     log_.warning("[codec] '" + name +
                  "' has other sizes than before: what was held back of it is given up. (Of others "
                  "that change, too; this is said once.)");
+}
+
+// A rank that has not had all of the first steps keeps the others from PowerSGD, too.
+bool Engine::warms_up(const Submission& s, const ProcessSet& group, const Description& d) {
+  const CompressionTerms& terms = d.compression;
+  const auto serves = [&](const TensorDescription& t) {
+    return terms.serves(t.dtype) && narrow_bytes(t.shape, terms.codec.matrix_rank) > 0;
+  };
+  return terms.codec.kind == CodecKind::kLowRank && std::any_of(d.tensors.begin(), d.tensors.end(), serves) &&
+         topology_.of(group.ranks(), group.index()).groups > 1 &&
+         first_steps_.count(s.gradient_of, group.id(), s.name) < static_cast<uint64_t>(terms.codec.warm_up);
 }
 
 uint32_t Engine::channel_of(int group) const {
@@ -104,6 +97,7 @@ void Engine::write_residual(uint64_t owner, int group, const std::string& name, 
 void Engine::forget_gradients(uint64_t owner) {
   accumulation_.forget(owner);
   residuals_.forget(owner);
+  first_steps_.forget(owner);
   perf_check_.forget(owner);
 }
 

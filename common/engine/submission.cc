@@ -148,6 +148,7 @@ void describe(const Engine::Submission& s, Description* d) {
   d->ranks.assign(s.ranks, s.ranks + s.rank_count);
   d->nans.clear();
   d->flush = Flush::kNone;
+  d->warms_up = false;
   d->times = s.times;
   d->refusal = s.refusal == nullptr ? "" : s.refusal;
 }
@@ -210,8 +211,8 @@ void Engine::fill_collective(const Submission& s, const ProcessSet& group, const
   entry->description.gradient = s.gradient_of != 0;
   entry->description.compression = compression;
   if (s.gradient_of != 0) nan_check_.scan(entry);
-  const bool may_flush = residuals_.bytes() > 0 || compression.codec.kind == CodecKind::kLowRank;
-  if (may_flush) ask_for_flush(s, group, &entry->description);
+  if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
+  entry->description.warms_up = warms_up(s, group, entry->description);
   entry->splits.assign(s.splits, s.splits + s.split_count);
   const size_t ranks = group.ranks().size();
   if (s.kind == Kind::kAlltoall && s.refusal == nullptr && s.splits == nullptr && s.tensors[0].ndim > 0)

@@ -106,18 +106,20 @@ CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) 
   const bool between = levels(false).groups > 1;
   if (!between && !d.compression.inside) return CodecSpec();
   if (d.compression.codec.kind == CodecKind::kInside) return between ? d.compression.codec : CodecSpec();
+  if (!d.compression.serves(t.dtype)) return CodecSpec();
+  const bool low_rank = d.compression.codec.kind == CodecKind::kLowRank;
+  const uint64_t narrow = low_rank ? narrow_bytes(t.shape, d.compression.codec.matrix_rank) : 0;
   if (d.compression.automatic) {
-    if (t.dtype != DType::kFloat32) return CodecSpec();
     Speeds speeds = speeds_;
     if (!settings_.topology->stages(t.bytes())) speeds.shards = 1;  // as many bytes from each rank, whoever gets them
-    return settings_.auto_codecs[static_cast<size_t>(choose_codec(speeds, t.bytes()))];
+    const int codec = choose_codec(speeds, {t.bytes(), narrow, d.warms_up});
+    return settings_.auto_codecs[static_cast<size_t>(codec)];
   }
-  if (!dtype_is_float(t.dtype) || (t.dtype == DType::kFloat64 && !d.compression.doubles)) return CodecSpec();
   bool large = t.bytes() >= d.compression.from;
   if (between && !large && d.compression.codec.kind == CodecKind::kTopK && t.bytes() < TopKFormat::kSmallTensor)
     return CodecSpec();
-  if (between && d.compression.codec.kind == CodecKind::kLowRank) {
-    if (low_rank_pays(matrix_of(t.shape), d.compression.codec.matrix_rank)) return d.compression.codec;
+  if (between && low_rank) {
+    if (narrow > 0 && !d.warms_up) return d.compression.codec;
     large = false;
   }
   const CodecSpec& codec = between && large ? d.compression.codec : settings_.precision;

@@ -35,7 +35,6 @@ struct ExecutionSettings {
   CodecSpec precision;                               // PERSEUS_ALLREDUCE_DTYPE's: of gradients inside a host, if asked
                                                      // for, and of those too small for the codec they ask for
   std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
-  uint64_t sparse_from = 0;                          // bytes: smaller tensors do not take the last one
   bool measures = true;                              // else speeds are as told, and without them auto is exact
   double link_seconds_per_byte = 0;                  // 0 = measured
   std::function<void(const std::string& text)> log;  // for news

@@ -31,7 +31,7 @@ void Execution::finish_probe(std::vector<Entry*>* finished) {
   speeds_.codecs = from_values(probe_->also());
   speeds_.groups = levels.groups;
   speeds_.shards = levels.shards;
-  speeds_.sparse_from = settings_.sparse_from;
+  speeds_.matrix_rank = settings_.auto_codecs.back().matrix_rank;
   probe_.reset();
   if (me_ == 0) settings_.log("[codec] " + describe_choice(speeds_, settings_.auto_codecs));
   std::vector<std::vector<Entry*>> rounds;

@@ -106,15 +106,17 @@ struct RequestNotes {
   std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN
   std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
   Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
+  bool warms_up = false;        // PowerSGD must not begin yet, on this rank; once all are ready, on any
   std::string refusal;          // why this rank cannot do it; then there are no tensors
 
   static constexpr auto fields() {
     return std::make_tuple(field("priority", &RequestNotes::priority), field("transient", &RequestNotes::transient),
                            field("nans", &RequestNotes::nans), field("times", &RequestNotes::times),
-                           field("flush", &RequestNotes::flush), field("refusal", &RequestNotes::refusal));
+                           field("flush", &RequestNotes::flush), field("warms_up", &RequestNotes::warms_up),
+                           field("refusal", &RequestNotes::refusal));
   }
   // Must the other ranks learn of it, so that a readiness bit is not enough?
-  bool tells() const { return !nans.empty() || flush != Flush::kNone || !refusal.empty(); }
+  bool tells() const { return !nans.empty() || flush != Flush::kNone || warms_up || !refusal.empty(); }
 };
 
 struct Description : RequestTerms, RequestNotes {

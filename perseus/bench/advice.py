@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from perseus import basics
 from perseus.bench.models import BATCH, CLASSES, MODELS, Shapes
 from perseus.bench.plan import Plan
 from perseus.bench.sizes import show_bytes, show_seconds
-from perseus.compression import EXACT, FLOAT16, INT8, TOP_K
+from perseus.compression import EXACT, FLOAT16, INT8, POWERSGD
 
 _BACKWARD = 2 / 3  # share of a step's computation: two matrix products for each one in forward
 _ABOUT_AS_FAST = 0.05  # within this, the more accurate setting is best, as for the codec auto
@@ -43,10 +43,16 @@ class Speeds(Protocol):
     def seconds_per_byte(self) -> float:
         """Seconds in which a rank sends one byte while it receives one."""
 
-    def estimate(self, codec: int, bytes: int) -> float:
-        """Return the estimated seconds of an allreduce of float32 values through a codec."""
+    def estimate(self, codec: int, bytes: int, narrow: int = 0) -> float:
+        """Return the estimated seconds of an allreduce of float32 values through a codec.
 
-    def choose(self, bytes: int) -> int:
+        narrow: the bytes that PowerSGD sends instead.
+        """
+
+    def narrow(self, shape: Sequence[int]) -> int:
+        """Return the bytes that PowerSGD sends for a tensor; 0 if it does not serve it."""
+
+    def choose(self, shape: Sequence[int]) -> int:
         """Return the codec that the codec auto would use."""
 
 
@@ -96,21 +102,21 @@ class Advice:
         return Advice(**values)
 
 
-def advise(
-    model: str, shapes: Shapes, speeds: Speeds, sparse_from: int, compute_s: float | None
-) -> Advice:
-    """Return the advice for gradients of these shapes.
-
-    sparse_from: LIGHT_TOPK_THRESHOLD, in bytes. compute_s: see Advice.
-    """
+def advise(model: str, shapes: Shapes, speeds: Speeds, compute_s: float | None) -> Advice:
+    """Return the advice for gradients of these shapes. compute_s: see Advice."""
     sizes = [4 * math.prod(shape) for _, shape in shapes]
 
-    def setting(text: str, codec_of: Callable[[int], int]) -> Setting:
+    def setting(text: str, codec_of: Callable[[Sequence[int]], int]) -> Setting:
         # Tensors with the same codec are fused, so they share the latency.
         together: Counter[int] = Counter()
-        for size in sizes:
-            together[codec_of(size)] += size
-        exchange = sum(speeds.estimate(codec, size) for codec, size in together.items())
+        narrow: Counter[int] = Counter()
+        for (_, shape), size in zip(shapes, sizes, strict=True):
+            codec = codec_of(shape)
+            together[codec] += size
+            narrow[codec] += speeds.narrow(shape)
+        exchange = sum(
+            speeds.estimate(codec, size, narrow[codec]) for codec, size in together.items()
+        )
         return Setting(text, exchange, _step(exchange, compute_s))
 
     known = speeds.measurement > 0
@@ -122,7 +128,8 @@ def advise(
             setting("PERSEUS_ALLREDUCE_CODEC=int8", lambda _: INT8),
             setting("PERSEUS_ALLREDUCE_CODEC=auto", speeds.choose),
             setting(
-                "LIGHT_TOPK_ALLREDUCE=1", lambda size: TOP_K if size >= sparse_from else FLOAT16
+                "PERSEUS_ALLREDUCE_CODEC=powersgd",
+                lambda shape: POWERSGD if speeds.narrow(shape) else FLOAT16,
             ),
         ]
     seconds = [s.exchange_s if s.step_s is None else s.step_s for s in settings]
@@ -184,12 +191,11 @@ def measure(plan: Plan) -> Iterator[Advice]:
 
     hvd.allreduce(torch.zeros(1 << 10), name="bench.advise", compression=hvd.Compression.auto)
     speeds = basics.speeds()
-    sparse_from = basics.setting("LIGHT_TOPK_THRESHOLD")
     for name in plan.models or list(MODELS):
         compute = plan.compute_s
         if compute is None and speeds.measurement > 0:
             compute = compute_seconds(name)
-        yield advise(name, MODELS[name](), speeds, sparse_from, compute)
+        yield advise(name, MODELS[name](), speeds, compute)
 
 
 def compute_seconds(model: str) -> float | None:

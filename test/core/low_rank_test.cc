@@ -110,9 +110,10 @@ TEST(MatrixOf, HasTheFewestRowsAndColumns) {
   is({20}, 1, 20);
   is({}, 1, 1);
   is({0, 5}, 1, 0);
-  EXPECT_TRUE(perseus::low_rank_pays({64, 288}, 4));
-  EXPECT_FALSE(perseus::low_rank_pays({16, 16}, 5));
-  EXPECT_FALSE(perseus::low_rank_pays({1, 1000}, 1));
+  EXPECT_EQ(perseus::narrow_bytes({64, 32, 3, 3}, 4), 4U * 4 * (64 + 288));
+  EXPECT_EQ(perseus::narrow_bytes({16, 16}, 4), 4U * 4 * 32) << "half";
+  EXPECT_EQ(perseus::narrow_bytes({16, 16}, 5), 0U);
+  EXPECT_EQ(perseus::narrow_bytes({1, 1000}, 1), 0U);
 }
 
 // ---- sums -------------------------------------------------------------------------------------------------------

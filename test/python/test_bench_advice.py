@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from perseus.bench.advice import Advice, advise, show
-from perseus.compression import EXACT, FLOAT16, INT8, TOP_K
+from perseus.compression import EXACT, FLOAT16, INT8, POWERSGD
 
 _SHAPES = [("large", (1000, 1000)), ("small", (100,)), ("other", (500, 1000))]
-_SPARSE_FROM = 1 << 20
 
 
 @dataclass
@@ -33,34 +33,39 @@ class _Speeds:
     def seconds_per_byte(self) -> float:
         return self.exact
 
-    def estimate(self, codec: int, bytes: int) -> float:
-        share = {EXACT: 1.0, FLOAT16: 0.5, INT8: 0.25, TOP_K: 0.02}[codec]
+    def estimate(self, codec: int, bytes: int, narrow: int = 0) -> float:
+        if codec == POWERSGD:
+            return self.latency_s + self.exact * narrow
+        share = {EXACT: 1.0, FLOAT16: 0.5, INT8: 0.25}[codec]
         return self.latency_s + share * self.exact * bytes
 
-    def choose(self, bytes: int) -> int:
+    def narrow(self, shape: Sequence[int]) -> int:
+        return 16 * sum(shape) if len(shape) == 2 else 0
+
+    def choose(self, shape: Sequence[int]) -> int:
         return INT8
 
 
 def test_exchanges_cost_what_the_model_says_for_tensors_of_one_codec_together() -> None:
-    found = advise("m", _SHAPES, _Speeds(1e-6), _SPARSE_FROM, None)
+    found = advise("m", _SHAPES, _Speeds(1e-6), None)
     assert (found.bytes, found.tensors, found.hosts) == (6_000_400, 3, 2)
-    exact, half, int8, auto, top_k = found.settings
+    exact, half, int8, auto, powersgd = found.settings
     assert exact.exchange_s == pytest.approx(0.001 + 6.0004)
     assert half.exchange_s == pytest.approx(0.001 + 3.0002)
     assert auto.exchange_s == int8.exchange_s == pytest.approx(0.001 + 1.5001)
-    assert top_k.exchange_s == pytest.approx(0.002 + 0.02 * 6.0 + 0.5 * 0.0004)
+    assert powersgd.exchange_s == pytest.approx(0.002 + 1e-6 * 16 * 3500 + 0.5 * 0.0004)
     assert {setting.step_s for setting in found.settings} == {None}
     assert found.best == 4
     assert found.gbit == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize(
-    ("compute", "best", "step"), [(30.0, 0, 30.0), (5.0, 1, 5.0), (0.003, 4, 0.1222 + 0.001)]
+    ("compute", "best", "step"), [(30.0, 0, 30.0), (5.0, 1, 5.0), (0.003, 4, 0.0582 + 0.001)]
 )
 def test_the_most_accurate_setting_that_computation_hides_is_best(
     compute: float, best: int, step: float
 ) -> None:
-    found = advise("m", _SHAPES, _Speeds(1e-6), _SPARSE_FROM, compute)
+    found = advise("m", _SHAPES, _Speeds(1e-6), compute)
     assert found.best == best
     assert found.settings[best].step_s == pytest.approx(step)
     exact = found.settings[0]
@@ -72,7 +77,7 @@ def test_the_most_accurate_setting_that_computation_hides_is_best(
 
 
 def test_on_one_host_there_is_nothing_to_set() -> None:
-    found = advise("m", _SHAPES, _Speeds(0, measurement=0, groups=1), _SPARSE_FROM, 1.0)
+    found = advise("m", _SHAPES, _Speeds(0, measurement=0, groups=1), 1.0)
     assert (found.settings, found.gbit) == ([], None)
     assert "nothing to set" in show(found)
 

@@ -382,16 +382,22 @@ typedef struct perseus_speeds {
   int groups, shards;      /* sets of ranks that share memory; ranks of each set that exchange with other sets */
   double latency_s;        /* of an exchange between sets */
   double seconds_per_byte; /* that a rank sends and receives at the same time */
-  uint64_t sparse_from;    /* bytes; AUTO does not choose TOP_K for smaller tensors */
-  /* For EXACT, FLOAT16, INT8 and TOP_K: seconds and sent bytes per byte of float32. */
+  int matrix_rank;         /* of POWERSGD's matrices */
+  /* For EXACT, FLOAT16, INT8 and POWERSGD: seconds and sent bytes per byte of float32. Of POWERSGD encode_s is all of
+   * its work, and `wire` is that of a matrix of 1024 x 1024. */
   double encode_s[PERSEUS_SPEEDS_CODECS], decode_s[PERSEUS_SPEEDS_CODECS], wire[PERSEUS_SPEEDS_CODECS];
 } perseus_speeds;
 PERSEUS_EXPORT perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_speeds* speeds);
-/* Estimates the seconds that an allreduce of a float32 tensor of `bytes` bytes takes between the sets. -1 for a codec
- * that AUTO never chooses, or a wrong struct_size. A pure function, like perseus_speeds_choose. */
-PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes);
-/* The perseus_codec that AUTO chooses for such a tensor; -1 for a wrong struct_size. */
-PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes);
+/* Estimates the seconds that an allreduce of a float32 tensor of `bytes` bytes takes between the sets; POWERSGD sends
+ * `narrow` bytes instead, as perseus_speeds_narrow returns them. -1 for a codec that AUTO never chooses, or a wrong
+ * struct_size. A pure function, like the next two. */
+PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes, uint64_t narrow);
+/* The bytes of the two matrices that POWERSGD sends for a tensor of `ndim` extents; 0 if it does not serve such a
+ * tensor, or for a wrong struct_size. */
+PERSEUS_EXPORT uint64_t perseus_speeds_narrow(const perseus_speeds* speeds, const int64_t* shape, int ndim);
+/* The perseus_codec that AUTO chooses for such a tensor of float32, after the steps of POWERSGD's warm-up; -1 for a
+ * wrong struct_size. */
+PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, const int64_t* shape, int ndim);
 
 /* ---- timeline: a Chrome trace of every operation; see docs/timeline.md ------------------------------------------- */
 

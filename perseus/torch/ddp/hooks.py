@@ -149,14 +149,15 @@ class AutoState(HookState):
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        candidates: Sequence[str] = ("exact", "fp16", "int8", "topk"),
+        candidates: Sequence[str] = ("exact", "fp16", "int8"),
         ratio: float = _RATIO,
         named_parameters: NamedParameters | None = None,
     ) -> None:
         """process_group: the model's; None = the default group.
 
         candidates: what to choose from, of "exact", "fp16", "bf16", "int8" and "topk", the one
-        preferred first. ratio: topk's, which begins with topk_hook's usual warm-up.
+        preferred first. ratio: topk's, which begins with topk_hook's usual warm-up. topk is no
+        candidate by default: it does not always end training where exact gradients do.
         Raises ValueError for other names.
         """
         known: dict[str, Callable[[], Exchange]] = {

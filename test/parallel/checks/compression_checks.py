@@ -100,13 +100,10 @@ def check_other_floating_types_are_encoded_too() -> None:
 
 def check_auto_gives_everywhere_what_the_codec_that_it_chose_gives() -> None:
     slow = {"PERSEUS_LINK_GBIT": 0.001}
-    with apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT):
-        sparse = _steps(hvd.Compression.auto, 3)
-        named = _steps(hvd.Compression.topk(), 3)
-        assert all(map(torch.equal, sparse, named)) and all(map(_same_everywhere, sparse))
-    with apart(**slow, LIGHT_TOPK_THRESHOLD=4 * COUNT + 1):
+    with apart(**slow):
         whole = _steps(hvd.Compression.auto, 2)
         assert all(map(torch.equal, whole, _steps(hvd.Compression.int8, 2)))
+        assert all(map(_same_everywhere, whole))
     with apart(PERSEUS_LINK_GBIT=1000000):
         (exact,) = _steps(hvd.Compression.auto, 1)
         assert (exact - _mean()).abs().max() < 1e-6, "nothing pays on such links"
