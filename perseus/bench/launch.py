@@ -66,8 +66,10 @@ def run(job: Job, log: Callable[[str], None], on_record: Callable[[str], None]) 
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TF_CPP_MIN_LOG_LEVEL": "2",
     }
-    for name in ("LIGHT_TOPK", "PERSEUS_POWERSGD"):
-        usual[f"{name}_WARMUP_STEPS"] = "0"  # a run is shorter than the warm-up
+    warm_ups = {"topk": "LIGHT_TOPK", "powersgd": "PERSEUS_POWERSGD", "auto": "PERSEUS_POWERSGD"}
+    for label in job.plan.codecs:
+        if prefix := warm_ups.get(label.partition(":")[0]):
+            usual[f"{prefix}_WARMUP_STEPS"] = "0"  # a run is shorter than the warm-up
     environment = {**usual, **os.environ, **job.environment}
     with _place(job) as (start, plan_of_place):
         command = [*launcher, *worker, plan_of_place(plan).to_json()]
