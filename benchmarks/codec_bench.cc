@@ -21,6 +21,7 @@
 #include "base/error.h"
 #include "codec/codec.h"
 #include "kernels/kernels.h"
+#include "kernels/low_rank.h"
 
 namespace perseus {
 namespace {
@@ -96,6 +97,22 @@ double run_part(const Case& c, const WireFormat& codec, Part part, const float* 
   return processor_seconds() - start;
 }
 
+// All that the sender of a square matrix computes for PowerSGD.
+double run_low_rank(size_t rank, const float* x, float* residual, float* y) {
+  constexpr size_t kSide = 4096;
+  static_assert(kSide * kSide == kElements);
+  const kernels::MatrixShape shape{kSide, kSide};
+  static std::vector<float> p(kSide * rank), q(rank * kSide);
+  kernels::fill_with_noise(1, q.data(), q.size());
+  const double start = processor_seconds();
+  kernels::add_and_project(x, residual, shape, q.data(), rank, p.data());
+  kernels::orthogonalize(p.data(), kSide, rank);
+  kernels::project_back(residual, shape, p.data(), rank, q.data());
+  kernels::subtract_product(p.data(), q.data(), shape, rank, residual);
+  kernels::expand(p.data(), q.data(), shape, rank, y);
+  return processor_seconds() - start;
+}
+
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
@@ -114,7 +131,8 @@ int run(int argc, char** argv) {
   for (size_t i = 0; i < kElements; ++i) x[i] = normal(random);
 
   std::vector<Case> cases = all_cases();
-  std::vector<double> copy_s;
+  std::vector<double> copy_s, low_rank_s, low_rank_ratio;
+  constexpr size_t kRank = 4;
   for (int r = 0; r < repetitions; ++r) {
     for (Case& c : cases) {
       auto codec = make_codec(c.spec);
@@ -132,6 +150,8 @@ int run(int argc, char** argv) {
       c.total_s.push_back(part(Part::kBoth));
       c.ratio.push_back(copy_s.back() / c.total_s.back());
     }
+    low_rank_s.push_back(run_low_rank(kRank, x, residual, y));
+    low_rank_ratio.push_back(copy_s.back() / low_rank_s.back());
   }
   const double gigabytes = kElements * sizeof(float) / 1e9;
   std::printf("%s, %d repetitions, memcpy %.1f GB/s\n", kernels::variant(), repetitions, gigabytes / median(copy_s));
@@ -141,6 +161,8 @@ int run(int argc, char** argv) {
                 gigabytes / median(c.decode_s), gigabytes / median(c.total_s), median(c.ratio),
                 static_cast<double>(kElements * sizeof(float)) / static_cast<double>(c.wire_bytes));
   }
+  std::printf("%-36s %8s %8s %8.1f %10.2f %9.1fx\n", "PowerSGD of rank 4, residual", "", "",
+              gigabytes / median(low_rank_s), median(low_rank_ratio), 4096.0 / (2 * kRank));
   return 0;
 }
 

@@ -127,13 +127,15 @@ void LowRankAllreduce::project() {
       kernels::reduce(scale, matrix.piece.out, nullptr, &source, 1, count, false);
       from = matrix.piece.out;
     }
-    sent.work = reinterpret_cast<float*>(matrix.piece.out);
-    if (matrix.residual != nullptr) {
-      kernels::add_to_residual(reinterpret_cast<const float*>(from), 1.0F, matrix.residual, count);
+    float *const q = q_.data() + sent.q, *const p = p_.data() + sent.p;
+    prepare_basis(matrix, q);
+    if (matrix.residual == nullptr) {
+      sent.work = reinterpret_cast<float*>(matrix.piece.out);
+      kernels::project(sent.work, matrix.shape, q, matrix.rank, p);
+    } else {
       sent.work = matrix.residual;
+      kernels::add_and_project(reinterpret_cast<const float*>(from), sent.work, matrix.shape, q, matrix.rank, p);
     }
-    prepare_basis(matrix, q_.data() + sent.q);
-    kernels::project(sent.work, matrix.shape, q_.data() + sent.q, matrix.rank, p_.data() + sent.p);
   }
   codec_ns_ += now_ns() - begun;
 }

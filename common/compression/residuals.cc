@@ -1,6 +1,7 @@
 // Records by owner, group and name.
 #include "compression/residuals.h"
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
@@ -30,6 +31,10 @@ bool fits(Residuals::Record* record, const std::vector<size_t>& sizes) {
 
 Residuals::Record::~Record() {
   if (bytes != nullptr) bytes->fetch_sub(2 * begins.back() * sizeof(float), std::memory_order_relaxed);
+}
+
+bool Residuals::Record::has_vectors() const {
+  return std::any_of(vectors.begin(), vectors.end(), [](const std::vector<float>& each) { return !each.empty(); });
 }
 
 void Residuals::Record::join_parts(float factor) {
@@ -67,8 +72,8 @@ std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::ve
 Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
                      const std::function<uint64_t()>& layout, bool* dropped) {
   const MutexLock lock(mutex_);
-  const std::shared_ptr<Record> record = find(key);
   *dropped = false;
+  const std::shared_ptr<Record> record = find(key);
   if (!record) return Flush::kNone;
   if (!fits(record.get(), sizes)) {
     *dropped = record->holds;
@@ -76,10 +81,11 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Com
   }
   if (record->loaded && record->layout != division(terms, layout()))
     return record->holds ? Flush::kAmongAll : Flush::kNone;
-  // A matrix has one sender, chunks have several. What a rank has loaded does not have the vectors that others go on
-  // with.
+  // A matrix has one sender, which keeps its vectors; chunks have several. What a rank has loaded does not have the
+  // vectors that others go on with.
   const CompressionTerms& before = record->terms;
-  const bool whole = (record->loaded ? terms : before).codec.kind == CodecKind::kLowRank;
+  const bool is_idle = record->leases.load(std::memory_order_acquire) == 0;
+  const bool whole = record->loaded ? terms.codec.kind == CodecKind::kLowRank : is_idle && record->has_vectors();
   const Flush flush = whole ? Flush::kAmongAll : Flush::kAsDivided;
   if (record->flushes || (whole && record->loaded)) return record->holds ? flush : Flush::kNone;
   const bool goes_on = record->loaded ? keeps_residual(terms.codec) && !terms.automatic

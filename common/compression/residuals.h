@@ -33,6 +33,8 @@ class Residuals {
     // For the elements of tensor i; pages that no codec touches take no memory.
     float* sent(size_t i) const { return memory.get() + begins[i]; }
     float* result(size_t i) const { return memory.get() + begins[i] + begins.back(); }
+    // Did this rank send a low-rank sum since the last flush? Not while a reduction is under way.
+    bool has_vectors() const;
     // Moves an owner's residual of results into the residual of its own gradient; a result is `factor` times a sum.
     void join_parts(float factor);
 

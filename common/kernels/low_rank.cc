@@ -1,8 +1,10 @@
 // Guards the chosen variant's loops, and what is too small to need them. Thread-safe.
 #include "kernels/low_rank.h"
 
+#include <algorithm>
 #include <cmath>
 
+#include "kernels/codec_kernels.h"
 #include "kernels/float_mode.h"
 #include "kernels/variant.h"
 
@@ -11,6 +13,8 @@ namespace {
 
 // What is left of a column beside earlier ones must be more than roundings.
 constexpr double kIndependent = 1e-6;
+// Elements that a core's own cache keeps, with what belongs to them, from one loop to the next.
+constexpr size_t kCached = 32 * 1024;
 
 const LowRankKernels& low_rank() { return current_variant().low_rank; }
 
@@ -34,6 +38,15 @@ uint64_t mixed(uint64_t x) {
 void project(const float* w, MatrixShape shape, const float* q, size_t rank, float* p) {
   DefaultFloatMode mode;
   low_rank().project(LowRankTask{shape, rank, w, q, p, nullptr, nullptr});
+}
+
+void add_and_project(const float* x, float* w, MatrixShape shape, const float* q, size_t rank, float* p) {
+  const size_t together = std::max<size_t>(1, kCached / shape.cols);
+  for (size_t row = 0; row < shape.rows; row += together) {
+    const MatrixShape some{std::min(together, shape.rows - row), shape.cols};
+    add_to_residual(x + row * shape.cols, 1.0F, w + row * shape.cols, some.rows * some.cols);
+    project(w + row * shape.cols, some, q, rank, p + row * rank);
+  }
 }
 
 void project_back(const float* w, MatrixShape shape, const float* p, size_t rank, float* q) {

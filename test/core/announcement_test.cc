@@ -27,7 +27,7 @@ Description unusual() {
   d.gradient = true;
   d.root = 77;
   d.ranks = {0, 5, 1000};
-  d.compression.codec = {CodecKind::kTopK, 0.25, true, 7, 4, 0.5, 2.0};
+  d.compression.codec = {CodecKind::kTopK, 0.25, true, 7, 4, 0.5, 3, 2.0};
   d.compression.automatic = d.compression.inside = d.compression.doubles = true;
   d.compression.from = uint64_t{1} << 50;
   d.priority = -5;
@@ -35,6 +35,7 @@ Description unusual() {
   d.nans = {1, 0};
   d.times = {7, UINT32_MAX};
   d.flush = Flush::kAmongAll;
+  d.warms_up = true;
   d.refusal = "läuft nicht";
   return d;
 }
@@ -75,9 +76,9 @@ TEST(Announcement, PrintsEveryFieldWithItsValue) {
   EXPECT_EQ(to_text(unusual()),
             "kind=ALLTOALL tensors=[{dtype=bool shape=[]}, {dtype=float16 shape=[0, 1099511627776, 3]}] "
             "prescale=-0.125 postscale=1e+300 op=5 gradient=true root=77 ranks=[0, 5, 1000] "
-            "compression={codec={kind=top-k ratio=0.25 half_values=true warm_up=7 every=4 momentum=0.5 scale=2} "
-            "automatic=true inside=true doubles=true from=1125899906842624} "
-            "priority=-5 transient=true nans=[1, 0] times=[7, 4294967295] flush=2 refusal='läuft nicht'");
+            "compression={codec={kind=top-k ratio=0.25 half_values=true warm_up=7 every=4 momentum=0.5 "
+            "matrix_rank=3 scale=2} automatic=true inside=true doubles=true from=1125899906842624} priority=-5 "
+            "transient=true nans=[1, 0] times=[7, 4294967295] flush=2 warms_up=true refusal='läuft nicht'");
 }
 
 // Calls change(field name, description) for a description that differs from unusual() in just this field.
