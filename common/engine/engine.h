@@ -143,6 +143,7 @@ class Engine final : private ProgressWork {
   bool caller_waits_for(const Entry& entry) const;
   int64_t held_handle(const Completion& done);
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
+  void warn_about_accuracy(const CodecSpec& codec, const std::vector<int>& ranks);
   void warn_about_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
   // Notes in the description whether what is held back has to go along.
@@ -214,7 +215,7 @@ class Engine final : private ProgressWork {
   HandleTable handles_;
   Accumulation accumulation_;
   const GradientCodecs gradient_codecs_;
-  std::atomic<bool> warned_about_precision_{false};
+  std::atomic<bool> warned_about_accuracy_{false}, warned_about_precision_{false};
   Residuals residuals_;
   FirstSteps first_steps_;
   std::atomic<bool> warned_about_dropped_{false};

@@ -285,6 +285,8 @@ int64_t Engine::submit(const Submission& s) {
   if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)
     warn_about_precision(group->ranks());
+  if (s.gradient_of != 0 && may_cost_accuracy(compression.codec) && !warned_about_accuracy_)
+    warn_about_accuracy(compression.codec, group->ranks());
   Entry* entry = take_entry();
   fill_collective(s, *group, compression, entry);
   return announce(s, *group, entry);

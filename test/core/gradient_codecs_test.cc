@@ -461,6 +461,17 @@ TEST(GradientSettings, TheNoticeOfFloat16SaysBetweenWhatItIsUsed) {
   EXPECT_EQ(said.find("hosts"), std::string::npos) << said;
 }
 
+TEST(GradientSettings, ACodecThatMayCostAccuracyIsWarnedOf) {
+  for (const auto& [ratio, warns] : {std::pair("0.01", true), std::pair("0.05", false)}) {
+    std::vector<std::string> settings = groups_of(1);
+    settings.insert(settings.end(), {"LIGHT_TOPK_ALLREDUCE=1", std::string("LIGHT_TOPK_RATIO=") + ratio});
+    testing::internal::CaptureStderr();
+    send(settings, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32);
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(said.find("training with top-k 0.01 may end with a higher loss") != std::string::npos, warns) << said;
+  }
+}
+
 // What PERSEUS_ALLREDUCE_DTYPE=0 sends, all ranks together, in groups of `inner`, against float16 between groups alone.
 struct Total {
   Floats result;
