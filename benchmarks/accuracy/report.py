@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -39,12 +40,28 @@ def verdict_of(cell: Cell, scores: Scores) -> Verdict | None:
 
 def line(cell: Cell, scores: Scores) -> str:
     """Return a line about a cell that has scores."""
-    text = f"{name(cell):55} {statistics.fmean(scores[cell].values()):.4f}"
+    places = _places(_margin(cell, scores))
+    text = f"{name(cell):55} {statistics.fmean(scores[cell].values()):.{places}f}"
     verdict = verdict_of(cell, scores)
     if verdict is None or cell.choice == EXACT.name:
         return text
-    text += f"  {verdict.mean:+.4f} ± {verdict.standard_error:.4f}, at least {verdict.least:+.4f}"
-    return f"{text} (margin {verdict.margin:.4f}): {verdict.word}, {verdict.pairs} seeds"
+    text += f"  {_difference(verdict, places)} (margin {verdict.margin:.{places}f})"
+    return f"{text}: {verdict.word}, {verdict.pairs} seeds"
+
+
+def _margin(cell: Cell, scores: Scores) -> float:
+    task, exact = TASKS[cell.task], scores.get(exact_of(cell), {})
+    return task.margin * (abs(statistics.fmean(exact.values())) if task.relative and exact else 1)
+
+
+def _places(margin: float) -> int:
+    """Return how many decimal places show a hundredth of the margin."""
+    return 2 - math.floor(math.log10(margin))
+
+
+def _difference(verdict: Verdict, places: int) -> str:
+    mean, error = f"{verdict.mean:+.{places}f}", f"{verdict.standard_error:.{places}f}"
+    return f"{mean} ± {error}, at least {verdict.least:+.{places}f}"
 
 
 def _rows(group: Iterable[Cell], scores: Scores) -> Iterator[str]:
@@ -53,16 +70,14 @@ def _rows(group: Iterable[Cell], scores: Scores) -> Iterator[str]:
         if not values:
             yield f"| {cell.choice} | | | | not measured |"
             continue
-        mean = f"{statistics.fmean(values.values()):.4f}"
+        places = _places(_margin(cell, scores))
+        mean = f"{statistics.fmean(values.values()):.{places}f}"
         verdict = verdict_of(cell, scores)
         if cell.choice == EXACT.name or verdict is None:
             yield f"| {cell.choice} | {mean} | | {len(values)} | |"
             continue
-        difference = f"{verdict.mean:+.4f} ± {verdict.standard_error:.4f}"
-        yield (
-            f"| {cell.choice} | {mean} | {difference}, at least {verdict.least:+.4f} "
-            f"| {verdict.pairs} | {verdict.word} |"
-        )
+        difference = _difference(verdict, places)
+        yield f"| {cell.choice} | {mean} | {difference} | {verdict.pairs} | {verdict.word} |"
 
 
 def tables(scores: Scores) -> str:
@@ -73,15 +88,12 @@ def tables(scores: Scores) -> str:
     parts = []
     for exact, group in groups.items():
         task = TASKS[exact.task]
-        baseline = scores.get(exact, {})
         if not any(scores.get(cell) for cell in group):
             continue
-        margin = task.margin
-        if task.relative and baseline:
-            margin *= abs(statistics.fmean(baseline.values()))
+        margin = _margin(exact, scores)
         parts.append(
             f"**{exact.task}, {exact.optimizer}, {exact.ranks} ranks, "
-            f"{exact.scale:g} × the tuned rate** (margin {margin:.4f})\n\n"
+            f"{exact.scale:g} × the tuned rate** (margin {margin:.{_places(margin)}f})\n\n"
             f"| gradients travel as | {task.score} | difference | seeds | |\n"
             f"|---|---|---|---|---|\n" + "\n".join(_rows(group, scores))
         )
@@ -91,14 +103,18 @@ def tables(scores: Scores) -> str:
 def plot(path: Path, scores: Scores) -> None:
     """Draw the differences of all seeds for the tuned rate, SGD and two ranks, by task.
 
-    There must be scores of exact training for one task at least.
+    There must be scores of exact training and of another choice for one task at least.
     """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    tasks = [task for task in TASKS.values() if scores.get(Cell(task.name, EXACT.name))]
+    tasks = [
+        task
+        for task in TASKS.values()
+        if sum(bool(scores.get(Cell(task.name, choice))) for choice in CHOICES) > 1
+    ]
     height = 3.2 * len(tasks)
     figure, axes = pyplot.subplots(len(tasks), 1, figsize=(9, height), squeeze=False)
     for axis, task in zip(axes[:, 0], tasks, strict=True):
@@ -109,9 +125,8 @@ def plot(path: Path, scores: Scores) -> None:
             for choice in CHOICES
             if choice != EXACT.name and (mine := scores.get(Cell(task.name, choice), {}))
         }
-        if found:
-            axis.boxplot(list(found.values()), orientation="horizontal", tick_labels=list(found))
-        margin = task.margin * (abs(statistics.fmean(exact.values())) if task.relative else 1)
+        axis.boxplot(list(found.values()), orientation="horizontal", tick_labels=list(found))
+        margin = _margin(Cell(task.name, EXACT.name), scores)
         axis.axvline(-margin, color="red", linestyle=":", label=f"margin {margin:.3g}")
         axis.axvline(0, color="grey", linewidth=0.8)
         axis.legend()
