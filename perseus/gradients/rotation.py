@@ -150,7 +150,7 @@ def synchronize_parameters() -> None:
     without it has rank 0's replica. Broadcasts need no call before them, and elastic commits make
     it themselves.
     """
-    if basics.size() > 1:
+    if basics.is_initialized() and basics.size() > 1:
         for name, rotation in sorted(_living_everywhere().items()):
             rotation.make_equal_as(name)
 

@@ -120,7 +120,7 @@ def check_codecs_by_threshold() -> None:
             for codec, settings in (
                 (INT8, {"PERSEUS_ALLREDUCE_CODEC": "int8"}),
                 (TOP_K, {"LIGHT_TOPK_ALLREDUCE": 1}),
-                (TOP_K, {"PERSEUS_ALLREDUCE_CODEC": "auto", "PERSEUS_LINK_GBIT": 0.001}),
+                (INT8, {"PERSEUS_ALLREDUCE_CODEC": "auto", "PERSEUS_LINK_GBIT": 0.001}),
             ):
                 with world_with(PERSEUS_ALLREDUCE_DTYPE=dtype, **form, **settings, **STEADY):
                     _expect(times, codec, (form, dtype, settings))
