@@ -137,6 +137,16 @@ LOSSY = {
     "rotating": (1e-3, 0.7, {**EXACT, "PERSEUS_DOWNSAMPLE_N_ELEMENTS": "2"}),
     # What is held back comes later.
     "top-k": (1e-3, 1.0, {**TOP_K, "LIGHT_TOPK_RATIO": "0.1"}),
+    # Of gradients with shapes, which are matrices.
+    "powersgd": (
+        1e-3,
+        1.0,
+        {
+            **EXACT,
+            "PERSEUS_ALLREDUCE_CODEC": "powersgd",
+            "PERSEUS_POWERSGD_WARMUP_STEPS": "0",
+        },
+    ),
     # All elements, so that nothing is changed but how they travel.
     "top-k-whole": (-1.0, TOLERANCE, {**TOP_K, "LIGHT_TOPK_RATIO": "1"}),
     "top-k-float16": (
@@ -145,7 +155,7 @@ LOSSY = {
         {**TOP_K, "LIGHT_TOPK_RATIO": "1", "LIGHT_TOPK_FP16": "1"},
     ),
 }
-_SHORT = {"float16", "rotating", "top-k-float16"}
+_SHORT = {"float16", "powersgd", "rotating", "top-k-float16"}
 
 
 @pytest.mark.parametrize(
