@@ -1,4 +1,4 @@
-// How often each gradient was submitted on this rank, for codecs that begin after some exact steps. Thread-safe.
+// How often each gradient was submitted on this rank, for codecs that begin after some steps without them. Thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -87,7 +87,7 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Com
   const bool is_idle = record->leases.load(std::memory_order_acquire) == 0;
   const bool whole = record->loaded ? terms.codec.kind == CodecKind::kLowRank : is_idle && record->has_vectors();
   const Flush flush = whole ? Flush::kAmongAll : Flush::kAsDivided;
-  if (record->flushes || (whole && record->loaded)) return record->holds ? flush : Flush::kNone;
+  if (record->flushes || (whole && record->loaded)) return flush;
   const bool goes_on = record->loaded ? keeps_residual(terms.codec) && !terms.automatic
                                       : before.codec == terms.codec && before.from == terms.from &&
                                             before.doubles == terms.doubles && before.automatic == terms.automatic;

@@ -234,8 +234,11 @@ def check_a_flush_sends_all_that_is_held_once() -> None:
                 hvd.flush_residuals()
             results.append(training.step(2))
             assert not training.held()
+            hvd.flush_residuals()
+            results.append(training.step(3))
+            assert not training.held(), "with nothing held before"
             _assert_nothing_missing(results)
-            training.step(3)
+            training.step(4)
             assert training.held(), "once"
 
 

@@ -26,6 +26,16 @@ def _as_in_new_processes() -> None:
     rotation._made.clear()
 
 
+def _assert_a_new_one_works() -> None:
+    training, simulation = _rotating(), Simulation(2)
+    for _ in range(5):
+        training.step()
+        simulation.step()
+    simulation.expect(training.values(), 1e-5)
+    hvd.synchronize_parameters()
+    assert training.equal_everywhere()
+
+
 def check_a_rank_without_optimizers_takes_part_in_synchronizing() -> None:
     with apart(HOROVOD_DYNAMIC_PROCESS_SETS=1), added([*range(hvd.size() - 1)]) as (members,):
         _as_in_new_processes()
@@ -49,13 +59,7 @@ def check_ranks_may_collect_garbage_at_different_times() -> None:
         del old
         reset()
         assert bool(kept) == (hvd.rank() == hvd.size() - 1)
-        training, simulation = _rotating(), Simulation(2)
-        for _ in range(5):
-            training.step()
-            simulation.step()
-        simulation.expect(training.values(), 1e-5)
-        hvd.synchronize_parameters()
-        assert training.equal_everywhere()
+        _assert_a_new_one_works()
 
 
 def check_a_new_process_knows_nothing_of_earlier_optimizers() -> None:
@@ -65,13 +69,7 @@ def check_a_new_process_knows_nothing_of_earlier_optimizers() -> None:
             _rotating()
             earlier = _rotating()
         reset()
-        training, simulation = _rotating(), Simulation(2)
-        for _ in range(5):
-            training.step()
-            simulation.step()
-        simulation.expect(training.values(), 1e-5)
-        hvd.synchronize_parameters()
-        assert training.equal_everywhere()
+        _assert_a_new_one_works()
         if hvd.rank() != 0:
             assert all(not value.any() for value in earlier.values())
 
