@@ -105,7 +105,7 @@ double run_low_rank(size_t rank, const float* x, float* residual, float* y) {
   static std::vector<float> p(kSide * rank), q(rank * kSide);
   kernels::fill_with_noise(1, q.data(), q.size());
   const double start = processor_seconds();
-  kernels::add_and_project(x, residual, shape, q.data(), rank, p.data());
+  kernels::add_and_project(x, 1.0F, residual, shape, q.data(), rank, p.data());
   kernels::orthogonalize(p.data(), kSide, rank);
   kernels::project_back(residual, shape, p.data(), rank, q.data());
   kernels::subtract_product(p.data(), q.data(), shape, rank, residual);

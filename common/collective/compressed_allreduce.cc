@@ -16,6 +16,11 @@ void scale(float factor, const float* from, float* to, size_t count) {
   kernels::reduce(spec, to, nullptr, &source, 1, count, false);
 }
 
+// Here, and not in every codec: the chunk is in the cache for what follows.
+void carry(float factor, float* residual, size_t count) {
+  if (residual != nullptr && factor != 1.0F) scale(factor, residual, residual, count);
+}
+
 }  // namespace
 
 // The next chunk; its size is in its first four bytes.
@@ -107,6 +112,7 @@ void CompressedAllreduce::select() {
         scale(prescale_, chunk.in, chunk.out, chunk.count);
         chunk.in = chunk.out;
       }
+      carry(chunk.carry, chunk.residual, chunk.count);
       slice_.push_back({chunk.in, chunk.residual, chunk.count});
     }
     format_->select(slice_.data(), slice_.size(), chunks_[begin->owner][begin->index].step, &buffers_->selected);
@@ -133,6 +139,7 @@ void CompressedAllreduce::encode() {
         scale(prescale_, x, buffers_->scratch.data(), chunk.count);
         x = buffers_->scratch.data();
       }
+      carry(chunk.carry, chunk.residual, chunk.count);
       at += format_->encode(x, chunk.residual, chunk.count, chunk.step, at);
     }
     const size_t bytes = own ? 0 : static_cast<size_t>(at - first);
@@ -168,6 +175,7 @@ void CompressedAllreduce::reduce() {
     }
     if (sums_only_) continue;
     if (factor_ != 1.0F) scale(factor_, sum, sum, chunk.count);
+    carry(chunk.carry, chunk.result_residual, chunk.count);
     const size_t bytes = format_->encode_result(sum, chunk.result_residual, chunk.count, chunk.step, parts_, at);
     give_out(at, bytes, chunk);
     at += bytes;

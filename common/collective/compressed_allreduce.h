@@ -19,6 +19,7 @@ struct CompressedChunk {
   float* out = nullptr;              // may be `in`
   float* residual = nullptr;         // of what this rank sends; null = none is kept
   float* result_residual = nullptr;  // of what the owner sends; null = none is kept
+  float carry = 1.0F;                // what both residuals are multiplied by first
   uint32_t count = 0;                // <= kWireChunk
   uint32_t result = 0;               // see CompressedAllreduce::note_results
   uint64_t step = 0;                 // see WireFormat::encode

@@ -80,6 +80,7 @@ void HierarchicalAllreduce::add_floats(const Run& run) {
     if (works_inside()) chunk.in = chunk.out;
     if (run.residual != nullptr) chunk.residual = run.residual + begin;
     if (run.result_residual != nullptr) chunk.result_residual = run.result_residual + begin;
+    chunk.carry = run.carry;
     chunk.step = run.step;
     if (inside_ != nullptr) {
       chunk.result = static_cast<uint32_t>(results_.size());

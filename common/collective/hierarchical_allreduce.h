@@ -36,6 +36,7 @@ class HierarchicalAllreduce final : public Staged {
     Piece piece;
     float* residual = nullptr;  // of the run's elements; null = none is kept
     float* result_residual = nullptr;
+    float carry = 1.0F;  // see CompressedChunk
     uint64_t number = 0;
     uint64_t salt = 0;
     uint64_t step = 0;

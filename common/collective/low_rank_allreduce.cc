@@ -134,7 +134,8 @@ void LowRankAllreduce::project() {
       kernels::project(sent.work, matrix.shape, q, matrix.rank, p);
     } else {
       sent.work = matrix.residual;
-      kernels::add_and_project(reinterpret_cast<const float*>(from), sent.work, matrix.shape, q, matrix.rank, p);
+      kernels::add_and_project(reinterpret_cast<const float*>(from), matrix.carry, sent.work, matrix.shape, q,
+                               matrix.rank, p);
     }
   }
   codec_ns_ += now_ns() - begun;

@@ -28,6 +28,7 @@ class LowRankAllreduce final : public Staged {
     kernels::MatrixShape shape;
     size_t rank = 1;                  // at most the smaller extent
     float* residual = nullptr;        // of its elements; null = none is kept
+    float carry = 1.0F;               // what the residual is multiplied by first
     std::vector<float>* q = nullptr;  // of the step before, empty at first; null = none is kept
     uint64_t salt = 0;                // decides which member sends it
     uint64_t step = 0;                // counts, the same on all ranks

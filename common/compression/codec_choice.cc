@@ -83,7 +83,7 @@ CodecCost measure_low_rank(size_t rank, const std::vector<float>& x) {
   double fastest = 0;
   for (int time = 0; time <= kMeasuredTimes; ++time) {
     const int64_t begun = now_ns();
-    kernels::add_and_project(x.data(), residual.data(), shape, q.data(), rank, p.data());
+    kernels::add_and_project(x.data(), 1.0F, residual.data(), shape, q.data(), rank, p.data());
     kernels::orthogonalize(p.data(), kSide, rank);
     kernels::project_back(residual.data(), shape, p.data(), rank, q.data());
     kernels::subtract_product(p.data(), q.data(), shape, rank, residual.data());

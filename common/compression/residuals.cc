@@ -27,6 +27,11 @@ bool fits(Residuals::Record* record, const std::vector<size_t>& sizes) {
   return same;
 }
 
+float carry_of(const Residuals::Record& record, double learning_rate) {
+  if (learning_rate == 0 || record.learning_rate == 0) return 1.0F;
+  return static_cast<float>(record.learning_rate / learning_rate);
+}
+
 }  // namespace
 
 Residuals::Record::~Record() {
@@ -102,9 +107,10 @@ void Residuals::agreed(const Key& key, const std::vector<size_t>& sizes) {
 }
 
 Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
-                                 uint64_t layout, Flush flush) {
+                                 uint64_t layout, Flush flush, double learning_rate) {
   const MutexLock lock(mutex_);
   std::shared_ptr<Record> record = find(key);
+  if (record) record->carry = carry_of(*record, learning_rate);
   if (flush != Flush::kNone && !keeps_residual(terms.codec)) {
     records_.erase(key_);
     return Lease(record);
@@ -113,6 +119,7 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
   record->terms = terms;
   record->layout = division(terms, layout);
   record->loaded = false;
+  if (learning_rate != 0) record->learning_rate = learning_rate;
   record->holds = flush == Flush::kNone;
   record->vectors.resize(sizes.size());
   if (!record->holds)

@@ -46,9 +46,11 @@ class Residuals {
     std::unique_ptr<float[], Free> memory;
     std::vector<std::vector<float>> vectors;  // of each tensor: where a low-rank sum begins, see LowRankAllreduce
     uint64_t steps = 0;                       // times it was taken
+    float carry = 1.0F;                       // what it is multiplied by in the reduction under way, see take()
     std::atomic<size_t>* bytes = nullptr;
     std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
     // Guarded by Residuals::mutex_:
+    double learning_rate = 0;  // of the last step that had one
     CompressionTerms terms;
     uint64_t layout = 0;   // identifies the division of chunks that `memory` belongs to
     bool holds = false;    // otherwise it is all zeros
@@ -89,9 +91,12 @@ class Residuals {
   // For a reduction that is about to start, of sizes that all ranks have agreed on: drops a residual of other sizes.
   void agreed(const Key& key, const std::vector<size_t>& sizes);
   // For a reduction that may need the residual, which is zero at first, and again when the sizes have changed. Null if
-  // the codec keeps no residual and there is none: a flush removes the record of such a codec.
+  // the codec keeps no residual and there is none: a flush removes the record of such a codec. What was held back is
+  // worth as much to the parameters as in the step that held it back: so it is multiplied by that step's learning rate
+  // over this one's (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with
+  // Error-Feedback"). `learning_rate` 0 = not known, or the step moves nothing: what was held back stays as it is.
   Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
-             Flush flush);
+             Flush flush, double learning_rate);
   // Has the next reduction of every known name send its residual.
   void flush();
   // Drops an owner's residuals.

@@ -63,6 +63,7 @@ class Engine final : private ProgressWork {
     const int* ranks = nullptr;
     int rank_count = 0;
     uint64_t gradient_of = 0;
+    double learning_rate = 0;  // see perseus_request
     CodecWish codec;
     Completion done;
     int64_t tag = 0;                // of a send or receive, whose other rank is `root`

@@ -39,6 +39,7 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
     if (entry->residuals) {
       run.residual = entry->residuals->sent(tensor) + begin / element;
       run.result_residual = entry->residuals->result(tensor) + begin / element;
+      run.carry = entry->residuals->carry;
       run.step = entry->residuals->steps;
       if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
         bucket.residuals.push_back(entry->residuals);
@@ -68,6 +69,7 @@ void Execution::add_low_rank(Entry* entry, size_t tensor, const Levels& levels, 
   matrix.salt = salt_of(*entry->text) + tensor;
   if (entry->residuals) {
     matrix.residual = entry->residuals->sent(tensor);
+    matrix.carry = entry->residuals->carry;
     matrix.q = &entry->residuals->vectors[tensor];
     matrix.step = entry->residuals->steps;
     if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
@@ -81,9 +83,9 @@ void Execution::take_residuals(Entry* entry) {
   if (entry->residuals || settings_.residuals == nullptr || entry->stand_in) return;
   const Description& d = entry->description;
   set_sizes(d);
-  entry->residuals =
-      settings_.residuals->take({entry->gradient_of, number_, *entry->text}, sizes_, d.compression,
-                                settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)), d.flush);
+  entry->residuals = settings_.residuals->take({entry->gradient_of, number_, *entry->text}, sizes_, d.compression,
+                                               settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)),
+                                               d.flush, entry->learning_rate);
   if (!entry->residuals || d.flush != Flush::kAmongAll) return;
   const kernels::ReduceSpec reduction = reduction_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(reduction.postscale / reduction.divisor));

@@ -40,11 +40,11 @@ void project(const float* w, MatrixShape shape, const float* q, size_t rank, flo
   low_rank().project(LowRankTask{shape, rank, w, q, p, nullptr, nullptr});
 }
 
-void add_and_project(const float* x, float* w, MatrixShape shape, const float* q, size_t rank, float* p) {
+void add_and_project(const float* x, float carry, float* w, MatrixShape shape, const float* q, size_t rank, float* p) {
   const size_t together = std::max<size_t>(1, kCached / shape.cols);
   for (size_t row = 0; row < shape.rows; row += together) {
     const MatrixShape some{std::min(together, shape.rows - row), shape.cols};
-    add_to_residual(x + row * shape.cols, 1.0F, w + row * shape.cols, some.rows * some.cols);
+    add_to_residual(x + row * shape.cols, carry, w + row * shape.cols, some.rows * some.cols);
     project(w + row * shape.cols, some, q, rank, p + row * rank);
   }
 }

@@ -17,8 +17,8 @@ struct MatrixShape {
 
 // p = w qᵀ
 void project(const float* w, MatrixShape shape, const float* q, size_t rank, float* p);
-// w = w + x, and then the same, in one pass over memory.
-void add_and_project(const float* x, float* w, MatrixShape shape, const float* q, size_t rank, float* p);
+// w = carry * w + x, and then the same, in one pass over memory.
+void add_and_project(const float* x, float carry, float* w, MatrixShape shape, const float* q, size_t rank, float* p);
 // q = pᵀ w
 void project_back(const float* w, MatrixShape shape, const float* p, size_t rank, float* q);
 // out = p q

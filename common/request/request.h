@@ -189,6 +189,7 @@ struct Entry {
   int executions_left = 0;
   size_t bytes = 0;
   uint64_t gradient_of = 0;    // whose gradient, 0 = no gradient
+  double learning_rate = 0;    // of the step that it is for, 0 = not known
   Residuals::Lease residuals;  // of what is sent encoded, where the codec holds something back
   // Not submitted here: zeros that a rank which has joined gives to an operation of the others. It has no handle.
   bool stand_in = false;

@@ -79,6 +79,7 @@ Call::Call(const perseus_mxnet_op& op) {
   request_.gradient_of = op.gradient_of;
   request_.codec = op.codec;
   request_.codec_argument = op.codec_argument;
+  request_.learning_rate = op.learning_rate;
   if (op.name != nullptr) {
     name_ += op.name;
   } else {

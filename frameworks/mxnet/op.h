@@ -17,6 +17,7 @@ struct perseus_mxnet_op {
   uint64_t gradient_of;
   int codec;
   double codec_argument;
+  double learning_rate;  // see perseus_request
   void* const* inputs;   // NDArrays
   void* const* outputs;  // the inputs again for in place; NULL if the core allocates the results
   int count;

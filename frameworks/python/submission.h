@@ -31,6 +31,7 @@ enum SubmitArgument : int {
   kCodec,
   kCodecArgument,
   kTag,
+  kLearningRate,
   kSubmitArguments
 };
 
@@ -54,6 +55,7 @@ struct GradientArguments {
   uint64_t gradient_of = 0;
   int codec = 0;
   double codec_argument = 0;
+  double learning_rate = 0;
 };
 
 // Both fill in all of `pending` but its number; false with an exception set.

@@ -1,10 +1,10 @@
 """Averages another N-th of the parameters in every step, instead of gradients.
 
-Each rank steps with its own host's gradients. Before that it sends a part of its parameters, and
-all ranks' average comes while the next gradients are computed. Then every rank adds what the
-average differs by from what it sent, so nobody waits, and what the step has changed stays.
-Replicas differ a little in between. (SPARTA: Baioumy and Cheema 2025, Sparse parameter averaging;
-gossip: Assran et al. 2019, Stochastic gradient push.)
+Each rank steps with its own host's gradients. After the step, or before it where steps are not
+ours, it sends a part of its parameters, and all ranks' average comes while the next gradients are
+computed. Then every rank adds what the average differs by from what it sent, so nobody waits, and
+what steps have changed since stays. Replicas differ a little in between. (SPARTA: Baioumy and
+Cheema 2025, Sparse parameter averaging; gossip: Assran et al. 2019, Stochastic gradient push.)
 
 Turns belong to the thread that steps.
 """
@@ -45,7 +45,8 @@ class Turns(ABC):
     def take_turn(self) -> None:
         """Send a part of the parameters, and correct those that were sent in the step before.
 
-        A collective, once per step: between the reduction of gradients and their application.
+        A collective, once per step: right after it, or between the reduction of gradients and their
+        application, where all ranks are sure to call it.
         """
         # Another part than the one under way, so that the new one need not wait for it.
         sent = self.send(self._turn)

@@ -36,6 +36,7 @@ from perseus.mxnet.kvstore_reducer import StoreReducer, is_floating, settle
 from perseus.mxnet.kvstore_start import check_start
 from perseus.mxnet.kvstore_step import Step, Updater
 from perseus.mxnet.kvstore_value import Value, check_weight_is_known, weight_of
+from perseus.mxnet.learning_rate import learning_rate
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.rotation import WeightTurns
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
@@ -342,8 +343,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 settle(held.reduced)
             held.reduced = result
             outcome = self._reducer.combine(
-                given, result, name, op=op, priority=priority, gradient=gradient
-            )
+                given, result, name, op=op, priority=priority, gradient=gradient,
+                rate=learning_rate(getattr(updater, "optimizer", None)),
+            )  # fmt: skip
         if takes_turn:
             self._turns.before_update(key, outcome == Outcome.REDUCED)
         if updater is not None:

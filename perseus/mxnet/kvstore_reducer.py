@@ -46,6 +46,7 @@ class StoreReducer:
         op: PerseusOp,
         priority: int,
         gradient: bool,
+        rate: float,
     ) -> Outcome:
         """Reduce arrays over devices and ranks into `output`, to be used if REDUCED is returned.
 
@@ -53,10 +54,14 @@ class StoreReducer:
             be the only one.
         gradient: whether it is a gradient of a parameter, so that settings for gradients apply. It
             waits only if these may withhold gradients.
+        rate: see perseus_request.learning_rate.
         """
         array = _joined(given, output, op)
         if gradient and is_floating(output):
-            return self._reducer([array], [name], [priority], outputs=[output]).together()
+            outcomes = self._reducer(
+                [array], [name], [priority], outputs=[output], learning_rate=rate
+            )
+            return outcomes.together()
         ops.allreduce([array], [output], name, op=op, priority=priority)
         return Outcome.REDUCED
 

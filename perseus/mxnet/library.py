@@ -44,6 +44,7 @@ class Op(ctypes.Structure):
         ("gradient_of", ctypes.c_uint64),
         ("codec", ctypes.c_int),
         ("codec_argument", ctypes.c_double),
+        ("learning_rate", ctypes.c_double),
         ("inputs", ctypes.c_void_p),
         ("outputs", ctypes.c_void_p),
         ("count", ctypes.c_int),

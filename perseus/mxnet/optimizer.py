@@ -18,6 +18,7 @@ from perseus.gradients.bundles import bundles
 from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Held, pack, unpack
 from perseus.mxnet import ops, residuals
+from perseus.mxnet.learning_rate import learning_rate
 from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.reducer import GradientReducer
@@ -182,7 +183,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             self._weights.update(each, array)
         found, names = bundled(indices, self._num_groups if together else 0)
         priorities = [-i if isinstance(i, int) else 0 for i in indices]
-        applies = self._reducer(gradients, names, priorities, found).applies()
+        rate = learning_rate(self._optimizer)
+        outcomes = self._reducer(gradients, names, priorities, found, learning_rate=rate)
+        applies = outcomes.applies()
         if self._turns.rotation() is not None:
             states = state if together and state is not None else [state] * len(indices)
             for each, *known in zip(indices, weights, states, strict=True):

@@ -79,6 +79,8 @@ class GradientReducer(Reducer):
         priorities: Sequence[int] | None = None,
         bundles: Sequence[Sequence[int]] | None = None,
         outputs: Sequence[Any] | None = None,
+        *,
+        learning_rate: float = 0.0,
     ) -> Outcomes:
         """Start reducing gradients. Later ops on the outputs see the results.
 
@@ -89,6 +91,7 @@ class GradientReducer(Reducer):
         bundles: indices of gradients that one operation reduces, under the first one's name; None =
             one operation for each gradient.
         outputs: arrays of the same shapes and dtypes; None = in place.
+        learning_rate: see perseus_request.
 
         Names, priorities and bundles must be equal on all ranks.
         """
@@ -117,6 +120,8 @@ class GradientReducer(Reducer):
         batch = self._batch(sent, reduced_here, key)
         for op in batch.ops if self.residuals.waiting else ():
             self.residuals.hand_over(self._key_of(op.name.decode()))
+        for op in batch.ops:
+            op.learning_rate = learning_rate
         outcomes = []
         if withheld:
             for op in batch.ops:

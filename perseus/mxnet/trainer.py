@@ -24,6 +24,7 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.mxnet import ops, residuals
 from perseus.mxnet.compression import Compression
+from perseus.mxnet.learning_rate import learning_rate
 from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
@@ -161,7 +162,10 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             return
         dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
-        outcomes = self._reducer(list(dense.values()), names, [-i for i in dense], bundles)
+        outcomes = self._reducer(
+            list(dense.values()), names, [-i for i in dense], bundles,
+            learning_rate=learning_rate(self._optimizer),
+        )  # fmt: skip
         # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
         self._applies = outcomes.applies() and all(usable)

@@ -38,7 +38,6 @@ class _LocalOptimizer(_DistributedOptimizer):
     """The mixin that LocalSGD and DiLoCo put in front of a distributed optimizer's class."""
 
     _local_steps: TorchLocalSteps
-    _steps_now: bool
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with that of its local steps in "perseus_local_steps".
@@ -74,11 +73,7 @@ class _LocalOptimizer(_DistributedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with the host's gradients, and exchange what is due after it."""
-        self._steps_now = True
-        try:
-            result = super().step(closure)
-        finally:
-            self._steps_now = False
+        result = super().step(closure)
         self._local_steps.end_step()
         return result
 
@@ -233,6 +228,5 @@ def _with_local_steps(
     made.__class__ = type(plain.__name__, (_LocalOptimizer, plain), namespace)
     local = cast(_LocalOptimizer, made)
     local._local_steps = local_steps
-    local._steps_now = False
     local._reducer._session = cast(Session, HostSession(local_steps))
     return local

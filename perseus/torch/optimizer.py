@@ -33,6 +33,7 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, initial_state, parameters_of
+from perseus.torch.learning_rates import learning_rates
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import as_buffers, as_tensors
 from perseus.torch.rotation import TorchRotation
@@ -53,6 +54,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _reducer: GradientReducer
     _rotation: TorchRotation | None
     _should_synchronize: bool
+    _steps_now: bool
     _synchronized: bool
 
     @property
@@ -132,10 +134,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         have ended.
         """
         self._reducer.synchronize()
-        # Not after the step: a gradient scaler may skip that on one rank.
+        # Before the step only if it comes later: a gradient scaler may skip it on one rank.
+        if not self._steps_now:
+            self._take_turn()
+        self._synchronized = True
+
+    def _take_turn(self) -> None:
         if self._rotation is not None and self._reducer.applies:
             self._rotation.take_turn()
-        self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -156,18 +162,26 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if self._check.due():
             names = self._reducer.names
             self._check.compare((names[p], buffer_of(p)) for p in parameters_of(self))
-        if self._should_synchronize:
+        synchronizes = self._should_synchronize
+        if synchronizes:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown.",
                     stacklevel=2,
                 )
-            self.synchronize()
+            self._steps_now = True
+            try:
+                self.synchronize()
+            finally:
+                self._steps_now = False
         self._synchronized = False
         applies, self._reducer.applies = self._reducer.applies, True
         if applies:
-            return super().step(closure)
+            result = super().step(closure)
+            if synchronizes:  # then the step's own change is averaged, too
+                self._take_turn()
+            return result
         if closure is None:
             return None
         with torch.enable_grad():
@@ -265,12 +279,13 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     made._check = ParameterCheck(process_set)
     made._rotation = rotation
     made._should_synchronize = True
-    made._synchronized = False
+    made._synchronized = made._steps_now = False
     made._reducer = GradientReducer(
         trainable if active else [],
         names,
         plan,
         backward_passes_per_step,
+        learning_rates(made),
     )
     return made
 

@@ -89,9 +89,9 @@ TEST(LowRankKernels, AddingOnTheWayGivesTheSameBits) {
   for (const MatrixShape shape : {MatrixShape{1, 1}, {300, 400}, {3, 40000}, {40000, 3}}) {
     const Floats x = noise(1, shape.rows * shape.cols), q = noise(2, 4 * shape.cols);
     Floats w = noise(3, x.size()), sum(x.size()), p(4 * shape.rows), expected(p.size());
-    for (size_t i = 0; i < x.size(); ++i) sum[i] = w[i] + x[i];
+    for (size_t i = 0; i < x.size(); ++i) sum[i] = 0.5F * w[i] + x[i];
     project(sum.data(), shape, q.data(), 4, expected.data());
-    add_and_project(x.data(), w.data(), shape, q.data(), 4, p.data());
+    add_and_project(x.data(), 0.5F, w.data(), shape, q.data(), 4, p.data());
     EXPECT_EQ(w, sum);
     EXPECT_EQ(p, expected);
   }

@@ -326,7 +326,7 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
   terms.codec.kind = perseus::CodecKind::kInt8;
   uint64_t layout = 0;
   EXPECT_EQ(residuals.read(key, nullptr, 0, &layout), 0U);
-  auto record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone);
+  auto record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone, 0);
   const auto refusal = [&](const auto& action) -> std::string {
     try {
       action();
@@ -343,7 +343,7 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
   EXPECT_EQ(layout, 17U);
   EXPECT_NE(refusal([&] { residuals.read(key, data.data(), 13, &layout); }).find("14"), std::string::npos);
   EXPECT_NE(refusal([&] { residuals.write(key, data.data(), 13, 17); }).find("two for each"), std::string::npos);
-  record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone);
+  record = residuals.take(key, {3, 4}, terms, 17, perseus::Flush::kNone, 0);
   perseus::Residuals::Lease copy = record;
   record.reset();
   EXPECT_NE(refusal([&] { residuals.read(key, nullptr, 0, &layout); }).find("under way"), std::string::npos);
@@ -352,6 +352,26 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
   EXPECT_GT(residuals.bytes(), 0U);
   residuals.forget(1);
   EXPECT_EQ(residuals.bytes(), 0U);
+}
+
+// Its own step's learning rate decides how much a gradient moves, whenever it arrives.
+TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
+  perseus::Residuals residuals;
+  const std::string name = "g";
+  perseus::CompressionTerms terms;
+  terms.codec.kind = perseus::CodecKind::kInt8;
+  const auto carry = [&](double learning_rate) {
+    return residuals.take({1, 0, name}, {3, 4}, terms, 17, perseus::Flush::kNone, learning_rate)->carry;
+  };
+  EXPECT_EQ(carry(0.5), 1.0F) << "nothing is held";
+  EXPECT_EQ(carry(0.5), 1.0F);
+  EXPECT_EQ(carry(0.125), 4.0F);
+  EXPECT_EQ(carry(0), 1.0F) << "not known";
+  EXPECT_EQ(carry(0.25), 0.5F) << "the last that was known";
+  const Floats data(14, 1.0F);
+  residuals.write({1, 0, name}, data.data(), 14, 17);
+  EXPECT_EQ(carry(0.5), 1.0F) << "a loaded one has no rate";
+  EXPECT_EQ(carry(0.25), 2.0F);
 }
 
 // ThreadSanitizer sees the order: what an operation has written happened before it is read.
@@ -365,7 +385,7 @@ TEST(Residual, AReaderSeesAllThatAnOperationHasLeft) {
   std::atomic<bool> done{false};
   std::thread operations([&] {
     for (int step = 1; step <= 300; ++step) {
-      auto lease = residuals.take(key, {kElements}, terms, 17, perseus::Flush::kNone);
+      auto lease = residuals.take(key, {kElements}, terms, 17, perseus::Flush::kNone, 0);
       for (size_t i = 0; i < 2 * kElements; ++i) lease->sent(0)[i] = static_cast<float>(step);
     }
     done = true;

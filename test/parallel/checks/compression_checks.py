@@ -45,6 +45,38 @@ def _steps(
     return seen
 
 
+def _moved(
+    make: Callable[..., torch.optim.Optimizer], compression: object, groups: int | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the results of four steps whose learning rates differ: the sum, the sum weighted by the
+    rates, and the weighted sum of the exact ones. The last step sends all that is held.
+    """
+    rates = (0.5, 1.0, 0.25, 0.125)
+    shape = (200, COUNT // 200)
+    parameters = [nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+    optimizer = hvd.DistributedOptimizer(
+        make([{"params": [parameters[0]]}, {"params": [parameters[1]]}], lr=7.0),
+        named_parameters=[("p", parameters[0]), ("q", parameters[1])],
+        compression=compression,
+        groups=groups,
+    )
+    total, weighted, exact = torch.zeros(3, *shape, dtype=torch.float64)
+    for step, rate in enumerate(rates):
+        if step == len(rates) - 1:
+            hvd.flush_residuals()
+        for index, group in enumerate(optimizer.param_groups):
+            group["lr"] = rate if groups is None else rate * (index + 1)
+        optimizer.zero_grad()
+        gradient = _gradient(hvd.rank(), step).reshape(shape)
+        (parameters[0] * gradient + parameters[1] * gradient.flip(0)).sum().backward()
+        optimizer.step()
+        result = parameters[0].grad.double()
+        total += result
+        weighted += rate * result
+        exact += rate * _mean(step).reshape(shape)
+    return total, weighted, exact
+
+
 def _same_everywhere(tensor: torch.Tensor) -> bool:
     gathered = hvd.allgather(tensor.reshape(1, -1))
     return all(torch.equal(row, gathered[0]) for row in gathered)
@@ -62,6 +94,22 @@ def check_gradients_are_float16_between_hosts_unless_told_otherwise() -> None:
     with apart(PERSEUS_ALLREDUCE_DTYPE=1):
         assert torch.equal(_steps(None, 1)[0], exact)
     assert (_steps(None, 1)[0] - _mean()).abs().max() < 1e-6, "one host: full precision"
+
+
+def check_what_is_held_moves_parameters_as_when_it_was_held() -> None:
+    """Whatever the learning rate is when it arrives, if the optimizer's steps are proportional."""
+    sgd, adam = torch.optim.SGD, torch.optim.Adam
+    compression = hvd.Compression
+    with apart(PERSEUS_ALLREDUCE_DTYPE=1):
+        produced = sum(_mean(step) for step in range(4)).reshape(200, -1)
+        for codec in (compression.int8, compression.topk(0.01), compression.powersgd(2)):
+            total, moved, exact = _moved(sgd, codec, None)
+            assert (moved - exact).abs().max() < 1e-5, codec
+            assert (total - produced).abs().max() > 1e-3, codec
+            for make, groups in ((adam, None), (sgd, 1)):
+                total, moved, exact = _moved(make, codec, groups)
+                assert (total - produced).abs().max() < 1e-4, (codec, make, groups)
+                assert (moved - exact).abs().max() > 1e-3, (codec, make, groups)
 
 
 def check_bfloat16_keeps_eight_bits() -> None:

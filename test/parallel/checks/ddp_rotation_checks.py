@@ -60,7 +60,7 @@ def check_parameters_are_those_of_a_simulation() -> None:
         (8, {"static_graph": True}),
     ):
         with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=parts):
-            training, simulation = _Training(**form), Simulation(parts)
+            training, simulation = _Training(**form), Simulation(parts, after=False)
             for _ in range(2 * parts + 1):
                 training.step()
                 simulation.step()
@@ -72,7 +72,7 @@ def check_parameters_are_those_of_a_simulation() -> None:
 
 def check_backward_passes_without_exchange_take_no_turn() -> None:
     with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-        training, simulation = _Training(), Simulation(2)
+        training, simulation = _Training(), Simulation(2, after=False)
         for step in range(4):
             training.optimizer.zero_grad()
             with training.model.no_sync():
@@ -120,7 +120,7 @@ def check_loaded_parameters_are_not_corrected() -> None:
 
 def check_two_models_do_not_mix() -> None:
     with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-        first, second, simulation = _Training(), _Training(), Simulation(2)
+        first, second, simulation = _Training(), _Training(), Simulation(2, after=False)
         for value in second.values():
             value.fill_(50.0)
         for _ in range(5):

@@ -30,6 +30,21 @@ def check_parameters_are_those_of_a_simulation() -> None:
             assert not training.equal_everywhere()
 
 
+def check_gradients_may_be_synchronized_before_the_step() -> None:
+    """Then the turn is taken there, because a gradient scaler may skip the step on one rank."""
+    with apart():
+        training, simulation = rotating(hvd.Compression.rotate(3)), Simulation(3, after=False)
+        for step in range(7):
+            training.compute()
+            training.optimizer.synchronize()
+            skipping = {rank for rank in range(hvd.size()) if (step + rank) % 4 == 3}
+            if hvd.rank() not in skipping:
+                with training.optimizer.skip_synchronize():
+                    training.optimizer.step()
+            simulation.step(skipping)
+            simulation.expect(training.values(), 1e-5)
+
+
 def check_the_setting_does_the_same() -> None:
     with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=4):
         for compression in (hvd.Compression.settings, hvd.Compression.rotate()):

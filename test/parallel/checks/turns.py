@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 import perseus.torch.horovod as hvd
@@ -19,17 +21,32 @@ def slope(name: str, rank: int, step: int) -> torch.Tensor:
 
 
 class Simulation:
-    """The replicas of all ranks, in one process."""
+    """The replicas of all ranks, in one process.
 
-    def __init__(self, parts: int) -> None:
+    after: turns are taken after steps, as by an optimizer that steps itself; else before them.
+    """
+
+    def __init__(self, parts: int, after: bool = True) -> None:
         self.parts = parts
+        self.after = after
         self.replicas = [
             {name: torch.zeros(shape) for name, shape in SHAPES.items()} for _ in range(hvd.size())
         ]
         self.pending: list[dict[str, torch.Tensor]] | None = None
         self.taken = 0
 
-    def step(self) -> None:
+    def step(self, skipping: Collection[int] = ()) -> None:
+        """skipping: ranks that do not apply their gradients."""
+        if not self.after:
+            self._take_turn()
+        for rank, replica in enumerate(self.replicas):
+            for name, value in replica.items() if rank not in skipping else ():
+                value.sub_(RATE * slope(name, rank, self.taken))
+        if self.after:
+            self._take_turn()
+        self.taken += 1
+
+    def _take_turn(self) -> None:
         for rank, replica in enumerate(self.replicas):
             for name, value in replica.items():
                 if self.pending is not None:
@@ -39,10 +56,6 @@ class Simulation:
             {name: self._difference(name, value, part) for name, value in replica.items()}
             for replica in self.replicas
         ]
-        for rank, replica in enumerate(self.replicas):
-            for name, value in replica.items():
-                value.sub_(RATE * slope(name, rank, self.taken))
-        self.taken += 1
 
     def _difference(self, name: str, value: torch.Tensor, part: int) -> torch.Tensor:
         mean = torch.stack([replica[name] for replica in self.replicas]).mean(dim=0)

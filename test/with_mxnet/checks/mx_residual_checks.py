@@ -22,18 +22,19 @@ STEPS = 3
 class _Trainer:
     """Parameters from zero and a DistributedTrainer; their gradients are given."""
 
-    def __init__(self, num_groups: int = 0) -> None:
+    def __init__(self, num_groups: int = 0, momentum: float = 0.9) -> None:
         self.parameters = list(map(gluon.Parameter, KEYS, ["write"] * 2, SHAPES))
         for parameter in self.parameters:
             parameter.initialize(mx.init.Zero())
         self.trainer = hvd.DistributedTrainer(
-            self.parameters, "sgd", {"learning_rate": 0.1, "momentum": 0.9},
+            self.parameters, "sgd", {"learning_rate": 0.1, "momentum": momentum},
             compression=hvd.Compression.topk(0.1), num_groups=num_groups,
         )  # fmt: skip
+        self.optimizer = self.trainer._optimizer
 
-    def steps(self, first: int) -> list[np.ndarray]:
+    def steps(self, first: int, count: int = STEPS) -> list[np.ndarray]:
         """Some of them from a number on; the weights afterwards."""
-        for step in range(first, first + STEPS):
+        for step in range(first, first + count):
             given = settings.normal(hvd.rank(), step)
             with autograd.record():
                 terms = zip(self.parameters, given, strict=True)
@@ -61,15 +62,16 @@ class _Trainer:
 class _Store:
     """A KVStore with weights from zero and an optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, momentum: float = 0.9) -> None:
         self.kv = hvd.create()
         self.kv.set_gradient_compression({"type": "int8"})
-        self.kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9))
+        self.optimizer = mx.optimizer.create("sgd", learning_rate=0.1, momentum=momentum)
+        self.kv.set_optimizer(self.optimizer)
         self.kv.init(KEYS, [mx.nd.zeros(shape) for shape in SHAPES])
 
-    def steps(self, first: int) -> list[np.ndarray]:
+    def steps(self, first: int, count: int = STEPS) -> list[np.ndarray]:
         order = (0, 1) if hvd.rank() == 0 else (1, 0)  # ranks pair keys by name
-        for step in range(first, first + STEPS):
+        for step in range(first, first + count):
             given = settings.normal(hvd.rank(), step)
             for index in order:
                 self.kv.push(KEYS[index], mx.nd.array(given[index]))
@@ -97,15 +99,15 @@ class _Updater:
 
     num_groups = 0
 
-    def __init__(self) -> None:
-        inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(inner, num_groups=self.num_groups)
+    def __init__(self, momentum: float = 0.9) -> None:
+        inner = mx.optimizer.create("sgd", learning_rate=0.1, momentum=momentum)
+        self.optimizer = optimizer = hvd.DistributedOptimizer(inner, num_groups=self.num_groups)
         self.updater = mx.optimizer.get_updater(optimizer)
         self.weights = [mx.nd.zeros(shape) for shape in SHAPES]
         self.gradients = [mx.nd.zeros(shape) for shape in SHAPES]
 
-    def steps(self, first: int) -> list[np.ndarray]:
-        for step in range(first, first + STEPS):
+    def steps(self, first: int, count: int = STEPS) -> list[np.ndarray]:
+        for step in range(first, first + count):
             given = settings.normal(hvd.rank(), step)
             for gradient, numbers in zip(self.gradients, given, strict=True):
                 gradient[:] = numbers
@@ -199,6 +201,32 @@ def _goes_on(make: Callable[[], Any], path: Path) -> None:
     assert _same(whole.steps(STEPS), expected)
     assert whole.held() == after
     settings.assert_same_everywhere(expected)
+
+
+def check_what_is_held_moves_weights_as_when_it_was_held() -> None:
+    """Whatever the learning rate is when it arrives."""
+    rates = [0.1] * STEPS + [0.0125] * STEPS + [0.05]
+    with settings.apart(PERSEUS_ALLREDUCE_CODEC="int8"):
+        for make in (_Trainer, _Store, _Updater, _GroupedUpdater):
+            training = make(momentum=0.0)
+            training.steps(0)
+            training.optimizer.set_learning_rate(rates[STEPS])
+            weights = training.steps(STEPS)
+            ranks = 1 if make is _Store else hvd.size()  # it sums, others average
+
+            def expected(index: int, steps: int, ranks: int = ranks) -> np.ndarray:
+                moved = [
+                    rates[step] / ranks * settings.normal(rank, step)[index].astype(float)
+                    for step in range(steps)
+                    for rank in range(hvd.size())
+                ]
+                return -np.sum(moved, axis=0)
+
+            assert np.abs(weights[0] - expected(0, 2 * STEPS)).max() > 1e-5, make
+            hvd.flush_residuals()
+            training.optimizer.set_learning_rate(rates[-1])
+            for index, weight in enumerate(training.steps(2 * STEPS, 1)):
+                np.testing.assert_allclose(weight, expected(index, len(rates)), atol=2e-6)
 
 
 def check_a_new_store_sends_at_once_what_it_loads() -> None:
