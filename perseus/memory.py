@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 from perseus import basics
 
@@ -16,16 +18,17 @@ _MAP_FROM_BYTES = 32 << 20
 _KEEP_BYTES = 1 << 30
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(setting: Callable[[str], Any] = basics.setting) -> None:
     """Have malloc keep what a step of training frees for the next one, up to 1 GiB.
 
     Frameworks allocate results and gradients anew in every step, and glibc gives large blocks back
     to the system as they are freed: each step then begins with a page fault for every 4 KiB. Does
     nothing with PERSEUS_KEEP_FREED_MEMORY=0, where the environment sets malloc's thresholds, or
     where libc has no mallopt. Thresholds that have been set stay until the process ends.
-    ValueError before init().
+    setting: returns a variable's value in a world; ValueError if that is this process's world and
+        there is none.
     """
-    if basics.setting("PERSEUS_KEEP_FREED_MEMORY"):
+    if setting("PERSEUS_KEEP_FREED_MEMORY"):
         _set_thresholds()
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from perseus.compression import INSIDE, SETTINGS
 from perseus.gradients.residuals import Held, mark
 from perseus.gradients.turns import SETTING
+from perseus.memory import keep_freed_memory
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.turns import ModelTurns
@@ -61,6 +62,7 @@ class Gradients:
         self._keys = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
         self._names = {p: self._name_of(key) for p, key in self._keys.items()}
         self._turns = self._begin_turns()
+        keep_freed_memory(group.world.context.setting)
         # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
         self._failure: Exception | None = None
