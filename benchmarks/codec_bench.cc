@@ -103,12 +103,13 @@ double run_low_rank(size_t rank, const float* x, float* residual, float* y) {
   static_assert(kSide * kSide == kElements);
   const kernels::MatrixShape shape{kSide, kSide};
   static std::vector<float> p(kSide * rank), q(rank * kSide);
+  static kernels::Product taken;
   kernels::fill_with_noise(1, q.data(), q.size());
   const double start = processor_seconds();
-  kernels::add_and_project(x, 1.0F, residual, shape, q.data(), rank, p.data());
+  kernels::add_and_project(x, 1.0F, taken, residual, shape, q.data(), rank, p.data());
   kernels::orthogonalize(p.data(), kSide, rank);
   kernels::project_back(residual, shape, p.data(), rank, q.data());
-  kernels::subtract_product(p.data(), q.data(), shape, rank, residual);
+  taken = {shape, rank, p, q};
   kernels::expand(p.data(), q.data(), shape, rank, y);
   return processor_seconds() - start;
 }

@@ -134,8 +134,8 @@ void LowRankAllreduce::project() {
       kernels::project(sent.work, matrix.shape, q, matrix.rank, p);
     } else {
       sent.work = matrix.residual;
-      kernels::add_and_project(reinterpret_cast<const float*>(from), matrix.carry, sent.work, matrix.shape, q,
-                               matrix.rank, p);
+      kernels::add_and_project(reinterpret_cast<const float*>(from), matrix.carry, matrix.memory->taken, sent.work,
+                               matrix.shape, q, matrix.rank, p);
     }
   }
   codec_ns_ += now_ns() - begun;
@@ -144,9 +144,9 @@ void LowRankAllreduce::project() {
 // The Q of the step before; in the place of vectors that are zero, as all are at first, such that lie anywhere.
 void LowRankAllreduce::prepare_basis(const Matrix& matrix, float* q) const {
   const size_t cols = matrix.shape.cols;
-  const bool known = matrix.q != nullptr && matrix.q->size() == matrix.rank * cols;
+  const bool known = matrix.memory != nullptr && matrix.memory->q.size() == matrix.rank * cols;
   for (size_t k = 0; k < matrix.rank; ++k, q += cols) {
-    if (known) std::copy_n(matrix.q->data() + k * cols, cols, q);
+    if (known) std::copy_n(matrix.memory->q.data() + k * cols, cols, q);
     if (!known || kernels::largest_magnitude(q, cols) == 0)
       kernels::fill_with_noise((matrix.salt + matrix.step * matrix.rank + k) << 32, q, cols);
   }
@@ -184,13 +184,19 @@ void LowRankAllreduce::expand(Sent* sent) {
     // A gradient that is not finite: so are all ranks' results, and the next step begins anew.
     std::fill_n(out, count, std::numeric_limits<float>::quiet_NaN());
     if (matrix.residual != nullptr) std::fill_n(matrix.residual, count, 0.0F);
-    if (matrix.q != nullptr) matrix.q->clear();
+    if (matrix.memory != nullptr) *matrix.memory = {};
     return;
   }
   const float* const p = p_.data() + sent->p;
-  if (matrix.q != nullptr) matrix.q->assign(q, q + numbers);
-  if (matrix.residual != nullptr)
-    kernels::subtract_product(p, own_q_.data() + sent->q, matrix.shape, matrix.rank, matrix.residual);
+  if (matrix.residual != nullptr) {
+    const float* const own_q = own_q_.data() + sent->q;
+    kernels::Product& taken = matrix.memory->taken;
+    taken.shape = matrix.shape;
+    taken.rank = matrix.rank;
+    taken.p.assign(p, p + matrix.rank * matrix.shape.rows);
+    taken.q.assign(own_q, own_q + numbers);
+    matrix.memory->q.assign(q, q + numbers);
+  }
   const float factor = static_cast<float>(reduction_.postscale / reduction_.divisor);
   if (factor != 1.0F)
     for (size_t i = 0; i < numbers; ++i) q[i] *= factor;

@@ -26,12 +26,12 @@ class LowRankAllreduce final : public Staged {
   struct Matrix {
     Piece piece;
     kernels::MatrixShape shape;
-    size_t rank = 1;                  // at most the smaller extent
-    float* residual = nullptr;        // of its elements; null = none is kept
-    float carry = 1.0F;               // what the residual is multiplied by first
-    std::vector<float>* q = nullptr;  // of the step before, empty at first; null = none is kept
-    uint64_t salt = 0;                // decides which member sends it
-    uint64_t step = 0;                // counts, the same on all ranks
+    size_t rank = 1;                           // at most the smaller extent
+    float* residual = nullptr;                 // of its elements; null = none is kept
+    float carry = 1.0F;                        // what the residual is multiplied by first
+    kernels::LowRankMemory* memory = nullptr;  // of the steps before; null = none is kept, as without a residual
+    uint64_t salt = 0;                         // decides which member sends it
+    uint64_t step = 0;                         // counts, the same on all ranks
   };
 
   // Begins anew: a sum of this dtype, which is a floating one, with factors.

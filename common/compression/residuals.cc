@@ -39,7 +39,12 @@ Residuals::Record::~Record() {
 }
 
 bool Residuals::Record::has_vectors() const {
-  return std::any_of(vectors.begin(), vectors.end(), [](const std::vector<float>& each) { return !each.empty(); });
+  return std::any_of(low_rank.begin(), low_rank.end(),
+                     [](const kernels::LowRankMemory& each) { return !each.q.empty(); });
+}
+
+void Residuals::Record::settle() {
+  for (size_t i = 0; i < low_rank.size(); ++i) settle(i);
 }
 
 void Residuals::Record::join_parts(float factor) {
@@ -110,7 +115,13 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
                                  uint64_t layout, Flush flush, double learning_rate) {
   const MutexLock lock(mutex_);
   std::shared_ptr<Record> record = find(key);
-  if (record) record->carry = carry_of(*record, learning_rate);
+  if (record) {
+    record->carry = carry_of(*record, learning_rate);
+    if (flush != Flush::kNone) {
+      record->settle();
+      for (kernels::LowRankMemory& each : record->low_rank) each.q.clear();
+    }
+  }
   if (flush != Flush::kNone && !keeps_residual(terms.codec)) {
     records_.erase(key_);
     return Lease(record);
@@ -121,9 +132,7 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
   record->loaded = false;
   if (learning_rate != 0) record->learning_rate = learning_rate;
   record->holds = flush == Flush::kNone;
-  record->vectors.resize(sizes.size());
-  if (!record->holds)
-    for (std::vector<float>& vectors : record->vectors) vectors.clear();
+  record->low_rank.resize(sizes.size());
   if (!record->holds) record->flushes = false;
   ++record->steps;
   return Lease(record);
@@ -142,7 +151,7 @@ void Residuals::forget(uint64_t owner) {
 
 size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layout) {
   const MutexLock lock(mutex_);
-  const Record* record = idle(key);
+  Record* record = idle(key);
   if (record == nullptr || !record->holds) return 0;
   const size_t count = record->begins.back();
   *layout = record->layout;
@@ -150,6 +159,7 @@ size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layou
   if (room != 2 * count)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' holds back " + std::to_string(2 * count) +
                                           " numbers, not " + std::to_string(room));
+  record->settle();
   std::memcpy(data, record->memory.get(), room * sizeof(float));
   return count;
 }
@@ -169,7 +179,7 @@ void Residuals::write(const Key& key, const float* data, size_t room, uint64_t l
 }
 
 // The record of a name without an operation under way. Leases begin with mutex_ held, or as copies of others.
-const Residuals::Record* Residuals::idle(const Key& key) {
+Residuals::Record* Residuals::idle(const Key& key) {
   find(key);
   const auto found = records_.find(key_);
   if (found == records_.end()) return nullptr;

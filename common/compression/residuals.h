@@ -13,6 +13,7 @@
 
 #include "base/mutex.h"
 #include "compression/terms.h"
+#include "kernels/low_rank.h"
 
 namespace perseus {
 
@@ -35,6 +36,9 @@ class Residuals {
     float* result(size_t i) const { return memory.get() + begins[i] + begins.back(); }
     // Did this rank send a low-rank sum since the last flush? Not while a reduction is under way.
     bool has_vectors() const;
+    // Makes `memory` say what is held back, also of low-rank sums.
+    void settle(size_t tensor) { low_rank[tensor].settle(sent(tensor)); }
+    void settle();
     // Moves an owner's residual of results into the residual of its own gradient; a result is `factor` times a sum.
     void join_parts(float factor);
 
@@ -44,9 +48,9 @@ class Residuals {
     uint64_t owner = 0;
     std::vector<size_t> begins;  // of each tensor, then the end of the last one
     std::unique_ptr<float[], Free> memory;
-    std::vector<std::vector<float>> vectors;  // of each tensor: where a low-rank sum begins, see LowRankAllreduce
-    uint64_t steps = 0;                       // times it was taken
-    float carry = 1.0F;                       // what it is multiplied by in the reduction under way, see take()
+    std::vector<kernels::LowRankMemory> low_rank;  // of each tensor, see LowRankAllreduce
+    uint64_t steps = 0;                            // times it was taken
+    float carry = 1.0F;                            // what it is multiplied by in the reduction under way, see take()
     std::atomic<size_t>* bytes = nullptr;
     std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
     // Guarded by Residuals::mutex_:
@@ -113,7 +117,7 @@ class Residuals {
  private:
   // Null if there is none; key_ is then its key.
   std::shared_ptr<Record> find(const Key& key) PERSEUS_REQUIRES(mutex_);
-  const Record* idle(const Key& key) PERSEUS_REQUIRES(mutex_);
+  Record* idle(const Key& key) PERSEUS_REQUIRES(mutex_);
   std::shared_ptr<Record> make(const Key& key, const std::vector<size_t>& sizes);
 
   std::atomic<size_t> bytes_{0};

@@ -27,6 +27,7 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   const WireFormat* format = fit.flushes ? &whole_ : format_of(codec);
   const WireFormat* inside = fit.compressed_inside ? format_of(settings_.precision) : nullptr;
   if (format->keeps_residual()) take_residuals(entry);
+  if (entry->residuals) entry->residuals->settle(tensor);
   HierarchicalAllreduce::Run run;
   run.salt = salt_of(*entry->text) + tensor;
   const size_t bytes = t.bytes();
@@ -70,7 +71,7 @@ void Execution::add_low_rank(Entry* entry, size_t tensor, const Levels& levels, 
   if (entry->residuals) {
     matrix.residual = entry->residuals->sent(tensor);
     matrix.carry = entry->residuals->carry;
-    matrix.q = &entry->residuals->vectors[tensor];
+    matrix.memory = &entry->residuals->low_rank[tensor];
     matrix.step = entry->residuals->steps;
     if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
       bucket.residuals.push_back(entry->residuals);

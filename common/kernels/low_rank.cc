@@ -14,9 +14,16 @@ namespace {
 // What is left of a column beside earlier ones must be more than roundings.
 constexpr double kIndependent = 1e-6;
 // Elements that a core's own cache keeps, with what belongs to them, from one loop to the next.
-constexpr size_t kCached = 32 * 1024;
+constexpr size_t kCached = 8 * 1024;
 
 const LowRankKernels& low_rank() { return current_variant().low_rank; }
+
+// Of some rows of a product, from `row` on.
+LowRankTask product_task(const Product& product, MatrixShape some, size_t row, float* out, const float* x = nullptr,
+                         float carry = 1.0F) {
+  float* const p = const_cast<float*>(product.p.data()) + row * product.rank;
+  return {some, product.rank, nullptr, product.q.data(), p, nullptr, out, x, carry};
+}
 
 double dot(const float* p, size_t rows, size_t rank, size_t a, size_t b) {
   double sum = 0;
@@ -40,12 +47,20 @@ void project(const float* w, MatrixShape shape, const float* q, size_t rank, flo
   low_rank().project(LowRankTask{shape, rank, w, q, p, nullptr, nullptr});
 }
 
-void add_and_project(const float* x, float carry, float* w, MatrixShape shape, const float* q, size_t rank, float* p) {
+void add_and_project(const float* x, float carry, const Product& sent, float* w, MatrixShape shape, const float* q,
+                     size_t rank, float* p) {
   const size_t together = std::max<size_t>(1, kCached / shape.cols);
   for (size_t row = 0; row < shape.rows; row += together) {
     const MatrixShape some{std::min(together, shape.rows - row), shape.cols};
-    add_to_residual(x + row * shape.cols, carry, w + row * shape.cols, some.rows * some.cols);
-    project(w + row * shape.cols, some, q, rank, p + row * rank);
+    float* const rows = w + row * shape.cols;
+    const float* const added = x + row * shape.cols;
+    if (sent.empty()) {
+      add_to_residual(added, carry, rows, some.rows * some.cols);
+    } else {
+      DefaultFloatMode mode;
+      low_rank().advance(product_task(sent, some, row, rows, added, carry));
+    }
+    project(rows, some, q, rank, p + row * rank);
   }
 }
 
@@ -59,9 +74,9 @@ void expand(const float* p, const float* q, MatrixShape shape, size_t rank, floa
   low_rank().expand(LowRankTask{shape, rank, nullptr, q, const_cast<float*>(p), nullptr, out});
 }
 
-void subtract_product(const float* p, const float* q, MatrixShape shape, size_t rank, float* w) {
+void subtract(const Product& product, float* w) {
   DefaultFloatMode mode;
-  low_rank().subtract_product(LowRankTask{shape, rank, nullptr, q, const_cast<float*>(p), nullptr, w});
+  low_rank().subtract_product(product_task(product, product.shape, 0, w));
 }
 
 // Modified Gram-Schmidt.

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace perseus::kernels {
 
@@ -15,16 +16,41 @@ struct MatrixShape {
   size_t rows = 0, cols = 0;
 };
 
+// p q, of a matrix of this shape; without elements, nothing.
+struct Product {
+  MatrixShape shape;
+  size_t rank = 0;
+  std::vector<float> p, q;
+
+  bool empty() const { return p.empty(); }
+  void clear() {
+    p.clear();
+    q.clear();
+  }
+};
+
 // p = w qᵀ
 void project(const float* w, MatrixShape shape, const float* q, size_t rank, float* p);
-// w = carry * w + x, and then the same, in one pass over memory.
-void add_and_project(const float* x, float carry, float* w, MatrixShape shape, const float* q, size_t rank, float* p);
+// w = carry (w - sent) + x, and then the same, in one pass over memory.
+void add_and_project(const float* x, float carry, const Product& sent, float* w, MatrixShape shape, const float* q,
+                     size_t rank, float* p);
 // q = pᵀ w
 void project_back(const float* w, MatrixShape shape, const float* p, size_t rank, float* q);
 // out = p q
 void expand(const float* p, const float* q, MatrixShape shape, size_t rank, float* out);
-// w = w - p q
-void subtract_product(const float* p, const float* q, MatrixShape shape, size_t rank, float* w);
+// w = w - product, which is not empty
+void subtract(const Product& product, float* w);
+
+// What the sender of low-rank sums keeps from one step to the next, beside a residual.
+struct LowRankMemory {
+  std::vector<float> q;  // where the next sum begins; empty at first
+  Product taken;         // of the residual: the next step subtracts it in its own pass over the residual
+
+  void settle(float* residual) {
+    if (!taken.empty()) subtract(taken, residual);
+    taken.clear();
+  }
+};
 
 // Makes the columns of p orthogonal and of length 1, in their order; those that depend on earlier ones become zero.
 void orthogonalize(float* p, size_t rows, size_t rank);

@@ -14,7 +14,9 @@ static_assert(kSums % kFloatLanes == 0, "running sums are whole vectors");
 // Vectors of p or q that are worked on together: each further one costs a pass over the matrix less.
 constexpr size_t kTogether = 4;
 // Rows that are worked on together, so that sums over rows are loaded and stored less often.
-constexpr size_t kRows = 4;
+constexpr size_t kRows = 8;
+// Elements of a result that does not stay in a core's cache anyway.
+constexpr size_t kStreamedFrom = 256 * 1024;
 
 PERSEUS_INLINE float sum_of(const Floats* sums) {
   float lanes[kSums];
@@ -83,30 +85,49 @@ void project_back_any(const LowRankTask& task) {
   for (; row < task.shape.rows; ++row) add_rows<1>(task, row);
 }
 
-// out = p q, or out - p q.
-template <bool kSubtract>
+// out = p q, the same around the cache, out = out - p q, or out = carry (out - p q) + x.
+enum class Output { kStore, kStream, kSubtract, kAdvance };
+
+template <Output kOutput, class Value>
+PERSEUS_INLINE Value combined(Value product, Value out, Value x, float carry) {
+  if constexpr (kOutput == Output::kSubtract) return out - product;
+  if constexpr (kOutput == Output::kAdvance) return (out - product) * carry + x;
+  return product;
+}
+
+template <Output kOutput>
 PERSEUS_INLINE void product(const LowRankTask& task) {
   const size_t cols = task.shape.cols, whole = cols / kFloatLanes * kFloatLanes;
   for (size_t row = 0; row < task.shape.rows; ++row) {
     const float* p = task.p + row * task.rank;
     float* out = task.out + row * cols;
+    const float* x = kOutput == Output::kAdvance ? task.x + row * cols : out;
     for (size_t at = 0; at < whole; at += kFloatLanes) {
       Floats sum = load_floats(task.q + at) * p[0];
       for (size_t k = 1; k < task.rank; ++k) sum += load_floats(task.q + k * cols + at) * p[k];
-      store_floats(out + at, kSubtract ? load_floats(out + at) - sum : sum);
+      if constexpr (kOutput == Output::kStream) stream_vector(reinterpret_cast<unsigned char*>(out + at), sum);
+      else if constexpr (kOutput == Output::kStore) store_floats(out + at, sum);
+      else store_floats(out + at, combined<kOutput>(sum, load_floats(out + at), load_floats(x + at), task.carry));
     }
     for (size_t at = whole; at < cols; ++at) {
       float sum = task.q[at] * p[0];
       for (size_t k = 1; k < task.rank; ++k) sum += task.q[k * cols + at] * p[k];
-      out[at] = kSubtract ? out[at] - sum : sum;
+      out[at] = combined<kOutput>(sum, out[at], x[at], task.carry);
     }
   }
 }
 
-void expand_any(const LowRankTask& task) { product<false>(task); }
-void subtract_product_any(const LowRankTask& task) { product<true>(task); }
+void expand_any(const LowRankTask& task) {
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(task.out) % sizeof(Floats) == 0 && task.shape.cols % kFloatLanes == 0;
+  if (!aligned || task.shape.rows * task.shape.cols < kStreamedFrom) return product<Output::kStore>(task);
+  product<Output::kStream>(task);
+  stream_fence();
+}
+void subtract_product_any(const LowRankTask& task) { product<Output::kSubtract>(task); }
+void advance_any(const LowRankTask& task) { product<Output::kAdvance>(task); }
 
-constexpr LowRankKernels kLowRankKernels{project_any, project_back_any, expand_any, subtract_product_any};
+constexpr LowRankKernels kLowRankKernels{project_any, project_back_any, expand_any, subtract_product_any, advance_any};
 
 }  // namespace
 }  // namespace perseus::kernels

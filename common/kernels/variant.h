@@ -93,6 +93,8 @@ struct LowRankTask {
   float* p;  // project() writes it
   float* q_out;
   float* out;
+  const float* x = nullptr;
+  float carry = 1.0F;
 };
 
 struct LowRankKernels {
@@ -100,6 +102,7 @@ struct LowRankKernels {
   void (*project_back)(const LowRankTask& task);
   void (*expand)(const LowRankTask& task);
   void (*subtract_product)(const LowRankTask& task);
+  void (*advance)(const LowRankTask& task);  // out = carry (out - p q) + x
 };
 
 struct Variant {

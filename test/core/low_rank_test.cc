@@ -36,16 +36,19 @@ struct Products {
 
 Products products(MatrixShape shape, size_t rank) {
   const Floats w = noise(1, shape.rows * shape.cols), p = noise(2, shape.rows * rank), q = noise(3, rank * shape.cols);
-  Products found{Floats(p.size()), Floats(q.size()), Floats(w.size()), w};
+  Products found{Floats(p.size()), Floats(q.size()), Floats(), w};
   project(w.data(), shape, q.data(), rank, found.p.data());
   project_back(w.data(), shape, p.data(), rank, found.q.data());
-  expand(p.data(), q.data(), shape, rank, found.product.data());
-  subtract_product(p.data(), q.data(), shape, rank, found.rest.data());
+  Floats room(w.size() + 16);
+  float* const aligned = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) / sizeof(float) % 16;
+  expand(p.data(), q.data(), shape, rank, aligned);  // stored around the cache where it is large
+  found.product.assign(aligned, aligned + w.size());
+  subtract({shape, rank, p, q}, found.rest.data());
   return found;
 }
 
 TEST(LowRankKernels, AreTheProductsWithTheSameBitsOnEveryVariant) {
-  for (const MatrixShape shape : {MatrixShape{1, 1}, {3, 5}, {4, 16}, {7, 33}, {70, 129}, {129, 8}}) {
+  for (const MatrixShape shape : {MatrixShape{1, 1}, {3, 5}, {4, 16}, {7, 33}, {70, 129}, {129, 8}, {520, 512}}) {
     for (size_t rank : {1, 2, 4, 5, 9}) {
       SCOPED_TRACE(testing::Message() << shape.rows << " x " << shape.cols << ", rank " << rank);
       const Floats w = noise(1, shape.rows * shape.cols), p = noise(2, shape.rows * rank),
@@ -62,7 +65,7 @@ TEST(LowRankKernels, AreTheProductsWithTheSameBitsOnEveryVariant) {
         for (size_t j = 0; j < shape.cols; ++j) {
           double sum = 0;
           for (size_t i = 0; i < shape.rows; ++i) sum += static_cast<double>(w[i * shape.cols + j]) * p[i * rank + k];
-          ASSERT_NEAR(found.q[k * shape.cols + j], sum, 1e-5);
+          ASSERT_NEAR(found.q[k * shape.cols + j], sum, 3e-5);
         }
       }
       for (size_t i = 0; i < shape.rows; ++i)
@@ -88,12 +91,16 @@ TEST(LowRankKernels, AreTheProductsWithTheSameBitsOnEveryVariant) {
 TEST(LowRankKernels, AddingOnTheWayGivesTheSameBits) {
   for (const MatrixShape shape : {MatrixShape{1, 1}, {300, 400}, {3, 40000}, {40000, 3}}) {
     const Floats x = noise(1, shape.rows * shape.cols), q = noise(2, 4 * shape.cols);
-    Floats w = noise(3, x.size()), sum(x.size()), p(4 * shape.rows), expected(p.size());
-    for (size_t i = 0; i < x.size(); ++i) sum[i] = 0.5F * w[i] + x[i];
-    project(sum.data(), shape, q.data(), 4, expected.data());
-    add_and_project(x.data(), 0.5F, w.data(), shape, q.data(), 4, p.data());
-    EXPECT_EQ(w, sum);
-    EXPECT_EQ(p, expected);
+    for (const size_t sent : {0, 2}) {
+      Floats w = noise(3, x.size()), sum = w, p(4 * shape.rows), expected(p.size());
+      Product product{shape, sent, noise(4, shape.rows * sent), noise(5, sent * shape.cols)};
+      if (sent > 0) subtract(product, sum.data());
+      for (size_t i = 0; i < x.size(); ++i) sum[i] = 0.5F * sum[i] + x[i];
+      project(sum.data(), shape, q.data(), 4, expected.data());
+      add_and_project(x.data(), 0.5F, product, w.data(), shape, q.data(), 4, p.data());
+      EXPECT_EQ(w, sum);
+      EXPECT_EQ(p, expected);
+    }
   }
 }
 
