@@ -22,6 +22,8 @@ from perseus.compression import EXACT, FLOAT16, INT8, POWERSGD
 _BACKWARD = 2 / 3  # share of a step's computation: two matrix products for each one in forward
 _ABOUT_AS_FAST = 0.05  # within this, the more accurate setting is best, as for the codec auto
 _WARM_UPS, _TIMES = 1, 3
+# The verdicts of docs/accuracy.md. What is open or worse there is no advice.
+EXACTLY, EQUIVALENT = "exact", "equivalent"
 
 
 class Speeds(Protocol):
@@ -60,11 +62,13 @@ class Speeds(Protocol):
 class Setting:
     """A setting for gradients and its estimated cost.
 
+    accuracy: how training ends, compared with exact gradients: EXACTLY or EQUIVALENT.
     exchange_s: seconds of communication in a step. step_s: seconds of a step whose computation
     hides part of the communication; None if the computation is not known.
     """
 
     text: str
+    accuracy: str
     exchange_s: float
     step_s: float | None
 
@@ -106,7 +110,9 @@ def advise(model: str, shapes: Shapes, speeds: Speeds, compute_s: float | None) 
     """Return the advice for gradients of these shapes. compute_s: see Advice."""
     sizes = [4 * math.prod(shape) for _, shape in shapes]
 
-    def setting(text: str, codec_of: Callable[[Sequence[int]], int]) -> Setting:
+    def setting(
+        text: str, codec_of: Callable[[Sequence[int]], int], accuracy: str = EQUIVALENT
+    ) -> Setting:
         # Tensors with the same codec are fused, so they share the latency.
         together: Counter[int] = Counter()
         narrow: Counter[int] = Counter()
@@ -117,13 +123,13 @@ def advise(model: str, shapes: Shapes, speeds: Speeds, compute_s: float | None) 
         exchange = sum(
             speeds.estimate(codec, size, narrow[codec]) for codec, size in together.items()
         )
-        return Setting(text, exchange, _step(exchange, compute_s))
+        return Setting(text, accuracy, exchange, _step(exchange, compute_s))
 
     known = speeds.measurement > 0
     settings: list[Setting] = []
     if known:
         settings = [
-            setting("PERSEUS_ALLREDUCE_DTYPE=1 (exact)", lambda _: EXACT),
+            setting("PERSEUS_ALLREDUCE_DTYPE=1 (exact)", lambda _: EXACT, EXACTLY),
             setting("nothing (float16 between hosts)", lambda _: FLOAT16),
             setting("PERSEUS_ALLREDUCE_CODEC=int8", lambda _: INT8),
             setting("PERSEUS_ALLREDUCE_CODEC=auto", speeds.choose),
@@ -173,8 +179,10 @@ def show(advice: Advice) -> str:
         step = "" if setting.step_s is None else f"  step {show_seconds(setting.step_s):>8}"
         lines.append(
             f"  {'->' if i == advice.best else '  '} {setting.text:34} exchange "
-            f"{show_seconds(setting.exchange_s):>8}{step}  {exact / ours:.2f} x exact"
+            f"{show_seconds(setting.exchange_s):>8}{step}  {exact / ours:.2f} x exact  "
+            f"accuracy {setting.accuracy}"
         )
+    lines.append("  accuracy: how training ends, beside exact gradients; see docs/accuracy.md")
     if not of_steps:
         lines.append("  --compute SECONDS tells what of this a step can hide")
     return "\n".join(lines)

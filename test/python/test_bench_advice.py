@@ -74,6 +74,8 @@ def test_the_most_accurate_setting_that_computation_hides_is_best(
     text = show(found)
     assert text.count("->") == 1
     assert f"-> {found.settings[best].text}" in text
+    assert [setting.accuracy for setting in found.settings] == ["exact"] + ["equivalent"] * 4
+    assert text.count("accuracy equivalent") == 4
 
 
 def test_on_one_host_there_is_nothing_to_set() -> None:
