@@ -155,8 +155,8 @@ def top_k(ratio: float | None = None) -> type[Compressor]:
     """A compressor that sends this fraction of the elements, in (0, 1]; None = LIGHT_TOPK_RATIO.
 
     A fraction below 0.05 is reached in LIGHT_TOPK_WARMUP_STEPS. Gradients below 8 KiB go whole.
-    With such a fraction training may end with a higher loss than with exact gradients: see
-    docs/algorithms.md, Convergence. Raises ValueError for anything else.
+    Training may end with a higher loss than with exact gradients, the more so the smaller the
+    fraction: see docs/accuracy.md. Raises ValueError for anything else.
     """
     if ratio is not None and not 0 < ratio <= 1:
         raise ValueError(f"[compression] topk({ratio}): expected a fraction above 0 and at most 1")

@@ -63,8 +63,8 @@ constexpr Variable kTable[] = {
      "1 = only the largest elements of a gradient travel between hosts; the rest is kept and added to the next "
      "gradient."},
     {Var::kTopKRatio, "LIGHT_TOPK_RATIO", "", VarType::kFloat, "0.01", "0.000001..1", true,
-     "Fraction of the elements that LIGHT_TOPK_ALLREDUCE sends. With one below 0.05 training may end with a higher "
-     "loss than with exact gradients, and a warning says so: see docs/algorithms.md, Convergence."},
+     "Fraction of the elements that LIGHT_TOPK_ALLREDUCE sends. Training may end with a higher loss than with exact "
+     "gradients, the more so the smaller the fraction, and a warning says so: see docs/accuracy.md."},
     {Var::kTopKThreshold, "LIGHT_TOPK_THRESHOLD", "", VarType::kInt, "1048576", "0..1099511627776", true,
      "Size in bytes below which LIGHT_TOPK_ALLREDUCE sends gradients whole: as PERSEUS_ALLREDUCE_DTYPE says, and "
      "below 8 KiB unchanged. Where a script asks for top-k itself, gradients below the smaller one of this size and 8 "

@@ -85,7 +85,7 @@ std::string GradientCodecs::news(bool between_hosts) const {
 }
 
 bool may_cost_accuracy(const CodecSpec& codec) {
-  return codec.kind == CodecKind::kTopK && codec.ratio < TopKFormat::kWarmUpBelow;
+  return codec.kind == CodecKind::kTopK && codec.ratio < 1;
 }
 
 // The group chooses; `codec` is the one that leaves out most of what it may choose.

@@ -19,7 +19,7 @@ struct CodecWish {
 // The wish for a codec. Both enumerations have the same order, but auto is only a wish.
 CodecWish::Kind wish_for(CodecKind kind);
 
-// May training end with a higher loss than with exact gradients? By docs/algorithms.md, Convergence.
+// May training end with a higher loss than with exact gradients? By docs/accuracy.md.
 bool may_cost_accuracy(const CodecSpec& codec);
 
 class GradientCodecs {

@@ -44,7 +44,7 @@ int64_t Engine::held_handle(const Completion& done) {
 void Engine::warn_about_accuracy(const CodecSpec& codec, const std::vector<int>& ranks) {
   if (warned_about_accuracy_.exchange(true) || world_.rank != 0 || topology_.of(ranks, 0).groups == 1) return;
   log_.warning("[codec] training with " + codec_name(codec) +
-               " may end with a higher loss than with exact gradients: see docs/algorithms.md, Convergence");
+               " may end with a higher loss than with exact gradients: see docs/accuracy.md");
 }
 
 void Engine::warn_about_precision(const std::vector<int>& ranks) {
