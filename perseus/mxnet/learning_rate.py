@@ -10,8 +10,9 @@ import mxnet as mx
 def learning_rate(optimizer: Any) -> float:
     """Return the rate of an optimizer's next step, without parameters' own factors.
 
-    It is 0, for a rate that is not known, if the optimizer's steps are not proportional to both the
-    rate and the gradient: for all but SGD and NAG, and without an optimizer.
+    It is 0, for a rate that is not known, without an optimizer, and if steps are not proportional
+    to both the rate and the gradient: those of SGD and NAG are, but others may not be, even if they
+    are derived from these.
     """
-    proportional = isinstance(optimizer, (mx.optimizer.SGD, mx.optimizer.NAG))
+    proportional = type(optimizer) in {mx.optimizer.SGD, mx.optimizer.NAG}
     return float(optimizer.learning_rate) if proportional else 0.0

@@ -8,14 +8,19 @@ from weakref import ref
 import torch
 
 
-def learning_rates(optimizer: torch.optim.Optimizer) -> Callable[[list[torch.Tensor]], float]:
+def learning_rates(
+    optimizer: torch.optim.Optimizer, kind: type
+) -> Callable[[list[torch.Tensor]], float]:
     """Return a function that returns the rate of the parameters' next step.
 
-    It returns 0, for a rate that is not known, if the parameters' rates differ, and for optimizers
-    whose steps are not proportional to both the rate and the gradient: all but torch.optim.SGD. The
-    optimizer may be collected, and may load other rates.
+    kind: the class whose step() is taken. The optimizer's own, which may also be collected, and may
+        load other rates, is derived from it.
+
+    It returns 0, for a rate that is not known, if the parameters' rates differ, and if steps are
+    not proportional to both the rate and the gradient: those of torch.optim.SGD are, but others may
+    not be, even if they are derived from it.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
+    if kind is not torch.optim.SGD:
         return _unknown
     group_of = {
         parameter: index

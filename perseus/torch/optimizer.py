@@ -285,7 +285,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         names,
         plan,
         backward_passes_per_step,
-        learning_rates(made),
+        learning_rates(made, wrapped),
     )
     return made
 

@@ -124,6 +124,7 @@ def test_a_bundle_travels_as_its_plan_says():
     expected = {
         "op": ReduceOp.Sum, "prescale": 0.25, "postscale": 4.0, "group": 0,
         "gradient_of": reducer.number, "codec": TOP_K, "codec_argument": 0.25,
+        "learning_rate": 0.0,
     }  # fmt: skip
     assert session.submitted == [
         ("scope/0", [1.0], expected),
