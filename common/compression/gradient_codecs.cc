@@ -84,9 +84,7 @@ std::string GradientCodecs::news(bool between_hosts) const {
          ": PERSEUS_ALLREDUCE_DTYPE=1 keeps full precision, PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
 }
 
-bool may_cost_accuracy(const CodecSpec& codec) {
-  return codec.kind == CodecKind::kTopK && codec.ratio < 1;
-}
+bool may_cost_accuracy(const CodecSpec& codec) { return codec.kind == CodecKind::kTopK && codec.ratio < 1; }
 
 // The group chooses; `codec` is the one that leaves out most of what it may choose.
 CompressionTerms GradientCodecs::automatic() const {

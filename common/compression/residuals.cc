@@ -2,6 +2,7 @@
 #include "compression/residuals.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 
@@ -28,8 +29,8 @@ bool fits(Residuals::Record* record, const std::vector<size_t>& sizes) {
 }
 
 float carry_of(const Residuals::Record& record, double learning_rate) {
-  if (learning_rate == 0 || record.learning_rate == 0) return 1.0F;
-  return static_cast<float>(record.learning_rate / learning_rate);
+  const auto carry = static_cast<float>(record.learning_rate / learning_rate);
+  return record.learning_rate != 0 && std::isfinite(carry) ? carry : 1.0F;
 }
 
 }  // namespace

@@ -98,7 +98,8 @@ class Residuals {
   // the codec keeps no residual and there is none: a flush removes the record of such a codec. What was held back is
   // worth as much to the parameters as in the step that held it back: so it is multiplied by that step's learning rate
   // over this one's (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with
-  // Error-Feedback"). `learning_rate` 0 = not known, or the step moves nothing: what was held back stays as it is.
+  // Error-Feedback"). A `learning_rate` of 0, or one that is not finite, is not known, or moves nothing: then what was
+  // held back stays as it is.
   Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
              Flush flush, double learning_rate);
   // Has the next reduction of every known name send its residual.

@@ -1,6 +1,5 @@
 // From a caller's request to an entry: everything one rank alone can see to be wrong is refused here.
 #include <algorithm>
-#include <cmath>
 
 #include "base/clock.h"
 #include "engine/engine.h"
@@ -87,9 +86,6 @@ void check_operation(const Engine::Submission& s, const std::vector<int>& ranks)
   if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
     refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");
   if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
-  if (!std::isfinite(s.learning_rate) || s.learning_rate < 0)
-    refuse("[engine] '" + std::string(s.name) + "': expected a learning rate that is finite and not negative, got " +
-           std::to_string(s.learning_rate));
 }
 
 std::string point_to_point_name(const Engine::Submission& s) {

@@ -368,6 +368,10 @@ TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
   EXPECT_EQ(carry(0.125), 4.0F);
   EXPECT_EQ(carry(0), 1.0F) << "not known";
   EXPECT_EQ(carry(0.25), 0.5F) << "the last that was known";
+  EXPECT_EQ(carry(std::nan("")), 1.0F);
+  EXPECT_EQ(carry(0.25), 1.0F);
+  EXPECT_EQ(carry(-0.25), -1.0F);
+  EXPECT_EQ(carry(0.25), -1.0F);
   const Floats data(14, 1.0F);
   residuals.write({1, 0, name}, data.data(), 14, 17);
   EXPECT_EQ(carry(0.5), 1.0F) << "a loaded one has no rate";

@@ -296,8 +296,8 @@ typedef struct perseus_request {
   const char* refusal;
   int64_t tag; /* SEND, RECEIVE: not negative. They ignore all fields of which nothing else is said. */
   /* Gradients: the learning rate of the step that will apply this one, if the optimizer's step is proportional to its
-   * rate and to the gradient; 0 = not known. What a codec has held back is multiplied by the rate of the step that held
-   * it back, and divided by this. */
+   * rate and to the gradient; 0, or what is not finite = not known. What a codec has held back is multiplied by the
+   * rate of the step that held it back, and divided by this. */
   double learning_rate;
 } perseus_request;
 
