@@ -180,8 +180,8 @@ test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 	$(NO_ASLR) $(BIN)/ctest -j $(TEST_JOBS) --test-dir build/tsan --output-on-failure
 
 # Of Python's headers this machine's serve: they differ in names only.
-AARCH64_TESTS := kernels_test codec_kernels_test gradient_kernels_test half_test codec_test codec_formats_test ring_test \
-                 collectives_test groups_test tcp_test
+AARCH64_TESTS := kernels_test codec_kernels_test gradient_kernels_test half_test codec_test codec_formats_test lossless_test \
+                 ring_test collectives_test groups_test tcp_test
 check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch64, run some C++ tests under qemu
 	@$(CMAKE) -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=.ci/aarch64.cmake -DPERSEUS_TESTS=ON -DPERSEUS_PYTHON=ON \
 	  -DPERSEUS_PACKAGE_DIR=$(abspath build/aarch64/perseus) -DPython_EXECUTABLE=$(abspath $(PY)) \

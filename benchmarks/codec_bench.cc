@@ -71,6 +71,8 @@ std::vector<Case> all_cases() {
   };
   add(spec_of(CodecKind::kFloat16), false);
   add(spec_of(CodecKind::kBFloat16), false);
+  add(spec_of(CodecKind::kLossless), false);
+  add(spec_of(CodecKind::kLossless, 1.0, true), false);
   add(spec_of(CodecKind::kInt8), false);
   add(spec_of(CodecKind::kInt8), true);
   add(spec_of(CodecKind::kTopK, 0.01), true);

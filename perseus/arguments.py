@@ -39,6 +39,7 @@ def checked_root(root_rank: Any, where: str) -> int:
         ) from None
 
 
+_COMPRESSIONS = ("none", "lossless", "fp16", "bf16", "int8", "auto", "settings")
 _COMPRESSIONS_TO_CALL = {"top_k": "topk(0.01)", "rotate": "rotate(4)", "powersgd": "powersgd(4)"}
 
 
@@ -48,7 +49,7 @@ def checked_compression(compression: Any, where: str) -> Any:
         return compression
     if isinstance(compression, str):
         remedy = f"write compression=hvd.Compression.{compression.lower()}"
-        if compression.lower() not in ("none", "fp16", "bf16", "int8", "auto", "settings"):
+        if compression.lower() not in _COMPRESSIONS:
             remedy = "write, for example, compression=hvd.Compression.fp16"
     elif compression is None:
         remedy = "leave it out, or write compression=hvd.Compression.none for full precision"

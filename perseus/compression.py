@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 # Same numbers as enum perseus_codec.
-SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K, ROTATE, AUTO, INSIDE, POWERSGD = range(10)
+SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K = range(6)
+ROTATE, AUTO, INSIDE, POWERSGD, LOSSLESS = range(6, 11)
 
 
 class Compressor:
@@ -123,6 +124,12 @@ class PowerSgdCompressor(NoneCompressor):
     codec = POWERSGD
 
 
+class LosslessCompressor(NoneCompressor):
+    """The bits of NoneCompressor, of float32 and bfloat16 in fewer bytes between hosts."""
+
+    codec = LOSSLESS
+
+
 class InsideCompressor(NoneCompressor):
     """Gradients are reduced inside hosts only; see perseus.gradients.turns."""
 
@@ -198,6 +205,7 @@ class Compressions:
 
     settings = SettingsCompressor
     none = NoneCompressor
+    lossless = LosslessCompressor
     int8 = Int8Compressor
     topk = staticmethod(top_k)
     rotate = staticmethod(rotate)

@@ -36,6 +36,7 @@ static_assert(perseus::kKindCount == PERSEUS_RECEIVE + 1, "all of them");
 static_assert(static_cast<int>(ErrorKind::kInternal) == PERSEUS_INTERNAL, "same numbers");
 static_assert(static_cast<int>(ErrorKind::kNan) == PERSEUS_NAN, "same numbers");
 static_assert(static_cast<int>(perseus::CodecWish::kLowRank) == PERSEUS_CODEC_POWERSGD, "same numbers");
+static_assert(static_cast<int>(perseus::CodecWish::kLossless) == PERSEUS_CODEC_LOSSLESS, "same numbers");
 static_assert(perseus::kAutoCodecs == PERSEUS_SPEEDS_CODECS, "same size");
 static_assert(static_cast<int>(perseus::GradientOutcome::kSkipped) == PERSEUS_GRADIENT_SKIPPED, "same numbers");
 

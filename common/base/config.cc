@@ -47,11 +47,12 @@ constexpr Variable kTable[] = {
      "How float32 gradients travel: 0 = as float16 inside a host and between hosts, 1 = unchanged, 2 = unchanged "
      "inside a host and as float16 between hosts. auto = 2. With AMP, or to get exactly the bits of full precision, "
      "use 1."},
-    {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype", "dtype|int8|powersgd|auto", true,
+    {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype",
+     "dtype|int8|powersgd|lossless|auto", true,
      "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8 = one byte per "
-     "element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), auto = unchanged, as float16, int8 "
-     "or PowerSGD, whichever the measured links make fastest. Perseus adds what a codec leaves out to the next "
-     "gradient."},
+     "element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), lossless = with every bit, in "
+     "about 6/7 of the bytes, and unchanged inside a host, auto = unchanged, as float16, int8 or PowerSGD, whichever "
+     "the measured links make fastest. Perseus adds what a codec leaves out to the next gradient."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
      "Speed of the links between hosts in Gbit/s that auto assumes, so that its choices are the same in every run. 0 "
      "= Perseus measures it when the first gradient is sent."},
@@ -218,6 +219,7 @@ static_assert(agree<AllreduceDtype>({{AllreduceDtype::kAuto, "auto"},
 static_assert(agree<AllreduceCodec>({{AllreduceCodec::kDtype, "dtype"},
                                      {AllreduceCodec::kInt8, "int8"},
                                      {AllreduceCodec::kPowerSgd, "powersgd"},
+                                     {AllreduceCodec::kLossless, "lossless"},
                                      {AllreduceCodec::kAuto, "auto"}}));
 static_assert(agree<ChangeAllgather>(
     {{ChangeAllgather::kAuto, "auto"}, {ChangeAllgather::kStack, "0"}, {ChangeAllgather::kJoin, "1"}}));

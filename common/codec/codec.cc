@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "codec/half.h"
 #include "codec/int8.h"
+#include "codec/lossless.h"
 #include "codec/rotating.h"
 #include "codec/top_k.h"
 
@@ -37,6 +38,10 @@ constexpr Entry kCodecs[] = {
      }},
     {"inside hosts only", [](const CodecSpec&) { return std::unique_ptr<WireFormat>(); }},
     {"PowerSGD", [](const CodecSpec&) { return std::unique_ptr<WireFormat>(); }},
+    {"lossless",
+     [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
+       return std::make_unique<LosslessFormat>(spec.half_values);
+     }},
 };
 
 const Entry& entry(CodecKind kind) { return kCodecs[static_cast<int>(kind)]; }
@@ -59,6 +64,7 @@ std::string codec_name(const CodecSpec& spec) {
   text << entry(spec.kind).name;
   if (spec.kind == CodecKind::kFloat16 && spec.scale != 0.0) text << " scaled by " << spec.scale;
   if (spec.kind == CodecKind::kTopK) text << " " << spec.ratio << (spec.half_values ? ", float16 values" : "");
+  if (spec.kind == CodecKind::kLossless && spec.half_values) text << ", bfloat16 tensors";
   if (spec.kind == CodecKind::kRotate) text << " 1/" << spec.every;
   if (spec.kind == CodecKind::kRotate && spec.momentum != 1.0) text << ", momentum " << spec.momentum;
   if (spec.kind == CodecKind::kLowRank) text << " of rank " << spec.matrix_rank;
@@ -66,7 +72,7 @@ std::string codec_name(const CodecSpec& spec) {
 }
 
 void check_codec(const CodecSpec& spec) {
-  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 7");
+  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 8");
   require(spec.ratio > 0.0 && spec.ratio <= 1.0, "ratio", spec.ratio, "above 0, at most 1");
   require(spec.warm_up >= 0, "warm_up", spec.warm_up, "at least 0");
   require(spec.every >= 1, "every", spec.every, "at least 1");

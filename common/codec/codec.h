@@ -18,15 +18,16 @@ enum class CodecKind : uint8_t {
   kTopK = 4,
   kRotate = 5,
   kInside = 6,
-  kLowRank = 7
+  kLowRank = 7,
+  kLossless = 8
 };
-constexpr int kCodecKinds = 8;
+constexpr int kCodecKinds = 9;
 
 // Fields that a kind has no use for keep their defaults: specs are compared as a whole.
 struct CodecSpec {
   CodecKind kind = CodecKind::kNone;
   double ratio = 1.0;        // top-k: the part of the elements that is sent, in (0, 1]
-  bool half_values = false;  // top-k: values travel as f16
+  bool half_values = false;  // top-k: values travel as f16; lossless: as bf16, of bf16 tensors
   int warm_up = 0;           // steps, >= 0. top-k: the ratio falls in them, see TopKFormat; low rank: none is
   int every = 1;             // rotating subset: each element is sent once in so many steps, >= 1
   double momentum = 1.0;     // rotating subset: what a held value is multiplied by in each step, in [0, 1]

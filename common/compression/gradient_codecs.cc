@@ -31,9 +31,10 @@ GradientCodecs::GradientCodecs(const Config& config) {
   const auto precision = config.choice<AllreduceDtype>();
   if (precision != AllreduceDtype::kFull) precision_ = spec(CodecWish::kFloat16, 0);
   chosen_ = precision != AllreduceDtype::kAuto;
-  inside_ = precision == AllreduceDtype::kHalf;
   const bool top_k = config.flag(Var::kTopK), rotates = config.integer(Var::kDownsample) > 1;
   const auto choice = config.choice<AllreduceCodec>();
+  // Who asks for every bit does not want float16 inside a host.
+  inside_ = precision == AllreduceDtype::kHalf && choice != AllreduceCodec::kLossless;
   if (top_k + rotates + (choice != AllreduceCodec::kDtype) > 1)
     fail(ErrorKind::kInvalidArgument,
          "[config] LIGHT_TOPK_ALLREDUCE, PERSEUS_DOWNSAMPLE_N_ELEMENTS and PERSEUS_ALLREDUCE_CODEC are ways to send "
@@ -42,6 +43,7 @@ GradientCodecs::GradientCodecs(const Config& config) {
               : rotates                             ? spec(CodecWish::kRotate, 0)
               : choice == AllreduceCodec::kInt8     ? spec(CodecWish::kInt8, 0)
               : choice == AllreduceCodec::kPowerSgd ? spec(CodecWish::kLowRank, 0)
+              : choice == AllreduceCodec::kLossless ? spec(CodecWish::kLossless, 0)
                                                     : precision_;
   auto_ = choice == AllreduceCodec::kAuto;
   check_codec(precision_);

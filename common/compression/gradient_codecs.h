@@ -10,8 +10,20 @@ namespace perseus {
 
 // A request's wish; same numbers as enum perseus_codec.
 struct CodecWish {
-  enum Kind : int { kSettings = 0, kExact, kFloat16, kBFloat16, kInt8, kTopK, kRotate, kAuto, kInside, kLowRank };
-  static constexpr int kKinds = 10;
+  enum Kind : int {
+    kSettings = 0,
+    kExact,
+    kFloat16,
+    kBFloat16,
+    kInt8,
+    kTopK,
+    kRotate,
+    kAuto,
+    kInside,
+    kLowRank,
+    kLossless
+  };
+  static constexpr int kKinds = 11;
   int kind = kSettings;
   double argument = 0;  // top-k: fraction of elements, rotate: N, low rank: the rank; 0 = as the settings say
 };

@@ -20,6 +20,8 @@ constexpr size_t kFlatBytes = 32 * 1024;
 
 }  // namespace
 
+bool is_flat(const Description& description, size_t bytes) { return !description.gradient && bytes <= kFlatBytes; }
+
 kernels::ReduceSpec reduction_of(const Description& description, DType dtype, size_t ranks) {
   kernels::ReduceSpec reduction;
   reduction.dtype = dtype;
@@ -186,7 +188,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
                     : add_compressed(entry, tensor, this->levels(alike), codec);
   }
   if (reduction.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, reduction);
-  const bool staged = levels.divided() && stages && (d.gradient || bytes > kFlatBytes);
+  const bool staged = levels.divided() && stages && !is_flat(d, bytes);
   Fit fit(entry->buffers[tensor].device, Collective::kAllreduce, reduction);
   fit.stages = staged ? 1 : -1;
   fit.algorithm = algorithm_of(fit.stages, bytes);

@@ -12,6 +12,13 @@ namespace {
 // Spreads the owners of small tensors over the ranks, the same way everywhere.
 uint64_t salt_of(const std::string& name) { return fnv1a(name) >> 1; }  // so that a number can be added
 
+// Only where each bit is the exact sum's: of other types nothing is saved, or floats do not hold them; bfloat16 that is
+// scaled before the sum would be rounded once more; small tensors are summed in another order.
+bool keeps_every_bit(const Description& d, const TensorDescription& t) {
+  const bool narrow = t.dtype == DType::kBFloat16 && d.prescale == 1.0;
+  return (narrow || t.dtype == DType::kFloat32) && !is_flat(d, t.bytes());
+}
+
 }  // namespace
 
 void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
@@ -125,7 +132,11 @@ CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) 
     if (narrow > 0 && !d.warms_up) return d.compression.codec;
     large = false;
   }
-  const CodecSpec& codec = between && large ? d.compression.codec : settings_.precision;
+  CodecSpec codec = between && large ? d.compression.codec : settings_.precision;
+  if (codec.kind == CodecKind::kLossless) {
+    codec.half_values = t.dtype == DType::kBFloat16;
+    return keeps_every_bit(d, t) ? codec : CodecSpec();
+  }
   const bool halves = codec.kind == CodecKind::kFloat16 || codec.kind == CodecKind::kBFloat16;
   return halves && dtype_size(t.dtype) == 2 ? CodecSpec() : codec;
 }

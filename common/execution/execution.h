@@ -77,6 +77,8 @@ class Bucket final : public OutputSink {
 
 // How an allreduce or reduce-scatter of so many ranks reduces.
 kernels::ReduceSpec reduction_of(const Description& description, DType dtype, size_t ranks);
+// Is an exact reduction of so many bytes one among all ranks, even if there are stages?
+bool is_flat(const Description& description, size_t bytes);
 
 class Execution {
  public:

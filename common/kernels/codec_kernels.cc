@@ -39,6 +39,15 @@ void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t
   codec().decode_bytes(ByteDecodeTask{scales, from, count, x, arrival});
 }
 
+size_t encode_exponents(bool narrow, const float* v, size_t rows, unsigned char* to) {
+  return codec().encode_exponents(ExponentEncodeTask{narrow, v, rows, to});
+}
+
+size_t decode_exponents(bool narrow, const unsigned char* from, size_t bytes, size_t rows, float* x, Arrival arrival) {
+  DefaultFloatMode mode;
+  return codec().decode_exponents(ExponentDecodeTask{narrow, from, bytes, rows, x, arrival});
+}
+
 size_t count_at_least(const float* v, size_t count, uint32_t magnitude) {
   return codec().count_at_least(v, count, magnitude);
 }

@@ -45,6 +45,18 @@ constexpr size_t byte_block_bytes(size_t count) { return (count + 3) / 4 * 4; }
 bool encode_bytes(const float* v, size_t count, unsigned char* scales, unsigned char* to, float* residual);
 void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t count, float* x, Arrival arrival);
 
+// Rows of so many elements, in blocks of eight rows and a last one of what is left: in each block the exponents travel
+// as codes of few bits, and all else as it is, see codec/lossless.h. `narrow`: elements are rounded to bf16 first.
+// Gives the bytes written, at most exponent_bytes(narrow, rows), or read, of `bytes` that lie there; kBadExponents,
+// with x half written, where encode_exponents() writes no such thing.
+constexpr size_t kBadExponents = SIZE_MAX;
+constexpr size_t kExponentRow = 64, kExponentBlock = 512;
+constexpr size_t exponent_bytes(bool narrow, size_t rows) {
+  return (rows + 7) / 8 * 4 + rows * kExponentRow * (narrow ? 2 : 4);
+}
+size_t encode_exponents(bool narrow, const float* v, size_t rows, unsigned char* to);
+size_t decode_exponents(bool narrow, const unsigned char* from, size_t bytes, size_t rows, float* x, Arrival arrival);
+
 // How many elements have at least that magnitude, which is at least 1, and their indices, rising; count <= 2^16.
 size_t count_at_least(const float* v, size_t count, uint32_t magnitude);
 size_t find_at_least(const float* v, size_t count, uint32_t magnitude, uint16_t* indices);

@@ -3,6 +3,7 @@
 
 #include "kernels/block_loops.h"
 #include "kernels/codec_loops.h"
+#include "kernels/exponent_loops.h"
 #include "kernels/select_loops.h"
 
 namespace perseus::kernels {
@@ -11,7 +12,8 @@ namespace {
 constexpr CodecKernels kCodecKernels{largest_magnitude_any, largest_finite_magnitude_any,
                                      add_to_residual_any,   encode_halves_any,
                                      decode_halves_any,     encode_bytes_any,
-                                     decode_bytes_any,      count_at_least_any,
+                                     decode_bytes_any,      encode_exponents_any,
+                                     decode_exponents_any,  count_at_least_any,
                                      find_at_least_any,     add_at_any};
 
 }  // namespace

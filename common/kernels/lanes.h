@@ -54,6 +54,8 @@ PERSEUS_INLINE Halves half_encode(Floats from);
 PERSEUS_INLINE Halves narrow(FloatBits from);
 // Bit i is lane i's, lanes being all ones or all zeros.
 PERSEUS_INLINE uint32_t lane_bits(Ints mask);
+// The same for bytes.
+PERSEUS_INLINE uint64_t byte_bits(Vector<uint8_t> mask);
 // Stores around the cache, `to` aligned to the vector. Such stores are ordered by nothing but the fence: it comes
 // before anything that tells others of them.
 template <class V>

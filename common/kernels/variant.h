@@ -71,6 +71,21 @@ struct ByteDecodeTask {
   Arrival arrival;
 };
 
+struct ExponentEncodeTask {
+  bool narrow;
+  const float* v;
+  size_t rows;
+  unsigned char* to;
+};
+
+struct ExponentDecodeTask {
+  bool narrow;
+  const unsigned char* from;
+  size_t bytes, rows;
+  float* x;
+  Arrival arrival;
+};
+
 struct CodecKernels {
   uint32_t (*largest_magnitude)(const float* x, size_t count);
   uint32_t (*largest_finite_magnitude)(const float* x, size_t count);
@@ -79,6 +94,8 @@ struct CodecKernels {
   void (*decode_halves)(const HalfDecodeTask& task);
   bool (*encode_bytes)(const ByteEncodeTask& task);
   void (*decode_bytes)(const ByteDecodeTask& task);
+  size_t (*encode_exponents)(const ExponentEncodeTask& task);
+  size_t (*decode_exponents)(const ExponentDecodeTask& task);
   size_t (*count_at_least)(const float* v, size_t count, uint32_t magnitude);
   size_t (*find_at_least)(const float* v, size_t count, uint32_t magnitude, uint16_t* indices);
   void (*add_at)(float* x, const uint16_t* indices, const float* values, size_t n);

@@ -26,6 +26,9 @@ PERSEUS_INLINE Halves narrow(FloatBits from) {
 PERSEUS_INLINE uint32_t lane_bits(Ints mask) {
   return static_cast<uint32_t>(_mm256_movemask_ps(same_bits<__m256>(mask)));
 }
+PERSEUS_INLINE uint64_t byte_bits(Vector<uint8_t> mask) {
+  return static_cast<uint32_t>(_mm256_movemask_epi8(same_bits<__m256i>(mask)));
+}
 
 template <class V>
 PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {

@@ -23,6 +23,7 @@ PERSEUS_INLINE Halves narrow(FloatBits from) {
   return same_bits<Halves>(_mm512_maskz_cvtepi32_epi16(0xffff, same_bits<__m512i>(from)));
 }
 PERSEUS_INLINE uint32_t lane_bits(Ints mask) { return _mm512_movepi32_mask(same_bits<__m512i>(mask)); }
+PERSEUS_INLINE uint64_t byte_bits(Vector<uint8_t> mask) { return _mm512_movepi8_mask(same_bits<__m512i>(mask)); }
 
 template <class V>
 PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {

@@ -21,6 +21,11 @@ PERSEUS_INLINE uint32_t lane_bits(Ints mask) {
   constexpr FloatBits kBitOfLane = {1, 2, 4, 8};
   return vaddvq_u32(same_bits<uint32x4_t>(same_bits<FloatBits>(mask) & kBitOfLane));
 }
+PERSEUS_INLINE uint64_t byte_bits(Vector<uint8_t> mask) {
+  constexpr Vector<uint8_t> kBitOfLane = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  const uint8x16_t bits = same_bits<uint8x16_t>(mask & kBitOfLane);
+  return vaddv_u8(vget_low_u8(bits)) | static_cast<uint64_t>(vaddv_u8(vget_high_u8(bits))) << 8;
+}
 
 // Normal stores: these machines recognise a stream by themselves.
 template <class V>

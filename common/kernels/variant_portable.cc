@@ -21,6 +21,9 @@ PERSEUS_INLINE Halves narrow(FloatBits from) { return __builtin_convertvector(fr
 
 #if defined(__x86_64__)
 PERSEUS_INLINE uint32_t lane_bits(Ints mask) { return static_cast<uint32_t>(_mm_movemask_ps(same_bits<__m128>(mask))); }
+PERSEUS_INLINE uint64_t byte_bits(Vector<uint8_t> mask) {
+  return static_cast<uint32_t>(_mm_movemask_epi8(same_bits<__m128i>(mask)));
+}
 
 template <class V>
 PERSEUS_INLINE void stream_vector(unsigned char* to, V value) {
@@ -35,6 +38,11 @@ PERSEUS_INLINE void stream_fence() { _mm_sfence(); }
 PERSEUS_INLINE uint32_t lane_bits(Ints mask) {
   uint32_t bits = 0;
   for (size_t lane = 0; lane < kFloatLanes; ++lane) bits |= (static_cast<uint32_t>(mask[lane]) & 1) << lane;
+  return bits;
+}
+PERSEUS_INLINE uint64_t byte_bits(Vector<uint8_t> mask) {
+  uint64_t bits = 0;
+  for (size_t lane = 0; lane < kVectorBytes; ++lane) bits |= (uint64_t{mask[lane]} & 1) << lane;
   return bits;
 }
 

@@ -66,6 +66,8 @@ _KINDS: dict[str, _Kind] = {
     "rotate": _Kind(lambda n, _: (1 / n, 1 / n), None, None, 10.0, int),
     # Of most matrices 1/20 or less; small and narrow gradients travel as float16.
     "powersgd": _Kind(lambda _, __: (0.0, 0.5), None, None, 1.0, int),
+    # Of normal values about 0.86; others may have more or fewer exponents.
+    "lossless": _Kind(lambda _, __: (0.0, 1.01), 0.0, 0.0, 1e-4),
     "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 1.0),
 }
 
@@ -116,6 +118,7 @@ class Codec:
             PLAIN: {"PERSEUS_ALLREDUCE_DTYPE": "1"},
             "fp16": {"PERSEUS_ALLREDUCE_DTYPE": "2"},
             "int8": {"PERSEUS_ALLREDUCE_CODEC": "int8"},
+            "lossless": {"PERSEUS_ALLREDUCE_CODEC": "lossless"},
             "auto": {"PERSEUS_ALLREDUCE_CODEC": "auto"},
             "topk": {
                 "LIGHT_TOPK_ALLREDUCE": "1",

@@ -35,6 +35,11 @@ inline CodecSpec top_k(double ratio, bool half_values) {
   spec.half_values = half_values;
   return spec;
 }
+inline CodecSpec lossless(bool narrow) {
+  CodecSpec spec = spec_of(CodecKind::kLossless);
+  spec.half_values = narrow;
+  return spec;
+}
 inline CodecSpec rotate(int every, double momentum) {
   CodecSpec spec = spec_of(CodecKind::kRotate);
   spec.every = every;
@@ -55,7 +60,9 @@ inline std::vector<CodecSpec> all_codecs() {
           rotate(1, 1.0),
           rotate(3, 1.0),
           rotate(8, 0.5),
-          rotate(100000, 1.0)};
+          rotate(100000, 1.0),
+          lossless(false),
+          lossless(true)};
 }
 
 constexpr size_t kCodecSizes[] = {1, 2, 15, 16, 255, 256, 257, 1000, 16384};

@@ -622,7 +622,7 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
     perseus_request request = gradient_request("i", &integers, kCodecs[2]);
     request.gradient_of = 0;
     EXPECT_NE(run(context, request).message.find("'i' is int32: int8, top-k, rotate and PowerSGD"), std::string::npos);
-    EXPECT_NE(refusal(10, 0, PERSEUS_SUM).find("unknown codec 10"), std::string::npos);
+    EXPECT_NE(refusal(11, 0, PERSEUS_SUM).find("unknown codec 11"), std::string::npos);
   });
   WorldOptions options;
   options.overrides = {"LIGHT_TOPK_ALLREDUCE=1", "PERSEUS_DOWNSAMPLE_N_ELEMENTS=4"};

@@ -26,6 +26,7 @@ MODULES = [
     "parameter_checks",
     "compression_checks",
     "powersgd_checks",
+    "lossless_checks",
     "rotation_checks",
     "rotation_life_checks",
     "local_steps_checks",

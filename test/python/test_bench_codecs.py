@@ -40,7 +40,7 @@ def test_a_codec_that_refuses_its_argument_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_variables_give_a_process_group_the_codec_of_a_label() -> None:
     known = {entry.name for entry in config.variables()}
-    for label in ("default", "none", "fp16", "int8", "topk:0.02", "rotate:4", "auto"):
+    for label in ("default", "none", "fp16", "lossless", "int8", "topk:0.02", "rotate:4", "auto"):
         (codec,) = parse(label)
         found = codec.variables()
         assert set(found) <= known

@@ -80,7 +80,8 @@ typedef enum perseus_codec {
    */
   PERSEUS_CODEC_INSIDE = 8,
   /* of a matrix the product of two narrow ones; the argument is their rank (PowerSGD) */
-  PERSEUS_CODEC_POWERSGD = 9
+  PERSEUS_CODEC_POWERSGD = 9,
+  PERSEUS_CODEC_LOSSLESS = 10 /* float32 and bfloat16 in fewer bytes that give the same bits; others are exact */
 } perseus_codec;
 
 typedef enum perseus_kind {
@@ -280,8 +281,8 @@ typedef struct perseus_request {
    * given this number: an allreduce of floating-point tensors, or an allgather of a sparse gradient's values, which
    * PERSEUS_ACCUMULATE_N_STEPS > 1 refuses. The settings for gradients apply; see perseus_handle_gradient. */
   uint64_t gradient_of;
-  /* A perseus_codec, for sums and averages only. A codec that sends less than 16 bits per element takes float16 and
-   * bfloat16 tensors as float32; a lossy codec that is named here also takes float64 tensors as float32. All other
+  /* A perseus_codec, for sums and averages only. A lossy codec that sends less than 16 bits per element takes float16
+   * and bfloat16 tensors as float32; a lossy codec that is named here also takes float64 tensors as float32. All other
    * tensors are sent unchanged. */
   int codec;
   double codec_argument; /* TOP_K: the fraction of elements; ROTATE: N; POWERSGD: the rank; 0 = as in the settings */
