@@ -136,6 +136,7 @@ void LowRankAllreduce::project() {
       sent.work = matrix.residual;
       kernels::add_and_project(reinterpret_cast<const float*>(from), matrix.carry, matrix.memory->taken, sent.work,
                                matrix.shape, q, matrix.rank, p);
+      matrix.memory->taken.clear();  // if the sums fail, nothing is to be subtracted again
     }
   }
   codec_ns_ += now_ns() - begun;

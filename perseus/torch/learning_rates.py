@@ -16,9 +16,9 @@ def learning_rates(
     kind: the class whose step() is taken. The optimizer's own, which may also be collected, and may
         load other rates, is derived from it.
 
-    It returns 0, for a rate that is not known, if the parameters' rates differ, and if steps are
-    not proportional to both the rate and the gradient: those of torch.optim.SGD are, but others may
-    not be, even if they are derived from it.
+    It returns 0, for a rate that is not known, if the parameters' rates differ or their group has
+    been removed, and if steps are not proportional to both the rate and the gradient: those of
+    torch.optim.SGD are, but others may not be, even if they are derived from it.
     """
     if kind is not torch.optim.SGD:
         return _unknown
@@ -34,11 +34,11 @@ def learning_rates(
         if alive is None:
             return 0.0
         groups = alive.param_groups  # which load_state_dict() replaces
-        rate = float(groups[group_of[parameters[0]]]["lr"])
-        for parameter in parameters[1:]:
-            if groups[group_of[parameter]]["lr"] != rate:
-                return 0.0
-        return rate
+        places = {group_of[parameter] for parameter in parameters}
+        if max(places) >= len(groups):
+            return 0.0
+        rates = {float(groups[place]["lr"]) for place in places}
+        return rates.pop() if len(rates) == 1 else 0.0
 
     return rate_of
 

@@ -1,0 +1,48 @@
+"""The rates of an optimizer's next step, as codecs hear of them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from perseus.torch.learning_rates import learning_rates
+
+
+def _optimizer(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    return kind([{"params": [first, second]}, {"params": [third], "lr": 0.25}], lr=0.5)
+
+
+def test_each_groups_rate_is_that_of_its_parameters() -> None:
+    optimizer = _optimizer(torch.optim.SGD)
+    rate_of = learning_rates(optimizer, torch.optim.SGD)
+    (first, second), (third,) = (group["params"] for group in optimizer.param_groups)
+    assert (rate_of([first, second]), rate_of([third])) == (0.5, 0.25)
+    assert rate_of([second, third]) == 0.0
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+    assert rate_of([second, third]) == 0.5
+
+
+def test_it_follows_what_the_optimizer_loads_and_loses() -> None:
+    optimizer = _optimizer(torch.optim.SGD)
+    rate_of = learning_rates(optimizer, torch.optim.SGD)
+    (first, _), (third,) = (group["params"] for group in optimizer.param_groups)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][1]["lr"] = 0.125
+    optimizer.load_state_dict(state)
+    assert rate_of([third]) == 0.125
+    del optimizer.param_groups[1]
+    assert (rate_of([first]), rate_of([third])) == (0.5, 0.0)
+    del optimizer
+    assert rate_of([first]) == 0.0
+
+
+def test_steps_that_may_not_be_proportional_have_no_rate() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    for kind in (torch.optim.Adam, Own):
+        optimizer = _optimizer(kind)
+        assert learning_rates(optimizer, kind)([optimizer.param_groups[0]["params"][0]]) == 0.0
