@@ -22,7 +22,8 @@ from perseus.compression import EXACT, FLOAT16, INT8, POWERSGD
 _BACKWARD = 2 / 3  # share of a step's computation: two matrix products for each one in forward
 _ABOUT_AS_FAST = 0.05  # within this, the more accurate setting is best, as for the codec auto
 _WARM_UPS, _TIMES = 1, 3
-# The verdicts of docs/accuracy.md. What is open or worse there is no advice.
+# Expected by docs/accuracy.md, whose rows are open as long as seeds are missing. What is worse is
+# no advice.
 EXACTLY, EQUIVALENT = "exact", "equivalent"
 
 
@@ -182,7 +183,9 @@ def show(advice: Advice) -> str:
             f"{show_seconds(setting.exchange_s):>8}{step}  {exact / ours:.2f} x exact  "
             f"accuracy {setting.accuracy}"
         )
-    lines.append("  accuracy: how training ends, beside exact gradients; see docs/accuracy.md")
+    lines.append(
+        "  accuracy: how training should end, beside exact gradients; measured: docs/accuracy.md"
+    )
     if not of_steps:
         lines.append("  --compute SECONDS tells what of this a step can hide")
     return "\n".join(lines)
