@@ -28,6 +28,9 @@ PERSEUS_EXPORT int perseus_exchange_local_rank(const perseus_exchange* exchange)
 PERSEUS_EXPORT perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* name, void* data,
                                                        int64_t count, perseus_dtype dtype);
 
+/* The learning rate of the step that will apply the gradients that are averaged from now on; see
+ * perseus_request.learning_rate. 0 = not known, as it is until the first call. */
+PERSEUS_EXPORT void perseus_exchange_set_learning_rate(perseus_exchange* exchange, double learning_rate);
 /* Starts to average a gradient, in place: over all ranks, or over this host's after perseus_exchange_begin_rotation.
  * `shape` has `dims` extents, from the outermost on. The settings for gradients apply. Returns at once: the buffer
  * belongs to the exchange until perseus_exchange_finish. */
@@ -55,8 +58,9 @@ typedef struct perseus_values {
   perseus_dtype dtype; /* PERSEUS_FLOAT32 or PERSEUS_FLOAT64, of all tensors */
 } perseus_values;
 /* Starts to average a part of the parameters, and waits for the part that the last call has started: adds what its
- * average differs by from what this rank has sent. To be called after perseus_exchange_finish and before the update, in
- * all steps whose gradients apply and in no other. */
+ * average differs by from what this rank has sent. To be called after the update, in all steps whose gradients apply
+ * and in no other, unless perseus_exchange_make_equal is called then. Called before the update, as older patches of
+ * Caffe do, it averages parameters that are a step older. */
 PERSEUS_EXPORT perseus_code perseus_exchange_take_turn(perseus_exchange* exchange, const perseus_values* parameters);
 /* Gives the parameters the average of all ranks, with the same bits everywhere. All ranks call this after the same
  * step. Blocks. */

@@ -15,6 +15,7 @@ struct perseus_exchange {
   perseus_context* context = nullptr;
   std::vector<perseus_handle> gradients, others;  // started and not waited for
   int64_t steps_begun = 0;
+  double learning_rate = 0;  // of the present step; 0 = not known
   std::optional<perseus::Rotation> rotation;
 
   // Before the members, whose memory requests under way use.
@@ -98,12 +99,17 @@ perseus_code perseus_exchange_broadcast(perseus_exchange* exchange, const char* 
   return code == PERSEUS_OK ? wait_and_release(exchange, handle) : code;
 }
 
+void perseus_exchange_set_learning_rate(perseus_exchange* exchange, double learning_rate) {
+  exchange->learning_rate = learning_rate;
+}
+
 perseus_code perseus_exchange_average(perseus_exchange* exchange, const char* name, void* data, const int* shape,
                                       int dims, perseus_dtype dtype) {
   perseus_handle handle = 0;
   perseus::Request request{PERSEUS_ALLREDUCE,     PERSEUS_AVERAGE, name,      data, data,
                            {shape, shape + dims}, dtype,           kGradients};
   if (exchange->rotation) request.codec = PERSEUS_CODEC_INSIDE;
+  request.learning_rate = exchange->learning_rate;
   const perseus_code code = submit(exchange, request, &handle);
   if (code == PERSEUS_OK) exchange->gradients.push_back(handle);
   return code;

@@ -17,6 +17,7 @@ struct Request {
   perseus_dtype dtype;
   uint64_t gradient_of = 0;  // 0 = not a gradient, so exact
   int codec = PERSEUS_CODEC_SETTINGS;
+  double learning_rate = 0;  // see perseus_request
 };
 
 // Submits the request and returns at once. `input` must not change, nor `output` be read, until the handle is done.

@@ -47,6 +47,7 @@ class Call {
   bool read(int index, Tensor* tensor);
   bool make_output(int index, Tensor* tensor);
   bool read_splits();
+  bool read_rate();
   bool hand_over(perseus_handle* handle);
   void name(perseus_request* request);
   bool finish(perseus_handle handle);
@@ -73,6 +74,7 @@ class Call {
   std::string number_;  // the name of an unnamed op
   std::vector<Tensor> tensors_;
   std::vector<int64_t> splits_;
+  double learning_rate_ = 0.0;
 };
 
 bool Call::fail(int code, const std::string& what) {
@@ -158,15 +160,25 @@ bool Call::read_splits() {
   return true;
 }
 
+bool Call::read_rate() {
+  TF_Tensor* raw = nullptr;
+  TF_GetInput(context_, static_cast<int>(tensors_.size()), &raw, status_.get());
+  if (!checked()) return false;
+  const OwnedTensor rate(raw);
+  if (TF_NumDims(raw) != 0) return fail(TF_INVALID_ARGUMENT, "the learning rate must be a scalar");
+  learning_rate_ = *static_cast<const double*>(TF_TensorData(raw));
+  return true;
+}
+
 bool Call::prepare() {
   if (world_.context() == nullptr) return fail(TF_FAILED_PRECONDITION, kNotInitialized);
   if (settings_.kind == PERSEUS_REDUCESCATTER && settings_.op != PERSEUS_AVERAGE && settings_.op != PERSEUS_SUM)
     return fail(TF_ABORTED, "Reducescatter only supports AVERAGE and SUM");
-  const int inputs = TF_NumInputs(context_);
+  const int inputs = TF_NumInputs(context_) - (settings_.with_rate ? 1 : 0);
   tensors_.resize(static_cast<size_t>(settings_.kind == PERSEUS_ALLTOALL ? 1 : inputs));
   for (size_t i = 0; i < tensors_.size(); ++i)
     if (!read(static_cast<int>(i), &tensors_[i]) || !make_output(static_cast<int>(i), &tensors_[i])) return false;
-  return !settings_.with_splits || read_splits();
+  return (!settings_.with_splits || read_splits()) && (!settings_.with_rate || read_rate());
 }
 
 void Call::name(perseus_request* request) {
@@ -205,6 +217,7 @@ bool Call::hand_over(perseus_handle* handle) {
   request.gradient_of = settings_.gradient_of;
   request.codec = settings_.codec;
   request.codec_argument = settings_.codec_argument;
+  request.learning_rate = learning_rate_;
   if (!settings_.eager) {
     request.done = &Call::done;
     request.done_arg = this;

@@ -79,9 +79,11 @@ const char* const kGrouped = "grouped: bool = false";
 const char* const kOp = "reduce_op: int";
 
 bool register_all() {
-  define("PerseusAllreduce", {"tensors: T"}, {"reduced: T", "outcome: outcomes * int32"},
+  define("PerseusAllreduce", {"tensors: T", "learning_rate: rates * double"},
+         {"reduced: T", "outcome: outcomes * int32"},
          {kReduced, kName, kEager, kIgnoreScope, kGroup, kGrouped, kOp, kPrescale, kPostscale, "priority: int = 0",
-          "outcomes: int >= 0 = 0", "gradient_of: int = 0", "codec: int = 0", "codec_argument: int = 0"});
+          "outcomes: int >= 0 = 0", "rates: int >= 0 = 0", "gradient_of: int = 0", "codec: int = 0",
+          "codec_argument: int = 0"});
   serve<PERSEUS_ALLREDUCE>("PerseusAllreduce");
   define("PerseusAllgather", {"tensors: T"}, {"gathered: T"},
          {kMoved, kName, kEager, kIgnoreScope, kGroup, kGrouped, "gradient_of: int = 0"});

@@ -108,6 +108,7 @@ Settings* read_settings(perseus_kind kind, TF_OpKernelConstruction* construction
   settings->priority = static_cast<int>(attributes.integer("priority", 0));
   settings->with_splits = attributes.truth("with_splits");
   settings->with_outcome = attributes.integer("outcomes", 0) != 0;
+  settings->with_rate = attributes.integer("rates", 0) != 0;
   settings->gradient_of = static_cast<uint64_t>(attributes.integer("gradient_of", 0));
   settings->codec = static_cast<int>(attributes.integer("codec", PERSEUS_CODEC_SETTINGS));
   settings->codec_argument = attributes.real("codec_argument", 0.0);

@@ -22,6 +22,7 @@ struct Settings {
   int priority = 0;
   bool with_splits = false;
   bool with_outcome = false;  // the last output is the gradient's outcome
+  bool with_rate = false;     // the last input is the learning rate
   uint64_t gradient_of = 0;
   int codec = 0;
   double codec_argument = 0.0;

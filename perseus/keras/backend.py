@@ -45,32 +45,35 @@ class BackendReducer(Protocol):
     loaded model may name its variables differently.
     """
 
-    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+    def before_backward(
+        self, variables: Sequence[Any], names: Sequence[str], rate_of: Callable[[], Any]
+    ) -> None:
         """Backward comes next, then reduce(); reductions may begin during backward.
 
         variables: the optimizer's, always the same; each gradient is reduced alone, under its name.
+        rate_of: returns the `learning_rate` of reduce().
         """
 
     def reduce(
-        self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        bundles: Sequence[Sequence[int]],
+        learning_rate: Any,
     ) -> tuple[list[Any], Any]:
         """Reduce gradients over all ranks; none of them is None.
 
         names: match gradients across ranks. bundles: the positions that form one operation; every
-        position occurs once. Returns the reductions, and whether they may be applied: None means
-        always, else it is a bool or a boolean tensor, equal on all ranks.
+        position occurs once. learning_rate: a scalar tensor, or None if it is not known; see
+        perseus_request. Returns the reductions, and whether they may be applied: None means always,
+        else it is a bool or a boolean tensor, equal on all ranks.
         """
 
-    def rotated(
-        self,
-        names: Sequence[str],
-        variables: Sequence[Any],
-        gradients: list[Any],
-        applies: Any,
-    ) -> list[Any]:
-        """Return reduced gradients, after averaging parameters if the compression does that.
+    def take_turn(self, name: str, variables: Sequence[Any]) -> None:
+        """Average parameters if the compression does that: see perseus.gradients.turns.
 
-        variables: those of the gradients. applies: the second result of reduce().
+        A collective, once per step that is applied. name: of the first variable's gradient.
+        variables: those that have gradients.
         """
 
 

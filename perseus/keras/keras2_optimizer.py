@@ -7,6 +7,7 @@ Horovod 0.28.1, horovod._keras.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -59,6 +60,12 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
             options.scale_local_gradients,
         )
         self._reducer = reducer
+        self.learning_rate: Any = None  # of the step that is being taken
+
+    @property
+    def applies(self) -> Any:
+        """Whether to apply the gradients of the last pass; see LocalGradientAggregationHelper."""
+        return self._applies
 
     def _variable(self, initial: Any, name: str) -> Any:
         made = super()._variable(initial, name)
@@ -70,7 +77,7 @@ class _AggregationHelper(LocalGradientAggregationHelperEager):
         """As the reducer says."""
         if not self._reducer.active():
             return grads, None
-        return self._reducer.reduce(grads, vars, _Places(vars))
+        return self._reducer.reduce(grads, vars, _Places(vars), self.learning_rate)
 
 
 class DistributedMixin(Reducing):
@@ -79,6 +86,7 @@ class DistributedMixin(Reducing):
     _agg_helper: _AggregationHelper | None
     _applies: Any
     _reduces_later: bool  # the gradients that apply_gradients gets next
+    _steps_now: bool  # within minimize()
     _state: tuple[Any, ...]
 
     def __init__(self, **kwargs: Any) -> None:
@@ -88,7 +96,7 @@ class DistributedMixin(Reducing):
         self.__dict__[_CHILD] = ResidualState(self._reducer)
         self._agg_helper = _AggregationHelper(self._reducer) if self._options.passes > 1 else None
         self._applies = None
-        self._reduces_later = False
+        self._reduces_later = self._steps_now = False
         self._state = ()
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> dict[str, Any]:
@@ -103,6 +111,15 @@ class DistributedMixin(Reducing):
         if name == _CHILD:
             return self.__dict__[_CHILD]
         return wrapped._lookup_dependency(name, cached_dependencies)
+
+    def minimize(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the wrapped optimizer, with gradients that are reduced over all ranks."""
+        wrapped: Any = super()
+        self._steps_now = True
+        try:
+            return wrapped.minimize(*args, **kwargs)
+        finally:
+            self._steps_now = False
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: Any = None
@@ -134,18 +151,31 @@ class DistributedMixin(Reducing):
         that may be summed up over steps and held back.
         """
         if not getattr(self, "_is_wrapped_by_loss_scale_optimizer", False):
-            return self._allreduce(grads, vars)
+            return self._allreduce(grads, vars, self._steps_now)
         self._reduces_later = True
         return _finite_everywhere(grads, self._reducer)
 
-    def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+    def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any], steps: bool) -> list[Any]:
+        """Return reduced gradients. steps: all ranks apply them right afterwards."""
         grads, vars = list(grads), list(vars)
+        rate = None if self._state else self._rate()
         if self._agg_helper is not None:
-            return self._agg_helper.compute_gradients(grads, vars)
-        if not self._reducer.active():
+            self._agg_helper.learning_rate = rate
+            grads = self._agg_helper.compute_gradients(grads, vars)
+            applies = self._agg_helper.applies
+        elif not self._reducer.active():
             return grads
-        grads, self._applies = self._reducer.reduce(grads, vars, _Places(vars))
+        else:
+            grads, applies = self._reducer.reduce(grads, vars, _Places(vars), rate)
+            self._applies = applies
+        if not steps and self._reducer.rotates():  # a rank may leave out the step, not the turn
+            turn = partial(self._take_turn, grads, vars)
+            when(tf.constant(True) if applies is None else applies, turn, lambda: None)
         return grads
+
+    def _take_turn(self, grads: Sequence[Any], vars: Sequence[Any]) -> None:
+        if self._reducer.rotates():
+            self._reducer.take_turn(grads, vars, _Places(vars))
 
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the wrapped optimizer: compute_gradients reduces, unless losses are scaled.
@@ -155,13 +185,18 @@ class DistributedMixin(Reducing):
         """
         wrapped: Any = super()
         pairs = list(grads_and_vars)
+        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        steps = self._steps_now or self._reduces_later
         if self._reduces_later:
             self._reduces_later = False
-            gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
-            pairs = list(zip(self._allreduce(gradients, variables), variables, strict=True))
+            gradients = self._allreduce(gradients, variables, steps)
+            pairs = list(zip(gradients, variables, strict=True))
 
         def apply() -> Any:
-            return wrapped.apply_gradients(pairs, *args, **kwargs)
+            result = wrapped.apply_gradients(pairs, *args, **kwargs)
+            if steps:
+                self._take_turn(gradients, variables)
+            return result
 
         with tf.init_scope():
             _ = self.iterations  # type: ignore[attr-defined]  # legacy ones make it now
@@ -234,7 +269,9 @@ def distribute(optimizer: Any, options: Options) -> Any:
     mixin = _Current if hasattr(wrapped, "build") else _Legacy
     # Saved models name the class that they need, which must also exist without Perseus.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
-    made_class: Any = type(wrapped.__name__, (mixin, wrapped), {**copied, "_options": options})
+    made_class: Any = type(
+        wrapped.__name__, (mixin, wrapped), {**copied, "_kind": wrapped, "_options": options}
+    )
     made = made_class.from_config(optimizer.get_config())
     for name in _NOT_IN_CONFIG:
         if hasattr(optimizer, name):

@@ -45,7 +45,7 @@ class DistributedMixin(Reducing):
         """
         accumulates = self._agg_helper is not None or self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if not accumulates and self._reducer.active():
-            self._reducer.before_backward(self)
+            self._reducer.before_backward(self, self._rate)
         return super().scale_loss(loss)  # type: ignore[misc]
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -66,7 +66,7 @@ class DistributedMixin(Reducing):
         elif optimizer.gradient_accumulation_steps:
             self._apply_accumulated(grads, variables)
         else:
-            grads, applies = self._reducer.reduce(grads, variables, self)
+            grads, applies = self._reducer.reduce(grads, variables, self, self._rate())
             self._apply_where(applies, grads, variables)
 
     def _apply_local(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
@@ -80,10 +80,15 @@ class DistributedMixin(Reducing):
         otherwise: Callable[[], Any] = lambda: None,
     ) -> None:
         """Apply reduced gradients if `applies` is true or None; else call otherwise()."""
-        if applies is None:
+
+        def apply() -> None:
             self._apply_local(grads, variables)
+            self._reducer.take_turn(grads, variables, self)
+
+        if applies is None:
+            apply()
         else:
-            keras.ops.cond(applies, lambda: self._apply_local(grads, variables), otherwise)
+            keras.ops.cond(applies, apply, otherwise)
 
     def _count(self) -> None:
         """Count a call that takes no step, as Keras and Horovod do."""
@@ -96,7 +101,7 @@ class DistributedMixin(Reducing):
         indices = [self._get_variable_index(variable) for variable in variables]  # type: ignore[attr-defined]
 
         def step(totals: list[Any]) -> None:
-            reduced, applies = self._reducer.reduce(totals, variables, self)
+            reduced, applies = self._reducer.reduce(totals, variables, self, self._rate())
             self._apply_where(applies, reduced, variables, self._count)
 
         self._agg_helper.add_call(grads, indices, step, self._count)
@@ -123,7 +128,7 @@ class DistributedMixin(Reducing):
                     continue
                 taken.append(keras.ops.add(backend.dense(gradient), total))
                 total.assign(keras.ops.zeros(total.shape, total.dtype))
-            reduced, applies = self._reducer.reduce(taken, variables, self)
+            reduced, applies = self._reducer.reduce(taken, variables, self, self._rate())
             self._apply_where(applies, reduced, variables, self._count)
 
         due = keras.ops.equal((optimizer._iterations + 1) % steps, 0)
@@ -165,7 +170,9 @@ def _without_state(optimizer: Any, options: Options) -> Any:
     # Saved models name this class, which plain Keras can then load without Perseus.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
     made_class: Any = type(
-        wrapped.__name__, (DistributedMixin, wrapped), {**copied, "_options": options}
+        wrapped.__name__,
+        (DistributedMixin, wrapped),
+        {**copied, "_kind": wrapped, "_options": options},
     )
     made = made_class.from_config(optimizer.get_config())
     for name in _NOT_IN_CONFIG:

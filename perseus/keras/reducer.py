@@ -6,7 +6,7 @@ Belongs to the thread that applies gradients, or that traces the function which 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,9 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.participation import takes_part
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import LateReducer
+from perseus.gradients.rotation import parts_of
 from perseus.keras.backend import backend
+from perseus.keras.learning_rate import learning_rate
 
 _used_names: Counter[str] = Counter()
 
@@ -55,34 +57,65 @@ class GradientReducer(LateReducer):
         """Return whether this rank has gradients to reduce; see takes_part()."""
         return takes_part(self.plan.process_set)
 
-    def before_backward(self, optimizer: Any) -> None:
+    def rotates(self) -> bool:
+        """Return whether parameters are averaged in turn, for which take_turn() is called."""
+        return self.active() and parts_of(self.plan.compression) > 1
+
+    def before_backward(self, optimizer: Any, rate_of: Callable[[], Any]) -> None:
         """Announce that backward is next, followed by reduce().
 
-        From the second step on, reductions begin during backward.
+        From the second step on, reductions begin during backward. rate_of: returns the
+        `learning_rate` of reduce().
         """
         if self._reducer is None or self.plan.groups is not None:
             return
         shared = [v for v in optimizer._trainable_variables if not self.local.is_local(v)]
-        self._reducer.before_backward(shared, [self._name_of(v, optimizer) for v in shared])
+        names = [self._name_of(v, optimizer) for v in shared]
+        self._reducer.before_backward(shared, names, rate_of)
 
     def _name_of(self, variable: Any, optimizer: Any) -> str:
         return f"{optimizer._get_variable_index(variable)}/{readable(variable)}"
 
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        optimizer: Any,
+        learning_rate: Any,
     ) -> tuple[list[Any], Any]:
         """Reduce the gradients of an optimizer's variables over all ranks; None stays None.
+
+        learning_rate: of the step that applies them, a scalar tensor; None is not known.
 
         Gradients of local variables are left unchanged or divided by the number of ranks. Returns
         all gradients, and whether they may be applied: None means that they always may; other
         values are those of BackendReducer.reduce.
         """
         return self.local.around(
-            lambda shared, sources: self._reduce(shared, sources, optimizer), gradients, variables
+            lambda shared, sources: self._reduce(shared, sources, optimizer, learning_rate),
+            gradients,
+            variables,
         )
 
+    def take_turn(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> None:
+        """Average the variables that have gradients to reduce, if the compression does that.
+
+        A collective, once per step whose gradients may be applied; see perseus.gradients.turns.
+        """
+        trained = [
+            variable
+            for gradient, variable in zip(gradients, variables, strict=True)
+            if gradient is not None and not self.local.is_local(variable)
+        ]
+        if trained and self.rotates():
+            self._reducer.take_turn(self._name_of(trained[0], optimizer), trained)
+
     def _reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        optimizer: Any,
+        learning_rate: Any,
     ) -> tuple[list[Any], Any]:
         results = list(gradients)
         sent = [index for index, gradient in enumerate(gradients) if gradient is not None]
@@ -99,9 +132,8 @@ class GradientReducer(LateReducer):
         if self._reducer is None:
             self._reducer = backend.make_reducer(self.prefix(), self.plan)
             self.go_on_with(*self._loaded)
-        reduced, applies = self._reducer.reduce(gradients, names, self._bundles(numbers, optimizer))
-        sources = [variables[index] for index in sent]
-        reduced = self._reducer.rotated(names, sources, reduced, applies)
+        found = self._bundles(numbers, optimizer)
+        reduced, applies = self._reducer.reduce(gradients, names, found, learning_rate)
         for index, gradient in zip(sent, reduced, strict=True):
             results[index] = gradient
         return results, applies
@@ -135,6 +167,7 @@ class GradientReducer(LateReducer):
 class Reducing:
     """The base of the mixins for optimizers of Keras 3 and Keras 2."""
 
+    _kind: type  # the class of the wrapped optimizer
     _options: Options
     _reducer: GradientReducer
 
@@ -155,6 +188,10 @@ class Reducing:
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on this rank; before the first step."""
         self._reducer.local.register(var)
+
+    def _rate(self) -> Any:
+        """Return the `learning_rate` of GradientReducer.reduce() for the next step."""
+        return learning_rate(self, self._kind)
 
 
 def _key(variable: Any) -> Any:

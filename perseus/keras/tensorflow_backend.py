@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,17 @@ class _Reducer(GradientReducer):
     def __init__(self, scope: str, plan: Plan) -> None:
         super().__init__(scope, plan, lasting=True)
 
-    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+    def before_backward(
+        self, variables: Sequence[Any], names: Sequence[str], rate_of: Callable[[], Any]
+    ) -> None:
         """See BackendReducer. In functions, reductions begin by themselves as soon as they can."""
 
     def reduce(
-        self, gradients: Sequence[Any], names: Sequence[str], bundles: Sequence[Sequence[int]]
+        self,
+        gradients: Sequence[Any],
+        names: Sequence[str],
+        bundles: Sequence[Sequence[int]],
+        learning_rate: Any = None,
     ) -> tuple[list[Any], Any]:
         """See BackendReducer. tf.IndexedSlices go one by one, unless made dense."""
         dense = [
@@ -39,7 +45,8 @@ class _Reducer(GradientReducer):
             for gradient in gradients
         ]
         parts = (tuple(index for index in bundle if dense[index]) for bundle in bundles)
-        return super().reduce(list(gradients), tuple(names), tuple(part for part in parts if part))
+        dense_bundles = tuple(part for part in parts if part)
+        return super().reduce(list(gradients), tuple(names), dense_bundles, learning_rate)
 
 
 def make_reducer(scope: str, plan: Plan) -> _Reducer:

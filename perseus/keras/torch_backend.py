@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,12 +35,16 @@ class _Reducer(HandleReducer):
             plan = replace(plan, compression=InsideCompressor)
         super().__init__(plan, session)
         self._scope = scope
+        self._rate = 0.0  # of the step that is being taken; see perseus_request
         self._rotation: TorchRotation | None = None
         self._overlap = Overlap(self._begin)
 
-    def before_backward(self, variables: Sequence[Any], names: Sequence[str]) -> None:
+    def before_backward(
+        self, variables: Sequence[Any], names: Sequence[str], rate_of: Callable[[], Any]
+    ) -> None:
         """See BackendReducer."""
         if self.plan.compression.in_core:
+            self._rate = _number(rate_of())
             self._overlap.announce([variable.value for variable in variables], names)
 
     def reduce(
@@ -48,8 +52,10 @@ class _Reducer(HandleReducer):
         gradients: Sequence[torch.Tensor],
         names: Sequence[str],
         bundles: Sequence[Sequence[int]],
+        learning_rate: Any,
     ) -> tuple[list[torch.Tensor], bool]:
         """See BackendReducer."""
+        self._rate = _number(learning_rate)
         tensors = [dense(gradient).detach().contiguous() for gradient in gradients]
         reductions: list[Reduction] = []
         failures = Failures()
@@ -69,24 +75,18 @@ class _Reducer(HandleReducer):
                 tensors[index] = result
         return tensors, applies
 
-    def rotated(
-        self,
-        names: Sequence[str],
-        variables: Sequence[Any],
-        gradients: list[torch.Tensor],
-        applies: bool | None,
-    ) -> list[torch.Tensor]:
+    def take_turn(self, name: str, variables: Sequence[Any]) -> None:
         """See BackendReducer."""
-        if self._parts > 1 and applies is not False:
-            if self._rotation is None:
-                self._rotation = TorchRotation(
-                    [variable.value for variable in variables],
-                    f"{self._scope}/{names[0]}",
-                    self.plan.process_set,
-                    self._parts,
-                )
-            self._rotation.take_turn()
-        return gradients
+        if self._parts == 1:
+            return
+        if self._rotation is None:
+            self._rotation = TorchRotation(
+                [variable.value for variable in variables],
+                f"{self._scope}/{name}",
+                self.plan.process_set,
+                self._parts,
+            )
+        self._rotation.take_turn()
 
     def forget_begun(self) -> None:
         """See HandleReducer."""
@@ -95,8 +95,13 @@ class _Reducer(HandleReducer):
     def _begin(self, name: str, tensors: list[torch.Tensor]) -> Reduction:
         reduction = Reduction(f"{self._scope}/{name}", key=name.partition("/")[0])
         self.residuals.know(reduction.key, reduction.name, len(tensors) > 1)
-        self.begin(reduction, tensors)
+        self.begin(reduction, tensors, self._rate)
         return reduction
+
+
+def _number(rate: torch.Tensor | None) -> float:
+    """Return a learning rate as perseus_request takes it."""
+    return 0.0 if rate is None else float(rate)
 
 
 def make_reducer(scope: str, plan: Plan) -> _Reducer:

@@ -30,6 +30,8 @@ _KINDS: dict[str, Callable[..., type[Compressor]]] = {
     "fp16": lambda: Compression.fp16,
     "bf16": lambda: Compression.bf16,
     "int8": lambda: Compression.int8,
+    "int4": lambda: Compression.int4,
+    "int2": lambda: Compression.int2,
     "topk": Compression.topk,
     "rotate": Compression.rotate,
     "powersgd": Compression.powersgd,
@@ -43,10 +45,10 @@ _KINDS: dict[str, Callable[..., type[Compressor]]] = {
 def compressor_of(parameters: Mapping[str, Any]) -> type[Compressor]:
     """Return the compressor for a dictionary as in KVStore.set_gradient_compression().
 
-    'type' is one of fp16, bf16, int8, topk, rotate, powersgd, auto, none, lossless, settings and
-    MXNet's 2bit. topk takes 'ratio', powersgd takes 'rank', rotate takes 'n' and averages weights
-    instead. 2bit becomes int8, which also adds its error to the next gradient; rank 0 warns that
-    the threshold has no effect. Raises ValueError for anything else.
+    'type' is one of fp16, bf16, int8, int4, int2, topk, rotate, powersgd, auto, none, lossless,
+    settings and MXNet's 2bit. topk takes 'ratio', powersgd takes 'rank', rotate takes 'n' and
+    averages weights instead. 2bit becomes int8, which also adds its error to the next gradient;
+    rank 0 warns that the threshold has no effect. Raises ValueError for anything else.
     """
     arguments = dict(parameters)
     kind = arguments.pop("type", None)

@@ -32,14 +32,19 @@ from perseus.mxnet.kvstore_arguments import (
     single_pairs,
     with_rows,
 )
-from perseus.mxnet.kvstore_reducer import StoreReducer, is_floating, settle
+from perseus.mxnet.kvstore_reducer import StoreReducer, settle
 from perseus.mxnet.kvstore_start import check_start
 from perseus.mxnet.kvstore_step import Step, Updater
-from perseus.mxnet.kvstore_value import Value, check_weight_is_known, weight_of
+from perseus.mxnet.kvstore_value import (
+    Value,
+    can_be_averaged,
+    check_weight_is_known,
+    weight_of,
+)
 from perseus.mxnet.learning_rate import learning_rate
 from perseus.mxnet.parameter_check import WeightsByKey
-from perseus.mxnet.rotation import WeightTurns
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
+from perseus.mxnet.weight_turns import WeightTurnsByKey
 
 _store_numbers = count(1)
 
@@ -53,8 +58,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
     Keys, shapes, dtypes, and the order of `init` and of creating stores are the same on all ranks.
     ValueError or TypeError says what is wrong with an argument. If ranks disagree, or one has died,
-    the next wait for an array raises MXNetError; with rotate, push raises that itself, or
-    HorovodInternalError.
+    the next wait for an array raises MXNetError.
     """
 
     def __init__(self) -> None:  # not super's, which creates a store of MXNet's own
@@ -150,6 +154,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 updated = self._updater is not None and not held.param_only
                 if array.stype == "default" or not (ignore_sparse and updated):
                     self._step.give(each, partial(sparse.copy, held.array, array))
+                    held.is_pulled_to(array)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """`push`, then `pull` to `out`, or to `value` itself.
@@ -262,10 +267,10 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             raise ValueError(f"[kvstore] no optimizer's states to {what}: call set_optimizer first")
         return self._updater
 
-    def _new_turns(self) -> WeightTurns:
+    def _new_turns(self) -> WeightTurnsByKey:
         # Without a reference to the store: it ends with its last reference.
         find = partial(weight_of, self._values, self._updater)
-        return WeightTurns(self._reducer.plan, self._scope, find)
+        return WeightTurnsByKey(self._reducer.plan, self._scope, find)
 
     def _wait(self) -> None:
         """Wait until nothing is under way."""
@@ -323,7 +328,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         weights = held.given_to if updater is None else [held.array]
         if gradient and weights:
             self._weights.update(key, weights[0])
-        takes_turn = gradient and self._takes_turn(held, given)
+        rotates = gradient and self._turns.rotation() is not None
+        takes_turn = rotates and can_be_averaged(held, given)
         if takes_turn and updater is None:
             check_weight_is_known(key, held)
         name = f"{self._scope}.{key}"
@@ -346,15 +352,17 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 given, result, name, op=op, priority=priority, gradient=gradient,
                 rate=learning_rate(getattr(updater, "optimizer", None)),
             )  # fmt: skip
-        if takes_turn:
-            self._turns.before_update(key, outcome == Outcome.REDUCED)
-        if updater is not None:
-            self._step.update(updater, key, result, held.array, outcome)
-
-    def _takes_turn(self, held: Value, given: list[Any]) -> bool:
-        """Return whether a key's weight is averaged instead of its gradient."""
-        dense = all(array.stype == "default" for array in (held.array, *given))
-        return dense and is_floating(held.array) and self._turns.rotation() is not None
+        if updater is None:
+            if takes_turn:
+                self._turns.before_others_update(key, outcome == Outcome.REDUCED)
+            return
+        if rotates:
+            self._turns.before_update(key)
+        outcome = self._step.update(updater, key, result, held.array, outcome)
+        if outcome == Outcome.REDUCED:
+            held.up_to_date = ()
+        if rotates:
+            self._turns.after_update(key, outcome, takes_turn)
 
 
 def create(name: str = TYPE) -> KVStore:

@@ -29,11 +29,12 @@ class Step:
 
     def update(
         self, updater: Updater, key: Key, gradient: Any, weight: Any, outcome: Outcome
-    ) -> None:
+    ) -> Outcome:
         """Call updater(key, gradient, weight) if the gradient is REDUCED and the step not skipped.
 
         A SKIPPED gradient skips the step: weights, copies of them that were pulled, and the
-        updater's states are restored. The states of an updater that is not MXNet's are not.
+        updater's states are restored. The states of an updater that is not MXNet's are not. Returns
+        the outcome, which is SKIPPED for all later gradients of a skipped step, too.
         """
         skips = basics.skips_nan_gradients()
         if key in self._keys or not skips:
@@ -43,11 +44,12 @@ class Step:
             if outcome == Outcome.SKIPPED:
                 self._skip()
             if self._is_skipped:
-                return
+                return Outcome.SKIPPED
             if outcome == Outcome.REDUCED:
                 self._undo.append(_way_back(updater, key, weight))
         if outcome == Outcome.REDUCED:
             updater(key, gradient, weight)
+        return outcome
 
     def give(self, key: Key, pull: Callable[[], None]) -> None:
         """Call pull(), which copies a key's value to the arrays that asked for it.

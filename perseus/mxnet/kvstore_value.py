@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from perseus.mxnet.kvstore_arguments import Key
+from perseus.mxnet.kvstore_reducer import is_floating
 from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.rotation import Weight
 
@@ -20,8 +21,9 @@ from perseus.mxnet.rotation import Weight
 class Value:
     """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update.
     reduced: what the last push has written to. given_to: the parameters of this rank's devices that
-    were broadcast into, which others update where the store has no updater. is_given_out: the value
-    is not here, see KVStore.pushpull.
+    were broadcast into, which others update where the store has no updater. up_to_date: those of
+    them that have been pulled to since the last update. is_given_out: the value is not here, see
+    KVStore.pushpull.
     """
 
     array: Any
@@ -29,7 +31,13 @@ class Value:
     pushed: Any = None
     reduced: Any = None
     given_to: Sequence[Any] = ()
+    up_to_date: Sequence[Any] = ()
     is_given_out: bool = False
+
+    def is_pulled_to(self, array: Any) -> None:
+        """Let `up_to_date` have an array that has the value now, if it is one of `given_to`."""
+        if any(array is given for given in self.given_to) and array.stype == "default":
+            self.up_to_date = [*(other for other in self.up_to_date if other is not array), array]
 
 
 def weight_of(values: Mapping[Key, Value], updater: Any, key: Key) -> Weight:
@@ -41,11 +49,17 @@ def weight_of(values: Mapping[Key, Value], updater: Any, key: Key) -> Weight:
     optimizer = getattr(updater, "optimizer", None)
     state = None if optimizer is None else updater.states.get(key)
     master = master_weight(optimizer, held.array, state)
-    # A pull follows every update, but none follows synchronize_parameters().
+    # A pull follows every update, but none follows synchronize_parameters() or a turn.
     readers = [array for array in held.given_to if array.stype == "default"]
     if master is None:
-        return Weight(held.array, readers=readers)
-    return Weight(master, followers=(held.array,), readers=readers)
+        return Weight(held.array, (), readers, held.up_to_date)
+    return Weight(master, (held.array,), readers, held.up_to_date)
+
+
+def can_be_averaged(held: Value, given: Sequence[Any]) -> bool:
+    """Return whether a key's weight can be averaged instead of these gradients of it."""
+    dense = all(array.stype == "default" for array in (held.array, *given))
+    return dense and is_floating(held.array)
 
 
 def check_weight_is_known(key: Key, held: Value) -> None:

@@ -5,7 +5,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import mxnet as mx
 from perseus import basics
 from perseus.gradients.arguments import checked_predivide_factor, not_an_optimizer, wrapped_twice
 from perseus.gradients.bundles import bundles
+from perseus.gradients.outcome import Outcome
 from perseus.gradients.plan import Plan
 from perseus.gradients.residuals import Held, pack, unpack
 from perseus.mxnet import ops, residuals
@@ -22,7 +23,8 @@ from perseus.mxnet.learning_rate import learning_rate
 from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.reducer import GradientReducer
-from perseus.mxnet.rotation import Weight, WeightTurns
+from perseus.mxnet.rotation import Weight
+from perseus.mxnet.weight_turns import WeightTurnsByKey
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
@@ -44,8 +46,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     With PERSEUS_DOWNSAMPLE_N_ELEMENTS it averages weights instead, and
     hvd.synchronize_parameters() makes them equal. It learns in the first step which weights there
-    are, and averages from the second on. update() then raises MXNetError or HorovodInternalError if
-    a rank has died.
+    are. Weights are sent once those of the step before have all been updated.
 
     Reductions are named by the parameters' indices, so two optimizers must not work at the same
     time. PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip is a ValueError: it applies to whole steps, of
@@ -79,7 +80,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._reducer = GradientReducer(plan)
         self._updated: dict[Any, tuple[Any, Any]] = {}  # the last weight and state of each index
         weight_of = partial(_weight_of, optimizer, self._updated)
-        self._turns = WeightTurns(plan, "optimizer", weight_of)
+        self._turns = WeightTurnsByKey(plan, "optimizer", weight_of)
 
     def __reduce__(self) -> Any:
         # Updaters pickle it with their states. The core's sums of gradients are not included.
@@ -118,13 +119,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
         While PERSEUS_ACCUMULATE_N_STEPS sums gradients, the wrapped optimizer is not called.
         """
-        if self._reduce(index, weight, grad, None):
-            self._optimizer.update(index, weight, grad, state)
+        apply = partial(self._optimizer.update, index, weight, grad, state)
+        self._step(index, weight, grad, None, apply)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Do the same as update() with the wrapped optimizer's update_multi_precision()."""
-        if self._reduce(index, weight, grad, state):
-            self._optimizer.update_multi_precision(index, weight, grad, state)
+        apply = partial(self._optimizer.update_multi_precision, index, weight, grad, state)
+        self._step(index, weight, grad, state, apply)
 
     def set_learning_rate(self, lr: float) -> None:
         """Call the wrapped optimizer."""
@@ -163,13 +164,16 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             self._optimizer.idx2name.get(index, index) if parameter is None else parameter.name
         )
 
-    def _reduce(self, index: Any, weight: Any, grad: Any, state: Any) -> bool:
-        """Reduce the gradients; returns whether to apply them.
+    def _step(
+        self, index: Any, weight: Any, grad: Any, state: Any, apply: Callable[[], None]
+    ) -> None:
+        """Reduce the gradients, then apply them unless they are only summed.
 
         state: of an update that may keep the weight in another precision; else None.
         """
         if not self._reducer.takes_part():
-            return True
+            apply()
+            return
         if basics.skips_nan_gradients():
             raise ValueError(
                 "[mxnet] PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip leaves out whole steps, of which "
@@ -185,14 +189,17 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         priorities = [-i if isinstance(i, int) else 0 for i in indices]
         rate = learning_rate(self._optimizer)
         outcomes = self._reducer(gradients, names, priorities, found, learning_rate=rate)
-        applies = outcomes.applies()
-        if self._turns.rotation() is not None:
+        outcome = outcomes.together()
+        turning = indices if self._turns.rotation() is not None else []
+        if turning:
             states = state if together and state is not None else [state] * len(indices)
-            for each, *known in zip(indices, weights, states, strict=True):
-                self._updated[each] = tuple(known)
-            for each in indices:
-                self._turns.before_update(each, applies)
-        return applies
+            self._updated.update(zip(indices, zip(weights, states, strict=True), strict=True))
+        for each in turning:
+            self._turns.before_update(each)
+        if outcome == Outcome.REDUCED:
+            apply()
+        for each in turning:
+            self._turns.after_update(each, outcome)
 
 
 def _weight_of(

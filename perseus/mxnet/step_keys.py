@@ -13,11 +13,19 @@ class StepKeys:
 
     def __init__(self) -> None:
         self._keys: set[Any] = set()
+        self._last: set[Any] = set()  # those of the step before that have not occurred yet
+        self._is_first = True
 
     def begins(self, key: Any) -> bool:
         """Add a key; return whether a step begins with it."""
         begins = not self._keys or key in self._keys
         if begins:
-            self._keys.clear()
+            self._is_first = not self._keys
+            self._last, self._keys = self._keys, set()
         self._keys.add(key)
+        self._last.discard(key)
         return begins
+
+    def is_complete(self) -> bool:
+        """Return whether all keys of the step before have occurred, so that no more is expected."""
+        return not self._is_first and not self._last

@@ -30,8 +30,9 @@ from perseus.mxnet.mpi_ops import Max, allreduce
 from perseus.mxnet.optimizer import DistributedOptimizer, bundled
 from perseus.mxnet.parameter_check import buffer_of
 from perseus.mxnet.reducer import GradientReducer
-from perseus.mxnet.rotation import Weight, WeightTurns
+from perseus.mxnet.rotation import Weight
 from perseus.mxnet.sparse import sum_rows
+from perseus.mxnet.weight_turns import WeightTurns
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
@@ -47,7 +48,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     optimizer, optimizer_params: as in gluon. A DistributedOptimizer is unwrapped, with a warning.
     compression: how gradients are encoded on their way. Without it the settings decide, by default
         float16 between hosts; Compression.none keeps full precision everywhere. Compression.rotate
-        averages weights instead: hvd.synchronize_parameters() makes them equal.
+        averages weights instead: hvd.synchronize_parameters() makes them equal. Weights are sent
+        after step(), or by allreduce_grads(), if that is called instead, before update().
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum.
     prefix: put before the parameters' numbers, by which ranks match gradients; trainers that work
         at the same time need different ones.
@@ -60,8 +62,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     ranks contribute zeros, so ranks may use different layers. No rank updates while
     PERSEUS_ACCUMULATE_N_STEPS sums gradients up, or if a NaN is to be skipped.
 
-    Raises ValueError for inconsistent arguments. Where weights are averaged, step() itself raises
-    MXNetError or HorovodInternalError if a rank has died.
+    Raises ValueError for inconsistent arguments.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._prefix = prefix or ""
         self._num_groups = num_groups
         self._applies = True
+        self._steps_now = False
+        self._turning: list[int] = []  # the weights that take a turn after this step
         self._check = ParameterCheck(process_set)
         plan = Plan(
             compression=compression,
@@ -129,7 +132,14 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
             for _, parameter in self._trained():
                 if not parameter.data()._fresh_grad:
                     parameter.zero_grad()
-        super().step(batch_size, ignore_stale_grad)
+        self._steps_now, self._turning = True, []
+        try:
+            super().step(batch_size, ignore_stale_grad)
+        finally:
+            # Even if this rank does not update, alone: turns must be equally many on all ranks.
+            self._steps_now = False
+            if self._turning:
+                self._turns.take(self._turning)
 
     def save_states(self, fname: str) -> None:
         """Wait for gradients and write gluon's states, followed by this rank's residuals.
@@ -169,8 +179,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
         self._applies = outcomes.applies() and all(usable)
-        # Not after the update: a loss scaler may skip that on one rank.
-        if self._applies and dense:
+        if not self._applies or not dense:
+            return
+        if self._steps_now:
+            self._turning = list(dense)
+        else:  # update() may come later, or, with a loss scaler, not on all ranks
             self._turns.take(list(dense))
 
     def _average_rows(self, index: int, parameter: Any) -> bool:

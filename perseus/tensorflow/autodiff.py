@@ -36,11 +36,13 @@ def _average(tensors: list[Any], process_set: Any, grouped: bool) -> list[Any]:
 
 def _allreduce(op: Any, *grads: Any) -> list[Any]:
     """Reduce the gradients in the same way as the inputs."""
-    count = len(op.inputs)
+    rates = op.get_attr("rates")
+    count = len(op.inputs) - rates
     given = _dense(op, grads)[:count]
     grouped = op.get_attr("grouped")
     reduced = native.perseus_allreduce(
         given,
+        [],
         outcomes=0,
         **{
             name: op.get_attr(name)
@@ -51,7 +53,7 @@ def _allreduce(op: Any, *grads: Any) -> list[Any]:
         **ops.naming("HorovodAllreduce", None, given, False),
     )[0]
     ops.keep_shapes(reduced, given)
-    return list(reduced)
+    return [*reduced, *[None] * rates]
 
 
 def _allgather(op: Any, *grads: Any) -> list[Any]:

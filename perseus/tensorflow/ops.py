@@ -118,6 +118,7 @@ def allreduce(
     codec: int = 0,
     codec_argument: float = 0.0,
     priority: int = 0,
+    learning_rate: Any = None,
     grouped: bool = False,
     ignore_name_scope: bool = False,
     fixed_name: str | None = None,
@@ -127,7 +128,8 @@ def allreduce(
     names: of each op: one for each tensor, or a string for a grouped op or a single tensor.
     op: Average, Sum, Min, Max, Product or Adasum; integers truncate towards zero.
     prescale, postscale: multiplied in before and after.
-    gradient_of, codec, codec_argument, priority: as in perseus_request (perseus.h).
+    gradient_of, codec, codec_argument, priority, learning_rate: as in perseus_request (perseus.h).
+        The rate is a scalar, which is read when the op runs; None is not known.
     fixed_name: the name in the core of the only op, whatever the name of its node in a graph; it
         must not be in flight twice.
 
@@ -135,11 +137,13 @@ def allreduce(
     perseus_gradient: 0 reduced; 1 held back, the result means nothing; 2 skipped.
     """
     members = _as_tensors(tensors)
+    rates = [] if learning_rate is None else [tf.cast(learning_rate, tf.float64)]
     results: list[Any] = []
     outcomes: list[Any] = []
     for part, name in _in_parts(members, names, grouped):
         reduced, outcome = native.perseus_allreduce(
             part,
+            rates,
             reduce_op=checked_op(op, "tensorflow"),
             outcomes=1 if gradient_of else 0,
             prescale=bits(prescale),

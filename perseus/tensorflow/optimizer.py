@@ -9,6 +9,7 @@ Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -30,6 +31,7 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.adasum import AdasumOptimizer
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.gradient_aggregation import LocalGradientAggregationHelper, count_step
+from perseus.tensorflow.learning_rate import learning_rate
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.ops import Adasum, Average
 from perseus.tensorflow.reducer import (
@@ -44,13 +46,14 @@ from perseus.tensorflow.residuals import GradientResiduals
 class _AggregationHelper(LocalGradientAggregationHelper):
     """The helper of an optimizer, which also knows whether the reducer withholds gradients."""
 
-    def __init__(self, reducer: GradientReducer, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, optimizer: Any, reducer: GradientReducer, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._optimizer = optimizer
         self._reducer = reducer
 
     def reduce(self, grads: list[Any], vars: list[Any]) -> tuple[list[Any], Any]:
         """See LocalGradientAggregationHelper."""
-        return self._reducer(grads, vars)
+        return self._reducer(grads, vars, learning_rate=learning_rate(self._optimizer))
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
@@ -104,6 +107,7 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
                     "in graphs only; in eager mode use a Keras optimizer"
                 )
             self._agg_helper = _AggregationHelper(
+                optimizer,
                 self._reducer,
                 backward_passes_per_step,
                 self._allreduce,
@@ -133,7 +137,8 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         if self._agg_helper is not None:
             reduced = self._agg_helper.compute_gradients(gradients, variables)
         else:
-            reduced, self._applies = self._local.around(self._reducer, gradients, variables)
+            reduce = partial(self._reducer, learning_rate=learning_rate(self._optimizer))
+            reduced, self._applies = self._local.around(reduce, gradients, variables)
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(

@@ -67,13 +67,18 @@ class GradientReducer(Reducer):
         self._traced: dict[Any, Callable[..., tuple[list[Any], Any]]] = {}
 
     def __call__(
-        self, gradients: Sequence[Any], sources: Sequence[Any], generic_names: bool = False
+        self,
+        gradients: Sequence[Any],
+        sources: Sequence[Any],
+        generic_names: bool = False,
+        learning_rate: Any = None,
     ) -> tuple[list[Any], Any]:
         """Return the reduced gradients, and whether to apply them.
 
         gradients: tensors, tf.IndexedSlices or None, which stays None.
         sources: the variables or tensors of which they are the gradients.
         generic_names: name gradients `grad_<i>`, without the names of the sources.
+        learning_rate: see ops.allreduce.
 
         The second result is None if the settings never withhold gradients. Otherwise it is a scalar
         bool tensor, equal on all ranks; if it is false, the gradients must not be used.
@@ -87,25 +92,38 @@ class GradientReducer(Reducer):
         )
         gradients = compared(self._check_of(names), names, sources, gradients)
         bundles = self._bundles(gradients, sources)
-        gradients, applies = self.reduce(gradients, names, bundles)
-        return self.rotated(names, sources, gradients, applies), applies
+        gradients, applies = self.reduce(gradients, names, bundles, learning_rate)
+        return self._rotated(names, sources, gradients, applies), applies
 
-    def rotated(
+    def take_turn(self, name: str, variables: Sequence[Any]) -> None:
+        """Average parameters after a step, if the compression does that.
+
+        name: the name of the first gradient. variables: those that the step has changed.
+        """
+        rotation = self._rotation_of(name, variables)
+        if rotation is not None:
+            rotation.step()
+
+    def _rotated(
         self, names: Sequence[str], sources: Sequence[Any], gradients: list[Any], applies: Any
     ) -> list[Any]:
         """Return reduced gradients, after averaging parameters if the compression does that.
 
         applies: the second result of reduce().
         """
-        parts = parts_of(self.plan.compression)
-        if parts == 1:
-            return gradients
         trained = [
-            (name, tf_variable(source))
+            (name, source)
             for name, source, gradient in zip(names, sources, gradients, strict=True)
             if gradient is not None
         ]
-        name, variables = trained[0][0], [variable for _, variable in trained]
+        rotation = self._rotation_of(trained[0][0], [source for _, source in trained])
+        return gradients if rotation is None else rotated(rotation, gradients, applies)
+
+    def _rotation_of(self, name: str, sources: Sequence[Any]) -> VariableRotation | None:
+        parts = parts_of(self.plan.compression)
+        if parts == 1:
+            return None
+        variables = [tf_variable(source) for source in sources]
         if not all(isinstance(variable, tf.Variable) for variable in variables):
             raise ValueError(
                 "[tensorflow] Compression.rotate and PERSEUS_DOWNSAMPLE_N_ELEMENTS average "
@@ -118,13 +136,14 @@ class GradientReducer(Reducer):
                 variables, f"{self._scope}/{name}", self.plan.process_set, parts
             )
             self._rotations[name] = known = (key, made)
-        return rotated(known[1], gradients, applies)
+        return known[1]
 
     def reduce(
         self,
         gradients: list[Any],
         names: tuple[str, ...],
         bundles: tuple[tuple[int, ...], ...],
+        learning_rate: Any = None,
     ) -> tuple[list[Any], Any]:
         """Reduce gradients with given names; see __call__.
 
@@ -132,9 +151,11 @@ class GradientReducer(Reducer):
         """
         if parts_of(self.plan.compression) > 1:
             check_possible()
+        # A tensor, so that another rate does not trace another graph.
+        rate = None if learning_rate is None else tf.cast(learning_rate, tf.float64)
         if not tf.executing_eagerly():
-            return self._reduce(gradients, names, bundles)
-        reduced, applies = self._as_graph(names, bundles)(gradients)
+            return self._reduce(gradients, names, bundles, rate)
+        reduced, applies = self._as_graph(names, bundles)(gradients, rate)
         return list(reduced), applies
 
     def _check_of(self, names: tuple[str, ...]) -> ParameterCheck:
@@ -160,7 +181,7 @@ class GradientReducer(Reducer):
         )
         if key not in self._traced:
             self._traced[key] = tf.function(
-                lambda gradients: self._reduce(gradients, names, bundles),
+                lambda gradients, rate: self._reduce(gradients, names, bundles, rate),
                 autograph=False,
                 reduce_retracing=True,
             )
@@ -184,13 +205,14 @@ class GradientReducer(Reducer):
         gradients: Sequence[Any],
         names: tuple[str, ...],
         bundles: tuple[tuple[int, ...], ...],
+        rate: Any,
     ) -> tuple[list[Any], Any]:
         results = list(gradients)
         outcomes: list[Any] = []
         turn = self._turn()
         with tf.name_scope(self._scope):
             for bundle in bundles:
-                self._reduce_dense(bundle, results, names, outcomes, turn)
+                self._reduce_dense(bundle, results, names, outcomes, turn, rate=rate)
             for index, gradient in enumerate(results):
                 if isinstance(gradient, tf.IndexedSlices):
                     results[index] = self._reduce_sparse(gradient, names[index])
@@ -206,6 +228,8 @@ class GradientReducer(Reducer):
         names: tuple[str, ...],
         outcomes: list[Any],
         turn: str | None,
+        *,
+        rate: Any,
     ) -> None:
         plan = self.plan
         rotates = parts_of(plan.compression) > 1
@@ -223,7 +247,7 @@ class GradientReducer(Reducer):
                 [sent for sent, _ in pairs], name, op=plan.op,
                 prescale=plan.prescale, postscale=plan.postscale,
                 process_set=plan.process_set, gradient_of=self.number,
-                codec=compression.codec, codec_argument=compression.argument,
+                codec=compression.codec, codec_argument=compression.argument, learning_rate=rate,
                 grouped=len(bundle) > 1, fixed_name=fixed_name,
             )  # fmt: skip
             outcomes += outcome or []

@@ -114,11 +114,11 @@ def _joined_statistics(
     """Values per channel, and per channel their mean and sum of squared deviations, in float64."""
     channels = input.shape[1]
     count = input.numel() // channels if channels else 0
-    own = torch.zeros(2, channels, dtype=torch.float64)
+    own = torch.zeros(2, channels, dtype=torch.float64, device=input.device)
     if count:
         values = input.to(_working_dtype(input))
         own[0], own[1] = torch.batch_norm_update_stats(values, None, None, 0.0)
-    row = torch.cat([own.flatten(), torch.tensor([count], dtype=torch.float64)])
+    row = torch.cat([own.flatten(), own.new_tensor([count])])
     rows = exchange.gather(row)
     counts = rows[:, -1:]
     means, variances = rows[:, :channels], rows[:, channels:-1]

@@ -22,8 +22,9 @@ def learning_rates(
     """
     if kind is not torch.optim.SGD:
         return _unknown
+    # By id, so that parameters live no longer than the optimizer and its callers let them.
     group_of = {
-        parameter: index
+        id(parameter): index
         for index, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
@@ -34,7 +35,7 @@ def learning_rates(
         if alive is None:
             return 0.0
         groups = alive.param_groups  # which load_state_dict() replaces
-        places = {group_of[parameter] for parameter in parameters}
+        places = {group_of[id(parameter)] for parameter in parameters}
         if max(places) >= len(groups):
             return 0.0
         rates = {float(groups[place]["lr"]) for place in places}

@@ -24,6 +24,7 @@ CASES = [
         "keras_callback_checks",
         "keras_setting_checks",
         "keras_residual_checks",
+        "keras_step_checks",
         "keras_parameter_checks",
         "keras_example_checks",
     )

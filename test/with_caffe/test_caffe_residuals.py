@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
-from caffe_jobs import train, write_solver
-from caffe_nets import lenet
+from caffe_jobs import train, weights, write_solver
+from caffe_nets import lenet, linear_net
+from numpy.typing import NDArray
 
 # Every rank is a host of its own.
 _APART = {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "1"}
@@ -96,3 +98,72 @@ def test_a_resumed_training_goes_on_with_them(name: str, period: Path, tmp_path:
     assert line.startswith(f"[{who}]"), line
     assert f"No file {_state(lossy, _STEPS, who).name} of" in line and said in line, line
     assert _model(lossy, final).read_bytes() != _model(begun, final).read_bytes()
+
+
+_RATE = 0.125
+_FALLS = 8  # steps at one learning rate
+_COUNTS = {"wide/0": 21, "wide/1": 3, "narrow/0": 7, "shared/0": 14}
+
+
+def _slopes(rows: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+    """Gradients of linear_net for some inputs, by step; see there."""
+    tiled = {"wide/0": np.tile(rows, 3), "narrow/0": rows, "shared/0": np.tile(2 * rows, 2)}
+    return {**tiled, "wide/1": np.ones((len(rows), 3))}
+
+
+def _numbers(path: Path) -> dict[str, NDArray[np.float64]]:
+    """What a file holds, by name: what its rank sends later, and what it owns of results."""
+    content, place, found = path.read_bytes(), _HEADER, {}
+    while place < len(content):
+        size = int(np.frombuffer(content, np.uint64, 1, place)[0])
+        name = content[place + 8 : place + 8 + size].decode()
+        place += 8 + size + 8
+        count = int(np.frombuffer(content, np.uint64, 1, place)[0])
+        data = np.frombuffer(content, np.float32, count, place + 8).astype(np.float64)
+        found[name] = data.reshape(2, -1)
+        place += 8 + 4 * count
+    return found
+
+
+@pytest.mark.parametrize("name", _CODECS)
+@pytest.mark.parametrize("solver", ["SGD", "Nesterov"])
+@pytest.mark.parametrize("policy", ["step", "multistep"])
+def test_what_is_held_moves_weights_as_when_it_was_held(
+    name: str, solver: str, policy: str, tmp_path: Path
+) -> None:
+    """Whatever the rate is when it arrives, and whatever factor a blob has."""
+    steps, ranks = 20, 2
+    index = np.arange(steps * ranks)[:, None]
+    inputs = np.sin(index * 5 + np.arange(7) * 3 + index**2 / 7).astype(np.float32)
+    with h5py.File(tmp_path / "inputs.h5", "w") as file:
+        file["data"] = inputs
+    (tmp_path / "inputs.txt").write_text(f"{tmp_path}/inputs.h5\n")
+    falls = {
+        "step": f"stepsize: {_FALLS}",
+        "multistep": f"stepvalue: {_FALLS} stepvalue: {2 * _FALLS}",
+    }
+    net = linear_net(tmp_path / "inputs.txt").replace(
+        'bottom: "data" top: "narrow"', 'bottom: "data" top: "narrow" param { lr_mult: 2 }'
+    )
+    write_solver(
+        tmp_path, net, base_lr=_RATE, momentum=0, weight_decay=0, max_iter=steps, snapshot=steps,
+        lr_policy=f'"{policy}" gamma: 0.25 {falls[policy]}', type=f'"{solver}"',
+    )  # fmt: skip
+    train(tmp_path, ranks, **_APART, **_CODECS[name])
+    rates = _RATE * 0.25 ** (np.arange(steps) // _FALLS)
+    state = tmp_path / f"weights_iter_{steps}.solverstate.h5"
+    held = [_numbers(state.with_name(f"{state.name}.rank{i}")) for i in range(ranks)]
+    learned = weights(tmp_path, steps)
+    slopes = [_slopes(inputs[rank::ranks].astype(np.float64)) for rank in range(ranks)]
+    worst = 0.0
+    for blob, count in _COUNTS.items():
+        factor = 2 if blob == "narrow/0" else 1
+        moved = factor * np.mean([rates @ slope[blob] for slope in slopes], axis=0)
+        own = np.mean([of_rank[blob][0] for of_rank in held], axis=0)
+        results = np.sum([of_rank[blob][1] for of_rank in held], axis=0)
+        waiting = factor * rates[-1] * (own + results)
+        assert waiting.shape == (count,)
+        left = -learned[blob].ravel() - moved
+        np.testing.assert_allclose(left, -waiting, atol=2e-6)
+        worst = max(worst, np.abs(left).max())
+    assert worst > 1e-5

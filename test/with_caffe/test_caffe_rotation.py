@@ -125,16 +125,20 @@ def _simulate(case: _Case) -> NDArray[np.float64]:
             host = slice(begin, begin + case.inside)
             own[host] = own[host].mean(axis=0)
         summed += own
-        if (step + 1) % case.sums == 0:
-            if step != case.skipped:
-                rows, turn = _rows(case, turn), (turn + 1) % case.parts
-                sent = np.where(rows, now.mean(axis=0) - now, 0)
-                now = now + under_way - _RATE * summed
-                under_way = sent
+        is_last = (step + 1) % case.sums == 0
+        applies = is_last and step != case.skipped
+        if applies:
+            now -= _RATE * summed
+        if is_last:
             summed[:] = 0
         if step + 1 in (*case.equal, case.steps):
             now[:] = (now + under_way).mean(axis=0)
             under_way[:] = 0
+        elif applies:  # another part of what the step has made
+            rows, turn = _rows(case, turn), (turn + 1) % case.parts
+            sent = np.where(rows, now.mean(axis=0) - now, 0)
+            now += under_way
+            under_way = sent
         seen.append(now.copy())
     return np.stack(seen, axis=1)
 
@@ -190,26 +194,26 @@ def test_a_resumed_training_goes_on_from_the_average(tmp_path: Path) -> None:
     assert np.ptp(first["wide/0"]) > 0
 
 
-@pytest.mark.parametrize("parts", [2, 8])
-def test_training_learns_as_well_as_with_exact_averages(
-    parts: int, digits: Path, tmp_path: Path
-) -> None:
-    accuracy, loss = [], []
-    for setting in (1, parts):
-        folder = tmp_path / str(setting)
-        folder.mkdir()
-        write_solver(
-            folder, lenet(digits, 16) + accuracy_layer("ip2"), max_iter=200,
-            test_interval=200, test_iter=1797 // 16, test_initialization="false",
-        )  # fmt: skip
-        output = train(
-            folder, 4, **_APART, **{_PARTS: str(setting), "PERSEUS_ALLREDUCE_DTYPE": "1"}
-        )
-        accuracy.append(float(re.findall(r"Test net output #0: accuracy = (\S+)", output)[0]))
-        loss.append(float(re.findall(r"Test net output #1: loss = (\S+)", output)[0]))
-    assert accuracy[0] > 0.97 and loss[0] < 0.1
-    assert accuracy[1] > accuracy[0] - 0.01, accuracy
-    assert loss[1] < 1.1 * loss[0], loss
+def test_training_learns_as_well_as_with_exact_averages(digits: Path, tmp_path: Path) -> None:
+    """On average over first weights: a single loss is a third off as often as not."""
+    losses: dict[int, list[float]] = {1: [], 2: [], 8: []}
+    for parts, found in losses.items():
+        for seed in range(4):
+            folder = tmp_path / f"{parts}.{seed}"
+            folder.mkdir()
+            write_solver(
+                folder, lenet(digits, 16) + accuracy_layer("ip2"), max_iter=200, random_seed=seed,
+                test_interval=200, test_iter=1797 // 16, test_initialization="false",
+            )  # fmt: skip
+            output = train(
+                folder, 4, **_APART, **{_PARTS: str(parts), "PERSEUS_ALLREDUCE_DTYPE": "1"}
+            )
+            accuracy = float(re.findall(r"Test net output #0: accuracy = (\S+)", output)[0])
+            assert accuracy > 0.95
+            found.append(float(re.findall(r"Test net output #1: loss = (\S+)", output)[0]))
+    exact = np.mean(losses.pop(1))
+    assert exact < 0.1
+    assert all(np.mean(found) < 1.2 * exact for found in losses.values()), (exact, losses)
 
 
 def test_one_host_averages_gradients_as_ever(digits: Path, tmp_path: Path) -> None:

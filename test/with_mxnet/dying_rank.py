@@ -36,6 +36,11 @@ def main() -> None:
     kv = hvd.create()
     kv.set_optimizer(mx.optimizer.create("sgd", learning_rate=1.0))
     kv.init(["weight", "value"], [mx.nd.zeros((7,)), mx.nd.zeros((7,))])
+    parameter = mx.gluon.Parameter("p", shape=(6, 5))
+    parameter.initialize()
+    trainer = hvd.DistributedTrainer(
+        [parameter], "sgd", compression=hvd.Compression.rotate(2), prefix="turns."
+    )
     layers = [hvd.PerseusSyncBatchNorm(comm_scope=1, in_channels=3) for _ in range(2)]
     for layer in layers:
         layer.initialize()
@@ -62,6 +67,11 @@ def main() -> None:
     waits["pull"] = outs[0].wait_to_read
     kv.pushpull("value", mx.nd.ones((7,)), out=outs[1])
     waits["pushpull"] = outs[1].wait_to_read
+    with mx.autograd.record():
+        loss = parameter.data().sum()
+    loss.backward()
+    trainer.step(1)
+    waits["turn"] = parameter.data().wait_to_read
     WAITING.touch()
     waits["allgather"] = lambda: hvd.allgather(mx.nd.ones((3,)), "gathered")
     kv.init("later", mx.nd.zeros((3,)))

@@ -79,7 +79,7 @@ def test_a_rank_dies_while_others_wait(run_ranks, tmp_path):
     status, output = run_ranks(2, command, timeout=280)
     assert status == 0, output
     assert found.read_text().splitlines() == [
-        "backward", "forward", "allreduce", "pull", "pushpull", "allgather", "init"
+        "backward", "forward", "allreduce", "pull", "pushpull", "turn", "allgather", "init"
     ]  # fmt: skip
 
 

@@ -19,11 +19,12 @@ KERAS_3_MODULES = [
     "keras_callback_checks",
     "keras_setting_checks",
     "keras_residual_checks",
+    "keras_step_checks",
     "keras_parameter_checks",
     "tf_keras_checks",
 ]
 KERAS_2_MODULES = [
-    ["keras2_checks", "keras2_residual_checks", "keras_parameter_checks"],
+    ["keras2_checks", "keras2_residual_checks", "keras2_step_checks", "keras_parameter_checks"],
     ["keras2_graph_checks"],
 ]
 MODULES = [

@@ -70,6 +70,7 @@ bool CompiledCall::submit(const void* const* inputs, Failure* failure) {
   request.gradient_of = plan_.gradient_of;
   request.codec = plan_.codec;
   request.codec_argument = plan_.codec_argument;
+  if (plan_.with_rate) std::memcpy(&request.learning_rate, inputs[plan_.tensors.size()], sizeof(double));
   request.done = &CompiledCall::done;
   request.done_arg = this;
   perseus_handle handle = 0;

@@ -25,7 +25,7 @@ struct Failure {
 
 class CompiledCall {
  public:
-  // Null with *failure. inputs: of each tensor of the plan; copied.
+  // Null with *failure. inputs: of each tensor of the plan, then the learning rate if it has one; copied.
   static CompiledCall* start(Plan plan, const void* const* inputs, Failure* failure);
 
   // Called once. `ready` runs when the results exist, on any thread, perhaps before this returns. On failure it gets

@@ -76,7 +76,8 @@ class Collective : public tf::XlaOpKernel {
     Shapes shapes, results;
     int32_t size = 1, rank = 0;
     if ((kind == PERSEUS_ALLGATHER || kind == PERSEUS_REDUCESCATTER) && !place(context, &size, &rank)) return;
-    for (int i = 0; i < context->num_inputs(); ++i) {
+    const int count = context->num_inputs() - (plan.with_rate ? 1 : 0);
+    for (int i = 0; i < count; ++i) {
       auto given = context->InputXlaShape(i);
       OP_REQUIRES_OK(context, given.status());
       PlannedTensor tensor;
@@ -95,6 +96,10 @@ class Collective : public tf::XlaOpKernel {
       results.push_back(::xla::ShapeUtil::MakeShapeWithDescendingLayout(type, tensor.result));
       operands.push_back(context->Input(i));
       plan.tensors.push_back(std::move(tensor));
+    }
+    if (plan.with_rate) {
+      shapes.push_back(number_of(::xla::F64));
+      operands.push_back(context->Input(count));
     }
     if (plan.with_outcome) results.push_back(number_of(::xla::S32));
     ::xla::XlaBuilder* program = context->builder();

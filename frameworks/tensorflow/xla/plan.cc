@@ -60,6 +60,7 @@ bool read_plan(perseus_kind kind, void* construction, Plan* plan) {
   plan->root = settings->root;
   plan->priority = settings->priority;
   plan->with_outcome = settings->with_outcome;
+  plan->with_rate = settings->with_rate;
   plan->gradient_of = settings->gradient_of;
   plan->codec = settings->codec;
   plan->codec_argument = settings->codec_argument;
@@ -70,7 +71,7 @@ bool read_plan(perseus_kind kind, void* construction, Plan* plan) {
 std::string to_text(const Plan& plan) {
   std::ostringstream text;
   text << plan.kind << ' ' << plan.group << ' ' << plan.op << ' ' << bits(plan.prescale) << ' ' << bits(plan.postscale)
-       << ' ' << plan.root << ' ' << plan.priority << ' ' << plan.with_outcome << ' '
+       << ' ' << plan.root << ' ' << plan.priority << ' ' << plan.with_outcome << ' ' << plan.with_rate << ' '
        << static_cast<int64_t>(plan.gradient_of) << ' ' << plan.codec << ' ' << bits(plan.codec_argument) << ' '
        << plan.tensors.size() << ' ';
   for (const PlannedTensor& tensor : plan.tensors) {
@@ -97,6 +98,7 @@ Plan from_text(std::string_view given) {
   plan.root = next<int>(&text);
   plan.priority = next<int>(&text);
   plan.with_outcome = next<int>(&text) != 0;
+  plan.with_rate = next<int>(&text) != 0;
   plan.gradient_of = next<uint64_t>(&text);
   plan.codec = next<int>(&text);
   plan.codec_argument = real(next<int64_t>(&text));

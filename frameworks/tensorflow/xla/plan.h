@@ -24,6 +24,7 @@ struct Plan {
   int root = 0;
   int priority = 0;
   bool with_outcome = false;
+  bool with_rate = false;  // the last input is the learning rate
   uint64_t gradient_of = 0;
   int codec = 0;
   double codec_argument = 0.0;

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from perseus.gradients.turns import SETTING
 from perseus.memory import keep_freed_memory
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.optimizer_steps import OptimizerSteps
 from perseus.torch.distributed.turns import ModelTurns
 from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
@@ -62,6 +64,7 @@ class Gradients:
         self._keys = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
         self._names = {p: self._name_of(key) for p, key in self._keys.items()}
         self._turns = self._begin_turns()
+        self._steps = OptimizerSteps(self._keys, self._after_steps)
         keep_freed_memory(group.world.context.setting)
         # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
@@ -97,17 +100,17 @@ class Gradients:
         """Before the first forward pass: until then, a script may register a hook of its own."""
         self._first.remove()
         if not self._model._comm_hooks:
-            self._model.register_comm_hook(None, self._reduce)
+            self._model.register_comm_hook(ref(self), _reduce)
 
-    def _reduce(self, _, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
-        """The communication hook: start the reduction of a bucket; return a future of its buffer.
+    def reduce(self, bucket: Any) -> Future:
+        """Start the reduction of a bucket; return a future of its buffer.
 
         Errors are raised at the end of the backward pass: torch hangs if a hook raises one, and
         takes one that the future has for a tensor.
         """
         buffer = bucket.buffer()
         future = Future()
-        in_pass = torch._C._current_graph_task_id() != -1
+        in_pass = _in_pass()
         try:
             if bucket.index() == 0:
                 self._failure = None
@@ -144,7 +147,8 @@ class Gradients:
             part = flat.view(parameter.shape)  # which PowerSGD takes as a matrix
             handles.append(
                 submit(Kind.ALLREDUCE, self._names[parameter], part, part, op=ReduceOp.Average,
-                       gradient_of=self._number, codec=codec)
+                       gradient_of=self._number, codec=codec,
+                       learning_rate=self._steps.rate_of(parameter))
             )  # fmt: skip
 
     def _await(self, handles: list[int], failure: Exception | None = None) -> None:
@@ -171,10 +175,7 @@ class Gradients:
         future.complete(buffer, None)
 
     def _end_pass(self) -> None:
-        """Raise what has failed; leave optimizers nothing to step with in a step not to apply.
-
-        Before other steps it is the next parameters' turn.
-        """
+        """Raise what has failed; leave optimizers nothing to step with in a step not to apply."""
         failure, self._failure = self._failure, None
         applies, self._applies = self._applies, True
         if failure is not None:
@@ -182,16 +183,15 @@ class Gradients:
         if not applies:
             for parameter in self._names:
                 parameter.grad = None
-        elif self._turns is not None:
-            with torch.no_grad():
-                self._take_turn(self._turns)
+        if applies:
+            self._steps.begin_step()
+        if self._turns is not None:
+            _take(partial(self._turns.end_pass, owes=applies))
 
-    @staticmethod
-    def _take_turn(turns: ModelTurns) -> None:
-        try:
-            turns.take_turn()
-        except Exception as error:
-            raise as_torch_raises(error) from error
+    def _after_steps(self) -> None:
+        # A hook may step inside a backward pass, which needs the parameters as they are.
+        if self._turns is not None and not _in_pass():
+            _take(self._turns.take_owed)
 
     # ---- what lossy codecs hold back ----
 
@@ -225,8 +225,26 @@ class Gradients:
                 context.write_residual(self._number, _WHOLE_WORLD, name, False, *held)
 
 
+def _reduce(reference, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
+    """The communication hook. DDP's reducer would keep the model alive if it were a method."""
+    return reference().reduce(bucket)
+
+
+def _in_pass() -> bool:
+    """Whether autograd is calling, in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _raise(error: Exception) -> None:
     raise error
+
+
+def _take(turn: Callable[[], None]) -> None:
+    try:
+        with torch.no_grad():
+            turn()
+    except Exception as error:
+        raise as_torch_raises(error) from error
 
 
 def synchronize_parameters(model: DistributedDataParallel) -> None:

@@ -62,6 +62,11 @@ class World:
         self.seconds = max(1, math.ceil(timeout.total_seconds()))
         self.context.set_stall_limits(self.seconds, self.seconds)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has ended the world, or left it, by its own will."""
+        return self._left
+
     def error(self) -> Any:
         """Why the world has ended, as a c10d.ErrorType: SUCCESS while it has not."""
         if self._left:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import json
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,6 +200,24 @@ def check_two_models_in_one_backward_pass() -> None:
         for model in (first, second):
             for parameter, theirs in zip(model.parameters(), expected, strict=True):
                 torch.testing.assert_close(parameter.grad, theirs)
+
+
+def expect_freed(references: list[weakref.ref[object]]) -> None:
+    """Once the thread that completes futures has left the last one of a model, too."""
+    deadline = time.monotonic() + 60
+    while any(reference() is not None for reference in references):
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)
+
+
+def check_a_model_is_freed_with_its_parameters() -> None:
+    with process_group():
+        model = _model()
+        _backward(model, batches(hvd.rank())[0])
+        gone = [weakref.ref(each) for each in (model, *model.parameters())]
+        del model
+        expect_freed(gone)
 
 
 def check_sparse_gradients_are_averaged() -> None:

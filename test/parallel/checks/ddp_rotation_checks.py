@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from c10d_checks import process_group
-from ddp_gradient_checks import apart
+from ddp_checks import batches, network
+from ddp_gradient_checks import apart, expect_freed
 from patterns import raised, world_with
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -37,11 +40,23 @@ class _Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
         self.taken = 0
 
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.taken).backward()
-        self.optimizer.step()
+    def compute(self, scaled: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """A backward pass; return the loss."""
+        self.model.zero_grad()
+        loss = self.model(self.taken)
+        (loss if scaled is None else scaled(loss)).backward()
         self.taken += 1
+        return loss
+
+    def step(self) -> None:
+        self.compute()
+        self.optimizer.step()
+
+    def step_by_hand(self) -> None:
+        """As the optimizer does."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.sub_(parameter.grad, alpha=RATE)
 
     def values(self) -> list[torch.Tensor]:
         return [self.model.module.values[name].detach() for name in SHAPES]
@@ -60,7 +75,7 @@ def check_parameters_are_those_of_a_simulation() -> None:
         (8, {"static_graph": True}),
     ):
         with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=parts):
-            training, simulation = _Training(**form), Simulation(parts, after=False)
+            training, simulation = _Training(**form), Simulation(parts)
             for _ in range(2 * parts + 1):
                 training.step()
                 simulation.step()
@@ -72,7 +87,7 @@ def check_parameters_are_those_of_a_simulation() -> None:
 
 def check_backward_passes_without_exchange_take_no_turn() -> None:
     with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-        training, simulation = _Training(), Simulation(2, after=False)
+        training, simulation = _Training(), Simulation(2)
         for step in range(4):
             training.optimizer.zero_grad()
             with training.model.no_sync():
@@ -83,6 +98,95 @@ def check_backward_passes_without_exchange_take_no_turn() -> None:
             training.optimizer.step()
             simulation.step()
             simulation.expect(training.values(), 1e-5)
+
+
+def check_the_turn_of_a_step_without_a_hook_comes_with_the_next_pass() -> None:
+    """The script steps by hand, then by an optimizer, and by hand again."""
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=3):
+        training, simulation = _Training(), Simulation(3)
+        for step in range(12):
+            training.compute()
+            simulation.expect(training.values(), 1e-5)  # with the turns of all steps before
+            simulation.step()
+            if 4 <= step < 8:
+                training.optimizer.step()
+                simulation.expect(training.values(), 1e-5)
+            else:
+                training.step_by_hand()
+
+
+def check_a_gradient_scaler_may_skip_the_step_on_some_ranks() -> None:
+    """It looks for infinite values in the gradients of this rank's host."""
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=3):
+        training, simulation = _Training(), Simulation(3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(12):  # rank 0 owes the turn of the last one
+            skipping = {rank for rank in range(hvd.size()) if (step + rank) % 4 == 3}
+            factor = float("inf") if hvd.rank() in skipping else 1.0
+            training.compute(lambda loss, by=factor: scaler.scale(loss * by))
+            simulation.expect(training.values(), 1e-5)
+            scaler.step(training.optimizer)
+            scaler.update()
+            simulation.step(skipping)
+            if hvd.rank() not in skipping:
+                simulation.expect(training.values(), 1e-5)
+        assert not training.equal_everywhere()
+        synchronize_parameters(training.model)
+        assert training.equal_everywhere()
+
+
+def check_a_closure_may_compute_the_gradients() -> None:
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=3):
+        training, simulation = _Training(), Simulation(3)
+        for _ in range(7):
+            training.optimizer.step(training.compute)
+            simulation.step()
+            simulation.expect(training.values(), 1e-5)
+
+
+def check_a_step_inside_a_backward_pass_takes_no_turn() -> None:
+    """Which would change parameters that the pass still needs."""
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        model = DistributedDataParallel(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        for batch in batches(hvd.rank()):
+            model.zero_grad()
+            loss = model(batch).square().mean()
+            loss.register_hook(lambda _: optimizer.step())
+            loss.backward()
+        synchronize_parameters(model)
+
+
+def check_a_turn_follows_the_steps_of_all_optimizers() -> None:
+    """Also after one optimizer has taken the place of two that are still there."""
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        training, simulation = _Training(), Simulation(2)
+        values = training.model.module.values
+        two = [
+            torch.optim.SGD([values[name] for name in names], lr=RATE)
+            for names in (("w", "few"), ("b", "scale"))
+        ]
+        for step in range(8):
+            training.compute()
+            for optimizer in two if step < 4 else [training.optimizer]:
+                optimizer.step()
+            simulation.step()
+            simulation.expect(training.values(), 1e-5)
+
+
+def check_an_optimizer_may_step_two_models() -> None:
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        first, second, simulation = _Training(), _Training(), Simulation(2)
+        optimizer = torch.optim.SGD(
+            [*first.model.parameters(), *second.model.parameters()], lr=RATE
+        )
+        for _ in range(5):
+            first.compute()
+            second.compute()
+            optimizer.step()
+            simulation.step()
+            simulation.expect(first.values(), 1e-5)
+            simulation.expect(second.values(), 1e-5)
 
 
 def check_steps_that_are_not_applied_move_nothing() -> None:
@@ -118,9 +222,67 @@ def check_loaded_parameters_are_not_corrected() -> None:
             assert torch.allclose(value, own, atol=1e-6), "its own step and nothing else"
 
 
+def check_one_rank_may_load_what_it_has_saved() -> None:
+    """While others have skipped the step, so that they still owe the turn."""
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        training = _Training()
+        for _ in range(3):
+            training.step()
+        training.compute()
+        if hvd.rank() == 0:
+            training.optimizer.step()
+            saved = copy.deepcopy(training.model.state_dict())
+            training.model.load_state_dict(saved)
+        dist.barrier()
+        training.step()
+        if hvd.rank() == 0:
+            for name, value in zip(SHAPES, training.values(), strict=True):
+                own = saved[f"module.values.{name}"] - RATE * slope(name, 0, 4)
+                assert torch.allclose(value, own, atol=1e-6), "its own step and nothing else"
+        training.step()
+        synchronize_parameters(training.model)
+        assert training.equal_everywhere()
+
+
+def check_a_step_after_the_group_has_ended_takes_no_turn() -> None:
+    with world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1, PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        with process_group():
+            training = _Training()
+            training.compute()
+        training.optimizer.step()
+        for name, value in zip(SHAPES, training.values(), strict=True):
+            assert torch.equal(value, -RATE * slope(name, hvd.rank(), 0))
+
+
+def check_models_and_optimizers_are_freed() -> None:
+    for settings in ({}, {"PERSEUS_DOWNSAMPLE_N_ELEMENTS": 2}):
+        with apart(**settings):
+            first, second = _Training(), _Training()
+            optimizer = torch.optim.SGD(
+                [*first.model.parameters(), *second.model.parameters()], lr=RATE
+            )
+            for _ in range(2):
+                first.step()
+                second.compute()
+                optimizer.step()
+            dist.barrier()
+            parameters = [weakref.ref(value) for value in second.model.parameters()]
+            gone = [weakref.ref(optimizer), weakref.ref(second.model), *parameters]
+            del optimizer, second
+            expect_freed(gone)
+            gone = [weakref.ref(first.model)]
+            optimizer = first.optimizer
+            del first
+            expect_freed(gone)
+            optimizer.step()
+            gone = [weakref.ref(optimizer)]
+            del optimizer
+            expect_freed(gone)
+
+
 def check_two_models_do_not_mix() -> None:
     with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-        first, second, simulation = _Training(), _Training(), Simulation(2, after=False)
+        first, second, simulation = _Training(), _Training(), Simulation(2)
         for value in second.values():
             value.fill_(50.0)
         for _ in range(5):

@@ -46,21 +46,6 @@ def check_powersgd() -> None:
     settings.powersgd(_reduce)
 
 
-def check_rotation() -> None:
-    def train(given: list[settings.Arrays]) -> list[settings.Arrays]:
-        variables = [keras.Variable(np.zeros(s, "float32"), name="v") for s in settings.SHAPES]
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.125))
-        results = []
-        for arrays in given:
-            optimizer.apply([keras.ops.convert_to_tensor(array) for array in arrays], variables)
-            results.append([array.copy() for array in arrays_of(variables)])
-        hvd.synchronize_parameters()
-        assert_same_everywhere(variables)
-        return results
-
-    settings.rotation_of_parameters(train)
-
-
 def check_fit_rotates_in_a_function() -> None:
     """The parameters of a compiled model are equal after a synchronisation, and only then."""
     with settings.apart():

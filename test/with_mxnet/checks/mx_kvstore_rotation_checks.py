@@ -65,9 +65,79 @@ def check_an_updater_of_ones_own() -> None:
             assert_same_bits(_pulled(kv), simulation.mine(), step)
 
 
+def check_a_step_without_all_keys_takes_its_turn_later() -> None:
+    """Which is before the next step, since only that tells that the keys do not come any more."""
+    with settings.apart():
+        kv, simulation = _store(learning_rate=RATE), _Without(2)
+        kv.init(KEYS, [mx.nd.zeros(shape) for shape in SHAPES.values()])
+        for step in range(9):
+            for name in KEYS if hvd.rank() == 0 else KEYS[::-1]:
+                if (name, step) not in _Without.missing:
+                    kv.push(name, mx.nd.array(slope(name, hvd.rank(), step)))
+            simulation.step()
+            if step not in (3, 6):
+                assert_same_bits(_pulled(kv), simulation.mine(), step)
+        hvd.synchronize_parameters()
+        assert_same_bits(_pulled(kv), simulation.corrected_mean())
+
+
+class _Without(Simulation):
+    missing = (("few", 3), ("few", 6))
+
+    def gradient(self, name: str, rank: int) -> np.ndarray:
+        return super().gradient(name, rank) * ((name, self.taken) not in self.missing)
+
+
+def check_a_nan_in_rows_skips_the_turn_of_dense_weights() -> None:
+    """The sparse gradient comes last, when all dense weights have been updated."""
+    skip = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "skip"}
+    with settings.apart(**skip), settings.captured_stderr():
+        kv, simulation = _store(learning_rate=RATE), Simulation(2)
+        kv.init(KEYS, [mx.nd.zeros(shape) for shape in SHAPES.values()])
+        kv.init("rows", mx.nd.zeros((4, 3)))
+        rows = np.arange(12, dtype=np.float32).reshape(4, 3) + hvd.rank()
+        for step in range(7):
+            before = _pulled(kv)
+            for name in KEYS:  # in one order: each push waits for its outcome
+                kv.push(name, mx.nd.array(slope(name, hvd.rank(), simulation.taken)))
+            bad = np.where(rows == 7, np.nan, rows) if step == 3 else rows
+            kv.push("rows", mx.nd.array(bad).tostype("row_sparse"))
+            if step == 3:
+                assert_same_bits(_pulled(kv), before)
+                continue
+            simulation.step()
+            assert_same_bits(_pulled(kv), simulation.mine(), step)
+
+
+def check_parameters_that_were_pulled_are_corrected_at_once() -> None:
+    """Those that broadcast was given, if they have the stored value, and no other array."""
+    with settings.apart():
+        kv, simulation = _store(learning_rate=RATE), Simulation(2)
+        weights = {name: mx.nd.zeros(shape) for name, shape in SHAPES.items()}
+        for name, array in weights.items():
+            kv.broadcast(name, array, out=array)
+        other = mx.nd.zeros(SHAPES["w"])
+        for step in range(7):
+            before = {name: array.asnumpy() for name, array in weights.items()}
+            for name in KEYS:
+                given = mx.nd.array(slope(name, hvd.rank(), step))
+                if step == 5 and name == "few":
+                    kv.push(name, given)
+                else:
+                    kv.pushpull(name, given, out=[weights[name], other][: 1 + (name == "w")])
+            simulation.step()
+            expected = dict(zip(KEYS, simulation.mine(), strict=True))
+            if step == 5:
+                expected["few"] = before["few"]
+            assert_same_bits([a.asnumpy() for a in weights.values()], [*expected.values()], step)
+            own = before["w"] - RATE * slope("w", hvd.rank(), step)
+            assert_same_bits([other.asnumpy()], [own], step)
+        assert not np.array_equal(own, expected["w"])
+
+
 def check_weights_that_others_update_take_turns_on_all_devices() -> None:
     with settings.apart():
-        kv, simulation = _store(), Simulation(2)
+        kv, simulation = _store(), Simulation(2, "pushpull")
         weights = {name: [mx.nd.zeros(shape)] for name, shape in SHAPES.items()}
         for name, arrays in weights.items():
             arrays.append(mx.nd.zeros(SHAPES[name]))

@@ -6,6 +6,7 @@ checks compare bits.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import count
 
 import mxnet as mx
@@ -18,7 +19,10 @@ from perseus import control
 # With fewer rows than parts, and with more.
 SHAPES = {"w": (40, 30), "few": (2, 5), "b": (7,)}
 RATE = 0.125
-WAYS = ("trainer", "groups", "optimizer", "store", "pushpull")
+# With "by_hand", gradients are reduced and applied by two calls. With it and with "pushpull", it is
+# not known when steps end.
+WAYS = ("trainer", "groups", "optimizer", "store", "by_hand", "pushpull")
+BEFORE = ("by_hand", "pushpull")
 
 _numbers = count()
 
@@ -32,13 +36,22 @@ def slope(name: str, rank: int, step: int) -> np.ndarray:
 
 
 class Simulation:
-    """The replicas of all ranks, in one process. local: the ranks of a host, which share gradients.
+    """The replicas of all ranks, in one process. way: one of the WAYS to train.
 
-    dtype: of the weights. wide: what an optimizer computes in.
+    local: the ranks of a host, which share gradients. dtype: of the weights. wide: what an
+    optimizer computes in.
     """
 
-    def __init__(self, parts: int, local: int = 1, dtype: str = "float32", wide: str = "") -> None:
+    def __init__(
+        self,
+        parts: int,
+        way: str = "trainer",
+        local: int = 1,
+        dtype: str = "float32",
+        wide: str = "",
+    ) -> None:
         self.parts, self.local, self.taken = parts, local, 0
+        self.after = way not in BEFORE
         self.dtype, self.wide = dtype, wide or dtype
         self.replicas = [
             {name: np.zeros(shape, self.wide) for name, shape in SHAPES.items()}
@@ -46,19 +59,28 @@ class Simulation:
         ]
         self.pending: list[dict[str, np.ndarray]] = []
 
-    def step(self) -> None:
+    def step(self, skipping: Collection[int] = ()) -> None:
+        """skipping: ranks that do not apply their gradients."""
+        if not self.after:
+            self._take_turn()
+        for rank, replica in enumerate(self.replicas):
+            if rank in skipping:
+                continue
+            host = range(rank - rank % self.local, rank - rank % self.local + self.local)
+            for name in SHAPES:
+                mean = np.mean([self.gradient(name, other) for other in host], axis=0)
+                replica[name] -= (RATE * mean).astype(self.wide)
+        if self.after:
+            self._take_turn()
+        self.taken += 1
+
+    def _take_turn(self) -> None:
         pending, self.pending = self.pending, self._differences(self.taken % self.parts)
         for replica, differences in zip(self.replicas, pending, strict=False):
             for name, difference in differences.items():
                 replica[name][:] = (replica[name].astype(difference.dtype) + difference).astype(
                     self.wide
                 )
-        for rank, replica in enumerate(self.replicas):
-            host = range(rank - rank % self.local, rank - rank % self.local + self.local)
-            for name in SHAPES:
-                mean = np.mean([self.gradient(name, other) for other in host], axis=0)
-                replica[name] -= (RATE * mean).astype(self.wide)
-        self.taken += 1
 
     def gradient(self, name: str, rank: int) -> np.ndarray:
         """Return a rank's gradient in the present step."""
@@ -116,7 +138,7 @@ class Training:
         self.trainer = self._trainer(compression, {"learning_rate": RATE, **optimizer})
 
     def _trainer(self, compression: object, options: dict[str, object]) -> gluon.Trainer:
-        if self.way in ("trainer", "groups"):
+        if self.way in ("trainer", "groups", "by_hand"):
             # Trainers that work at the same time need different prefixes.
             more = {"prefix": f"training{next(_numbers)}."}
             if compression is not None:
@@ -145,8 +167,11 @@ class Training:
 
     def step(self) -> None:
         self.backward()
-        # Stores sum over ranks, and the others average.
-        self.trainer.step(hvd.size() if self.way in ("store", "pushpull") else 1)
+        if self.way == "by_hand":
+            self.trainer.allreduce_grads()
+            self.trainer.update(1)
+        else:  # stores sum over ranks, and the others average
+            self.trainer.step(hvd.size() if self.way in ("store", "pushpull") else 1)
         self.taken += 1
 
     def values(self) -> Arrays:

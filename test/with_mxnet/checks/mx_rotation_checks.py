@@ -24,12 +24,15 @@ from mx_values import BFLOAT16, as_array, assert_equal, usable
 
 import perseus
 import perseus.mxnet as hvd
+from perseus import control
 from perseus.gradients.plan import Plan
-from perseus.mxnet.rotation import Weight, WeightTurns
+from perseus.mxnet.rotation import Weight
+from perseus.mxnet.weight_turns import WeightTurns
 
 COMPRESSIONS: dict[str, Any] = {
     "trainer": hvd.Compression.rotate,
     "groups": hvd.Compression.rotate,
+    "by_hand": hvd.Compression.rotate,
     "store": lambda n=None: {"type": "rotate", "n": n},
     "pushpull": lambda n=None: {"type": "rotate", "n": n},
 }
@@ -54,7 +57,7 @@ def check_the_number_may_come_from_the_setting() -> None:
 
 
 def _follows(training: Training, parts: int, steps: int) -> None:
-    simulation = Simulation(parts)
+    simulation = Simulation(parts, training.way)
     for step in range(steps):
         training.step()
         simulation.step()
@@ -81,7 +84,7 @@ def check_every_dtype_is_averaged() -> None:
             if (dtype, way) == ("float16", "pushpull"):
                 continue
             with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-                training, simulation = Training(way, dtype=dtype), Simulation(2, dtype=dtype)
+                training, simulation = Training(way, dtype=dtype), Simulation(2, way, dtype=dtype)
                 for _ in range(6):
                     training.step()
                     simulation.step()
@@ -127,7 +130,7 @@ def check_float16_weights_that_optimizers_keep_in_float32() -> None:
             with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
                 options = {"multi_precision": True, "momentum": momentum}
                 training = Training(way, dtype="float16", **options)
-                simulation = Simulation(2, dtype="float16", wide="float32")
+                simulation = Simulation(2, way, dtype="float16", wide="float32")
                 for step in range(7):
                     training.step()
                     simulation.step()
@@ -167,7 +170,7 @@ def check_synchronized_weights_have_the_same_bits_everywhere() -> None:
     """Also what a pull gives, and what the next step begins with."""
     for way in WAYS:
         with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=3):
-            training, simulation = Training(way), Simulation(3)
+            training, simulation = Training(way), Simulation(3, way)
             for _ in range(4):
                 training.step()
                 simulation.step()
@@ -240,6 +243,7 @@ def check_only_an_nth_of_the_weights_travels() -> None:
                 loss = parameter.data().sum()
             loss.backward()
             trainer.step(1)
+        mx.nd.waitall()
         sent = (perseus.stats()["shm_bytes_sent"] - before) / steps
     exact = 2 * (hvd.size() - 1) / hvd.size() * 4 * count
     assert abs(sent - exact / parts) < 0.1 * exact / parts, (sent, exact)
@@ -273,7 +277,7 @@ def check_steps_that_are_not_applied_take_no_turns() -> None:
     """PERSEUS_ACCUMULATE_N_STEPS: every third step is one, with the sum of three gradients."""
     for way in ("trainer", "optimizer", "store"):
         with settings.apart(PERSEUS_ACCUMULATE_N_STEPS=3, PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-            training, simulation = Training(way), _OfSums(2)
+            training, simulation = Training(way), _OfSums(2, way)
             for step in range(12):
                 training.step()
                 if step % 3 == 2:
@@ -300,8 +304,8 @@ def check_a_nan_skips_the_step_and_its_turn() -> None:
             for step in range(7):
                 before = training.values()
                 _with_nan(training, step == 3)
-                if step == 3 and way == "trainer":
-                    assert_same_bits(training.values(), before)
+                if step == 3:
+                    assert_same_bits(training.values(), before, way)
                 assert all(np.isfinite(value).all() for value in training.values())
             hvd.synchronize_parameters()
             assert training.equal_everywhere()
@@ -324,6 +328,93 @@ def _with_nan(training: Training, has_nan: bool) -> None:
         training.given = lambda: bad
     training.step()
     training.given = given
+
+
+class _Overflow:
+    """Gluon's loss scaler, of which the trainer asks whether to skip the update."""
+
+    def __init__(self, overflows: bool) -> None:
+        self.overflows = overflows
+
+    def has_overflow(self, _: object) -> bool:
+        return self.overflows
+
+
+def check_a_rank_that_does_not_update_takes_its_turn() -> None:
+    """Its loss scaler skips step 2, and gluon refuses gradients that are not new in step 4."""
+    for way in ("trainer", "by_hand"):
+        with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+            training, simulation = Training(way), Simulation(2, way)
+            last = hvd.size() - 1
+            for step in range(8):
+                training.trainer._amp_loss_scaler = _Overflow(step == 2 and hvd.rank() == last)
+                if step == 4 and hvd.rank() == last:
+                    training.backward = lambda: None
+                    assert "not been updated" in raised(UserWarning, training.step)
+                    del training.backward
+                    training.taken += 1
+                else:
+                    training.step()
+                simulation.step(skipping=[last] if step in (2, 4) else [])
+                assert_same_bits(training.values(), simulation.mine(), (way, step))
+
+
+def check_no_step_waits_for_other_ranks() -> None:
+    """Rank 0 takes three steps before the others begin with theirs."""
+    for way in WAYS:
+        with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+            training, simulation = Training(way), Simulation(2, way)
+            for turn in (hvd.rank() == 0, hvd.rank() != 0):
+                for _ in range(3 if turn else 0):
+                    training.step()
+                control.barrier()
+            for _ in range(3):
+                simulation.step()
+            assert_same_bits(training.values(), simulation.mine(), way)
+
+
+def check_the_first_step_can_be_made_equal() -> None:
+    for way in WAYS:
+        with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+            training, simulation = Training(way), Simulation(2, way)
+            training.step()
+            simulation.step()
+            assert not training.equal_everywhere()
+            hvd.synchronize_parameters()
+            assert_same_bits(training.values(), simulation.corrected_mean(), way)
+
+
+def check_weights_in_a_layout_of_onednn_are_averaged() -> None:
+    """Inference leaves weights of convolutions so."""
+    images = mx.nd.ones((2, 16, 9, 9))
+    with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        net = mx.gluon.nn.HybridSequential()
+        net.add(mx.gluon.nn.Conv2D(32, 3, in_channels=16, use_bias=False))
+        net.add(mx.gluon.nn.Conv2D(16, 3, in_channels=32, use_bias=False))
+        net.initialize()
+        weights = [parameter.data() for parameter in net.collect_params().values()]
+        numbers = [np.arange(w.size).reshape(w.shape) % 31 - 15.0 for w in weights]
+        for weight, number in zip(weights, numbers, strict=True):
+            weight[:] = number + hvd.rank() * 2
+        turns = WeightTurns(Plan(), "arrays", lambda key: Weight(weights[key]))
+        for _ in range(2):
+            net(images).wait_to_read()
+            turns.take([0, 1])
+        net(images).wait_to_read()
+        turns.finish()
+        for weight, number in zip(weights, numbers, strict=True):
+            assert_equal(weight, number + hvd.size() - 1)
+
+
+def check_what_is_under_way_at_the_end_of_a_world_is_no_error() -> None:
+    """The others have not come to this turn, so that it fails."""
+    with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        array = mx.nd.full((4, 3), 5.0)
+        turns = WeightTurns(Plan(), "arrays", lambda _: Weight(array))
+        if hvd.rank() == 0:
+            turns.take([0])
+    mx.nd.waitall()
+    assert_equal(array, np.full((4, 3), 5.0))
 
 
 def check_a_trainer_outlives_worlds_with_other_settings() -> None:
@@ -416,7 +507,7 @@ def check_two_models_with_the_same_names_do_not_mix() -> None:
         if way == "optimizer":
             continue  # which must not work at the same time
         with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
-            first, second, simulation = Training(way), Training(way), Simulation(2)
+            first, second, simulation = Training(way), Training(way), Simulation(2, way)
             if way != "store":
                 second.fill(64.0)
             for _ in range(5):

@@ -17,7 +17,7 @@ def check_hosts_step_with_the_gradients_of_their_own_ranks() -> None:
     """A store's sums are as large as those of all ranks."""
     for way in WAYS:
         with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=3, LIGHT_INTRA_SIZE=LOCAL):
-            training, simulation = Training(way), Simulation(3, LOCAL)
+            training, simulation = Training(way), Simulation(3, way, LOCAL)
             for step in range(6):
                 training.step()
                 simulation.step()

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 tf.compat.v1.disable_eager_execution()
 
+import gradient_settings as settings
 from keras2_checks import BATCHES, LOCAL, _close, _data, _fit, _joined, _model
 from worlds import world_with
 
@@ -71,6 +72,49 @@ def check_backward_passes_are_summed_up() -> None:
         _close(model.get_weights(), reference.get_weights())
         assert value_of(optimizer.iterations) == 3
         assert value_of(optimizer._agg_helper.counter) == 1
+
+
+class _Slopes(keras.layers.Layer):
+    """The sum of parameters times inputs, which are thus the gradients."""
+
+    def build(self, _) -> None:
+        self.parameters = [
+            self.add_weight(f"w{i}", shape, initializer="zeros")
+            for i, shape in enumerate(settings.SHAPES)
+        ]
+        super().build(_)
+
+    def call(self, inputs):
+        return tf.add_n(
+            [
+                tf.reshape(tf.reduce_sum(x * w), [1, 1])
+                for x, w in zip(inputs, self.parameters, strict=True)
+            ]
+        )
+
+
+def check_what_is_held_moves_parameters_as_when_it_was_held() -> None:
+    """By the rate of its own step, whatever the rate is when it arrives."""
+    for passes in (1, 2):
+
+        def train(given: list[settings.Arrays], passes=passes) -> list[settings.Arrays]:
+            inputs = [keras.Input(shape) for shape in settings.SHAPES]
+            model = keras.Model(inputs, _Slopes()(inputs))
+            optimizer = hvd.DistributedOptimizer(legacy.SGD(7.0), backward_passes_per_step=passes)
+            model.compile(optimizer, lambda _, sums: tf.reduce_mean(sums))
+            results = []
+            for number, arrays in enumerate(given):
+                optimizer.learning_rate = settings.RATES[number]
+                settings.flush_before_last(number)
+                for _ in range(passes - 1):
+                    ones = [np.ones((1, *shape)) for shape in settings.SHAPES]
+                    model.train_on_batch(ones, np.zeros([1, 1]))
+                rest = [array[np.newaxis] - (passes - 1) for array in arrays]
+                model.train_on_batch(rest, np.zeros([1, 1]))
+                results.append(model.get_weights())
+            return results
+
+        settings.learning_rates(train)
 
 
 def check_gradients_of_the_core_may_not_be_applied() -> None:

@@ -7,6 +7,7 @@ import tensorflow as tf
 from tensorflow_values import another_world, assert_equal, everyone, mine
 
 from perseus.tensorflow import mpi_ops as hvd
+from perseus.tensorflow import ops
 
 SHAPE = (5, 2)
 
@@ -46,6 +47,13 @@ def check_allreduce() -> None:
     assert_equal(got, 0.5 * _sum_of_weights(0, 5))
     got = _gradients(lambda x: [hvd._allreduce(x, op=hvd.Average)])
     assert_equal(got, _sum_of_weights(0, 5) / 2)
+
+
+def check_allreduce_with_a_learning_rate() -> None:
+    got = _gradients(
+        lambda x: ops.allreduce([x, x], "both", op=hvd.Sum, learning_rate=0.5, grouped=True)[0]
+    )
+    assert_equal(got, _sum_of_weights(0, 5) + _sum_of_weights(1, 5))
 
 
 def check_grouped_allreduce() -> None:

@@ -247,6 +247,6 @@ def check_codecs_reach_the_core() -> None:
     def reduce():
         return ops.allreduce([mine((9,), tf.int32)], op=ops.Sum, codec=4, codec_argument=0.5)
 
-    assert "int8, top-k, rotate and PowerSGD compress floating-point" in raised(
+    assert "int8, int4, int2, top-k, rotate and PowerSGD compress floating-point" in raised(
         tf.errors.InvalidArgumentError, reduce
     )

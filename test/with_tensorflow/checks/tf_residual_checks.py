@@ -202,3 +202,95 @@ def check_residuals_that_cannot_be() -> None:
         assert words in raised(ValueError, lambda given=string: residuals.deserialize(given))
     whole = residuals.serialize()
     assert "missing" in raised(ValueError, lambda: residuals.deserialize(whole[:-1]))
+
+
+class _Derived(v1.train.GradientDescentOptimizer):
+    pass
+
+
+def _in_session(make, passes: int = 1, resource: bool = True):
+    """A training in a session, which is fed with the rate."""
+
+    def train(given: list[settings.Arrays]) -> list[settings.Arrays]:
+        with tf.Graph().as_default(), v1.Session() as session:
+            rate = v1.placeholder(tf.float32, [])
+            slopes = [v1.placeholder(tf.float32, shape) for shape in settings.SHAPES]
+            variables = [
+                v1.Variable(np.zeros(s, "float32"), use_resource=resource) for s in settings.SHAPES
+            ]
+            optimizer = hvd.DistributedOptimizer(make(rate), backward_passes_per_step=passes)
+            products = zip(slopes, variables, strict=True)
+            loss = tf.add_n([tf.reduce_sum(slope * variable) for slope, variable in products])
+            step = optimizer.minimize(loss)
+            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            results = []
+            for number, arrays in enumerate(given):
+                settings.flush_before_last(number)
+                fed = {rate: settings.RATES[number]}
+                for _ in range(passes - 1):
+                    session.run(step, {**fed, **{slope: np.ones(slope.shape) for slope in slopes}})
+                rest = [array - (passes - 1) for array in arrays]
+                session.run(step, {**fed, **dict(zip(slopes, rest, strict=True))})
+                results.append(session.run(variables))
+            return results
+
+    return train
+
+
+def with_variable_rate(make, compiled: bool, by_tape: bool = False, xla: bool = False):
+    """A training eagerly or in a function, the rate of which is a variable."""
+
+    def train(given: list[settings.Arrays]) -> list[settings.Arrays]:
+        rate = tf.Variable(7.0)
+        variables = [tf.Variable(np.zeros(shape, "float32")) for shape in settings.SHAPES]
+        optimizer = make(rate) if by_tape else hvd.DistributedOptimizer(make(rate))
+
+        def step(*slopes) -> None:
+            def loss():
+                products = zip(slopes, variables, strict=True)
+                return tf.add_n([tf.reduce_sum(slope * variable) for slope, variable in products])
+
+            if not by_tape:
+                optimizer.minimize(loss, var_list=variables)
+                return
+            with tf.GradientTape() as tape:
+                value = loss()
+            gradients = hvd.DistributedGradientTape(tape).gradient(value, variables)
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        run = tf.function(step, autograph=False, jit_compile=xla) if compiled else step
+        results = []
+        for number, arrays in enumerate(given):
+            settings.flush_before_last(number)
+            rate.assign(settings.RATES[number])
+            run(*map(tf.constant, arrays))
+            results.append([variable.numpy() for variable in variables])
+        return results
+
+    return train
+
+
+def check_what_is_held_moves_parameters_as_when_it_was_held() -> None:
+    """By the rate of its own step, whatever the rate is when it arrives."""
+    sgd = v1.train.GradientDescentOptimizer
+
+    def momentum(rate):
+        return v1.train.MomentumOptimizer(rate, 0.0)
+
+    settings.learning_rates(_in_session(sgd))
+    settings.learning_rates(_in_session(momentum, resource=False))
+    settings.learning_rates(_in_session(momentum, passes=2))
+    for compiled in (False, True):
+        settings.learning_rates(with_variable_rate(sgd, compiled))
+
+
+def check_other_steps_tell_no_rates() -> None:
+    """Those of derived optimizers, of rates that a function gives, and with a tape."""
+    settings.learning_rates(_in_session(_Derived), known=False)
+
+    def by_function(rate):
+        return v1.train.GradientDescentOptimizer(lambda: rate)
+
+    settings.learning_rates(with_variable_rate(by_function, False), known=False)
+    sgd = v1.train.GradientDescentOptimizer
+    settings.learning_rates(with_variable_rate(sgd, True, by_tape=True), known=False)

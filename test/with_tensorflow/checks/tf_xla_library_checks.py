@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import gradient_settings as settings
 import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow_values import assert_equal, everyone, mine, numbers
+from tf_residual_checks import with_variable_rate
 from tf_training import (
     assert_equal_on_all_ranks,
     global_batch,
@@ -180,3 +182,9 @@ def check_keras_trains_as_without_xla() -> None:
     _assert_trains_as_without_xla(_fitted)
     with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
         _assert_trains_as_without_xla(_fitted)
+
+
+def check_what_is_held_moves_parameters_as_when_it_was_held() -> None:
+    """By the rate of its own step, which is an input of the program."""
+    sgd = tf.compat.v1.train.GradientDescentOptimizer
+    settings.learning_rates(with_variable_rate(sgd, True, xla=True))
