@@ -19,7 +19,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S .
 # One build folder per Python version: objects of the core, libperseus.so, the extension and the C++ tests.
 BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 # The longest first, so that none is left for the end.
-TEST_DIRS := $(wildcard test/parallel test/faults test/hosts test/python)
+TEST_DIRS := $(wildcard test/parallel test/faults test/hosts test/python test/gpu)
 CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc'
 # By pytest's marks, which pyproject.toml explains.
 SELECTED := $(if $(PERSEUS_TEST_FULL),,not full)
@@ -33,7 +33,7 @@ export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 export PIP_NO_COMPILE := 1
 
 .PHONY: accuracy help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
-        test-torch test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format docs bench clean \
+        test-torch test-gpu test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format docs bench clean \
         check-locks environments packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
@@ -194,17 +194,27 @@ check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch6
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
 	$(PY) $(PYTEST) $(TEST_DIRS) </dev/null
 
-# Where versions of PyTorch differ most. `make test` has time for those of torch.distributed, on the newest version; `make
-# test-all` runs all tests there, and these on older versions.
-VERSION_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
-                 test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py
-DISTRIBUTED := -k "(c10d or ddp or point_to_point or test_process_group_faults or test_torch_backend) and not bench"
+# On a machine with a GPU, and with a PyTorch that sees it as GPU_PYTHON. The package and its tests must be built.
+GPU_PYTHON ?= $(PYTHON)
+test-gpu:  ## what needs a GPU; GPU_PYTHON=… names the Python whose PyTorch sees it
+	$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "PyTorch sees no GPU"'
+	PYTHONPATH=$(CURDIR):$(CURDIR)/test $(GPU_PYTHON) -m pytest test/gpu test/python/test_arrays.py </dev/null
+
+# What runs PyTorch: everything but the launchers, the core and the tools, which know nothing of its version. `make test-all`
+# runs those on the newest version, too, and where versions differ most, older ones.
+VERSION_TESTS := $(filter-out test/parallel/test_accuracy.py,$(wildcard test/parallel/test_*.py)) test/gpu \
+                 $(wildcard test/python/test_torch_*.py test/python/test_ddp_*.py) test/python/test_binding.py \
+                 test/python/test_rendezvous_torch.py test/python/test_elastic_torch.py \
+                 test/faults/test_process_group_faults.py
+OLDER_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
+               test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py \
+               test/python/test_ddp_optimizer_steps.py
 TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
 
-test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## torch.distributed with the newest PyTorch
-	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS) $(DISTRIBUTED)) </dev/null
+test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## the tests of PyTorch with its newest version
+	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
 	for venv in $(TORCHES:torch-2.15=); do \
-	    .venv/$$venv/bin/python $(PYTEST) $(VERSION_TESTS) </dev/null; \
+	    .venv/$$venv/bin/python $(PYTEST) $(OLDER_TESTS) </dev/null; \
 	done
 
 # The oldest TensorFlow that is served, too, where everything is tested.

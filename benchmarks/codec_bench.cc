@@ -74,7 +74,7 @@ std::vector<Case> all_cases() {
   add(spec_of(CodecKind::kLossless), false);
   add(spec_of(CodecKind::kLossless, 1.0, true), false);
   add(spec_of(CodecKind::kInt8), false);
-  add(spec_of(CodecKind::kInt8), true);
+  for (CodecKind kind : {CodecKind::kInt8, CodecKind::kInt4, CodecKind::kInt2}) add(spec_of(kind), true);
   add(spec_of(CodecKind::kTopK, 0.01), true);
   add(spec_of(CodecKind::kTopK, 0.01, true), true);
   add(spec_of(CodecKind::kTopK, 0.1), true);

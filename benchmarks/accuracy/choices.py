@@ -38,6 +38,8 @@ CHOICES: dict[str, Choice] = {
         EXACT,
         Choice("default"),
         Choice("int8", {"PERSEUS_ALLREDUCE_CODEC": "int8"}),
+        Choice("int4", {"PERSEUS_ALLREDUCE_CODEC": "int4"}),
+        Choice("int2", {"PERSEUS_ALLREDUCE_CODEC": "int2"}),
         # On these links it would leave everything exact: so slow a link makes it choose.
         Choice("auto", {"PERSEUS_ALLREDUCE_CODEC": "auto", "PERSEUS_LINK_GBIT": "0.3"}),
         Choice("topk:0.01", _TOP_K),

@@ -202,8 +202,8 @@ class Text(Task):
     """A transformer of 1.0 million parameters on made-up sentences; -loss per character."""
 
     name, score, margin, relative = "text", "-loss", 0.005, True
-    batch, steps = 16, 400
-    rates: ClassVar = {"sgd": 0.1, "adam": 0.001, "adamw": 0.001}
+    batch, steps = 8, 400
+    rates: ClassVar = {"sgd": 0.8, "adam": 0.001, "adamw": 0.001}
 
     def model(self) -> nn.Module:
         """See Task."""
