@@ -22,13 +22,14 @@ CXX_LAYERS: dict[str, set[str]] = {
     "net": set(),
     "topology": set(),
     "mpi": set(),  # the library, opened at run time
+    "cuda": set(),  # the driver, likewise
     "bootstrap": {"mpi", "net"},
     "transport": {"bootstrap", "kernels", "net", "topology"},
     "collective": {"kernels", "mpi", "topology", "transport"},
     "codec": {"kernels"},  # and collective/wire_format.h, below
     "compression": {"codec", "kernels", "topology"},
     "progress": {"net"},
-    "request": {"codec", "compression"},
+    "request": {"codec", "compression", "cuda"},
     "control": {"request", "transport"},
     "point_to_point": {"request", "topology", "transport"},
     "execution": {
@@ -46,6 +47,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "collective",
         "compression",
         "control",
+        "cuda",
         "execution",
         "kernels",
         "net",
@@ -59,6 +61,7 @@ CXX_LAYERS: dict[str, set[str]] = {
     "api": {
         "bootstrap",
         "compression",
+        "cuda",
         "engine",
         "execution",
         "include",

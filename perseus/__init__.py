@@ -14,12 +14,13 @@ from perseus import ddp as _ddp
 from perseus.version import __version__
 
 if TYPE_CHECKING:
+    from perseus.arrays import allreduce as allreduce
     from perseus.basics import flush_residuals as flush_residuals
 
-__all__ = ["__version__", "flush_residuals", "run", "stats"]
+__all__ = ["__version__", "allreduce", "flush_residuals", "run", "stats"]
 
 # What a script imports by itself.
-_FACES = ("compat", "elastic", "keras", "mxnet", "tensorflow", "torch")
+_FACES = ("arrays", "compat", "elastic", "keras", "mxnet", "tensorflow", "torch")
 
 _ddp.watch()
 
@@ -37,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from perseus.basics import flush_residuals
 
         return flush_residuals
+    if name == "allreduce":
+        from perseus.arrays import allreduce
+
+        return allreduce
     raise AttributeError(f"module 'perseus' has no attribute {name!r}")
 
 

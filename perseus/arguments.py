@@ -39,7 +39,7 @@ def checked_root(root_rank: Any, where: str) -> int:
         ) from None
 
 
-_COMPRESSIONS = ("none", "lossless", "fp16", "bf16", "int8", "auto", "settings")
+_COMPRESSIONS = ("none", "lossless", "fp16", "bf16", "int8", "int4", "int2", "auto", "settings")
 _COMPRESSIONS_TO_CALL = {"top_k": "topk(0.01)", "rotate": "rotate(4)", "powersgd": "powersgd(4)"}
 
 

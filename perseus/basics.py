@@ -435,8 +435,14 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """False: nothing is compiled against CUDA."""
-    return False
+    """Whether tensors on GPUs are served here: whether there is a driver of NVIDIA that can."""
+    from perseus import _core
+
+    try:
+        _core.find_cuda()
+    except HorovodInternalError:
+        return False
+    return True
 
 
 def rocm_built() -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 # Same numbers as enum perseus_codec.
 SETTINGS, EXACT, FLOAT16, BFLOAT16, INT8, TOP_K = range(6)
-ROTATE, AUTO, INSIDE, POWERSGD, LOSSLESS = range(6, 11)
+ROTATE, AUTO, INSIDE, POWERSGD, LOSSLESS, INT4, INT2 = range(6, 13)
 
 
 class Compressor:
@@ -18,8 +18,8 @@ class Compressor:
 
     in_core: between hosts, the core itself encodes sums and averages of floating-point tensors with
         `codec` (perseus_codec) and `argument`; compress is for everything else. float16 and
-        bfloat16 are left as they are by codecs that save nothing; int8, top-k and the rotating
-        subset refuse integers (ValueError).
+        bfloat16 are left as they are by codecs that save nothing; int8, int4, int2, top-k and the
+        rotating subset refuse integers (ValueError).
     stateful: the core keeps a residual under the tensor's name.
     """
 
@@ -100,6 +100,22 @@ class Int8Compressor(NoneCompressor):
     codec = INT8
 
 
+class Int4Compressor(Int8Compressor):
+    """Four bits per element between hosts; rounding errors are added to the next gradient."""
+
+    codec = INT4
+
+
+class Int2Compressor(Int8Compressor):
+    """Two bits per element between hosts; rounding errors are added to the next gradient.
+
+    Elements travel as -1, 0 or 1 times the largest of 256. (Compare Wen et al. 2017, TernGrad, and
+    Seide et al. 2014, 1-Bit SGD.)
+    """
+
+    codec = INT2
+
+
 class TopKCompressor(NoneCompressor):
     """Sends the largest elements between hosts; the others are added to the next gradient."""
 
@@ -137,9 +153,9 @@ class InsideCompressor(NoneCompressor):
 
 
 class AutoCompressor(NoneCompressor):
-    """Unchanged, float16, int8 or top-k, whichever is fastest on the measured links.
+    """Unchanged, float16, int8, int4 or int2, whichever is fastest on the measured links.
 
-    What int8 and top-k leave out is added to the next gradient.
+    What integers leave out is added to the next gradient.
     """
 
     stateful = True
@@ -175,9 +191,10 @@ def rotate(n: int | None = None) -> type[Compressor]:
     """A compressor that sends each element every n-th step, n of 1 to 1024.
 
     Optimizers, trainers, tapes and KVStores average parameters so, while hosts step with their own
-    gradients; hvd.synchronize_parameters() makes parameters equal. hvd.allreduce holds elements of
-    gradients back, which can diverge for n above 2. None = PERSEUS_DOWNSAMPLE_N_ELEMENTS. Raises
-    ValueError for anything else.
+    gradients; hvd.synchronize_parameters() makes parameters equal. Training may end with a higher
+    loss than with exact gradients, the more so the larger n: see docs/accuracy.md. hvd.allreduce
+    holds elements of gradients back, which can diverge for n above 2. None =
+    PERSEUS_DOWNSAMPLE_N_ELEMENTS. Raises ValueError for anything else.
     """
     if n is not None and not (isinstance(n, int) and 1 <= n <= 1024):
         raise ValueError(f"[compression] rotate({n}): expected a whole number from 1 to 1024")
@@ -190,7 +207,9 @@ def powersgd(rank: int | None = None) -> type[Compressor]:
 
     Of a gradient with n rows and m columns, rank * (n + m) numbers travel, after
     PERSEUS_POWERSGD_WARMUP_STEPS exact steps. Those that this would not halve, such as biases,
-    travel as PERSEUS_ALLREDUCE_DTYPE says. Raises ValueError for anything else.
+    travel as PERSEUS_ALLREDUCE_DTYPE says. Training may end with a higher loss than with exact
+    gradients, the more so the smaller the rank: see docs/accuracy.md. Raises ValueError for
+    anything else.
     """
     if rank is not None and not (isinstance(rank, int) and 1 <= rank <= 1024):
         raise ValueError(f"[compression] powersgd({rank}): expected a whole number from 1 to 1024")
@@ -207,6 +226,8 @@ class Compressions:
     none = NoneCompressor
     lossless = LosslessCompressor
     int8 = Int8Compressor
+    int4 = Int4Compressor
+    int2 = Int2Compressor
     topk = staticmethod(top_k)
     rotate = staticmethod(rotate)
     powersgd = staticmethod(powersgd)

@@ -9,6 +9,7 @@
 #include "api/sized.h"
 #include "base/clock.h"
 #include "bootstrap/store.h"
+#include "cuda/driver.h"
 #include "kernels/hash.h"
 #include "kernels/kernels.h"
 #include "perseus/perseus.h"
@@ -97,7 +98,6 @@ perseus::Speeds speeds_of(const perseus_speeds& from) {
   speeds.link = {from.measurement, from.latency_s, from.seconds_per_byte};
   speeds.groups = from.groups;
   speeds.shards = from.shards;
-  speeds.matrix_rank = from.matrix_rank;
   for (size_t i = 0; i < speeds.codecs.size(); ++i)
     speeds.codecs[i] = {from.encode_s[i], from.decode_s[i], from.wire[i]};
   return speeds;
@@ -342,6 +342,12 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.codec = {r.codec, r.codec_argument};
     submission.done = {r.done, r.done_arg};
     submission.tag = r.tag;
+    if (r.memory != PERSEUS_HOST && r.memory != PERSEUS_CUDA)
+      perseus::fail(ErrorKind::kInvalidArgument,
+                    "[api] perseus_request.memory: expected a perseus_memory, got " + std::to_string(r.memory));
+    submission.on_cuda = r.memory == PERSEUS_CUDA;
+    submission.device = r.device;
+    submission.stream = r.stream;
     if (r.refusal != nullptr) refuse(r, &submission);
     *handle = c.engine().submit(submission);
     return PERSEUS_OK;
@@ -373,6 +379,15 @@ perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle
     const auto outcome = c.engine().handles().outcome(handle);
     if (!outcome) fail_unknown(handle);
     return outcome->ok ? PERSEUS_OK : fail_with(outcome->kind, outcome->message.c_str());
+  });
+}
+
+perseus_code perseus_handle_join(perseus_context* context, perseus_handle handle, void* stream) {
+  return in_context(context, [&](perseus::Context& c) {
+    const HandleTable::Slot* slot = c.engine().handles().find(handle);
+    if (slot == nullptr || !HandleTable::is_done(*slot)) fail_unknown(handle);
+    if (slot->staging) slot->staging->join(stream);
+    return PERSEUS_OK;
   });
 }
 
@@ -473,7 +488,6 @@ perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_s
     found.shards = speeds.shards;
     found.latency_s = speeds.link.latency_s;
     found.seconds_per_byte = speeds.link.seconds_per_byte;
-    found.matrix_rank = speeds.matrix_rank;
     for (size_t i = 0; i < speeds.codecs.size(); ++i) {
       found.encode_s[i] = speeds.codecs[i].encode_s;
       found.decode_s[i] = speeds.codecs[i].decode_s;
@@ -484,33 +498,22 @@ perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_s
   });
 }
 
-double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes, uint64_t narrow) {
+double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes) {
   double seconds = -1;
   guarded([&] {
     const Given<perseus_speeds> given(speeds, "perseus_speeds");
     for (int i = 0; i < perseus::kAutoCodecs; ++i)
-      if (public_codec(i) == codec) seconds = perseus::estimated_seconds(speeds_of(*given), i, {bytes, narrow});
+      if (public_codec(i) == codec) seconds = perseus::estimated_seconds(speeds_of(*given), i, bytes);
     return PERSEUS_OK;
   });
   return seconds;
 }
 
-uint64_t perseus_speeds_narrow(const perseus_speeds* speeds, const int64_t* shape, int ndim) {
-  uint64_t bytes = 0;
-  guarded([&] {
-    const Given<perseus_speeds> given(speeds, "perseus_speeds");
-    bytes = perseus::choice_of(speeds_of(*given), {shape, shape + ndim}).narrow;
-    return PERSEUS_OK;
-  });
-  return bytes;
-}
-
-int perseus_speeds_choose(const perseus_speeds* speeds, const int64_t* shape, int ndim) {
+int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes) {
   int codec = -1;
   guarded([&] {
     const Given<perseus_speeds> given(speeds, "perseus_speeds");
-    const perseus::Speeds known = speeds_of(*given);
-    codec = public_codec(perseus::choose_codec(known, perseus::choice_of(known, {shape, shape + ndim})));
+    codec = public_codec(perseus::choose_codec(speeds_of(*given), bytes));
     return PERSEUS_OK;
   });
   return codec;
@@ -528,6 +531,17 @@ perseus_code perseus_timeline_start(perseus_context* context, const char* path, 
 perseus_code perseus_timeline_stop(perseus_context* context) {
   return in_context(context, [&](perseus::Context& c) {
     c.engine().stop_timeline();
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_cuda_find(int count_devices, perseus_cuda* out) {
+  return guarded([&] {
+    const perseus::cuda::Driver& driver = perseus::cuda::Driver::get();
+    perseus_cuda found = {};
+    found.version = driver.version();
+    found.devices = count_devices != 0 ? driver.devices() : -1;
+    perseus::give(found, out, "perseus_cuda");
     return PERSEUS_OK;
   });
 }

@@ -8,7 +8,7 @@ namespace perseus {
 
 enum class Autotune : int64_t { kAuto, kOff, kOn };
 enum class AllreduceDtype : int64_t { kAuto, kHalf, kFull, kHalfBetweenHosts };
-enum class AllreduceCodec : int64_t { kDtype, kInt8, kPowerSgd, kLossless, kAuto };
+enum class AllreduceCodec : int64_t { kDtype, kInt8, kInt4, kInt2, kPowerSgd, kLossless, kAuto };
 enum class ChangeAllgather : int64_t { kAuto, kStack, kJoin };
 enum class AllreduceMode : int64_t { kAuto, kFlat, kOneRankPerHost };
 enum class TwoD : int64_t { kAuto, kOff, kOn };

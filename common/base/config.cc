@@ -48,14 +48,17 @@ constexpr Variable kTable[] = {
      "inside a host and as float16 between hosts. auto = 2. With AMP, or to get exactly the bits of full precision, "
      "use 1."},
     {Var::kAllreduceCodec, "PERSEUS_ALLREDUCE_CODEC", "", VarType::kChoice, "dtype",
-     "dtype|int8|powersgd|lossless|auto", true,
-     "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8 = one byte per "
-     "element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), lossless = with every bit, in "
-     "about 6/7 of the bytes, and unchanged inside a host, auto = unchanged, as float16, int8 or PowerSGD, whichever "
-     "the measured links make fastest. Perseus adds what a codec leaves out to the next gradient."},
+     "dtype|int8|int4|int2|powersgd|lossless|auto", true,
+     "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8, int4, int2 = so many "
+     "bits per element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), lossless = with every bit, "
+     "in about 6/7 of the bytes, and unchanged inside a host, auto = unchanged, as float16, int8, int4 or int2, "
+     "whichever the measured links make fastest. Perseus adds what a codec leaves out to the next gradient."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
      "Speed of the links between hosts in Gbit/s that auto assumes, so that its choices are the same in every run. 0 "
-     "= Perseus measures it when the first gradient is sent."},
+     "= Perseus measures it when the first gradient is sent, and again as PERSEUS_LINK_CHECK_SECONDS says."},
+    {Var::kLinkCheck, "PERSEUS_LINK_CHECK_SECONDS", "", VarType::kInt, "60", "0..1000000", true,
+     "After so many seconds auto measures the links between hosts again, for about 0.1 s, and chooses codecs anew if "
+     "they have become faster or slower by half. 0 = never."},
     {Var::kGradientScale, "PERSEUS_ALLREDUCE_GRADIENT_SCALE", "", VarType::kFloat, "0", "0..1000000000000", true,
      "Factor by which gradients are multiplied before they become float16, and divided afterwards. 0 = a power of two "
      "for every 16384 elements, so that none overflows. If you set a value and the first losses are very large or "
@@ -77,14 +80,16 @@ constexpr Variable kTable[] = {
      "fraction that a script asks for, if that is below 0.05: gradients change fastest at first. 0 = none."},
     {Var::kPowerSgdRank, "PERSEUS_POWERSGD_RANK", "", VarType::kInt, "4", "1..1024", true,
      "The rank r of the matrices that PowerSGD sends: r (n + m) numbers instead of n m for a gradient with n rows and "
-     "m columns. Gradients that this would not halve travel as PERSEUS_ALLREDUCE_DTYPE says."},
+     "m columns. Gradients that this would not halve travel as PERSEUS_ALLREDUCE_DTYPE says. Training may end with a "
+     "higher loss than with exact gradients, and a warning says so: see docs/accuracy.md."},
     {Var::kPowerSgdWarmUp, "PERSEUS_POWERSGD_WARMUP_STEPS", "", VarType::kInt, "100", "0..1000000000", true,
      "Steps in which gradients travel as PERSEUS_ALLREDUCE_DTYPE says before PowerSGD begins: gradients change fastest "
      "at first. 0 = none."},
     {Var::kDownsample, "PERSEUS_DOWNSAMPLE_N_ELEMENTS", "", VarType::kInt, "1", "1..1024", true,
      "N: every host steps with its own gradients, and in every step another N-th of each parameter is averaged, which "
      "is 1/N of the traffic. synchronize_parameters() makes parameters equal; Caffe does so itself, before tests and "
-     "snapshots and at the end. 2, 4 and 8 are usual, 1 = off."},
+     "snapshots and at the end. Training may end with a higher loss than with exact gradients, the more so the larger "
+     "N, and a warning says so: see docs/accuracy.md. 2, 4 and 8 are usual, 1 = off."},
     {Var::kGradientMomentum, "PERSEUS_GRADIENT_MOMENTUM", "", VarType::kFloat, "1", "0..1", true,
      "Factor by which the elements that allreduce(…, compression=Compression.rotate(n)) keeps are multiplied in every "
      "step: 1 loses nothing, a smaller factor discounts old values. Optimizers average parameters instead, and keep "
@@ -218,6 +223,8 @@ static_assert(agree<AllreduceDtype>({{AllreduceDtype::kAuto, "auto"},
                                      {AllreduceDtype::kHalfBetweenHosts, "2"}}));
 static_assert(agree<AllreduceCodec>({{AllreduceCodec::kDtype, "dtype"},
                                      {AllreduceCodec::kInt8, "int8"},
+                                     {AllreduceCodec::kInt4, "int4"},
+                                     {AllreduceCodec::kInt2, "int2"},
                                      {AllreduceCodec::kPowerSgd, "powersgd"},
                                      {AllreduceCodec::kLossless, "lossless"},
                                      {AllreduceCodec::kAuto, "auto"}}));

@@ -22,6 +22,7 @@ enum class Var {
   kAllreduceDtype,
   kAllreduceCodec,
   kLinkGbit,
+  kLinkCheck,
   kGradientScale,
   kTopK,
   kTopKRatio,

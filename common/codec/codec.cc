@@ -5,7 +5,7 @@
 
 #include "base/error.h"
 #include "codec/half.h"
-#include "codec/int8.h"
+#include "codec/integers.h"
 #include "codec/lossless.h"
 #include "codec/rotating.h"
 #include "codec/top_k.h"
@@ -27,7 +27,7 @@ constexpr Entry kCodecs[] = {
      }},
     {"bfloat16",
      [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<HalfFormat>(DType::kBFloat16); }},
-    {"int8", [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<Int8Format>(); }},
+    {"int8", [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<IntegerFormat>(8); }},
     {"top-k",
      [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
        return std::make_unique<TopKFormat>(spec.ratio, spec.half_values, spec.warm_up);
@@ -42,6 +42,8 @@ constexpr Entry kCodecs[] = {
      [](const CodecSpec& spec) -> std::unique_ptr<WireFormat> {
        return std::make_unique<LosslessFormat>(spec.half_values);
      }},
+    {"int4", [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<IntegerFormat>(4); }},
+    {"int2", [](const CodecSpec&) -> std::unique_ptr<WireFormat> { return std::make_unique<IntegerFormat>(2); }},
 };
 
 const Entry& entry(CodecKind kind) { return kCodecs[static_cast<int>(kind)]; }
@@ -72,7 +74,7 @@ std::string codec_name(const CodecSpec& spec) {
 }
 
 void check_codec(const CodecSpec& spec) {
-  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 8");
+  require(static_cast<int>(spec.kind) < kCodecKinds, "kind", static_cast<int>(spec.kind), "0 to 10");
   require(spec.ratio > 0.0 && spec.ratio <= 1.0, "ratio", spec.ratio, "above 0, at most 1");
   require(spec.warm_up >= 0, "warm_up", spec.warm_up, "at least 0");
   require(spec.every >= 1, "every", spec.every, "at least 1");

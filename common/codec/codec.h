@@ -19,9 +19,11 @@ enum class CodecKind : uint8_t {
   kRotate = 5,
   kInside = 6,
   kLowRank = 7,
-  kLossless = 8
+  kLossless = 8,
+  kInt4 = 9,
+  kInt2 = 10
 };
-constexpr int kCodecKinds = 9;
+constexpr int kCodecKinds = 11;
 
 // Fields that a kind has no use for keep their defaults: specs are compared as a whole.
 struct CodecSpec {

@@ -49,14 +49,4 @@ void HalfFormat::decode_as(Arrival arrival, const Byte* from, size_t bytes, size
   kernels::decode_halves(dtype_, from + sizeof(ChunkHeader), unscale, count, x, arrival);
 }
 
-void HalfFormat::decode(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kStore, from, bytes, count, x);
-}
-void HalfFormat::decode_streamed(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kStream, from, bytes, count, x);
-}
-void HalfFormat::decode_add(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kAdd, from, bytes, count, x);
-}
-
 }  // namespace perseus

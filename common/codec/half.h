@@ -8,8 +8,7 @@
 #pragma once
 
 #include "base/dtype.h"
-#include "collective/wire_format.h"
-#include "kernels/codec_kernels.h"
+#include "codec/every_element.h"
 
 namespace perseus {
 
@@ -19,20 +18,17 @@ constexpr float kSmallestHalfScale = 0x1p-126f, kLargestHalfScale = 0x1p126f;
 float half_scale(uint32_t largest_magnitude);
 bool is_half_unscale(float unscale);
 
-class HalfFormat : public WireFormat {
+class HalfFormat : public EveryElementFormat {
  public:
   // kFloat16 or kBFloat16. `scale`: 0 = of each chunk's own.
   explicit HalfFormat(DType dtype, double scale = 0.0);
 
   size_t most_bytes(size_t count) const override;
   size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const override;
-  void decode(const Byte* from, size_t bytes, size_t count, float* x) const override;
-  void decode_streamed(const Byte* from, size_t bytes, size_t count, float* x) const override;
-  void decode_add(const Byte* from, size_t bytes, size_t count, float* x) const override;
   bool keeps_residual() const override { return false; }
 
  private:
-  void decode_as(kernels::Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) const;
+  void decode_as(kernels::Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) const override;
 
   const DType dtype_;
   const float scale_;

@@ -78,14 +78,4 @@ void LosslessFormat::decode_as(Arrival arrival, const Byte* from, size_t bytes, 
                arrival == Arrival::kAdd ? arrival : Arrival::kStore);
 }
 
-void LosslessFormat::decode(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kStore, from, bytes, count, x);
-}
-void LosslessFormat::decode_streamed(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kStream, from, bytes, count, x);
-}
-void LosslessFormat::decode_add(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kAdd, from, bytes, count, x);
-}
-
 }  // namespace perseus

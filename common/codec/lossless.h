@@ -15,25 +15,21 @@
 // the next 4 of 2 rows, as far as bits 0, 1 and 2 of the width are set.
 #pragma once
 
-#include "collective/wire_format.h"
-#include "kernels/codec_kernels.h"
+#include "codec/every_element.h"
 
 namespace perseus {
 
-class LosslessFormat : public WireFormat {
+class LosslessFormat : public EveryElementFormat {
  public:
   // `narrow`: for bf16 tensors, to whose precision elements are rounded as their exact sum is.
   explicit LosslessFormat(bool narrow) : narrow_(narrow) {}
 
   size_t most_bytes(size_t count) const override;
   size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const override;
-  void decode(const Byte* from, size_t bytes, size_t count, float* x) const override;
-  void decode_streamed(const Byte* from, size_t bytes, size_t count, float* x) const override;
-  void decode_add(const Byte* from, size_t bytes, size_t count, float* x) const override;
   bool keeps_residual() const override { return false; }
 
  private:
-  void decode_as(kernels::Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) const;
+  void decode_as(kernels::Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) const override;
 
   const bool narrow_;
 };

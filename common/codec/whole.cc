@@ -4,17 +4,6 @@
 #include "codec/chunk.h"
 
 namespace perseus {
-namespace {
-
-using kernels::Arrival;
-
-void decode_as(Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) {
-  const ChunkHeader header = read_header("whole", from, bytes, count);
-  if (header.form != kDenseForm) bad_chunk("whole", bytes, count);
-  decode_dense(from + sizeof header, count, x, arrival);
-}
-
-}  // namespace
 
 size_t WholeFormat::most_bytes(size_t count) const { return dense_bytes(count); }
 
@@ -23,14 +12,10 @@ size_t WholeFormat::encode(const float* x, float* residual, size_t count, uint64
   return encode_dense(residual != nullptr ? residual : x, residual, count, to);
 }
 
-void WholeFormat::decode(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kStore, from, bytes, count, x);
-}
-void WholeFormat::decode_streamed(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kStream, from, bytes, count, x);
-}
-void WholeFormat::decode_add(const Byte* from, size_t bytes, size_t count, float* x) const {
-  decode_as(Arrival::kAdd, from, bytes, count, x);
+void WholeFormat::decode_as(kernels::Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) const {
+  const ChunkHeader header = read_header("whole", from, bytes, count);
+  if (header.form != kDenseForm) bad_chunk("whole", bytes, count);
+  decode_dense(from + sizeof header, count, x, arrival);
 }
 
 }  // namespace perseus

@@ -2,11 +2,9 @@
 #include "compression/codec_choice.h"
 
 #include <algorithm>
-#include <cmath>
 #include <sstream>
 
 #include "base/clock.h"
-#include "codec/low_rank.h"
 
 namespace perseus {
 namespace {
@@ -16,7 +14,6 @@ constexpr size_t kMeasuredChunks = 64;
 constexpr int kMeasuredTimes = 3;
 constexpr uint64_t kWarm = uint64_t{1} << 32;  // a step after every warm-up
 constexpr uint64_t kLargest = uint64_t{1} << 30;
-constexpr int kWithoutResidual = 2;  // so many of kAutoKinds, at first
 
 // Somewhat like a gradient: as many small values as large ones, none equal.
 std::vector<float> sample() {
@@ -73,29 +70,6 @@ CodecCost measure(const WireFormat& format, const std::vector<float>& x) {
   return CodecCost{encode / bytes, decode / bytes, wire / bytes};
 }
 
-// What LowRankAllreduce computes for a square matrix.
-CodecCost measure_low_rank(size_t rank, const std::vector<float>& x) {
-  constexpr size_t kSide = 1024;
-  static_assert(kSide * kSide == kMeasuredChunks * kWireChunk);
-  const kernels::MatrixShape shape{kSide, kSide};
-  std::vector<float> residual(x.size()), out(x.size()), p(kSide * rank), q(rank * kSide);
-  kernels::Product taken;
-  kernels::fill_with_noise(1, q.data(), q.size());
-  double fastest = 0;
-  for (int time = 0; time <= kMeasuredTimes; ++time) {
-    const int64_t begun = now_ns();
-    kernels::add_and_project(x.data(), 1.0F, taken, residual.data(), shape, q.data(), rank, p.data());
-    kernels::orthogonalize(p.data(), kSide, rank);
-    kernels::project_back(residual.data(), shape, p.data(), rank, q.data());
-    taken = {shape, rank, p, q};
-    kernels::expand(p.data(), q.data(), shape, rank, out.data());
-    const double seconds = seconds_since(begun);
-    fastest = time <= 1 ? seconds : std::min(fastest, seconds);
-  }
-  const double bytes = static_cast<double>(x.size() * sizeof(float));
-  return CodecCost{fastest / bytes, 0, static_cast<double>((p.size() + q.size()) * sizeof(float)) / bytes};
-}
-
 std::string size_text(uint64_t bytes) {
   if (bytes >= (1 << 20) && bytes % (1 << 20) == 0) return std::to_string(bytes >> 20) + " MiB";
   return bytes >= 1024 ? std::to_string(bytes >> 10) + " KiB" : std::to_string(bytes) + " bytes";
@@ -103,58 +77,42 @@ std::string size_text(uint64_t bytes) {
 
 }  // namespace
 
-ChoiceOf choice_of(const Speeds& speeds, const std::vector<int64_t>& shape) {
-  uint64_t bytes = sizeof(float);
-  for (int64_t extent : shape) bytes *= static_cast<uint64_t>(extent);
-  return {bytes, narrow_bytes(shape, speeds.matrix_rank)};
-}
-
-double estimated_seconds(const Speeds& speeds, int codec, const ChoiceOf& tensor) {
+double estimated_seconds(const Speeds& speeds, int codec, uint64_t bytes) {
   const CodecCost& cost = speeds.codecs[static_cast<size_t>(codec)];
   const double members = speeds.groups;
-  const double shard = static_cast<double>(tensor.bytes) / speeds.shards;
-  const double both_ways = 2 * (members - 1) / members * speeds.link.seconds_per_byte;
-  // Two sums, one after the other.
-  if (kAutoKinds[static_cast<size_t>(codec)] == CodecKind::kLowRank)
-    return 4 * speeds.link.latency_s + both_ways * static_cast<double>(tensor.narrow) / speeds.shards +
-           shard * cost.encode_s;
-  const double sent = both_ways * shard * cost.wire;
+  const double shard = static_cast<double>(bytes) / speeds.shards;
+  const double sent = 2 * (members - 1) / members * speeds.link.seconds_per_byte * shard * cost.wire;
   if (kAutoKinds[static_cast<size_t>(codec)] == CodecKind::kNone) return speeds.link.latency_s + sent;
   // Encoded are the own gradient and the owned part of the mean; decoded what comes for that part, and the result.
   const double work = shard * ((1 + 1 / members) * cost.encode_s + 2 * cost.decode_s);
   return 2 * speeds.link.latency_s + sent + work;
 }
 
-int choose_codec(const Speeds& speeds, const ChoiceOf& tensor) {
+int choose_codec(const Speeds& speeds, uint64_t bytes) {
   if (speeds.groups < 2) return 0;
-  // A codec that keeps a residual must not give way to another one.
-  const int allowed = tensor.narrow == 0 ? kAutoCodecs - 1 : tensor.warms_up ? kWithoutResidual : kAutoCodecs;
-  double fastest = estimated_seconds(speeds, 0, tensor);
-  for (int codec = 1; codec < allowed; ++codec) fastest = std::min(fastest, estimated_seconds(speeds, codec, tensor));
+  double fastest = estimated_seconds(speeds, 0, bytes);
+  for (int codec = 1; codec < kAutoCodecs; ++codec)
+    fastest = std::min(fastest, estimated_seconds(speeds, codec, bytes));
   int codec = 0;
-  while (estimated_seconds(speeds, codec, tensor) * (1 - kAutoGain) > fastest) ++codec;
+  while (estimated_seconds(speeds, codec, bytes) * (1 - kAutoGain) > fastest) ++codec;
   return codec;
 }
 
 std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kAutoCodecs>& specs) {
-  const auto square = [&](uint64_t bytes) {
-    const int64_t side = static_cast<int64_t>(std::sqrt(static_cast<double>(bytes) / sizeof(float)));
-    return ChoiceOf{bytes, choice_of(speeds, {side, side}).narrow};
-  };
   std::ostringstream text;
   text.precision(3);
   text << "auto: between hosts " << 8e-9 / speeds.link.seconds_per_byte << " Gbit/s, " << speeds.link.latency_s * 1e6
        << " us (measurement " << speeds.link.number << "); ms for 64 MiB:";
   for (int codec = 0; codec < kAutoCodecs; ++codec)
     text << (codec > 0 ? ", " : " ") << codec_name(specs[static_cast<size_t>(codec)]) << " "
-         << estimated_seconds(speeds, codec, square(64 << 20)) * 1e3;
-  text << ". Square gradients travel as ";
-  int last = choose_codec(speeds, square(0));
+         << estimated_seconds(speeds, codec, 64 << 20) * 1e3;
+  text << ". Gradients travel as ";
+  int last = choose_codec(speeds, 0);
   text << codec_name(specs[static_cast<size_t>(last)]);
   // Where choices change is found to a 1024-th of a power of two, which is exact for what settings say.
   for (uint64_t octave = 1024; octave < kLargest; octave *= 2) {
     for (uint64_t bytes = octave; bytes < 2 * octave; bytes += octave / 1024) {
-      const int codec = choose_codec(speeds, square(bytes));
+      const int codec = choose_codec(speeds, bytes);
       if (codec == last) continue;
       text << ", from " << size_text(bytes) << " " << codec_name(specs[static_cast<size_t>(codec)]);
       last = codec;
@@ -169,7 +127,6 @@ std::array<CodecCost, kAutoCodecs> measure_codecs(const std::array<CodecSpec, kA
   for (size_t i = 0; i < specs.size(); ++i) {
     const std::unique_ptr<WireFormat> format = make_codec(specs[i]);
     if (format) costs[i] = measure(*format, x);
-    if (specs[i].kind == CodecKind::kLowRank) costs[i] = measure_low_rank(static_cast<size_t>(specs[i].matrix_rank), x);
   }
   return costs;
 }

@@ -14,24 +14,16 @@
 namespace perseus {
 
 // The codecs that auto chooses among, the most accurate first.
-constexpr std::array<CodecKind, 4> kAutoKinds = {CodecKind::kNone, CodecKind::kFloat16, CodecKind::kInt8,
-                                                 CodecKind::kLowRank};
+constexpr std::array<CodecKind, 5> kAutoKinds = {CodecKind::kNone, CodecKind::kFloat16, CodecKind::kInt8,
+                                                 CodecKind::kInt4, CodecKind::kInt2};
 constexpr int kAutoCodecs = static_cast<int>(kAutoKinds.size());
 // A less accurate codec must be faster by this much, so that differences within the measurements' noise do not decide.
 constexpr double kAutoGain = 0.05;
 
-// Per encoded byte of float32; with error feedback if the codec keeps a residual. Of the low-rank sum encode_s is all
-// of its work, and `wire` is that of a measured matrix, as its bytes depend on the shape.
+// Per encoded byte of float32; with error feedback if the codec keeps a residual.
 struct CodecCost {
   double encode_s = 0, decode_s = 0;  // per byte
   double wire = 1;                    // bytes sent
-};
-
-// A float32 tensor.
-struct ChoiceOf {
-  uint64_t bytes;
-  uint64_t narrow = 0;    // see narrow_bytes()
-  bool warms_up = false;  // only codecs without residuals come before the low-rank sum
 };
 
 // Everything a choice depends on; the same on all ranks of a group.
@@ -39,15 +31,13 @@ struct Speeds {
   LinkSpeed link;
   std::array<CodecCost, kAutoCodecs> codecs;  // ordered as kAutoKinds
   int groups = 1, shards = 1;                 // see Levels
-  int matrix_rank = 1;                        // of the low-rank sum
 };
 
-ChoiceOf choice_of(const Speeds& speeds, const std::vector<int64_t>& shape);
-// Seconds for a tensor through kAutoKinds[codec], between the inner groups.
-double estimated_seconds(const Speeds& speeds, int codec, const ChoiceOf& tensor);
+// Seconds for a float32 tensor of so many bytes through kAutoKinds[codec], between the inner groups.
+double estimated_seconds(const Speeds& speeds, int codec, uint64_t bytes);
 // Index in kAutoKinds: the most accurate codec that is within kAutoGain of the fastest.
-int choose_codec(const Speeds& speeds, const ChoiceOf& tensor);
-// "…: exact, from 9 KiB int8, from 1 MiB PowerSGD of rank 4", of square matrices: for the log.
+int choose_codec(const Speeds& speeds, uint64_t bytes);
+// "…: exact, from 9 KiB int8, from 20 KiB int4": for the log.
 std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kAutoCodecs>& specs);
 
 // Encodes and decodes some megabytes with every codec on this thread, for about 20 ms.

@@ -42,6 +42,8 @@ GradientCodecs::GradientCodecs(const Config& config) {
   gradient_ = top_k                                 ? spec(CodecWish::kTopK, 0)
               : rotates                             ? spec(CodecWish::kRotate, 0)
               : choice == AllreduceCodec::kInt8     ? spec(CodecWish::kInt8, 0)
+              : choice == AllreduceCodec::kInt4     ? spec(CodecWish::kInt4, 0)
+              : choice == AllreduceCodec::kInt2     ? spec(CodecWish::kInt2, 0)
               : choice == AllreduceCodec::kPowerSgd ? spec(CodecWish::kLowRank, 0)
               : choice == AllreduceCodec::kLossless ? spec(CodecWish::kLossless, 0)
                                                     : precision_;
@@ -86,7 +88,10 @@ std::string GradientCodecs::news(bool between_hosts) const {
          ": PERSEUS_ALLREDUCE_DTYPE=1 keeps full precision, PERSEUS_ALLREDUCE_DTYPE=2 keeps this without a word";
 }
 
-bool may_cost_accuracy(const CodecSpec& codec) { return codec.kind == CodecKind::kTopK && codec.ratio < 1; }
+bool may_cost_accuracy(const CodecSpec& codec) {
+  return (codec.kind == CodecKind::kTopK && codec.ratio < 1) || codec.kind == CodecKind::kLowRank ||
+         codec.kind == CodecKind::kInside;
+}
 
 // The group chooses; `codec` is the one that leaves out most of what it may choose.
 CompressionTerms GradientCodecs::automatic() const {

@@ -21,9 +21,11 @@ struct CodecWish {
     kAuto,
     kInside,
     kLowRank,
-    kLossless
+    kLossless,
+    kInt4,
+    kInt2
   };
-  static constexpr int kKinds = 11;
+  static constexpr int kKinds = 13;
   int kind = kSettings;
   double argument = 0;  // top-k: fraction of elements, rotate: N, low rank: the rank; 0 = as the settings say
 };

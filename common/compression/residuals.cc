@@ -144,6 +144,11 @@ void Residuals::flush() {
   for (auto& [key, record] : records_) record->flushes = true;
 }
 
+void Residuals::flush(const Key& key) {
+  const MutexLock lock(mutex_);
+  if (const std::shared_ptr<Record> record = find(key)) record->flushes = true;
+}
+
 void Residuals::forget(uint64_t owner) {
   const MutexLock lock(mutex_);
   for (auto it = records_.begin(); it != records_.end();)

@@ -104,6 +104,8 @@ class Residuals {
              Flush flush, double learning_rate);
   // Has the next reduction of every known name send its residual.
   void flush();
+  // The same of this name.
+  void flush(const Key& key);
   // Drops an owner's residuals.
   void forget(uint64_t owner);
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }

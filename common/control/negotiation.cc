@@ -221,10 +221,12 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
   std::vector<Entry::Nan> nans;
   Flush flush = Flush::kNone;
   bool warms_up = false;
+  int outdated = 0;
   for (int rank = 0; rank < size_; ++rank) {
     for (uint32_t tensor : name->announced[rank].nans) nans.push_back({ranks_[rank], tensor});
     flush = std::max(flush, name->announced[rank].flush);
     warms_up |= name->announced[rank].warms_up;
+    outdated = std::max(outdated, name->announced[rank].outdated);
   }
   if (mismatch.empty()) {
     size_t first = 0;
@@ -233,6 +235,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     name->agreed.nans.clear();
     name->agreed.flush = Flush::kNone;
     name->agreed.warms_up = false;
+    name->agreed.outdated = 0;
     for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
     Entry* entry = take_entry(name);
     entry->description.times = name->agreed.times;
@@ -240,6 +243,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     entry->nans = std::move(nans);
     entry->description.flush = flush;
     entry->description.warms_up = warms_up;
+    entry->description.outdated = outdated;
     // The lowest rank's priority goes for all, so that all run in one order.
     entry->description.priority = name->agreed.priority;
     if (!name->agreed.transient) take_slot(name);

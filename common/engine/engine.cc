@@ -15,6 +15,8 @@ constexpr int64_t kHousekeeping = 500 * kMillisecond;
 constexpr int64_t kLookForEvents = 50 * kMicrosecond;
 // What no event announces is looked at this often by a thread that sleeps.
 constexpr int64_t kPoll = 50 * kMicrosecond;
+// A GPU computes for long, and whoever asks it keeps its driver from the thread that gives it work.
+constexpr int64_t kPollDevice = 200 * kMicrosecond;
 // Whether anything waits for what is told by a call cannot be seen; gradients of one step are not this far apart.
 constexpr int64_t kSilentPatience = kSecond;
 
@@ -40,6 +42,7 @@ ExecutionSettings settings_of(const Config& config) {
   settings.timeout_ns = config.integer(Var::kTimeout) * kSecond;
   const double gbit = config.number(Var::kLinkGbit);
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
+  settings.link_check_ns = config.integer(Var::kLinkCheck) * kSecond;
   settings.algorithm = AlgorithmChoice(wanted_algorithm(config.choice<AllreduceAlgorithm>()));
   // A ring's bits depend on buckets, and trials may change none.
   if (settings.algorithm.wanted() == Algorithm::kRing) settings.tuner.buckets = settings.tuner.streams = false;
@@ -182,13 +185,14 @@ std::shared_ptr<ProcessSet> Engine::make_group(int id, uint32_t channels, const 
 
 bool Engine::busy() noexcept {
   if (failed_.load(std::memory_order_relaxed)) return false;
+  if (loading_.any()) return true;
   for (auto& [id, group] : groups_)
     if (group->busy()) return true;
   return point_to_point_.moving();
 }
 
 bool Engine::has_submissions() const noexcept {
-  if (point_to_point_.has_submissions()) return true;
+  if (point_to_point_.has_submissions() || loading_.any()) return true;
   const MutexLock lock(groups_mutex_);
   for (auto& [id, group] : groups_)
     if (group->negotiation().has_submissions()) return true;
@@ -247,6 +251,7 @@ bool Engine::advance(bool eager) {
   for (auto& transport : transports_) transport->poll(woken);
   read_peer_events();
   if (!failed_.load(std::memory_order_relaxed)) {
+    if (loading_.any()) moved |= announce_computed();
     for (auto& [id, group] : groups_) {
       const uint64_t rounds = group->rounds();
       moved |= group->step(now, eager, kBucketsWorth, &finished_, &mismatched_);
@@ -265,9 +270,45 @@ bool Engine::advance(bool eager) {
   return moved;
 }
 
+bool Engine::announce_computed() {
+  std::vector<Loading::Request> computed;
+  const auto announce = [&]() PERSEUS_REQUIRES(progress_lock) {
+    for (const Loading::Request& request : computed) {
+      const Kind kind = request.entry->description.kind;
+      Status status;
+      progress_.guard([&]() PERSEUS_REQUIRES(progress_lock) { announce_to_peers(request, &status); }, &status);
+      if (!status.ok) finish(request.entry, status);
+      loading_.announced(kind);
+    }
+  };
+  try {
+    loading_.take_computed(&computed);
+  } catch (...) {
+    announce();  // what has been taken must not be lost
+    throw;
+  }
+  announce();
+  if (loading_.any()) waker_->arm_timer(kPollDevice);
+  return !computed.empty();
+}
+
+void Engine::announce_to_peers(const Loading::Request& request, Status* status) {
+  Entry* entry = request.entry;
+  entry->submitted_ns = now_ns();  // the stall watch does not count the time for which a device computes
+  if (!request.group) {
+    if (!point_to_point_.submit(entry)) *status = Status::from(ended());
+    return;
+  }
+  const Negotiation::Submitted submitted = request.group->negotiation().submit(request.name.c_str(), entry);
+  if (submitted != Negotiation::Submitted::kYes) *status = Status::from(not_taken(submitted, request.name));
+}
+
 bool Engine::caller_waits_for(const Entry& entry) const {
+  const bool patient = now_ns() - entry.submitted_ns < kSilentPatience;
+  // It has submitted more than other ranks know of: a GPU computes the rest of its step.
+  if (patient && loading_.any()) return false;
   if (handles_.at(entry.handle)->awaited.load(std::memory_order_acquire)) return true;
-  return entry.done.call != nullptr && now_ns() - entry.submitted_ns > kSilentPatience;
+  return entry.done.call != nullptr && !patient;
 }
 
 void Engine::finish(Entry* entry, const Status& status) {
@@ -294,6 +335,8 @@ void Engine::finish(Entry* entry, const Status& status) {
   if (entry->name != nullptr && group != groups_.end()) group->second->negotiation().retire(entry);
   if (status.ok && fine)
     progress_.guard([&]() PERSEUS_REQUIRES(progress_lock) { give_result(*entry, slot); }, &slot->status);
+  if (entry->staging)
+    progress_.guard([&]() PERSEUS_REQUIRES(progress_lock) { end_storing(entry, slot); }, &slot->status);
   const Completion done = entry->done;
   const int64_t handle = HandleTable::handle_of(*slot, entry->handle);
   recycle(entry);
@@ -303,6 +346,15 @@ void Engine::finish(Entry* entry, const Status& status) {
   if (done.call == nullptr) return;
   silent_batch_.done();
   progress_.guard([&] { done.call(done.arg, handle); });
+}
+
+// Parts of what has failed may have been stored, too: whoever uses that memory again has to wait for them.
+void Engine::end_storing(Entry* entry, HandleTable::Slot* slot) {
+  // An allgather of sizes that differ has not taken the caller's memory.
+  const bool gathers = entry->description.kind == Kind::kAllgather;
+  const bool elsewhere = gathers && (slot->outputs.empty() || slot->outputs[0].data != nullptr);
+  entry->staging->end(slot->status.ok && !elsewhere);
+  slot->staging = std::move(entry->staging);
 }
 
 void Engine::give_result(const Entry& entry, HandleTable::Slot* slot) {
@@ -414,7 +466,8 @@ void Engine::count() {
     stats.buckets += group->buckets();
     stats.staging_bytes += group->staging_bytes();
   }
-  stats.staging_bytes += accumulation_.bytes() + residuals_.bytes() + point_to_point_.staging_bytes();
+  stats.staging_bytes +=
+      devices_.pinned_bytes() + accumulation_.bytes() + residuals_.bytes() + point_to_point_.staging_bytes();
   const MutexLock lock(stats_mutex_);
   stats_ = stats;
 }

@@ -17,6 +17,8 @@
 #include "compression/first_steps.h"
 #include "compression/gradient_codecs.h"
 #include "compression/residuals.h"
+#include "cuda/device.h"
+#include "engine/loading.h"
 #include "engine/process_set.h"
 #include "net/waker.h"
 #include "observe/flight_recorder.h"
@@ -39,6 +41,7 @@ struct EngineStats {
 
 class Engine final : private ProgressWork {
  public:
+  static constexpr int kAnyDevice = -1;
   // A request as the caller states it; pointers need to live only during submit().
   struct Submission {
     Kind kind = Kind::kAllreduce;
@@ -69,6 +72,10 @@ class Engine final : private ProgressWork {
     int64_t tag = 0;                // of a send or receive, whose other rank is `root`
     std::vector<uint32_t> times;    // of the tuner's request
     const char* refusal = nullptr;  // see perseus_request
+    // Where tensors lie on a device: its number, or kAnyDevice to find it, and the stream that computes them.
+    bool on_cuda = false;
+    int device = 0;
+    void* stream = nullptr;
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
@@ -132,10 +139,21 @@ class Engine final : private ProgressWork {
   void fill_collective(const Submission& submission, const ProcessSet& group, const CompressionTerms& compression,
                        Entry* entry);
   int64_t submit_point_to_point(const Submission& submission);
-  int64_t announce(const Submission& submission, ProcessSet& group, Entry* entry);
+  int64_t submit_point_to_point(const Submission& submission, std::unique_ptr<cuda::Staging> staging);
+  int64_t announce(const Submission& submission, const std::shared_ptr<ProcessSet>& group, Entry* entry);
+  // A submission whose tensors or images are in host memory; `staging` has the images, where the tensors lie on a
+  // device.
+  int64_t submit_checked(const Submission& submission, const std::shared_ptr<ProcessSet>& group,
+                         const CompressionTerms& compression, std::unique_ptr<cuda::Staging> staging);
+  // Of tensors on a device: begins to load their images, and makes the submission one of these.
+  // `index`: of this rank among so many.
+  std::unique_ptr<cuda::Staging> stage(int64_t ranks, int index, Submission* submission,
+                                       std::vector<Submission::Tensor>* images);
+  // What is said where negotiation has not taken an entry.
+  Error not_taken(Negotiation::Submitted submitted, const std::string& name) const;
   // Forgets an entry that nobody took.
   void withdraw(int64_t handle, Entry* entry);
-  [[noreturn]] void refuse_ended() const;
+  Error ended() const;
   void recycle(Entry* entry);
 
   // ---- gradients (gradients.cc); any thread ----
@@ -159,6 +177,11 @@ class Engine final : private ProgressWork {
   bool awaited() const noexcept override { return silent_batch_.complete(); }
 
   bool advance(bool eager) PERSEUS_REQUIRES(progress_lock);
+  // Negotiation gets requests whose tensors have been computed; true when there were any.
+  bool announce_computed() PERSEUS_REQUIRES(progress_lock);
+  void announce_to_peers(const Loading::Request& request, Status* status) PERSEUS_REQUIRES(progress_lock);
+  // Of tensors on a device.
+  void end_storing(Entry* entry, HandleTable::Slot* slot) PERSEUS_REQUIRES(progress_lock);
   // Completes what has ended since the last time; true when there was anything.
   bool complete_ended() PERSEUS_REQUIRES(progress_lock);
   // What the handle tells beside the status, where that is a success.
@@ -191,6 +214,8 @@ class Engine final : private ProgressWork {
   // Finishes what `take` takes, even where that throws.
   template <class Take>
   void end(const Take& take, const Status& status) PERSEUS_REQUIRES(progress_lock);
+  // Of all process sets; none is taken from now on.
+  void fail_loading(const Status& status) PERSEUS_REQUIRES(progress_lock);
   void fail_pending(ProcessSet* group, bool close, const Status& status) PERSEUS_REQUIRES(progress_lock);
   void give_up(ProcessSet* group, const Status& status) PERSEUS_REQUIRES(progress_lock);
   void wind_down() PERSEUS_REQUIRES(progress_lock);
@@ -213,7 +238,9 @@ class Engine final : private ProgressWork {
   std::vector<std::unique_ptr<Transport>> transports_;
   std::vector<Transport*> route_;
   Timeline timeline_;
+  cuda::Devices devices_;  // outlives handles, which hold images
   HandleTable handles_;
+  Loading loading_;
   Accumulation accumulation_;
   const GradientCodecs gradient_codecs_;
   std::atomic<bool> warned_about_accuracy_{false}, warned_about_precision_{false};

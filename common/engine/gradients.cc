@@ -43,7 +43,9 @@ int64_t Engine::held_handle(const Completion& done) {
 
 void Engine::warn_about_accuracy(const CodecSpec& codec, const std::vector<int>& ranks) {
   if (warned_about_accuracy_.exchange(true) || world_.rank != 0 || topology_.of(ranks, 0).groups == 1) return;
-  log_.warning("[codec] training with " + codec_name(codec) +
+  // So rotating averages and local steps ask for gradients.
+  const bool inside = codec.kind == CodecKind::kInside;
+  log_.warning("[codec] training with " + (inside ? "gradients averaged within each host only" : codec_name(codec)) +
                " may end with a higher loss than with exact gradients: see docs/accuracy.md");
 }
 

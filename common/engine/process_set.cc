@@ -58,8 +58,9 @@ ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to), dissemination_links(ranks_, me_, -1, id, link_to),
              static_cast<int>(ranks_.size()), me_, epoch, id),
-      execution_(settings, ranks_, me_, id, groups_over(link_to, preferred), outputs_of),
-      aside_(aside(settings), ranks_, me_, id, groups_over(link_to, preferred), outputs_of) {}
+      automatic_(settings.auto_codecs, settings.link_seconds_per_byte > 0 ? 0 : settings.link_check_ns),
+      execution_(settings, ranks_, me_, id, groups_over(link_to, preferred), outputs_of, &automatic_),
+      aside_(aside(settings), ranks_, me_, id, groups_over(link_to, preferred), outputs_of, &automatic_) {}
 
 int ProcessSet::streams(const ExecutionSettings& settings) {
   return static_cast<int>(aside(settings).first_stream) + 1;
@@ -162,8 +163,6 @@ void ProcessSet::check_round(int64_t now, int64_t since_ns) const {
 void ProcessSet::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
   // A schedule begins behind what the round that froze it made ready; up to the one that ends it it has the streams.
   Execution& execution = negotiation_.scheduled() ? aside_ : execution_;
-  // What a schedule asked for auto, it has measured before it froze: this is the same on all ranks.
-  if (negotiation_.scheduled()) aside_.go_by(execution_.speeds());
   // Trials and a schedule would not know of each other: what is tried changes with rounds, and a schedule has none.
   negotiation_.learn_order(!execution_.tuner().trying());
   negotiation_.apply(round_.content(), &ready_, failed);

@@ -61,7 +61,9 @@ class ProcessSet {
   // 1, 2, …; any thread.
   int64_t next_number() { return numbers_.fetch_add(1, std::memory_order_relaxed) + 1; }
   void restart_numbers() { numbers_.store(0, std::memory_order_relaxed); }
-  const Speeds& speeds() const PERSEUS_REQUIRES(progress_lock) { return execution_.speeds(); }
+  // What auto goes by; number 0 before it was needed.
+  const Speeds& speeds() const PERSEUS_REQUIRES(progress_lock) { return automatic_.speeds(); }
+  int outdated_measurement(int64_t now) const { return automatic_.outdated(now); }  // see AutoCodecs; any thread
   uint64_t rounds() const PERSEUS_REQUIRES(progress_lock) { return round_.number(); }
   uint64_t messages() const PERSEUS_REQUIRES(progress_lock) { return round_.messages(); }
   uint64_t buckets() const PERSEUS_REQUIRES(progress_lock) { return execution_.buckets() + aside_.buckets(); }
@@ -90,6 +92,7 @@ class ProcessSet {
   const std::function<int64_t(int rank)> silent_ns_;
   Negotiation negotiation_;
   Round round_ PERSEUS_GUARDED_BY(progress_lock);
+  AutoCodecs automatic_;
   Execution execution_ PERSEUS_GUARDED_BY(progress_lock);
   // While a schedule has execution_: what is agreed on in rounds, on a stream of its own.
   Execution aside_ PERSEUS_GUARDED_BY(progress_lock);

@@ -124,12 +124,14 @@ void check_group_change(const Engine::Submission& s, int world_size) {
 // Compression.fp16 and bf16 leave integers as they are, as Horovod's does; others were meant for this very tensor.
 void check_codec_suits(const Engine::Submission& s) {
   const int kind = s.codec.kind;
-  if (kind != CodecWish::kInt8 && kind != CodecWish::kTopK && kind != CodecWish::kRotate && kind != CodecWish::kLowRank)
-    return;
+  constexpr int kFloatsOnly[] = {CodecWish::kInt8, CodecWish::kInt4,   CodecWish::kInt2,
+                                 CodecWish::kTopK, CodecWish::kRotate, CodecWish::kLowRank};
+  if (std::find(std::begin(kFloatsOnly), std::end(kFloatsOnly), kind) == std::end(kFloatsOnly)) return;
   for (int i = 0; i < s.tensor_count; ++i)
     if (!dtype_is_float(s.tensors[i].dtype))
       refuse("[engine] '" + std::string(s.name) + "' is " + dtype_name(s.tensors[i].dtype) +
-             ": int8, top-k, rotate and PowerSGD compress floating-point tensors. Reduce it without compression=.");
+             ": int8, int4, int2, top-k, rotate and PowerSGD compress floating-point tensors. Reduce it without "
+             "compression=.");
 }
 
 void describe(const Engine::Submission& s, Description* d) {
@@ -149,6 +151,7 @@ void describe(const Engine::Submission& s, Description* d) {
   d->nans.clear();
   d->flush = Flush::kNone;
   d->warms_up = false;
+  d->outdated = 0;
   d->times = s.times;
   d->refusal = s.refusal == nullptr ? "" : s.refusal;
 }
@@ -179,6 +182,7 @@ Entry* Engine::take_entry() {
 
 void Engine::recycle(Entry* entry) {
   entry->residuals.reset();
+  entry->staging.reset();
   const MutexLock lock(entries_mutex_);
   free_entries_.push_back(entry);
 }
@@ -214,6 +218,7 @@ void Engine::fill_collective(const Submission& s, const ProcessSet& group, const
   if (s.gradient_of != 0) nan_check_.scan(entry);
   if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
   entry->description.warms_up = warms_up(s, group, entry->description);
+  if (compression.automatic) entry->description.outdated = group.outdated_measurement(entry->submitted_ns);
   entry->splits.assign(s.splits, s.splits + s.split_count);
   const size_t ranks = group.ranks().size();
   if (s.kind == Kind::kAlltoall && s.refusal == nullptr && s.splits == nullptr && s.tensors[0].ndim > 0)
@@ -227,34 +232,60 @@ void Engine::withdraw(int64_t handle, Entry* entry) {
   recycle(entry);
 }
 
-void Engine::refuse_ended() const {
+Error Engine::ended() const {
   const Status cause = failure();
-  fail(ErrorKind::kAborted, !cause.ok ? cause.message : closing_ ? shutdown_text() : "The process set was removed.");
+  return Error(ErrorKind::kAborted, !cause.ok  ? cause.message
+                                    : closing_ ? shutdown_text()
+                                               : "The process set was removed.");
+}
+
+Error Engine::not_taken(Negotiation::Submitted submitted, const std::string& name) const {
+  if (submitted == Negotiation::Submitted::kClosed) return ended();
+  return Error(ErrorKind::kInvalidArgument,
+               "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
+               "currently being processed. If you want to request another tensor, use a different tensor name. (" +
+                   name + ")");
 }
 
 // Gives a filled entry to the negotiation of its group, and returns the handle of its result.
-int64_t Engine::announce(const Submission& s, ProcessSet& group, Entry* entry) {
+int64_t Engine::announce(const Submission& s, const std::shared_ptr<ProcessSet>& group, Entry* entry) {
   const int64_t handle = handles_.open();
   entry->handle = HandleTable::index_of(handle);
   const bool all_there = s.done.call != nullptr && silent_batch_.submitted();
-  const Negotiation::Submitted submitted = group.negotiation().submit(s.name, entry);
+  Negotiation& negotiation = group->negotiation();
+  if (loading_.holds(*entry)) {
+    entry->own_text = s.name;
+    entry->text = &entry->own_text;
+    if (loading_.add({s.name, group, entry})) {
+      progress_.submitted(all_there);
+      return handle;
+    }
+    withdraw(handle, entry);
+    throw ended();
+  }
+  const Negotiation::Submitted submitted = negotiation.submit(s.name, entry);
   if (submitted == Negotiation::Submitted::kYes) {
-    progress_.submitted(all_there || group.negotiation().submitted_bytes() >= kBucketsWorth);
+    progress_.submitted(all_there || negotiation.submitted_bytes() >= kBucketsWorth);
     return handle;
   }
   withdraw(handle, entry);
-  if (submitted == Negotiation::Submitted::kClosed) refuse_ended();
-  refuse(
-      "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
-      "currently being processed. If you want to request another tensor, use a different tensor name. (" +
-      std::string(s.name) + ")");
+  throw not_taken(submitted, s.name);
 }
 
 int64_t Engine::submit_point_to_point(const Submission& s) {
   check_point_to_point(s, world_);
+  if (!s.on_cuda) return submit_point_to_point(s, nullptr);
+  Submission staged = s;
+  std::vector<Submission::Tensor> images;
+  std::unique_ptr<cuda::Staging> staging = stage(1, 0, &staged, &images);
+  return submit_point_to_point(staged, std::move(staging));
+}
+
+int64_t Engine::submit_point_to_point(const Submission& s, std::unique_ptr<cuda::Staging> staging) {
   callers_.submits();
   Entry* entry = take_entry();
   fill(s, entry);
+  entry->staging = std::move(staging);
   entry->tag = s.tag;
   entry->own_text = s.name != nullptr && *s.name != '\0' ? s.name : point_to_point_name(s);
   entry->text = &entry->own_text;
@@ -262,12 +293,49 @@ int64_t Engine::submit_point_to_point(const Submission& s) {
   const int64_t handle = handles_.open();
   entry->handle = HandleTable::index_of(handle);
   const bool all_there = s.done.call != nullptr && silent_batch_.submitted();
-  if (!point_to_point_.submit(entry)) {
+  if (!(loading_.holds(*entry) ? loading_.add({"", nullptr, entry}) : point_to_point_.submit(entry))) {
     withdraw(handle, entry);
-    refuse_ended();
+    throw ended();
   }
   progress_.submitted(all_there || large);
   return handle;
+}
+
+// An image is reduced, spread or sent like any tensor of a CPU. NaN checks and sums over steps read it now, so they
+// wait for it; nothing else does.
+std::unique_ptr<cuda::Staging> Engine::stage(int64_t ranks, int index, Submission* s,
+                                             std::vector<Submission::Tensor>* images) {
+  if (s->tensor_count == 0) return nullptr;
+  const int device = s->device == kAnyDevice ? cuda::Driver::get().device_of(s->tensors[0].in) : s->device;
+  auto staging = std::make_unique<cuda::Staging>(&devices_.at(device));
+  for (int i = 0; i < s->tensor_count; ++i) {
+    const Submission::Tensor& t = s->tensors[i];
+    int64_t row = static_cast<int64_t>(dtype_size(t.dtype));
+    for (int d = 1; d < t.ndim; ++d) row *= t.shape[d];
+    const int64_t rows = t.ndim == 0 ? 1 : t.shape[0];
+    const size_t bytes = static_cast<size_t>(rows * row);
+    // A broadcast reads the root's tensor and writes to the others'.
+    const bool root = s->kind == Kind::kBroadcast && s->root == world_.rank;
+    const bool reads = s->kind != Kind::kReceive && (s->kind != Kind::kBroadcast || root);
+    const bool writes = s->kind != Kind::kAlltoall && s->kind != Kind::kSend && !(root && t.out == t.in);
+    const void* in = reads ? t.in : nullptr;
+    void* out = writes ? t.out : nullptr;
+    size_t out_bytes = bytes;
+    if (s->kind == Kind::kAllgather) out_bytes = bytes * static_cast<size_t>(ranks);
+    if (s->kind == Kind::kReduceScatter) out_bytes = static_cast<size_t>(scattered_rows(rows, ranks, index) * row);
+    staging->add(in, bytes, out, out_bytes, s->kind == Kind::kAllgather || s->kind == Kind::kReduceScatter);
+  }
+  staging->load(s->stream);
+  for (int i = 0; i < s->tensor_count; ++i) {
+    images->push_back(s->tensors[i]);
+    const size_t index = static_cast<size_t>(i);
+    images->back().in = staging->in(index);
+    const bool given = s->tensors[i].out != nullptr && s->kind != Kind::kAlltoall;
+    images->back().out = given ? staging->out(index) : nullptr;
+  }
+  s->tensors = images->data();
+  if (s->gradient_of != 0 && (accumulation_.on() || nan_check_.on())) staging->wait_until_loaded();
+  return staging;
 }
 
 int64_t Engine::submit(const Submission& s) {
@@ -281,6 +349,16 @@ int64_t Engine::submit(const Submission& s) {
   const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
   const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec);
   check_codec_suits(s);
+  if (!s.on_cuda) return submit_checked(s, group, compression, nullptr);
+  Submission staged = s;
+  std::vector<Submission::Tensor> images;
+  std::unique_ptr<cuda::Staging> staging =
+      stage(static_cast<int64_t>(group->ranks().size()), group->index(), &staged, &images);
+  return submit_checked(staged, group, compression, std::move(staging));
+}
+
+int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<ProcessSet>& group,
+                               const CompressionTerms& compression, std::unique_ptr<cuda::Staging> staging) {
   if (s.gradient_of != 0 && holds(s)) return held_handle(s.done);
 
   if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
@@ -290,7 +368,8 @@ int64_t Engine::submit(const Submission& s) {
     warn_about_accuracy(compression.codec, group->ranks());
   Entry* entry = take_entry();
   fill_collective(s, *group, compression, entry);
-  return announce(s, *group, entry);
+  entry->staging = std::move(staging);
+  return announce(s, group, entry);
 }
 
 }  // namespace perseus

@@ -210,6 +210,7 @@ void Engine::abort(const Error& cause, bool tell) {
 
 void Engine::end_everything() {
   const Status status = failure();
+  fail_loading(status);
   for (auto& [id, group] : groups_) {
     fail_pending(group.get(), true, status);
     give_up(group.get(), status);
@@ -228,6 +229,10 @@ void Engine::end(const Take& take, const Status& status) {
     throw;
   }
   for (Entry* entry : taken) finish(entry, status);
+}
+
+void Engine::fail_loading(const Status& status) {
+  end([this](std::vector<Entry*>* taken) { loading_.close(taken); }, status);
 }
 
 void Engine::fail_pending(ProcessSet* group, bool close, const Status& status) {
@@ -264,6 +269,7 @@ void Engine::wind_down() {
   }
   drained_.store(!moving, std::memory_order_release);
   if (!moving && first_left_ >= 0) {
+    fail_loading(Status{false, ErrorKind::kAborted, shutdown_text()});
     note_cause(ErrorKind::kAborted, shutdown_text());
     failed_.store(true, std::memory_order_release);
   }

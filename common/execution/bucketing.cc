@@ -60,9 +60,21 @@ Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint6
   return output->data;
 }
 
-void Bucket::add_piece(const Entry::Buffers& buffers, size_t size) {
+void Bucket::reads(const Entry& entry, size_t tensor) {
+  if (entry.staging)
+    images.push_back({entry.staging.get(), tensor, 0, entry.description.tensors[tensor].bytes(), false});
+}
+
+void Bucket::add_piece(const Entry& entry, size_t tensor, size_t begin, size_t size) {
+  const Entry::Buffers buffers = entry.buffers[tensor].from(begin);
+  if (entry.staging) images.push_back({entry.staging.get(), tensor, begin, size, true});
   if (buffers.in != buffers.out) advise_huge_pages(buffers.out, size);
   plan.pieces.push_back(Piece{buffers.in, buffers.out, size});
+}
+
+bool Bucket::loaded() const {
+  return std::all_of(images.begin(), images.end(),
+                     [](const Image& image) { return image.staging->loaded(image.tensor, image.begin + image.bytes); });
 }
 
 void Bucket::clear() {
@@ -77,6 +89,7 @@ void Bucket::clear() {
   compressed_inside = false;
   flushes = false;
   residuals.clear();
+  images.clear();
   output = nullptr;
   place = nullptr;
   tail_shape.clear();
@@ -178,7 +191,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const kernels::ReduceSpec reduction = reduction_of(d, t.dtype, ranks_.size());
   const Levels& levels = this->levels(false);
   const bool stages = settings_.topology->stages(bytes);
-  const CodecSpec codec = codec_of(d, t);
+  const CodecSpec codec = codec_of(*entry, tensor);
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
   if (codec.kind == CodecKind::kInside && !flushes) return add_inside(entry, tensor, codec);
   if (flushes || codec.kind != CodecKind::kNone) {
@@ -197,7 +210,7 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
     const size_t size = std::min(fit.most_bytes, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
-    bucket.add_piece(entry->buffers[tensor].from(begin), size);
+    bucket.add_piece(*entry, tensor, begin, size);
     if (staged) open_stages(&bucket, levels, nullptr).add(bucket.plan.pieces.back());
   }
 }
@@ -214,7 +227,7 @@ void Execution::add_inside(Entry* entry, size_t tensor, const CodecSpec& codec) 
   fit.codec = codec;
   const size_t bytes = d.tensors[tensor].bytes();
   Bucket& bucket = bucket_for(entry, bytes, fit);
-  bucket.add_piece(entry->buffers[tensor], bytes);
+  bucket.add_piece(*entry, tensor, 0, bytes);
   HierarchicalAllreduce& stages = open_stages(&bucket, levels, nullptr);
   stages.inside_only();
   stages.add(bucket.plan.pieces.back());
@@ -224,7 +237,7 @@ void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpe
   const TensorDescription& t = entry->description.tensors[tensor];
   const Entry::Buffers& buffers = entry->buffers[tensor];
   Bucket& bucket = bucket_for(entry, t.bytes(), Fit(buffers.device, Collective::kAllreduce, reduction));
-  bucket.add_piece(buffers, t.bytes());
+  bucket.add_piece(*entry, tensor, 0, t.bytes());
   if (!bucket.adasum)
     bucket.adasum = std::make_unique<Adasum>(static_cast<int>(ranks_.size()), me_, t.dtype, reduction.prescale,
                                              reduction.postscale);
@@ -276,7 +289,7 @@ void Execution::add_broadcast(Entry* entry) {
     const size_t bytes = d.tensors[i].bytes();
     if (bytes == 0) continue;
     Bucket& bucket = bucket_for(entry, bytes, Fit(entry->buffers[i].device, Collective::kBroadcast, bytes_only, root));
-    bucket.add_piece(entry->buffers[i], bytes);
+    bucket.add_piece(*entry, i, 0, bytes);
   }
 }
 
@@ -286,13 +299,14 @@ void Execution::add_reducescatter(Entry* entry) {
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     const TensorDescription& t = d.tensors[i];
     if (t.bytes() == 0) continue;
-    ExchangePlan& plan = own_bucket(entry, t.bytes(), entry->buffers[i].device).plan;
+    Bucket& bucket = own_bucket(entry, t.bytes(), entry->buffers[i].device);
+    bucket.reads(*entry, i);
+    ExchangePlan& plan = bucket.plan;
     plan.collective = Collective::kReduceScatter;
     plan.reduction = reduction_of(d, t.dtype, ranks_.size());
     const int64_t rows = t.shape[0], row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
-    // Horovod's layout: the first rows % ranks ranks get one more.
     for (int64_t r = 0; r < ranks; ++r)
-      plan.parts.push_back(static_cast<size_t>((rows / ranks + (r < rows % ranks ? 1 : 0)) * row_bytes));
+      plan.parts.push_back(static_cast<size_t>(scattered_rows(rows, ranks, r) * row_bytes));
     plan.pieces.push_back(Piece{entry->buffers[i].in, nullptr, t.bytes()});
     advise_huge_pages(entry->buffers[i].out, plan.parts[me_]);
     plan.result.push_back(Piece{nullptr, entry->buffers[i].out, plan.parts[me_]});
@@ -303,6 +317,7 @@ void Execution::add_gather(Entry* entry, size_t tensor) {
   const Description& d = entry->description;
   const TensorDescription& t = d.tensors[tensor];
   Bucket& bucket = own_bucket(entry, t.bytes(), entry->buffers[tensor].device);
+  bucket.reads(*entry, tensor);
   bucket.output = &outputs_of_(entry)[tensor];
   bucket.row_bytes = t.row_count() * static_cast<int64_t>(dtype_size(t.dtype));
   bucket.tail_shape.assign(t.shape.begin() + 1, t.shape.end());

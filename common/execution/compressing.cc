@@ -41,7 +41,7 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   for (size_t begin = 0; begin < bytes; begin += slice) {
     const size_t size = std::min(slice, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
-    bucket.add_piece(entry->buffers[tensor].from(begin), size);
+    bucket.add_piece(*entry, tensor, begin, size);
     run.piece = bucket.plan.pieces.back();
     run.number = begin / element / kWireChunk;
     if (entry->residuals) {
@@ -64,7 +64,7 @@ void Execution::add_low_rank(Entry* entry, size_t tensor, const Levels& levels, 
   fit.codec = codec;
   take_residuals(entry);
   Bucket& bucket = bucket_for(entry, t.bytes(), fit);
-  bucket.add_piece(entry->buffers[tensor], t.bytes());
+  bucket.add_piece(*entry, tensor, 0, t.bytes());
   if (!bucket.low_rank) {
     bucket.low_rank = std::make_unique<LowRankAllreduce>(levels);
     bucket.low_rank->start(bucket.plan.reduction);
@@ -112,7 +112,9 @@ void Execution::give_up_other_sizes(const Entry& entry) {
 
 // By what all ranks know of the tensor, never by what it shares a bucket with. What leaves elements out does so between
 // groups only; where there is one group, so does everything but PERSEUS_ALLREDUCE_DTYPE=0.
-CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) {
+CodecSpec Execution::codec_of(const Entry& entry, size_t tensor) {
+  const Description& d = entry.description;
+  const TensorDescription& t = d.tensors[tensor];
   const bool between = levels(false).groups > 1;
   if (!between && !d.compression.inside) return CodecSpec();
   if (d.compression.codec.kind == CodecKind::kInside) return between ? d.compression.codec : CodecSpec();
@@ -120,9 +122,9 @@ CodecSpec Execution::codec_of(const Description& d, const TensorDescription& t) 
   const bool low_rank = d.compression.codec.kind == CodecKind::kLowRank;
   const uint64_t narrow = low_rank ? narrow_bytes(t.shape, d.compression.codec.matrix_rank) : 0;
   if (d.compression.automatic) {
-    Speeds speeds = speeds_;
-    if (!settings_.topology->stages(t.bytes())) speeds.shards = 1;  // as many bytes from each rank, whoever gets them
-    const int codec = choose_codec(speeds, {t.bytes(), narrow, d.warms_up});
+    const bool staged = settings_.topology->stages(t.bytes());
+    const auto [codec, yields] = automatic_->choose(*entry.text, tensor, t.bytes(), staged, d.flush != Flush::kNone);
+    if (yields && settings_.residuals != nullptr) settings_.residuals->flush({entry.gradient_of, number_, *entry.text});
     return settings_.auto_codecs[static_cast<size_t>(codec)];
   }
   bool large = t.bytes() >= d.compression.from;

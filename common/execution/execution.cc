@@ -7,13 +7,14 @@
 
 namespace perseus {
 Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t number,
-                     MakeGroup make_group, OutputsOf outputs_of)
+                     MakeGroup make_group, OutputsOf outputs_of, AutoCodecs* automatic)
     : settings_(settings),
       ranks_(std::move(ranks)),
       me_(me),
       number_(number),
       make_group_(std::move(make_group)),
       outputs_of_(std::move(outputs_of)),
+      automatic_(automatic),
       tuner_(settings.tuner),
       streams_(static_cast<size_t>(tuner_.most_streams())) {}
 
@@ -56,7 +57,10 @@ bool Execution::step(std::vector<Entry*>* finished) {
   for (size_t i = 0; i < streams_.size(); ++i) {
     Stream& stream = streams_[i];
     if (stream.queue.empty()) continue;
-    if (stream.operation == nullptr) begin(&stream, static_cast<uint32_t>(i));
+    if (stream.operation == nullptr) {
+      if (!stream.queue.front()->loaded()) continue;
+      begin(&stream, static_cast<uint32_t>(i));
+    }
     const int64_t before = traced() && stream.first_byte_ns == 0 ? now_ns() : 0;
     if (stream.operation->step()) {
       moved = true;
@@ -69,6 +73,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
     if (!stream.operation->done()) continue;
     const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
     if (traced() && !probed && stream.queue.front()->begun_by.empty()) trace(stream, i);
+    for (const Bucket::Image& image : stream.queue.front()->images)
+      if (image.stores) image.staging->store(image.tensor, image.begin, image.bytes);
     std::unique_ptr<Bucket> bucket = end(&stream);
     for (Entry* entry : bucket->entries)
       if (--entry->executions_left == 0) finished->push_back(entry);
@@ -84,6 +90,7 @@ std::unique_ptr<Bucket> Execution::end(Stream* stream) {
   std::unique_ptr<Bucket> bucket = std::move(stream->queue.front());
   stream->queue.erase(stream->queue.begin());
   stream->operation = nullptr;
+  stream->moved_ns = 0;
   --in_flight_;
   ++buckets_done_;
   if (tuner_.measuring() && !bucket->entries.empty() && bucket->entries.front()->description.gradient)
@@ -92,8 +99,10 @@ std::unique_ptr<Bucket> Execution::end(Stream* stream) {
 }
 
 bool Execution::polls() const {
-  for (const Stream& stream : streams_)
+  for (const Stream& stream : streams_) {
     if (stream.operation != nullptr && !stream.operation->wakes()) return true;
+    if (stream.operation == nullptr && !stream.queue.empty() && !stream.queue.front()->images.empty()) return true;
+  }
   return false;
 }
 
@@ -122,6 +131,7 @@ void Execution::roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       }
       bucket.entries.clear();
       bucket.residuals.clear();
+      bucket.images.clear();
       if (i > 0 || stream.operation == nullptr) continue;
       stream.operation->roll_back(bucket.begun_by);
       stream.open = false;

@@ -14,8 +14,8 @@
 #include "collective/group.h"
 #include "collective/hierarchical_allreduce.h"
 #include "collective/low_rank_allreduce.h"
-#include "compression/codec_choice.h"
 #include "compression/residuals.h"
+#include "execution/auto_codecs.h"
 #include "execution/bucket_observer.h"
 #include "execution/link_probe.h"
 #include "execution/tuner.h"
@@ -37,6 +37,7 @@ struct ExecutionSettings {
   std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
   bool measures = true;                              // else speeds are as told, and without them auto is exact
   double link_seconds_per_byte = 0;                  // 0 = measured
+  int64_t link_check_ns = 0;                         // a measurement is repeated after this time; 0 = never
   std::function<void(const std::string& text)> log;  // for news
   Residuals* residuals = nullptr;                    // none = nothing is held back
   BucketObserver* observer = nullptr;                // none = nobody looks at buckets
@@ -68,8 +69,21 @@ class Bucket final : public OutputSink {
   int64_t row_bytes = 0;
   std::vector<int64_t> tail_shape;
 
-  // A tensor that is read and, changed, written; where the two differ, written for the first time, most likely.
-  void add_piece(const Entry::Buffers& buffers, size_t size);
+  // Of the entry's tensors on a device: what has to be loaded before the bucket begins, and may be stored after it.
+  struct Image {
+    cuda::Staging* staging;
+    size_t tensor, begin, bytes;
+    bool stores;
+  };
+  std::vector<Image> images;
+
+  // A part of a tensor that is read and, changed, written; where the two differ, written for the first time, most
+  // likely.
+  void add_piece(const Entry& entry, size_t tensor, size_t begin, size_t size);
+  // Notes a tensor that is read.
+  void reads(const Entry& entry, size_t tensor);
+  // Is the memory there that it reads?
+  bool loaded() const;
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override
       PERSEUS_REQUIRES(progress_lock);
   void clear();
@@ -86,9 +100,9 @@ class Execution {
   using MakeGroup = std::function<std::unique_ptr<Group>(uint32_t stream, const Levels& levels)>;
   using OutputsOf = std::function<std::vector<Output>&(Entry*)>;
 
-  // `ranks`: the members. `number`: of the process set, by which residuals are told apart.
+  // `ranks`: the members. `number`: of the process set, by which residuals are told apart. `automatic` outlives it.
   Execution(const ExecutionSettings& settings, std::vector<int> ranks, int me, uint32_t number, MakeGroup make_group,
-            OutputsOf outputs_of);
+            OutputsOf outputs_of, AutoCodecs* automatic);
 
   // Queues ready entries in their agreed order. Entries without bytes to move are finished at once.
   void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch())
@@ -109,9 +123,6 @@ class Execution {
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
   uint64_t buckets() const PERSEUS_REQUIRES(progress_lock) { return buckets_done_; }
-  // What auto goes by; number 0 before it was needed.
-  const Speeds& speeds() const PERSEUS_REQUIRES(progress_lock) { return speeds_; }
-  void go_by(const Speeds& speeds) PERSEUS_REQUIRES(progress_lock) { speeds_ = speeds; }
   Tuner& tuner() PERSEUS_REQUIRES(progress_lock) { return tuner_; }
   const Tuner& tuner() const PERSEUS_REQUIRES(progress_lock) { return tuner_; }
   // Memory beyond tensors, and what holds them.
@@ -145,7 +156,7 @@ class Execution {
   void take_residuals(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   void give_up_other_sizes(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   void set_sizes(const Description& description) PERSEUS_REQUIRES(progress_lock);
-  CodecSpec codec_of(const Description& description, const TensorDescription& tensor) PERSEUS_REQUIRES(progress_lock);
+  CodecSpec codec_of(const Entry& entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
   const WireFormat* format_of(const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
   Algorithm algorithm_of(int stages, size_t bytes) PERSEUS_REQUIRES(progress_lock);
   void settle_algorithm(Bucket* bucket) PERSEUS_REQUIRES(progress_lock);
@@ -189,6 +200,7 @@ class Execution {
   const uint32_t number_;
   const MakeGroup make_group_;
   const OutputsOf outputs_of_;
+  AutoCodecs* const automatic_;
 
   Tuner tuner_ PERSEUS_GUARDED_BY(progress_lock);
   std::vector<Levels> levels_ PERSEUS_GUARDED_BY(progress_lock);  // [0] undivided, [1] divided; made when first needed
@@ -198,7 +210,6 @@ class Execution {
   const WholeFormat whole_;
   std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);  // of one entry's tensors
 
-  Speeds speeds_ PERSEUS_GUARDED_BY(progress_lock);
   std::unique_ptr<LinkProbe> probe_ PERSEUS_GUARDED_BY(progress_lock);  // under way
   // For it: what each round made ready, which is never fused with the next.
   std::vector<std::vector<Entry*>> waiting_ PERSEUS_GUARDED_BY(progress_lock);

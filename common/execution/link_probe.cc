@@ -107,7 +107,6 @@ bool LinkProbe::next(Step* step) {
   // Of each exchange we have the time of the rank that began it first; the fastest one was disturbed least. The first
   // of either kind may have found connections not yet made, or have been favoured by the pause before it.
   const auto tiny = values_.begin(), large = tiny + kTinyTimes, others = large + (known_ > 0 ? 0 : kTimes);
-  speed_.number = 1;
   speed_.latency_s = *std::min_element(tiny + 1, large);
   speed_.seconds_per_byte =
       known_ > 0 ? known_ : std::max(*std::min_element(large + 1, others) - speed_.latency_s, 1e-9) / sent_bytes();

@@ -1,22 +1,28 @@
-// Measures links and codecs before the first tensor that asks for a codec by their speed.
+// Measures links and codecs before the first tensor that asks for a codec by their speed, and links again later.
 //
 // What becomes ready does so in the same order on all ranks, so all of them stop at the same entry, finish what comes
-// before it, measure together, and go on with the same numbers: the choice takes effect at one place on all ranks, and
-// a tensor's codec, on which what is held back depends, is the same from its first gradient on.
+// before it, measure together, and go on with the same numbers: the choice takes effect at one place on all ranks. A
+// later measurement comes before the entry for which some rank has found the last one outdated.
 #include "execution/execution.h"
 
 namespace perseus {
 
 bool Execution::waits_for_speeds(const std::vector<Entry*>& ready) {
   if (!waiting_.empty()) return true;
-  if (speeds_.link.number > 0 || !settings_.measures) return false;
-  for (const Entry* entry : ready)
-    if (entry->description.compression.automatic) return levels(false).groups > 1;
+  if (!settings_.measures) return false;
+  const int number = automatic_->speeds().link.number;
+  for (const Entry* entry : ready) {
+    const Description& d = entry->description;
+    if (d.compression.automatic && (number == 0 || d.outdated == number)) return levels(false).groups > 1;
+  }
   return false;
 }
 
 void Execution::begin_probe() {
-  const auto measure = [this] { return to_values(measure_codecs(settings_.auto_codecs)); };
+  const bool first = automatic_->speeds().link.number == 0;
+  const auto measure = [this, first] {
+    return first ? to_values(measure_codecs(settings_.auto_codecs)) : std::vector<double>();
+  };
   probe_ = std::make_unique<LinkProbe>(levels(false), settings_.link_seconds_per_byte, measure);
   std::unique_ptr<Bucket> bucket = fresh_bucket();
   bucket->staged = probe_.get();
@@ -27,13 +33,16 @@ void Execution::begin_probe() {
 
 void Execution::finish_probe(std::vector<Entry*>* finished) {
   const Levels& levels = this->levels(false);
-  speeds_.link = probe_->speed();
-  speeds_.codecs = from_values(probe_->also());
-  speeds_.groups = levels.groups;
-  speeds_.shards = levels.shards;
-  speeds_.matrix_rank = settings_.auto_codecs.back().matrix_rank;
+  Speeds speeds = automatic_->speeds();
+  const int number = speeds.link.number + 1;
+  speeds.link = probe_->speed();
+  speeds.link.number = number;
+  if (number == 1) speeds.codecs = from_values(probe_->also());
+  speeds.groups = levels.groups;
+  speeds.shards = levels.shards;
   probe_.reset();
-  if (me_ == 0) settings_.log("[codec] " + describe_choice(speeds_, settings_.auto_codecs));
+  if (automatic_->adopt(speeds, now_ns()) && me_ == 0)
+    settings_.log("[codec] " + describe_choice(speeds, settings_.auto_codecs));
   std::vector<std::vector<Entry*>> rounds;
   rounds.swap(waiting_);
   for (const std::vector<Entry*>& ready : rounds) add(ready, finished);

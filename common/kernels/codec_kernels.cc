@@ -29,14 +29,16 @@ void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t
   codec().decode_halves(HalfDecodeTask{dtype, from, unscale, count, x, arrival});
 }
 
-bool encode_bytes(const float* v, size_t count, unsigned char* scales, unsigned char* to, float* residual) {
+bool encode_integers(size_t bits, const float* v, size_t count, unsigned char* scales, unsigned char* to,
+                     float* residual) {
   DefaultFloatMode mode;
-  return codec().encode_bytes(ByteEncodeTask{v, count, scales, to, residual});
+  return codec().encode_integers(IntegerEncodeTask{bits, v, count, scales, to, residual});
 }
 
-void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t count, float* x, Arrival arrival) {
+void decode_integers(size_t bits, const unsigned char* scales, const unsigned char* from, size_t count, float* x,
+                     Arrival arrival) {
   DefaultFloatMode mode;
-  codec().decode_bytes(ByteDecodeTask{scales, from, count, x, arrival});
+  codec().decode_integers(IntegerDecodeTask{bits, scales, from, count, x, arrival});
 }
 
 size_t encode_exponents(bool narrow, const float* v, size_t rows, unsigned char* to) {

@@ -1,4 +1,4 @@
-// What codecs do to the elements of a chunk: largest magnitudes, residuals, casts with a scale, 8-bit blocks, the
+// What codecs do to the elements of a chunk: largest magnitudes, residuals, casts with a scale, blocks of integers, the
 // search for the largest elements. Every SIMD variant gives the same bits, whatever the caller's floating-point mode.
 // Thread-safe; pointers need only the alignment of their elements.
 #pragma once
@@ -35,15 +35,23 @@ void encode_halves(DType dtype, const float* v, float scale, float unscale, size
 // x = from * unscale.
 void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t count, float* x, Arrival arrival);
 
-// Blocks of so many elements, the last one of what is left, have a scale each: elements are its multiples by -127 to
-// 127, rounded to nearest even, in byte_block_bytes(count) bytes. A scale is the largest magnitude / 127 cut to 16
-// bits, 0 where that magnitude is below 2^-118. False where an element is not finite: what was written means nothing
-// then. `residual` as above, and exact; where it is given, v is finite.
-constexpr size_t kByteBlock = 256;
-constexpr size_t byte_blocks(size_t count) { return (count + kByteBlock - 1) / kByteBlock; }
-constexpr size_t byte_block_bytes(size_t count) { return (count + 3) / 4 * 4; }
-bool encode_bytes(const float* v, size_t count, unsigned char* scales, unsigned char* to, float* residual);
-void decode_bytes(const unsigned char* scales, const unsigned char* from, size_t count, float* x, Arrival arrival);
+// Blocks of so many elements, the last one of what is left, have a scale each, or of each eighth with 2 bits: elements
+// are its multiples by integers of 8, 4 or 2 bits, that is by -n to n with n = 127, 7 or 1, rounded to nearest even. A
+// scale is the largest magnitude / n cut to 16 significant bits, or to a bf16 with 2 bits, and 0 where that magnitude
+// is below 2^-118. False where an element is not finite: what was written means nothing then. `residual` as above, and
+// exact; where it is given, v is finite.
+constexpr size_t kIntegerBlock = 256;
+constexpr size_t integer_scales_bytes(size_t bits, size_t count) {
+  return (count + kIntegerBlock - 1) / kIntegerBlock * (bits == 2 ? 8 * sizeof(uint16_t) : sizeof(float));
+}
+constexpr size_t integer_bytes(size_t bits, size_t count) {
+  const size_t in_word = 32 / bits;
+  return (count + in_word - 1) / in_word * 4;
+}
+bool encode_integers(size_t bits, const float* v, size_t count, unsigned char* scales, unsigned char* to,
+                     float* residual);
+void decode_integers(size_t bits, const unsigned char* scales, const unsigned char* from, size_t count, float* x,
+                     Arrival arrival);
 
 // Rows of so many elements, in blocks of eight rows and a last one of what is left: in each block the exponents travel
 // as codes of few bits, and all else as it is, see codec/lossless.h. `narrow`: elements are rounded to bf16 first.

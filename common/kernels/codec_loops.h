@@ -3,6 +3,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "kernels/page_walk.h"
 #include "kernels/reduce_types.h"
@@ -20,10 +21,16 @@ PERSEUS_INLINE void store_floats(float* to, Floats value) { store_vector(reinter
 
 PERSEUS_INLINE Ints magnitudes(Floats value) { return same_bits<Ints>(value) & 0x7fffffff; }
 PERSEUS_INLINE Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+template <size_t kBy, size_t... kLane>
+PERSEUS_INLINE Ints rotated(Ints values, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(values, values, static_cast<int>((kLane + kBy) % kFloatLanes)...);
+}
+// Of values that are not negative.
+template <size_t kHalf = kFloatLanes / 2>
 PERSEUS_INLINE uint32_t largest_lane(Ints values) {
-  int32_t largest = 0;
-  for (size_t lane = 0; lane < kFloatLanes; ++lane) largest = values[lane] > largest ? values[lane] : largest;
-  return static_cast<uint32_t>(largest);
+  values = larger(values, rotated<kHalf>(values, std::make_index_sequence<kFloatLanes>()));
+  if constexpr (kHalf > 1) return largest_lane<kHalf / 2>(values);
+  else return static_cast<uint32_t>(values[0]);
 }
 PERSEUS_INLINE Floats finite_or_zero(Floats value) {
   constexpr int32_t kInfinity = 0x7f800000;

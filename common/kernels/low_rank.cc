@@ -84,10 +84,12 @@ void orthogonalize(float* p, size_t rows, size_t rank) {
   DefaultFloatMode mode;
   for (size_t k = 0; k < rank; ++k) {
     const double before = std::sqrt(dot(p, rows, rank, k, k));
-    for (size_t other = 0; other < k; ++other) {
-      const double along = dot(p, rows, rank, other, k);
+    // Twice: what is left of a column that nearly depends on the others is mostly rounding, which is not orthogonal to
+    // them (Kahan; Parlett 1980, "The Symmetric Eigenvalue Problem": twice is enough).
+    for (size_t other = 0; other < 2 * k; ++other) {
+      const double along = dot(p, rows, rank, other % k, k);
       for (size_t row = 0; row < rows; ++row) {
-        const double shadow = along * static_cast<double>(p[row * rank + other]);
+        const double shadow = along * static_cast<double>(p[row * rank + other % k]);
         p[row * rank + k] = static_cast<float>(static_cast<double>(p[row * rank + k]) - shadow);
       }
     }

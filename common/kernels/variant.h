@@ -55,7 +55,8 @@ struct HalfDecodeTask {
   Arrival arrival;
 };
 
-struct ByteEncodeTask {
+struct IntegerEncodeTask {
+  size_t bits;
   const float* v;
   size_t count;
   unsigned char* scales;
@@ -63,7 +64,8 @@ struct ByteEncodeTask {
   float* residual;
 };
 
-struct ByteDecodeTask {
+struct IntegerDecodeTask {
+  size_t bits;
   const unsigned char* scales;
   const unsigned char* from;
   size_t count;
@@ -92,8 +94,8 @@ struct CodecKernels {
   uint32_t (*add_to_residual)(const float* x, float momentum, float* residual, size_t count);
   void (*encode_halves)(const HalfEncodeTask& task);
   void (*decode_halves)(const HalfDecodeTask& task);
-  bool (*encode_bytes)(const ByteEncodeTask& task);
-  void (*decode_bytes)(const ByteDecodeTask& task);
+  bool (*encode_integers)(const IntegerEncodeTask& task);
+  void (*decode_integers)(const IntegerDecodeTask& task);
   size_t (*encode_exponents)(const ExponentEncodeTask& task);
   size_t (*decode_exponents)(const ExponentDecodeTask& task);
   size_t (*count_at_least)(const float* v, size_t count, uint32_t magnitude);

@@ -16,6 +16,8 @@ class NanCheck {
  public:
   NanCheck(bool on, NanAction action) : on_(on), action_(action) {}
 
+  bool on() const { return on_; }
+
   // Records the tensors with a NaN in the description of a gradient that is about to be submitted.
   void scan(Entry* entry) const;
   // Records sums with a NaN if no rank had one.

@@ -65,6 +65,7 @@ void* HandleTable::take_output(int64_t handle, int index) {
 
 bool HandleTable::release(int64_t handle) {
   std::vector<Output> unclaimed;  // freed without the lock: large memory goes back to the system
+  std::unique_ptr<cuda::Staging> staging;
   {
     const MutexLock lock(mutex_);
     Slot* slot = find_done(handle);
@@ -72,6 +73,7 @@ bool HandleTable::release(int64_t handle) {
     const auto held = [](const Output& output) { return output.data != nullptr; };
     if (std::any_of(slot->outputs.begin(), slot->outputs.end(), held)) unclaimed.swap(slot->outputs);
     slot->outputs.clear();
+    staging.swap(slot->staging);
     slot->status = Status();
     slot->gradient = GradientOutcome::kReduced;
     // Neither this handle nor the slot's next one, which has not been opened yet, finds anything.

@@ -23,6 +23,7 @@ class HandleTable {
     Status status;                                         // valid once done
     GradientOutcome gradient = GradientOutcome::kReduced;  // likewise
     std::vector<Output> outputs;                           // likewise
+    std::unique_ptr<cuda::Staging> staging;                // likewise; of tensors on a device
     // A caller waits, or asks whether it is done. Release by the caller pairs with acquire by the holder of the
     // progress lock, which then sees what the caller has submitted.
     std::atomic<bool> awaited{false};

@@ -14,6 +14,7 @@
 #include "base/span.h"
 #include "compression/residuals.h"
 #include "compression/terms.h"
+#include "cuda/staging.h"
 
 namespace perseus {
 
@@ -107,21 +108,28 @@ struct RequestNotes {
   std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
   Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
   bool warms_up = false;        // PowerSGD must not begin yet, on this rank; once all are ready, on any
+  int outdated = 0;             // number of the measurement of links that this rank wants to be repeated, or 0; once
+                                // all are ready, the largest
   std::string refusal;          // why this rank cannot do it; then there are no tensors
 
   static constexpr auto fields() {
     return std::make_tuple(field("priority", &RequestNotes::priority), field("transient", &RequestNotes::transient),
                            field("nans", &RequestNotes::nans), field("times", &RequestNotes::times),
                            field("flush", &RequestNotes::flush), field("warms_up", &RequestNotes::warms_up),
-                           field("refusal", &RequestNotes::refusal));
+                           field("outdated", &RequestNotes::outdated), field("refusal", &RequestNotes::refusal));
   }
   // Must the other ranks learn of it, so that a readiness bit is not enough?
-  bool tells() const { return !nans.empty() || flush != Flush::kNone || warms_up || !refusal.empty(); }
+  bool tells() const { return !nans.empty() || flush != Flush::kNone || warms_up || outdated != 0 || !refusal.empty(); }
 };
 
 struct Description : RequestTerms, RequestNotes {
   CompressionTerms compression;
 };
+
+// Rows of a reduce-scatter that rank r of the group gets; the first ranks get one more where they do not divide evenly.
+inline int64_t scattered_rows(int64_t rows, int64_t ranks, int64_t r) {
+  return rows / ranks + (r < rows % ranks ? 1 : 0);
+}
 
 // Of every tensor, in bytes.
 std::vector<size_t> tensor_bytes(const Description& description);
@@ -188,9 +196,10 @@ struct Entry {
   int last_rank = -1;      // submitted it last; -1 = not known
   int executions_left = 0;
   size_t bytes = 0;
-  uint64_t gradient_of = 0;    // whose gradient, 0 = no gradient
-  double learning_rate = 0;    // of the step that it is for, 0 = not known
-  Residuals::Lease residuals;  // of what is sent encoded, where the codec holds something back
+  uint64_t gradient_of = 0;                // whose gradient, 0 = no gradient
+  double learning_rate = 0;                // of the step that it is for, 0 = not known
+  Residuals::Lease residuals;              // of what is sent encoded, where the codec holds something back
+  std::unique_ptr<cuda::Staging> staging;  // of tensors on a device, whose images `buffers` are
   // Not submitted here: zeros that a rank which has joined gives to an operation of the others. It has no handle.
   bool stand_in = false;
   struct Free {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "perseus/perseus.h"
+#include "tensor_view.h"
 
 namespace perseus::python {
 
@@ -21,6 +22,9 @@ struct Pending {
   uint64_t gradient_of = 0;    // see perseus_request
   bool with_splits = false;    // alltoall whose caller wants the received splits
   perseus_kind kind = PERSEUS_ALLREDUCE;
+  int device = kHost;  // where its tensors are; then the stream that computed them, and how to learn of another
+  void* stream = nullptr;
+  CurrentStream current_stream = nullptr;
 };
 
 class HandleTable {

@@ -111,6 +111,18 @@ PYBIND11_MODULE(_core, module) {
   using namespace perseus::python;
   module.doc() = "Binding of the C ABI of Perseus (perseus/perseus.h).";
   module.def("version", &perseus_version);
+  module.def(
+      "find_cuda",
+      [](bool count_devices) {
+        perseus_cuda found = {};
+        found.struct_size = sizeof(found);
+        check(perseus_cuda_find(count_devices ? 1 : 0, &found));
+        return py::make_tuple(found.version, found.devices);
+      },
+      py::arg("count_devices") = false,
+      "(version, GPUs) of NVIDIA's driver: 12040 for CUDA 12.4; -1 GPUs unless they are counted, which keeps "
+      "processes\n"
+      "that are forked later from using them. Raises where there is no driver.");
   module.def("kernel_variant", &perseus_kernel_variant, "The instruction set the kernels use on this processor.");
   module.def("hash_bytes", &hash_bytes, "The 64-bit hash of a contiguous buffer, equal for equal bits on every rank.");
   module.def("config_table", &config_table, "Every configuration variable: dicts of texts.");

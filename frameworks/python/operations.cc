@@ -173,12 +173,26 @@ bool wait_and_extract(State& state, int64_t number, Pending* extracted, perseus_
   return true;
 }
 
+// Results on a GPU: the stream on which its framework works now waits until they are written.
+perseus_code join(State& state, const Pending& pending) {
+  void* stream = pending.stream;
+  constexpr int32_t kDlCuda = 2;
+  if (pending.current_stream != nullptr && pending.current_stream(kDlCuda, pending.device, &stream) != 0) {
+    PyErr_Clear();
+    stream = pending.stream;
+  }
+  return perseus_handle_join(state.owner->raw(), pending.handle, stream);
+}
+
 // Turns the outcome into a result or an error inside `pending`, which no table holds now, and releases the core's
 // handle.
 void settle(State& state, perseus_code code, Pending* pending) {
   if (pending->handle == 0) return;
+  const bool on_gpu = pending->device != kHost;
+  if (code == PERSEUS_OK && on_gpu) code = join(state, *pending);
   if (code != PERSEUS_OK) {
     pending->error = make_exception(code, perseus_error_message());
+    if (on_gpu) join(state, *pending);  // parts of the result may be on their way
   } else if (pending->result == nullptr || !is_in_place(state, *pending)) {
     Py_XSETREF(pending->result, take_result(state, *pending));
   }

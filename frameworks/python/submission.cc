@@ -178,9 +178,22 @@ bool read_tensor(TensorReader* reader, PyObject* input, PyObject* output, Layout
   } else if (output != Py_None) {
     TensorView target;
     if (!reader->read(output, layout, &target)) return false;
+    if (target.device != view->device || target.stream != view->stream) {
+      PyErr_SetString(PyExc_ValueError, "[python] input and output are not on the same device and stream");
+      return false;
+    }
     tensor->output = target.data;
   }
   return true;
+}
+
+// Says where the tensors are, and notes how their results can be waited for.
+void place(const TensorView& view, perseus_request* request, Pending* pending) {
+  if (view.device == kHost) return;
+  request->memory = PERSEUS_CUDA;
+  request->device = pending->device = view.device;
+  request->stream = pending->stream = view.stream;
+  pending->current_stream = view.current_stream;
 }
 
 bool submit_request(perseus_context* context, PyObject* const* arguments, const perseus_request& request,
@@ -269,6 +282,7 @@ bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const*
     if (parsed.request.kind == PERSEUS_RECEIVE) tensor.output = view.data;
     parsed.request.tensors = &tensor;
     parsed.request.tensor_count = 1;
+    place(view, &parsed.request, pending);
     state(gradient, &parsed.request, pending);
   }
   return submit_request(context, arguments, parsed.request, pending);
@@ -291,8 +305,15 @@ bool submit_group(perseus_context* context, TensorReader* reader, PyObject* cons
     if (!read_tensor(reader, PyTuple_GET_ITEM(inputs, i), outputs == Py_None ? Py_None : PyTuple_GET_ITEM(outputs, i),
                      layout_for(parsed.request.kind), &views[i], &tensors[i]))
       return false;
+  for (const TensorView& view : views)
+    if (view.device != views[0].device || view.stream != views[0].stream) {
+      PyErr_SetString(PyExc_ValueError,
+                      "[python] the tensors of a group are not on one device and stream: make a group for each");
+      return false;
+    }
   parsed.request.tensors = tensors.data();
   parsed.request.tensor_count = static_cast<int>(count);
+  if (count > 0) place(views[0], &parsed.request, pending);
   state(gradient, &parsed.request, pending);
   return submit_request(context, arguments, parsed.request, pending);
 }

@@ -28,10 +28,11 @@ struct DlExchangeTable {
   void* managed_tensor_from_py_object;
   void* managed_tensor_to_py_object;
   int (*tensor_from_py_object)(void* py_object, void* out);
-  void* current_work_stream;
+  CurrentStream current_work_stream;
 };
 
 constexpr int kDlCpu = 1;
+constexpr int kDlCuda = 2;
 constexpr int kDlCudaHost = 3;  // pinned host memory
 
 bool to_dtype(const DlTensor& tensor, perseus_dtype* dtype) {
@@ -97,22 +98,23 @@ TensorReader::~TensorReader() {
   for (TypeEntry& entry : types_) Py_XDECREF(entry.type);
 }
 
-TensorReader::FromPyObject TensorReader::exchange_function(PyTypeObject* type) {
+const TensorReader::TypeEntry& TensorReader::exchange_functions(PyTypeObject* type) {
   for (const TypeEntry& entry : types_)
-    if (entry.type == type) return entry.from_py_object;
-  FromPyObject found = nullptr;
+    if (entry.type == type) return entry;
+  TypeEntry found;
   if (PyObject* capsule = PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__")) {
     auto* table = static_cast<DlExchangeTable*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
     while (table != nullptr && table->major != 1) table = table->previous;
-    if (table != nullptr) found = table->tensor_from_py_object;
+    if (table != nullptr) found = {type, table->tensor_from_py_object, table->current_work_stream};
     Py_DECREF(capsule);
   }
   PyErr_Clear();
   Py_INCREF(type);
   TypeEntry& entry = types_[next_type_++ % types_.size()];
   Py_XDECREF(entry.type);
-  entry = {type, found};
-  return found;
+  entry = found;
+  entry.type = type;
+  return entry;
 }
 
 bool TensorReader::read_described(PyObject* tensor, TensorView* view, const int64_t** strides) {
@@ -123,13 +125,15 @@ bool TensorReader::read_described(PyObject* tensor, TensorView* view, const int6
   }
   PyObject* description = PyObject_CallOneArg(describe_, tensor);
   if (description == nullptr) return false;
-  unsigned long long data = 0;
+  unsigned long long data = 0, stream = 0;
   PyObject* shape = nullptr;
   PyObject* stride_values = nullptr;
   int dtype = 0;
-  bool ok = PyArg_ParseTuple(description, "KOOi", &data, &shape, &stride_values, &dtype) != 0 &&
-            read_sequence(shape, &view->storage);
+  bool ok =
+      PyArg_ParseTuple(description, "KOOi|iK", &data, &shape, &stride_values, &dtype, &view->device, &stream) != 0 &&
+      read_sequence(shape, &view->storage);
   if (ok) {
+    view->stream = reinterpret_cast<void*>(static_cast<uintptr_t>(stream));
     view->data = reinterpret_cast<void*>(static_cast<uintptr_t>(data));
     view->dtype = static_cast<perseus_dtype>(dtype);
     view->ndim = static_cast<int>(view->storage.size());
@@ -145,15 +149,24 @@ bool TensorReader::read_described(PyObject* tensor, TensorView* view, const int6
 
 // False if the table does not apply; then the description decides, or raises the reason.
 bool TensorReader::read_exchanged(PyObject* tensor, TensorView* view, const int64_t** strides) {
-  FromPyObject from_py_object = exchange_function(Py_TYPE(tensor));
-  if (from_py_object == nullptr) return false;
+  const TypeEntry& functions = exchange_functions(Py_TYPE(tensor));
+  if (functions.from_py_object == nullptr) return false;
   DlTensor described;
-  if (from_py_object(tensor, &described) != 0) {
+  if (functions.from_py_object(tensor, &described) != 0) {
     PyErr_Clear();
     return false;
   }
-  const bool in_host_memory = described.device_type == kDlCpu || described.device_type == kDlCudaHost;
-  if (!in_host_memory || !to_dtype(described, &view->dtype)) return false;
+  const bool on_gpu = described.device_type == kDlCuda && functions.current_stream != nullptr;
+  if (!on_gpu && described.device_type != kDlCpu && described.device_type != kDlCudaHost) return false;
+  if (!to_dtype(described, &view->dtype)) return false;
+  if (on_gpu) {
+    if (functions.current_stream(kDlCuda, described.device_id, &view->stream) != 0) {
+      PyErr_Clear();
+      return false;
+    }
+    view->device = described.device_id;
+    view->current_stream = functions.current_stream;
+  }
   view->data = static_cast<char*>(described.data) + described.byte_offset;
   view->shape = described.shape;
   view->ndim = described.ndim;

@@ -1,5 +1,6 @@
-// Where a framework's tensor lies in memory, read without knowing the framework: through the DLPack C exchange table of
-// its type (about 20 ns), else through a Python callable of the adapter. Every function needs the GIL.
+// Where a framework's tensor lies in the memory of the host or of a GPU, read without knowing the framework: through
+// the DLPack C exchange table of its type (about 20 ns), else through a Python callable of the adapter. Every function
+// needs the GIL.
 #pragma once
 
 #include <Python.h>
@@ -18,18 +19,27 @@ enum class Layout {
   kDense,     // elementwise: any order of dimensions without gaps (channels_last)
 };
 
+// Gives the stream on which a GPU's work goes now, as DLPack declares it; 0 on success.
+using CurrentStream = int (*)(int32_t device_type, int32_t device, void** stream);
+
+constexpr int kHost = -2;  // in place of a GPU's number; -1 = the core finds out
+
 struct TensorView {
   void* data = nullptr;
   const int64_t* shape = nullptr;  // the tensor's own, or `storage`; in memory order when the layout is not row-major
   int ndim = 0;
   perseus_dtype dtype = PERSEUS_FLOAT32;
-  std::vector<int64_t> storage;  // stays empty in the usual case
+  int device = kHost;
+  void* stream = nullptr;                  // of the GPU, that computes the tensor
+  CurrentStream current_stream = nullptr;  // where its framework tells
+  std::vector<int64_t> storage;            // stays empty in the usual case
 };
 
 class TensorReader {
  public:
-  // describe(tensor) -> (data pointer, shape, strides in elements, perseus dtype); borrowed by the owner of this
-  // reader. It raises for a tensor that cannot be served.
+  // describe(tensor) -> (data pointer, shape, strides in elements, perseus dtype), for a tensor of a GPU followed by
+  // the GPU's number and the address of its stream; borrowed by the owner of this reader. It raises for a tensor that
+  // cannot be served.
   explicit TensorReader(PyObject* describe = nullptr) : describe_(describe) {}
   ~TensorReader();
   TensorReader(const TensorReader&) = delete;
@@ -44,9 +54,10 @@ class TensorReader {
   struct TypeEntry {
     PyTypeObject* type = nullptr;  // strong reference
     FromPyObject from_py_object = nullptr;
+    CurrentStream current_stream = nullptr;
   };
 
-  FromPyObject exchange_function(PyTypeObject* type);
+  const TypeEntry& exchange_functions(PyTypeObject* type);
   bool read_exchanged(PyObject* tensor, TensorView* view, const int64_t** strides);
   bool read_described(PyObject* tensor, TensorView* view, const int64_t** strides);
 

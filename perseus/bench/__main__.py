@@ -304,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
         "--codec",
         default="",
         metavar="LIST",
-        help="such as int8,topk:0.01,powersgd:4,rotate:8,auto",
+        help="such as int8,int4,int2,topk:0.01,powersgd:4,rotate:8,auto",
     )
     add("--seconds", type=_seconds, default=3.0, help="per size, all contenders together (3)")
     add("--timeout", type=_seconds, metavar="SECONDS", help="for a job (600; training 3600)")

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from perseus import basics
 from perseus.bench.models import BATCH, CLASSES, MODELS, Shapes
 from perseus.bench.plan import Plan
 from perseus.bench.sizes import show_bytes, show_seconds
-from perseus.compression import EXACT, FLOAT16, INT8, POWERSGD
+from perseus.compression import EXACT, FLOAT16, INT2, INT4, INT8
 
 _BACKWARD = 2 / 3  # share of a step's computation: two matrix products for each one in forward
 _ABOUT_AS_FAST = 0.05  # within this, the more accurate setting is best, as for the codec auto
@@ -46,16 +46,10 @@ class Speeds(Protocol):
     def seconds_per_byte(self) -> float:
         """Seconds in which a rank sends one byte while it receives one."""
 
-    def estimate(self, codec: int, bytes: int, narrow: int = 0) -> float:
-        """Return the estimated seconds of an allreduce of float32 values through a codec.
+    def estimate(self, codec: int, bytes: int) -> float:
+        """Return the estimated seconds of an allreduce of float32 values through a codec."""
 
-        narrow: the bytes that PowerSGD sends instead.
-        """
-
-    def narrow(self, shape: Sequence[int]) -> int:
-        """Return the bytes that PowerSGD sends for a tensor; 0 if it does not serve it."""
-
-    def choose(self, shape: Sequence[int]) -> int:
+    def choose(self, bytes: int) -> int:
         """Return the codec that the codec auto would use."""
 
 
@@ -111,19 +105,12 @@ def advise(model: str, shapes: Shapes, speeds: Speeds, compute_s: float | None) 
     """Return the advice for gradients of these shapes. compute_s: see Advice."""
     sizes = [4 * math.prod(shape) for _, shape in shapes]
 
-    def setting(
-        text: str, codec_of: Callable[[Sequence[int]], int], accuracy: str = EQUIVALENT
-    ) -> Setting:
+    def setting(text: str, codec_of: Callable[[int], int], accuracy: str = EQUIVALENT) -> Setting:
         # Tensors with the same codec are fused, so they share the latency.
         together: Counter[int] = Counter()
-        narrow: Counter[int] = Counter()
-        for (_, shape), size in zip(shapes, sizes, strict=True):
-            codec = codec_of(shape)
-            together[codec] += size
-            narrow[codec] += speeds.narrow(shape)
-        exchange = sum(
-            speeds.estimate(codec, size, narrow[codec]) for codec, size in together.items()
-        )
+        for size in sizes:
+            together[codec_of(size)] += size
+        exchange = sum(speeds.estimate(codec, size) for codec, size in together.items())
         return Setting(text, accuracy, exchange, _step(exchange, compute_s))
 
     known = speeds.measurement > 0
@@ -133,11 +120,9 @@ def advise(model: str, shapes: Shapes, speeds: Speeds, compute_s: float | None) 
             setting("PERSEUS_ALLREDUCE_DTYPE=1 (exact)", lambda _: EXACT, EXACTLY),
             setting("nothing (float16 between hosts)", lambda _: FLOAT16),
             setting("PERSEUS_ALLREDUCE_CODEC=int8", lambda _: INT8),
+            setting("PERSEUS_ALLREDUCE_CODEC=int4", lambda _: INT4),
+            setting("PERSEUS_ALLREDUCE_CODEC=int2", lambda _: INT2),
             setting("PERSEUS_ALLREDUCE_CODEC=auto", speeds.choose),
-            setting(
-                "PERSEUS_ALLREDUCE_CODEC=powersgd",
-                lambda shape: POWERSGD if speeds.narrow(shape) else FLOAT16,
-            ),
         ]
     seconds = [s.exchange_s if s.step_s is None else s.step_s for s in settings]
     enough = min(seconds, default=0.0) / (1 - _ABOUT_AS_FAST)

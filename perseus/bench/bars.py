@@ -31,7 +31,7 @@ _DEFAULT, _AUTO = f"{PERSEUS} default", f"{PERSEUS} auto"  # contenders with cod
 def suite() -> list[Job]:
     """Return the jobs that measure every bar and two models, in about 20 minutes on two cores."""
     peers = [_GLOO]
-    codecs = ["default", "int8", "topk:0.01", "auto"]
+    codecs = ["default", "int8", "int4", "int2", "auto"]
     trained = Plan(["ddp-training"], peers, models=["resnet50"], codecs=codecs, seconds=240.0)
     return [
         Job(Plan(["memory", "latency", "tensors"], peers, seconds=6.0)),
@@ -101,7 +101,7 @@ class Bar:
             words += ["--sizes", self.bucket.removesuffix("iB").replace(" ", "")]
         if self.case == "ddp-training":
             words += ["--model", "resnet50"]
-            words += ["--codec", "default,int8,topk:0.01,auto"] if self.hosts > 1 else []
+            words += ["--codec", "default,int8,int4,int2,auto"] if self.hosts > 1 else []
         if self.hosts > 1:
             rate = 1.0 if self.rate is None else self.rate
             words += [

@@ -17,7 +17,7 @@ PLAIN = "none"
 
 # Top-k may send 1.25 k elements. An index costs as much as a value; each takes at least 2 bytes.
 _MOST_ELEMENTS = 1.25
-_INT8_BLOCK = 32  # the fewest elements that share a scale of 4 bytes
+_INTEGER_BLOCK = 32  # the fewest elements in a block, which has scales of 4 bytes, or 16 with int2
 _SUM_ROUNDING = 2.0**-22  # the rounding error of a float32 sum, per rank
 
 
@@ -45,6 +45,11 @@ class _Kind:
     argument: type[float] | type[int] | None = None
 
 
+def _integer_share(bits: int, scales: int = 1) -> Callable[[float, int], tuple[float, float]]:
+    most = (bits / 8 + 4 * scales / _INTEGER_BLOCK) / 4
+    return lambda argument, ranks: (bits / 32, most)
+
+
 def _topk_share(ratio: float, ranks: int) -> tuple[float, float]:
     """Return the share of top-k: a reduce-scatter of k elements per rank, then an allgather of the
     owners' unions, each of which may have up to k elements as well."""
@@ -52,15 +57,17 @@ def _topk_share(ratio: float, ranks: int) -> tuple[float, float]:
     return ratio / 2, min(1.0, pairs * (1 + ranks) / 2)
 
 
-# float16 and bfloat16 round to 11 and 8 bits at the sender, in the sum and in the result. int8
-# rounds by up to half a step, 1/127 of a block's largest value, at the sender and in the result,
-# and a residual adds up to half a step.
+# float16 and bfloat16 round to 11 and 8 bits at the sender, in the sum and in the result. int8 and
+# int4 round by up to half a step, 1/127 or 1/7 of a block's largest value, at the sender and in the
+# result, and a residual adds up to half a step. int2 holds back most values.
 _KINDS: dict[str, _Kind] = {
     DEFAULT: _Kind(lambda _, __: (0.5, 1.0), 3 * 2.0**-11, 1.2 * 2.0**-11, 0.005),
     PLAIN: _Kind(_exactly(1.0), 0.0, 0.0, 1e-4),
     "fp16": _Kind(_exactly(0.5), 3 * 2.0**-11, 1.2 * 2.0**-11, 0.005),
     "bf16": _Kind(_exactly(0.5), 3 * 2.0**-8, 1.2 * 2.0**-8, 0.02),
-    "int8": _Kind(lambda _, __: (0.25, 0.25 * (1 + 4 / _INT8_BLOCK)), 2 / 127, 0.025, 0.3),
+    "int8": _Kind(_integer_share(8), 2 / 127, 0.025, 0.3),
+    "int4": _Kind(_integer_share(4), 2 / 7, 0.3, 1.0),
+    "int2": _Kind(_integer_share(2, scales=4), None, None, 2.0),
     "topk": _Kind(_topk_share, None, None, 1.0, float),
     # Each rank steps with its own gradients.
     "rotate": _Kind(lambda n, _: (1 / n, 1 / n), None, None, 10.0, int),
@@ -68,7 +75,7 @@ _KINDS: dict[str, _Kind] = {
     "powersgd": _Kind(lambda _, __: (0.0, 0.5), None, None, 1.0, int),
     # Of normal values about 0.86; others may have more or fewer exponents.
     "lossless": _Kind(lambda _, __: (0.0, 1.01), 0.0, 0.0, 1e-4),
-    "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 1.0),
+    "auto": _Kind(lambda _, __: (0.0, 1.0), None, None, 2.0),  # as int2, which it may choose
 }
 
 
@@ -117,9 +124,10 @@ class Codec:
             DEFAULT: {},
             PLAIN: {"PERSEUS_ALLREDUCE_DTYPE": "1"},
             "fp16": {"PERSEUS_ALLREDUCE_DTYPE": "2"},
-            "int8": {"PERSEUS_ALLREDUCE_CODEC": "int8"},
-            "lossless": {"PERSEUS_ALLREDUCE_CODEC": "lossless"},
-            "auto": {"PERSEUS_ALLREDUCE_CODEC": "auto"},
+            **{
+                name: {"PERSEUS_ALLREDUCE_CODEC": name}
+                for name in ("int8", "int4", "int2", "lossless", "auto")
+            },
             "topk": {
                 "LIGHT_TOPK_ALLREDUCE": "1",
                 "LIGHT_TOPK_RATIO": text,

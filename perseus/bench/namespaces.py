@@ -104,8 +104,11 @@ def enter(pid: int, command: list[str]) -> int:
     for space in spaces:
         _check(_libc.setns(space, 0), "setns")
         os.close(space)
+    # A signal that comes before it can be forwarded waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         # In its own process group, it receives a signal to the caller's group once, by _forward.
         os.setpgid(0, 0)
         _die_with_parent()
@@ -117,6 +120,7 @@ def enter(pid: int, command: list[str]) -> int:
         os._exit(127)
     for number in _FORWARDED:
         signal.signal(number, lambda received, _: _forward(child, received))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
+from perseus.errors import HorovodInternalError
+
 # Name, the framework's module, and the module of Perseus' adapter for it.
 _FRAMEWORKS = (
     ("TensorFlow", "tensorflow", "perseus.tensorflow"),
@@ -14,8 +16,9 @@ _FRAMEWORKS = (
 
 
 def report(version: str) -> str:
-    """Return Horovod's table of available features, followed by a line about the native core."""
+    """Return Horovod's table of available features, followed by lines about GPUs and the core."""
     native, fact = _core()
+    has_gpus, gpus = _cuda() if native else (False, "")
     frameworks = [(name, _found(module) and _found(ours)) for name, module, ours in _FRAMEWORKS]
     sections = (
         ("Available Frameworks", frameworks),
@@ -25,12 +28,13 @@ def report(version: str) -> str:
             [("NCCL", False), ("DDL", False), ("CCL", False), ("MPI", False), ("Gloo", native)],
         ),
         ("Available Transports", [("Shared memory", native), ("TCP", native)]),
+        ("Available Devices", [("CPU", native), ("CUDA", has_gpus)]),
     )
     lines = [f"Perseus v{version}:"]
     for title, entries in sections:
         lines += ["", f"{title}:"]
         lines += [f"    [{'X' if there else ' '}] {name}" for name, there in entries]
-    return "\n".join([*lines, "", fact])
+    return "\n".join([*lines, "", *filter(None, (gpus, fact))])
 
 
 def _core() -> tuple[bool, str]:
@@ -40,6 +44,17 @@ def _core() -> tuple[bool, str]:
     except ImportError as error:
         return False, f"The native core does not load: {error}"
     return True, f"Kernels for this processor: {core.kernel_variant()}"
+
+
+def _cuda() -> tuple[bool, str]:
+    """Return whether there are GPUs that the core can use, and a sentence about them."""
+    core = import_module("perseus._core")
+    try:
+        version, gpus = core.find_cuda(count_devices=True)
+    except HorovodInternalError as error:
+        return False, f"No GPUs: {error}"
+    served = f"NVIDIA's driver serves CUDA {version // 1000}.{version % 1000 // 10}"
+    return gpus > 0, f"{served}; GPUs of this host: {gpus}"
 
 
 def _found(module: str) -> bool:

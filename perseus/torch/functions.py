@@ -127,9 +127,12 @@ class _TensorSlot:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
+        self.in_host_memory = tensor.device.type == "cpu"
 
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Room for it, on the parameter's device unless the root has it in host memory."""
+        where = torch.device("cpu") if self.in_host_memory else device
+        return torch.empty(self.shape, dtype=self.dtype, device=where)
 
 
 def broadcast_optimizer_state(
@@ -215,7 +218,7 @@ def _room_for(
     # Moments follow their parameter's memory format.
     if slot.shape == tuple(parameter.shape):
         return torch.empty_like(parameter, dtype=slot.dtype).detach()
-    return slot.empty()
+    return slot.empty(parameter.device)
 
 
 def _broadcast_all(tensors: list[tuple[torch.Tensor, str]], root_rank: int) -> None:

@@ -11,7 +11,17 @@ from typing import Any, cast
 import torch
 
 from perseus.arguments import checked_compression
-from perseus.compression import BFLOAT16, EXACT, FLOAT16, INT8, Compressor, InsideCompressor
+from perseus.compression import (
+    BFLOAT16,
+    EXACT,
+    FLOAT16,
+    INT2,
+    INT4,
+    INT8,
+    LOSSLESS,
+    Compressor,
+    InsideCompressor,
+)
 from perseus.gradients.handle_reducer import Session
 from perseus.gradients.local_steps import (
     Pace,
@@ -31,7 +41,7 @@ from perseus.torch.optimizer import DistributedOptimizer, _DistributedOptimizer
 from perseus.torch.outer_steps import Outer, OuterSteps
 
 _STATE = "perseus_local_steps"  # the key in state_dict()
-_CODECS = (EXACT, FLOAT16, BFLOAT16, INT8)
+_CODECS = (EXACT, FLOAT16, BFLOAT16, INT8, INT4, INT2, LOSSLESS)
 
 
 class _LocalOptimizer(_DistributedOptimizer):
@@ -145,7 +155,7 @@ def DiLoCo(  # noqa: N802 - likewise
     delay: the steps, up to K, until a result is applied. Nobody waits for a link which can send a
         part in that time. 0: all ranks wait.
     outer_lr, outer_momentum: of the outer optimizer.
-    compression: of outer gradients: Compression.int8, fp16, bf16 or none.
+    compression: of outer gradients: Compression.int8, int4, int2, fp16, bf16, lossless or none.
 
     The other arguments and the result are those of DistributedOptimizer; see also LocalSGD. Raises
     ValueError for inconsistent arguments, and if PERSEUS_PARAMETER_CHECK_N_STEPS is set or
@@ -180,8 +190,8 @@ def _check_codec(compression: Any) -> None:
     checked_compression(compression, "DiLoCo")
     if not compression.in_core or compression.codec not in _CODECS:
         raise ValueError(
-            f"[DiLoCo] compression={compression.__name__}: expected Compression.int8, fp16, bf16 "
-            "or none for outer gradients"
+            f"[DiLoCo] compression={compression.__name__}: expected Compression.int8, int4, "
+            "int2, fp16, bf16, lossless or none for outer gradients"
         )
 
 

@@ -53,24 +53,32 @@ def wrap(
         output = torch.empty(shape, dtype=like.dtype)
     else:
         output = torch.frombuffer(buffer, dtype=like.dtype).view(shape)
+    output = output.to(like.device)
     if received is None:
         return output
     return output, torch.tensor(received, dtype=torch.int32)
 
 
-def describe(tensor: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    """A tensor's address and layout, for PyTorch before 2.10 (without DLPack's exchange table)."""
+def describe(tensor: Any) -> tuple[Any, ...]:
+    """A tensor's address and layout, for PyTorch before 2.10 (without DLPack's exchange table).
+
+    On a GPU followed by the GPU's number and the address of the stream on which it works now.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"[torch] expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
         remedy = " Use sparse_allreduce_async, or .to_dense()." if tensor.is_sparse else ""
         raise ValueError(f"Tensor type {kind} is not supported.{remedy}")
+    layout = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), DTYPES[tensor.dtype]
+    if tensor.is_cuda:
+        return *layout, tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"[torch] the tensor is on {tensor.device}, expected host memory; move it with .cpu()"
+            f"[torch] the tensor is on {tensor.device}, expected host memory or an NVIDIA GPU; "
+            "move it with .cpu()"
         )
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), DTYPES[tensor.dtype]
+    return layout
 
 
 def _refuse_submit(*_: Any) -> int:

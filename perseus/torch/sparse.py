@@ -44,8 +44,10 @@ def sparse_allreduce_async(
 def empty_like(parameter: torch.Tensor, sparse_dims: int) -> torch.Tensor:
     """Return a sparse tensor without entries, with a dense tensor's shape and dtype."""
     return torch.sparse_coo_tensor(
-        torch.empty(sparse_dims, 0, dtype=torch.int64),
-        torch.empty(0, *parameter.shape[sparse_dims:], dtype=parameter.dtype),
+        torch.empty(sparse_dims, 0, dtype=torch.int64, device=parameter.device),
+        torch.empty(
+            0, *parameter.shape[sparse_dims:], dtype=parameter.dtype, device=parameter.device
+        ),
         parameter.shape,
         check_invariants=False,
     )
@@ -137,8 +139,9 @@ def sparse_total(
 
 def header_and_indices(tensor: torch.Tensor) -> torch.Tensor:
     """Return int64 [entries, dimensions, sparse dimensions, sizes…, indices by entry…]."""
-    header = [tensor._nnz(), tensor.dim(), tensor.sparse_dim(), *tensor.shape]
-    return torch.cat([torch.tensor(header), tensor.indices().t().reshape(-1)])
+    sizes = [tensor._nnz(), tensor.dim(), tensor.sparse_dim(), *tensor.shape]
+    header = torch.tensor(sizes, device=tensor.device)
+    return torch.cat([header, tensor.indices().t().reshape(-1)])
 
 
 def _joined_indices(described: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ Description unusual() {
   d.times = {7, UINT32_MAX};
   d.flush = Flush::kAmongAll;
   d.warms_up = true;
+  d.outdated = 1 << 30;
   d.refusal = "läuft nicht";
   return d;
 }
@@ -78,7 +79,8 @@ TEST(Announcement, PrintsEveryFieldWithItsValue) {
             "prescale=-0.125 postscale=1e+300 op=5 gradient=true root=77 ranks=[0, 5, 1000] "
             "compression={codec={kind=top-k ratio=0.25 half_values=true warm_up=7 every=4 momentum=0.5 "
             "matrix_rank=3 scale=2} automatic=true inside=true doubles=true from=1125899906842624} priority=-5 "
-            "transient=true nans=[1, 0] times=[7, 4294967295] flush=2 warms_up=true refusal='läuft nicht'");
+            "transient=true nans=[1, 0] times=[7, 4294967295] flush=2 warms_up=true outdated=1073741824 refusal='läuft "
+            "nicht'");
 }
 
 // Calls change(field name, description) for a description that differs from unusual() in just this field.

@@ -52,6 +52,8 @@ inline std::vector<CodecSpec> all_codecs() {
           scaled_half(64),
           spec_of(CodecKind::kBFloat16),
           spec_of(CodecKind::kInt8),
+          spec_of(CodecKind::kInt4),
+          spec_of(CodecKind::kInt2),
           top_k(0.01, false),
           top_k(0.01, true),
           top_k(0.1, false),

@@ -5,17 +5,15 @@
 #include <cstring>
 #include <random>
 
-#include "codec/low_rank.h"
 #include "world.h"
 
 namespace {
 
 using namespace perseus_test;
-using perseus::ChoiceOf;
 using perseus::kAutoCodecs;
 using perseus::Speeds;
 
-enum { kExact, kHalf, kInt8, kLowRank };  // places in kAutoKinds
+enum { kExact, kHalf, kInt8, kInt4, kInt2 };  // places in kAutoKinds
 
 // Costs of encoding as on one of today's processors, in seconds per byte.
 Speeds speeds(double gbit, double latency_s = 30e-6, int groups = 2) {
@@ -23,54 +21,46 @@ Speeds speeds(double gbit, double latency_s = 30e-6, int groups = 2) {
   s.link = {1, latency_s, 8e-9 / gbit};
   s.codecs[kHalf] = {0.05e-9, 0.05e-9, 0.5};
   s.codecs[kInt8] = {0.12e-9, 0.05e-9, 0.254};
-  s.codecs[kLowRank] = {0.5e-9, 0, 0.01};
+  s.codecs[kInt4] = {0.16e-9, 0.08e-9, 0.129};
+  s.codecs[kInt2] = {0.25e-9, 0.12e-9, 0.078};
   s.groups = groups;
-  s.matrix_rank = 4;
   return s;
-}
-
-// A tensor with rows of 1024 elements.
-ChoiceOf matrix(uint64_t bytes) {
-  return {bytes, perseus::narrow_bytes({static_cast<int64_t>(bytes / 4096), 1024}, 4)};
 }
 
 TEST(CodecChoice, SecondsAreLatencyBytesAndEncoding) {
   Speeds s = speeds(1, 1e-3, 4);
   s.shards = 2;
   // A shard of 4 MB among 4 groups: 6 MB each way at 8 ns; encoded are 4 + 1 MB, decoded 8 MB.
-  EXPECT_DOUBLE_EQ(perseus::estimated_seconds(s, kExact, {8000000}), 1e-3 + 6e6 * 8e-9);
-  EXPECT_DOUBLE_EQ(perseus::estimated_seconds(s, kInt8, {8000000}),
+  EXPECT_DOUBLE_EQ(perseus::estimated_seconds(s, kExact, 8000000), 1e-3 + 6e6 * 8e-9);
+  EXPECT_DOUBLE_EQ(perseus::estimated_seconds(s, kInt8, 8000000),
                    2e-3 + 6e6 * 0.254 * 8e-9 + 5e6 * 0.12e-9 + 8e6 * 0.05e-9);
-  // Two sums of the narrow matrices, and the work on the whole one.
-  EXPECT_DOUBLE_EQ(perseus::estimated_seconds(s, kLowRank, {8000000, 40000}), 4e-3 + 3e4 * 8e-9 + 4e6 * 0.5e-9);
 }
 
 TEST(CodecChoice, SlowLinksGetSmallerGradientsAndFastOnesExactOnes) {
-  constexpr uint64_t kLarge = 8 << 20, kMiddle = 32 << 10, kTiny = 512;
-  EXPECT_EQ(perseus::choose_codec(speeds(1), matrix(kLarge)), kLowRank);
-  EXPECT_EQ(perseus::choose_codec(speeds(1), {kLarge}), kInt8) << "no matrix";
-  EXPECT_EQ(perseus::choose_codec(speeds(1), matrix(kMiddle)), kInt8) << "four exchanges";
-  EXPECT_EQ(perseus::choose_codec(speeds(1), {kTiny}), kExact) << "one exchange instead of two";
-  EXPECT_EQ(perseus::choose_codec(speeds(18, 0), {kLarge}), kHalf);
-  EXPECT_EQ(perseus::choose_codec(speeds(200, 0), matrix(kLarge)), kExact);
-  EXPECT_EQ(perseus::choose_codec(speeds(1, 30e-6, 1), matrix(kLarge)), kExact) << "one host";
-  ChoiceOf warming = matrix(kLarge);
-  warming.warms_up = true;
-  EXPECT_EQ(perseus::choose_codec(speeds(1), warming), kHalf) << "what int8 keeps would have to be sent";
+  constexpr uint64_t kLarge = 8 << 20, kTiny = 512;
+  EXPECT_EQ(perseus::choose_codec(speeds(0.3), kLarge), kInt2);
+  EXPECT_EQ(perseus::choose_codec(speeds(4, 0), kLarge), kInt4) << "fewer bytes gain little";
+  EXPECT_EQ(perseus::choose_codec(speeds(14, 0), kLarge), kInt8);
+  EXPECT_EQ(perseus::choose_codec(speeds(1), kTiny), kExact) << "one exchange instead of two";
+  EXPECT_EQ(perseus::choose_codec(speeds(20, 0), kLarge), kHalf);
+  EXPECT_EQ(perseus::choose_codec(speeds(200, 0), kLarge), kExact);
+  EXPECT_EQ(perseus::choose_codec(speeds(1, 30e-6, 1), kLarge), kExact) << "one host";
 }
 
 TEST(CodecChoice, OfCodecsThatAreAboutAsFastTheMostAccurateIsTaken) {
+  constexpr uint64_t kBytes = 8 << 20;
   Speeds s = speeds(1, 0);
-  ChoiceOf tensor{8 << 20};
-  // So many bytes that both take as long, less the gain that decides.
-  const double int8 = perseus::estimated_seconds(s, kInt8, tensor);
-  const auto narrow_for = [&](double seconds) {
-    return static_cast<uint64_t>((seconds - static_cast<double>(tensor.bytes) * 0.5e-9) / 8e-9);
+  s.codecs[kInt4] = s.codecs[kInt8];
+  s.codecs[kInt2] = s.codecs[kExact] = s.codecs[kHalf] = {0, 0, 1};
+  const double int8 = perseus::estimated_seconds(s, kInt8, kBytes);
+  const auto wire_for = [&](double seconds) {  // of int4, in place of int8's
+    const double sending = static_cast<double>(kBytes) * 8e-9;
+    return s.codecs[kInt8].wire - (int8 - seconds) / sending;
   };
-  tensor.narrow = narrow_for(0.96 * int8);
-  EXPECT_EQ(perseus::choose_codec(s, tensor), kInt8);
-  tensor.narrow = narrow_for(0.94 * int8);
-  EXPECT_EQ(perseus::choose_codec(s, tensor), kLowRank);
+  s.codecs[kInt4].wire = wire_for(0.96 * int8);
+  EXPECT_EQ(perseus::choose_codec(s, kBytes), kInt8);
+  s.codecs[kInt4].wire = wire_for(0.94 * int8);
+  EXPECT_EQ(perseus::choose_codec(s, kBytes), kInt4);
 }
 
 TEST(CodecChoice, NoChoiceIsSlowerThanExactOrFarFromTheFastest) {
@@ -86,13 +76,12 @@ TEST(CodecChoice, NoChoiceIsSlowerThanExactOrFarFromTheFastest) {
       cost.decode_s *= between(0.1, 10);
     }
     s.shards = 1 + i % 3;
-    ChoiceOf tensor = matrix(static_cast<uint64_t>(between(4, 1e9)));
-    if (i % 4 == 0) tensor.narrow = 0;
+    const auto tensor = static_cast<uint64_t>(between(4, 1e9));
     const int codec = perseus::choose_codec(s, tensor);
     ++chosen[codec];
     const double seconds = perseus::estimated_seconds(s, codec, tensor);
     ASSERT_LE(seconds, perseus::estimated_seconds(s, kExact, tensor));
-    for (int other = 0; other < (tensor.narrow > 0 ? kAutoCodecs : kLowRank); ++other)
+    for (int other = 0; other < kAutoCodecs; ++other)
       ASSERT_LE(seconds * 0.95, perseus::estimated_seconds(s, other, tensor) * (1 + 1e-12)) << codec << " " << other;
   }
   for (int count : chosen) EXPECT_GT(count, 100);
@@ -101,11 +90,10 @@ TEST(CodecChoice, NoChoiceIsSlowerThanExactOrFarFromTheFastest) {
 TEST(CodecChoice, TheLogSaysWhereChoicesChange) {
   std::array<perseus::CodecSpec, kAutoCodecs> specs;
   for (size_t i = 0; i < specs.size(); ++i) specs[i].kind = perseus::kAutoKinds[i];
-  specs[kLowRank].matrix_rank = 4;
   const std::string text = perseus::describe_choice(speeds(1), specs);
   EXPECT_NE(text.find("1 Gbit/s, 30 us (measurement 1)"), std::string::npos) << text;
-  EXPECT_NE(text.find("Square gradients travel as none, from "), std::string::npos) << text;
-  EXPECT_NE(text.find("KiB PowerSGD of rank 4"), std::string::npos) << text;
+  EXPECT_NE(text.find("Gradients travel as none, from "), std::string::npos) << text;
+  EXPECT_NE(text.find("KiB int2"), std::string::npos) << text;
   EXPECT_EQ(perseus::describe_choice(speeds(1000), specs).find(", from"), std::string::npos);
 }
 
@@ -130,7 +118,8 @@ struct Got {
 // Gradients of every size, the last one seldom, in an order of each rank's own, between exact operations; what each
 // rank got.
 std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(const Shape&)>& codec_of,
-                        const std::vector<std::string>& settings, int steps = 3) {
+                        const std::vector<std::string>& settings, int steps = 3,
+                        const std::function<void(int rank, int step)>& before = nullptr) {
   std::vector<Got> runs(static_cast<size_t>(size));
   WorldOptions options;
   options.overrides = settings;
@@ -139,6 +128,7 @@ std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(
       [&](int rank, perseus_context* context) {
         Got& mine = runs[static_cast<size_t>(rank)];
         for (int step = 0; step < steps; ++step) {
+          if (before) before(rank, step);
           std::vector<Floats> x;
           const size_t encoded = std::size(kShapes) - (step % kSeldom == kSeldom - 1 ? 0 : 1);
           for (size_t i = 0; i < encoded; ++i) {
@@ -189,7 +179,7 @@ void expect_same(const std::vector<Floats>& a, const std::vector<Floats>& b, con
 }
 
 int chosen_by(const perseus_speeds& speeds, const Shape& shape) {
-  return perseus_speeds_choose(&speeds, shape.data(), static_cast<int>(shape.size()));
+  return perseus_speeds_choose(&speeds, product(shape) * sizeof(float));
 }
 
 struct World {
@@ -210,14 +200,10 @@ TEST_P(AutoCodec, RanksAgreeAndGetWhatTheChosenCodecsGiveByName) {
   EXPECT_EQ(speeds.groups, (world.size + world.inner - 1) / world.inner);
   EXPECT_DOUBLE_EQ(speeds.seconds_per_byte, 8e-4);
   EXPECT_GT(speeds.latency_s, 0);
-  EXPECT_EQ(chosen_by(speeds, {128, 128}), PERSEUS_CODEC_POWERSGD);
-  EXPECT_EQ(chosen_by(speeds, {128 * 128}), PERSEUS_CODEC_INT8);
-  EXPECT_EQ(chosen_by(speeds, {8, 2048}), PERSEUS_CODEC_INT8) << "two matrices are no smaller";
-  const int64_t square[] = {128, 128};
-  EXPECT_EQ(perseus_speeds_narrow(&speeds, square, 2), 4U * 4 * 256);
-  EXPECT_EQ(perseus_speeds_estimate(&speeds, PERSEUS_CODEC_TOP_K, 65536, 0), -1);
-  EXPECT_LT(perseus_speeds_estimate(&speeds, PERSEUS_CODEC_POWERSGD, 65536, 4096),
-            perseus_speeds_estimate(&speeds, PERSEUS_CODEC_INT8, 65536, 0));
+  EXPECT_EQ(chosen_by(speeds, {128, 128}), PERSEUS_CODEC_INT2);
+  EXPECT_EQ(perseus_speeds_estimate(&speeds, PERSEUS_CODEC_TOP_K, 65536), -1);
+  EXPECT_LT(perseus_speeds_estimate(&speeds, PERSEUS_CODEC_INT2, 65536),
+            perseus_speeds_estimate(&speeds, PERSEUS_CODEC_INT8, 65536));
   const auto named = reduce(medium, world.size, [&](const Shape& shape) { return chosen_by(speeds, shape); }, settings);
   EXPECT_EQ(named[0].speeds.measurement, 0);
   for (const Got& run : chosen) {
@@ -238,12 +224,31 @@ TEST(AutoCodecMeasured, LinksAreMeasuredOnceAndAlikeOnAllRanks) {
   EXPECT_EQ(speeds.encode_s[0], 0);
   for (int codec = 1; codec < PERSEUS_SPEEDS_CODECS; ++codec) {
     EXPECT_GT(speeds.encode_s[codec], 0);
-    EXPECT_EQ(speeds.decode_s[codec] > 0, codec != kLowRank);
+    EXPECT_GT(speeds.decode_s[codec], 0);
     EXPECT_LT(speeds.wire[codec], speeds.wire[codec - 1]);
   }
   for (const Got& run : runs) {
     EXPECT_EQ(std::memcmp(&run.speeds, &speeds, sizeof speeds), 0);
     expect_same(run.results, runs[0].results, "of another rank");
+  }
+}
+
+// With a frozen schedule, which a rank leaves for it, and without.
+TEST(AutoCodecMeasured, LinksAreMeasuredAgainAtOnePlaceOfAllRanks) {
+  for (const char* negotiation : {"PERSEUS_OFFLINE_NEG=0", "PERSEUS_OFFLINE_NEG=1"}) {
+    const auto settings = in_groups(1, {"PERSEUS_LINK_CHECK_SECONDS=1", negotiation});
+    constexpr int kSteps = 16, kLate = 10, kRanks = 3;
+    // When the others have submitted what they have in this step, no measurement is outdated.
+    const auto later = [](int rank, int step) {
+      if (rank == 1 && step == kLate) std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+    };
+    const auto runs =
+        reduce(all_media()[0], kRanks, [](const Shape&) { return PERSEUS_CODEC_AUTO; }, settings, kSteps, later);
+    EXPECT_EQ(runs[0].speeds.measurement, 2);
+    for (const Got& run : runs) {
+      EXPECT_EQ(std::memcmp(&run.speeds, &runs[0].speeds, sizeof run.speeds), 0);
+      expect_same(run.results, runs[0].results, "of another rank");
+    }
   }
 }
 

@@ -93,51 +93,75 @@ TEST(HalfFormat, TakesTwoBytesAnElement) {
   }
 }
 
-// ---- int8 ---------------------------------------------------------------------------------------------------------
+// ---- integers -----------------------------------------------------------------------------------------------------
 
-TEST(Int8Format, RoundsToHalfAStepOfItsBlock) {
-  auto codec = make_codec(spec_of(CodecKind::kInt8));
+struct Integers {
+  CodecKind kind;
+  int largest;
+  size_t bits, share_scale;  // elements
+};
+class IntegerFormat : public testing::TestWithParam<Integers> {};
+INSTANTIATE_TEST_SUITE_P(Codecs, IntegerFormat,
+                         testing::Values(Integers{CodecKind::kInt8, 127, 8, 256}, Integers{CodecKind::kInt4, 7, 4, 256},
+                                         Integers{CodecKind::kInt2, 1, 2, 32}),
+                         [](const auto& info) { return "Bits" + std::to_string(info.param.bits); });
+
+// The elements that share a scale, in a block that begins there, of a chunk of so many.
+size_t sharing(const Integers& of, size_t begin, size_t count) {
+  const size_t in_word = 32 / of.bits,
+               words = (std::min<size_t>(256, count - begin / 256 * 256) + in_word - 1) / in_word;
+  return words * in_word * of.share_scale / 256;
+}
+
+TEST_P(IntegerFormat, RoundsToHalfAStepOfItsBlock) {
+  auto codec = make_codec(spec_of(GetParam().kind));
   for (size_t count : kCodecSizes) {
     for (Values values : kAllValues) {
       std::vector<float> x = values_of(values, count, 1);
       std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), count);
-      for (size_t begin = 0; begin < count; begin += 256) {
-        const size_t end = std::min(begin + 256, count);
+      for (size_t begin = 0, next = 0; begin < count; begin = next) {
+        next = std::min({begin + sharing(GetParam(), begin, count), (begin / 256 + 1) * 256, count});
         const double most =
-            largest(std::vector<float>(x.begin() + static_cast<long>(begin), x.begin() + static_cast<long>(end)));
-        // Cutting the scale to 16 bits costs the largest elements up to 2^-15 of themselves.
-        const double bound = std::max(most / 127 / 2 * (1 + 1e-5), std::max(most * 0x1p-15, 0x1p-118));
-        for (size_t i = begin; i < end; ++i) ASSERT_NEAR(y[i], x[i], bound) << i << " of " << count;
+            largest(std::vector<float>(x.begin() + static_cast<long>(begin), x.begin() + static_cast<long>(next)));
+        // Cutting the scale costs the largest elements up to 2^-15 of themselves, and less than half with 2 bits.
+        const double half = most / GetParam().largest / 2 * (1 + 1e-5);
+        const double bound = std::max(half, std::max(most * 0x1p-15, 0x1p-118));
+        for (size_t i = begin; i < next; ++i) ASSERT_NEAR(y[i], x[i], bound) << i << " of " << count;
       }
     }
   }
 }
 
-TEST(Int8Format, GivesMultiplesOfTheScaleBackExactly) {
-  auto codec = make_codec(spec_of(CodecKind::kInt8));
-  std::vector<float> x(255);
-  for (int i = 0; i < 255; ++i) x[static_cast<size_t>(i)] = static_cast<float>(i - 127) * 0.25f;
+TEST_P(IntegerFormat, GivesMultiplesOfTheScaleBackExactly) {
+  auto codec = make_codec(spec_of(GetParam().kind));
+  const int largest = GetParam().largest, values = 2 * largest + 1;
+  std::vector<float> x(16 * static_cast<size_t>(values));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(static_cast<int>(i) % values - largest) * 0.25f;
   EXPECT_TRUE(same_bits(decoded(*codec, encoded(*codec, x, nullptr, 0), x.size()), x));
 }
 
-TEST(Int8Format, OneLargeBlockDoesNotTouchTheOthers) {
-  auto codec = make_codec(spec_of(CodecKind::kInt8));
-  std::vector<float> x = values_of(Values::kNormal, 1000, 1);
+TEST_P(IntegerFormat, OneLargeElementDoesNotTouchThoseOfOtherScales) {
+  auto codec = make_codec(spec_of(GetParam().kind));
+  const size_t share = GetParam().share_scale;
+  std::vector<float> x = values_of(Values::kNormal, 1024, 1), usual = x;
   x[300] = 1e20f;
-  std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), x.size());
+  const std::vector<float> y = decoded(*codec, encoded(*codec, x, nullptr, 0), x.size());
+  usual = decoded(*codec, encoded(*codec, usual, nullptr, 0), x.size());
   for (size_t i = 0; i < x.size(); ++i) {
-    if (i / 256 == 1) continue;
-    ASSERT_NEAR(y[i], x[i], 5e-3 / 254) << i;
+    if (i / share == 300 / share) continue;
+    ASSERT_EQ(y[i], usual[i]) << i;
   }
 }
 
-TEST(Int8Format, TakesAByteAnElementAndAScaleABlock) {
-  auto codec = make_codec(spec_of(CodecKind::kInt8));
+TEST_P(IntegerFormat, TakesItsBitsAnElementAndItsScales) {
+  auto codec = make_codec(spec_of(GetParam().kind));
   const auto size = [&](size_t count) { return encoded(*codec, std::vector<float>(count, 1.0f), nullptr, 0).size(); };
-  EXPECT_EQ(size(1), 8 + 4 + 4u);
-  EXPECT_EQ(size(256), 8 + 4 + 256u);
-  EXPECT_EQ(size(257), 8 + 8 + 256 + 4u);
-  EXPECT_EQ(size(16384), 8 + 256 + 16384u);
+  const size_t of_scale = GetParam().bits == 2 ? 2 : 4;
+  const size_t scales = of_scale * 256 / GetParam().share_scale, block = 256 * GetParam().bits / 8;
+  EXPECT_EQ(size(1), 8 + scales + 4u);
+  EXPECT_EQ(size(256), 8 + scales + block);
+  EXPECT_EQ(size(257), 8 + 2 * scales + block + 4u);
+  EXPECT_EQ(size(16384), 8 + 64 * (scales + block));
   std::vector<float> x(1000, 1.0f);
   x[7] = std::numeric_limits<float>::quiet_NaN();
   EXPECT_EQ(encoded(*codec, x, nullptr, 0).size(), 8 + 4000u);

@@ -93,28 +93,39 @@ TEST_P(CodecKernels, HalvesHaveTheBitsOfTheScalarConversions) {
   }
 }
 
-TEST_P(CodecKernels, BytesLieInQuartersOfTheirBlock) {
-  std::vector<float> x(300);
-  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(static_cast<int>(i * 37 % 255) - 127);
-  x[0] = x[256] = 127.0f;
-  std::vector<unsigned char> scales(8), to(byte_block_bytes(x.size()));
-  ASSERT_TRUE(encode_bytes(x.data(), x.size(), scales.data(), to.data(), nullptr));
-  for (size_t i = 0; i < x.size(); ++i) {
-    const size_t block = i / 256, in_block = i % 256, quarter = block == 0 ? 64 : 11;
-    const size_t at = block * 256 + in_block % quarter * 4 + in_block / quarter;
-    ASSERT_EQ(static_cast<signed char>(to[at]), static_cast<int>(x[i])) << i;
+TEST_P(CodecKernels, IntegersLieInPartsOfTheirBlock) {
+  for (const size_t bits : {8, 4, 2}) {
+    const int largest = (1 << (bits - 1)) - 1;
+    std::vector<float> x(300);
+    for (size_t i = 0; i < x.size(); ++i)
+      x[i] = static_cast<float>(static_cast<int>(i * 37 % (2 * largest + 1)) - largest);
+    x[0] = x[256] = static_cast<float>(largest);  // with 2 bits, every scale has one
+    std::vector<unsigned char> scales(integer_scales_bytes(bits, x.size())), to(integer_bytes(bits, x.size()));
+    ASSERT_TRUE(encode_integers(bits, x.data(), x.size(), scales.data(), to.data(), nullptr));
+    const size_t in_word = 32 / bits;
+    for (size_t i = 0; i < x.size(); ++i) {
+      const size_t begin = i / 256 * 256, in_block = i - begin;
+      const size_t words = (std::min<size_t>(256, x.size() - begin) + in_word - 1) / in_word;
+      uint32_t word;
+      std::memcpy(&word, to.data() + begin * bits / 8 + 4 * (in_block % words), sizeof word);
+      const size_t shift = bits * (in_block / words);
+      const int found = static_cast<int32_t>(word << (32 - bits - shift)) >> (32 - bits);
+      ASSERT_EQ(found, static_cast<int>(x[i])) << i << " with " << bits << " bits";
+    }
   }
 }
 
-TEST_P(CodecKernels, BytesRefuseWhatIsNotFinite) {
-  for (size_t count : {1, 256, 300}) {
-    for (size_t place = 0; place < count; ++place) {
-      for (float special : {kInf, -std::nanf("")}) {
-        std::vector<float> x(count, 1.0f);
-        std::vector<unsigned char> scales(8), to(byte_block_bytes(count));
-        EXPECT_TRUE(encode_bytes(x.data(), count, scales.data(), to.data(), nullptr));
-        x[place] = special;
-        EXPECT_FALSE(encode_bytes(x.data(), count, scales.data(), to.data(), nullptr));
+TEST_P(CodecKernels, IntegersRefuseWhatIsNotFinite) {
+  for (const size_t bits : {8, 4, 2}) {
+    for (size_t count : {1, 256, 300}) {
+      for (size_t place = 0; place < count; ++place) {
+        for (float special : {kInf, -std::nanf("")}) {
+          std::vector<float> x(count, 1.0f);
+          std::vector<unsigned char> scales(integer_scales_bytes(bits, count)), to(integer_bytes(bits, count));
+          EXPECT_TRUE(encode_integers(bits, x.data(), count, scales.data(), to.data(), nullptr));
+          x[place] = special;
+          EXPECT_FALSE(encode_integers(bits, x.data(), count, scales.data(), to.data(), nullptr));
+        }
       }
     }
   }
@@ -143,8 +154,8 @@ TEST_P(CodecKernels, DoNotDependOnTheCallersRoundingModeNorFlushing) {
     add_to_residual(x.data(), 0.7f, residual.data(), 500);  // the other half stays denormal
     std::vector<float> y = residual;
     std::vector<unsigned char> scales(16), to(2000);
-    encode_bytes(residual.data(), 1000, scales.data(), to.data(), residual.data());
-    decode_bytes(scales.data(), to.data(), 1000, y.data(), Arrival::kAdd);
+    encode_integers(8, residual.data(), 1000, scales.data(), to.data(), residual.data());
+    decode_integers(8, scales.data(), to.data(), 1000, y.data(), Arrival::kAdd);
     y.insert(y.end(), residual.begin(), residual.end());
     encode_halves(DType::kFloat16, residual.data(), 0x1p20f, 0x1p-20f, 1000, to.data(), residual.data());
     decode_halves(DType::kFloat16, to.data(), 0.3f, 1000, y.data(), Arrival::kAdd);

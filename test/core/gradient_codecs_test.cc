@@ -471,6 +471,14 @@ TEST(GradientSettings, ACodecThatMayCostAccuracyIsWarnedOf) {
     const std::string text = std::string("training with top-k ") + ratio + " may end with a higher loss";
     EXPECT_EQ(said.find(text) != std::string::npos, warns) << said;
   }
+  for (int inner : {1, 2}) {
+    testing::internal::CaptureStderr();
+    send(groups_of(inner), 1, PERSEUS_CODEC_INSIDE, PERSEUS_FLOAT32);
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(said.find("gradients averaged within each host only may end with a higher loss") != std::string::npos,
+              inner == 1)
+        << said;
+  }
 }
 
 // What PERSEUS_ALLREDUCE_DTYPE=0 sends, all ranks together, in groups of `inner`, against float16 between groups alone.
@@ -621,8 +629,9 @@ TEST(GradientSettings, WhatMakesNoSenseIsRefused) {
     const perseus_tensor integers{x.data(), x.data(), &count, 1, PERSEUS_INT32};
     perseus_request request = gradient_request("i", &integers, kCodecs[2]);
     request.gradient_of = 0;
-    EXPECT_NE(run(context, request).message.find("'i' is int32: int8, top-k, rotate and PowerSGD"), std::string::npos);
-    EXPECT_NE(refusal(11, 0, PERSEUS_SUM).find("unknown codec 11"), std::string::npos);
+    EXPECT_NE(run(context, request).message.find("'i' is int32: int8, int4, int2, top-k, rotate and PowerSGD"),
+              std::string::npos);
+    EXPECT_NE(refusal(13, 0, PERSEUS_SUM).find("unknown codec 13"), std::string::npos);
   });
   WorldOptions options;
   options.overrides = {"LIGHT_TOPK_ALLREDUCE=1", "PERSEUS_DOWNSAMPLE_N_ELEMENTS=4"};

@@ -117,6 +117,25 @@ TEST(Orthogonalize, GivesColumnsOfLengthOneAndZeroForThoseThatDepend) {
     }
 }
 
+TEST(Orthogonalize, ColumnsThatNearlyDependAreAsOrthogonalAsOthers) {
+  constexpr size_t kRows = 400, kRank = 3;
+  for (const float rest : {1e-3F, 1e-4F, 1e-5F}) {
+    Floats p = noise(7, kRows * kRank);
+    for (size_t row = 0; row < kRows; ++row) {
+      float* const of_row = p.data() + row * kRank;
+      of_row[1] = of_row[0] + rest * of_row[1];
+      of_row[2] = of_row[0] - of_row[1] + rest * rest * of_row[2];
+    }
+    orthogonalize(p.data(), kRows, kRank);
+    for (size_t a = 0; a < kRank; ++a)
+      for (size_t b = 0; b < a; ++b) {
+        double sum = 0;
+        for (size_t row = 0; row < kRows; ++row) sum += static_cast<double>(p[row * kRank + a]) * p[row * kRank + b];
+        EXPECT_NEAR(sum, 0, 1e-6) << a << " " << b << " " << rest;
+      }
+  }
+}
+
 TEST(MatrixOf, HasTheFewestRowsAndColumns) {
   const auto is = [](const std::vector<int64_t>& shape, size_t rows, size_t cols) {
     const MatrixShape found = perseus::matrix_of(shape);

@@ -74,13 +74,17 @@ class Call {
   // Of a call that is done and not released.
   void check(perseus_context* context);
 
+ protected:
+  Bytes& input(size_t tensor) { return inputs_[tensor]; }
+  Bytes& output(size_t tensor) { return operation_.in_place ? inputs_[tensor] : outputs_[tensor]; }
+  size_t tensors() const { return tensors_.size(); }
+  perseus_handle* handle_place() { return &handle_; }
+
  private:
   static constexpr unsigned char kGuard = 0xa5;  // behind every output
   static constexpr size_t kGuardBytes = 16;
 
   Bytes input_of(size_t tensor, int rank, int64_t first, int64_t count) const;
-  Bytes& output(size_t tensor) { return operation_.in_place ? inputs_[tensor] : outputs_[tensor]; }
-
   void prepare(size_t i);
 
   bool owns_result() const;

@@ -40,6 +40,7 @@ MODULES = [
     "ddp_hooks_checks",
     "ddp_forms_checks",
     "ddp_gradient_checks",
+    "ddp_rate_checks",
     "ddp_rotation_checks",
     "point_to_point_checks",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,14 @@ def test_before_init_everything_says_so():
     basics.shutdown()  # nothing to do
 
 
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def test_without_a_launcher_the_world_is_this_process(world):
     assert (basics.rank(), basics.size()) == (0, 1)
     assert (basics.local_rank(), basics.local_size()) == (0, 1)
@@ -89,8 +98,9 @@ def test_without_a_launcher_the_world_is_this_process(world):
     assert basics.is_homogeneous()
     assert basics.gloo_built() and basics.gloo_enabled()
     assert basics.nccl_built() == 0 and type(basics.nccl_built()) is int
-    for built in ("mpi_built", "mpi_enabled", "ddl_built", "ccl_built", "cuda_built", "rocm_built"):
+    for built in ("mpi_built", "mpi_enabled", "ddl_built", "ccl_built", "rocm_built"):
         assert getattr(basics, built)() is False
+    assert basics.cuda_built() is _has_driver()
     with pytest.raises(ValueError, match="Horovod MPI is not enabled"):
         basics.mpi_threads_supported()
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +14,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from perseus.bench.advice import Advice, advise, show
-from perseus.compression import EXACT, FLOAT16, INT8, POWERSGD
+from perseus.compression import EXACT, FLOAT16, INT2, INT4, INT8
 
 _SHAPES = [("large", (1000, 1000)), ("small", (100,)), ("other", (500, 1000))]
 
 
 @dataclass
 class _Speeds:
-    """Seconds per byte of each codec, and a latency; auto takes int8 for all."""
+    """Seconds per byte of each codec, and a latency; auto takes int2 for all."""
 
     exact: float
     measurement: int = 1
@@ -33,34 +32,30 @@ class _Speeds:
     def seconds_per_byte(self) -> float:
         return self.exact
 
-    def estimate(self, codec: int, bytes: int, narrow: int = 0) -> float:
-        if codec == POWERSGD:
-            return self.latency_s + self.exact * narrow
-        share = {EXACT: 1.0, FLOAT16: 0.5, INT8: 0.25}[codec]
+    def estimate(self, codec: int, bytes: int) -> float:
+        share = {EXACT: 1.0, FLOAT16: 0.5, INT8: 0.25, INT4: 0.125, INT2: 0.075}[codec]
         return self.latency_s + share * self.exact * bytes
 
-    def narrow(self, shape: Sequence[int]) -> int:
-        return 16 * sum(shape) if len(shape) == 2 else 0
-
-    def choose(self, shape: Sequence[int]) -> int:
-        return INT8
+    def choose(self, bytes: int) -> int:
+        return INT2
 
 
 def test_exchanges_cost_what_the_model_says_for_tensors_of_one_codec_together() -> None:
     found = advise("m", _SHAPES, _Speeds(1e-6), None)
     assert (found.bytes, found.tensors, found.hosts) == (6_000_400, 3, 2)
-    exact, half, int8, auto, powersgd = found.settings
+    exact, half, int8, int4, int2, auto = found.settings
     assert exact.exchange_s == pytest.approx(0.001 + 6.0004)
     assert half.exchange_s == pytest.approx(0.001 + 3.0002)
-    assert auto.exchange_s == int8.exchange_s == pytest.approx(0.001 + 1.5001)
-    assert powersgd.exchange_s == pytest.approx(0.002 + 1e-6 * 16 * 3500 + 0.5 * 0.0004)
+    assert int8.exchange_s == pytest.approx(0.001 + 1.5001)
+    assert int4.exchange_s == pytest.approx(0.001 + 0.75005)
+    assert auto.exchange_s == int2.exchange_s == pytest.approx(0.001 + 0.45003)
     assert {setting.step_s for setting in found.settings} == {None}
     assert found.best == 4
     assert found.gbit == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize(
-    ("compute", "best", "step"), [(30.0, 0, 30.0), (5.0, 1, 5.0), (0.003, 4, 0.0582 + 0.001)]
+    ("compute", "best", "step"), [(30.0, 0, 30.0), (5.0, 1, 5.0), (0.003, 4, 0.45103 + 0.001)]
 )
 def test_the_most_accurate_setting_that_computation_hides_is_best(
     compute: float, best: int, step: float
@@ -74,8 +69,8 @@ def test_the_most_accurate_setting_that_computation_hides_is_best(
     text = show(found)
     assert text.count("->") == 1
     assert f"-> {found.settings[best].text}" in text
-    assert [setting.accuracy for setting in found.settings] == ["exact"] + ["equivalent"] * 4
-    assert text.count("accuracy equivalent") == 4
+    assert [setting.accuracy for setting in found.settings] == ["exact"] + ["equivalent"] * 5
+    assert text.count("accuracy equivalent") == 5
 
 
 def test_on_one_host_there_is_nothing_to_set() -> None:
@@ -101,7 +96,7 @@ def test_the_command_measures_and_advises(tmp_path: Path) -> None:
     arguments = ("--model", "resnet50,gpt2", "--compute", "0.1", "--json", str(file))
     found = _command(*arguments, **apart)
     assert found.returncode == 0, found.stderr
-    assert "-> PERSEUS_ALLREDUCE_CODEC=auto" in found.stdout
+    assert "-> PERSEUS_ALLREDUCE_CODEC=int2" in found.stdout
     resnet50, gpt2 = (json.loads(line) for line in file.read_text().splitlines())
     assert (resnet50["model"], gpt2["model"]) == ("resnet50", "gpt2")
     assert (gpt2["hosts"], gpt2["compute_s"]) == (2, 0.1)

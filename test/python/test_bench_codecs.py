@@ -40,8 +40,8 @@ def test_a_codec_that_refuses_its_argument_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_variables_give_a_process_group_the_codec_of_a_label() -> None:
     known = {entry.name for entry in config.variables()}
-    for label in ("default", "none", "fp16", "lossless", "int8", "topk:0.02", "rotate:4", "auto"):
-        (codec,) = parse(label)
+    labels = "default,none,fp16,lossless,int8,int4,int2,topk:0.02,powersgd:4,rotate:4,auto"
+    for codec in parse(labels):
         found = codec.variables()
         assert set(found) <= known
         assert codec.argument is None or f"{codec.argument:g}" in found.values()
@@ -53,6 +53,9 @@ def test_bytes_on_the_wire_relative_to_plain() -> None:
     assert Codec("none").share(2) == (1, 1)
     assert Codec("fp16").share(4) == Codec("bf16").share(2) == (0.5, 0.5)
     assert Codec("rotate", 8).share(2) == (0.125, 0.125)
+    for name, share in (("int8", 1 / 3.94), ("int4", 1 / 7.76), ("int2", 1 / 12.8)):
+        least, most = Codec(name).share(2)
+        assert least < share < most
     # Two ranks, 1 %: 1.25 pairs of 8 bytes for each 100 elements of 4, half of them come in, and up
     # to twice as many go out.
     assert Codec("topk", 0.01).share(2) == pytest.approx((0.005, 0.0375))
@@ -101,6 +104,8 @@ def _int8(tensor: torch.Tensor, steps: int = 127) -> torch.Tensor:
         ("bf16", _int8, False),
         ("int8", _int8, True),
         ("int8", lambda t: _int8(t, 31), False),
+        ("int4", lambda t: _int8(t, 7), True),
+        ("int4", lambda t: _int8(t, 2), False),
         (
             "int8",
             lambda t: t.clone().view(-1).index_fill(0, torch.tensor(7), 9).view(t.shape),

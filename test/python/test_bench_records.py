@@ -235,7 +235,7 @@ def test_a_bar_names_the_command_that_measures_it() -> None:
     assert "PERSEUS_TRANSPORT=tcp perseus-bench network" in commands
     assert "perseus-bench network --hosts 2 --rate 1gbit" in commands
     assert "perseus-bench ddp --sizes 25M" in commands
-    trained = "perseus-bench ddp-training --model resnet50 --codec default,int8,topk:0.01,auto"
+    trained = "perseus-bench ddp-training --model resnet50 --codec default,int8,int4,int2,auto"
     assert f"{trained} --hosts 2 --rate 300mbit" in commands
 
 

@@ -90,8 +90,9 @@ def test_check_build_has_the_sections_that_scripts_look_for() -> None:
         "Available Tensor Operations:",
     ]
     entries = [line for line in lines if re.fullmatch(r"    \[[X ]\] \w[\w ]*", line)]
-    assert len(entries) == 12
-    assert "    [X] Gloo" in entries
+    assert len(entries) == 14
+    assert {"    [X] Gloo", "    [X] CPU"} <= set(entries)
+    assert ("    [X] CUDA" in entries) != lines[-2].startswith("No GPUs: [cuda] ")
     assert "Kernels for this processor: " in lines[-1]
 
 

@@ -74,14 +74,16 @@ typedef enum perseus_codec {
   PERSEUS_CODEC_INT8 = 4,
   PERSEUS_CODEC_TOP_K = 5,
   PERSEUS_CODEC_ROTATE = 6,
-  /* the fastest of EXACT, FLOAT16, INT8 and TOP_K by perseus_group_speeds; their arguments follow the settings */
+  /* the fastest of EXACT, FLOAT16, INT8, INT4 and INT2 by perseus_group_speeds */
   PERSEUS_CODEC_AUTO = 7,
   /* nothing between hosts: each host has the sum or the average of its own ranks; a sum times size / ranks of the host
    */
   PERSEUS_CODEC_INSIDE = 8,
   /* of a matrix the product of two narrow ones; the argument is their rank (PowerSGD) */
   PERSEUS_CODEC_POWERSGD = 9,
-  PERSEUS_CODEC_LOSSLESS = 10 /* float32 and bfloat16 in fewer bytes that give the same bits; others are exact */
+  PERSEUS_CODEC_LOSSLESS = 10, /* float32 and bfloat16 in fewer bytes that give the same bits; others are exact */
+  PERSEUS_CODEC_INT4 = 11,     /* as INT8, with integers of 4 bits */
+  PERSEUS_CODEC_INT2 = 12      /* with integers of 2 bits: -1, 0 and 1 */
 } perseus_codec;
 
 typedef enum perseus_kind {
@@ -250,6 +252,12 @@ PERSEUS_EXPORT perseus_code perseus_context_stats(const perseus_context* context
 
 typedef int64_t perseus_handle; /* > 0 */
 
+/* Where the tensors of a request are. */
+typedef enum perseus_memory {
+  PERSEUS_HOST = 0, /* in this process's memory */
+  PERSEUS_CUDA = 1  /* on a GPU, through NVIDIA's driver, which is opened when a request first names it */
+} perseus_memory;
+
 typedef struct perseus_tensor {
   const void* input;
   /* May equal input. NULL for alltoall, see perseus_handle_output. RECEIVE: without input. Allgather: NULL, or, of one
@@ -300,6 +308,14 @@ typedef struct perseus_request {
    * rate and to the gradient; 0, or what is not finite = not known. What a codec has held back is multiplied by the
    * rate of the step that held it back, and divided by this. */
   double learning_rate;
+  /* All tensors are in this memory; ranks may differ. PERSEUS_CUDA: they are read after what `stream` (a CUstream of
+   * the GPU `device`; NULL = its legacy default stream) has to do when the request is submitted. Nothing waits for the
+   * GPU: a handle that is done says that the results are on their way, and perseus_handle_join orders a stream behind
+   * them. Results that the core owns (perseus_handle_output) are in host memory. A stream that is captured into a
+   * graph is refused. */
+  int memory; /* a perseus_memory */
+  int device; /* -1 = the one whose memory they are */
+  void* stream;
 } perseus_request;
 
 /* Submits the request and returns at once. Does not copy tensors. */
@@ -310,6 +326,11 @@ PERSEUS_EXPORT perseus_code perseus_request_submit(perseus_context* context, con
 PERSEUS_EXPORT int perseus_handle_poll(perseus_context* context, perseus_handle handle);
 /* Waits at most timeout_ms (-1 = for ever). Returns the operation's outcome, or PERSEUS_IN_PROGRESS after that time. */
 PERSEUS_EXPORT perseus_code perseus_handle_wait(perseus_context* context, perseus_handle handle, int timeout_ms);
+
+/* PERSEUS_CUDA: what `stream` is given from now on waits until the results of a handle that is done are written; after
+ * a failure, too, since parts of results may be on their way. Before the handle is released. PERSEUS_INVALID_ARGUMENT
+ * if the handle is unknown or in progress, or if the stream is captured into a graph. Does nothing for host memory. */
+PERSEUS_EXPORT perseus_code perseus_handle_join(perseus_context* context, perseus_handle handle, void* stream);
 
 /* What happened to a gradient whose handle is done without an error; the same on every rank of the group. Apply a step
  * only if all of its gradients are REDUCED. */
@@ -377,7 +398,7 @@ PERSEUS_EXPORT int64_t perseus_group_next_number(perseus_context* context, int g
 
 /* ---- speeds: the base of PERSEUS_CODEC_AUTO's choices; see docs/algorithms.md ----------------------------------- */
 
-#define PERSEUS_SPEEDS_CODECS 4
+#define PERSEUS_SPEEDS_CODECS 5
 
 /* Measured when the first request of a group asks for PERSEUS_CODEC_AUTO. The values are the largest of all its ranks,
  * so every rank has the same. */
@@ -387,22 +408,15 @@ typedef struct perseus_speeds {
   int groups, shards;      /* sets of ranks that share memory; ranks of each set that exchange with other sets */
   double latency_s;        /* of an exchange between sets */
   double seconds_per_byte; /* that a rank sends and receives at the same time */
-  int matrix_rank;         /* of POWERSGD's matrices */
-  /* For EXACT, FLOAT16, INT8 and POWERSGD: seconds and sent bytes per byte of float32. Of POWERSGD encode_s is all of
-   * its work, and `wire` is that of a matrix of 1024 x 1024. */
+  /* for EXACT, FLOAT16, INT8, INT4 and INT2: seconds and sent bytes per byte of float32 */
   double encode_s[PERSEUS_SPEEDS_CODECS], decode_s[PERSEUS_SPEEDS_CODECS], wire[PERSEUS_SPEEDS_CODECS];
 } perseus_speeds;
 PERSEUS_EXPORT perseus_code perseus_group_speeds(perseus_context* context, int group, perseus_speeds* speeds);
-/* Estimates the seconds that an allreduce of a float32 tensor of `bytes` bytes takes between the sets; POWERSGD sends
- * `narrow` bytes instead, as perseus_speeds_narrow returns them. -1 for a codec that AUTO never chooses, or a wrong
- * struct_size. A pure function, like the next two. */
-PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes, uint64_t narrow);
-/* The bytes of the two matrices that POWERSGD sends for a tensor of `ndim` extents; 0 if it does not serve such a
- * tensor, or for a wrong struct_size. */
-PERSEUS_EXPORT uint64_t perseus_speeds_narrow(const perseus_speeds* speeds, const int64_t* shape, int ndim);
-/* The perseus_codec that AUTO chooses for such a tensor of float32, after the steps of POWERSGD's warm-up; -1 for a
- * wrong struct_size. */
-PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, const int64_t* shape, int ndim);
+/* Estimates the seconds that an allreduce of a float32 tensor of `bytes` bytes takes between the sets. -1 for a codec
+ * that AUTO never chooses, or a wrong struct_size. A pure function, like the next one. */
+PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes);
+/* The perseus_codec that AUTO chooses for such a tensor; -1 for a wrong struct_size. */
+PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes);
 
 /* ---- timeline: a Chrome trace of every operation; see docs/timeline.md ------------------------------------------- */
 
@@ -414,6 +428,18 @@ PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, const int
 PERSEUS_EXPORT perseus_code perseus_timeline_start(perseus_context* context, const char* path, int mark_cycles);
 /* Ends the recording, if there is one. The file is complete when the call returns. */
 PERSEUS_EXPORT perseus_code perseus_timeline_stop(perseus_context* context);
+
+/* ---- GPUs -------------------------------------------------------------------------------------------------------- */
+
+typedef struct perseus_cuda {
+  size_t struct_size;
+  int version; /* of CUDA that NVIDIA's driver serves: 12040 = 12.4 */
+  int devices; /* GPUs that this process sees; -1 = not asked for */
+} perseus_cuda;
+/* Finds NVIDIA's driver, which requests with PERSEUS_CUDA need. With count_devices != 0 it is initialised, and
+ * processes that this one forks later cannot use GPUs. PERSEUS_IO, and why, if there is none or if it cannot be used.
+ */
+PERSEUS_EXPORT perseus_code perseus_cuda_find(int count_devices, perseus_cuda* found);
 
 /* ---- comparing what ranks hold ---------------------------------------------------------------------------------- */
 

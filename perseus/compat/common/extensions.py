@@ -99,8 +99,8 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether collectives take a framework's GPU tensors; False for all of them so far."""
-    return False
+    """Whether collectives take a framework's GPU tensors: PyTorch's, where there is a driver."""
+    return ext_base_name.endswith("torch") and basics.cuda_built()
 
 
 def mpi_built(verbose: bool = False) -> bool:

@@ -154,7 +154,7 @@ def check_auto_gives_everywhere_what_the_codec_that_it_chose_gives() -> None:
     slow = {"PERSEUS_LINK_GBIT": 0.001}
     with apart(**slow):
         whole = _steps(hvd.Compression.auto, 2)
-        assert all(map(torch.equal, whole, _steps(hvd.Compression.int8, 2)))
+        assert all(map(torch.equal, whole, _steps(hvd.Compression.int2, 2)))
         assert all(map(_same_everywhere, whole))
     with apart(PERSEUS_LINK_GBIT=1000000):
         (exact,) = _steps(hvd.Compression.auto, 1)
@@ -220,7 +220,7 @@ def check_what_makes_no_sense_is_refused() -> None:
         ValueError,
         lambda: hvd.allreduce(x.int(), name="i", compression=hvd.Compression.int8),
     )
-    assert "is int32: int8, top-k, rotate and PowerSGD compress floating-point" in text
+    assert "is int32: int8, int4, int2, top-k, rotate and PowerSGD compress floating-point" in text
     text = raised(
         ValueError, lambda: hvd.allreduce(x, op=hvd.Max, compression=hvd.Compression.bf16)
     )

@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
@@ -186,15 +186,72 @@ def powersgd(reduce: Reduce) -> None:
         assert missing[0] > 0.3 > missing[1] > 2 * missing[2], missing
 
 
-def rotation_of_parameters(train: Reduce) -> None:
+# Of the steps of learning_rates().
+RATES = (0.5, 1.0, 0.25, 0.125)
+_LOSSY = (
+    {"PERSEUS_ALLREDUCE_CODEC": "int8"},
+    {"PERSEUS_ALLREDUCE_CODEC": "powersgd", "PERSEUS_POWERSGD_RANK": 2},
+    {"LIGHT_TOPK_ALLREDUCE": 1, "LIGHT_TOPK_RATIO": 0.02},
+)
+
+
+def flush_before_last(step: int) -> None:
+    """In the last step of learning_rates(), all that is held back is sent."""
+    if step == len(RATES) - 1:
+        basics.flush_residuals()
+
+
+def learning_rates(train: Reduce, known: bool = True) -> None:
+    """What is held back moves the parameters as in the step that held it back.
+
+    train: takes the gradients of every step, and returns the parameters after each, from zero on
+        by SGD with RATES; gradients are averaged. It calls flush_before_last() before each step.
+    known: whether the core gets to know the rates. Otherwise what is held back is a gradient of the
+        step that sends it.
+    """
+    steps, size = len(RATES), basics.size()
+    means = [[total / size for total in _sums_of(step)] for step in range(steps)]
+    for codec in _LOSSY:
+        with apart(PERSEUS_ALLREDUCE_DTYPE=1, **codec):
+            values = train(_mine(normal, steps))
+        weighted = unweighted = 0.0
+        for index, shape in enumerate(SHAPES):
+            moved = np.stack([np.zeros(shape), *(arrays[index] for arrays in values)])
+            applied = sum(-np.diff(moved, axis=0) / np.reshape(RATES, (steps, *[1] * len(shape))))
+            produced = sum(mean[index] for mean in means)
+            exact = sum(rate * mean[index] for rate, mean in zip(RATES, means, strict=True))
+            weighted = max(weighted, np.abs(moved[-1] + exact).max())
+            unweighted = max(unweighted, np.abs(applied - produced).max())
+        conserved, other = (weighted, unweighted) if known else (unweighted, weighted)
+        assert conserved < 1e-4 and other > 1e-3, (codec, weighted, unweighted)
+
+
+def _sums_of(step: int) -> Arrays:
+    everything = [normal(rank, step) for rank in range(basics.size())]
+    return [np.sum(arrays, axis=0, dtype=np.float64) for arrays in zip(*everything, strict=True)]
+
+
+def left_out(rank: int, step: int) -> bool:
+    """Whether a rank leaves out a step of rotation_of_parameters() that may be left out."""
+    return (step + rank) % 4 == 3
+
+
+def rotation_of_parameters(
+    train: Reduce,
+    after: bool = False,
+    parts_of_all: Sequence[int] = (2, 3, 8),
+    leaves_out: Callable[[int, int], bool] = lambda *_: False,
+) -> None:
     """PERSEUS_DOWNSAMPLE_N_ELEMENTS: another part of the parameters is averaged in each step.
 
     train: takes the gradients of every step, and returns the parameters after each, from zero on
-        by SGD with a rate of 1/8. What is averaged is sent before a step, and corrected one later.
+        by SGD with a rate of 1/8. What is averaged is sent before a step, or `after` it, and
+        corrected one later.
+    leaves_out: (rank, step) -> whether the rank does not apply this step's gradients.
     """
-    for parts in (2, 3, 8):
+    for parts in parts_of_all:
         steps = 2 * parts + 1
-        expected = _rotated(parts, steps)
+        expected = _rotated(parts, steps, after, leaves_out)
         with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=parts):
             found = train(_mine(whole, steps))
         for ours, right in zip(found, expected, strict=True):
@@ -202,12 +259,15 @@ def rotation_of_parameters(train: Reduce) -> None:
                 assert np.abs(a - b).max() < 1e-5
 
 
-def _rotated(parts: int, steps: int) -> list[Arrays]:
+def _rotated(
+    parts: int, steps: int, after: bool, leaves_out: Callable[[int, int], bool]
+) -> list[Arrays]:
     """This rank's parameters after each step, from a simulation of all ranks."""
     replicas = [[np.zeros(s, np.float32) for s in SHAPES] for _ in range(basics.size())]
     pending = [[np.zeros(s, np.float32) for s in SHAPES] for _ in range(basics.size())]
     seen = []
-    for step in range(steps):
+
+    def take_turn(step: int) -> None:
         for replica, differences in zip(replicas, pending, strict=True):
             for value, difference in zip(replica, differences, strict=True):
                 np.add(value, difference, out=value)
@@ -218,9 +278,17 @@ def _rotated(parts: int, steps: int) -> list[Arrays]:
             mean = np.mean([replica[i][rows] for replica in replicas], axis=0)
             for replica, differences in zip(replicas, pending, strict=True):
                 differences[i][rows] = mean - replica[i][rows]
+
+    for step in range(steps):
+        if not after:
+            take_turn(step)
         for rank, replica in enumerate(replicas):
+            if leaves_out(rank, step):
+                continue
             for value, gradient in zip(replica, whole(rank, step), strict=True):
                 np.subtract(value, gradient / 8, out=value)
+        if after:
+            take_turn(step)
         seen.append([value.copy() for value in replicas[basics.rank()]])
     return seen
 

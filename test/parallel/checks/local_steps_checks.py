@@ -19,6 +19,7 @@ from turns import RATE, slope
 
 import perseus
 import perseus.torch.horovod as hvd
+from perseus.compression import Compressor
 
 
 def check_local_sgd_gives_the_values_of_a_simulation() -> None:
@@ -66,6 +67,36 @@ def check_the_defaults_of_diloco() -> None:
         same(training.values(), replicas.mine(), 0.2)
         assert (training.values()[0] - replicas.mine()[0]).abs().max() > 0, "int8 rounds"
         assert equal_everywhere(global_parameters(training))
+
+
+def check_outer_gradients_travel_as_their_codec_says() -> None:
+    """Each differs from what exact outer gradients give, by its rounding, but lossless ones."""
+    exact, *codecs = (
+        hvd.Compression.none,
+        hvd.Compression.lossless,
+        hvd.Compression.int8,
+        hvd.Compression.int4,
+        hvd.Compression.int2,
+    )
+
+    def trained(compression: type[Compressor]) -> list[torch.Tensor]:
+        with apart():
+            training = Training(hvd.DiLoCo, every=4, compression=compression)
+            for _ in range(4 * 4 + 1):
+                training.step()
+            assert equal_everywhere(global_parameters(training))
+            return [value.clone() for value in training.values()]
+
+    expected = trained(exact)
+    distances = [
+        max(float((a - b).abs().max()) for a, b in zip(trained(codec), expected, strict=True))
+        for codec in codecs
+    ]
+    assert distances[0] == 0, distances
+    assert len(set(distances)) == len(codecs), distances
+    assert all(a <= most for a, most in zip(distances, (0, 0.001, 0.02, 0.2), strict=True)), (
+        distances
+    )
 
 
 def check_synchronized_parameters_have_the_same_bits_everywhere() -> None:

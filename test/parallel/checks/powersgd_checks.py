@@ -134,15 +134,10 @@ def check_the_first_steps_are_exact() -> None:
         assert torch.allclose(training.step(1)["linear"], exact, atol=1e-5), "rank 0's first"
 
 
-def check_auto_takes_it_on_slow_links_after_the_first_steps() -> None:
-    with apart(PERSEUS_POWERSGD_WARMUP_STEPS=2, PERSEUS_LINK_GBIT=0.0001):
-        training = _Training(hvd.Compression.auto)
-        for step in range(2):
-            for name, total in training.step(step).items():
-                exact = sum(_gradient(name, rank, step) for rank in range(hvd.size()))
-                assert torch.allclose(total, exact, atol=0.02 if name != "bias" else 0.1)
-        matrix = training.step(2)["conv"].reshape(32, 144)
-        assert np.linalg.matrix_rank(matrix.double().numpy(), tol=1e-3) == 4
+def check_a_flush_sends_all_that_is_held() -> None:
+    with apart():
+        training = _Training(hvd.Compression.powersgd(4))
+        training.step(0)
         hvd.flush_residuals()
         results = [training.step(3)]
         assert not training.held()
@@ -152,7 +147,7 @@ def check_auto_takes_it_on_slow_links_after_the_first_steps() -> None:
         for name in SHAPES:
             exact = sum(_gradient(name, r, s) for r in range(hvd.size()) for s in (4, 5, 6))
             total = sum(result[name] for result in results[1:])
-            assert torch.allclose(total, exact, atol=1e-3), name
+            assert torch.allclose(total, exact, atol=1e-3 if name != "bias" else 0.1), name
 
 
 def check_few_bytes_travel() -> None:

@@ -36,6 +36,7 @@ FORMS: list[tuple[tuple[float, float], Settings]] = [
 ]
 # Encoded bytes for one of float32, and the largest error of a mean; None = elements are missing.
 EXACT, HALF, BRAIN, INT8 = (1.0, 1e-6), (1 / 2, 0.01), (1 / 2, 0.08), (65 / 256, 0.1)
+INT4, INT2 = (33 / 256, 0.6), (20 / 256, 3.0)
 # Of top-k the contributions; a result has what all contributions have.
 TOP_K = (0.0175, None)
 STEADY = {"LIGHT_TOPK_WARMUP_STEPS": 0}
@@ -102,6 +103,8 @@ def _wishes() -> Iterator[tuple[object, tuple[float, float | None]]]:
     yield hvd.Compression.fp16, HALF
     yield hvd.Compression.bf16, BRAIN
     yield hvd.Compression.int8, INT8
+    yield hvd.Compression.int4, INT4
+    yield hvd.Compression.int2, INT2
     yield hvd.Compression.topk(0.01), TOP_K
 
 
@@ -120,7 +123,8 @@ def check_codecs_by_threshold() -> None:
             for codec, settings in (
                 (INT8, {"PERSEUS_ALLREDUCE_CODEC": "int8"}),
                 (TOP_K, {"LIGHT_TOPK_ALLREDUCE": 1}),
-                (INT8, {"PERSEUS_ALLREDUCE_CODEC": "auto", "PERSEUS_LINK_GBIT": 0.001}),
+                (INT4, {"PERSEUS_ALLREDUCE_CODEC": "int4"}),
+                (INT2, {"PERSEUS_ALLREDUCE_CODEC": "auto", "PERSEUS_LINK_GBIT": 0.001}),
             ):
                 with world_with(PERSEUS_ALLREDUCE_DTYPE=dtype, **form, **settings, **STEADY):
                     _expect(times, codec, (form, dtype, settings))

@@ -1,0 +1,79 @@
+// The image in host memory of one request's tensors, which lie on a device. It is loaded when what the framework's
+// stream computes is there, reduced like any tensor of a CPU, and stored back in the order of our streams. Large
+// tensors go in pieces either way, so that the network has the first one while others are copied. Only
+// wait_until_loaded() blocks.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "base/span.h"
+#include "cuda/device.h"
+
+namespace perseus::cuda {
+
+class Staging {
+ public:
+  // `device` outlives it.
+  explicit Staging(Device* device) : device_(*device) {}
+  // Copies may still be under way; the memory is used again after them.
+  ~Staging();
+  Staging(const Staging&) = delete;
+  Staging& operator=(const Staging&) = delete;
+
+  int device() const { return device_.index(); }
+
+  // A tensor that is read, written or both; null = not. `apart`: what is written has memory of its own.
+  void add(const void* in, size_t in_bytes, void* out, size_t out_bytes, bool apart);
+  // Begins to load, after all that `stream` has to do now. Throws Error(kInvalidArgument) while the stream is captured
+  // into a graph.
+  void load(Handle stream);
+  // Where tensor i is, after load().
+  Byte* in(size_t i) const { return block_.data + tensors_[i].in_at; }
+  Byte* out(size_t i) const { return block_.data + tensors_[i].out_at; }
+  // Has the stream done what the tensors waited for? What is not there yet, is soon. Throws Error(kIo) where the device
+  // has failed, like all that follow.
+  bool computed() const { return reached(0); }
+  // Is tensor i there, up to this byte?
+  bool loaded(size_t i, size_t end) const { return reached(tensors_[i].position + std::min(end, tensors_[i].loads)); }
+  void wait_until_loaded() const;
+
+  // Begins to store a part of tensor i, if that is written.
+  void store(size_t i, size_t begin, size_t bytes);
+  // Ends storing. With `wholly`, outputs of which nothing was stored yet are stored as a whole.
+  void end(bool wholly);
+  // What `stream` is given from now on waits until everything is stored, if anything is. Any thread, after end().
+  // Throws Error(kInvalidArgument) while the stream is captured into a graph.
+  void join(Handle stream) const;
+
+ private:
+  struct Tensor {
+    const void* in;
+    void* out;
+    size_t in_bytes, out_bytes;
+    size_t in_at, out_at;  // in the block
+    size_t loads = 0;      // bytes
+    size_t position = 0;   // of its first byte among those that are loaded
+    size_t stored = 0;     // bytes
+  };
+  // So many bytes are there when the event has happened.
+  struct Mark {
+    size_t end;
+    Handle event;
+  };
+
+  void mark(size_t end);
+  bool reached(size_t position) const;
+  void refuse_capture(Handle stream) const;
+
+  Device& device_;
+  std::vector<Tensor> tensors_;
+  size_t bytes_ = 0;
+  Device::Block block_;
+  std::vector<Mark> marks_;
+  mutable size_t happened_ = 0;  // marks
+  bool stores_ = false;          // something
+  Handle stored_ = nullptr;      // event
+};
+
+}  // namespace perseus::cuda

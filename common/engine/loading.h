@@ -1,0 +1,55 @@
+// Requests whose tensors lie on a device, until these are computed: only then do other ranks learn of them, so that no
+// rank waits in an exchange for what another one still computes. What must not overtake them waits, too: messages
+// behind messages, wherever their tensors are, and a join behind the collectives before it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "engine/process_set.h"
+
+namespace perseus {
+
+class Loading {
+ public:
+  struct Request {
+    std::string name;
+    std::shared_ptr<ProcessSet> group;  // null: a send or a receive
+    Entry* entry;
+    uint64_t number = 0;  // in the order of submission
+  };
+
+  // Must the entry wait here? Any thread, like all but what says otherwise.
+  bool holds(const Entry& entry) const;
+  // False once closed.
+  bool add(Request request);
+  // Is there a request that was not announced yet?
+  bool any() const { return messages_left_.load() + collectives_left_.load() > 0; }
+  // Appends those that need not wait any more. Copies from one device follow each other in the order of their requests,
+  // so the first that is not there ends the search. Throws as Staging::computed() does. With announced(), by the holder
+  // of the progress lock.
+  void take_computed(std::vector<Request>* taken);
+  // A request of this kind that was taken is known to the other ranks, or has failed.
+  void announced(Kind kind) { --left(kind); }
+  // Appends all that were not taken, and takes no more.
+  void close(std::vector<Entry*>* taken);
+
+ private:
+  std::atomic<size_t>& left(Kind kind) { return is_point_to_point(kind) ? messages_left_ : collectives_left_; }
+  // What follows each other in a queue of its own.
+  static int queue_of(const Entry& entry);
+  bool may_go(const Request& request) const PERSEUS_REQUIRES(mutex_);
+
+  mutable Mutex mutex_;
+  std::map<int, std::deque<Request>> queues_ PERSEUS_GUARDED_BY(mutex_);
+  uint64_t numbers_ PERSEUS_GUARDED_BY(mutex_) = 0;
+  bool closed_ PERSEUS_GUARDED_BY(mutex_) = false;
+  std::atomic<size_t> messages_left_{0}, collectives_left_{0};
+};
+
+}  // namespace perseus

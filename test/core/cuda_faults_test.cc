@@ -1,0 +1,143 @@
+// GPUs that fail, lack memory or still compute when the world ends: nobody waits for ever.
+#include <optional>
+
+#include "gpu.h"
+
+namespace {
+
+using namespace perseus_test;
+
+// A GPU that fails ends the world with its own words; other ranks learn them.
+TEST(CudaFaults, AnErrorOfTheGpuEndsTheWorld) {
+  const auto operation = sum_of("faulty", 2, 1000);
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    std::optional<Gpu> gpu;
+    if (rank == 0) {
+      gpu.emplace(0);
+      DeviceCall call(*operation, rank, &*gpu);
+      // The kernel before it fails.
+      std::atomic<bool> go{false};
+      const auto fail_once_told = [&go] {
+        while (!go) std::this_thread::yield();
+        standin_break(700);
+      };
+      ASSERT_EQ(call.submit(context, fail_once_told).code, PERSEUS_OK);
+      go = true;
+      const Outcome outcome = wait(context, call.handle());
+      standin_break(0);
+      EXPECT_EQ(outcome.code, PERSEUS_IO);
+      EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"),
+                std::string::npos)
+          << outcome.message;
+      gpu->synchronize();
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    } else {
+      Call call(*operation, rank);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      const Outcome outcome = wait(context, call.handle());
+      EXPECT_NE(outcome.code, PERSEUS_OK);
+      EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    }
+  });
+}
+
+// It fails where the result would be stored, and where a tensor is submitted: nobody waits for ever.
+TEST(CudaFaults, AGpuFailsWhileItsTensorTravels) {
+  const auto operation = sum_of("travelling", 2, 1000);
+  Barrier barrier(2);
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    std::optional<Gpu> gpu;
+    if (rank == 0) {
+      gpu.emplace(0);
+      DeviceCall call(*operation, rank, &*gpu);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      gpu->synchronize();
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that rank 1 knows of it
+      standin_break(700);
+      barrier.wait();
+      const Outcome outcome = wait(context, call.handle(), 30'000);
+      perseus_tensor tensor = *call.request().tensors;
+      perseus_request later = call.request();
+      later.tensors = &tensor;
+      perseus_handle refused = 0;
+      EXPECT_NE(submit(context, later, &refused).code, PERSEUS_OK);
+      standin_break(0);
+      EXPECT_EQ(outcome.code, PERSEUS_IO);
+      EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    } else {
+      barrier.wait();
+      Call call(*operation, rank);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      wait(context, call.handle());  // it may have the sum, or be told why not
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    }
+  });
+}
+
+TEST(CudaFaults, AGpuThatHasFailedTakesNothingMore) {
+  const auto operation = sum_of("alone", 1, 1000);
+  run_world(all_media()[0], 1, [&](int rank, perseus_context* context) {
+    Gpu gpu(0);
+    DeviceCall warm(*operation, rank, &gpu), call(*operation, rank, &gpu);
+    ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+    warm.finish(context);
+    const perseus_request request = call.request();
+    standin_break(700);
+    perseus_handle handle = 0;
+    const Outcome outcome = submit(context, request, &handle);
+    standin_break(0);
+    EXPECT_EQ(outcome.code, PERSEUS_IO);
+    EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
+  });
+}
+
+// The rank that lacks memory says so; it can submit again, and then the job goes on.
+TEST(CudaFaults, PageLockedMemoryIsUsedUp) {
+  const auto operation = sum_of("memory", 2, 1000);
+  Barrier barrier(2);
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(0);
+    DeviceCall call(*operation, rank, &gpu);
+    if (rank == 0) {
+      standin_allow_host_memory(0);
+      const Outcome outcome = call.submit(context);
+      standin_allow_host_memory(1 << 30);
+      EXPECT_EQ(outcome.code, PERSEUS_IO);
+      EXPECT_NE(outcome.message.find("bytes of page-locked memory: CUDA_ERROR_OUT_OF_MEMORY"), std::string::npos)
+          << outcome.message;
+    }
+    barrier.wait();
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    call.finish(context);
+  });
+}
+
+// What waits for a GPU when the world ends fails at once, and nothing of it is touched while the GPU goes on.
+TEST(CudaFaults, TheWorldEndsWhileAGpuComputes) {
+  const auto operation = sum_of("pending", 2, 100'000);
+  Barrier barrier(2);
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    if (rank == 1) {
+      barrier.wait();
+      perseus_context_shutdown(context);
+      return;
+    }
+    Gpu gpu(0);
+    DeviceCall call(*operation, rank, &gpu);
+    std::atomic<bool> go{false};
+    const auto until_told = [&go] {
+      while (!go) std::this_thread::yield();
+    };
+    EXPECT_EQ(call.submit(context, until_told).code, PERSEUS_OK);
+    barrier.wait();
+    const Outcome end = wait(context, call.handle());
+    EXPECT_EQ(end.code, PERSEUS_ABORTED) << end.message;
+    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    go = true;
+    gpu.synchronize();
+  });
+}
+
+}  // namespace
