@@ -44,15 +44,28 @@ Registry& registry() {
 
 }  // namespace
 
-void guard_fd(int fd) {
+// The mutex is held between functions here, too.
+ForksWait::ForksWait(size_t most) PERSEUS_NO_THREAD_ANALYSIS {
   Registry& r = registry();
-  const MutexLock lock(r.mutex);
+  r.mutex.lock();
   try {
-    r.fds.push_back(fd);
+    // What is open must find room in the list.
+    if (r.fds.capacity() < r.fds.size() + most) r.fds.reserve(2 * r.fds.size() + most);
   } catch (...) {
-    ::close(fd);
+    r.mutex.unlock();
     throw;
   }
+}
+
+ForksWait::~ForksWait() PERSEUS_NO_THREAD_ANALYSIS { registry().mutex.unlock(); }
+
+void ForksWait::guard(int fd) PERSEUS_NO_THREAD_ANALYSIS { registry().fds.push_back(fd); }
+
+int open_guarded(const std::function<int()>& open) {
+  ForksWait forks_wait(1);
+  const int fd = open();
+  if (fd >= 0) forks_wait.guard(fd);
+  return fd;
 }
 
 void close_guarded(int fd) {

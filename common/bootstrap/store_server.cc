@@ -57,7 +57,7 @@ class TcpStoreServer : public StoreServer {
  public:
   TcpStoreServer(std::vector<Socket> listeners, const std::string& secret)
       : listeners_(std::move(listeners)), secret_(secret), port_(local_address(listeners_[0].fd()).port()) {
-    stop_ = Socket(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    stop_ = Socket([] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
     if (!stop_) fail(ErrorKind::kIo, "[rendezvous] eventfd: " + error_text(errno));
     poller_.add(stop_.fd(), EPOLLIN, &on_stop_);
     for (const Socket& listener : listeners_) {

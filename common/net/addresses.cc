@@ -19,7 +19,9 @@ namespace {
 
 constexpr int kAnyPort = 9;
 
-Socket probe() { return Socket(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0)); }
+Socket probe() {
+  return Socket([] { return ::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0); });
+}
 
 // False without an IPv4 address.
 bool resolve_ipv4(const std::string& host, SocketAddress* found) {

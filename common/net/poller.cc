@@ -12,7 +12,8 @@
 
 namespace perseus {
 
-Poller::Poller(std::string component) : component_(std::move(component)), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+Poller::Poller(std::string component)
+    : component_(std::move(component)), epoll_([] { return ::epoll_create1(EPOLL_CLOEXEC); }) {
   if (!epoll_) fail(ErrorKind::kIo, "[" + component_ + "] epoll_create1: " + error_text(errno));
 }
 

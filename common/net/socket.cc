@@ -21,7 +21,7 @@ constexpr int kBacklog = 1024;
 void set_option(int fd, int level, int name, int value) { ::setsockopt(fd, level, name, &value, sizeof value); }
 
 Socket open_stream(int family) {
-  return Socket(::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_TCP));
+  return Socket([=] { return ::socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_TCP); });
 }
 
 // Closing must not hide why we close.
@@ -34,8 +34,12 @@ Socket failed(Socket socket) {
 
 }  // namespace
 
-Socket::Socket(int fd) : fd_(fd) {
-  if (fd_ >= 0) guard_fd(fd_);
+Socket::Socket(const std::function<int()>& open) : fd_(open_guarded(open)) {}
+
+Socket Socket::of_guarded(int fd) {
+  Socket socket;
+  socket.fd_ = fd;
+  return socket;
 }
 
 Socket& Socket::operator=(Socket&& other) noexcept {
@@ -175,7 +179,7 @@ int connect_result(int fd) {
 
 Socket accept_one(int listener) {
   for (;;) {
-    Socket socket(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    Socket socket([=] { return ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
     // The one who connected may be gone again, or its packet may have been bad: the next may be fine.
     if (!socket && (errno == EINTR || errno == ECONNABORTED || errno == EPROTO)) continue;
     if (socket) set_option(socket.fd(), IPPROTO_TCP, TCP_NODELAY, 1);

@@ -6,6 +6,7 @@
 #include <sys/socket.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -17,7 +18,10 @@ namespace perseus {
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int fd);  // takes ownership; fd < 0 = none
+  // Of what `open` returns, with no fork in between; empty if that is negative, with the reason in errno.
+  explicit Socket(const std::function<int()>& open);
+  // Takes ownership of one that is registered already.
+  static Socket of_guarded(int fd);
   ~Socket() { reset(); }
   Socket(Socket&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Socket& operator=(Socket&& other) noexcept;

@@ -18,9 +18,10 @@ namespace {
 // Edges: descriptors that nobody reads right now must not keep the sleeper awake.
 constexpr uint32_t kEdges = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
-Socket checked(int fd, const char* call) {
-  if (fd < 0) fail(ErrorKind::kIo, std::string("[waker] ") + call + ": " + error_text(errno));
-  return Socket(fd);
+Socket checked(const char* call, const std::function<int()>& open) {
+  Socket made(open);
+  if (!made) fail(ErrorKind::kIo, std::string("[waker] ") + call + ": " + error_text(errno));
+  return made;
 }
 
 void write_one(int fd) {
@@ -37,8 +38,8 @@ void Doorbell::ring_now() const {
 }
 
 Waker::Waker() {
-  event_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-  timer_.fd = checked(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "timerfd_create");
+  event_ = checked("eventfd", [] { return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK); });
+  timer_.fd = checked("timerfd_create", [] { return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK); });
   watch(event_.fd());
   poller_.add(timer_.fd.fd(), kEdges, &timer_);
 }

@@ -19,11 +19,10 @@ constexpr char kOpening[] = "[\n", kSeparator[] = ",\n", kClosing[] = "\n]\n";
 }  // namespace
 
 TraceFile::TraceFile(const std::string& path) : path_(path) {
-  fd_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  fd_ = open_guarded([&] { return ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666); });
   if (fd_ < 0)
     fail(ErrorKind::kInvalidArgument, "[timeline] cannot write '" + path + "': " + error_text(errno) +
                                           ". Name a file in a directory that exists and may be written to");
-  guard_fd(fd_);
 }
 
 TraceFile::~TraceFile() { close_guarded(fd_); }

@@ -55,9 +55,8 @@ class PERSEUS_SCOPED_CAPABILITY ProgressEngine::Hold {
 
 ProgressEngine::ProgressEngine(Waker& waker, const Settings& settings, ProgressWork& work)
     : waker_(waker), settings_(settings), work_(work) {
-  standby_timer_ = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC);
+  standby_timer_ = open_guarded([] { return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
   if (standby_timer_ < 0) fail(ErrorKind::kIo, "[engine] timerfd_create: " + error_text(errno));
-  guard_fd(standby_timer_);
   // Signals belong to the program's own threads.
   sigset_t all, old;
   sigfillset(&all);

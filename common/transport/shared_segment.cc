@@ -17,14 +17,11 @@
 namespace perseus {
 
 SharedSegment::SharedSegment(size_t bytes) : size_(bytes) {
-  fd_ = memfd_create("perseus", MFD_CLOEXEC);
-  int error = fd_ < 0 ? errno : 0;
-  // At once: reserving memory takes a while, in which another thread may fork.
-  if (error == 0) guard_fd(fd_);
-  if (error == 0) error = ftruncate(fd_, static_cast<off_t>(bytes)) != 0 ? errno : 0;
-  if (error == 0) error = posix_fallocate(fd_, 0, static_cast<off_t>(bytes));
+  memory_ = Socket([] { return memfd_create("perseus", MFD_CLOEXEC); });
+  int error = memory_ ? 0 : errno;
+  if (error == 0) error = ftruncate(fd(), static_cast<off_t>(bytes)) != 0 ? errno : 0;
+  if (error == 0) error = posix_fallocate(fd(), 0, static_cast<off_t>(bytes));
   if (error != 0) {
-    close_guarded(fd_);
     const std::string what = "[shm] cannot reserve " + std::to_string(bytes / 1024) + " KiB of shared memory";
     if (error == EMFILE || error == ENFILE) fail(ErrorKind::kIo, what + ": " + error_text(error));
     fail(ErrorKind::kIo, what + " (" + error_text(error) +
@@ -33,23 +30,19 @@ SharedSegment::SharedSegment(size_t bytes) : size_(bytes) {
   map();
 }
 
-SharedSegment::SharedSegment(int fd, size_t bytes) : fd_(fd), size_(bytes) {
-  guard_fd(fd_);
+SharedSegment::SharedSegment(Socket memory, size_t bytes) : memory_(std::move(memory)), size_(bytes) {
   struct stat info{};
-  if (fstat(fd, &info) != 0 || static_cast<size_t>(info.st_size) < bytes) {
-    close_guarded(fd_);
+  if (fstat(fd(), &info) != 0 || static_cast<size_t>(info.st_size) < bytes)
     fail(ErrorKind::kIo, "[shm] a peer passed a segment of " + std::to_string(info.st_size) + " bytes, expected " +
                              std::to_string(bytes));
-  }
   map();
   close_fd();
 }
 
 void SharedSegment::map() {
-  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_, 0);
+  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd(), 0);
   if (at == MAP_FAILED) {
     const int error = errno;
-    close_guarded(fd_);
     fail(ErrorKind::kIo, "[shm] cannot map " + std::to_string(size_ / 1024) + " KiB of shared memory (" +
                              error_text(error) + "): raise the limit of this process's address space (ulimit -v), or " +
                              "set PERSEUS_TRANSPORT=tcp");
@@ -60,22 +53,16 @@ void SharedSegment::map() {
 }
 
 SharedSegment& SharedSegment::operator=(SharedSegment&& other) noexcept {
-  std::swap(fd_, other.fd_);
+  std::swap(memory_, other.memory_);
   std::swap(process_, other.process_);
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   return *this;
 }
 
-void SharedSegment::close_fd() {
-  close_guarded(fd_);
-  fd_ = -1;
-}
-
 SharedSegment::~SharedSegment() {
   // In a forked child the mapping is not there (MADV_DONTFORK) and the range may belong to somebody else.
   if (data_ != nullptr && process_ == fork_generation()) munmap(data_, size_);
-  close_fd();
 }
 
 }  // namespace perseus

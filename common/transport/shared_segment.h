@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "net/socket.h"
+
 namespace perseus {
 
 class SharedSegment {
@@ -12,9 +14,8 @@ class SharedSegment {
   SharedSegment() = default;
   // Makes `bytes` of zeros. Throws Error(kIo) that names the need and the remedy when the memory is not to be had.
   explicit SharedSegment(size_t bytes);
-  // Maps what a peer passed; takes over the descriptor and closes it. Throws Error(kIo) when it is smaller than
-  // `bytes`.
-  SharedSegment(int fd, size_t bytes);
+  // Maps what a peer passed; closes its descriptor. Throws Error(kIo) when it is smaller than `bytes`.
+  SharedSegment(Socket memory, size_t bytes);
   SharedSegment(SharedSegment&& other) noexcept { *this = static_cast<SharedSegment&&>(other); }
   SharedSegment& operator=(SharedSegment&& other) noexcept;
   ~SharedSegment();
@@ -22,13 +23,13 @@ class SharedSegment {
   void* data() const { return data_; }
   size_t size() const { return size_; }
   // -1 once it is closed.
-  int fd() const { return fd_; }
-  void close_fd();
+  int fd() const { return memory_.fd(); }
+  void close_fd() { memory_.reset(); }
 
  private:
   void map();
 
-  int fd_ = -1;
+  Socket memory_;
   uint32_t process_ = 0;  // fork_generation() of the one that mapped it
   void* data_ = nullptr;
   size_t size_ = 0;

@@ -82,7 +82,7 @@ class ShmTransport final : public Transport {
   void flush(int rank, Peer& peer);
   void forget_unsent(Peer& peer);
   void read_peer(int rank, Peer& peer);
-  void take_ring(Peer& peer, const ShmMessage& message, int fd);
+  void take_ring(Peer& peer, const ShmMessage& message, Socket memory);
 
   Waker& waker_;
   SharedSegment page_{sizeof(StatePage)};
@@ -178,8 +178,8 @@ void ShmTransport::forget_unsent(Peer& peer) {
 void ShmTransport::read_peer(int rank, Peer& peer) {
   for (;;) {
     ShmMessage message;
-    int fds[kMaxFds], fd_count;
-    const int got = recv_message(peer.shared.socket.fd(), &message, fds, &fd_count, MSG_DONTWAIT);
+    Passed passed;
+    const int got = recv_message(peer.shared.socket.fd(), &message, &passed);
     if (got < 0) return;
     if (got == 0) {
       peer.gone = true;
@@ -190,17 +190,17 @@ void ShmTransport::read_peer(int rank, Peer& peer) {
     if (message.type == ShmMessageType::kControl) {
       peer_events_.push_back(PeerEvent{rank, PeerEvent::Kind::kControlMessage, text_of(message)});
     } else if (message.type == ShmMessageType::kRing) {
-      if (fd_count != 1)
+      if (passed.count != 1)
         fail(ErrorKind::kIo, "[shm] cannot take the memory that rank " + std::to_string(rank) +
-                                 " passed: " + (fd_count < 0 ? error_text(EMFILE) : "its descriptor is missing"));
-      take_ring(peer, message, fds[0]);
+                                 " passed: " + (passed.refused ? error_text(EMFILE) : "its descriptor is missing"));
+      take_ring(peer, message, std::move(passed.open[0]));
     }
   }
 }
 
-void ShmTransport::take_ring(Peer& peer, const ShmMessage& message, int fd) {
+void ShmTransport::take_ring(Peer& peer, const ShmMessage& message, Socket memory) {
   const size_t capacity = ring_capacity(static_cast<uint32_t>(message.channel));
-  SharedSegment ring(fd, kRingHeaderBytes + capacity);
+  SharedSegment ring(std::move(memory), kRingHeaderBytes + capacity);
   const auto link = peer.links.find(message.channel);
   if (link == peer.links.end()) {
     peer.early.emplace(message.channel, std::move(ring));

@@ -2,11 +2,12 @@
 #include "transport/shm_message.h"
 
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+
+#include "base/fork_guard.h"
 
 namespace perseus {
 namespace {
@@ -43,7 +44,7 @@ bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_coun
   return sent >= 0;
 }
 
-int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags) {
+int recv_message(int fd, ShmMessage* message, Passed* passed) {
   iovec piece{message, sizeof *message};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)] = {};
   msghdr header{};
@@ -51,23 +52,29 @@ int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags
   header.msg_iovlen = 1;
   header.msg_control = control;
   header.msg_controllen = sizeof control;
-  *fd_count = 0;
+  *passed = {};
   ssize_t got;
-  do got = recvmsg(fd, &header, MSG_CMSG_CLOEXEC | flags);
-  while (got < 0 && errno == EINTR);
-  if (got < 0) return errno == EAGAIN ? -1 : 0;
-  for (cmsghdr* c = CMSG_FIRSTHDR(&header); c != nullptr; c = CMSG_NXTHDR(&header, c)) {
-    if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-    *fd_count = static_cast<int>((c->cmsg_len - CMSG_LEN(0)) / sizeof(int));
-    std::memcpy(fds, CMSG_DATA(c), sizeof(int) * *fd_count);
+  {
+    ForksWait forks_wait(kMaxFds);
+    do got = recvmsg(fd, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    while (got < 0 && errno == EINTR);
+    if (got < 0) return errno == EAGAIN ? -1 : 0;
+    for (cmsghdr* c = CMSG_FIRSTHDR(&header); c != nullptr; c = CMSG_NXTHDR(&header, c)) {
+      if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+      for (size_t at = CMSG_LEN(0); at < c->cmsg_len; at += sizeof(int)) {
+        int received;
+        std::memcpy(&received, reinterpret_cast<const char*>(c) + at, sizeof received);
+        forks_wait.guard(received);
+        passed->open[passed->count++] = Socket::of_guarded(received);
+      }
+    }
   }
   const bool sane = static_cast<size_t>(got) >= kMessageHead && message->magic == kShmMagic &&
                     text_size(*message) <= kMaxControlText &&
                     static_cast<size_t>(got) == kMessageHead + text_size(*message);
   const bool truncated = (header.msg_flags & MSG_CTRUNC) != 0;
-  if (sane && !truncated) return 1;
-  for (int i = 0; i < *fd_count; ++i) ::close(fds[i]);
-  *fd_count = sane ? -1 : 0;
+  if (!sane || truncated) *passed = {};
+  passed->refused = sane && truncated;
   return sane ? 1 : 0;
 }
 

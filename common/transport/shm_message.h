@@ -5,9 +5,12 @@
 // listener's opening travels through the store: its nonce is the hash of the socket's random name.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+
+#include "net/socket.h"
 
 namespace perseus {
 
@@ -34,8 +37,14 @@ inline std::string text_of(const ShmMessage& message) { return std::string(messa
 // False, with the reason in errno, when the message cannot be sent, now (MSG_DONTWAIT in `flags`) or ever.
 bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_count, int flags);
 
-// > 0: a message; 0: the peer closed, or sent what makes no sense; < 0: nothing now. `fds` has room for kMaxFds, which
-// then are the caller's; *fd_count < 0: descriptors came along, but this process may not open so many.
-int recv_message(int fd, ShmMessage* message, int* fds, int* fd_count, int flags);
+// Descriptors that came along with a message.
+struct Passed {
+  std::array<Socket, kMaxFds> open;
+  int count = 0;
+  bool refused = false;  // there were some, but this process may not open so many
+};
+
+// > 0: a message; 0: the peer closed, or sent what makes no sense; < 0: nothing now. Does not wait.
+int recv_message(int fd, ShmMessage* message, Passed* passed);
 
 }  // namespace perseus

@@ -34,6 +34,10 @@ sockaddr_un abstract_address(const std::string& name, socklen_t* length) {
   return address;
 }
 
+Socket open_unix_socket() {
+  return Socket([] { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
+}
+
 // Does the process at the other end of a connection run as the user we run as?
 bool same_user(int fd) {
   ucred other{};
@@ -71,7 +75,7 @@ void ShmPeering::listen() {
     address_ += kHex[c >> 4];
     address_ += kHex[c & 15];
   }
-  listener_ = Socket(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  listener_ = open_unix_socket();
   socklen_t length;
   const sockaddr_un address = abstract_address(address_, &length);
   if (!listener_ || bind(listener_.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
@@ -138,7 +142,7 @@ Opening ShmPeering::opening_of(int rank) const {
 // Returns why shared memory does not lead to this rank, though it lives; throws when it seems to be dead.
 std::string ShmPeering::connect_to(int rank, const std::string& name, const std::function<void()>& wait_a_little) {
   Socket& to = peers_[rank].socket;
-  to = Socket(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  to = open_unix_socket();
   if (!to) fail(ErrorKind::kIo, "[shm] socket: " + error_text(errno));
   socklen_t length;
   const sockaddr_un address = abstract_address(name.substr(0, 100), &length);
@@ -169,16 +173,14 @@ void ShmPeering::await_welcome(int rank, int64_t deadline_ns, const Interrupted&
   const int socket = peers_[rank].socket.fd();
   const std::unique_ptr<Handshake> handshake = std::move(proofs_.at(rank));
   ShmMessage message;
-  int fds[kMaxFds], fd_count;
+  Passed passed;
   if (!wait_readable(socket, deadline_ns, interrupted)) report_unconnected(std::to_string(rank));
-  const int got = recv_message(socket, &message, fds, &fd_count, 0);
+  const int got = recv_message(socket, &message, &passed);
   if (got > 0 && message.type == ShmMessageType::kWelcome) handshake->feed(message.text, message.bytes);
-  if (!handshake->proven()) {
-    for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
+  if (!handshake->proven())
     fail(ErrorKind::kIo,
          "[shm] rank " + std::to_string(rank) + " did not prove that it belongs to this job (or ended while starting)");
-  }
-  adopt(rank, fds, fd_count);
+  adopt(rank, std::move(passed));
 }
 
 std::string ShmPeering::awaited() const {
@@ -190,7 +192,7 @@ std::string ShmPeering::awaited() const {
 // Looks at whoever has connected, without waiting for anybody.
 void ShmPeering::serve() {
   for (;;) {
-    Socket socket(accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    Socket socket([this] { return accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
     if (!socket) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno == EAGAIN) break;
@@ -215,8 +217,8 @@ void ShmPeering::serve_pending() {
 // False when nothing has arrived yet. Else the connection belongs to a peer now, or leads to nobody and is closed.
 bool ShmPeering::on_hello(Socket& socket) {
   ShmMessage hello;
-  int fds[kMaxFds], fd_count = 0;
-  const int got = recv_message(socket.fd(), &hello, fds, &fd_count, MSG_DONTWAIT);
+  Passed passed;
+  const int got = recv_message(socket.fd(), &hello, &passed);
   if (got < 0) return false;
   Opening ours = opening_of(world_.rank);
   ours.nonce = nonce_of(address_);
@@ -227,30 +229,24 @@ bool ShmPeering::on_hello(Socket& socket) {
   ShmMessage welcome;
   welcome.type = ShmMessageType::kWelcome;
   if (got > 0 && hello.type == ShmMessageType::kHello) set_text(&welcome, handshake.feed(hello.text, hello.bytes));
-  if (!handshake.proven()) {
-    for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
-    return true;
-  }
+  if (!handshake.proven()) return true;
   const int rank = handshake.theirs().rank;
   const int own_fds[2] = {page_fd_, event_fd_};
   peers_[rank].socket = std::move(socket);
-  adopt(rank, fds, fd_count);
+  adopt(rank, std::move(passed));
   if (!send_message(peers_[rank].socket.fd(), welcome, own_fds, 2, MSG_DONTWAIT))
     fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) + " ended while starting");
   expected_.erase(rank);
   return true;
 }
 
-void ShmPeering::adopt(int rank, const int* fds, int fd_count) {
-  if (fd_count < 0)
+void ShmPeering::adopt(int rank, Passed passed) {
+  if (passed.refused)
     fail(ErrorKind::kIo, "[shm] cannot take what rank " + std::to_string(rank) + " passed: " + error_text(EMFILE));
-  if (fd_count != 2) {
-    for (int i = 0; i < fd_count; ++i) ::close(fds[i]);
-    fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) + " passed no memory");
-  }
+  if (passed.count != 2) fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) + " passed no memory");
   ShmPeer& peer = peers_[rank];
-  peer.event_fd = Socket(fds[1]);
-  peer.page = SharedSegment(fds[0], sizeof(StatePage));
+  peer.event_fd = std::move(passed.open[1]);
+  peer.page = SharedSegment(std::move(passed.open[0]), sizeof(StatePage));
 }
 
 }  // namespace perseus

@@ -16,6 +16,7 @@
 #include "net/socket.h"
 #include "topology/world.h"
 #include "transport/shared_segment.h"
+#include "transport/shm_message.h"
 
 namespace perseus {
 
@@ -57,7 +58,7 @@ class ShmPeering {
   void serve_pending();
   bool on_hello(Socket& socket);
   void await_welcome(int rank, int64_t deadline_ns, const Interrupted& interrupted);
-  void adopt(int rank, const int* fds, int fd_count);
+  void adopt(int rank, Passed passed);
   std::string awaited() const;
   Opening opening_of(int rank) const;
 

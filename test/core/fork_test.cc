@@ -1,7 +1,15 @@
 // A forked child, such as a DataLoader's worker, gets one clear error and disturbs nobody, alive or ending.
+#include <fcntl.h>
+#include <sys/eventfd.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <thread>
+
+#include "base/fork_guard.h"
 #include "operation.h"
 
 // Under ThreadSanitizer: the second rank starts its threads in a forked process, where it would rather give up.
@@ -9,6 +17,7 @@ extern "C" const char* __tsan_default_options() { return "die_after_fork=0"; }
 
 namespace {
 
+using namespace perseus;
 using namespace perseus_test;
 
 // Runs body in a forked child and returns its exit status; -1 when it does not end in time.
@@ -113,6 +122,35 @@ TEST_P(Fork, AChildGetsAClearErrorAndItsEndDisturbsNobody) {
       after.run(context);
     }
   });
+}
+
+TEST(ForkGuard, AForkWaitsUntilADescriptorThatOpensIsGuarded) {
+  std::atomic<int> opened{-1};
+  std::atomic<bool> forking{false};
+  std::thread opens([&] {
+    const int guarded = open_guarded([&] {
+      const int fd = eventfd(0, EFD_CLOEXEC);
+      opened = fd;
+      while (!forking) std::this_thread::yield();
+      // Time for a fork that does not wait.
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return fd;
+    });
+    EXPECT_EQ(guarded, opened);
+  });
+  while (opened < 0) std::this_thread::yield();
+  forking = true;
+  EXPECT_EQ(in_child([&] { return fcntl(opened, F_GETFD) < 0 && errno == EBADF ? 77 : 1; }), 77);
+  EXPECT_GE(fcntl(opened, F_GETFD), 0);
+  opens.join();
+  close_guarded(opened);
+  EXPECT_LT(fcntl(opened, F_GETFD), 0);
+}
+
+TEST(ForkGuard, GivesAnErrorsReasonAndGuardsNothingThen) {
+  const int fd = open_guarded([] { return open("/nowhere/at/all", O_RDONLY | O_CLOEXEC); });
+  EXPECT_EQ(errno, ENOENT);
+  EXPECT_EQ(fd, -1);
 }
 
 TEST_P(Fork, AChildDoesNotKeepItsParentsConnectionsOpen) {

@@ -99,7 +99,7 @@ void knock(Store& store, int rank, std::vector<Socket>* silent) {
   address.sun_family = AF_UNIX;
   std::copy(name.begin(), name.end(), address.sun_path + 1);
   for (int i = 0; i < kConnections; ++i) {
-    silent->emplace_back(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    silent->emplace_back([] { return socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0); });
     ASSERT_EQ(connect(silent->back().fd(), reinterpret_cast<sockaddr*>(&address),
                       static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())),
               0);
