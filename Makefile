@@ -266,7 +266,7 @@ bench: build packages-test $(VENV)/.demo  ## measure against torch gloo; write t
 	$(PY) benchmarks/start_table.py build/bench/start.jsonl benchmarks/README.md
 
 accuracy: build packages-test $(VENV)/.test  ## train with every codec, in hours, and write docs/accuracy.md; can be stopped and goes on
-	$(PY) benchmarks/accuracy/run.py build/accuracy.jsonl --page docs/accuracy.md
+	$(PY) benchmarks/accuracy/run.py benchmarks/accuracy/scores.jsonl --page docs/accuracy.md
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build build-* dist *.egg-info perseus/*.so perseus/examples perseus/patches

@@ -1,7 +1,7 @@
 """Trains the cells of docs/accuracy.md, compares them with exact training, and writes the page.
 
-    python benchmarks/accuracy/run.py build/accuracy.jsonl --page docs/accuracy.md
-    python benchmarks/accuracy/run.py build/accuracy.jsonl --only "digits sgd 2 .*int8" --seeds 40
+    python benchmarks/accuracy/run.py scores.jsonl --page docs/accuracy.md
+    python benchmarks/accuracy/run.py scores.jsonl --only "digits sgd 2 .*int8" --seeds 40
 
 Scores are added to the file, and seeds that it has are not trained again, so a run can be stopped
 at any time. Everything takes hours.
@@ -47,7 +47,7 @@ def train(cell: Cell, first: int, end: int, path: Path) -> None:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="scores, one JSON record a line")
+    parser.add_argument("file", type=Path, help="of scores; see records.py")
     parser.add_argument("--only", default="", metavar="REGEX", help="of the rows' names")
     parser.add_argument("--seeds", type=int, help="per cell; default the plan's")
     parser.add_argument("--page", type=Path, help="the page to write the tables into")

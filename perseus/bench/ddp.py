@@ -6,6 +6,7 @@ contender without an exchange shows, and communication. One thread per rank.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ from perseus.bench.codecs import DEFAULT
 from perseus.bench.gradients import NormalData
 from perseus.bench.groups import BUCKETS, on_perseus, wrap
 from perseus.bench.models import MODELS
-from perseus.bench.plan import DDP, NO_EXCHANGE, PERSEUS
+from perseus.bench.plan import DDP, LEAST_COPIES, NO_EXCHANGE, PERSEUS
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
 from perseus.bench.sizes import show_bytes
@@ -60,6 +61,11 @@ class Given:
             replace(self.contender(wrapped()), name=DDP),
             replace(self.contender(alone, checked=False), name=NO_EXCHANGE, operation="copy"),
         ]
+        if self._session.hosts == 1:
+            copying = wrapped()
+            copying.register_comm_hook(LeastCopies(self._session.size), copy_the_bucket)
+            least = self.contender(copying, checked=False)
+            contenders.append(replace(least, name=LEAST_COPIES, operation="copy"))
         settings = {"model": model, "bucket": show_bytes(bucket)}
         return Subject("ddp", 4 * self._count, contenders, len(self.gradients), settings)
 
@@ -130,8 +136,40 @@ class _Hand(torch.autograd.Function):
         return (None, *ctx.gradients)
 
 
+class LeastCopies:
+    """Copies as much as an allreduce of a bucket must that passes it through shared memory.
+
+    A rank lays what the others sum where they can read it, sums its own share, and fetches the
+    rest. Private memory stands in for the others', and a copy for the sum, which reads more.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._shared = torch.empty(0)
+
+    def copy(self, bucket: torch.Tensor) -> None:
+        own = bucket.nbytes // self._ranks
+        others = bucket.nbytes - own
+        if self._shared.nbytes < others:
+            self._shared = torch.zeros(-(-others // 4))
+        near, shared = bucket.data_ptr(), self._shared.data_ptr()
+        ctypes.memmove(shared, near + own, others)
+        ctypes.memmove(near, shared, min(own, others))
+        ctypes.memmove(near + own, shared, others)
+
+
+def copy_the_bucket(copies, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
+    """The communication hook of a model that copies instead of an exchange."""
+    copies.copy(bucket.buffer())
+    return _unchanged(bucket)
+
+
 def return_the_bucket(_, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
     """The communication hook of a model that exchanges nothing."""
+    return _unchanged(bucket)
+
+
+def _unchanged(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -12,6 +12,7 @@ PEERS = {TORCH: ("torch-gloo", "mpi", "horovod"), TENSORFLOW: ("multiworker",)}
 DDP = "torch-ddp-gloo"  # the name of torch-gloo in training
 FP16_HOOK, POWERSGD_HOOK = "fp16-hook", "powersgd-hook"  # torch's, on gloo, in place of a codec
 ALONE, NO_EXCHANGE = "compute-only", "no-exchange"  # what no communication can beat
+LEAST_COPIES = "least-copies"  # what no exchange through shared memory can beat
 NEED_MPIRUN = ("mpi", "horovod")  # peers that work only if mpirun starts the ranks
 OWN_SIZES = ("tensors", "training")  # cases that --sizes does not change
 ON_DDP = ("ddp", "ddp-training")  # need torch-gloo; --sizes are those of DDP's buckets

@@ -60,6 +60,22 @@ def test_a_relative_margin_is_of_the_exact_mean() -> None:
         judge({0: 1.0}, exact, 0.1, False)
 
 
+def test_scores_are_kept_by_seed_and_none_twice(tmp_path: Path) -> None:
+    path = tmp_path / "scores.jsonl"
+    exact, other = Cell("digits", "exact"), Cell("digits", "exact", ranks=4)
+    for seed in range(3):
+        records.add(path, exact, seed, 90.123456789 + seed)
+        records.add(path, other, seed, -seed)
+    assert records.load(path) == {
+        exact: {0: 90.12346, 1: 91.12346, 2: 92.12346},
+        other: {0: 0.0, 1: -1.0, 2: -2.0},
+    }
+    for seed in (1, 4):
+        with pytest.raises(ValueError, match="has seeds 0 to 2 of"):
+            records.add(path, other, seed, 1.0)
+    assert len(path.read_text().splitlines()) == 2
+
+
 def test_the_page_has_every_row(tmp_path: Path) -> None:
     path, page = tmp_path / "scores.jsonl", tmp_path / "page.md"
     page.write_text("before\n<!-- accuracy:begin -->\nold\n<!-- accuracy:end -->\nafter\n")
