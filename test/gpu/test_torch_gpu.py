@@ -14,16 +14,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-RANKS = Path(__file__).with_name("torch_ranks.py")
+HERE = Path(__file__).parent
 
 
+@pytest.mark.parametrize("program", ["torch_ranks.py", "ddp_ranks.py"])
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_torch_on_two_ranks(device: str, transport: str) -> None:
+def test_torch_on_two_ranks(device: str, transport: str, program: str) -> None:
     if device != "cpu" and not torch.cuda.is_available():
         pytest.skip("PyTorch sees no GPU on this machine")
     result = subprocess.run(
-        [sys.executable, "-m", "perseus.run", "-np", "2", sys.executable, str(RANKS), device],
+        [sys.executable, "-m", "perseus.run", "-np", "2", sys.executable, HERE / program, device],
         env={**os.environ, "PERSEUS_TRANSPORT": transport}, capture_output=True, text=True,
         timeout=300,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import atexit
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -30,7 +31,8 @@ from perseus.torch.distributed.world import World
 NAME = "perseus"
 IS_BACKEND = hasattr(c10d.Backend, "supports_reconfigure")  # since 2.14: Python may subclass it
 
-_HOST = torch.device("cpu")
+_HOST = "cpu"
+_DEVICES = (_HOST, "cuda")
 _ANSWER_TIME = timedelta(seconds=5)
 _LOOK_AGAIN_SECONDS = 0.01
 # Groups that are open. c10d may keep no reference to their Python objects, only to what it calls.
@@ -249,11 +251,15 @@ def register() -> None:
         if IS_BACKEND:
             shorten_calls()
         else:
-            allow_monitored_barriers(_group_of)
-        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+            allow_monitored_barriers(partial(_group_of, device_type=_HOST))
+        dist.Backend.register_backend(NAME, _create, devices=list(_DEVICES))
         take_models(_group_of)
 
 
-def _group_of(process_group: Any) -> PerseusBackend | None:
-    found = process_group if not IS_BACKEND else process_group._get_backend(_HOST)
+def _group_of(process_group: Any, device_type: str) -> PerseusBackend | None:
+    if device_type not in _DEVICES:
+        return None
+    found = process_group
+    if IS_BACKEND:
+        found = process_group._get_backend(torch.device(device_type))
     return found if isinstance(found, PerseusBackend) else None

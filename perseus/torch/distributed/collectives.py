@@ -1,9 +1,9 @@
 """The collectives of c10d on the core, under the names by which torch calls a backend.
 
 Mixed into a Backend or a ProcessGroup, whatever this torch takes. Every collective is exact.
-Tensors are contiguous and lie in host memory. Options come from torch.distributed, which has
-checked their types. Any thread may start collectives; ranks pair them by their order, which they
-count apart for callbacks of futures (future.py).
+Tensors are contiguous and lie in host memory or on an NVIDIA GPU. Options come from
+torch.distributed, which has checked their types. Any thread may start collectives; ranks pair them
+by their order, which they count apart for callbacks of futures (future.py).
 
 Errors: ValueError for tensors that cannot take part; torch.distributed.DistBackendError, from the
 returned work's wait(), where ranks disagree or one has ended, which the message names. A group that
@@ -28,6 +28,7 @@ from perseus.torch.distributed.reductions import (
     core_reduction,
     kind_of,
 )
+from perseus.torch.distributed.streams import gpu_of
 from perseus.torch.distributed.work import Done, Receive, Work, joined
 from perseus.torch.distributed.world import World
 from perseus.torch.session import DTYPES
@@ -122,7 +123,7 @@ class Collectives:
         except HorovodInternalError as error:
             return Work.failed(self.world, error)
         if not awaited:
-            return Work(self.world, [(handle, finish)])
+            return Work(self.world, [(handle, finish)], gpu_of(given))
         try:
             finish(self.world.operations.synchronize(handle))
         except Exception as error:
@@ -395,7 +396,7 @@ class Collectives:
             return Work.failed(self.world, error)
         if kind == Kind.RECEIVE:
             return Receive(self.world, handle, tensors)
-        return Work(self.world, [(handle, lambda _: tensors)])
+        return Work(self.world, [(handle, lambda _: tensors)], gpu_of(tensors))
 
     # ---- sparse tensors ----
 

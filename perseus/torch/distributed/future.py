@@ -18,14 +18,16 @@ import torch
 class Future(torch.futures.Future[Any]):
     """A future that the completer's thread completes. Any thread may use it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device: torch.device | None = None) -> None:
+        """device: the GPU where its tensors lie, whose streams then keep the order; None = none."""
+        super().__init__(devices=None if device is None else [device])
+        self._device = device
         self._lock = threading.Lock()
         self._ends = False
 
     def then(self, callback: Callable[[Any], Any]) -> Future:
         """Return the future of callback(self), which runs once this future is complete."""
-        result = Future()
+        result = Future(self._device)
 
         def run(_: Any) -> None:
             try:
@@ -50,10 +52,14 @@ class Future(torch.futures.Future[Any]):
         """Set the value, or the error, and run the callbacks. Called by the completer's thread."""
         with self._lock:
             self._ends = True
-        if error is None:
-            self.set_result(value)
-        else:
-            self.set_exception(error)
+        try:
+            if error is None:
+                self.set_result(value)
+            else:
+                self.set_exception(error)
+        except Exception as refused:  # for a GPU, torch looks for tensors by pickling what it gets
+            why = error or refused
+            self.set_exception(RuntimeError(f"{type(why).__name__}: {why}"))
 
 
 class _Completer:

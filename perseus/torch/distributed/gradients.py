@@ -24,6 +24,7 @@ from perseus.memory import keep_freed_memory
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.optimizer_steps import OptimizerSteps
+from perseus.torch.distributed.streams import aside, gpu_of
 from perseus.torch.distributed.turns import ModelTurns
 from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
@@ -109,7 +110,8 @@ class Gradients:
         takes one that the future has for a tensor.
         """
         buffer = bucket.buffer()
-        future = Future()
+        device = gpu_of(buffer)
+        future = Future(device)
         in_pass = _in_pass()
         try:
             if bucket.index() == 0:
@@ -120,7 +122,12 @@ class Gradients:
             wait = self._start(bucket, buffer)
         except Exception as error:
             wait = partial(_raise, error)
-        completer.call(lambda: self._complete(future, buffer, wait, in_pass))
+
+        def complete() -> None:
+            with aside(device):
+                self._complete(future, buffer, wait, in_pass)
+
+        completer.call(complete)
         return future
 
     def _start(self, bucket: Any, buffer: torch.Tensor) -> Callable[[], Any]:
@@ -265,11 +272,11 @@ def synchronize_parameters(model: DistributedDataParallel) -> None:
         gradients.make_parameters_equal()
 
 
-def take_models(group_of: Callable[[Any], Group | None]) -> None:
+def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
     """Let every DistributedDataParallel that is made from now on reduce its gradients so.
 
-    group_of: returns the group of this backend that a process group has for tensors in host memory,
-    or None; models of other groups stay as they are.
+    group_of: returns the group of this backend that a process group has for tensors on a type of
+    device, or None; models of other groups stay as they are.
     """
     models: Any = DistributedDataParallel
     original = models.__init__
@@ -277,7 +284,7 @@ def take_models(group_of: Callable[[Any], Group | None]) -> None:
     @wraps(original)
     def make(model: Any, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
-        group = group_of(model.process_group) if model.device_type == "cpu" else None
+        group = group_of(model.process_group, model.device_type)
         if group is not None:
             model._perseus = Gradients(model, group)
 

@@ -61,19 +61,21 @@ def choose(
     if version < _OLDEST:
         needed = ".".join(map(str, _OLDEST))
         return Choice(asked, f"{shown} stays, because this torch is older than {needed}")
-    if accelerator is None:
-        return Choice(NAME, f'this script runs on Perseus, with "{NAME}" in place of {shown}')
     others = {device: name for device, name in by_device.items() if device != "cpu"}
-    others = others or {accelerator: usual if asked == "undefined" else asked}
+    others = others or {accelerator or "cpu": usual if asked == "undefined" else asked}
+    # Like Perseus, gloo takes a GPU's tensors through host memory. NCCL is faster inside a host.
+    if accelerator is None or set(others.items()) == {("cuda", "gloo")}:
+        return Choice(NAME, f'this script runs on Perseus, with "{NAME}" in place of {shown}')
+    by_name = f', unless the script asks for "{NAME}" by name' if accelerator == "cuda" else ""
     if not beside:
         return Choice(
             asked,
-            f"{shown} stays, because Perseus does not serve {accelerator} tensors yet, and only "
-            f"torch 2.14 and later can have it beside the backend that does",
+            f"{shown} stays for {accelerator} tensors, and only torch 2.14 and later can have "
+            f"Perseus beside it{by_name}",
         )
     kept = ",".join(f"{device}:{name}" for device, name in others.items())
     return Choice(
         f"cpu:{NAME},{kept}",
-        f"tensors in host memory travel through Perseus, and {accelerator} tensors, which it does "
-        f'not serve yet, through "{next(iter(others.values()))}"',
+        f"tensors in host memory travel through Perseus, and {accelerator} tensors through "
+        f'"{next(iter(others.values()))}"{by_name}',
     )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from perseus.torch.distributed.future import Future, completer
+from perseus.torch.distributed.streams import Mark, aside, gpu_of
 from perseus.torch.distributed.world import World
 
 _NO_LIMIT = timedelta(0)
@@ -31,11 +32,18 @@ latest = _Latest()
 class Work(dist.Work):
     """One collective that has been submitted. Any thread may use it."""
 
-    def __init__(self, world: World, pieces: list[Piece]) -> None:
-        """pieces: the operations that this work consists of; it fails with the first that does."""
+    def __init__(
+        self, world: World, pieces: list[Piece], device: torch.device | None = None
+    ) -> None:
+        """pieces: the operations that this work consists of; it fails with the first that does.
+
+        device: the GPU where the tensors lie, or None.
+        """
         super().__init__()
         self._world = world
         self._pieces = pieces
+        self._device = device
+        self._mark: Mark | None = None
         self._lock = threading.Lock()
         self._result: list[torch.Tensor] = []
         self._error: BaseException | None = None
@@ -50,7 +58,7 @@ class Work(dist.Work):
         return work
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once the operation is done.
+        """Return once the operation is done; on a GPU, the current stream waits for its tensors.
 
         timeout: None or zero for no other limit than that of the group.
 
@@ -60,6 +68,8 @@ class Work(dist.Work):
         if timeout is not None and timeout > _NO_LIMIT:
             self._await_end(timeout.total_seconds())
         self._settle()
+        if self._mark is not None:
+            self._mark.join(self._result)
         if self._error is not None:
             raise self._error
         return True
@@ -101,7 +111,7 @@ class Work(dist.Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = Future()
+            self._future = Future(self._device)
         if completer.is_this_thread():
             # The thread that would complete it is this one: the callback waits for what it starts.
             self._complete_future()
@@ -113,10 +123,18 @@ class Work(dist.Work):
         """The operations that are not known to be done."""
         return self._pieces
 
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU where the tensors lie, or None."""
+        return self._device
+
     def _complete_future(self) -> None:
-        self._settle()
-        assert self._future is not None
-        self._future.complete(self._result, self._error)
+        with aside(self._device):
+            self._settle()
+            if self._mark is not None:
+                self._mark.join(self._result)
+            assert self._future is not None
+            self._future.complete(self._result, self._error)
 
     def _settle(self) -> None:
         if not self._pieces:
@@ -128,7 +146,10 @@ class Work(dist.Work):
                     self._result += finish(self._world.operations.synchronize(handle))
                 except Exception as error:
                     self._error = self._error or as_torch_raises(error)
-                self._pieces = self._pieces[1:]
+                left = self._pieces[1:]
+                if self._device is not None and not left:
+                    self._mark = Mark(self._device)
+                self._pieces = left  # what others look at without the lock: the last thing
 
 
 class Done(Work):
@@ -144,7 +165,7 @@ class Receive(Work):
 
     def __init__(self, world: World, handle: int, tensors: list[torch.Tensor]) -> None:
         """handle: of `world.operations`. tensors: what is received, one."""
-        super().__init__(world, [(handle, self._note)])
+        super().__init__(world, [(handle, self._note)], gpu_of(tensors))
         self._tensors, self._source = tensors, -1
 
     def _note(self, source: int) -> list[torch.Tensor]:
@@ -162,7 +183,8 @@ class Receive(Work):
 
 def joined(world: World, works: list[Work]) -> Work:
     """One work for several that nobody waits for yet."""
-    work = Work(world, [piece for work in works for piece in work.pieces()])
+    device = next((work.device for work in works if work.device is not None), None)
+    work = Work(world, [piece for work in works for piece in work.pieces()], device)
     work._error = next((work._error for work in works if work._error is not None), None)
     return work
 

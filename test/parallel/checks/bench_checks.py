@@ -64,9 +64,10 @@ def check_an_exchange_that_is_wrong_is_noticed() -> None:
     session = Session(Plan(["ddp"], ["torch-gloo"], seconds=1e-3))
     given = Given(session, [(300, 7), (5,)])
     subject = given.subject(on_perseus(), "tiny", 4096)
-    ours, gloo, alone = session.records(subject)
+    ours, gloo, alone, least = session.records(subject)
     assert (ours.contender, gloo.contender) == ("perseus default", "torch-ddp-gloo")
-    assert ours.verified and gloo.verified and alone.verified
+    assert (alone.contender, least.contender) == ("no-exchange", "least-copies")
+    assert ours.verified and gloo.verified and alone.verified and least.verified
     # What is not exchanged is no average, whoever says so.
     model = wrap(Handing(given.gradients), 4096)
     model.register_comm_hook(None, return_the_bucket)
