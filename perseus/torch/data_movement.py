@@ -219,7 +219,8 @@ class HorovodBroadcast(torch.autograd.Function):
         mean = _average(grads[0], ctx.process_set)
         if basics.rank() != ctx.root_rank:
             # Stays in the graph: where gradients are differentiated again, all ranks take part.
-            mean = mean.masked_fill(torch.ones((), dtype=torch.bool), 0.0)
+            hidden = torch.ones((), dtype=torch.bool, device=mean.device)
+            mean = mean.masked_fill(hidden, 0.0)
         return mean, None, None, None
 
 

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("program", ["torch_ranks.py", "ddp_ranks.py"])
+@pytest.mark.parametrize("program", ["torch_ranks.py", "training_ranks.py", "ddp_ranks.py"])
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_torch_on_two_ranks(device: str, transport: str, program: str) -> None:

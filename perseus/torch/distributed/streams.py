@@ -29,8 +29,7 @@ def aside(device: torch.device | None) -> Iterator[None]:
         yield
         return
     if device not in _aside:
-        streams: Any = torch.cuda.Stream
-        _aside[device] = streams(device)
+        _aside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(_aside[device]):
         yield
 
