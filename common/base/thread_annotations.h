@@ -21,5 +21,7 @@
 #define PERSEUS_ACQUIRE(...) PERSEUS_THREAD_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define PERSEUS_TRY_ACQUIRE(result, ...) PERSEUS_THREAD_ATTRIBUTE(try_acquire_capability(result, __VA_ARGS__))
 #define PERSEUS_RELEASE(...) PERSEUS_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
+// A function that returns a reference to the mutex `x`.
+#define PERSEUS_RETURN_CAPABILITY(x) PERSEUS_THREAD_ATTRIBUTE(lock_returned(x))
 // A body that is not looked into: say why beside it.
 #define PERSEUS_NO_THREAD_ANALYSIS PERSEUS_THREAD_ATTRIBUTE(no_thread_safety_analysis)

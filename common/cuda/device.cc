@@ -15,6 +15,7 @@ constexpr unsigned kNonBlockingStream = 1, kEventWithoutTime = 2, kPortableMemor
 constexpr int kRelaxedCapture = 2;
 constexpr int kHighestPriority = -5;  // the driver takes the nearest that the device has
 constexpr size_t kLeastBytes = 64 * 1024;
+constexpr const char* kWorkBefore = "the work on a GPU's stream before a tensor was copied";
 constexpr int64_t kPatience = kSecond;  // for copies under way when a device is given up
 
 // Four sizes for each doubling, so that blocks serve again for other tensors, and a quarter at most is wasted.
@@ -38,6 +39,67 @@ Device::Current::~Current() {
   Driver::get().call().pop_context(&context);
 }
 
+Event::~Event() { device_.give_event(handle_); }
+
+bool Event::happened() const {
+  if (happened_.load(std::memory_order_acquire)) return true;
+  const Driver& driver = Driver::get();
+  const Device::Current current(device_);
+  const Result result = driver.call().event_query(handle_);
+  if (result == kNotReady) return false;
+  driver.check(result, kWorkBefore);
+  happened_.store(true, std::memory_order_release);
+  return true;
+}
+
+void Event::wait() const {
+  const Driver& driver = Driver::get();
+  const Device::Current current(device_);
+  driver.check(driver.call().event_synchronize(handle_), kWorkBefore);
+}
+
+void Copies::add(Byte* host, const void* on_device, size_t bytes) {
+  if (bytes == 0) return;
+  host_.push_back(static_cast<Address>(reinterpret_cast<uintptr_t>(host)));
+  device_.push_back(static_cast<Address>(reinterpret_cast<uintptr_t>(on_device)));
+  bytes_.push_back(bytes);
+  total_ += bytes;
+}
+
+void Copies::give(const Device& device, bool to_host) {
+  const Driver& driver = Driver::get();
+  const Functions& call = driver.call();
+  const auto copy_all = [&] {
+    if (call.copy_batch != nullptr && bytes_.size() > 1) {
+      CopyAttributes attributes;
+      size_t first = 0, failed = 0;
+      driver.check(call.copy_batch(to_host ? host_.data() : device_.data(), to_host ? device_.data() : host_.data(),
+                                   bytes_.data(), bytes_.size(), &attributes, &first, 1, &failed,
+                                   to_host ? device.to_host() : device.to_device()),
+                   "cuMemcpyBatchAsync");
+      return;
+    }
+    for (size_t i = 0; i < bytes_.size(); ++i) {
+      void* host = reinterpret_cast<void*>(static_cast<uintptr_t>(host_[i]));
+      if (to_host) driver.check(call.copy_to_host(host, device_[i], bytes_[i], device.to_host()), "cuMemcpyDtoHAsync");
+      else driver.check(call.copy_to_device(device_[i], host, bytes_[i], device.to_device()), "cuMemcpyHtoDAsync");
+    }
+  };
+  const auto clear = [this] {
+    host_.clear();
+    device_.clear();
+    bytes_.clear();
+    total_ = 0;
+  };
+  try {
+    copy_all();
+  } catch (...) {
+    clear();
+    throw;
+  }
+  clear();
+}
+
 Device::Device(int index) : driver_(Driver::get()), index_(index) {
   const int devices = driver_.devices();
   if (index < 0 || index >= devices)
@@ -50,17 +112,37 @@ Device::Device(int index) : driver_(Driver::get()), index_(index) {
   for (Handle* stream : {&to_host_, &to_device_})
     driver_.check(driver_.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                   "cuStreamCreateWithPriority");
+  const MutexLock lock(order_);
+  burst_.ready = take_event();
 }
 
 Device::~Device() {
   const int64_t deadline = now_ns() + kPatience;
-  const MutexLock lock(mutex_);
+  // Their events come back to the pool.
+  std::vector<Retiring> over, left;
+  last_stored_.reset();
+  const auto idle = [&] {
+    const MutexLock lock(mutex_);
+    collect(&over);
+    return retiring_.empty();
+  };
   try {
     const Current current(*this);
-    for (collect(); !retiring_.empty() && now_ns() < deadline; collect())
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    while (!idle() && now_ns() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const bool all_free = idle();
+    {
+      const MutexLock lock(mutex_);
+      left.swap(retiring_);
+    }
+    over.clear();
+    left.clear();
+    {
+      const MutexLock lock(order_);
+      give_event(burst_.ready);
+    }
+    const MutexLock lock(mutex_);
     // Freeing waits for whatever the device does: a stream of the user's that never ends must not hold us.
-    if (retiring_.empty())
+    if (all_free)
       for (const auto& [bytes, data] : blocks_) driver_.call().host_free(data);
     for (Handle event : events_) driver_.call().event_destroy(event);
     driver_.call().stream_destroy(to_host_);
@@ -71,22 +153,28 @@ Device::~Device() {
   driver_.call().release_primary(ordinal_);
 }
 
-// Blocks whose events have happened are free again.
-void Device::collect() {
-  const auto happened = [this](const Retiring& retiring) PERSEUS_REQUIRES(mutex_) {
-    if (driver_.call().event_query(retiring.event) == kNotReady) return false;
-    blocks_.emplace(retiring.block.bytes, retiring.block.data);
-    events_.push_back(retiring.event);
-    return true;
+void Device::collect(std::vector<Retiring>* over) {
+  const auto busy = [](const Retiring& retiring) {
+    try {
+      return !retiring.event->happened();
+    } catch (const Error&) {
+      return false;  // nothing happens on this device any more
+    }
   };
-  retiring_.erase(std::remove_if(retiring_.begin(), retiring_.end(), happened), retiring_.end());
+  const auto first = std::stable_partition(retiring_.begin(), retiring_.end(), busy);
+  for (auto retiring = first; retiring != retiring_.end(); ++retiring) {
+    blocks_.emplace(retiring->block.bytes, retiring->block.data);
+    over->push_back(std::move(*retiring));
+  }
+  retiring_.erase(first, retiring_.end());
 }
 
 Device::Block Device::take_block(size_t bytes) {
+  std::vector<Retiring> over;
   const MutexLock lock(mutex_);
   auto found = blocks_.lower_bound(bytes);
   if (found == blocks_.end() || found->first > 2 * bytes) {
-    collect();
+    collect(&over);
     found = blocks_.lower_bound(bytes);
   }
   if (found == blocks_.end() || found->first > 2 * bytes) return Block();
@@ -106,10 +194,22 @@ Device::Block Device::allocate(size_t bytes) {
   return Block{static_cast<Byte*>(memory), wanted};
 }
 
-void Device::free(const Block& block, Handle event) {
+void Device::free(const Block& block, std::shared_ptr<const Event> event) {
   const MutexLock lock(mutex_);
-  if (event == nullptr) blocks_.emplace(block.bytes, block.data);
-  else retiring_.push_back({block, event});
+  if (!event) blocks_.emplace(block.bytes, block.data);
+  else retiring_.push_back({block, std::move(event)});
+}
+
+std::shared_ptr<const Event> Device::record(Handle stream) {
+  const auto event = std::make_shared<const Event>(this, take_event());
+  driver_.check(driver_.call().event_record(event->handle(), stream), "cuEventRecord");
+  return event;
+}
+
+std::shared_ptr<const Event> Device::stored() {
+  if (stores_since_) last_stored_ = record(to_device_);
+  stores_since_ = false;
+  return last_stored_;
 }
 
 Handle Device::take_event() {
@@ -141,6 +241,12 @@ Device& Devices::at(int index) {
   std::unique_ptr<Device>& device = devices_[index];
   if (!device) device = std::make_unique<Device>(index);
   return *device;
+}
+
+void Devices::for_each(const std::function<void(Device&)>& body) {
+  const MutexLock lock(mutex_);
+  for (const auto& [index, device] : devices_)
+    if (device) body(*device);
 }
 
 size_t Devices::pinned_bytes() const {

@@ -2,7 +2,9 @@
 // and pools of what costs much to make: page-locked memory and events. Any thread.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
+#include <functional>
 #include <map>
 #include <memory>
 #include <vector>
@@ -12,6 +14,46 @@
 #include "cuda/driver.h"
 
 namespace perseus::cuda {
+
+class Device;
+class Staging;
+
+// What a stream had to do when it was recorded. Requests share it, so the driver is asked once. Any thread.
+class Event {
+ public:
+  Event(Device* device, Handle handle) : device_(*device), handle_(handle) {}
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  Handle handle() const { return handle_; }
+  // Throws Error(kIo) where the device has failed.
+  bool happened() const;
+  void wait() const;
+
+ private:
+  Device& device_;
+  const Handle handle_;
+  mutable std::atomic<bool> happened_{false};
+};
+
+// Copies between page-locked memory and a device, given to the driver with as few calls as it allows. Belongs to one
+// thread at a time.
+class Copies {
+ public:
+  void add(Byte* host, const void* on_device, size_t bytes);
+  size_t bytes() const { return total_; }
+  // Gives them to the device's stream, in whatever order. The device must be current.
+  void load(const Device& device) { give(device, true); }
+  void store(const Device& device) { give(device, false); }
+
+ private:
+  void give(const Device& device, bool to_host);
+
+  std::vector<Address> host_, device_;
+  std::vector<size_t> bytes_;
+  size_t total_ = 0;
+};
 
 class Device {
  public:
@@ -49,22 +91,38 @@ class Device {
   };
   Block allocate(size_t bytes);
   // The block is free once the event has happened; null = it is.
-  void free(const Block& block, Handle event);
-  // Held while the copies of one request are given to a stream, so that no other request's come between them.
-  Mutex& order() { return order_; }
-  // An event without timing.
-  Handle take_event();
-  void give_event(Handle event);
+  void free(const Block& block, std::shared_ptr<const Event> event);
+  // An event behind all that the stream has to do now. The device must be current.
+  std::shared_ptr<const Event> record(Handle stream);
+
+  // Requests whose tensors the same stream computes, and whose copies to the host will be given to ours together.
+  struct Burst {
+    Handle stream = nullptr, ready = nullptr;  // the event behind the last one's work
+    std::vector<Staging*> requests;
+    size_t bytes = 0;
+    Copies copies;
+  };
+  Mutex& order() PERSEUS_RETURN_CAPABILITY(order_) { return order_; }
+  Burst& burst() PERSEUS_REQUIRES(order_) { return burst_; }
+
+  // Of copies to the device, which one thread at a time gives. stored(): an event behind all of them.
+  void note_store() { stores_since_ = true; }
+  std::shared_ptr<const Event> stored();
 
   // Page-locked memory, in use or not.
   size_t pinned_bytes() const;
 
  private:
+  friend class Event;
   struct Retiring {
     Block block;
-    Handle event;
+    std::shared_ptr<const Event> event;
   };
-  void collect() PERSEUS_REQUIRES(mutex_);
+  // An event without timing.
+  Handle take_event();
+  void give_event(Handle event);
+  // Makes blocks free whose events have happened, which it appends: who destroys them must not hold the mutex.
+  void collect(std::vector<Retiring>* over) PERSEUS_REQUIRES(mutex_);
   // A free one of about so many bytes; null = there is none.
   Block take_block(size_t bytes) PERSEUS_EXCLUDES(mutex_);
 
@@ -73,6 +131,9 @@ class Device {
   Ordinal ordinal_ = 0;
   Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr;
   Mutex order_;
+  Burst burst_ PERSEUS_GUARDED_BY(order_);
+  bool stores_since_ = false;  // the last stored event
+  std::shared_ptr<const Event> last_stored_;
   mutable Mutex mutex_;
   std::multimap<size_t, Byte*> blocks_ PERSEUS_GUARDED_BY(mutex_);  // free ones, by size
   std::vector<Retiring> retiring_ PERSEUS_GUARDED_BY(mutex_);       // free once their events have happened
@@ -84,6 +145,7 @@ class Device {
 class Devices {
  public:
   Device& at(int index);
+  void for_each(const std::function<void(Device&)>& body);
   size_t pinned_bytes() const;
 
  private:

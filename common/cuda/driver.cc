@@ -12,6 +12,7 @@ namespace {
 
 // The driver's name on every Linux: it comes with the kernel module, never with CUDA or a framework.
 constexpr const char* kName = "libcuda.so.1";
+constexpr int kCopiesInBatches = 12080;
 constexpr int kOldest = 11040;  // what today's frameworks ask for is newer
 
 std::string version_text(int version) {
@@ -69,6 +70,7 @@ Driver::Driver(const std::string& path) : path_(path), library_(::dlopen(path.c_
   look_up("cuMemFreeHost", &functions_.host_free);
   look_up("cuMemcpyDtoHAsync_v2", &functions_.copy_to_host);
   look_up("cuMemcpyHtoDAsync_v2", &functions_.copy_to_device);
+  if (version_ >= kCopiesInBatches) look_up("cuMemcpyBatchAsync", &functions_.copy_batch);
 }
 
 int Driver::devices() const {

@@ -14,6 +14,12 @@ using Handle = void*;                // CUcontext, CUstream, CUevent
 
 constexpr Result kSuccess = 0, kNotReady = 600;
 
+struct CopyAttributes {
+  int source_order = 1;  // the source is read in the order of the stream
+  int source_hint[2] = {}, target_hint[2] = {};
+  unsigned flags = 0;
+};
+
 struct Functions {
   Result (*init)(unsigned flags);
   Result (*driver_version)(int* version);
@@ -38,6 +44,9 @@ struct Functions {
   Result (*host_free)(void* memory);
   Result (*copy_to_host)(void* to, Address from, size_t bytes, Handle stream);
   Result (*copy_to_device)(Address to, const void* from, size_t bytes, Handle stream);
+  // Since CUDA 12.8, else null: many copies at once, in any order between them. Not for the legacy stream.
+  Result (*copy_batch)(Address* to, Address* from, size_t* bytes, size_t count, CopyAttributes* attributes,
+                       size_t* first_of_attributes, size_t attributes_count, size_t* failed, Handle stream);
   Result (*error_name)(Result code, const char** name);
   Result (*error_text)(Result code, const char** text);
 };

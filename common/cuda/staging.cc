@@ -10,21 +10,21 @@ namespace {
 
 constexpr size_t kLine = 64;
 constexpr size_t kPiece = 4 * 1024 * 1024;
-constexpr const char* kWorkBefore = "the work on a GPU's stream before a tensor was copied";
-
-Address address_of(const void* pointer) { return static_cast<Address>(reinterpret_cast<uintptr_t>(pointer)); }
+constexpr size_t kBurst = 1024 * 1024;  // bytes for which copies are not put off any more
 
 }  // namespace
 
 Staging::~Staging() {
-  // The last event comes after all copies that use the block.
-  Handle last = stored_;
-  if (last == nullptr && !marks_.empty()) {
-    last = marks_.back().event;
-    marks_.pop_back();
+  if (block_.data == nullptr) return;
+  if (!launched_.load(std::memory_order_acquire)) {
+    const MutexLock lock(device_.order());
+    std::vector<Staging*>& requests = device_.burst().requests;
+    requests.erase(std::remove(requests.begin(), requests.end(), this), requests.end());
   }
-  for (const Mark& mark : marks_) device_.give_event(mark.event);
-  if (block_.data != nullptr) device_.free(block_, last);
+  // The last event comes after all copies that use the block.
+  std::shared_ptr<const Event> last = stored_;
+  if (!last && !marks_.empty()) last = marks_.back().event;
+  device_.free(block_, std::move(last));
 }
 
 void Staging::add(const void* in, size_t in_bytes, void* out, size_t out_bytes, bool apart) {
@@ -56,85 +56,127 @@ void Staging::refuse_capture(Handle stream) const {
 
 void Staging::load(Handle stream) {
   const Driver& driver = Driver::get();
-  const Functions& call = driver.call();
   const Device::Current current(device_);
   refuse_capture(stream);
   block_ = device_.allocate(bytes_);
-  const MutexLock lock(device_.order());
-  const Handle ready = device_.take_event();
-  driver.check(call.event_record(ready, stream), "cuEventRecord");
-  driver.check(call.stream_wait(device_.to_host(), ready, 0), "cuStreamWaitEvent");
-  device_.give_event(ready);  // the wait has taken the event's state, so it may be recorded again
-  size_t position = 0, marked = 0;
+  size_t loads = 0;
   for (Tensor& tensor : tensors_) {
-    tensor.position = position;
-    for (size_t begin = 0; begin < tensor.loads; begin += kPiece) {
-      const size_t bytes = std::min(kPiece, tensor.loads - begin);
-      driver.check(call.copy_to_host(block_.data + tensor.in_at + begin, address_of(tensor.in) + begin, bytes,
-                                     device_.to_host()),
-                   "cuMemcpyDtoHAsync");
-      position += bytes;
-      if (position - marked >= kPiece) mark(marked = position);
-    }
+    tensor.position = loads;
+    loads += tensor.loads;
   }
-  if (position > marked || marks_.empty()) mark(position);
+  const MutexLock lock(device_.order());
+  Device::Burst& burst = device_.burst();
+  if (burst.stream != stream && !burst.requests.empty()) launch(&device_, &burst);
+  // It stands for all that have asked before: the same stream computes theirs.
+  driver.check(driver.call().event_record(burst.ready, stream), "cuEventRecord");
+  burst.stream = stream;
+  burst.requests.push_back(this);
+  burst.bytes += loads;
+  if (burst.bytes >= kBurst) launch(&device_, &burst);
 }
 
-void Staging::mark(size_t end) {
-  marks_.push_back({end, device_.take_event()});
+void Staging::launch(Device* device) {
+  const MutexLock lock(device->order());
+  Device::Burst& burst = device->burst();
+  if (burst.requests.empty()) return;
+  const Device::Current current(*device);
+  launch(device, &burst);
+}
+
+void Staging::launch(Device* device, Device::Burst* burst) {
+  std::string failure;
+  try {
+    give(device, burst);
+  } catch (const Error& error) {
+    // Each of them says so to whoever waits for it; one that asks later may fail by itself.
+    failure = error.what();
+  }
+  for (Staging* request : burst->requests) {
+    request->failure_ = failure;
+    request->launched_.store(true, std::memory_order_release);
+  }
+  burst->requests.clear();
+  burst->bytes = 0;
+}
+
+// The copies of a burst, and an event behind every piece of them.
+void Staging::give(Device* device, Device::Burst* burst) {
   const Driver& driver = Driver::get();
-  driver.check(driver.call().event_record(marks_.back().event, device_.to_host()), "cuEventRecord");
+  driver.check(driver.call().stream_wait(device->to_host(), burst->ready, 0), "cuStreamWaitEvent");
+  struct Touched {
+    Staging* request;
+    size_t end;
+  };
+  std::vector<Touched> touched;  // since the last event
+  const auto mark = [&] {
+    burst->copies.load(*device);
+    const std::shared_ptr<const Event> event = device->record(device->to_host());
+    for (const Touched& each : touched) each.request->marks_.push_back({each.end, event});
+    touched.clear();
+  };
+  for (Staging* request : burst->requests) {
+    touched.push_back({request, 0});
+    for (const Tensor& tensor : request->tensors_)
+      for (size_t begin = 0; begin < tensor.loads; begin += kPiece) {
+        const size_t bytes = std::min(kPiece, tensor.loads - begin);
+        burst->copies.add(request->block_.data + tensor.in_at + begin, static_cast<const Byte*>(tensor.in) + begin,
+                          bytes);
+        if (touched.empty()) touched.push_back({request, 0});
+        touched.back().end = tensor.position + begin + bytes;
+        if (burst->copies.bytes() >= kPiece) mark();
+      }
+  }
+  if (!touched.empty()) mark();
 }
 
 bool Staging::reached(size_t position) const {
+  if (!launched_.load(std::memory_order_acquire)) return false;
+  if (!failure_.empty()) fail(ErrorKind::kIo, failure_);
   if (happened_ > 0 && marks_[happened_ - 1].end >= position) return true;
-  const Driver& driver = Driver::get();
-  const Device::Current current(device_);
   while (happened_ < marks_.size()) {
-    const Result result = driver.call().event_query(marks_[happened_].event);
-    if (result == kNotReady) return false;
-    driver.check(result, kWorkBefore);
+    if (!marks_[happened_].event->happened()) return false;
     if (marks_[happened_++].end >= position) return true;
   }
   return true;
 }
 
 void Staging::wait_until_loaded() const {
-  const Driver& driver = Driver::get();
-  const Device::Current current(device_);
-  driver.check(driver.call().event_synchronize(marks_.back().event), kWorkBefore);
+  launch(&device_);
+  if (!failure_.empty()) fail(ErrorKind::kIo, failure_);
+  marks_.back().event->wait();
 }
 
-void Staging::store(size_t i, size_t begin, size_t bytes) {
+void Staging::store(size_t i, size_t begin, size_t bytes, Copies* copies) {
   Tensor& tensor = tensors_[i];
   if (tensor.out == nullptr || bytes == 0) return;
-  const Driver& driver = Driver::get();
-  const Device::Current current(device_);
-  driver.check(driver.call().copy_to_device(address_of(tensor.out) + begin, block_.data + tensor.out_at + begin, bytes,
-                                            device_.to_device()),
-               "cuMemcpyHtoDAsync");
+  copies->add(block_.data + tensor.out_at + begin, static_cast<Byte*>(tensor.out) + begin, bytes);
   tensor.stored += bytes;
   stores_ = true;
+  device_.note_store();
 }
 
 void Staging::end(bool wholly) {
+  Copies copies;
   for (size_t i = 0; i < tensors_.size(); ++i)
-    if (wholly && tensors_[i].stored == 0) store(i, 0, tensors_[i].out_bytes);
+    if (wholly && tensors_[i].stored == 0) store(i, 0, tensors_[i].out_bytes, &copies);
   if (!stores_) return;
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
+  copies.store(device_);
   // After a failure, parts may still be loading: the block is free once both are over.
-  driver.check(driver.call().stream_wait(device_.to_device(), marks_.back().event, 0), "cuStreamWaitEvent");
-  stored_ = device_.take_event();
-  driver.check(driver.call().event_record(stored_, device_.to_device()), "cuEventRecord");
+  if (happened_ < marks_.size()) {
+    driver.check(driver.call().stream_wait(device_.to_device(), marks_.back().event->handle(), 0), "cuStreamWaitEvent");
+    device_.note_store();
+  }
+  stored_ = device_.stored();
 }
 
 void Staging::join(Handle stream) const {
-  if (stored_ == nullptr) return;
+  if (!stored_ || stored_->happened()) return;
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
   refuse_capture(stream);
-  driver.check(driver.call().stream_wait(stream, stored_, 0), "cuStreamWaitEvent");
+  driver.check(driver.call().stream_wait(stream, stored_->handle(), 0), "cuStreamWaitEvent");
 }
 
 }  // namespace perseus::cuda

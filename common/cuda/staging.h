@@ -5,6 +5,9 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "base/span.h"
@@ -25,9 +28,11 @@ class Staging {
 
   // A tensor that is read, written or both; null = not. `apart`: what is written has memory of its own.
   void add(const void* in, size_t in_bytes, void* out, size_t out_bytes, bool apart);
-  // Begins to load, after all that `stream` has to do now. Throws Error(kInvalidArgument) while the stream is captured
-  // into a graph.
+  // Asks for loading, after all that `stream` has to do now. Throws Error(kInvalidArgument) while the stream is
+  // captured into a graph.
   void load(Handle stream);
+  // Small tensors that one stream computes are loaded together: by the one that makes them enough, or by launch().
+  static void launch(Device* device);
   // Where tensor i is, after load().
   Byte* in(size_t i) const { return block_.data + tensors_[i].in_at; }
   Byte* out(size_t i) const { return block_.data + tensors_[i].out_at; }
@@ -38,8 +43,9 @@ class Staging {
   bool loaded(size_t i, size_t end) const { return reached(tensors_[i].position + std::min(end, tensors_[i].loads)); }
   void wait_until_loaded() const;
 
-  // Begins to store a part of tensor i, if that is written.
-  void store(size_t i, size_t begin, size_t bytes);
+  // Adds a part of tensor i, if that is written, to what is copied to its device.
+  void store(size_t i, size_t begin, size_t bytes, Copies* copies);
+  Device& of() const { return device_; }
   // Ends storing. With `wholly`, outputs of which nothing was stored yet are stored as a whole.
   void end(bool wholly);
   // What `stream` is given from now on waits until everything is stored, if anything is. Any thread, after end().
@@ -59,10 +65,11 @@ class Staging {
   // So many bytes are there when the event has happened.
   struct Mark {
     size_t end;
-    Handle event;
+    std::shared_ptr<const Event> event;
   };
 
-  void mark(size_t end);
+  static void launch(Device* device, Device::Burst* burst);
+  static void give(Device* device, Device::Burst* burst);
   bool reached(size_t position) const;
   void refuse_capture(Handle stream) const;
 
@@ -70,10 +77,13 @@ class Staging {
   std::vector<Tensor> tensors_;
   size_t bytes_ = 0;
   Device::Block block_;
+  // Set by the thread that launches, before launched_.
   std::vector<Mark> marks_;
+  std::string failure_;
+  std::atomic<bool> launched_{false};
   mutable size_t happened_ = 0;  // marks
   bool stores_ = false;          // something
-  Handle stored_ = nullptr;      // event
+  std::shared_ptr<const Event> stored_;
 };
 
 }  // namespace perseus::cuda

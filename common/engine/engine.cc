@@ -281,6 +281,7 @@ bool Engine::announce_computed() {
       loading_.announced(kind);
     }
   };
+  devices_.for_each([](cuda::Device& device) { cuda::Staging::launch(&device); });
   try {
     loading_.take_computed(&computed);
   } catch (...) {

@@ -77,6 +77,22 @@ bool Bucket::loaded() const {
                      [](const Image& image) { return image.staging->loaded(image.tensor, image.begin + image.bytes); });
 }
 
+void Bucket::store() {
+  cuda::Device* device = nullptr;
+  const auto give = [&] {
+    if (device == nullptr) return;
+    const cuda::Device::Current current(*device);
+    copies.store(*device);
+  };
+  for (const Image& image : images) {
+    if (!image.stores) continue;
+    if (device != &image.staging->of()) give();
+    device = &image.staging->of();
+    image.staging->store(image.tensor, image.begin, image.bytes, &copies);
+  }
+  give();
+}
+
 void Bucket::clear() {
   plan.clear();
   entries.clear();

@@ -73,8 +73,7 @@ bool Execution::step(std::vector<Entry*>* finished) {
     if (!stream.operation->done()) continue;
     const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
     if (traced() && !probed && stream.queue.front()->begun_by.empty()) trace(stream, i);
-    for (const Bucket::Image& image : stream.queue.front()->images)
-      if (image.stores) image.staging->store(image.tensor, image.begin, image.bytes);
+    stream.queue.front()->store();
     std::unique_ptr<Bucket> bucket = end(&stream);
     for (Entry* entry : bucket->entries)
       if (--entry->executions_left == 0) finished->push_back(entry);

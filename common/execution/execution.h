@@ -76,6 +76,7 @@ class Bucket final : public OutputSink {
     bool stores;
   };
   std::vector<Image> images;
+  cuda::Copies copies;
 
   // A part of a tensor that is read and, changed, written; where the two differ, written for the first time, most
   // likely.
@@ -84,6 +85,8 @@ class Bucket final : public OutputSink {
   void reads(const Entry& entry, size_t tensor);
   // Is the memory there that it reads?
   bool loaded() const;
+  // Gives what it has written to the devices.
+  void store();
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override
       PERSEUS_REQUIRES(progress_lock);
   void clear();

@@ -1,10 +1,13 @@
 // GPUs that fail, lack memory or still compute when the world ends: nobody waits for ever.
 #include <optional>
 
+#include "base/error.h"
+#include "cuda/staging.h"
 #include "gpu.h"
 
 namespace {
 
+using namespace perseus;
 using namespace perseus_test;
 
 // A GPU that fails ends the world with its own words; other ranks learn them.
@@ -138,6 +141,76 @@ TEST(CudaFaults, TheWorldEndsWhileAGpuComputes) {
     go = true;
     gpu.synchronize();
   });
+}
+
+// A request that waits to be loaded with others, alone.
+struct Waiting {
+  Waiting(cuda::Device* device, const DeviceArray& array) : staging(std::make_unique<cuda::Staging>(device)) {
+    staging->add(array.pointer(), array.bytes(), nullptr, 0, false);
+  }
+  std::unique_ptr<cuda::Staging> staging;
+};
+
+TEST(CudaFaults, ARequestThatGoesIsNotLoadedWithTheOthers) {
+  Gpu gpu(0);
+  cuda::Device device(0);
+  const DeviceArray kept(4096), gone(4096);
+  gpu.launch([&] { std::memset(kept.view(), 3, kept.bytes()); });
+  Waiting first(&device, kept), second(&device, gone);
+  first.staging->load(gpu.stream());
+  second.staging->load(gpu.stream());
+  EXPECT_FALSE(first.staging->computed());
+  second.staging.reset();
+  const int before = standin_calls();
+  cuda::Staging::launch(&device);
+  EXPECT_EQ(standin_calls(), before + 3) << "a wait, one copy and an event";
+  first.staging->wait_until_loaded();
+  EXPECT_TRUE(first.staging->loaded(0, kept.bytes()));
+  EXPECT_EQ(first.staging->in(0)[4095], 3);
+}
+
+TEST(CudaFaults, RequestsOfAnotherStreamAreNotWaitedFor) {
+  Gpu slow(0), fast(0);
+  cuda::Device device(0);
+  const DeviceArray late(4096), early(4096);
+  std::atomic<bool> go{false};
+  slow.launch([&] {
+    while (!go) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
+  fast.launch([&] { std::memset(early.view(), 5, early.bytes()); });
+  Waiting first(&device, early), second(&device, late);
+  first.staging->load(fast.stream());
+  second.staging->load(slow.stream());  // the first is launched before it
+  first.staging->wait_until_loaded();
+  EXPECT_EQ(first.staging->in(0)[0], 5);
+  EXPECT_FALSE(second.staging->computed());
+  go = true;
+  second.staging->wait_until_loaded();
+  EXPECT_TRUE(second.staging->computed());
+}
+
+TEST(CudaFaults, EachRequestOfALaunchThatFailsSaysSo) {
+  Gpu gpu(0);
+  cuda::Device device(0);
+  const DeviceArray array(4096);
+  Waiting first(&device, array), second(&device, array), later(&device, array);
+  first.staging->load(gpu.stream());
+  second.staging->load(gpu.stream());
+  standin_break(700);
+  cuda::Staging::launch(&device);
+  standin_break(0);
+  for (const Waiting* request : {&first, &second}) {
+    try {
+      request->staging->computed();
+      FAIL() << "nothing was said";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("an illegal memory access was encountered"), std::string::npos);
+    }
+    EXPECT_THROW(request->staging->wait_until_loaded(), Error);
+  }
+  later.staging->load(gpu.stream());
+  later.staging->wait_until_loaded();
+  EXPECT_TRUE(later.staging->computed());
 }
 
 }  // namespace

@@ -56,6 +56,33 @@ TEST(Cuda, StagingMemoryIsUsedAgain) {
   });
 }
 
+// The gradients of a step, small and large, ask little of the driver: those of one stream are loaded together, buckets
+// are stored as a whole, and requests share events.
+TEST(Cuda, AStepAsksTheDriverForLittle) {
+  constexpr int kTensors = 161, kSteps = 6;
+  std::vector<std::unique_ptr<Operation>> step;
+  for (int i = 0; i < kTensors; ++i) {
+    const int64_t count = i % 3 == 0 ? 64 : 500 + 350 * i;
+    step.push_back(sum_of("gradient" + std::to_string(i), 2, count));
+  }
+  std::atomic<int> least{1 << 30};
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    for (int i = 0; i < kSteps; ++i) {
+      std::deque<DeviceCall> calls;
+      const int before = standin_calls();
+      for (const auto& operation : step) {
+        calls.emplace_back(*operation, rank, &gpu);
+        ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
+      }
+      for (DeviceCall& call : calls) call.finish(context);
+      if (rank == 0) least = std::min(least.load(), standin_calls() - before);
+    }
+  });
+  // One by one, each would take eight calls on each rank: two waits, two copies and three records, and its join.
+  EXPECT_LE(least, 2 * 5 * kTensors);
+}
+
 // Runs of a tensor begin before all of it has been copied, and are stored while others travel. Encoded or not, the bits
 // are those of a CPU.
 TEST(Cuda, LargeTensorsTravelInPieces) {

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -17,6 +18,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <thread>
 #include <utility>
@@ -41,7 +43,7 @@ thread_local int capture_mode = kGlobal;
 
 std::atomic<int> captures{0};                // under way
 std::atomic<int> host_memory_left{1 << 30};  // allocations
-std::atomic<int> broken{0}, delay_us{kStandinDelay}, blocking_calls{0};
+std::atomic<int> broken{0}, delay_us{kStandinDelay}, blocking_calls{0}, calls{0};
 
 // ---- streams and events ----
 
@@ -301,6 +303,7 @@ int cuStreamSynchronize(void* handle) {
 
 int cuStreamWaitEvent(void* handle, void* event_handle, unsigned) {
   return in_context([&] {
+    ++calls;
     const std::shared_ptr<Stream> stream = stream_of(handle);
     const std::shared_ptr<Event> event = event_of(event_handle);
     if (stream == nullptr || !event) return static_cast<int>(kInvalidHandle);
@@ -360,6 +363,7 @@ int cuEventDestroy_v2(void* handle) {
 
 int cuEventRecord(void* handle, void* stream_handle) {
   return in_context([&] {
+    ++calls;
     const std::shared_ptr<Stream> stream = stream_of(stream_handle);
     const std::shared_ptr<Event> event = event_of(handle);
     if (stream == nullptr || !event || event->device != stream->device) return static_cast<int>(kInvalidHandle);
@@ -459,6 +463,7 @@ int cuMemFreeHost(void* memory) {
 
 static int copy(void* stream_handle, unsigned long long address, void* host, size_t bytes, bool to_host) {
   return in_context([&] {
+    ++calls;
     const std::shared_ptr<Stream> stream = stream_of(stream_handle);
     if (stream == nullptr) return static_cast<int>(kInvalidHandle);
     {
@@ -487,6 +492,37 @@ int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t bytes, 
   return copy(stream, to, const_cast<void*>(from), bytes, false);
 }
 
+// In a random order, which the driver leaves open.
+int cuMemcpyBatchAsync(unsigned long long* to, unsigned long long* from, size_t* bytes, size_t count,
+                       const int* attributes, const size_t* first_of_attributes, size_t attributes_count,
+                       size_t* failed, void* stream) {
+  constexpr int kInOrderOfTheStream = 1;
+  if (count == 0 || stream == nullptr || attributes_count != 1 || first_of_attributes[0] != 0 ||
+      attributes[0] != kInOrderOfTheStream)
+    return kInvalidValue;
+  static std::minstd_rand random;
+  static std::mutex mutex;
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    std::shuffle(order.begin(), order.end(), random);
+  }
+  for (const size_t i : order) {
+    bool to_host;
+    {
+      const std::lock_guard<std::mutex> lock(driver().mutex);
+      to_host = driver().view(from[i], bytes[i]) != nullptr;
+    }
+    const unsigned long long address = to_host ? from[i] : to[i];
+    void* host = reinterpret_cast<void*>(static_cast<uintptr_t>(to_host ? to[i] : from[i]));
+    *failed = i;
+    if (const int code = copy(stream, address, host, bytes[i], to_host); code != kSuccess) return code;
+  }
+  calls -= static_cast<int>(count) - 1;  // it was one call
+  return kSuccess;
+}
+
 int cuGetErrorName(int code, const char** name) {
   *name = code == kInvalidValue     ? "CUDA_ERROR_INVALID_VALUE"
           : code == kOutOfMemory    ? "CUDA_ERROR_OUT_OF_MEMORY"
@@ -510,5 +546,6 @@ void standin_break(int code) { broken = code; }
 void standin_allow_host_memory(int allocations) { host_memory_left = allocations; }
 void standin_set_delay(int microseconds) { delay_us = microseconds; }
 int standin_blocking_calls() { return blocking_calls; }
+int standin_calls() { return calls; }
 
 }  // extern "C"

@@ -32,4 +32,6 @@ void standin_set_delay(int microseconds);
 static const int kStandinDelay = 200;  // at first
 // How often a function that blocks the host was called.
 int standin_blocking_calls();
+// How often functions were called that record an event, wait for one or copy.
+int standin_calls();
 }
