@@ -80,20 +80,30 @@ def _rows(group: Iterable[Cell], scores: Scores) -> Iterator[str]:
         yield f"| {cell.choice} | {mean} | {difference} | {verdict.pairs} | {verdict.word} |"
 
 
-def tables(scores: Scores) -> str:
-    """Return a table for each set of conditions that has scores, in the order of the plan."""
+def tables(scores: Scores, before: str = "") -> str:
+    """Return a table for each set of conditions that has scores, in the order of the plan.
+
+    before: the tables of earlier scores; those of conditions that have none now stay.
+    """
+    earlier = {text.partition("** (margin ")[0]: text for text in before.strip().split("\n\n**")}
+    earlier = {f"**{title.removeprefix('**')}": text for title, text in earlier.items()}
     groups: dict[Cell, list[Cell]] = {}
     for cell, _ in cells():
         groups.setdefault(exact_of(cell), []).append(cell)
     parts = []
     for exact, group in groups.items():
         task = TASKS[exact.task]
+        title = (
+            f"**{exact.task}, {exact.optimizer}, {exact.ranks} ranks, "
+            f"{exact.scale:g} × the tuned rate"
+        )
         if not any(scores.get(cell) for cell in group):
+            if title in earlier:
+                parts.append(f"**{earlier[title].removeprefix('**')}")
             continue
         margin = _margin(exact, scores)
         parts.append(
-            f"**{exact.task}, {exact.optimizer}, {exact.ranks} ranks, "
-            f"{exact.scale:g} × the tuned rate** (margin {margin:.{_places(margin)}f})\n\n"
+            f"{title}** (margin {margin:.{_places(margin)}f})\n\n"
             f"| gradients travel as | {task.score} | difference | seeds | |\n"
             f"|---|---|---|---|---|\n" + "\n".join(_rows(group, scores))
         )
@@ -136,8 +146,12 @@ def plot(path: Path, scores: Scores) -> None:
 
 
 def write(page: Path, scores: Scores) -> None:
-    """Replace what is between the page's markers, and the plot beside it."""
+    """Replace the tables that have scores between the page's markers.
+
+    And the plot beside it, if there are scores of every task that it shows.
+    """
     before, _, rest = page.read_text().partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    plot(page.with_name(_PLOT), scores)
-    page.write_text(f"{before}{_BEGIN}\n{tables(scores)}\n{_END}{after}")
+    earlier, _, after = rest.partition(_END)
+    if not (page.with_name(_PLOT).exists() and {cell.task for cell in scores} < set(TASKS)):
+        plot(page.with_name(_PLOT), scores)
+    page.write_text(f"{before}{_BEGIN}\n{tables(scores, earlier)}\n{_END}{after}")

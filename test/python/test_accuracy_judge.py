@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -95,3 +96,30 @@ def test_the_page_has_every_row(tmp_path: Path) -> None:
     assert text.count("| not measured |") == len(same_table) - 2
     assert "| int8 | 94.495 | -0.005 ± 0.005, at least -0.014 | 10 | equivalent |" in text
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_conditions_without_scores_keep_their_table_and_the_plot_its_tasks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- accuracy:begin -->\n<!-- accuracy:end -->\n")
+    scores = {
+        Cell(task, choice, ranks=ranks): {seed: -float(seed) - ranks for seed in range(4)}
+        for task in ("digits", "text")
+        for choice in ("exact", "int8")
+        for ranks in ((2, 4) if task == "digits" else (2,))
+    }
+    report.write(page, scores)
+    whole, drawn = page.read_text(), (tmp_path / "accuracy.png").read_bytes()
+    of_text = {cell: {0: -5.0, 1: -6.0} for cell in scores if cell.task == "text"}
+    report.write(page, of_text)
+    changed = page.read_text()
+    assert (tmp_path / "accuracy.png").read_bytes() == drawn
+    assert changed != whole
+    assert [line for line in changed.splitlines() if line.startswith("**")] == [
+        re.sub(r"\(margin 0.01.*\)", "(margin 0.0275)", line)
+        for line in whole.splitlines()
+        if line.startswith("**")
+    ]
+    tables = [text.partition("\n\n**text")[0] for text in (whole, changed)]
+    assert tables[0] == tables[1]
+    report.write(page, scores)
+    assert page.read_text() == whole
