@@ -66,6 +66,13 @@ void Copies::add(Byte* host, const void* on_device, size_t bytes) {
   total_ += bytes;
 }
 
+void Copies::clear() {
+  host_.clear();
+  device_.clear();
+  bytes_.clear();
+  total_ = 0;
+}
+
 void Copies::give(const Device& device, bool to_host) {
   const Driver& driver = Driver::get();
   const Functions& call = driver.call();
@@ -84,12 +91,6 @@ void Copies::give(const Device& device, bool to_host) {
       if (to_host) driver.check(call.copy_to_host(host, device_[i], bytes_[i], device.to_host()), "cuMemcpyDtoHAsync");
       else driver.check(call.copy_to_device(device_[i], host, bytes_[i], device.to_device()), "cuMemcpyHtoDAsync");
     }
-  };
-  const auto clear = [this] {
-    host_.clear();
-    device_.clear();
-    bytes_.clear();
-    total_ = 0;
   };
   try {
     copy_all();

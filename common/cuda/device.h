@@ -43,6 +43,7 @@ class Copies {
  public:
   void add(Byte* host, const void* on_device, size_t bytes);
   size_t bytes() const { return total_; }
+  void clear();
   // Gives them to the device's stream, in whatever order. The device must be current.
   void load(const Device& device) { give(device, true); }
   void store(const Device& device) { give(device, false); }
@@ -130,14 +131,14 @@ class Device {
   const int index_;
   Ordinal ordinal_ = 0;
   Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr;
+  mutable Mutex mutex_;
+  std::vector<Handle> events_ PERSEUS_GUARDED_BY(mutex_);  // before those that come back to it
   Mutex order_;
   Burst burst_ PERSEUS_GUARDED_BY(order_);
   bool stores_since_ = false;  // the last stored event
   std::shared_ptr<const Event> last_stored_;
-  mutable Mutex mutex_;
   std::multimap<size_t, Byte*> blocks_ PERSEUS_GUARDED_BY(mutex_);  // free ones, by size
   std::vector<Retiring> retiring_ PERSEUS_GUARDED_BY(mutex_);       // free once their events have happened
-  std::vector<Handle> events_ PERSEUS_GUARDED_BY(mutex_);
   size_t pinned_ PERSEUS_GUARDED_BY(mutex_) = 0;
 };
 

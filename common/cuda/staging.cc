@@ -10,6 +10,8 @@ namespace {
 
 constexpr size_t kLine = 64;
 constexpr size_t kPiece = 4 * 1024 * 1024;
+// CU_STREAM_PER_THREAD: one handle for a stream of each thread.
+const Handle kPerThread = reinterpret_cast<Handle>(uintptr_t{2});
 constexpr size_t kBurst = 1024 * 1024;  // bytes for which copies are not put off any more
 
 }  // namespace
@@ -54,7 +56,7 @@ void Staging::refuse_capture(Handle stream) const {
          "the forward and backward passes alone");
 }
 
-void Staging::load(Handle stream) {
+void Staging::load(Handle stream, bool more_follow) {
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
   refuse_capture(stream);
@@ -66,13 +68,13 @@ void Staging::load(Handle stream) {
   }
   const MutexLock lock(device_.order());
   Device::Burst& burst = device_.burst();
-  if (burst.stream != stream && !burst.requests.empty()) launch(&device_, &burst);
+  if ((burst.stream != stream || stream == kPerThread) && !burst.requests.empty()) launch(&device_, &burst);
   // It stands for all that have asked before: the same stream computes theirs.
   driver.check(driver.call().event_record(burst.ready, stream), "cuEventRecord");
   burst.stream = stream;
   burst.requests.push_back(this);
   burst.bytes += loads;
-  if (burst.bytes >= kBurst) launch(&device_, &burst);
+  if (!more_follow || burst.bytes >= kBurst) launch(&device_, &burst);
 }
 
 void Staging::launch(Device* device) {
@@ -87,9 +89,10 @@ void Staging::launch(Device* device, Device::Burst* burst) {
   std::string failure;
   try {
     give(device, burst);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     // Each of them says so to whoever waits for it; one that asks later may fail by itself.
     failure = error.what();
+    burst->copies.clear();
   }
   for (Staging* request : burst->requests) {
     request->failure_ = failure;
@@ -119,11 +122,11 @@ void Staging::give(Device* device, Device::Burst* burst) {
     for (const Tensor& tensor : request->tensors_)
       for (size_t begin = 0; begin < tensor.loads; begin += kPiece) {
         const size_t bytes = std::min(kPiece, tensor.loads - begin);
+        if (burst->copies.bytes() + bytes > kPiece) mark();
         burst->copies.add(request->block_.data + tensor.in_at + begin, static_cast<const Byte*>(tensor.in) + begin,
                           bytes);
         if (touched.empty()) touched.push_back({request, 0});
         touched.back().end = tensor.position + begin + bytes;
-        if (burst->copies.bytes() >= kPiece) mark();
       }
   }
   if (!touched.empty()) mark();

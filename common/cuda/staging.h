@@ -28,10 +28,10 @@ class Staging {
 
   // A tensor that is read, written or both; null = not. `apart`: what is written has memory of its own.
   void add(const void* in, size_t in_bytes, void* out, size_t out_bytes, bool apart);
-  // Asks for loading, after all that `stream` has to do now. Throws Error(kInvalidArgument) while the stream is
+  // Begins to load, after all that `stream` has to do now. With `more_follow`, a small tensor waits for others that the
+  // stream computes, until they are enough or launch() is called. Throws Error(kInvalidArgument) while the stream is
   // captured into a graph.
-  void load(Handle stream);
-  // Small tensors that one stream computes are loaded together: by the one that makes them enough, or by launch().
+  void load(Handle stream, bool more_follow);
   static void launch(Device* device);
   // Where tensor i is, after load().
   Byte* in(size_t i) const { return block_.data + tensors_[i].in_at; }

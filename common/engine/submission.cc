@@ -325,7 +325,8 @@ std::unique_ptr<cuda::Staging> Engine::stage(int64_t ranks, int index, Submissio
     if (s->kind == Kind::kReduceScatter) out_bytes = static_cast<size_t>(scattered_rows(rows, ranks, index) * row);
     staging->add(in, bytes, out, out_bytes, s->kind == Kind::kAllgather || s->kind == Kind::kReduceScatter);
   }
-  staging->load(s->stream);
+  // What is no gradient may be awaited before the stream gets more to do.
+  staging->load(s->stream, s->gradient_of != 0 && !is_point_to_point(s->kind));
   for (int i = 0; i < s->tensor_count; ++i) {
     images->push_back(s->tensors[i]);
     const size_t index = static_cast<size_t>(i);

@@ -19,7 +19,14 @@ constexpr char kOpening[] = "[\n", kSeparator[] = ",\n", kClosing[] = "\n]\n";
 }  // namespace
 
 TraceFile::TraceFile(const std::string& path) : path_(path) {
-  fd_ = open_guarded([&] { return ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666); });
+  // Opening may wait for a server or a reader, which must not hold up a fork: a file is guarded a moment later.
+  const int opened = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (opened >= 0) {
+    fd_ = open_guarded([&] { return ::fcntl(opened, F_DUPFD_CLOEXEC, 0); });
+    const int why = errno;
+    ::close(opened);
+    errno = why;
+  }
   if (fd_ < 0)
     fail(ErrorKind::kInvalidArgument, "[timeline] cannot write '" + path + "': " + error_text(errno) +
                                           ". Name a file in a directory that exists and may be written to");

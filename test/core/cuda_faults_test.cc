@@ -157,8 +157,8 @@ TEST(CudaFaults, ARequestThatGoesIsNotLoadedWithTheOthers) {
   const DeviceArray kept(4096), gone(4096);
   gpu.launch([&] { std::memset(kept.view(), 3, kept.bytes()); });
   Waiting first(&device, kept), second(&device, gone);
-  first.staging->load(gpu.stream());
-  second.staging->load(gpu.stream());
+  first.staging->load(gpu.stream(), true);
+  second.staging->load(gpu.stream(), true);
   EXPECT_FALSE(first.staging->computed());
   second.staging.reset();
   const int before = standin_calls();
@@ -179,8 +179,8 @@ TEST(CudaFaults, RequestsOfAnotherStreamAreNotWaitedFor) {
   });
   fast.launch([&] { std::memset(early.view(), 5, early.bytes()); });
   Waiting first(&device, early), second(&device, late);
-  first.staging->load(fast.stream());
-  second.staging->load(slow.stream());  // the first is launched before it
+  first.staging->load(fast.stream(), true);
+  second.staging->load(slow.stream(), true);  // the first is launched before it
   first.staging->wait_until_loaded();
   EXPECT_EQ(first.staging->in(0)[0], 5);
   EXPECT_FALSE(second.staging->computed());
@@ -189,13 +189,42 @@ TEST(CudaFaults, RequestsOfAnotherStreamAreNotWaitedFor) {
   EXPECT_TRUE(second.staging->computed());
 }
 
+// What is no gradient may be awaited before the stream gets more to do.
+TEST(CudaFaults, ARequestAfterWhichNoneFollowsIsLoadedAtOnce) {
+  Gpu gpu(0);
+  cuda::Device device(0);
+  const DeviceArray array(4096);
+  Waiting first(&device, array), second(&device, array);
+  first.staging->load(gpu.stream(), true);
+  const int before = standin_calls();
+  second.staging->load(gpu.stream(), false);
+  EXPECT_GE(standin_calls() - before, 1 + 3) << "a record; a wait, the copies and an event";
+  second.staging->wait_until_loaded();
+  EXPECT_TRUE(first.staging->computed());
+}
+
+// One handle stands for a stream of each thread.
+TEST(CudaFaults, RequestsOfStreamsPerThreadAreNotLoadedTogether) {
+  Gpu gpu(0);
+  cuda::Device device(0);
+  const DeviceArray array(4096);
+  void* const per_thread = standin_per_thread_stream();
+  Waiting first(&device, array), second(&device, array);
+  first.staging->load(per_thread, true);
+  const int before = standin_calls();
+  second.staging->load(per_thread, true);
+  EXPECT_EQ(standin_calls() - before, 3 + 1) << "a wait, a copy and an event of the first; a record of the second";
+  second.staging->wait_until_loaded();
+  EXPECT_TRUE(first.staging->computed());
+}
+
 TEST(CudaFaults, EachRequestOfALaunchThatFailsSaysSo) {
   Gpu gpu(0);
   cuda::Device device(0);
   const DeviceArray array(4096);
   Waiting first(&device, array), second(&device, array), later(&device, array);
-  first.staging->load(gpu.stream());
-  second.staging->load(gpu.stream());
+  first.staging->load(gpu.stream(), true);
+  second.staging->load(gpu.stream(), true);
   standin_break(700);
   cuda::Staging::launch(&device);
   standin_break(0);
@@ -208,7 +237,7 @@ TEST(CudaFaults, EachRequestOfALaunchThatFailsSaysSo) {
     }
     EXPECT_THROW(request->staging->wait_until_loaded(), Error);
   }
-  later.staging->load(gpu.stream());
+  later.staging->load(gpu.stream(), true);
   later.staging->wait_until_loaded();
   EXPECT_TRUE(later.staging->computed());
 }

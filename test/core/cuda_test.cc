@@ -73,6 +73,7 @@ TEST(Cuda, AStepAsksTheDriverForLittle) {
       const int before = standin_calls();
       for (const auto& operation : step) {
         calls.emplace_back(*operation, rank, &gpu);
+        calls.back().gradient_of = 1;
         ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
       }
       for (DeviceCall& call : calls) call.finish(context);

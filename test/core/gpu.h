@@ -79,6 +79,7 @@ class DeviceCall : public Call {
   }
 
   ~DeviceCall() { gpu_.synchronize(); }
+  uint64_t gradient_of = 0;
 
   perseus_request request() const {
     perseus_request r = Call::request();
@@ -86,6 +87,7 @@ class DeviceCall : public Call {
     r.memory = PERSEUS_CUDA;
     r.device = gpu_.device();
     r.stream = gpu_.stream();
+    r.gradient_of = gradient_of;
     return r;
   }
   // `before`: what the stream does first.

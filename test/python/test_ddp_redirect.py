@@ -105,6 +105,10 @@ print(dist.get_backend())
         ("gloo", "cuda", (2, 14), "perseus", 'in place of "gloo"'),
         ("gloo", "cuda", (2, 13), "perseus", 'in place of "gloo"'),
         ("cuda:gloo", "cuda", (2, 14), "perseus", 'in place of "cuda:gloo"'),
+        ("cpu:gloo", "cuda", (2, 14), "cpu:perseus", 'in place of "cpu:gloo"'),
+        ("cpu:gloo", None, (2, 14), "perseus", 'in place of "cpu:gloo"'),
+        ("gloo", "rocm", (2, 14), "cpu:perseus,cuda:gloo", 'cuda tensors through "gloo"$'),
+        ("gloo", "rocm", (2, 13), "gloo", '"gloo" stays for cuda tensors'),
         ("gloo", "xpu", (2, 14), "cpu:perseus,xpu:gloo", 'xpu tensors through "gloo"$'),
         ("cpu:gloo,cuda:nccl", "cuda", (2, 14), "cpu:perseus,cuda:nccl", 'through "nccl"'),
         ("nccl", "cuda", (2, 13), "nccl", "only torch 2.14 and later"),
@@ -114,7 +118,9 @@ print(dist.get_backend())
     ],
 )  # fmt: skip
 def test_what_cannot_be_redirected_is_said(asked, accelerator, version, backend, said):
-    choice = choose(asked, accelerator, "nccl", version, version >= (2, 14))
+    nvidia = accelerator == "cuda"
+    accelerator = "cuda" if accelerator == "rocm" else accelerator
+    choice = choose(asked, accelerator, "nccl", version, beside=version >= (2, 14), nvidia=nvidia)
     assert choice.backend == backend
     assert bool(choice.said) == bool(said)
     assert re.search(said, choice.said)

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from perseus.torch.distributed import streams
+from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.work import Work, joined
 
 GPU = torch.device("cuda:0")
@@ -36,7 +37,7 @@ class Stream:
 class Tensor:
     """A tensor that notes who uses it."""
 
-    is_sparse = False
+    is_sparse, is_cuda, device = False, True, GPU
 
     def __init__(self) -> None:
         self.users: list[str] = []
@@ -134,16 +135,51 @@ def test_host_memory_needs_no_streams():
         pass
 
 
-def test_a_callbacks_error_that_cannot_be_pickled_still_completes_the_future():
-    from perseus.torch.distributed.future import Future
+class _OfAGpu(Future):
+    """A future of a GPU as far as Perseus is concerned, which torch has for one of the CPU."""
 
-    class Refusing(Future):
-        def set_exception(self, result: Any) -> None:
-            if not isinstance(result, RuntimeError):
-                raise TypeError("cannot pickle it")
-            super().set_exception(result)
+    def __init__(self) -> None:
+        super().__init__()
+        self._device = GPU
 
-    future = Refusing()
-    future.complete(None, ZeroDivisionError("division by zero"))
-    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+
+def test_an_error_that_cannot_be_pickled_keeps_its_text(on_stream):
+    class LocalError(Exception):
+        pass
+
+    plain, local = _OfAGpu(), _OfAGpu()
+    on_stream(Stream("one"), lambda: plain.complete(None, ZeroDivisionError("by zero")))
+    on_stream(Stream("one"), lambda: local.complete(None, LocalError("no such thing")))
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        plain.wait()
+    with pytest.raises(RuntimeError, match="LocalError: no such thing"):
+        local.wait()
+
+
+def test_a_gpu_that_fails_ends_the_wait_for_its_tensors(on_stream):
+    class Broken(Stream):
+        def record_event(self) -> str:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    future = _OfAGpu()
+    on_stream(Broken("broken"), lambda: future.complete([1], None))
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
         future.wait()
+    work = _work(Stream("fine"), Tensor())
+    for stream in (Broken("broken"), Stream("another")):
+        with pytest.raises(torch.distributed.DistBackendError, match="an illegal memory access"):
+            on_stream(stream, work.wait)
+
+
+def test_callbacks_that_fail_leave_the_others_their_thread():
+    first, second, called = Future(), Future(), []
+    completer.call(lambda: first.complete(1, None))
+    first.wait()
+    first.add_done_callback(lambda _: 1 / 0)
+    completer.call(lambda: 1 / 0)
+    first.add_done_callback(
+        lambda future: called.append((future.value(), completer.is_this_thread()))
+    )
+    completer.call(lambda: second.complete(2, None))
+    assert second.then(lambda future: future.value() + 1).wait() == 3
+    assert called == [(1, True)]

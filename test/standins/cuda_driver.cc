@@ -547,5 +547,12 @@ void standin_allow_host_memory(int allocations) { host_memory_left = allocations
 void standin_set_delay(int microseconds) { delay_us = microseconds; }
 int standin_blocking_calls() { return blocking_calls; }
 int standin_calls() { return calls; }
+void* standin_per_thread_stream() {
+  void* const handle = reinterpret_cast<void*>(uintptr_t{2});
+  const std::lock_guard<std::mutex> lock(driver().mutex);
+  std::shared_ptr<Stream>& stream = driver().streams[handle];
+  if (!stream) stream = Stream::make(0, 0);
+  return handle;
+}
 
 }  // extern "C"

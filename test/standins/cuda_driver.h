@@ -32,6 +32,8 @@ void standin_set_delay(int microseconds);
 static const int kStandinDelay = 200;  // at first
 // How often a function that blocks the host was called.
 int standin_blocking_calls();
+// CU_STREAM_PER_THREAD, which then is one stream for all threads.
+void* standin_per_thread_stream();
 // How often functions were called that record an event, wait for one or copy.
 int standin_calls();
 }

@@ -309,10 +309,11 @@ typedef struct perseus_request {
    * rate of the step that held it back, and divided by this. */
   double learning_rate;
   /* All tensors are in this memory; ranks may differ. PERSEUS_CUDA: they are read after what `stream` (a CUstream of
-   * the GPU `device`; NULL = its legacy default stream) has to do when the request is submitted. Nothing waits for the
-   * GPU: a handle that is done says that the results are on their way, and perseus_handle_join orders a stream behind
-   * them. Results that the core owns (perseus_handle_output) are in host memory. A stream that is captured into a
-   * graph is refused. */
+   * the GPU `device`; NULL = its legacy default stream) has to do when the request is submitted. Gradients, up to
+   * 1 MiB of them together, may also wait for what it is given until the next of them is submitted. Nothing waits for
+   * the GPU: a handle that is done says that the results are on their way, and perseus_handle_join orders a stream
+   * behind them. Results that the core owns (perseus_handle_output) are in host memory. A stream that is captured into
+   * a graph is refused. */
   int memory; /* a perseus_memory */
   int device; /* -1 = the one whose memory they are */
   void* stream;

@@ -48,6 +48,7 @@ class _Life(Collectives):
         self._models = count(1)
         self._options: Any = None
         self._shrunk = False
+        self._last_split: tuple[Any, list[int], Any] = (None, [], None)
         self.world = World(store, rank, size, timeout)
         self._begin()
         _open.add(self)
@@ -94,8 +95,15 @@ class _Life(Collectives):
         """
         if self.world.rank not in ranks:
             return None
-        timeout = timedelta(seconds=self.world.seconds) if opts is None else opts._timeout
-        return PerseusBackend(store, ranks.index(self.world.rank), len(ranks), timeout)
+        # One backend serves all devices, but c10d may ask for each of them.
+        if self._last_split[:2] != (store, ranks):
+            timeout = timedelta(seconds=self.world.seconds) if opts is None else opts._timeout
+            own = ranks.index(self.world.rank)
+            self._last_split = store, ranks, PerseusBackend(store, own, len(ranks), timeout)
+        return self._last_split[2]
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: who is in no part of a split has no part in it."""
 
     def shrink(self, excluded: list[int], flags: int = 0, opts: Any = None) -> Any:
         """Return a group without the ranks `excluded`, which may be dead and do not call this.

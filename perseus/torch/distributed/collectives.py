@@ -28,7 +28,7 @@ from perseus.torch.distributed.reductions import (
     core_reduction,
     kind_of,
 )
-from perseus.torch.distributed.streams import gpu_of
+from perseus.torch.distributed.streams import gpu_of, keep
 from perseus.torch.distributed.work import Done, Receive, Work, joined
 from perseus.torch.distributed.world import World
 from perseus.torch.session import DTYPES
@@ -159,8 +159,14 @@ class Collectives:
         self, given: Any, result: Any, reduction: Reduction, tensors: Tensors, awaited: bool
     ) -> Work:
         if not awaited or completer.is_this_thread():
+
+            def finish(written: Any) -> Tensors:
+                if result is not given:
+                    keep(written)  # this function has the last reference
+                return tensors
+
             return self._submit(
-                Kind.ALLREDUCE, given, lambda _: tensors, result, awaited, op=reduction.op,
+                Kind.ALLREDUCE, given, finish, result, awaited, op=reduction.op,
                 prescale=reduction.prescale,
             )  # fmt: skip
         # The same, without what takes as long as the reduction of a few bytes.
@@ -180,6 +186,7 @@ class Collectives:
 
         def finish(gathered: torch.Tensor) -> Tensors:
             flat.copy_(_combined(gathered.view(self.world.size, -1), combine))
+            keep(flat)
             return [tensor]
 
         return self._submit(Kind.ALLGATHER, flat, finish)

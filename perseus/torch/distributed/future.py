@@ -7,9 +7,12 @@ and else on one of several: ranks then start collectives in different orders.
 
 from __future__ import annotations
 
+import pickle
 import queue
 import threading
+import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,20 +49,39 @@ class Future(torch.futures.Future[Any]):
             if not self._ends or completer.is_this_thread():
                 super().add_done_callback(callback)
                 return
-        completer.call(lambda: callback(self))
+        # It is complete by then, so torch runs the callback, and on a GPU orders its stream.
+        completer.call(partial(super().add_done_callback, callback))
 
     def complete(self, value: Any, error: BaseException | None) -> None:
         """Set the value, or the error, and run the callbacks. Called by the completer's thread."""
         with self._lock:
             self._ends = True
-        try:
-            if error is None:
-                self.set_result(value)
-            else:
-                self.set_exception(error)
-        except Exception as refused:  # for a GPU, torch looks for tensors by pickling what it gets
-            why = error or refused
-            self.set_exception(RuntimeError(f"{type(why).__name__}: {why}"))
+        if self._device is not None:
+            error = error or _failure_of(self._device)
+            if error is not None and not _can_be_pickled(error):
+                error = RuntimeError(f"{type(error).__name__}: {error}")
+        if error is None:
+            self.set_result(value)
+        else:
+            self.set_exception(error)
+
+
+def _failure_of(device: torch.device) -> Exception | None:
+    """Why this GPU records no event: torch's future would not wake who waits for it, then."""
+    try:
+        torch.cuda.current_stream(device).record_event()
+    except Exception as error:
+        return error
+    return None
+
+
+def _can_be_pickled(error: BaseException) -> bool:
+    """Whether torch can look for tensors in it, as a future with a GPU does."""
+    try:
+        pickle.dumps(error)
+    except Exception:
+        return False
+    return True
 
 
 class _Completer:
@@ -88,7 +110,10 @@ class _Completer:
     def _run(self) -> None:
         self._ident = threading.get_ident()
         while True:
-            self._jobs.get()()
+            try:
+                self._jobs.get()()
+            except Exception:  # other jobs must still run
+                traceback.print_exc()
 
 
 completer = _Completer()

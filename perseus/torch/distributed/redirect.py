@@ -35,7 +35,8 @@ def backend_for(asked: str, rank: int) -> str:
     accelerator = None if device is None else device.type
     usual = Backend.default_device_backend_map.get(accelerator or "cpu", "gloo")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    choice = choose(str(asked), accelerator, usual, version, IS_BACKEND)
+    nvidia = accelerator == "cuda" and torch.version.hip is None
+    choice = choose(str(asked), accelerator, usual, version, beside=IS_BACKEND, nvidia=nvidia)
     if choice.said and not _Said.once and rank == 0:
         print(f"[perseus] torch.distributed: {choice.said} (docs/ddp.md)", file=sys.stderr)
     _Said.once = True
@@ -43,13 +44,20 @@ def backend_for(asked: str, rank: int) -> str:
 
 
 def choose(
-    asked: str, accelerator: str | None, usual: str, version: tuple[int, ...], beside: bool
+    asked: str,
+    accelerator: str | None,
+    usual: str,
+    version: tuple[int, ...],
+    *,
+    beside: bool,
+    nvidia: bool,
 ) -> Choice:
     """Return the choice for a process whose tensors lie in host memory or on one accelerator.
 
     asked: a backend, or backends by device as in "cpu:gloo,cuda:nccl".
     accelerator: its device type; None without one. usual: the backend that torch would take for it.
     version: torch's. beside: whether this torch lets other backends be beside ours.
+    nvidia: whether the accelerator is one of NVIDIA's, which Perseus serves.
     """
     by_device = dict(part.split(":", 1) for part in asked.split(",")) if ":" in asked else {}
     names = set(by_device.values()) or {asked}
@@ -62,11 +70,15 @@ def choose(
         needed = ".".join(map(str, _OLDEST))
         return Choice(asked, f"{shown} stays, because this torch is older than {needed}")
     others = {device: name for device, name in by_device.items() if device != "cpu"}
-    others = others or {accelerator or "cpu": usual if asked == "undefined" else asked}
+    for_host_only = set(by_device) == {"cpu"}
+    if not by_device and accelerator is not None:
+        others = {accelerator: usual if asked == "undefined" else asked}
     # Like Perseus, gloo takes a GPU's tensors through host memory. NCCL is faster inside a host.
-    if accelerator is None or set(others.items()) == {("cuda", "gloo")}:
-        return Choice(NAME, f'this script runs on Perseus, with "{NAME}" in place of {shown}')
-    by_name = f', unless the script asks for "{NAME}" by name' if accelerator == "cuda" else ""
+    in_place = nvidia and set(others.items()) == {("cuda", "gloo")}
+    if accelerator is None or in_place or for_host_only:
+        chosen = f"cpu:{NAME}" if for_host_only and accelerator is not None else NAME
+        return Choice(chosen, f'this script runs on Perseus, with "{NAME}" in place of {shown}')
+    by_name = f', unless the script asks for "{NAME}" by name' if nvidia else ""
     if not beside:
         return Choice(
             asked,

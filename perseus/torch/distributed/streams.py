@@ -24,14 +24,26 @@ def gpu_of(given: Any) -> torch.device | None:
 
 @contextmanager
 def aside(device: torch.device | None) -> Iterator[None]:
-    """Work on a stream of the completer's own on this GPU; None = as before."""
+    """Work on a stream of the completer's own on this GPU, which becomes current; None = as before.
+
+    Called by the completer's thread.
+    """
     if device is None:
         yield
         return
+    # Else leaving it would make another GPU current, and begin to use that one.
+    torch.cuda.set_device(device)
     if device not in _aside:
         _aside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(_aside[device]):
         yield
+
+
+def keep(tensor: torch.Tensor) -> None:
+    """Let its memory be used again only after what the current stream has been given."""
+    if tensor.is_cuda:
+        # Else the allocator might give the memory to the stream that it belongs to.
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class Mark:
@@ -49,6 +61,5 @@ class Mark:
             return
         current.wait_event(self._event)
         for tensor in tensors:
-            # Else the allocator might give the memory to the stream that it belongs to.
             for part in (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,):
-                part.record_stream(current)
+                keep(part)

@@ -148,7 +148,10 @@ class Work(dist.Work):
                     self._error = self._error or as_torch_raises(error)
                 left = self._pieces[1:]
                 if self._device is not None and not left:
-                    self._mark = Mark(self._device)
+                    try:
+                        self._mark = Mark(self._device)
+                    except Exception as error:
+                        self._error = self._error or as_torch_raises(error)
                 self._pieces = left  # what others look at without the lock: the last thing
 
 
