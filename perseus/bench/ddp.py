@@ -140,7 +140,7 @@ class LeastCopies:
     """Copies as much as an allreduce of a bucket must that passes it through shared memory.
 
     A rank lays what the others sum where they can read it, sums its own share, and fetches the
-    rest. Private memory stands in for the others', and a copy for the sum, which reads more.
+    rest. Private memory stands in for the others'.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -148,14 +148,19 @@ class LeastCopies:
         self._shared = torch.empty(0)
 
     def copy(self, bucket: torch.Tensor) -> None:
-        own = bucket.nbytes // self._ranks
-        others = bucket.nbytes - own
-        if self._shared.nbytes < others:
-            self._shared = torch.zeros(-(-others // 4))
-        near, shared = bucket.data_ptr(), self._shared.data_ptr()
-        ctypes.memmove(shared, near + own, others)
-        ctypes.memmove(near, shared, min(own, others))
-        ctypes.memmove(near + own, shared, others)
+        own = bucket.numel() // self._ranks
+        others = bucket.numel() - own
+        if self._shared.numel() < others:
+            self._shared = torch.zeros(others)
+        mine, theirs, shared = bucket[:own], bucket[own:], self._shared[:others]
+        _copy(shared, theirs)
+        for rank in range(self._ranks - 1):
+            mine.add_(shared[rank * own : (rank + 1) * own])
+        _copy(theirs, shared)
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
 
 
 def copy_the_bucket(copies, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
