@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -85,8 +86,8 @@ def tables(scores: Scores, before: str = "") -> str:
 
     before: the tables of earlier scores; those of conditions that have none now stay.
     """
-    earlier = {text.partition("** (margin ")[0]: text for text in before.strip().split("\n\n**")}
-    earlier = {f"**{title.removeprefix('**')}": text for title, text in earlier.items()}
+    split = re.split(r"(?m)^(?=\*\*)", before)
+    earlier = {table.partition("** (margin ")[0]: table.strip() for table in split}
     groups: dict[Cell, list[Cell]] = {}
     for cell, _ in cells():
         groups.setdefault(exact_of(cell), []).append(cell)
@@ -99,7 +100,7 @@ def tables(scores: Scores, before: str = "") -> str:
         )
         if not any(scores.get(cell) for cell in group):
             if title in earlier:
-                parts.append(f"**{earlier[title].removeprefix('**')}")
+                parts.append(earlier[title])
             continue
         margin = _margin(exact, scores)
         parts.append(
