@@ -127,6 +127,7 @@ TEST_P(Fork, AChildGetsAClearErrorAndItsEndDisturbsNobody) {
 TEST(ForkGuard, AForkWaitsUntilADescriptorThatOpensIsGuarded) {
   std::atomic<int> opened{-1};
   std::atomic<bool> forking{false};
+  std::atomic<bool> forked{false};
   std::thread opens([&] {
     const int guarded = open_guarded([&] {
       const int fd = eventfd(0, EFD_CLOEXEC);
@@ -137,10 +138,13 @@ TEST(ForkGuard, AForkWaitsUntilADescriptorThatOpensIsGuarded) {
       return fd;
     });
     EXPECT_EQ(guarded, opened);
+    // A thread that had ended and was not joined yet would be a leak of the child, for ThreadSanitizer.
+    while (!forked) std::this_thread::yield();
   });
   while (opened < 0) std::this_thread::yield();
   forking = true;
   EXPECT_EQ(in_child([&] { return fcntl(opened, F_GETFD) < 0 && errno == EBADF ? 77 : 1; }), 77);
+  forked = true;
   EXPECT_GE(fcntl(opened, F_GETFD), 0);
   opens.join();
   close_guarded(opened);
