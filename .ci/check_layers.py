@@ -23,9 +23,10 @@ CXX_LAYERS: dict[str, set[str]] = {
     "topology": set(),
     "mpi": set(),  # the library, opened at run time
     "cuda": set(),  # the driver, likewise
+    "nccl": set(),
     "bootstrap": {"mpi", "net"},
     "transport": {"bootstrap", "kernels", "net", "topology"},
-    "collective": {"kernels", "mpi", "topology", "transport"},
+    "collective": {"cuda", "kernels", "mpi", "nccl", "topology", "transport"},
     "codec": {"kernels"},  # and collective/wire_format.h, below
     "compression": {"codec", "kernels", "topology"},
     "progress": {"net"},
@@ -50,6 +51,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "cuda",
         "execution",
         "kernels",
+        "nccl",
         "net",
         "observe",
         "point_to_point",
@@ -66,6 +68,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "execution",
         "include",
         "kernels",
+        "nccl",
         "net",
         "topology",
         "transport",
@@ -74,7 +77,7 @@ CXX_LAYERS: dict[str, set[str]] = {
 CXX_SINGLE_FILES: dict[str, set[str]] = {"codec": {"collective/wire_format.h"}}
 # Behind the interface of collective/group.h, of which these layers see nothing else.
 BEHIND_GROUP = re.compile(
-    r"collective/(exchange|stepped_exchange|link_group|hierarchical_group|mpi/\w+)\.h|transport/transport\.h"
+    r"collective/(exchange|stepped_exchange|link_group|hierarchical_group|mpi/\w+|nccl/\w+)\.h|transport/transport\.h"
 )
 GROUP_USERS = {"execution", "observe"}
 ADAPTER_ROOTS = ("frameworks", "patches")

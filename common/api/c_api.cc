@@ -12,6 +12,7 @@
 #include "cuda/driver.h"
 #include "kernels/hash.h"
 #include "kernels/kernels.h"
+#include "nccl/library.h"
 #include "perseus/perseus.h"
 
 struct perseus_context {
@@ -542,6 +543,18 @@ perseus_code perseus_cuda_find(int count_devices, perseus_cuda* out) {
     found.version = driver.version();
     found.devices = count_devices != 0 ? driver.devices() : -1;
     perseus::give(found, out, "perseus_cuda");
+    return PERSEUS_OK;
+  });
+}
+
+perseus_code perseus_nccl_find(perseus_nccl* out) {
+  return guarded([&] {
+    const perseus::Config config;
+    const perseus::nccl::Library& library = perseus::nccl::Library::get(config.text(perseus::Var::kNcclLibrary));
+    perseus_nccl found = {};
+    found.version = library.version();
+    found.path = library.path().c_str();
+    perseus::give(found, out, "perseus_nccl");
     return PERSEUS_OK;
   });
 }

@@ -48,6 +48,8 @@ enum class Var {
   kInterfaces,
   kTransport,
   kCpuOperations,
+  kGpuOperations,
+  kNcclLibrary,
   kSpin,
   kSimd,
   kMasterPort,
@@ -103,6 +105,8 @@ template <>
 constexpr Var kVarOf<TransportChoice> = Var::kTransport;
 template <>
 constexpr Var kVarOf<CpuOperations> = Var::kCpuOperations;
+template <>
+constexpr Var kVarOf<GpuOperations> = Var::kGpuOperations;
 template <>
 constexpr Var kVarOf<Simd> = Var::kSimd;
 template <>

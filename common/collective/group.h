@@ -13,14 +13,18 @@
 namespace perseus {
 
 class Staged;
+namespace cuda {
+class Images;
+}
 
 // What members do together. It stays as it is until the operation is done or aborted.
 struct Work {
-  const ExchangePlan* plan = nullptr;  // one collective,
-  OutputSink* sink = nullptr;          // and who makes room for its output if sizes vary;
-  Staged* staged = nullptr;            // or several collectives, one after the other
-  uint64_t schedule = 0;               // fingerprint if members may still leave before they begin it, else 0
-  Device device;                       // of all buffers
+  const ExchangePlan* plan = nullptr;    // one collective,
+  OutputSink* sink = nullptr;            // and who makes room for its output if sizes vary;
+  Staged* staged = nullptr;              // or several collectives, one after the other
+  uint64_t schedule = 0;                 // fingerprint if members may still leave before they begin it, else 0
+  Device device;                         // of all buffers;
+  const cuda::Images* images = nullptr;  // then the plan speaks of their images, which may be empty
 };
 
 class Operation {

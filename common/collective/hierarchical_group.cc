@@ -54,6 +54,7 @@ bool HierarchicalGroup::begin_next() {
   stage.plan = step.plan;
   stage.sink = step.sizes_vary ? work_.staged : nullptr;
   stage.device = work_.device;
+  stage.images = work_.images;
   begin(step.level, stage);
   return true;
 }

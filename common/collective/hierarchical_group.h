@@ -21,7 +21,9 @@ class HierarchicalGroup final : public Group, private Operation {
   // `make`: called when a level is first needed.
   HierarchicalGroup(const Levels& levels, MakeGroups make);
 
-  bool serves(const Work& work) const override PERSEUS_REQUIRES(progress_lock) { return work.device == Device(); }
+  bool serves(const Work& work) const override PERSEUS_REQUIRES(progress_lock) {
+    return work.device == Device() || work.images != nullptr;
+  }
   bool rolls_back(const Work&) const override PERSEUS_REQUIRES(progress_lock) { return true; }
   Operation& plan(const Work& work) override PERSEUS_REQUIRES(progress_lock);
   size_t staging_bytes() const override PERSEUS_REQUIRES(progress_lock);

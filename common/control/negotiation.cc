@@ -220,12 +220,13 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
                                                               : find_mismatch_but_joined(*name);
   std::vector<Entry::Nan> nans;
   Flush flush = Flush::kNone;
-  bool warms_up = false;
+  bool warms_up = false, stay_on_device = true;
   int outdated = 0;
   for (int rank = 0; rank < size_; ++rank) {
     for (uint32_t tensor : name->announced[rank].nans) nans.push_back({ranks_[rank], tensor});
     flush = std::max(flush, name->announced[rank].flush);
     warms_up |= name->announced[rank].warms_up;
+    if (name->announced_by[rank]) stay_on_device &= name->announced[rank].stays_on_device;
     outdated = std::max(outdated, name->announced[rank].outdated);
   }
   if (mismatch.empty()) {
@@ -235,6 +236,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     name->agreed.nans.clear();
     name->agreed.flush = Flush::kNone;
     name->agreed.warms_up = false;
+    name->agreed.stays_on_device = stay_on_device;
     name->agreed.outdated = 0;
     for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
     Entry* entry = take_entry(name);
@@ -243,6 +245,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     entry->nans = std::move(nans);
     entry->description.flush = flush;
     entry->description.warms_up = warms_up;
+    entry->description.stays_on_device = stay_on_device && joined_count_ == 0;
     entry->description.outdated = outdated;
     // The lowest rank's priority goes for all, so that all run in one order.
     entry->description.priority = name->agreed.priority;
@@ -264,6 +267,7 @@ Entry* Negotiation::take_entry(Name* name) {
   if (name->slot >= 0) {
     bits_[name->slot / 64] &= ~(uint64_t{1} << name->slot % 64);
     entry->description.priority = name->agreed.priority;
+    entry->description.stays_on_device = name->agreed.stays_on_device && joined_count_ == 0;
   }
   --pending_;
   return entry;

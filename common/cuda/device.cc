@@ -58,38 +58,43 @@ void Event::wait() const {
   driver.check(driver.call().event_synchronize(handle_), kWorkBefore);
 }
 
-void Copies::add(Byte* host, const void* on_device, size_t bytes) {
+void Copies::add(void* to, const void* from, size_t bytes) {
   if (bytes == 0) return;
-  host_.push_back(static_cast<Address>(reinterpret_cast<uintptr_t>(host)));
-  device_.push_back(static_cast<Address>(reinterpret_cast<uintptr_t>(on_device)));
+  to_.push_back(static_cast<Address>(reinterpret_cast<uintptr_t>(to)));
+  from_.push_back(static_cast<Address>(reinterpret_cast<uintptr_t>(from)));
   bytes_.push_back(bytes);
   total_ += bytes;
 }
 
 void Copies::clear() {
-  host_.clear();
-  device_.clear();
+  to_.clear();
+  from_.clear();
   bytes_.clear();
   total_ = 0;
 }
 
-void Copies::give(const Device& device, bool to_host) {
+void Copies::give(Way way, Handle stream) {
   const Driver& driver = Driver::get();
   const Functions& call = driver.call();
   const auto copy_all = [&] {
     if (call.copy_batch != nullptr && bytes_.size() > 1) {
       CopyAttributes attributes;
       size_t first = 0, failed = 0;
-      driver.check(call.copy_batch(to_host ? host_.data() : device_.data(), to_host ? device_.data() : host_.data(),
-                                   bytes_.data(), bytes_.size(), &attributes, &first, 1, &failed,
-                                   to_host ? device.to_host() : device.to_device()),
+      driver.check(call.copy_batch(to_.data(), from_.data(), bytes_.data(), bytes_.size(), &attributes, &first, 1,
+                                   &failed, stream),
                    "cuMemcpyBatchAsync");
       return;
     }
     for (size_t i = 0; i < bytes_.size(); ++i) {
-      void* host = reinterpret_cast<void*>(static_cast<uintptr_t>(host_[i]));
-      if (to_host) driver.check(call.copy_to_host(host, device_[i], bytes_[i], device.to_host()), "cuMemcpyDtoHAsync");
-      else driver.check(call.copy_to_device(device_[i], host, bytes_[i], device.to_device()), "cuMemcpyHtoDAsync");
+      if (way == Way::kToHost)
+        driver.check(
+            call.copy_to_host(reinterpret_cast<void*>(static_cast<uintptr_t>(to_[i])), from_[i], bytes_[i], stream),
+            "cuMemcpyDtoHAsync");
+      else if (way == Way::kToDevice)
+        driver.check(
+            call.copy_to_device(to_[i], reinterpret_cast<void*>(static_cast<uintptr_t>(from_[i])), bytes_[i], stream),
+            "cuMemcpyHtoDAsync");
+      else driver.check(call.copy_on_device(to_[i], from_[i], bytes_[i], stream), "cuMemcpyDtoDAsync");
     }
   };
   try {
@@ -143,8 +148,11 @@ Device::~Device() {
     }
     const MutexLock lock(mutex_);
     // Freeing waits for whatever the device does: a stream of the user's that never ends must not hold us.
-    if (all_free)
+    if (all_free) {
       for (const auto& [bytes, data] : blocks_) driver_.call().host_free(data);
+      for (const auto& [bytes, data] : device_blocks_)
+        driver_.call().free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
+    }
     for (Handle event : events_) driver_.call().event_destroy(event);
     driver_.call().stream_destroy(to_host_);
     driver_.call().stream_destroy(to_device_);
@@ -170,18 +178,28 @@ void Device::collect(std::vector<Retiring>* over) {
   retiring_.erase(first, retiring_.end());
 }
 
+std::array<char, 16> Device::uuid() const {
+  std::array<char, 16> uuid{};
+  driver_.check(driver_.call().device_uuid(uuid.data(), ordinal_), "cuDeviceGetUuid");
+  return uuid;
+}
+
+// Not one of more than twice the size, which others may need.
+Device::Block Device::take(size_t bytes, std::multimap<size_t, Byte*>* blocks) {
+  const auto found = blocks->lower_bound(bytes);
+  if (found == blocks->end() || found->first > 2 * bytes) return Block();
+  const Block block{found->second, found->first};
+  blocks->erase(found);
+  return block;
+}
+
 Device::Block Device::take_block(size_t bytes) {
   std::vector<Retiring> over;
   const MutexLock lock(mutex_);
-  auto found = blocks_.lower_bound(bytes);
-  if (found == blocks_.end() || found->first > 2 * bytes) {
-    collect(&over);
-    found = blocks_.lower_bound(bytes);
-  }
-  if (found == blocks_.end() || found->first > 2 * bytes) return Block();
-  const Block block{found->second, found->first};
-  blocks_.erase(found);
-  return block;
+  Block block = take(bytes, &blocks_);
+  if (block.data != nullptr) return block;
+  collect(&over);
+  return take(bytes, &blocks_);
 }
 
 Device::Block Device::allocate(size_t bytes) {
@@ -199,6 +217,23 @@ void Device::free(const Block& block, std::shared_ptr<const Event> event) {
   const MutexLock lock(mutex_);
   if (!event) blocks_.emplace(block.bytes, block.data);
   else retiring_.push_back({block, std::move(event)});
+}
+
+Device::Block Device::allocate_on_device(size_t bytes) {
+  const size_t wanted = rounded(bytes);
+  {
+    const MutexLock lock(mutex_);
+    if (const Block block = take(wanted, &device_blocks_); block.data != nullptr) return block;
+  }
+  Address memory = 0;
+  driver_.check(driver_.call().allocate(&memory, wanted),
+                ("cuMemAlloc of " + std::to_string(wanted) + " bytes of a GPU's memory").c_str());
+  return Block{reinterpret_cast<Byte*>(static_cast<uintptr_t>(memory)), wanted};
+}
+
+void Device::free_on_device(const Block& block) {
+  const MutexLock lock(mutex_);
+  device_blocks_.emplace(block.bytes, block.data);
 }
 
 std::shared_ptr<const Event> Device::record(Handle stream) {
@@ -235,6 +270,19 @@ void Device::give_event(Handle event) {
 size_t Device::pinned_bytes() const {
   const MutexLock lock(mutex_);
   return pinned_;
+}
+
+Byte* DeviceMemory::at_least(size_t bytes, Device* device) {
+  if (bytes <= block_.bytes) return block_.data;
+  give_back();
+  device_ = device;
+  block_ = device->allocate_on_device(bytes);
+  return block_.data;
+}
+
+void DeviceMemory::give_back() {
+  if (block_.data != nullptr) device_->free_on_device(block_);
+  block_ = Device::Block();
 }
 
 Device& Devices::at(int index) {

@@ -2,6 +2,7 @@
 // and pools of what costs much to make: page-locked memory and events. Any thread.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <functional>
@@ -37,21 +38,23 @@ class Event {
   mutable std::atomic<bool> happened_{false};
 };
 
-// Copies between page-locked memory and a device, given to the driver with as few calls as it allows. Belongs to one
-// thread at a time.
+// Copies between page-locked memory and a device, or inside a device, given to the driver with as few calls as it
+// allows. All of one list go the same way. Belongs to one thread at a time.
 class Copies {
  public:
-  void add(Byte* host, const void* on_device, size_t bytes);
+  void add(void* to, const void* from, size_t bytes);
   size_t bytes() const { return total_; }
   void clear();
-  // Gives them to the device's stream, in whatever order. The device must be current.
-  void load(const Device& device) { give(device, true); }
-  void store(const Device& device) { give(device, false); }
+  // Gives them to a stream, in whatever order: to the host, to the device, or inside it. The device must be current.
+  void load(Handle stream) { give(Way::kToHost, stream); }
+  void store(Handle stream) { give(Way::kToDevice, stream); }
+  void move(Handle stream) { give(Way::kOnDevice, stream); }
 
  private:
-  void give(const Device& device, bool to_host);
+  enum class Way { kToHost, kToDevice, kOnDevice };
+  void give(Way way, Handle stream);
 
-  std::vector<Address> host_, device_;
+  std::vector<Address> to_, from_;
   std::vector<size_t> bytes_;
   size_t total_ = 0;
 };
@@ -79,6 +82,8 @@ class Device {
   };
 
   int index() const { return index_; }
+  // 16 bytes by which every process of a host tells GPUs apart.
+  std::array<char, 16> uuid() const;
 
   // Streams that never wait for the framework's but by events, of the highest priority: copies are short, and the
   // network waits for them.
@@ -93,6 +98,10 @@ class Device {
   Block allocate(size_t bytes);
   // The block is free once the event has happened; null = it is.
   void free(const Block& block, std::shared_ptr<const Event> event);
+  // Memory of the device. The driver would wait for all that the device does before it freed any, so what is given back
+  // serves again. The device must be current.
+  Block allocate_on_device(size_t bytes);
+  void free_on_device(const Block& block);
   // An event behind all that the stream has to do now. The device must be current.
   std::shared_ptr<const Event> record(Handle stream);
 
@@ -126,6 +135,7 @@ class Device {
   void collect(std::vector<Retiring>* over) PERSEUS_REQUIRES(mutex_);
   // A free one of about so many bytes; null = there is none.
   Block take_block(size_t bytes) PERSEUS_EXCLUDES(mutex_);
+  static Block take(size_t bytes, std::multimap<size_t, Byte*>* blocks);
 
   const Driver& driver_;
   const int index_;
@@ -138,8 +148,29 @@ class Device {
   bool stores_since_ = false;  // the last stored event
   std::shared_ptr<const Event> last_stored_;
   std::multimap<size_t, Byte*> blocks_ PERSEUS_GUARDED_BY(mutex_);  // free ones, by size
-  std::vector<Retiring> retiring_ PERSEUS_GUARDED_BY(mutex_);       // free once their events have happened
+  std::multimap<size_t, Byte*> device_blocks_ PERSEUS_GUARDED_BY(mutex_);
+  std::vector<Retiring> retiring_ PERSEUS_GUARDED_BY(mutex_);  // free once their events have happened
   size_t pinned_ PERSEUS_GUARDED_BY(mutex_) = 0;
+};
+
+// Memory of a device that grows to what is asked for. Belongs to one thread at a time.
+class DeviceMemory {
+ public:
+  DeviceMemory() = default;
+  ~DeviceMemory() { give_back(); }
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  // At least so many bytes; what was there is lost where it grows. The device, always the same one, must be current and
+  // outlive this, and nothing may be under way with what was given before.
+  Byte* at_least(size_t bytes, Device* device);
+  size_t bytes() const { return block_.bytes; }
+
+ private:
+  void give_back();
+
+  Device* device_ = nullptr;
+  Device::Block block_;
 };
 
 // Those that requests have named so far.

@@ -56,9 +56,11 @@ Driver::Driver(const std::string& path) : path_(path), library_(::dlopen(path.c_
   look_up("cuCtxPushCurrent_v2", &functions_.push_context);
   look_up("cuCtxPopCurrent_v2", &functions_.pop_context);
   look_up("cuThreadExchangeStreamCaptureMode", &functions_.exchange_capture_mode);
+  look_up("cuDeviceGetUuid_v2", &functions_.device_uuid);
   look_up("cuPointerGetAttribute", &functions_.pointer_attribute);
   look_up("cuStreamCreateWithPriority", &functions_.stream_create);
   look_up("cuStreamDestroy_v2", &functions_.stream_destroy);
+  look_up("cuStreamSynchronize", &functions_.stream_synchronize);
   look_up("cuStreamWaitEvent", &functions_.stream_wait);
   look_up("cuStreamIsCapturing", &functions_.stream_is_capturing);
   look_up("cuEventCreate", &functions_.event_create);
@@ -68,8 +70,11 @@ Driver::Driver(const std::string& path) : path_(path), library_(::dlopen(path.c_
   look_up("cuEventSynchronize", &functions_.event_synchronize);
   look_up("cuMemHostAlloc", &functions_.host_allocate);
   look_up("cuMemFreeHost", &functions_.host_free);
+  look_up("cuMemAlloc_v2", &functions_.allocate);
+  look_up("cuMemFree_v2", &functions_.free);
   look_up("cuMemcpyDtoHAsync_v2", &functions_.copy_to_host);
   look_up("cuMemcpyHtoDAsync_v2", &functions_.copy_to_device);
+  look_up("cuMemcpyDtoDAsync_v2", &functions_.copy_on_device);
   if (version_ >= kCopiesInBatches) look_up("cuMemcpyBatchAsync", &functions_.copy_batch);
 }
 

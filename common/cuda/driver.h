@@ -30,9 +30,11 @@ struct Functions {
   Result (*push_context)(Handle context);
   Result (*pop_context)(Handle* context);
   Result (*exchange_capture_mode)(int* mode);
+  Result (*device_uuid)(char* uuid, Ordinal device);  // 16 bytes
   Result (*pointer_attribute)(void* data, int attribute, Address pointer);
   Result (*stream_create)(Handle* stream, unsigned flags, int priority);
   Result (*stream_destroy)(Handle stream);
+  Result (*stream_synchronize)(Handle stream);
   Result (*stream_wait)(Handle stream, Handle event, unsigned flags);
   Result (*stream_is_capturing)(Handle stream, int* status);
   Result (*event_create)(Handle* event, unsigned flags);
@@ -42,8 +44,11 @@ struct Functions {
   Result (*event_synchronize)(Handle event);
   Result (*host_allocate)(void** memory, size_t bytes, unsigned flags);
   Result (*host_free)(void* memory);
+  Result (*allocate)(Address* memory, size_t bytes);
+  Result (*free)(Address memory);
   Result (*copy_to_host)(void* to, Address from, size_t bytes, Handle stream);
   Result (*copy_to_device)(Address to, const void* from, size_t bytes, Handle stream);
+  Result (*copy_on_device)(Address to, Address from, size_t bytes, Handle stream);
   // Since CUDA 12.8, else null: many copies at once, in any order between them. Not for the legacy stream.
   Result (*copy_batch)(Address* to, Address* from, size_t* bytes, size_t count, CopyAttributes* attributes,
                        size_t* first_of_attributes, size_t attributes_count, size_t* failed, Handle stream);

@@ -63,6 +63,7 @@ void Staging::load(Handle stream, bool more_follow) {
   block_ = device_.allocate(bytes_);
   size_t loads = 0;
   for (Tensor& tensor : tensors_) {
+    if (kept_) tensor.loads = 0;
     tensor.position = loads;
     loads += tensor.loads;
   }
@@ -75,6 +76,29 @@ void Staging::load(Handle stream, bool more_follow) {
   burst.requests.push_back(this);
   burst.bytes += loads;
   if (!more_follow || burst.bytes >= kBurst) launch(&device_, &burst);
+}
+
+void Staging::fetch() {
+  if (!kept_) return;
+  kept_ = false;
+  Copies copies;
+  size_t loads = 0;
+  try {
+    const Device::Current current(device_);
+    for (Tensor& tensor : tensors_) {
+      tensor.loads = tensor.in == nullptr ? 0 : tensor.in_bytes;
+      tensor.position = loads;
+      for (size_t begin = 0; begin < tensor.loads; begin += kPiece) {
+        const size_t bytes = std::min(kPiece, tensor.loads - begin);
+        copies.add(block_.data + tensor.in_at + begin, static_cast<const Byte*>(tensor.in) + begin, bytes);
+        copies.load(device_.to_host());
+        loads += bytes;
+        marks_.push_back({loads, device_.record(device_.to_host())});
+      }
+    }
+  } catch (const std::exception& error) {
+    failure_ = error.what();
+  }
 }
 
 void Staging::launch(Device* device) {
@@ -112,7 +136,7 @@ void Staging::give(Device* device, Device::Burst* burst) {
   };
   std::vector<Touched> touched;  // since the last event
   const auto mark = [&] {
-    burst->copies.load(*device);
+    burst->copies.load(device->to_host());
     const std::shared_ptr<const Event> event = device->record(device->to_host());
     for (const Touched& each : touched) each.request->marks_.push_back({each.end, event});
     touched.clear();
@@ -152,7 +176,7 @@ void Staging::wait_until_loaded() const {
 void Staging::store(size_t i, size_t begin, size_t bytes, Copies* copies) {
   Tensor& tensor = tensors_[i];
   if (tensor.out == nullptr || bytes == 0) return;
-  copies->add(block_.data + tensor.out_at + begin, static_cast<Byte*>(tensor.out) + begin, bytes);
+  copies->add(static_cast<Byte*>(tensor.out) + begin, block_.data + tensor.out_at + begin, bytes);
   tensor.stored += bytes;
   stores_ = true;
   device_.note_store();
@@ -161,11 +185,11 @@ void Staging::store(size_t i, size_t begin, size_t bytes, Copies* copies) {
 void Staging::end(bool wholly) {
   Copies copies;
   for (size_t i = 0; i < tensors_.size(); ++i)
-    if (wholly && tensors_[i].stored == 0) store(i, 0, tensors_[i].out_bytes, &copies);
+    if (wholly && !kept_ && tensors_[i].stored == 0) store(i, 0, tensors_[i].out_bytes, &copies);
   if (!stores_) return;
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
-  copies.store(device_);
+  copies.store(device_.to_device());
   // After a failure, parts may still be loading: the block is free once both are over.
   if (happened_ < marks_.size()) {
     driver.check(driver.call().stream_wait(device_.to_device(), marks_.back().event->handle(), 0), "cuStreamWaitEvent");
@@ -180,6 +204,26 @@ void Staging::join(Handle stream) const {
   const Device::Current current(device_);
   refuse_capture(stream);
   driver.check(driver.call().stream_wait(stream, stored_->handle(), 0), "cuStreamWaitEvent");
+}
+
+void Images::add(const Staging& staging, size_t tensor, size_t begin, size_t bytes) {
+  device_ = &staging.of();
+  parts_.push_back(
+      {staging.in(tensor) + begin, bytes, {staging.device_in(tensor) + begin, staging.device_out(tensor) + begin}});
+}
+
+void Images::sort() {
+  std::sort(parts_.begin(), parts_.end(), [](const Part& a, const Part& b) { return a.image < b.image; });
+}
+
+Images::Place Images::at(const Byte* image) const {
+  const auto after = std::upper_bound(parts_.begin(), parts_.end(), image,
+                                      [](const Byte* address, const Part& part) { return address < part.image; });
+  if (after == parts_.begin()) fail(ErrorKind::kInternal, "[cuda] no image begins before this address");
+  const Part& part = *(after - 1);
+  const size_t offset = static_cast<size_t>(image - part.image);
+  if (offset >= part.bytes) fail(ErrorKind::kInternal, "[cuda] an address is in no image");
+  return {part.place.in + offset, part.place.out + offset};
 }
 
 }  // namespace perseus::cuda

@@ -32,8 +32,18 @@ class Staging {
   // stream computes, until they are enough or launch() is called. Throws Error(kInvalidArgument) while the stream is
   // captured into a graph.
   void load(Handle stream, bool more_follow);
+  // Before load(): the tensors stay on the device, and load() only notes when they are computed. Their image has room
+  // for them, and nothing in it.
+  void keep() { kept_ = true; }
+  // Loads tensors that were kept, after all; else it does nothing. After computed(). Where the device fails, loaded()
+  // says so.
+  void fetch();
+  // Kept to the end: whoever reduced the tensors has read and written the device's memory.
+  bool kept() const { return kept_; }
   static void launch(Device* device);
-  // Where tensor i is, after load().
+  // Where tensor i is on the device, and after load() in its image.
+  const Byte* device_in(size_t i) const { return static_cast<const Byte*>(tensors_[i].in); }
+  Byte* device_out(size_t i) const { return static_cast<Byte*>(tensors_[i].out); }
   Byte* in(size_t i) const { return block_.data + tensors_[i].in_at; }
   Byte* out(size_t i) const { return block_.data + tensors_[i].out_at; }
   // Has the stream done what the tensors waited for? What is not there yet, is soon. Throws Error(kIo) where the device
@@ -82,8 +92,34 @@ class Staging {
   std::string failure_;
   std::atomic<bool> launched_{false};
   mutable size_t happened_ = 0;  // marks
-  bool stores_ = false;          // something
+  bool kept_ = false;
+  bool stores_ = false;  // something
   std::shared_ptr<const Event> stored_;
+};
+
+// Which memory of a device parts of images stand for, of tensors that were kept there.
+class Images {
+ public:
+  void clear() { parts_.clear(); }
+  void add(const Staging& staging, size_t tensor, size_t begin, size_t bytes);
+  // After the last add().
+  void sort();
+  Device& device() const { return *device_; }
+  struct Place {
+    const Byte* in;
+    Byte* out;
+  };
+  // Of an address in a part of an image; throws Error(kInternal) where it is in none.
+  Place at(const Byte* image) const;
+
+ private:
+  struct Part {
+    const Byte* image;
+    size_t bytes;
+    Place place;
+  };
+  Device* device_ = nullptr;
+  std::vector<Part> parts_;
 };
 
 }  // namespace perseus::cuda

@@ -43,6 +43,8 @@ ExecutionSettings settings_of(const Config& config) {
   const double gbit = config.number(Var::kLinkGbit);
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
   settings.link_check_ns = config.integer(Var::kLinkCheck) * kSecond;
+  settings.nccl = config.choice<GpuOperations>() == GpuOperations::kAuto;
+  settings.nccl_library = config.text(Var::kNcclLibrary);
   settings.algorithm = AlgorithmChoice(wanted_algorithm(config.choice<AllreduceAlgorithm>()));
   // A ring's bits depend on buckets, and trials may change none.
   if (settings.algorithm.wanted() == Algorithm::kRing) settings.tuner.buckets = settings.tuner.streams = false;
@@ -121,6 +123,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.precision = gradient_codecs_.precision();
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
   execution_settings_.log = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
+  execution_settings_.warn = [this](const std::string& text) { log_.warning(text); };
   execution_settings_.topology = &topology_;
   execution_settings_.silent_ns = [this](int rank) PERSEUS_REQUIRES(progress_lock) {
     return now_ns() - route_[rank]->last_alive_ns(rank);

@@ -145,10 +145,11 @@ class Engine final : private ProgressWork {
   // device.
   int64_t submit_checked(const Submission& submission, const std::shared_ptr<ProcessSet>& group,
                          const CompressionTerms& compression, std::unique_ptr<cuda::Staging> staging);
-  // Of tensors on a device: begins to load their images, and makes the submission one of these.
-  // `index`: of this rank among so many.
-  std::unique_ptr<cuda::Staging> stage(int64_t ranks, int index, Submission* submission,
+  // Of tensors on a device: begins to load their images, or notes when they are computed, and makes the submission one
+  // of these. `group`: null for a send or receive.
+  std::unique_ptr<cuda::Staging> stage(ProcessSet* group, Submission* submission,
                                        std::vector<Submission::Tensor>* images);
+  bool may_stay(const Submission& submission, int device, ProcessSet* group) const;
   // What is said where negotiation has not taken an entry.
   Error not_taken(Negotiation::Submitted submitted, const std::string& name) const;
   // Forgets an entry that nobody took.

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "collective/hierarchical_group.h"
 #include "collective/link_group.h"
+#include "collective/nccl/nccl_group.h"
 
 namespace perseus {
 namespace {
@@ -55,29 +56,56 @@ ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_
       cycle_ns_(cycle_ns),
       timeout_ns_(settings.timeout_ns),
       silent_ns_(settings.silent_ns),
+      link_to_(std::move(link_to)),
+      topology_(settings.topology),
+      nccl_(settings.nccl),
+      nccl_channel_(static_cast<uint32_t>(streams(settings))),
+      communicator_(
+          settings.nccl_library, [this]() PERSEUS_REQUIRES(progress_lock) { return letters_inside(); },
+          [this, warn = settings.warn](const std::string& text) {
+            if (levels().inner_me == 0) warn(text);
+          }),
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
-      round_(dissemination_links(ranks_, me_, +1, id, link_to), dissemination_links(ranks_, me_, -1, id, link_to),
+      round_(dissemination_links(ranks_, me_, +1, id, link_to_), dissemination_links(ranks_, me_, -1, id, link_to_),
              static_cast<int>(ranks_.size()), me_, epoch, id),
       automatic_(settings.auto_codecs, settings.link_seconds_per_byte > 0 ? 0 : settings.link_check_ns),
-      execution_(settings, ranks_, me_, id, groups_over(link_to, preferred), outputs_of, &automatic_),
-      aside_(aside(settings), ranks_, me_, id, groups_over(link_to, preferred), outputs_of, &automatic_) {}
+      execution_(settings, ranks_, me_, id, groups_over(preferred), outputs_of, &automatic_),
+      aside_(aside(settings), ranks_, me_, id, groups_over(preferred), outputs_of, &automatic_) {}
 
 int ProcessSet::streams(const ExecutionSettings& settings) {
   return static_cast<int>(aside(settings).first_stream) + 1;
 }
 
-Execution::MakeGroup ProcessSet::groups_over(const LinkTo& link_to, const Preferred& preferred) const {
-  return [this, link_to, preferred](uint32_t stream, const Levels& levels) {
+bool ProcessSet::keeps_on(int device) { return nccl_ && levels().inner.size() > 1 && communicator_.takes(device); }
+
+const Levels& ProcessSet::levels() const {
+  std::call_once(levels_known_, [this] { levels_ = topology_->of(ranks_, me_); });
+  return levels_;
+}
+
+std::unique_ptr<Letters> ProcessSet::letters_inside() const {
+  std::vector<Link*> links;
+  for (int member : levels().inner)
+    links.push_back(member == me_ ? nullptr
+                                  : &link_to_(ranks_[static_cast<size_t>(member)], Channel{id_, nccl_channel_}));
+  return std::make_unique<Letters>(links, levels().inner_me, epoch_);
+}
+
+Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
+  return [this, preferred](uint32_t stream, const Levels& levels) {
     const Channel channel{id_, stream};
-    const auto make = [this, link_to, preferred, channel, levels](Level level) {
+    const auto make = [this, preferred, channel, levels](Level level) {
       std::vector<std::unique_ptr<Group>> groups;
       if (level == Level::kAll)
         if (std::unique_ptr<Group> group = preferred(channel.stream)) groups.push_back(std::move(group));
       const std::vector<int> members = levels.members_of(level);
       std::vector<Link*> links;
       for (int member : members)
-        links.push_back(member == me_ ? nullptr : &link_to(ranks_[static_cast<size_t>(member)], channel));
-      groups.push_back(std::make_unique<LinkGroup>(std::move(links), index_in(members, me_), epoch_, channel));
+        links.push_back(member == me_ ? nullptr : &link_to_(ranks_[static_cast<size_t>(member)], channel));
+      auto host = std::make_unique<LinkGroup>(std::move(links), index_in(members, me_), epoch_, channel);
+      if (nccl_ && level != Level::kAcross && members == levels.inner)
+        groups.push_back(std::make_unique<NcclGroup>(&communicator_, host.get(), channel.stream));
+      groups.push_back(std::move(host));
       return groups;
     };
     return std::make_unique<HierarchicalGroup>(levels, make);

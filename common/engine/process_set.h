@@ -4,9 +4,11 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "base/progress_lock.h"
+#include "collective/nccl/communicator.h"
 #include "control/negotiation.h"
 #include "control/round.h"
 #include "execution/execution.h"
@@ -32,6 +34,9 @@ class ProcessSet {
   uint32_t id() const { return id_; }
   const std::vector<int>& ranks() const { return ranks_; }
   int index() const { return me_; }  // of this rank in ranks()
+  // May this rank leave tensors of so many bytes on this GPU until they are reduced? What all ranks say decides. Any
+  // thread.
+  bool keeps_on(int device);
   Negotiation& negotiation() { return negotiation_; }
   const Negotiation& negotiation() const { return negotiation_; }
   Tuner& tuner() PERSEUS_REQUIRES(progress_lock) { return execution_.tuner(); }
@@ -74,13 +79,15 @@ class ProcessSet {
   void close() PERSEUS_REQUIRES(progress_lock) { closed_ = true; }
 
  private:
-  Execution::MakeGroup groups_over(const LinkTo& link_to, const Preferred& preferred) const;
+  Execution::MakeGroup groups_over(const Preferred& preferred);
   bool may_begin(int64_t now, bool eager, size_t enough_bytes) const PERSEUS_REQUIRES(progress_lock);
   bool joins(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_round(int64_t now, int64_t since_ns) const PERSEUS_REQUIRES(progress_lock);
   void apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
   void keep_schedule(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
+  const Levels& levels() const;  // any thread, once something is submitted
+  std::unique_ptr<Letters> letters_inside() const PERSEUS_REQUIRES(progress_lock);
   void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
 
@@ -90,6 +97,13 @@ class ProcessSet {
   const uint32_t epoch_;
   const int64_t cycle_ns_, timeout_ns_;
   const std::function<int64_t(int rank)> silent_ns_;
+  const LinkTo link_to_;
+  const Topology* const topology_;
+  const bool nccl_;
+  const uint32_t nccl_channel_;
+  mutable std::once_flag levels_known_;
+  mutable Levels levels_;
+  NcclCommunicator communicator_;  // outlives groups, which use it
   Negotiation negotiation_;
   Round round_ PERSEUS_GUARDED_BY(progress_lock);
   AutoCodecs automatic_;

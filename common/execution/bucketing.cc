@@ -78,16 +78,17 @@ bool Bucket::loaded() const {
 }
 
 void Bucket::store() {
-  cuda::Device* device = nullptr;
+  if (device != Device()) return;  // it is there
+  cuda::Device* target = nullptr;
   const auto give = [&] {
-    if (device == nullptr) return;
-    const cuda::Device::Current current(*device);
-    copies.store(*device);
+    if (target == nullptr) return;
+    const cuda::Device::Current current(*target);
+    copies.store(target->to_device());
   };
   for (const Image& image : images) {
     if (!image.stores) continue;
-    if (device != &image.staging->of()) give();
-    device = &image.staging->of();
+    if (target != &image.staging->of()) give();
+    target = &image.staging->of();
     image.staging->store(image.tensor, image.begin, image.bytes, &copies);
   }
   give();
@@ -106,6 +107,8 @@ void Bucket::clear() {
   flushes = false;
   residuals.clear();
   images.clear();
+  on_device.clear();
+  device = Device();
   output = nullptr;
   place = nullptr;
   tail_shape.clear();
@@ -127,7 +130,11 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
     switch (d.kind) {
       case Kind::kAllreduce:
         give_up_other_sizes(*entry);
-        for (size_t i = 0; i < d.tensors.size(); ++i) add_reduction(entry, i);
+        codecs_.clear();
+        for (size_t i = 0; i < d.tensors.size(); ++i)
+          codecs_.push_back(d.tensors[i].bytes() == 0 ? CodecSpec() : codec_of(*entry, i));
+        place(entry);
+        for (size_t i = 0; i < d.tensors.size(); ++i) add_reduction(entry, i, codecs_[i]);
         break;
       case Kind::kBroadcast:
         add_broadcast(entry);
@@ -199,7 +206,34 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
   return bucket;
 }
 
-void Execution::add_reduction(Entry* entry, size_t tensor) {
+// By what all ranks know of the request. NCCL sums what is exact; where hosts exchange something encoded, it sums what
+// they encode, which is float32.
+bool Execution::reduces_on_device(const Entry& entry) {
+  const Description& d = entry.description;
+  if (!d.stays_on_device || d.prescale != 1.0 || d.flush != Flush::kNone) return false;
+  const Levels& levels = this->levels(false);
+  for (size_t i = 0; i < d.tensors.size(); ++i) {
+    const TensorDescription& t = d.tensors[i];
+    const CodecSpec& codec = codecs_[i];
+    if (levels.groups == 1) {
+      const bool average = d.op == ReduceOp::kAverage;
+      if (codec.kind != CodecKind::kNone || d.postscale != 1.0 || (average && !dtype_is_float(t.dtype))) return false;
+      continue;
+    }
+    if (!levels.divided() || !settings_.topology->stages(t.bytes()) || is_flat(d, t.bytes())) return false;
+    if (codec.kind == CodecKind::kInside || codec.kind == CodecKind::kLowRank) return false;
+    if (codec.kind != CodecKind::kNone && (t.dtype != DType::kFloat32 || d.compression.inside)) return false;
+  }
+  return true;
+}
+
+void Execution::place(Entry* entry) {
+  const bool on_device = reduces_on_device(*entry);
+  for (Entry::Buffers& buffers : entry->buffers) buffers.device = on_device ? Device{Device::Kind::kCuda, 0} : Device();
+  if (!on_device && entry->staging) entry->staging->fetch();
+}
+
+void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& codec) {
   const Description& d = entry->description;
   const TensorDescription& t = d.tensors[tensor];
   const size_t bytes = t.bytes();
@@ -207,7 +241,6 @@ void Execution::add_reduction(Entry* entry, size_t tensor) {
   const kernels::ReduceSpec reduction = reduction_of(d, t.dtype, ranks_.size());
   const Levels& levels = this->levels(false);
   const bool stages = settings_.topology->stages(bytes);
-  const CodecSpec codec = codec_of(*entry, tensor);
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
   if (codec.kind == CodecKind::kInside && !flushes) return add_inside(entry, tensor, codec);
   if (flushes || codec.kind != CodecKind::kNone) {

@@ -42,6 +42,12 @@ void Execution::begin(Stream* stream, uint32_t index) {
   work.staged = bucket.staged;
   work.schedule = bucket.batch.schedule;
   work.device = bucket.device;
+  if (bucket.device != Device()) {
+    for (const Bucket::Image& image : bucket.images)
+      bucket.on_device.add(*image.staging, image.tensor, image.begin, image.bytes);
+    bucket.on_device.sort();
+    work.images = &bucket.on_device;
+  }
   if (!stream->group->serves(work)) fail(ErrorKind::kInternal, "[execution] nothing moves tensors of this device");
   stream->operation = &stream->group->plan(work);
   if (!bucket.begun_by.empty()) stream->operation->roll_back(bucket.begun_by);

@@ -39,9 +39,12 @@ struct ExecutionSettings {
   double link_seconds_per_byte = 0;                  // 0 = measured
   int64_t link_check_ns = 0;                         // a measurement is repeated after this time; 0 = never
   std::function<void(const std::string& text)> log;  // for news
-  Residuals* residuals = nullptr;                    // none = nothing is held back
-  BucketObserver* observer = nullptr;                // none = nobody looks at buckets
-  std::function<int64_t(int rank)> silent_ns;        // how long a rank of the world has given no sign of life
+  bool nccl = false;                                 // may sum inside a host what stays on its GPUs
+  std::string nccl_library;                          // see nccl::Library::get()
+  std::function<void(const std::string& text)> warn;
+  Residuals* residuals = nullptr;              // none = nothing is held back
+  BucketObserver* observer = nullptr;          // none = nobody looks at buckets
+  std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
 
 // What moves together: requests that are one run of bytes, or one tensor of an allgather or alltoall.
@@ -77,6 +80,7 @@ class Bucket final : public OutputSink {
   };
   std::vector<Image> images;
   cuda::Copies copies;
+  cuda::Images on_device;  // of all of them, where `device` says that they are reduced there
 
   // A part of a tensor that is read and, changed, written; where the two differ, written for the first time, most
   // likely.
@@ -148,7 +152,10 @@ class Execution {
   void finish_probe(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
 
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
-  void add_reduction(Entry* entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
+  // Are the tensors of an allreduce, which stay on their devices, reduced there?
+  bool reduces_on_device(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
+  void place(Entry* entry) PERSEUS_REQUIRES(progress_lock);
+  void add_reduction(Entry* entry, size_t tensor, const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
   void add_inside(Entry* entry, size_t tensor, const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
   void add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction) PERSEUS_REQUIRES(progress_lock);
   size_t run_bytes(size_t bytes) const PERSEUS_REQUIRES(progress_lock);
@@ -211,7 +218,8 @@ class Execution {
   LinkCost link_cost_ PERSEUS_GUARDED_BY(progress_lock);
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_ PERSEUS_GUARDED_BY(progress_lock);
   const WholeFormat whole_;
-  std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);  // of one entry's tensors
+  std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);      // of one entry's tensors
+  std::vector<CodecSpec> codecs_ PERSEUS_GUARDED_BY(progress_lock);  // likewise
 
   std::unique_ptr<LinkProbe> probe_ PERSEUS_GUARDED_BY(progress_lock);  // under way
   // For it: what each round made ready, which is never fused with the next.

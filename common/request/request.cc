@@ -181,7 +181,7 @@ std::string member_mismatch(const RequestTerms&, const RequestTerms&) {
 bool same_request(const Description& a, const Description& b) {
   return all_fields<RequestTerms>(
              [&](const auto& field) { return same_value(a.kind, a.*field.member, b.*field.member); }) &&
-         a.compression == b.compression;
+         a.compression == b.compression && (b.stays_on_device || !a.stays_on_device);
 }
 
 std::string check_alone(const Description& d) {

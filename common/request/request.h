@@ -102,20 +102,22 @@ struct RequestTerms {
 };
 
 struct RequestNotes {
-  int priority = 0;             // the lowest rank's goes for all
-  bool transient = false;       // the name will not come again
-  std::vector<uint32_t> nans;   // tensors in which this rank has found a NaN
-  std::vector<uint32_t> times;  // of the tuner's trials; once agreed, the longest of all ranks
-  Flush flush = Flush::kNone;   // what this rank wants; once all are ready, the most that any does
-  bool warms_up = false;        // PowerSGD must not begin yet, on this rank; once all are ready, on any
-  int outdated = 0;             // number of the measurement of links that this rank wants to be repeated, or 0; once
-                                // all are ready, the largest
-  std::string refusal;          // why this rank cannot do it; then there are no tensors
+  int priority = 0;              // the lowest rank's goes for all
+  bool transient = false;        // the name will not come again
+  std::vector<uint32_t> nans;    // tensors in which this rank has found a NaN
+  std::vector<uint32_t> times;   // of the tuner's trials; once agreed, the longest of all ranks
+  Flush flush = Flush::kNone;    // what this rank wants; once all are ready, the most that any does
+  bool warms_up = false;         // PowerSGD must not begin yet, on this rank; once all are ready, on any
+  bool stays_on_device = false;  // this rank's tensors can be reduced there; once all are ready, everybody's can
+  int outdated = 0;              // number of the measurement of links that this rank wants to be repeated, or 0; once
+                                 // all are ready, the largest
+  std::string refusal;           // why this rank cannot do it; then there are no tensors
 
   static constexpr auto fields() {
     return std::make_tuple(field("priority", &RequestNotes::priority), field("transient", &RequestNotes::transient),
                            field("nans", &RequestNotes::nans), field("times", &RequestNotes::times),
                            field("flush", &RequestNotes::flush), field("warms_up", &RequestNotes::warms_up),
+                           field("stays_on_device", &RequestNotes::stays_on_device),
                            field("outdated", &RequestNotes::outdated), field("refusal", &RequestNotes::refusal));
   }
   // Must the other ranks learn of it, so that a readiness bit is not enough?

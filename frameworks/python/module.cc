@@ -123,6 +123,15 @@ PYBIND11_MODULE(_core, module) {
       "(version, GPUs) of NVIDIA's driver: 12040 for CUDA 12.4; -1 GPUs unless they are counted, which keeps "
       "processes\n"
       "that are forked later from using them. Raises where there is no driver.");
+  module.def(
+      "find_nccl",
+      [] {
+        perseus_nccl found = {};
+        found.struct_size = sizeof(found);
+        check(perseus_nccl_find(&found));
+        return py::make_tuple(found.version, std::string(found.path));
+      },
+      "(version, path) of NCCL, which is opened: 22304 for 2.23.4. Raises where there is none that can be used.");
   module.def("kernel_variant", &perseus_kernel_variant, "The instruction set the kernels use on this processor.");
   module.def("hash_bytes", &hash_bytes, "The 64-bit hash of a contiguous buffer, equal for equal bits on every rank.");
   module.def("config_table", &config_table, "Every configuration variable: dicts of texts.");

@@ -19,13 +19,14 @@ def report(version: str) -> str:
     """Return Horovod's table of available features, followed by lines about GPUs and the core."""
     native, fact = _core()
     has_gpus, gpus = _cuda() if native else (False, "")
+    has_nccl, nccl = _nccl() if has_gpus else (False, "")
     frameworks = [(name, _found(module) and _found(ours)) for name, module, ours in _FRAMEWORKS]
     sections = (
         ("Available Frameworks", frameworks),
         ("Available Controllers", [("MPI", _found("mpi4py")), ("Gloo", native)]),
         (
             "Available Tensor Operations",
-            [("NCCL", False), ("DDL", False), ("CCL", False), ("MPI", False), ("Gloo", native)],
+            [("NCCL", has_nccl), ("DDL", False), ("CCL", False), ("MPI", False), ("Gloo", native)],
         ),
         ("Available Transports", [("Shared memory", native), ("TCP", native)]),
         ("Available Devices", [("CPU", native), ("CUDA", has_gpus)]),
@@ -34,7 +35,7 @@ def report(version: str) -> str:
     for title, entries in sections:
         lines += ["", f"{title}:"]
         lines += [f"    [{'X' if there else ' '}] {name}" for name, there in entries]
-    return "\n".join([*lines, "", *filter(None, (gpus, fact))])
+    return "\n".join([*lines, "", *filter(None, (gpus, nccl, fact))])
 
 
 def _core() -> tuple[bool, str]:
@@ -55,6 +56,16 @@ def _cuda() -> tuple[bool, str]:
         return False, f"No GPUs: {error}"
     served = f"NVIDIA's driver serves CUDA {version // 1000}.{version % 1000 // 10}"
     return gpus > 0, f"{served}; GPUs of this host: {gpus}"
+
+
+def _nccl() -> tuple[bool, str]:
+    """Return whether there is an NCCL that the core can use, and a sentence about it."""
+    core = import_module("perseus._core")
+    try:
+        version, path = core.find_nccl()
+    except HorovodInternalError as error:
+        return False, f"No NCCL: {error}"
+    return True, f"NCCL {version // 10000}.{version % 10000 // 100}.{version % 100}: {path}"
 
 
 def _found(module: str) -> bool:

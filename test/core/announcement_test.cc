@@ -36,6 +36,7 @@ Description unusual() {
   d.times = {7, UINT32_MAX};
   d.flush = Flush::kAmongAll;
   d.warms_up = true;
+  d.stays_on_device = true;
   d.outdated = 1 << 30;
   d.refusal = "läuft nicht";
   return d;
@@ -74,13 +75,14 @@ TEST(Announcement, RoundTripsEveryField) {
 }
 
 TEST(Announcement, PrintsEveryFieldWithItsValue) {
-  EXPECT_EQ(to_text(unusual()),
-            "kind=ALLTOALL tensors=[{dtype=bool shape=[]}, {dtype=float16 shape=[0, 1099511627776, 3]}] "
-            "prescale=-0.125 postscale=1e+300 op=5 gradient=true root=77 ranks=[0, 5, 1000] "
-            "compression={codec={kind=top-k ratio=0.25 half_values=true warm_up=7 every=4 momentum=0.5 "
-            "matrix_rank=3 scale=2} automatic=true inside=true doubles=true from=1125899906842624} priority=-5 "
-            "transient=true nans=[1, 0] times=[7, 4294967295] flush=2 warms_up=true outdated=1073741824 refusal='läuft "
-            "nicht'");
+  EXPECT_EQ(
+      to_text(unusual()),
+      "kind=ALLTOALL tensors=[{dtype=bool shape=[]}, {dtype=float16 shape=[0, 1099511627776, 3]}] "
+      "prescale=-0.125 postscale=1e+300 op=5 gradient=true root=77 ranks=[0, 5, 1000] "
+      "compression={codec={kind=top-k ratio=0.25 half_values=true warm_up=7 every=4 momentum=0.5 "
+      "matrix_rank=3 scale=2} automatic=true inside=true doubles=true from=1125899906842624} priority=-5 "
+      "transient=true nans=[1, 0] times=[7, 4294967295] flush=2 warms_up=true stays_on_device=true outdated=1073741824 "
+      "refusal='läuft nicht'");
 }
 
 // Calls change(field name, description) for a description that differs from unusual() in just this field.
@@ -100,9 +102,13 @@ TEST(Announcement, RequestsThatDifferInATermAreNotTheSame) {
   change_each_field<RequestTerms>([](Description& d) -> RequestTerms& { return d; }, differs);
   change_each_field<CompressionTerms>([](Description& d) -> CompressionTerms& { return d.compression; }, differs);
   change_each_field<CodecSpec>([](Description& d) -> CodecSpec& { return d.compression.codec; }, differs);
-  change_each_field<RequestNotes>(
-      [](Description& d) -> RequestNotes& { return d; },
-      [](const char* field, const Description& changed) { EXPECT_TRUE(same_request(unusual(), changed)) << field; });
+  change_each_field<RequestNotes>([](Description& d) -> RequestNotes& { return d; },
+                                  [](const char* field, const Description& changed) {
+                                    // What no longer stays on its device is told; what newly does, is not worth a word.
+                                    const bool same = std::string(field) != "stays_on_device";
+                                    EXPECT_EQ(same_request(unusual(), changed), same) << field;
+                                    EXPECT_TRUE(same_request(changed, unusual())) << field;
+                                  });
 }
 
 // ---- docs/protocol.md ----

@@ -371,7 +371,7 @@ TEST(Cuda, WhatCannotBeDoneIsRefused) {
       const DeviceArray data(400);
       Outcome outcome = submitted(context, data.pointer(), 7, gpu.stream());
       EXPECT_EQ(outcome.code, PERSEUS_INVALID_ARGUMENT);
-      EXPECT_EQ(outcome.message, "[cuda] a tensor is on GPU 7, but this process sees 2 (CUDA_VISIBLE_DEVICES)");
+      EXPECT_EQ(outcome.message, "[cuda] a tensor is on GPU 7, but this process sees 4 (CUDA_VISIBLE_DEVICES)");
       EXPECT_EQ(submitted(context, data.pointer(), -2, gpu.stream()).code, PERSEUS_INVALID_ARGUMENT);
       std::vector<float> host(100);
       outcome = submitted(context, host.data(), -1, gpu.stream());

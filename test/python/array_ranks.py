@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,28 @@ def check_many_at_once(gpu: Gpu) -> None:
     refused(ValueError, lambda: hvd.poll(done), "was not created or has been cleared")
 
 
+def check_large(gpu: Gpu) -> None:
+    """What hosts exchange in stages, and NCCL, where it is there, sums inside them."""
+    for step in range(3):
+        array = gpu.array(values_of(hvd.rank() + step, "f4", (60_000,)))
+        hvd.allreduce(array, "large", op=hvd.Sum)
+        sums = sum(values_of(r + step, "f4", (60_000,)) for r in range(hvd.size()))
+        assert np.array_equal(array.numpy(), sums)
+
+
+def prepare_nccl() -> None:
+    """One rank may be told that it cannot join the others."""
+    library = os.environ.get("PERSEUS_NCCL_LIBRARY")
+    if library and os.environ.get("RANK_THAT_CANNOT_JOIN") == str(hvd.rank()):
+        ctypes.CDLL(library).standin_nccl_fail_init(2)
+
+
+def tell_of_nccl() -> None:
+    library = os.environ.get("PERSEUS_NCCL_LIBRARY")
+    if library and ctypes.CDLL(library).standin_nccl_calls() > 0:
+        print(f"rank {hvd.rank()} has called NCCL")
+
+
 def check_broadcast(gpu: Gpu) -> None:
     for root in range(hvd.size()):
         array = gpu.array(values_of(hvd.rank(), "i4", (7, 3)))
@@ -125,14 +149,17 @@ def main() -> None:
     """Every check, on this rank."""
     refused(perseus.arrays.HorovodInternalError, lambda: hvd.allreduce(np.zeros(1)), "hvd.init")
     hvd.init()
-    gpu = Gpu(Path(sys.argv[1]), hvd.rank() % 2)
+    gpu = Gpu(Path(sys.argv[1]), hvd.rank() % 4)
     before = gpu.blocking_calls
+    prepare_nccl()
     assert perseus.allreduce is hvd.allreduce
     check_dtypes(gpu)
     check_order_of_memory(gpu)
     check_dlpack()
     check_many_at_once(gpu)
     check_broadcast(gpu)
+    check_large(gpu)
+    tell_of_nccl()
     assert gpu.blocking_calls == before
     print(f"rank {hvd.rank()} of {hvd.size()} has checked everything")
     hvd.shutdown()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from standins.gpu import compile_driver
+from standins.gpu import compile_driver, compile_nccl
 
 RANKS = Path(__file__).with_name("array_ranks.py")
 
@@ -24,23 +24,55 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_nccl(compile_driver(tmp_path_factory.mktemp("nccl")))
+
+
+def run_ranks(ranks: int, driver: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "perseus.run", "-np", str(ranks)]
+    return run([*launcher, sys.executable, str(RANKS), str(driver)], **variables)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_arrays_of_cpus_and_gpus(ranks: int, driver: Path) -> None:
-    result = run(
-        [
-            sys.executable,
-            "-m",
-            "perseus.run",
-            "-np",
-            str(ranks),
-            sys.executable,
-            str(RANKS),
-            str(driver),
-        ]
-    )
+    result = run_ranks(ranks, driver)
     assert result.returncode == 0, result.stdout + result.stderr
     for rank in range(ranks):
         assert f"rank {rank} of {ranks} has checked everything" in result.stdout
+
+
+@pytest.mark.parametrize("hosts", [{}, {"LIGHT_2D_ALLREDUCE": "1", "LIGHT_INTRA_SIZE": "2"}])
+def test_nccl_joins_the_processes_of_a_host(hosts: dict[str, str], nccl: Path) -> None:
+    driver = nccl.with_name("libcuda.so.1")
+    result = run_ranks(4, driver, PERSEUS_NCCL_LIBRARY=str(nccl), **hosts)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank in range(4):
+        assert f"rank {rank} of 4 has checked everything" in result.stdout
+        assert f"rank {rank} has called NCCL" in result.stdout
+    assert "[nccl]" not in result.stderr
+
+
+def test_one_process_that_cannot_join_is_not_waited_for(nccl: Path) -> None:
+    variables = {"PERSEUS_NCCL_LIBRARY": str(nccl), "RANK_THAT_CANNOT_JOIN": "1"}
+    result = run_ranks(3, nccl.with_name("libcuda.so.1"), **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "has called NCCL" not in result.stdout
+    said = "NCCL does not join the ranks of this host, whose tensors go through its memory: "
+    assert result.stderr.count(said + "unhandled system error (standin_nccl_fail_init())") == 1
+
+
+def test_missing_nccl_is_said_once_for_a_host(driver: Path) -> None:
+    result = run_ranks(3, driver)
+    assert result.stderr.count("[nccl] NCCL cannot be opened") == 1, result.stderr
+
+
+def test_old_nccl_is_said_and_done_without(nccl: Path) -> None:
+    variables = {"PERSEUS_NCCL_LIBRARY": str(nccl), "STANDIN_NCCL_VERSION": "21703"}
+    result = run_ranks(2, nccl.with_name("libcuda.so.1"), **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "is NCCL 2.17.3: install 2.18.0 or newer" in result.stderr
+    assert "has called NCCL" not in result.stdout
 
 
 SUBMIT = """
@@ -77,7 +109,21 @@ def test_check_build_tells_of_the_driver(driver: Path) -> None:
     command = [sys.executable, "-m", "perseus.run", "--check-build"]
     result = run(command, LD_LIBRARY_PATH=str(driver.parent))
     assert "    [X] CUDA\n" in result.stdout
-    assert "NVIDIA's driver serves CUDA 12.4; GPUs of this host: 2\n" in result.stdout
+    assert "NVIDIA's driver serves CUDA 12.4; GPUs of this host: 4\n" in result.stdout
+    assert "    [ ] NCCL\n" in result.stdout
+    assert "No NCCL: [nccl] NCCL cannot be opened (libnccl.so.2: " in result.stdout
+    assert "install nvidia-nccl-cu13 or nvidia-nccl-cu12" in result.stdout
+
+
+def test_check_build_tells_of_nccl(nccl: Path) -> None:
+    command = [sys.executable, "-m", "perseus.run", "--check-build"]
+    result = run(command, LD_LIBRARY_PATH=str(nccl.parent))
+    assert "    [X] NCCL\n" in result.stdout
+    assert "NCCL 2.23.4: libnccl.so.2\n" in result.stdout
+    program = "import perseus.basics as hvd; print(hvd.nccl_built())"
+    command = [sys.executable, "-c", program]
+    assert run(command, LD_LIBRARY_PATH=str(nccl.parent)).stdout == "22304\n"
+    assert run(command).stdout == "0\n"
 
 
 def test_old_driver_is_one_clear_error(driver: Path) -> None:

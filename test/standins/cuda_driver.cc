@@ -36,48 +36,64 @@ enum Code {
   kNotReady = 600,
   kCaptureUnsupported = 900,
 };
-constexpr int kDevices = 2, kVersion = 12040;
+constexpr int kDevices = 4, kVersion = 12040;
+constexpr int kDeviceOrdinal = 9;  // an attribute of a pointer
 
 enum CaptureMode { kGlobal, kThreadLocal, kRelaxed };
 thread_local int capture_mode = kGlobal;
 
-std::atomic<int> captures{0};                // under way
-std::atomic<int> host_memory_left{1 << 30};  // allocations
+std::atomic<int> captures{0};                                             // under way
+std::atomic<int> host_memory_left{1 << 30}, device_memory_left{1 << 30};  // allocations
 std::atomic<int> broken{0}, delay_us{kStandinDelay}, blocking_calls{0}, calls{0};
 
 // ---- streams and events ----
 
-class Event {
+// What a stream had to do when an event was recorded.
+class Record {
  public:
-  explicit Event(int device) : device(device) {}
-  const int device;
-
-  uint64_t record() {
+  void reach() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return ++recorded_;
-  }
-  void reach(uint64_t turn) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (turn > reached_) reached_ = turn;
+    reached_ = true;
     changed_.notify_all();
-  }
-  uint64_t recorded() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return recorded_;
   }
   bool happened() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return reached_ >= recorded_;
+    return reached_;
   }
-  void wait(uint64_t turn) {
+  void wait() {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return reached_ >= turn; });
+    changed_.wait(lock, [&] { return reached_; });
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  uint64_t recorded_ = 0, reached_ = 0;
+  bool reached_ = false;
+};
+
+// Whoever waits for an event waits for its last record at that time, whatever becomes of the event.
+class Event {
+ public:
+  explicit Event(int device) : device(device) {}
+  const int device;
+
+  std::shared_ptr<Record> record() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    last_ = std::make_shared<Record>();
+    return last_;
+  }
+  std::shared_ptr<Record> last() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return last_;
+  }
+  bool happened() {
+    const std::shared_ptr<Record> record = last();
+    return !record || record->happened();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::shared_ptr<Record> last_;  // null = never
 };
 
 class Stream {
@@ -100,9 +116,8 @@ class Stream {
     return true;
   }
   void synchronize() {
-    const auto done = std::make_shared<Event>(device);
-    const uint64_t turn = done->record();
-    if (add([done, turn] { done->reach(turn); })) done->wait(turn);
+    const auto done = std::make_shared<Record>();
+    if (add([done] { done->reach(); })) done->wait();
   }
   // What it has to do is done; then it ends.
   void destroy() { add(nullptr); }
@@ -177,6 +192,22 @@ Driver& driver() {
   return made;
 }
 
+// One end of a copy: device memory, or page-locked memory of the host.
+struct End {
+  unsigned long long address;
+  bool on_device;
+};
+
+// Null: it is not what it should be.
+unsigned char* memory_of(const End& end, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(driver().mutex);
+  if (end.on_device) return driver().view(end.address, bytes);
+  auto* const host = reinterpret_cast<unsigned char*>(static_cast<uintptr_t>(end.address));
+  return driver().pinned(host, bytes) ? host : nullptr;
+}
+
+bool on_device(unsigned long long address, size_t bytes) { return memory_of({address, true}, bytes) != nullptr; }
+
 thread_local std::vector<void*> current;  // contexts are addresses of retained[]
 
 int current_device() {
@@ -247,6 +278,14 @@ int cuDeviceGet(int* device, int index) {
   return kSuccess;
 }
 
+int cuDeviceGetUuid_v2(char* uuid, int device) {
+  if (device < 0 || device >= kDevices) return kInvalidDevice;
+  const int shown = std::getenv("STANDIN_CUDA_ONE_GPU") == nullptr ? device : 0;
+  std::memcpy(uuid, "standin for GPU", 15);
+  uuid[15] = static_cast<char>('0' + shown);
+  return kSuccess;
+}
+
 int cuDevicePrimaryCtxRetain(void** context, int device) {
   if (device < 0 || device >= kDevices) return kInvalidDevice;
   const std::lock_guard<std::mutex> lock(driver().mutex);
@@ -307,8 +346,7 @@ int cuStreamWaitEvent(void* handle, void* event_handle, unsigned) {
     const std::shared_ptr<Stream> stream = stream_of(handle);
     const std::shared_ptr<Event> event = event_of(event_handle);
     if (stream == nullptr || !event) return static_cast<int>(kInvalidHandle);
-    const uint64_t turn = event->recorded();
-    stream->add([event, turn] { event->wait(turn); });
+    if (const std::shared_ptr<Record> record = event->last()) stream->add([record] { record->wait(); });
     return static_cast<int>(kSuccess);
   });
 }
@@ -367,14 +405,13 @@ int cuEventRecord(void* handle, void* stream_handle) {
     const std::shared_ptr<Stream> stream = stream_of(stream_handle);
     const std::shared_ptr<Event> event = event_of(handle);
     if (stream == nullptr || !event || event->device != stream->device) return static_cast<int>(kInvalidHandle);
-    const uint64_t turn = event->record();
-    stream->add([event, turn] { event->reach(turn); });
+    const std::shared_ptr<Record> record = event->record();
+    stream->add([record] { record->reach(); });
     return static_cast<int>(kSuccess);
   });
 }
 
 int cuPointerGetAttribute(void* data, int attribute, unsigned long long address) {
-  constexpr int kDeviceOrdinal = 9;
   const std::lock_guard<std::mutex> lock(driver().mutex);
   auto found = driver().device_memory.upper_bound(address);
   if (attribute != kDeviceOrdinal || found == driver().device_memory.begin()) return kInvalidValue;
@@ -404,13 +441,14 @@ int cuEventSynchronize(void* handle) {
     const std::shared_ptr<Event> event = event_of(handle);
     if (!event) return static_cast<int>(kInvalidHandle);
     ++blocking_calls;
-    event->wait(event->recorded());
+    if (const std::shared_ptr<Record> record = event->last()) record->wait();
     return static_cast<int>(kSuccess);
   });
 }
 
 int cuMemAlloc_v2(unsigned long long* address, size_t bytes) {
   return in_context([&] {
+    if (--device_memory_left < 0) return static_cast<int>(kOutOfMemory);
     const int file = ::memfd_create("standin", 0);
     const size_t size = bytes == 0 ? 1 : bytes;
     if (file < 0 || ::ftruncate(file, static_cast<off_t>(size)) != 0) return static_cast<int>(kOutOfMemory);
@@ -429,7 +467,10 @@ int cuMemAlloc_v2(unsigned long long* address, size_t bytes) {
 
 int cuMemFree_v2(unsigned long long address) {
   return in_context([&] {
-    for (const std::shared_ptr<Stream>& stream : all_streams()) stream->synchronize();  // as the driver does
+    int device = -1;
+    cuPointerGetAttribute(&device, kDeviceOrdinal, address);
+    for (const std::shared_ptr<Stream>& stream : all_streams())
+      if (stream->device == device) stream->synchronize();  // as the driver does
     const std::lock_guard<std::mutex> lock(driver().mutex);
     const auto found = driver().device_memory.find(address);
     if (found == driver().device_memory.end()) return static_cast<int>(kInvalidValue);
@@ -461,35 +502,32 @@ int cuMemFreeHost(void* memory) {
   });
 }
 
-static int copy(void* stream_handle, unsigned long long address, void* host, size_t bytes, bool to_host) {
+static int copy(void* stream_handle, End to, End from, size_t bytes) {
   return in_context([&] {
     ++calls;
     const std::shared_ptr<Stream> stream = stream_of(stream_handle);
     if (stream == nullptr) return static_cast<int>(kInvalidHandle);
-    {
-      const std::lock_guard<std::mutex> lock(driver().mutex);
-      if (driver().view(address, bytes) == nullptr || !driver().pinned(host, bytes))
-        return static_cast<int>(kInvalidValue);
-    }
+    if (memory_of(to, bytes) == nullptr || memory_of(from, bytes) == nullptr) return static_cast<int>(kInvalidValue);
     stream->add([=] {
-      unsigned char* view;
-      {
-        const std::lock_guard<std::mutex> lock(driver().mutex);
-        view = driver().view(address, bytes);
-      }
-      if (view == nullptr) std::abort();  // freed while a copy was under way
-      std::memcpy(to_host ? host : view, to_host ? view : host, bytes);
+      unsigned char* const into = memory_of(to, bytes);
+      const unsigned char* const out_of = memory_of(from, bytes);
+      if (into == nullptr || out_of == nullptr) std::abort();  // freed while a copy was under way
+      std::memcpy(into, out_of, bytes);
     });
     return static_cast<int>(kSuccess);
   });
 }
 
 int cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, size_t bytes, void* stream) {
-  return copy(stream, from, to, bytes, true);
+  return copy(stream, {reinterpret_cast<uintptr_t>(to), false}, {from, true}, bytes);
 }
 
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void* from, size_t bytes, void* stream) {
-  return copy(stream, to, const_cast<void*>(from), bytes, false);
+  return copy(stream, {to, true}, {reinterpret_cast<uintptr_t>(from), false}, bytes);
+}
+
+int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void* stream) {
+  return copy(stream, {to, true}, {from, true}, bytes);
 }
 
 // In a random order, which the driver leaves open.
@@ -509,15 +547,10 @@ int cuMemcpyBatchAsync(unsigned long long* to, unsigned long long* from, size_t*
     std::shuffle(order.begin(), order.end(), random);
   }
   for (const size_t i : order) {
-    bool to_host;
-    {
-      const std::lock_guard<std::mutex> lock(driver().mutex);
-      to_host = driver().view(from[i], bytes[i]) != nullptr;
-    }
-    const unsigned long long address = to_host ? from[i] : to[i];
-    void* host = reinterpret_cast<void*>(static_cast<uintptr_t>(to_host ? to[i] : from[i]));
+    const End into{to[i], on_device(to[i], bytes[i])}, out_of{from[i], on_device(from[i], bytes[i])};
     *failed = i;
-    if (const int code = copy(stream, address, host, bytes[i], to_host); code != kSuccess) return code;
+    if (!into.on_device && !out_of.on_device) return kInvalidValue;
+    if (const int code = copy(stream, into, out_of, bytes[i]); code != kSuccess) return code;
   }
   calls -= static_cast<int>(count) - 1;  // it was one call
   return kSuccess;
@@ -544,9 +577,15 @@ void* standin_view(unsigned long long address) {
 
 void standin_break(int code) { broken = code; }
 void standin_allow_host_memory(int allocations) { host_memory_left = allocations; }
+void standin_allow_device_memory(int allocations) { device_memory_left = allocations; }
 void standin_set_delay(int microseconds) { delay_us = microseconds; }
 int standin_blocking_calls() { return blocking_calls; }
 int standin_calls() { return calls; }
+int standin_current_device() { return current_device(); }
+int standin_stream_device(void* handle) {
+  const std::shared_ptr<Stream> stream = stream_of(handle);
+  return stream == nullptr ? -1 : stream->device;
+}
 void* standin_per_thread_stream() {
   void* const handle = reinterpret_cast<void*>(uintptr_t{2});
   const std::lock_guard<std::mutex> lock(driver().mutex);

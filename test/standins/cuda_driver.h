@@ -17,6 +17,9 @@ int cuDevicePrimaryCtxRetain(void** context, int device);
 int cuDevicePrimaryCtxRelease_v2(int device);
 int cuCtxPushCurrent_v2(void* context);
 int cuCtxPopCurrent_v2(void** context);
+int cuDeviceGetUuid_v2(char* uuid, int device);  // 16 bytes
+int cuPointerGetAttribute(void* data, int attribute, unsigned long long address);
+int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void* stream);
 
 // ---- of the stand-in ----
 // The memory behind an address of a device: what a kernel reads and writes. The address itself is protected, so that a
@@ -27,11 +30,17 @@ void* standin_view(unsigned long long address);
 void standin_break(int code);
 // After so many more allocations, page-locked memory is used up.
 void standin_allow_host_memory(int allocations);
+// Likewise, memory of devices.
+void standin_allow_device_memory(int allocations);
 // Every work of a stream is late by a random time of up to so many microseconds.
 void standin_set_delay(int microseconds);
 static const int kStandinDelay = 200;  // at first
 // How often a function that blocks the host was called.
 int standin_blocking_calls();
+// The device of this thread's current context; -1: it has none.
+int standin_current_device();
+// The device of a stream; -1: there is no such stream.
+int standin_stream_device(void* stream);
 // CU_STREAM_PER_THREAD, which then is one stream for all threads.
 void* standin_per_thread_stream();
 // How often functions were called that record an event, wait for one or copy.

@@ -1,4 +1,4 @@
-"""Arrays on the stand-in for NVIDIA's driver, which `cuda_driver.cc` is compiled into."""
+"""Arrays on the stand-in for NVIDIA's driver; builds that, and the one for NCCL."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def compile_driver(directory: Path) -> Path:
     source = Path(__file__).with_name("cuda_driver.cc")
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     subprocess.run([*command, "-o", str(library), str(source), "-lpthread"], check=True)
+    return library
+
+
+def compile_nccl(driver: Path) -> Path:
+    """The stand-in for NCCL, beside that for the driver."""
+    library = driver.with_name("libnccl.so.2")
+    source = Path(__file__).with_name("nccl.cc")
+    command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
+    links = [str(driver), f"-Wl,-rpath,{driver.parent}", "-lpthread", "-lrt"]
+    subprocess.run([*command, "-o", str(library), str(source), *links], check=True)
     return library
 
 

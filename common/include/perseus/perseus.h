@@ -442,6 +442,15 @@ typedef struct perseus_cuda {
  */
 PERSEUS_EXPORT perseus_code perseus_cuda_find(int count_devices, perseus_cuda* found);
 
+typedef struct perseus_nccl {
+  size_t struct_size;
+  int version;      /* 22304 = 2.23.4 */
+  const char* path; /* as it was opened; valid until the process ends */
+} perseus_nccl;
+/* Finds and opens NCCL, which sums tensors on GPUs inside a host. PERSEUS_IO, and why, if there is none or if it is too
+ * old; then these sums are made in host memory. */
+PERSEUS_EXPORT perseus_code perseus_nccl_find(perseus_nccl* found);
+
 /* ---- comparing what ranks hold ---------------------------------------------------------------------------------- */
 
 /* XXH64 of `bytes` bytes, with seed 0: the same bits give the same number on every rank. Not for secrets. */

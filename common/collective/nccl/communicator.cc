@@ -1,0 +1,303 @@
+// Greetings, the communicator, and whose turn it is.
+#include "collective/nccl/communicator.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+constexpr unsigned kNonBlockingStream = 1;
+constexpr int kHighestPriority = -5;
+constexpr const char* kInside = "a collective inside this host";
+constexpr int64_t kPatience = kSecond;  // with members that do not take leave, too
+// NCCL's own variable, since 2.30: two ranks may share a GPU.
+bool shares_gpus(const nccl::Library& library) {
+  constexpr int kSince = 23000;
+  return library.version() >= kSince;
+}
+
+bool all(const std::vector<bool>& values) {
+  return std::all_of(values.begin(), values.end(), [](bool value) { return value; });
+}
+
+void write(const std::string& text, Letter* letter) {
+  std::strncpy(letter->text, text.c_str(), sizeof letter->text - 1);
+}
+
+}  // namespace
+
+NcclCommunicator::NcclCommunicator(std::string library, MakeLetters make_letters, Log log)
+    : path_(std::move(library)), make_letters_(std::move(make_letters)), log_(std::move(log)) {}
+
+NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
+  if (state() == State::kJoined) take_leave();
+  abort();
+  if (device_ == nullptr) return;
+  try {
+    const cuda::Device::Current current(*device_);
+    for (cuda::Handle stream : {stream_, to_host_})
+      if (stream != nullptr) cuda::Driver::get().call().stream_destroy(stream);
+  } catch (const std::exception&) {
+    // The process ends, and the driver has ended before it.
+  }
+}
+
+bool NcclCommunicator::takes(int device) {
+  if (missing_.load(std::memory_order_relaxed) || state() == State::kRefused) return false;
+  int claimed = kNoDevice;
+  if (claimed_.compare_exchange_strong(claimed, device)) claimed = device;
+  if (claimed != device) return false;
+  try {
+    library();
+    return true;
+  } catch (const Error& error) {
+    if (!missing_.exchange(true)) log_(error.what());
+    return false;
+  }
+}
+
+bool NcclCommunicator::step(cuda::Device* device) {
+  bool moved = false;
+  if (state() == State::kNew) {
+    device_ = device;
+    greet();
+    moved = true;
+  }
+  moved |= read();
+  if (state() == State::kGreeting && all(greeted_)) {
+    join();
+    moved = true;
+  }
+  if (state() == State::kJoining) {
+    nccl::Result result = nccl::kSuccess;
+    const nccl::Result asked = library().call().state(handle_, &result);
+    if (asked != nccl::kSuccess) result = asked;
+    // NCCL would wait for ever for one that cannot join.
+    if (result == nccl::kInProgress && failed() != nullptr) result = nccl::kRemoteError;
+    if (result != nccl::kInProgress) {
+      conclude(result);
+      moved = true;
+    }
+  }
+  if (state() == State::kConcluding && all(concluded_)) {
+    if (const Letter* why = failed(); why != nullptr) refuse(why->text);
+    else state_ = State::kJoined;
+    moved = true;
+  }
+  if (state() == State::kJoined) give_turns();
+  return letters_->flush() || moved;
+}
+
+// The first member that could not join by itself, or else the first that could not; null = there is none.
+const Letter* NcclCommunicator::failed() const {
+  const Letter* found = nullptr;
+  for (const Letter& outcome : outcomes_)
+    if (outcome.code != nccl::kSuccess && (found == nullptr || found->code == nccl::kRemoteError)) found = &outcome;
+  return found;
+}
+
+// A greeting has what all members need to know to decide alike.
+void NcclCommunicator::greet() {
+  letters_ = make_letters_();
+  const std::vector<bool> none(static_cast<size_t>(members()), false);
+  greeted_ = concluded_ = left_ = none;
+  hellos_.resize(none.size());
+  outcomes_.resize(none.size());
+  waiting_.assign(kMostStreams, none);
+  able_.assign(kMostStreams, true);
+  const cuda::Device::Current current(*device_);
+  const cuda::Driver& driver = cuda::Driver::get();
+  for (cuda::Handle* stream : {&stream_, &to_host_})
+    driver.check(driver.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
+                 "cuStreamCreateWithPriority");
+  Letter hello;
+  hello.kind = Letter::Kind::kHello;
+  const std::array<char, 16> gpu = device_->uuid();
+  std::copy(gpu.begin(), gpu.end(), hello.gpu);
+  hello.shares_gpus = shares_gpus(library()) ? 1 : 0;
+  if (me() == 0) {
+    const nccl::Result result = library().call().unique_id(&hello.id);
+    hello.code = result;
+    if (result != nccl::kSuccess) write(library().text_of(result, nullptr), &hello);
+  }
+  letters_->send_to_all(hello);
+  on_letter(me(), hello);
+  state_ = State::kGreeting;
+}
+
+bool NcclCommunicator::read() {
+  bool moved = false;
+  Letter letter;
+  for (int member = 0; member < members(); ++member)
+    while (member != me() && letters_->receive(member, &letter)) {
+      on_letter(member, letter);
+      moved = true;
+    }
+  return moved;
+}
+
+void NcclCommunicator::on_letter(int from, const Letter& letter) {
+  switch (letter.kind) {
+    case Letter::Kind::kHello:
+      hellos_[static_cast<size_t>(from)] = letter;
+      greeted_[static_cast<size_t>(from)] = true;
+      return;
+    case Letter::Kind::kOutcome:
+      outcomes_[static_cast<size_t>(from)] = letter;
+      concluded_[static_cast<size_t>(from)] = true;
+      return;
+    case Letter::Kind::kFarewell:
+      left_[static_cast<size_t>(from)] = true;
+      return;
+    case Letter::Kind::kReady:
+    case Letter::Kind::kLaunch:
+      break;
+  }
+  if (letter.stream >= kMostStreams)
+    fail(ErrorKind::kInternal,
+         "[nccl] member " + std::to_string(from) + " of this host speaks of stream " + std::to_string(letter.stream));
+  if (letter.kind == Letter::Kind::kReady) note_ready(from, letter.stream, letter.code == 0);
+  else turns_.push_back({letter.stream, letter.code == 0});
+}
+
+void NcclCommunicator::join() {
+  if (hellos_[0].code != 0) return refuse(hellos_[0].text);
+  const bool shares = std::all_of(hellos_.begin(), hellos_.end(), [](const Letter& l) { return l.shares_gpus != 0; });
+  for (size_t a = 0; a < hellos_.size() && !shares; ++a)
+    for (size_t b = 0; b < a; ++b)
+      if (std::memcmp(hellos_[a].gpu, hellos_[b].gpu, sizeof hellos_[a].gpu) == 0)
+        return refuse("two ranks of this host use the same GPU");
+  state_ = State::kJoining;
+  const cuda::Device::Current current(*device_);
+  nccl::CommunicatorConfig config;
+  const nccl::Result result = library().call().join(&handle_, members(), hellos_[0].id, me(), &config);
+  if (result != nccl::kSuccess && result != nccl::kInProgress) conclude(result);
+}
+
+void NcclCommunicator::conclude(nccl::Result result) {
+  Letter outcome;
+  outcome.kind = Letter::Kind::kOutcome;
+  outcome.code = result;
+  if (result != nccl::kSuccess) write(library().text_of(result, handle_), &outcome);
+  state_ = State::kConcluding;
+  letters_->send_to_all(outcome);
+  on_letter(me(), outcome);
+}
+
+void NcclCommunicator::refuse(const std::string& why) {
+  abort();
+  if (me() == 0) log_("[nccl] NCCL does not join the ranks of this host, whose tensors go through its memory: " + why);
+}
+
+nccl::Result NcclCommunicator::ask() {
+  nccl::Result result = nccl::kSuccess;
+  if (handle_ == nullptr) return result;
+  library().check(library().call().state(handle_, &result), "ncclCommGetAsyncError", handle_);
+  return result;
+}
+
+void NcclCommunicator::check() {
+  if (const nccl::Result result = ask(); result != nccl::kRemoteError) library().check(result, kInside, handle_);
+}
+
+void NcclCommunicator::note_ready(int member, uint32_t stream, bool able) {
+  waiting_[stream][static_cast<size_t>(member)] = true;
+  if (!able) able_[stream] = false;
+}
+
+void NcclCommunicator::ready(uint32_t stream, bool able) {
+  if (me() == 0) return note_ready(0, stream, able);
+  Letter letter;
+  letter.kind = Letter::Kind::kReady;
+  letter.stream = stream;
+  letter.code = able ? 0 : 1;
+  letters_->send(0, letter);
+}
+
+void NcclCommunicator::give_turns() {
+  if (me() != 0) return;
+  for (uint32_t stream = 0; stream < kMostStreams; ++stream) {
+    std::vector<bool>& waiting = waiting_[stream];
+    if (!all(waiting)) continue;
+    std::fill(waiting.begin(), waiting.end(), false);
+    Letter letter;
+    letter.kind = Letter::Kind::kLaunch;
+    letter.stream = stream;
+    letter.code = able_[stream] ? 0 : 1;
+    able_[stream] = true;
+    letters_->send_to_all(letter);
+    on_letter(0, letter);
+  }
+}
+
+NcclCommunicator::Turn NcclCommunicator::turn(uint32_t stream) {
+  if (in_turn_ || turns_.empty() || turns_.front().stream != stream) return Turn::kWait;
+  const bool by_nccl = turns_.front().by_nccl;
+  turns_.pop_front();
+  in_turn_ = by_nccl;
+  return by_nccl ? Turn::kNccl : Turn::kHost;
+}
+
+bool NcclCommunicator::enqueued() {
+  const nccl::Result result = ask();
+  library().check(result, kInside, handle_);
+  if (result == nccl::kInProgress) return false;
+  in_turn_ = false;
+  return true;
+}
+
+std::vector<int> NcclCommunicator::waiting_for(uint32_t stream) const {
+  std::vector<int> missing;
+  if (!letters_) return missing;
+  for (int member = 0; member < members(); ++member) {
+    const size_t at = static_cast<size_t>(member);
+    bool here = false;
+    if (state() == State::kGreeting) here = greeted_[at];
+    else if (state() == State::kConcluding) here = concluded_[at];
+    else if (state() == State::kJoined && me() == 0) here = waiting_[stream][at];
+    if (member != me() && !here) missing.push_back(member);
+  }
+  return missing;
+}
+
+// The memory of this member's GPU is mapped by the others, which may still be at the end of the last collective.
+void NcclCommunicator::take_leave() noexcept {
+  try {
+    Letter farewell;
+    farewell.kind = Letter::Kind::kFarewell;
+    letters_->send_to_all(farewell);
+    left_[static_cast<size_t>(me())] = true;
+    for (const int64_t deadline = now_ns() + kPatience; now_ns() < deadline;) {
+      letters_->flush();
+      read();
+      if (all(left_)) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (const std::exception&) {
+    // Whoever is gone needs nothing.
+  }
+}
+
+void NcclCommunicator::abort() noexcept {
+  state_ = State::kRefused;
+  turns_.clear();
+  in_turn_ = false;
+  if (handle_ == nullptr) return;
+  try {
+    const cuda::Device::Current current(*device_);
+    library().call().abort(handle_);
+    cuda::Driver::get().call().stream_synchronize(stream_);
+  } catch (const std::exception&) {
+    // The process ends, and the driver has ended before it.
+  }
+  handle_ = nullptr;
+}
+
+}  // namespace perseus

@@ -1,0 +1,224 @@
+// One collective at a time: packed, handed to NCCL in its turn, and unpacked.
+#include "collective/nccl/nccl_group.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace perseus {
+namespace {
+
+constexpr size_t kAlign = 16;  // of parts, so that NCCL moves them in its widest words
+
+}  // namespace
+
+NcclGroup::NcclGroup(NcclCommunicator* communicator, Group* host, uint32_t stream)
+    : communicator_(*communicator), host_(*host), stream_(stream) {}
+
+Operation& NcclGroup::plan(const Work& work) {
+  work_ = work;
+  phase_ = Phase::kJoin;
+  last_.reset();
+  return *this;
+}
+
+bool NcclGroup::step() {
+  switch (phase_) {
+    case Phase::kJoin: {
+      const bool moved = communicator_.step(&device());
+      if (communicator_.state() == NcclCommunicator::State::kRefused) {
+        begin_on_host();
+      } else if (communicator_.state() == NcclCommunicator::State::kJoined) {
+        communicator_.ready(stream_, prepare());
+        phase_ = Phase::kTurn;
+      } else {
+        return moved;
+      }
+      return true;
+    }
+    case Phase::kTurn: {
+      const bool moved = communicator_.step(&device());
+      const NcclCommunicator::Turn turn = communicator_.turn(stream_);
+      if (turn == NcclCommunicator::Turn::kWait) return moved;
+      if (turn == NcclCommunicator::Turn::kHost) begin_on_host();
+      else launch();
+      return true;
+    }
+    case Phase::kEnqueued:
+      if (!communicator_.enqueued()) return false;
+      take_results();
+      phase_ = Phase::kFinish;
+      return true;
+    case Phase::kFinish:
+      if (!last_->happened()) {
+        communicator_.check();
+        return false;
+      }
+      phase_ = Phase::kDone;
+      return true;
+    case Phase::kLoad:
+      if (!last_->happened()) return false;
+      on_host_ = &host_.plan(work_);
+      phase_ = Phase::kHost;
+      return true;
+    case Phase::kHost: {
+      const bool moved = on_host_->step();
+      if (on_host_->done()) finish_on_host();
+      return moved;
+    }
+    case Phase::kDone:
+      break;
+  }
+  return false;
+}
+
+void NcclGroup::wait_for(cuda::Handle stream, cuda::Handle earlier) {
+  const cuda::Driver& driver = cuda::Driver::get();
+  last_ = device().record(earlier);
+  driver.check(driver.call().stream_wait(stream, last_->handle(), 0), "cuStreamWaitEvent");
+}
+
+// What can be done before our turn. False where there is no memory for it on the device.
+bool NcclGroup::prepare() {
+  const cuda::Device::Current current(device());
+  const bool parted = plan().collective != Collective::kAllreduce;
+  const size_t longest = parted ? *std::max_element(plan().parts.begin(), plan().parts.end()) : plan().bytes();
+  part_bytes_ = (longest + kAlign - 1) / kAlign * kAlign;
+  const int parts = parted ? communicator_.members() : 1;
+  try {
+    memory_at_ = memory_.at_least(static_cast<size_t>(parts) * part_bytes_, &device());
+  } catch (const Error&) {
+    return false;
+  }
+  if (plan().collective == Collective::kSpread) {
+    // Our part, from the image.
+    Byte* to = part(communicator_.me());
+    for (const Piece& piece : plan().pieces) {
+      copies_.add(to, piece.in, piece.bytes);
+      to += piece.bytes;
+    }
+    copies_.store(device().to_device());
+    wait_for(communicator_.stream(), device().to_device());
+    return true;
+  }
+  // Everybody's parts, each from its beginning.
+  size_t member = 0, in_part = 0;
+  for (const Piece& piece : plan().pieces) {
+    const Byte* from = work_.images->at(piece.in).in;
+    for (size_t done = 0; done < piece.bytes;) {
+      while (parted && in_part == plan().parts[member]) {
+        ++member;
+        in_part = 0;
+      }
+      const size_t run = parted ? std::min(piece.bytes - done, plan().parts[member] - in_part) : piece.bytes;
+      copies_.add(part(static_cast<int>(member)) + in_part, from + done, run);
+      in_part += run;
+      done += run;
+    }
+  }
+  copies_.move(communicator_.stream());
+  last_ = device().record(communicator_.stream());
+  return true;
+}
+
+void NcclGroup::launch() {
+  const cuda::Device::Current current(device());
+  const nccl::Library& library = communicator_.library();
+  const DType dtype = plan().reduction.dtype;
+  const size_t count = part_bytes_ / dtype_size(dtype);
+  const int type = nccl::type_of(dtype);
+  Byte* const own = part(plan().collective == Collective::kAllreduce ? 0 : communicator_.me());
+  const nccl::Handle communicator = communicator_.handle();
+  switch (plan().collective) {
+    case Collective::kReduceScatter:
+      library.check(
+          library.call().reduce_scatter(memory_at_, own, count, type, nccl::kSum, communicator, communicator_.stream()),
+          "ncclReduceScatter", communicator);
+      break;
+    case Collective::kSpread:
+      library.check(library.call().allgather(own, memory_at_, count, type, communicator, communicator_.stream()),
+                    "ncclAllGather", communicator);
+      break;
+    default:
+      library.check(library.call().allreduce(memory_at_, memory_at_, count, type,
+                                             plan().reduction.divisor == 1 ? nccl::kSum : nccl::kAverage, communicator,
+                                             communicator_.stream()),
+                    "ncclAllReduce", communicator);
+  }
+  phase_ = Phase::kEnqueued;
+}
+
+// Our part of a sum goes to the image; all others stay on the device.
+void NcclGroup::take_results() {
+  const cuda::Device::Current current(device());
+  if (plan().collective == Collective::kReduceScatter) {
+    wait_for(communicator_.to_host(), communicator_.stream());
+    const Byte* from = part(communicator_.me());
+    for (const Piece& piece : plan().result) {
+      copies_.add(piece.out, from, piece.bytes);
+      from += piece.bytes;
+    }
+    copies_.load(communicator_.to_host());
+    last_ = device().record(communicator_.to_host());
+    return;
+  }
+  const bool parted = plan().collective == Collective::kSpread;
+  size_t member = 0, in_part = 0;
+  for (const Piece& piece : parted ? plan().result : plan().pieces) {
+    Byte* to = work_.images->at(piece.out).out;
+    for (size_t done = 0; done < piece.bytes;) {
+      while (parted && in_part == plan().parts[member]) {
+        ++member;
+        in_part = 0;
+      }
+      const size_t run = parted ? std::min(piece.bytes - done, plan().parts[member] - in_part) : piece.bytes;
+      copies_.add(to + done, part(static_cast<int>(member)) + in_part, run);
+      in_part += run;
+      done += run;
+    }
+  }
+  copies_.move(communicator_.stream());
+  last_ = device().record(communicator_.stream());
+}
+
+void NcclGroup::begin_on_host() {
+  const cuda::Device::Current current(device());
+  if (plan().collective != Collective::kSpread)
+    for (const Piece& piece : plan().pieces)
+      copies_.add(const_cast<Byte*>(piece.in), work_.images->at(piece.in).in, piece.bytes);
+  copies_.load(communicator_.to_host());
+  last_ = device().record(communicator_.to_host());
+  phase_ = Phase::kLoad;
+}
+
+void NcclGroup::finish_on_host() {
+  on_host_ = nullptr;
+  phase_ = Phase::kDone;
+  if (plan().collective == Collective::kReduceScatter) return;
+  const cuda::Device::Current current(device());
+  for (const Piece& piece : plan().collective == Collective::kSpread ? plan().result : plan().pieces)
+    copies_.add(work_.images->at(piece.out).out, piece.out, piece.bytes);
+  copies_.store(device().to_device());
+  last_ = device().record(device().to_device());
+  phase_ = Phase::kFinish;
+}
+
+std::vector<int> NcclGroup::waiting_for() const {
+  if (phase_ == Phase::kHost) return on_host_->waiting_for();
+  return communicator_.waiting_for(stream_);
+}
+
+void NcclGroup::abort() noexcept {
+  if (phase_ == Phase::kHost) on_host_->abort();
+  // What NCCL does is that of all streams, which end together.
+  communicator_.abort();
+  copies_.clear();
+  try {
+    if (last_) last_->wait();
+  } catch (const std::exception&) {
+    // The device has failed: it touches nothing any more.
+  }
+  phase_ = Phase::kDone;
+}
+
+}  // namespace perseus

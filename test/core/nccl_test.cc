@@ -1,0 +1,525 @@
+// Tensors that stay on their GPUs until NCCL has summed them inside a host, on stand-ins for the driver and for NCCL.
+#include "nccl.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "gpu.h"
+
+namespace {
+
+using namespace perseus_test;
+
+const Medium kOneHost{"shm", "shm"};
+
+// Four ranks as two hosts of two.
+WorldOptions hosts_of_two(std::vector<std::string> more = {}) {
+  WorldOptions options;
+  options.overrides = std::move(more);
+  options.overrides.insert(options.overrides.end(), {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=2"});
+  return options;
+}
+
+// What ranks do in `body` with NCCL, and how many collectives NCCL did for it.
+int with_nccl(const Medium& medium, int ranks, const std::function<void(int, perseus_context*)>& body,
+              const WorldOptions& options = {}) {
+  const int before = standin_nccl_calls();
+  run_world(medium, ranks, body, options);
+  EXPECT_EQ(standin_nccl_communicators(), 0) << "a communicator is left";
+  return standin_nccl_calls() - before;
+}
+
+// Sums that NCCL can do, of sizes from one element to several buckets; among others that it cannot, of every kind.
+std::vector<std::unique_ptr<Operation>> sums_and_others(int ranks, const std::vector<perseus_dtype>& dtypes,
+                                                        uint64_t seed) {
+  std::vector<std::unique_ptr<Operation>> plan;
+  const auto name = [&plan] { return "t" + std::to_string(plan.size()); };
+  std::vector<int64_t> counts = {1, 77'777, 50'000, 200'003};
+  if (thin_grid()) counts.resize(2);
+  for (const perseus_dtype dtype : dtypes)
+    for (const int64_t count : counts) {
+      auto sum =
+          std::make_unique<Operation>(PERSEUS_ALLREDUCE, name(), ranks_up_to(ranks),
+                                      std::vector<Operation::Tensor>{{dtype, {count}}, {dtype, {count / 2 + 7}}});
+      sum->in_place = count % 2 == 1;
+      sum->seed = plan.size() + 1;
+      // NCCL scales before it sums, which is the same for powers of two alone.
+      if (count == 77'777 && ranks != 3) sum->reduction.op = PERSEUS_AVERAGE;
+      plan.push_back(std::move(sum));
+      plan.push_back(random_operation(seed++, name(), ranks_up_to(ranks), 0, 1 << 16));
+    }
+  return plan;
+}
+
+// Ranks submit all of it at once, in several steps.
+void run_steps(const Medium& medium, int ranks, const std::vector<std::unique_ptr<Operation>>& plan,
+               const WorldOptions& options = {}) {
+  const int blocking = standin_blocking_calls();
+  const int calls = with_nccl(
+      medium, ranks,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        for (int step = 0; step < 2; ++step) {
+          std::deque<DeviceCall> step_calls;
+          for (const auto& operation : plan) {
+            const Outcome outcome = step_calls.emplace_back(*operation, rank, &gpu).submit(context);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message << "\n" << operation->text();
+          }
+          for (DeviceCall& call : step_calls) call.finish(context);
+        }
+      },
+      options);
+  EXPECT_GT(calls, 0) << "NCCL did nothing";
+  EXPECT_EQ(standin_blocking_calls(), blocking) << "the host waited for the GPU";
+}
+
+const std::vector<perseus_dtype> kIntegers = {PERSEUS_UINT8, PERSEUS_INT8, PERSEUS_INT32, PERSEUS_INT64};
+const std::vector<perseus_dtype> kFloats = {PERSEUS_FLOAT16, PERSEUS_BFLOAT16, PERSEUS_FLOAT32, PERSEUS_FLOAT64};
+
+TEST(Nccl, CollectivesOfOneHostGiveTheBitsOfACpu) {
+  for (const auto& dtypes : {kIntegers, kFloats}) {
+    for (int ranks = 2; ranks <= 4; ++ranks) run_steps(kOneHost, ranks, sums_and_others(ranks, dtypes, 100));
+    run_steps(all_media()[0], 2, sums_and_others(2, dtypes, 300));
+  }
+}
+
+// Sums of floats are rounded in another order than those of one host, and products once more: see below.
+TEST(Nccl, CollectivesOfTwoHostsGiveTheBitsOfACpu) {
+  std::vector<std::unique_ptr<Operation>> plan = sums_and_others(4, kIntegers, 500);
+  const auto rounds_more = [](const std::unique_ptr<Operation>& operation) {
+    const perseus_reduce_op op = operation->reduction.op;
+    return operation->kind == PERSEUS_ALLREDUCE && op != PERSEUS_MIN && op != PERSEUS_MAX &&
+           std::any_of(operation->tensors.begin(), operation->tensors.end(),
+                       [](const Operation::Tensor& tensor) { return tensor.dtype <= PERSEUS_FLOAT64; });
+  };
+  plan.erase(std::remove_if(plan.begin(), plan.end(), rounds_more), plan.end());
+  run_steps(kOneHost, 4, plan, hosts_of_two());
+}
+
+// Gradients of two steps, as every rank ends up with them.
+struct Training {
+  std::vector<Bytes> results;  // by rank
+  int nccl_calls = 0;
+};
+
+Training train(int ranks, const std::vector<int64_t>& counts, const WorldOptions& options, int steps = 3,
+               perseus_dtype dtype = PERSEUS_FLOAT32) {
+  Training training;
+  training.results.resize(static_cast<size_t>(ranks));
+  training.nccl_calls = with_nccl(
+      kOneHost, ranks,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        std::deque<DeviceArray> gradients;
+        for (int64_t count : counts) gradients.emplace_back(static_cast<size_t>(count) * size_of(dtype));
+        Bytes& results = training.results[static_cast<size_t>(rank)];
+        for (int step = 0; step < steps; ++step) {
+          std::vector<perseus_handle> handles(counts.size());
+          for (size_t i = 0; i < counts.size(); ++i) {
+            Bytes values(gradients[i].bytes());
+            fill(dtype, 31 * i + static_cast<uint64_t>(step), rank, 0, counts[i], values.data());
+            DeviceArray& gradient = gradients[i];
+            gpu.launch([&gradient, values] { std::memcpy(gradient.view(), values.data(), gradient.bytes()); });
+            perseus_tensor tensor{gradient.pointer(), gradient.pointer(), &counts[i], 1, dtype};
+            const std::string name = "gradient" + std::to_string(i);
+            perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
+            request.gradient_of = 1;
+            request.memory = PERSEUS_CUDA;
+            request.device = gpu.device();
+            request.stream = gpu.stream();
+            const Outcome outcome = submit(context, request, &handles[i]);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          }
+          for (size_t i = 0; i < counts.size(); ++i) {
+            const Outcome outcome = wait(context, handles[i]);
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            ASSERT_EQ(perseus_handle_join(context, handles[i], gpu.stream()), PERSEUS_OK);
+            gpu.launch([&] {
+              const unsigned char* values = gradients[i].view();
+              results.insert(results.end(), values, values + gradients[i].bytes());
+            });
+            gpu.synchronize();
+            EXPECT_EQ(perseus_handle_release(context, handles[i]), PERSEUS_OK);
+          }
+        }
+      },
+      options);
+  return training;
+}
+
+// With every codec, NCCL inside hosts changes no bit: what hosts exchange and hold back is the same. Buckets are large
+// and small, and on all streams at once.
+TEST(Nccl, GradientsBetweenHostsAreThoseOfTheirMemory) {
+  std::vector<int64_t> counts = {7, 70'000, 1, 100'001, 16'384, 999, 300'001, 50'000};
+  if (thin_grid()) counts.resize(6);
+  const std::vector<std::vector<std::string>> codecs = {
+      {"PERSEUS_ALLREDUCE_DTYPE=1"},
+      {},
+      {"PERSEUS_ALLREDUCE_CODEC=int8"},
+      {"PERSEUS_ALLREDUCE_CODEC=int2"},
+      {"PERSEUS_ALLREDUCE_CODEC=lossless"},
+      {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=1024", "LIGHT_TOPK_WARMUP_STEPS=0"},
+      {"PERSEUS_ALLREDUCE_DTYPE=1", "PERSEUS_ALLREDUCE_STREAMS=1", "HOROVOD_FUSION_THRESHOLD=0"},
+      {"PERSEUS_ALLREDUCE_DTYPE=1", "PERSEUS_ALLREDUCE_STREAMS=8", "HOROVOD_FUSION_THRESHOLD=65536"},
+      {"PERSEUS_ALLREDUCE_DTYPE=1", "PERSEUS_ALLREDUCE_MODE=1"},  // one rank of a host speaks for it
+  };
+  for (const std::vector<std::string>& codec : codecs) {
+    std::string text;
+    for (const std::string& setting : codec) text += setting + " ";
+    std::vector<std::string> without = codec;
+    without.emplace_back("PERSEUS_GPU_OPERATIONS=perseus");
+    const perseus_dtype dtypes[] = {PERSEUS_FLOAT32, PERSEUS_FLOAT16, PERSEUS_BFLOAT16, PERSEUS_FLOAT64};
+    for (const perseus_dtype dtype : dtypes) {
+      if (dtype != PERSEUS_FLOAT32 && (codec != codecs.front() || thin_grid())) continue;
+      const Training by_nccl = train(4, counts, hosts_of_two(codec), 2, dtype);
+      const Training by_host = train(4, counts, hosts_of_two(without), 2, dtype);
+      EXPECT_GT(by_nccl.nccl_calls, 0) << text;
+      EXPECT_EQ(by_host.nccl_calls, 0) << text;
+      for (size_t rank = 0; rank < 4; ++rank)
+        EXPECT_TRUE(by_nccl.results[rank] == by_host.results[rank]) << text << "rank " << rank << " type " << dtype;
+    }
+  }
+}
+
+// What auto chooses depends on times, but all ranks end up with the same.
+TEST(Nccl, AutoGivesAllRanksTheSame) {
+  const Training training =
+      train(4, {300'001, 50'000}, hosts_of_two({"PERSEUS_ALLREDUCE_CODEC=auto", "PERSEUS_LINK_GBIT=0.3"}), 6);
+  EXPECT_GT(training.nccl_calls, 0);
+  for (const Bytes& results : training.results) EXPECT_TRUE(results == training.results[0]);
+}
+
+// What NCCL cannot or must not do goes through the host, and is right: codecs inside a host, sums that are looked at.
+TEST(Nccl, WhatTheHostHasToSeeGoesThroughItsMemory) {
+  for (const std::vector<std::string>& setting :
+       std::vector<std::vector<std::string>>{{"PERSEUS_ALLREDUCE_DTYPE=0"},
+                                             {"PERSEUS_ALLREDUCE_CODEC=powersgd", "PERSEUS_POWERSGD_WARMUP_STEPS=0"},
+                                             {"PERSEUS_ALLREDUCE_NANCHECK=1"},
+                                             {"PERSEUS_ACCUMULATE_N_STEPS=2"}}) {
+    std::vector<std::string> without = setting;
+    without.emplace_back("PERSEUS_GPU_OPERATIONS=perseus");
+    const Training with = train(4, {40'000, 600}, hosts_of_two(setting), 4);
+    const Training host = train(4, {40'000, 600}, hosts_of_two(without), 4);
+    EXPECT_TRUE(with.results == host.results) << setting[0];
+  }
+}
+
+// A rank may have a tensor on its CPU in one step and on its GPU in the next.
+TEST(Nccl, RanksOnCpusAndGpusMeet) {
+  constexpr int kTensors = 6;
+  std::vector<std::unique_ptr<Operation>> operations;
+  for (int i = 0; i < kTensors; ++i) operations.push_back(sum_of("t" + std::to_string(i), 2, 1000 + 5000 * i, true));
+  const int calls = with_nccl(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    for (int step = 0; step < 8; ++step) {
+      std::deque<DeviceCall> on_gpu;
+      std::deque<Call> on_cpu;
+      for (int i = 0; i < kTensors; ++i) {
+        const bool cpu = rank == 1 && step % 4 != 0 && (i + step) % 3 == 0;
+        const Operation& operation = *operations[static_cast<size_t>(i)];
+        const Outcome outcome = cpu ? on_cpu.emplace_back(operation, rank).submit(context)
+                                    : on_gpu.emplace_back(operation, rank, &gpu).submit(context);
+        ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+      }
+      for (Call& call : on_cpu) call.finish(context);
+      for (DeviceCall& call : on_gpu) call.finish(context);
+    }
+  });
+  EXPECT_GT(calls, 0);
+}
+
+// Two ranks on one GPU, which NCCL refuses before 2.30.
+TEST(Nccl, RanksOfOneGpuGoThroughTheHost) {
+  const bool shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE") != nullptr;
+  const auto operation = sum_of("shared", 2, 30'000);
+  testing::internal::CaptureStderr();
+  const int calls = with_nccl(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(0);
+    for (int step = 0; step < 3; ++step) {
+      DeviceCall call(*operation, rank, &gpu);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      call.finish(context);
+    }
+  });
+  const std::string said = testing::internal::GetCapturedStderr();
+  if (shares) {
+    EXPECT_EQ(calls, 2 * 3);
+    EXPECT_EQ(said, "");
+    return;
+  }
+  EXPECT_EQ(calls, 0);
+  EXPECT_NE(said.find("NCCL does not join the ranks of this host, whose tensors go through its memory: two ranks of "
+                      "this host use the same GPU"),
+            std::string::npos)
+      << said;
+  EXPECT_EQ(said.find("NCCL does not join"), said.rfind("NCCL does not join")) << "said more than once: " << said;
+}
+
+TEST(Nccl, ARankThatCannotJoinIsNotWaitedFor) {
+  const auto operation = sum_of("unjoined", 2, 30'000);
+  testing::internal::CaptureStderr();
+  standin_nccl_fail_init(2);
+  const int calls = with_nccl(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    for (int step = 0; step < 3; ++step) {
+      DeviceCall call(*operation, rank, &gpu);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      call.finish(context);
+    }
+  });
+  standin_nccl_fail_init(0);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(calls, 0);
+  EXPECT_NE(said.find("NCCL does not join the ranks of this host"), std::string::npos) << said;
+}
+
+// One rank has no room for a bucket on its GPU: all do that one in host memory.
+TEST(Nccl, MemoryOfAGpuIsUsedUp) {
+  const auto small = sum_of("small", 2, 1000), large = sum_of("large", 2, 200'000);
+  Barrier barrier(2);
+  const int calls = with_nccl(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    DeviceCall first(*small, rank, &gpu), second(*large, rank, &gpu), third(*small, rank, &gpu);
+    ASSERT_EQ(first.submit(context).code, PERSEUS_OK);
+    first.finish(context);
+    barrier.wait();
+    standin_allow_device_memory(0);
+    ASSERT_EQ(second.submit(context).code, PERSEUS_OK);
+    second.finish(context);
+    barrier.wait();
+    standin_allow_device_memory(1 << 30);
+    ASSERT_EQ(third.submit(context).code, PERSEUS_OK);
+    third.finish(context);
+  });
+  EXPECT_EQ(calls, 2 * 2);
+}
+
+// A rank that has joined gives zeros from its host.
+TEST(Nccl, AJoinedRankHasNothingOnItsGpu) {
+  constexpr int64_t kCount = 3000;
+  with_nccl(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    DeviceArray data(kCount * sizeof(float));
+    for (int step = 0; step < (rank == 0 ? 4 : 2); ++step) {
+      gpu.launch([&, step] {
+        for (int64_t i = 0; i < kCount; ++i)
+          reinterpret_cast<float*>(data.view())[i] = static_cast<float>(i * (rank + 1) + step);
+      });
+      perseus_tensor tensor{data.pointer(), data.pointer(), &kCount, 1, PERSEUS_FLOAT32};
+      perseus_request request = request_of(PERSEUS_ALLREDUCE, "data", &tensor, 1);
+      request.op = PERSEUS_SUM;
+      request.memory = PERSEUS_CUDA;
+      request.device = rank;
+      request.stream = gpu.stream();
+      perseus_handle handle = 0;
+      ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
+      const Outcome outcome = wait(context, handle);
+      ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+      ASSERT_EQ(perseus_handle_join(context, handle, gpu.stream()), PERSEUS_OK);
+      gpu.launch([&, step] {
+        const float factor = step < 2 ? 3 : 1, more = static_cast<float>(step < 2 ? 2 * step : step);
+        for (int64_t i = 0; i < kCount; ++i)
+          ASSERT_EQ(reinterpret_cast<const float*>(data.view())[i], static_cast<float>(i) * factor + more) << step;
+      });
+      gpu.synchronize();
+      EXPECT_EQ(perseus_handle_release(context, handle), PERSEUS_OK);
+    }
+    perseus_handle joined = 0;
+    ASSERT_EQ(submit(context, request_of(PERSEUS_JOIN, "join", nullptr, 0), &joined).code, PERSEUS_OK);
+    EXPECT_EQ(wait(context, joined).code, PERSEUS_OK);
+    EXPECT_EQ(perseus_handle_release(context, joined), PERSEUS_OK);
+  });
+}
+
+// A process set has a communicator of its own, beside that of the world.
+TEST(Nccl, ProcessSetsHaveTheirOwn) {
+  const std::vector<int> members = {0, 2};
+  const auto all = sum_of("all", 3, 40'000);
+  auto some = sum_of("some", 3, 30'000);
+  some->members = members;
+  some->group = 1;  // the first that is added
+  const int calls = with_nccl(kOneHost, 3, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    perseus_request add = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+    add.ranks = members.data();
+    add.rank_count = static_cast<int>(members.size());
+    ASSERT_EQ(run(context, add).code, PERSEUS_OK);
+    for (int step = 0; step < 3; ++step) {
+      DeviceCall world(*all, rank, &gpu);
+      ASSERT_EQ(world.submit(context).code, PERSEUS_OK);
+      if (rank != 1) {
+        DeviceCall set(*some, rank, &gpu);
+        ASSERT_EQ(set.submit(context).code, PERSEUS_OK);
+        set.finish(context);
+      }
+      world.finish(context);
+    }
+  });
+  EXPECT_EQ(calls, 3 * (3 + 2));
+}
+
+// A schedule freezes and is left while tensors stay on their GPUs.
+TEST(Nccl, ASchedulesBatchesAreRolledBack) {
+  std::vector<std::unique_ptr<Operation>> step_operations;
+  for (int i = 0; i < 5; ++i) step_operations.push_back(sum_of("s" + std::to_string(i), 2, 2000 + 7000 * i));
+  const auto other = sum_of("other", 2, 4000);
+  WorldOptions options;
+  options.overrides = {"PERSEUS_OFFLINE_NEG=1"};
+  const int calls = with_nccl(
+      kOneHost, 2,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        uint64_t rounds = 0;
+        for (int step = 0; step < 24; ++step) {
+          if (step == 6) rounds = stats_of(context).rounds;
+          if (step == 7) {
+            EXPECT_EQ(stats_of(context).rounds, rounds) << "no schedule";
+          }
+          std::deque<DeviceCall> calls;
+          const bool deviates = step % 8 == 7;
+          for (size_t i = 0; i < step_operations.size(); ++i) {
+            if (deviates && i == 2) {
+              calls.emplace_back(*other, rank, &gpu);
+              ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
+            }
+            if (deviates && i == 3 && rank == 1) continue;
+            calls.emplace_back(*step_operations[i], rank, &gpu);
+            ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
+          }
+          if (deviates && rank == 1) {
+            calls.emplace_back(*step_operations[3], rank, &gpu);
+            ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
+          }
+          for (DeviceCall& call : calls) call.finish(context);
+        }
+      },
+      options);
+  EXPECT_GT(calls, 0);
+}
+
+// ---- faults ----
+
+// One that fails inside NCCL ends the world with NCCL's words.
+TEST(NcclFaults, AnErrorOfNcclEndsTheWorld) {
+  const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
+  Barrier barrier(2);
+  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    DeviceCall warm(*first, rank, &gpu);
+    ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+    warm.finish(context);
+    barrier.wait();
+    standin_nccl_hold(1);
+    DeviceCall call(*second, rank, &gpu);
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    standin_nccl_break(1);
+    const Outcome outcome = wait(context, call.handle(), 30'000);
+    EXPECT_NE(outcome.code, PERSEUS_OK);
+    EXPECT_NE(outcome.message.find("[nccl] a collective inside this host"), std::string::npos) << outcome.message;
+    barrier.wait();
+    standin_nccl_break(0);
+    standin_nccl_hold(0);
+    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+  });
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
+// Another rank's tensor turns out to be on its CPU, and the GPU fails when its own is to be loaded after all.
+TEST(NcclFaults, AGpuFailsBeforeItsTensorIsLoaded) {
+  const auto operation = sum_of("unloaded", 2, 100'000);
+  Barrier barrier(2);
+  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
+    if (rank == 1) {
+      barrier.wait();
+      Call call(*operation, rank);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      const Outcome outcome = wait(context, call.handle(), 30'000);
+      EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+      barrier.wait();
+      return;
+    }
+    Gpu gpu(0);
+    DeviceCall call(*operation, rank, &gpu);
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    gpu.synchronize();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that rank 1 knows of it
+    standin_break(700);
+    barrier.wait();
+    const Outcome outcome = wait(context, call.handle(), 30'000);
+    EXPECT_EQ(outcome.code, PERSEUS_IO) << outcome.message;
+    EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
+    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    barrier.wait();
+    standin_break(0);
+  });
+}
+
+// Work that NCCL never ends meets the time limit, and nothing touches its memory after that.
+TEST(NcclFaults, ACollectiveThatHangsIsGivenUp) {
+  const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
+  WorldOptions options;
+  options.overrides = {"GLOO_TIMEOUT_SECONDS=1"};
+  Barrier barrier(2);
+  run_world(
+      kOneHost, 2,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        DeviceCall warm(*first, rank, &gpu);
+        ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+        warm.finish(context);
+        barrier.wait();
+        standin_nccl_hold(1);
+        DeviceCall call(*second, rank, &gpu);
+        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+        const Outcome outcome = wait(context, call.handle(), 30'000);
+        EXPECT_NE(outcome.code, PERSEUS_OK);
+        EXPECT_NE(outcome.message.find("no data to or from rank"), std::string::npos) << outcome.message;
+        EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+        gpu.synchronize();
+        barrier.wait();
+        standin_nccl_hold(0);
+      },
+      options);
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
+// A rank ends the world while the others' collectives are inside NCCL, or still wait for their turn.
+TEST(NcclFaults, TheWorldEndsWhileNcclWorks) {
+  std::vector<std::unique_ptr<Operation>> operations;
+  for (int i = 0; i < 8; ++i) operations.push_back(sum_of("t" + std::to_string(i), 3, 20'000 + i));
+  Barrier barrier(3);
+  WorldOptions options;
+  options.overrides = {"HOROVOD_FUSION_THRESHOLD=0"};
+  run_world(
+      kOneHost, 3,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        DeviceCall warm(*operations[0], rank, &gpu);
+        ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+        warm.finish(context);
+        barrier.wait();
+        standin_nccl_hold(1);
+        std::deque<DeviceCall> calls;
+        for (const auto& operation : operations) {
+          calls.emplace_back(*operation, rank, &gpu);
+          ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        if (rank == 2) standin_nccl_break(6);
+        for (DeviceCall& call : calls) {
+          const Outcome outcome = wait(context, call.handle(), 30'000);
+          EXPECT_NE(outcome.code, PERSEUS_OK);
+          EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+        }
+        gpu.synchronize();
+        barrier.wait();
+        standin_nccl_break(0);
+        standin_nccl_hold(0);
+      },
+      options);
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
+}  // namespace
