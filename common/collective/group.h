@@ -1,4 +1,4 @@
-// The seam for everything that can move a bucket: exchanges over links, an MPI library, in time NCCL and other devices.
+// The seam for everything that can move a bucket: exchanges over links, an MPI library, NCCL.
 // A Group is a set of ranks, its members, which all plan the same work in the same order. An Operation is one piece of
 // that work on its way: it is resumable, and no call of it blocks.
 #pragma once

@@ -115,7 +115,7 @@ Device::Device(int index) : driver_(Driver::get()), index_(index) {
   driver_.check(driver_.call().device_get(&ordinal_, index), "cuDeviceGet");
   driver_.check(driver_.call().retain_primary(&context_, ordinal_), "cuDevicePrimaryCtxRetain");
   const Current current(*this);
-  for (Handle* stream : {&to_host_, &to_device_})
+  for (Handle* stream : {&to_host_, &to_device_, &fetching_})
     driver_.check(driver_.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                   "cuStreamCreateWithPriority");
   const MutexLock lock(order_);
@@ -148,14 +148,13 @@ Device::~Device() {
     }
     const MutexLock lock(mutex_);
     // Freeing waits for whatever the device does: a stream of the user's that never ends must not hold us.
-    if (all_free) {
+    if (all_free && !given_up_) {
       for (const auto& [bytes, data] : blocks_) driver_.call().host_free(data);
       for (const auto& [bytes, data] : device_blocks_)
         driver_.call().free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
     }
     for (Handle event : events_) driver_.call().event_destroy(event);
-    driver_.call().stream_destroy(to_host_);
-    driver_.call().stream_destroy(to_device_);
+    for (Handle stream : {to_host_, to_device_, fetching_}) driver_.call().stream_destroy(stream);
   } catch (const std::exception&) {
     // The process ends, and the driver has ended before it.
   }

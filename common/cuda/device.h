@@ -89,6 +89,8 @@ class Device {
   // network waits for them.
   Handle to_host() const { return to_host_; }
   Handle to_device() const { return to_device_; }
+  // To the host, too, but beside tensors that are still being computed.
+  Handle fetching() const { return fetching_; }
 
   // Page-locked memory of at least so many bytes, on a cache line.
   struct Block {
@@ -119,6 +121,9 @@ class Device {
   void note_store() { stores_since_ = true; }
   std::shared_ptr<const Event> stored();
 
+  // Something on the device does not end, so nothing of it may be freed any more.
+  void give_up() { given_up_ = true; }
+
   // Page-locked memory, in use or not.
   size_t pinned_bytes() const;
 
@@ -140,7 +145,8 @@ class Device {
   const Driver& driver_;
   const int index_;
   Ordinal ordinal_ = 0;
-  Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr;
+  Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr, fetching_ = nullptr;
+  std::atomic<bool> given_up_{false};
   mutable Mutex mutex_;
   std::vector<Handle> events_ PERSEUS_GUARDED_BY(mutex_);  // before those that come back to it
   Mutex order_;

@@ -17,12 +17,12 @@ constexpr size_t kBurst = 1024 * 1024;  // bytes for which copies are not put of
 }  // namespace
 
 Staging::~Staging() {
-  if (block_.data == nullptr) return;
   if (!launched_.load(std::memory_order_acquire)) {
     const MutexLock lock(device_.order());
     std::vector<Staging*>& requests = device_.burst().requests;
     requests.erase(std::remove(requests.begin(), requests.end(), this), requests.end());
   }
+  if (block_.data == nullptr) return;
   // The last event comes after all copies that use the block.
   std::shared_ptr<const Event> last = stored_;
   if (!last && !marks_.empty()) last = marks_.back().event;
@@ -60,12 +60,12 @@ void Staging::load(Handle stream, bool more_follow) {
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
   refuse_capture(stream);
-  block_ = device_.allocate(bytes_);
-  size_t loads = 0;
+  if (!kept_) block_ = device_.allocate(bytes_);
+  size_t bytes = 0;
   for (Tensor& tensor : tensors_) {
-    if (kept_) tensor.loads = 0;
-    tensor.position = loads;
-    loads += tensor.loads;
+    tensor.position = bytes;
+    bytes += tensor.loads;
+    if (kept_) tensor.loads = tensor.position = 0;
   }
   const MutexLock lock(device_.order());
   Device::Burst& burst = device_.burst();
@@ -74,31 +74,45 @@ void Staging::load(Handle stream, bool more_follow) {
   driver.check(driver.call().event_record(burst.ready, stream), "cuEventRecord");
   burst.stream = stream;
   burst.requests.push_back(this);
-  burst.bytes += loads;
+  burst.bytes += bytes;
   if (!more_follow || burst.bytes >= kBurst) launch(&device_, &burst);
+}
+
+template <typename Body>
+void Staging::attempt(const Body& body) {
+  try {
+    const Device::Current current(device_);
+    body();
+  } catch (const std::exception& error) {
+    failure_ = error.what();
+  }
+}
+
+void Staging::stay(bool with_image) {
+  kept_ = true;
+  if (with_image && block_.data == nullptr) attempt([this] { block_ = device_.allocate(bytes_); });
 }
 
 void Staging::fetch() {
   if (!kept_) return;
+  stay(true);
   kept_ = false;
-  Copies copies;
-  size_t loads = 0;
-  try {
-    const Device::Current current(device_);
+  if (!failure_.empty()) return;
+  attempt([this] {
+    Copies copies;
+    size_t loads = 0;
     for (Tensor& tensor : tensors_) {
       tensor.loads = tensor.in == nullptr ? 0 : tensor.in_bytes;
       tensor.position = loads;
       for (size_t begin = 0; begin < tensor.loads; begin += kPiece) {
         const size_t bytes = std::min(kPiece, tensor.loads - begin);
         copies.add(block_.data + tensor.in_at + begin, static_cast<const Byte*>(tensor.in) + begin, bytes);
-        copies.load(device_.to_host());
+        copies.load(device_.fetching());
         loads += bytes;
-        marks_.push_back({loads, device_.record(device_.to_host())});
+        marks_.push_back({loads, device_.record(device_.fetching())});
       }
     }
-  } catch (const std::exception& error) {
-    failure_ = error.what();
-  }
+  });
 }
 
 void Staging::launch(Device* device) {
@@ -208,8 +222,11 @@ void Staging::join(Handle stream) const {
 
 void Images::add(const Staging& staging, size_t tensor, size_t begin, size_t bytes) {
   device_ = &staging.of();
-  parts_.push_back(
-      {staging.in(tensor) + begin, bytes, {staging.device_in(tensor) + begin, staging.device_out(tensor) + begin}});
+  const Byte* const in = staging.in(tensor) + begin;
+  const Byte* const out = staging.out(tensor) + begin;
+  const Place place{staging.device_in(tensor) + begin, staging.device_out(tensor) + begin};
+  parts_.push_back({in, bytes, place});
+  if (out != in) parts_.push_back({out, bytes, place});
 }
 
 void Images::sort() {

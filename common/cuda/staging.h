@@ -32,20 +32,21 @@ class Staging {
   // stream computes, until they are enough or launch() is called. Throws Error(kInvalidArgument) while the stream is
   // captured into a graph.
   void load(Handle stream, bool more_follow);
-  // Before load(): the tensors stay on the device, and load() only notes when they are computed. Their image has room
-  // for them, and nothing in it.
+  // Before load(): the tensors stay on the device, and load() only notes when they are computed. There is no image yet,
+  // and in() and out() are the tensors themselves.
   void keep() { kept_ = true; }
-  // Loads tensors that were kept, after all; else it does nothing. After computed(). Where the device fails, loaded()
-  // says so.
+  // Of tensors that were kept, once computed(): they stay, with an image that has nothing in it yet or with none, or
+  // they are loaded after all. Where that fails, loaded() says so.
+  void stay(bool with_image);
   void fetch();
-  // Kept to the end: whoever reduced the tensors has read and written the device's memory.
+  // Then whoever reduced the tensors has read and written the device's memory.
   bool kept() const { return kept_; }
   static void launch(Device* device);
   // Where tensor i is on the device, and after load() in its image.
   const Byte* device_in(size_t i) const { return static_cast<const Byte*>(tensors_[i].in); }
   Byte* device_out(size_t i) const { return static_cast<Byte*>(tensors_[i].out); }
-  Byte* in(size_t i) const { return block_.data + tensors_[i].in_at; }
-  Byte* out(size_t i) const { return block_.data + tensors_[i].out_at; }
+  const Byte* in(size_t i) const { return block_.data == nullptr ? device_in(i) : block_.data + tensors_[i].in_at; }
+  Byte* out(size_t i) const { return block_.data == nullptr ? device_out(i) : block_.data + tensors_[i].out_at; }
   // Has the stream done what the tensors waited for? What is not there yet, is soon. Throws Error(kIo) where the device
   // has failed, like all that follow.
   bool computed() const { return reached(0); }
@@ -78,6 +79,9 @@ class Staging {
     std::shared_ptr<const Event> event;
   };
 
+  // Tries, and notes a failure.
+  template <typename Body>
+  void attempt(const Body& body);
   static void launch(Device* device, Device::Burst* burst);
   static void give(Device* device, Device::Burst* burst);
   bool reached(size_t position) const;
@@ -97,7 +101,7 @@ class Staging {
   std::shared_ptr<const Event> stored_;
 };
 
-// Which memory of a device parts of images stand for, of tensors that were kept there.
+// Which memory of a device parts of images stand for, of tensors that were kept there; without images, which of them.
 class Images {
  public:
   void clear() { parts_.clear(); }

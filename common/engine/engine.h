@@ -147,9 +147,9 @@ class Engine final : private ProgressWork {
                          const CompressionTerms& compression, std::unique_ptr<cuda::Staging> staging);
   // Of tensors on a device: begins to load their images, or notes when they are computed, and makes the submission one
   // of these. `group`: null for a send or receive.
-  std::unique_ptr<cuda::Staging> stage(ProcessSet* group, Submission* submission,
+  std::unique_ptr<cuda::Staging> stage(ProcessSet* group, const CompressionTerms& compression, Submission* submission,
                                        std::vector<Submission::Tensor>* images);
-  bool may_stay(const Submission& submission, int device, ProcessSet* group) const;
+  bool may_stay(const Submission& submission, const CompressionTerms& compression, int device, ProcessSet* group) const;
   // What is said where negotiation has not taken an entry.
   Error not_taken(Negotiation::Submitted submitted, const std::string& name) const;
   // Forgets an entry that nobody took.

@@ -34,8 +34,7 @@ class ProcessSet {
   uint32_t id() const { return id_; }
   const std::vector<int>& ranks() const { return ranks_; }
   int index() const { return me_; }  // of this rank in ranks()
-  // May this rank leave tensors of so many bytes on this GPU until they are reduced? What all ranks say decides. Any
-  // thread.
+  // May this rank leave tensors on this GPU until they are reduced? What all ranks say decides. Any thread.
   bool keeps_on(int device);
   Negotiation& negotiation() { return negotiation_; }
   const Negotiation& negotiation() const { return negotiation_; }

@@ -277,7 +277,7 @@ int64_t Engine::submit_point_to_point(const Submission& s) {
   if (!s.on_cuda) return submit_point_to_point(s, nullptr);
   Submission staged = s;
   std::vector<Submission::Tensor> images;
-  std::unique_ptr<cuda::Staging> staging = stage(nullptr, &staged, &images);
+  std::unique_ptr<cuda::Staging> staging = stage(nullptr, CompressionTerms(), &staged, &images);
   return submit_point_to_point(staged, std::move(staging));
 }
 
@@ -302,23 +302,24 @@ int64_t Engine::submit_point_to_point(const Submission& s, std::unique_ptr<cuda:
 }
 
 // What the host need not see before it is a sum. Of what this rank knows: whether all ranks say so decides.
-bool Engine::may_stay(const Submission& s, int device, ProcessSet* group) const {
+bool Engine::may_stay(const Submission& s, const CompressionTerms& compression, int device, ProcessSet* group) const {
   const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
   const bool looked_at = s.gradient_of != 0 && (accumulation_.on() || nan_check_.on());
   const auto known = [](const Submission::Tensor& tensor) { return nccl::type_of(tensor.dtype) >= 0; };
-  return sums && !looked_at && s.prescale == 1.0 && s.refusal == nullptr &&
+  const bool encoded_here = compression.inside || compression.codec.kind == CodecKind::kLowRank;
+  return sums && !looked_at && !encoded_here && s.prescale == 1.0 && s.refusal == nullptr &&
          std::all_of(s.tensors, s.tensors + s.tensor_count, known) && group->keeps_on(device);
 }
 
 // An image is reduced, spread or sent like any tensor of a CPU. NaN checks and sums over steps read it now, so they
 // wait for it; nothing else does.
-std::unique_ptr<cuda::Staging> Engine::stage(ProcessSet* group, Submission* s,
+std::unique_ptr<cuda::Staging> Engine::stage(ProcessSet* group, const CompressionTerms& compression, Submission* s,
                                              std::vector<Submission::Tensor>* images) {
   if (s->tensor_count == 0) return nullptr;
   const int device = s->device == kAnyDevice ? cuda::Driver::get().device_of(s->tensors[0].in) : s->device;
   auto staging = std::make_unique<cuda::Staging>(&devices_.at(device));
   const int64_t ranks = group == nullptr ? 1 : static_cast<int64_t>(group->ranks().size());
-  if (group != nullptr && may_stay(*s, device, group)) staging->keep();
+  if (group != nullptr && may_stay(*s, compression, device, group)) staging->keep();
   for (int i = 0; i < s->tensor_count; ++i) {
     const Submission::Tensor& t = s->tensors[i];
     int64_t row = static_cast<int64_t>(dtype_size(t.dtype));
@@ -365,7 +366,7 @@ int64_t Engine::submit(const Submission& s) {
   if (!s.on_cuda) return submit_checked(s, group, compression, nullptr);
   Submission staged = s;
   std::vector<Submission::Tensor> images;
-  std::unique_ptr<cuda::Staging> staging = stage(group.get(), &staged, &images);
+  std::unique_ptr<cuda::Staging> staging = stage(group.get(), compression, &staged, &images);
   return submit_checked(staged, group, compression, std::move(staging));
 }
 

@@ -68,7 +68,7 @@ void Bucket::reads(const Entry& entry, size_t tensor) {
 void Bucket::add_piece(const Entry& entry, size_t tensor, size_t begin, size_t size) {
   const Entry::Buffers buffers = entry.buffers[tensor].from(begin);
   if (entry.staging) images.push_back({entry.staging.get(), tensor, begin, size, true});
-  if (buffers.in != buffers.out) advise_huge_pages(buffers.out, size);
+  if (buffers.in != buffers.out && buffers.device == Device()) advise_huge_pages(buffers.out, size);
   plan.pieces.push_back(Piece{buffers.in, buffers.out, size});
 }
 
@@ -212,6 +212,8 @@ bool Execution::reduces_on_device(const Entry& entry) {
   const Description& d = entry.description;
   if (!d.stays_on_device || d.prescale != 1.0 || d.flush != Flush::kNone) return false;
   const Levels& levels = this->levels(false);
+  // Parts of a collective of NCCL are alike: each rank of each host carries a shard.
+  if (levels.groups > 1 && levels.members != levels.groups * levels.shards) return false;
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     const TensorDescription& t = d.tensors[i];
     const CodecSpec& codec = codecs_[i];
@@ -230,7 +232,13 @@ bool Execution::reduces_on_device(const Entry& entry) {
 void Execution::place(Entry* entry) {
   const bool on_device = reduces_on_device(*entry);
   for (Entry::Buffers& buffers : entry->buffers) buffers.device = on_device ? Device{Device::Kind::kCuda, 0} : Device();
-  if (!on_device && entry->staging) entry->staging->fetch();
+  if (!entry->staging || (!on_device && !entry->staging->kept())) return;
+  if (on_device) entry->staging->stay(levels(false).groups > 1);
+  else entry->staging->fetch();
+  for (size_t i = 0; i < entry->buffers.size(); ++i) {
+    entry->buffers[i].in = entry->staging->in(i);
+    entry->buffers[i].out = entry->staging->out(i);
+  }
 }
 
 void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& codec) {

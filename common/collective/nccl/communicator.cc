@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -17,10 +20,21 @@ constexpr unsigned kNonBlockingStream = 1;
 constexpr int kHighestPriority = -5;
 constexpr const char* kInside = "a collective inside this host";
 constexpr int64_t kPatience = kSecond;  // with members that do not take leave, too
-// NCCL's own variable, since 2.30: two ranks may share a GPU.
+constexpr std::chrono::seconds kAbortPatience{5};
+// May two ranks share a GPU? Whether they do is NCCL's own variable to say.
 bool shares_gpus(const nccl::Library& library) {
   constexpr int kSince = 23000;
   return library.version() >= kSince;
+}
+
+// Those whose tensors a communicator of this process takes.
+struct TakenGpus {
+  Mutex mutex;
+  std::set<int> numbers PERSEUS_GUARDED_BY(mutex);
+};
+TakenGpus& taken_gpus() {
+  static TakenGpus& taken = *new TakenGpus;  // contexts may outlive main()
+  return taken;
 }
 
 bool all(const std::vector<bool>& values) {
@@ -39,6 +53,10 @@ NcclCommunicator::NcclCommunicator(std::string library, MakeLetters make_letters
 NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
   if (state() == State::kJoined) take_leave();
   abort();
+  if (const int claimed = claimed_; claimed != kNoDevice) {
+    const MutexLock lock(taken_gpus().mutex);
+    taken_gpus().numbers.erase(claimed);
+  }
   if (device_ == nullptr) return;
   try {
     const cuda::Device::Current current(*device_);
@@ -49,11 +67,18 @@ NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
   }
 }
 
+bool NcclCommunicator::claims(int device) {
+  int claimed = claimed_.load(std::memory_order_acquire);
+  if (claimed == kNoDevice) {
+    const MutexLock lock(taken_gpus().mutex);
+    claimed = claimed_.load(std::memory_order_relaxed);
+    if (claimed == kNoDevice && taken_gpus().numbers.insert(device).second) claimed_ = claimed = device;
+  }
+  return claimed == device;
+}
+
 bool NcclCommunicator::takes(int device) {
-  if (missing_.load(std::memory_order_relaxed) || state() == State::kRefused) return false;
-  int claimed = kNoDevice;
-  if (claimed_.compare_exchange_strong(claimed, device)) claimed = device;
-  if (claimed != device) return false;
+  if (missing_.load(std::memory_order_relaxed) || state() == State::kRefused || !claims(device)) return false;
   try {
     library();
     return true;
@@ -290,12 +315,30 @@ void NcclCommunicator::abort() noexcept {
   turns_.clear();
   in_turn_ = false;
   if (handle_ == nullptr) return;
+  // On a thread of its own: it may wait for all that the GPU does, such as another library's kernel that never ends.
+  struct Ending {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool over = false;
+  };
   try {
-    const cuda::Device::Current current(*device_);
-    library().call().abort(handle_);
-    cuda::Driver::get().call().stream_synchronize(stream_);
+    const auto ending = std::make_shared<Ending>();
+    std::thread([ending, device = device_, handle = handle_, stream = stream_, library = &library()] {
+      try {
+        const cuda::Device::Current current(*device);
+        library->call().abort(handle);
+        cuda::Driver::get().call().stream_synchronize(stream);
+      } catch (const std::exception&) {
+        // The process ends, and the driver has ended before it.
+      }
+      const std::lock_guard<std::mutex> lock(ending->mutex);
+      ending->over = true;
+      ending->changed.notify_all();
+    }).detach();
+    std::unique_lock<std::mutex> lock(ending->mutex);
+    if (!ending->changed.wait_for(lock, kAbortPatience, [&] { return ending->over; })) device_->give_up();
   } catch (const std::exception&) {
-    // The process ends, and the driver has ended before it.
+    device_->give_up();  // no thread
   }
   handle_ = nullptr;
 }

@@ -29,7 +29,8 @@ class NcclCommunicator {
   NcclCommunicator(std::string library, MakeLetters make_letters, Log log);
   ~NcclCommunicator();
 
-  // May tensors of this GPU wait there for NCCL, as far as this member knows? Any thread.
+  // May tensors of this GPU wait there for NCCL, as far as this member knows? Any thread. Of a GPU, one communicator of
+  // a process takes tensors, the first that is asked: between several, ranks would need an order, too.
   bool takes(int device);
 
   // ---- making it ----
@@ -78,6 +79,7 @@ class NcclCommunicator {
   const Letter* failed() const PERSEUS_REQUIRES(progress_lock);
   void conclude(nccl::Result result) PERSEUS_REQUIRES(progress_lock);
   void refuse(const std::string& why) PERSEUS_REQUIRES(progress_lock);
+  bool claims(int device);
   nccl::Result ask() PERSEUS_REQUIRES(progress_lock);
   void take_leave() noexcept PERSEUS_REQUIRES(progress_lock);
   void note_ready(int member, uint32_t stream, bool able) PERSEUS_REQUIRES(progress_lock);
@@ -86,7 +88,7 @@ class NcclCommunicator {
   const std::string path_;
   const MakeLetters make_letters_;
   const Log log_;
-  std::atomic<int> claimed_{kNoDevice};  // the GPU whose tensors it takes
+  std::atomic<int> claimed_{kNoDevice};  // the GPU whose tensors it takes, alone in this process
   std::atomic<bool> missing_{false};     // there is no library that would do
   std::atomic<State> state_{State::kNew};
 

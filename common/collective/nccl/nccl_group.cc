@@ -54,12 +54,11 @@ bool NcclGroup::step() {
         communicator_.check();
         return false;
       }
-      phase_ = Phase::kDone;
+      end();
       return true;
     case Phase::kLoad:
       if (!last_->happened()) return false;
-      on_host_ = &host_.plan(work_);
-      phase_ = Phase::kHost;
+      begin_exchange();
       return true;
     case Phase::kHost: {
       const bool moved = on_host_->step();
@@ -183,24 +182,55 @@ void NcclGroup::take_results() {
 
 void NcclGroup::begin_on_host() {
   const cuda::Device::Current current(device());
-  if (plan().collective != Collective::kSpread)
-    for (const Piece& piece : plan().pieces)
+  // What was packed in vain may still be under way.
+  if (last_) wait_for(communicator_.to_host(), communicator_.stream());
+  const ExchangePlan& tensors = plan();
+  if (tensors.collective == Collective::kAllreduce) {
+    on_block_ = tensors;
+    block_ = device().allocate(tensors.bytes());
+    Byte* at = block_.data;
+    for (Piece& piece : on_block_.pieces) {
+      copies_.add(at, work_.images->at(piece.in).in, piece.bytes);
+      piece.in = piece.out = at;
+      at += piece.bytes;
+    }
+  } else if (tensors.collective == Collective::kReduceScatter) {
+    for (const Piece& piece : tensors.pieces)
       copies_.add(const_cast<Byte*>(piece.in), work_.images->at(piece.in).in, piece.bytes);
+  }
   copies_.load(communicator_.to_host());
   last_ = device().record(communicator_.to_host());
   phase_ = Phase::kLoad;
 }
 
+void NcclGroup::begin_exchange() {
+  Work work = work_;
+  if (plan().collective == Collective::kAllreduce) work.plan = &on_block_;
+  on_host_ = &host_.plan(work);
+  phase_ = Phase::kHost;
+}
+
 void NcclGroup::finish_on_host() {
   on_host_ = nullptr;
-  phase_ = Phase::kDone;
-  if (plan().collective == Collective::kReduceScatter) return;
+  if (plan().collective == Collective::kReduceScatter) return end();
   const cuda::Device::Current current(device());
-  for (const Piece& piece : plan().collective == Collective::kSpread ? plan().result : plan().pieces)
-    copies_.add(work_.images->at(piece.out).out, piece.out, piece.bytes);
+  if (plan().collective == Collective::kSpread) {
+    for (const Piece& piece : plan().result) copies_.add(work_.images->at(piece.out).out, piece.out, piece.bytes);
+  } else {
+    for (size_t i = 0; i < plan().pieces.size(); ++i) {
+      const Piece& piece = plan().pieces[i];
+      copies_.add(work_.images->at(piece.out).out, on_block_.pieces[i].out, piece.bytes);
+    }
+  }
   copies_.store(device().to_device());
   last_ = device().record(device().to_device());
   phase_ = Phase::kFinish;
+}
+
+void NcclGroup::end() {
+  phase_ = Phase::kDone;
+  if (block_.data != nullptr) device().free(block_, nullptr);
+  block_ = cuda::Device::Block();
 }
 
 std::vector<int> NcclGroup::waiting_for() const {
@@ -218,7 +248,7 @@ void NcclGroup::abort() noexcept {
   } catch (const std::exception&) {
     // The device has failed: it touches nothing any more.
   }
-  phase_ = Phase::kDone;
+  end();
 }
 
 }  // namespace perseus

@@ -41,7 +41,9 @@ class NcclGroup final : public Group, private Operation {
   void launch() PERSEUS_REQUIRES(progress_lock);
   void take_results() PERSEUS_REQUIRES(progress_lock);
   void begin_on_host() PERSEUS_REQUIRES(progress_lock);
+  void begin_exchange() PERSEUS_REQUIRES(progress_lock);
   void finish_on_host() PERSEUS_REQUIRES(progress_lock);
+  void end() PERSEUS_REQUIRES(progress_lock);
   void wait_for(cuda::Handle stream, cuda::Handle earlier) PERSEUS_REQUIRES(progress_lock);
   cuda::Device& device() const PERSEUS_REQUIRES(progress_lock) { return work_.images->device(); }
   const ExchangePlan& plan() const PERSEUS_REQUIRES(progress_lock) { return *work_.plan; }
@@ -62,6 +64,9 @@ class NcclGroup final : public Group, private Operation {
   cuda::Copies copies_ PERSEUS_GUARDED_BY(progress_lock);
   std::shared_ptr<const cuda::Event> last_ PERSEUS_GUARDED_BY(progress_lock);  // behind all that was given to streams
   Operation* on_host_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
+  // Of an allreduce on the host, whose tensors have no images.
+  ExchangePlan on_block_ PERSEUS_GUARDED_BY(progress_lock);
+  cuda::Device::Block block_ PERSEUS_GUARDED_BY(progress_lock);
 };
 
 }  // namespace perseus
