@@ -73,7 +73,8 @@ def choose(
     for_host_only = set(by_device) == {"cpu"}
     if not by_device and accelerator is not None:
         others = {accelerator: usual if asked == "undefined" else asked}
-    # Like Perseus, gloo takes a GPU's tensors through host memory. NCCL is faster inside a host.
+    # Like Perseus, gloo takes a GPU's tensors through host memory. NCCL stays until both have been
+    # measured there.
     in_place = nvidia and set(others.items()) == {("cuda", "gloo")}
     if accelerator is None or in_place or for_host_only:
         chosen = f"cpu:{NAME}" if for_host_only and accelerator is not None else NAME
