@@ -19,6 +19,10 @@ std::string capitalised(Kind kind) {
 // Beyond any memory, and far from where products of sizes overflow.
 constexpr int64_t kMostElements = int64_t{1} << 48;
 
+[[noreturn]] void refuse_null(const char* name) {
+  refuse("[engine] '" + std::string(name) + "' has elements but no memory: its pointer is null");
+}
+
 void check_tensor(const Engine::Submission& s, const char* name, const Engine::Submission::Tensor& t) {
   int64_t count = 1, without_zeros = 1;
   for (int d = 0; d < t.ndim; ++d) {
@@ -30,8 +34,7 @@ void check_tensor(const Engine::Submission& s, const char* name, const Engine::S
   }
   const bool writes = s.kind == Kind::kAllreduce || s.kind == Kind::kBroadcast || s.kind == Kind::kReceive;
   const bool reads = s.kind != Kind::kReceive;
-  if (count > 0 && ((reads && t.in == nullptr) || (writes && t.out == nullptr)))
-    refuse("[engine] '" + std::string(name) + "' has elements but no memory: its pointer is null");
+  if (count > 0 && ((reads && t.in == nullptr) || (writes && t.out == nullptr))) refuse_null(name);
 }
 
 void check_dtype(DType dtype) {
@@ -81,8 +84,21 @@ void check_splits(const Engine::Submission& s, int ranks) {
            std::to_string(t.shape[0]) + ").");
 }
 
-void check_operation(const Engine::Submission& s, const std::vector<int>& ranks) {
+// Of a reduce-scatter every rank gets some rows, which may be none.
+void check_part(const Engine::Submission& s, const ProcessSet& group) {
+  const int64_t ranks = static_cast<int64_t>(group.ranks().size());
+  for (int i = 0; i < s.tensor_count; ++i) {
+    const Engine::Submission::Tensor& t = s.tensors[i];
+    const bool empty = std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim;
+    if (t.out == nullptr && !empty && t.ndim > 0 && scattered_rows(t.shape[0], ranks, group.index()) > 0)
+      refuse_null(s.name);
+  }
+}
+
+void check_operation(const Engine::Submission& s, const ProcessSet& group) {
+  const std::vector<int>& ranks = group.ranks();
   check_tensors(s);
+  if (s.kind == Kind::kReduceScatter) check_part(s, group);
   if (s.kind == Kind::kBroadcast && std::find(ranks.begin(), ranks.end(), s.root) == ranks.end())
     refuse("broadcast received invalid root rank " + std::to_string(s.root) + " for provided process set");
   if (s.kind == Kind::kAlltoall) check_splits(s, static_cast<int>(ranks.size()));
@@ -150,7 +166,7 @@ void describe(const Engine::Submission& s, Description* d) {
   d->ranks.assign(s.ranks, s.ranks + s.rank_count);
   d->nans.clear();
   d->flush = Flush::kNone;
-  d->warms_up = false;
+  d->warms_up = d->stays_on_device = false;
   d->outdated = 0;
   d->times = s.times;
   d->refusal = s.refusal == nullptr ? "" : s.refusal;
@@ -358,7 +374,7 @@ int64_t Engine::submit(const Submission& s) {
   if (is_point_to_point(s.kind)) return submit_point_to_point(s);
   if (s.name == nullptr || *s.name == '\0') refuse("[engine] a request needs a name");
   const std::shared_ptr<ProcessSet> group = find_group(s);
-  if (s.refusal == nullptr) check_operation(s, group->ranks());
+  if (s.refusal == nullptr) check_operation(s, *group);
   check_group_change(s, world_.size);
   const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
   const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec);

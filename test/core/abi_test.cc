@@ -226,6 +226,27 @@ void expect_unknown(perseus_context* context, perseus_handle handle) {
   EXPECT_EQ(perseus_handle_release(context, handle), PERSEUS_INVALID_ARGUMENT) << handle;
 }
 
+// A rank that gets rows of a reduce-scatter needs memory for them, and one that gets none does not.
+TEST(Tensors, ARequestWithoutMemoryForItsResultIsRefused) {
+  run_world(all_media()[0], 2, [](int rank, perseus_context* context) {
+    std::vector<float> in = {1.0F, 2.0F, 3.0F}, out(3);
+    for (const int64_t rows : {1, 3}) {
+      perseus_tensor tensor{in.data(), nullptr, &rows, 1, PERSEUS_FLOAT32};
+      const bool gets_rows = rows == 3 || rank == 0;
+      if (gets_rows) {
+        const Outcome outcome = run(context, request_of(PERSEUS_REDUCESCATTER, "scattered", &tensor, 1));
+        EXPECT_EQ(outcome.code, PERSEUS_INVALID_ARGUMENT);
+        EXPECT_EQ(outcome.message, "[engine] 'scattered' has elements but no memory: its pointer is null");
+        tensor.output = out.data();
+      }
+      EXPECT_EQ(run(context, request_of(PERSEUS_REDUCESCATTER, "scattered", &tensor, 1)).code, PERSEUS_OK);
+      if (gets_rows) {
+        EXPECT_EQ(out[0], rank == 0 ? 2.0F : 6.0F);
+      }
+    }
+  });
+}
+
 TEST(Handles, ThatWereNeverIssuedAreUnknown) {
   run_world(all_media()[0], 1, [](int, perseus_context* context) {
     expect_unknown(context, 7);  // before the first one

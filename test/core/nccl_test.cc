@@ -509,6 +509,34 @@ TEST(NcclFaults, ACollectiveThatHangsIsGivenUp) {
   EXPECT_EQ(standin_nccl_communicators(), 0);
 }
 
+// NCCL cannot be ended either, because something else on the GPU never ends: nobody waits for that for long.
+TEST(NcclFaults, AnAbortThatHangsHoldsNobody) {
+  const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
+  Barrier barrier(2);
+  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    DeviceCall warm(*first, rank, &gpu);
+    ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+    warm.finish(context);
+    barrier.wait();
+    standin_nccl_hold(1);
+    standin_nccl_hold_aborts(1);
+    DeviceCall call(*second, rank, &gpu);
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    standin_nccl_break(1);
+    const Outcome outcome = wait(context, call.handle(), 30'000);
+    EXPECT_EQ(outcome.code, PERSEUS_IO) << outcome.message;
+    EXPECT_EQ(standin_nccl_communicators(), 2);
+    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    barrier.wait();
+    standin_nccl_break(0);
+    standin_nccl_hold_aborts(0);
+    standin_nccl_hold(0);
+  });
+  while (standin_nccl_communicators() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 // A rank ends the world while the others' collectives are inside NCCL, or still wait for their turn.
 TEST(NcclFaults, TheWorldEndsWhileNcclWorks) {
   std::vector<std::unique_ptr<Operation>> operations;
@@ -531,7 +559,7 @@ TEST(NcclFaults, TheWorldEndsWhileNcclWorks) {
           ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
-        if (rank == 2) standin_nccl_break(6);
+        if (rank == 2) standin_nccl_break(3);
         for (DeviceCall& call : calls) {
           const Outcome outcome = wait(context, call.handle(), 30'000);
           EXPECT_NE(outcome.code, PERSEUS_OK);

@@ -39,7 +39,7 @@ constexpr size_t kHalfBytes = 128 << 10;
 constexpr char kNamePrefix[] = "/standin_nccl.";
 
 std::atomic<int> init_code{0}, async_code{0}, calls{0};
-std::atomic<bool> held{false};
+std::atomic<bool> held{false}, aborts_held{false};
 
 void pause() { std::this_thread::sleep_for(std::chrono::microseconds(30)); }
 
@@ -555,6 +555,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* result) {
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   const std::shared_ptr<Communicator> communicator = communicators().find(comm);
+  while (aborts_held) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (!communicator || !communicators().remove(comm)) return ncclInvalidArgument;
   communicator->end(kAborted);
   return ncclSuccess;
@@ -588,6 +589,7 @@ ncclResult_t ncclAllGather(const void* send, void* receive, size_t count, ncclDa
 void standin_nccl_fail_init(int code) { init_code = code; }
 void standin_nccl_break(int code) { async_code = code; }
 void standin_nccl_hold(int on) { held = on != 0; }
+void standin_nccl_hold_aborts(int on) { aborts_held = on != 0; }
 int standin_nccl_calls() { return calls; }
 int standin_nccl_communicators() {
   const std::lock_guard<std::mutex> lock(communicators().mutex);

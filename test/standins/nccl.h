@@ -71,6 +71,8 @@ void standin_nccl_fail_init(int code);
 void standin_nccl_break(int code);
 // While on, no collective of this process goes on or ends, unless it is aborted.
 void standin_nccl_hold(int on);
+// While on, ncclCommAbort does not return, as where something else on the GPU never ends.
+void standin_nccl_hold_aborts(int on);
 // How many collectives this process has begun.
 int standin_nccl_calls();
 // How many communicators this process has.

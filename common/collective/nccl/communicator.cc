@@ -310,11 +310,11 @@ void NcclCommunicator::take_leave() noexcept {
   }
 }
 
-void NcclCommunicator::abort() noexcept {
+bool NcclCommunicator::abort() noexcept {
   state_ = State::kRefused;
   turns_.clear();
   in_turn_ = false;
-  if (handle_ == nullptr) return;
+  if (handle_ == nullptr) return !stuck_;
   // On a thread of its own: it may wait for all that the GPU does, such as another library's kernel that never ends.
   struct Ending {
     std::mutex mutex;
@@ -336,11 +336,13 @@ void NcclCommunicator::abort() noexcept {
       ending->changed.notify_all();
     }).detach();
     std::unique_lock<std::mutex> lock(ending->mutex);
-    if (!ending->changed.wait_for(lock, kAbortPatience, [&] { return ending->over; })) device_->give_up();
+    stuck_ = !ending->changed.wait_for(lock, kAbortPatience, [&] { return ending->over; });
   } catch (const std::exception&) {
-    device_->give_up();  // no thread
+    stuck_ = true;  // no thread
   }
+  if (stuck_) device_->give_up();
   handle_ = nullptr;
+  return !stuck_;
 }
 
 }  // namespace perseus

@@ -66,8 +66,9 @@ class NcclCommunicator {
   const nccl::Library& library() const { return nccl::Library::get(path_); }
   // Members that are not known to have come as far as this one; for messages.
   std::vector<int> waiting_for(uint32_t stream) const PERSEUS_REQUIRES(progress_lock);
-  // Ends whatever is under way: when it returns, nothing of it touches memory any more.
-  void abort() noexcept PERSEUS_REQUIRES(progress_lock);
+  // Ends whatever is under way: when it returns true, nothing of it touches memory any more. False where the GPU does
+  // not get that far, because something else on it never ends.
+  bool abort() noexcept PERSEUS_REQUIRES(progress_lock);
 
  private:
   static constexpr int kNoDevice = -1;
@@ -107,6 +108,7 @@ class NcclCommunicator {
     bool by_nccl;
   };
   std::deque<Given> turns_ PERSEUS_GUARDED_BY(progress_lock);
+  bool stuck_ PERSEUS_GUARDED_BY(progress_lock) = false;  // abort() was in vain
   bool in_turn_ PERSEUS_GUARDED_BY(progress_lock) = false;
   // Of member 0, by stream: how many members could begin, and whether all of them with NCCL.
   std::vector<std::vector<bool>> waiting_ PERSEUS_GUARDED_BY(progress_lock);  // by stream and member

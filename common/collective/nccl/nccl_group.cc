@@ -241,10 +241,10 @@ std::vector<int> NcclGroup::waiting_for() const {
 void NcclGroup::abort() noexcept {
   if (phase_ == Phase::kHost) on_host_->abort();
   // What NCCL does is that of all streams, which end together.
-  communicator_.abort();
+  const bool over = communicator_.abort();
   copies_.clear();
   try {
-    if (last_) last_->wait();
+    if (last_ && over) last_->wait();
   } catch (const std::exception&) {
     // The device has failed: it touches nothing any more.
   }
