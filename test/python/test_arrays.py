@@ -59,12 +59,15 @@ def test_one_process_that_cannot_join_is_not_waited_for(nccl: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "has called NCCL" not in result.stdout
     said = "NCCL does not join the ranks of this host, whose tensors go through its memory: "
-    assert result.stderr.count(said + "unhandled system error (standin_nccl_fail_init())") == 1
+    worlds = 2
+    said += "unhandled system error (standin_nccl_fail_init())"
+    assert result.stderr.count(said) == worlds, result.stderr
 
 
 def test_missing_nccl_is_said_once_for_a_host(driver: Path) -> None:
     result = run_ranks(3, driver)
-    assert result.stderr.count("[nccl] NCCL cannot be opened") == 1, result.stderr
+    worlds = 2
+    assert result.stderr.count("[nccl] NCCL cannot be opened") == worlds, result.stderr
 
 
 def test_old_nccl_is_said_and_done_without(nccl: Path) -> None:
