@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/mutex.h"
 #include "base/processes.h"
 
 namespace perseus::nccl {
@@ -40,8 +41,13 @@ std::vector<std::string> candidates(const std::string& wanted) {
 }  // namespace
 
 const Library& Library::get(const std::string& wanted) {
-  static const Library library(wanted);  // an exception leaves it to the next call
-  return library;
+  // Not a static Library: an exception leaves it to the next call, for which threads may wait already, and
+  // ThreadSanitizer lets such waiters wait for ever.
+  static Mutex& mutex = *new Mutex;
+  static const Library* library = nullptr;
+  const MutexLock lock(mutex);
+  if (library == nullptr) library = new Library(wanted);
+  return *library;
 }
 
 template <typename Function>
