@@ -526,7 +526,8 @@ TEST(NcclFaults, AnAbortThatHangsHoldsNobody) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     standin_nccl_break(1);
     const Outcome outcome = wait(context, call.handle(), 30'000);
-    EXPECT_EQ(outcome.code, PERSEUS_IO) << outcome.message;
+    EXPECT_NE(outcome.code, PERSEUS_OK);
+    EXPECT_NE(outcome.message.find("[nccl] a collective inside this host"), std::string::npos) << outcome.message;
     EXPECT_EQ(standin_nccl_communicators(), 2);
     EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
     barrier.wait();
