@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/look_up.h"
 #include "base/mutex.h"
 #include "base/processes.h"
 #include "bootstrap/launcher_space.h"
@@ -76,23 +77,20 @@ void* open_library() {
                            "): put its directory into LD_LIBRARY_PATH, or start the job with perseusrun");
 }
 
-template <class Function>
-void look_up(void* handle, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(::dlsym(handle, name));
-  if (*function == nullptr) fail(ErrorKind::kIo, std::string("[rendezvous] ") + kLibrary + " has no " + name + kRemedy);
-}
-
 // Stays loaded: it has threads.
 Library load() {
   void* handle = open_library();
   Library library{};
-  look_up(handle, "PMIx_Init", &library.init);
-  look_up(handle, "PMIx_Finalize", &library.finalize);
-  look_up(handle, "PMIx_Put", &library.put);
-  look_up(handle, "PMIx_Commit", &library.commit);
-  look_up(handle, "PMIx_Fence_nb", &library.fence);
-  look_up(handle, "PMIx_Get_nb", &library.get);
-  look_up(handle, "PMIx_Error_string", &library.error_text);
+  const auto find = [handle](const char* name, auto* function) {
+    look_up(handle, std::string("[rendezvous] ") + kLibrary, name, "start the job with perseusrun", function);
+  };
+  find("PMIx_Init", &library.init);
+  find("PMIx_Finalize", &library.finalize);
+  find("PMIx_Put", &library.put);
+  find("PMIx_Commit", &library.commit);
+  find("PMIx_Fence_nb", &library.fence);
+  find("PMIx_Get_nb", &library.get);
+  find("PMIx_Error_string", &library.error_text);
   return library;
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "base/error.h"
+#include "base/look_up.h"
 
 namespace perseus::cuda {
 namespace {
@@ -26,14 +27,6 @@ const Driver& Driver::get() {
   return driver;
 }
 
-template <typename Function>
-void Driver::look_up(const char* name, Function* function) const {
-  *function = reinterpret_cast<Function>(::dlsym(library_, name));
-  if (*function == nullptr)
-    fail(ErrorKind::kIo,
-         "[cuda] " + path_ + " has no " + name + ": install a driver for CUDA " + version_text(kOldest) + " or newer");
-}
-
 Driver::Driver(const std::string& path) : path_(path), library_(::dlopen(path.c_str(), RTLD_NOW)) {
   if (library_ == nullptr) {
     const char* why = ::dlerror();
@@ -41,41 +34,45 @@ Driver::Driver(const std::string& path) : path_(path), library_(::dlopen(path.c_
                              (why == nullptr ? kName : why) +
                              "): install it, or put its directory into LD_LIBRARY_PATH");
   }
-  look_up("cuInit", &functions_.init);
-  look_up("cuDriverGetVersion", &functions_.driver_version);
-  look_up("cuGetErrorName", &functions_.error_name);
-  look_up("cuGetErrorString", &functions_.error_text);
+  const auto find = [this](const char* name, auto* function) {
+    look_up(library_, "[cuda] " + path_, name, "install a driver for CUDA " + version_text(kOldest) + " or newer",
+            function);
+  };
+  find("cuInit", &functions_.init);
+  find("cuDriverGetVersion", &functions_.driver_version);
+  find("cuGetErrorName", &functions_.error_name);
+  find("cuGetErrorString", &functions_.error_text);
   check(functions_.driver_version(&version_), "cuDriverGetVersion");
   if (version_ < kOldest)
     fail(ErrorKind::kIo, "[cuda] NVIDIA's driver serves CUDA " + version_text(version_) + ": install one for CUDA " +
                              version_text(kOldest) + " or newer");
-  look_up("cuDeviceGetCount", &functions_.device_count);
-  look_up("cuDeviceGet", &functions_.device_get);
-  look_up("cuDevicePrimaryCtxRetain", &functions_.retain_primary);
-  look_up("cuDevicePrimaryCtxRelease_v2", &functions_.release_primary);
-  look_up("cuCtxPushCurrent_v2", &functions_.push_context);
-  look_up("cuCtxPopCurrent_v2", &functions_.pop_context);
-  look_up("cuThreadExchangeStreamCaptureMode", &functions_.exchange_capture_mode);
-  look_up("cuDeviceGetUuid_v2", &functions_.device_uuid);
-  look_up("cuPointerGetAttribute", &functions_.pointer_attribute);
-  look_up("cuStreamCreateWithPriority", &functions_.stream_create);
-  look_up("cuStreamDestroy_v2", &functions_.stream_destroy);
-  look_up("cuStreamSynchronize", &functions_.stream_synchronize);
-  look_up("cuStreamWaitEvent", &functions_.stream_wait);
-  look_up("cuStreamIsCapturing", &functions_.stream_is_capturing);
-  look_up("cuEventCreate", &functions_.event_create);
-  look_up("cuEventDestroy_v2", &functions_.event_destroy);
-  look_up("cuEventRecord", &functions_.event_record);
-  look_up("cuEventQuery", &functions_.event_query);
-  look_up("cuEventSynchronize", &functions_.event_synchronize);
-  look_up("cuMemHostAlloc", &functions_.host_allocate);
-  look_up("cuMemFreeHost", &functions_.host_free);
-  look_up("cuMemAlloc_v2", &functions_.allocate);
-  look_up("cuMemFree_v2", &functions_.free);
-  look_up("cuMemcpyDtoHAsync_v2", &functions_.copy_to_host);
-  look_up("cuMemcpyHtoDAsync_v2", &functions_.copy_to_device);
-  look_up("cuMemcpyDtoDAsync_v2", &functions_.copy_on_device);
-  if (version_ >= kCopiesInBatches) look_up("cuMemcpyBatchAsync", &functions_.copy_batch);
+  find("cuDeviceGetCount", &functions_.device_count);
+  find("cuDeviceGet", &functions_.device_get);
+  find("cuDevicePrimaryCtxRetain", &functions_.retain_primary);
+  find("cuDevicePrimaryCtxRelease_v2", &functions_.release_primary);
+  find("cuCtxPushCurrent_v2", &functions_.push_context);
+  find("cuCtxPopCurrent_v2", &functions_.pop_context);
+  find("cuThreadExchangeStreamCaptureMode", &functions_.exchange_capture_mode);
+  find("cuDeviceGetUuid_v2", &functions_.device_uuid);
+  find("cuPointerGetAttribute", &functions_.pointer_attribute);
+  find("cuStreamCreateWithPriority", &functions_.stream_create);
+  find("cuStreamDestroy_v2", &functions_.stream_destroy);
+  find("cuStreamSynchronize", &functions_.stream_synchronize);
+  find("cuStreamWaitEvent", &functions_.stream_wait);
+  find("cuStreamIsCapturing", &functions_.stream_is_capturing);
+  find("cuEventCreate", &functions_.event_create);
+  find("cuEventDestroy_v2", &functions_.event_destroy);
+  find("cuEventRecord", &functions_.event_record);
+  find("cuEventQuery", &functions_.event_query);
+  find("cuEventSynchronize", &functions_.event_synchronize);
+  find("cuMemHostAlloc", &functions_.host_allocate);
+  find("cuMemFreeHost", &functions_.host_free);
+  find("cuMemAlloc_v2", &functions_.allocate);
+  find("cuMemFree_v2", &functions_.free);
+  find("cuMemcpyDtoHAsync_v2", &functions_.copy_to_host);
+  find("cuMemcpyHtoDAsync_v2", &functions_.copy_to_device);
+  find("cuMemcpyDtoDAsync_v2", &functions_.copy_on_device);
+  if (version_ >= kCopiesInBatches) find("cuMemcpyBatchAsync", &functions_.copy_batch);
 }
 
 int Driver::devices() const {

@@ -74,8 +74,6 @@ class Driver {
 
  private:
   explicit Driver(const std::string& path);
-  template <typename Function>
-  void look_up(const char* name, Function* function) const;
 
   const std::string path_;
   void* library_ = nullptr;  // stays open: frameworks use it, too

@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/look_up.h"
 #include "base/processes.h"
 
 namespace perseus::mpi {
@@ -93,13 +94,6 @@ std::unique_ptr<Library> Library::open() {
   return made;
 }
 
-template <typename Function>
-void Library::look_up(const char* name, Function* function) const {
-  *function = reinterpret_cast<Function>(::dlsym(library_, name));
-  if (*function == nullptr)
-    fail(ErrorKind::kIo, "[mpi] " + path_ + " has no " + name + ": install an Open MPI or MPICH that knows MPI 3.1");
-}
-
 Handle Library::at(const char* name) const {
   Handle found = ::dlsym(library_, name);
   if (found == nullptr) fail(ErrorKind::kIo, "[mpi] " + path_ + " has no " + name);
@@ -107,22 +101,25 @@ Handle Library::at(const char* name) const {
 }
 
 void Library::find_handles() {
-  look_up("MPI_Initialized", &functions_.initialized);
-  look_up("MPI_Finalized", &functions_.finalized);
-  look_up("MPI_Init_thread", &functions_.init);
-  look_up("MPI_Query_thread", &functions_.query_thread);
-  look_up("MPI_Comm_set_errhandler", &functions_.set_errors);
-  look_up("MPI_Error_string", &functions_.error_text);
-  look_up("MPI_Comm_rank", &functions_.rank);
-  look_up("MPI_Comm_size", &functions_.size);
-  look_up("MPI_Comm_idup", &functions_.duplicate);
-  look_up("MPI_Comm_free", &functions_.free);
-  look_up("MPI_Test", &functions_.test);
-  look_up("MPI_Iallreduce", &functions_.allreduce);
-  look_up("MPI_Ireduce_scatter", &functions_.reduce_scatter);
-  look_up("MPI_Ibcast", &functions_.broadcast);
-  look_up("MPI_Iallgatherv", &functions_.allgather);
-  look_up("MPI_Ialltoallv", &functions_.alltoall);
+  const auto find = [this](const char* name, auto* function) {
+    look_up(library_, "[mpi] " + path_, name, "install an Open MPI or MPICH that knows MPI 3.1", function);
+  };
+  find("MPI_Initialized", &functions_.initialized);
+  find("MPI_Finalized", &functions_.finalized);
+  find("MPI_Init_thread", &functions_.init);
+  find("MPI_Query_thread", &functions_.query_thread);
+  find("MPI_Comm_set_errhandler", &functions_.set_errors);
+  find("MPI_Error_string", &functions_.error_text);
+  find("MPI_Comm_rank", &functions_.rank);
+  find("MPI_Comm_size", &functions_.size);
+  find("MPI_Comm_idup", &functions_.duplicate);
+  find("MPI_Comm_free", &functions_.free);
+  find("MPI_Test", &functions_.test);
+  find("MPI_Iallreduce", &functions_.allreduce);
+  find("MPI_Ireduce_scatter", &functions_.reduce_scatter);
+  find("MPI_Ibcast", &functions_.broadcast);
+  find("MPI_Iallgatherv", &functions_.allgather);
+  find("MPI_Ialltoallv", &functions_.alltoall);
   const bool open_mpi = ::dlsym(library_, "ompi_mpi_comm_world") != nullptr;
   for (const TypeNames& type : kTypes)
     types_[static_cast<int>(type.dtype)] = open_mpi ? at(type.open_mpi) : handle(type.mpich);

@@ -72,8 +72,6 @@ class Library {
   Library() = default;
   void find_handles();
   void initialise() const;
-  template <typename Function>
-  void look_up(const char* name, Function* function) const;
   Handle at(const char* name) const;
 
   void* library_ = nullptr;  // stays open: MPI has threads, and what it calls when the process ends

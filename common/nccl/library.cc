@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/look_up.h"
 #include "base/mutex.h"
 #include "base/processes.h"
 
@@ -50,14 +51,6 @@ const Library& Library::get(const std::string& wanted) {
   return *library;
 }
 
-template <typename Function>
-void Library::look_up(const char* name, Function* function) const {
-  *function = reinterpret_cast<Function>(::dlsym(library_, name));
-  if (*function == nullptr)
-    fail(ErrorKind::kIo,
-         "[nccl] " + path_ + " has no " + name + ": install NCCL " + version_text(kOldest) + " or newer");
-}
-
 Library::Library(const std::string& wanted) {
   for (const std::string& path : candidates(wanted)) {
     library_ = ::dlopen(path.c_str(), RTLD_NOW);
@@ -70,21 +63,24 @@ Library::Library(const std::string& wanted) {
                              "): install nvidia-nccl-cu13 or nvidia-nccl-cu12, or name its libnccl.so.2 in "
                              "PERSEUS_NCCL_LIBRARY");
   }
-  look_up("ncclGetVersion", &functions_.version);
-  look_up("ncclGetErrorString", &functions_.error_text);
+  const auto find = [this](const char* name, auto* function) {
+    look_up(library_, "[nccl] " + path_, name, "install NCCL " + version_text(kOldest) + " or newer", function);
+  };
+  find("ncclGetVersion", &functions_.version);
+  find("ncclGetErrorString", &functions_.error_text);
   if (const Result result = functions_.version(&version_); result != kSuccess)
     fail(ErrorKind::kIo, "[nccl] ncclGetVersion of " + path_ + ": " + functions_.error_text(result));
   if (version_ < kOldest)
     fail(ErrorKind::kIo,
          "[nccl] " + path_ + " is NCCL " + version_text(version_) + ": install " + version_text(kOldest) + " or newer");
-  look_up("ncclGetLastError", &functions_.last_error);
-  look_up("ncclGetUniqueId", &functions_.unique_id);
-  look_up("ncclCommInitRankConfig", &functions_.join);
-  look_up("ncclCommGetAsyncError", &functions_.state);
-  look_up("ncclCommAbort", &functions_.abort);
-  look_up("ncclAllReduce", &functions_.allreduce);
-  look_up("ncclReduceScatter", &functions_.reduce_scatter);
-  look_up("ncclAllGather", &functions_.allgather);
+  find("ncclGetLastError", &functions_.last_error);
+  find("ncclGetUniqueId", &functions_.unique_id);
+  find("ncclCommInitRankConfig", &functions_.join);
+  find("ncclCommGetAsyncError", &functions_.state);
+  find("ncclCommAbort", &functions_.abort);
+  find("ncclAllReduce", &functions_.allreduce);
+  find("ncclReduceScatter", &functions_.reduce_scatter);
+  find("ncclAllGather", &functions_.allgather);
 }
 
 std::string Library::text_of(Result code, Handle communicator) const {

@@ -62,8 +62,6 @@ class Library {
 
  private:
   explicit Library(const std::string& wanted);
-  template <typename Function>
-  void look_up(const char* name, Function* function) const;
 
   std::string path_;
   void* library_ = nullptr;  // stays open: frameworks use it, too

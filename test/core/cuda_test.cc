@@ -328,23 +328,12 @@ TEST(Cuda, AJoinedRankGivesZeros) {
         for (int64_t i = 0; i < kCount; ++i)
           reinterpret_cast<float*>(data.view())[i] = static_cast<float>(i * (rank + 1));
       });
-      perseus_tensor tensor{data.pointer(), data.pointer(), &kCount, 1, PERSEUS_FLOAT32};
-      perseus_request request = request_of(PERSEUS_ALLREDUCE, "data", &tensor, 1);
-      request.op = PERSEUS_SUM;
-      request.memory = PERSEUS_CUDA;
-      request.device = rank;
-      request.stream = gpu.stream();
-      perseus_handle handle = 0;
-      ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
-      const Outcome outcome = wait(context, handle);
-      ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
-      ASSERT_EQ(perseus_handle_join(context, handle, gpu.stream()), PERSEUS_OK);
+      data.sum(context, gpu, "data", kCount);
       gpu.launch([&] {
         for (int64_t i = 0; i < kCount; ++i)
           ASSERT_EQ(reinterpret_cast<const float*>(data.view())[i], static_cast<float>(i * 3));
       });
       gpu.synchronize();
-      EXPECT_EQ(perseus_handle_release(context, handle), PERSEUS_OK);
     }
     ASSERT_EQ(submit(context, join, &joined).code, PERSEUS_OK);
     EXPECT_EQ(wait(context, joined).code, PERSEUS_OK);

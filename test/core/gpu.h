@@ -57,6 +57,21 @@ class DeviceArray {
   void* pointer() const { return reinterpret_cast<void*>(address_); }
   unsigned char* view() const { return static_cast<unsigned char*>(standin_view(address_)); }
   size_t bytes() const { return bytes_; }
+  // Sums its float32 elements with those of other ranks, in the order of the GPU's stream.
+  void sum(perseus_context* context, const Gpu& gpu, const char* name, int64_t count) {
+    perseus_tensor tensor{pointer(), pointer(), &count, 1, PERSEUS_FLOAT32};
+    perseus_request request = request_of(PERSEUS_ALLREDUCE, name, &tensor, 1);
+    request.op = PERSEUS_SUM;
+    request.memory = PERSEUS_CUDA;
+    request.device = gpu.device();
+    request.stream = gpu.stream();
+    perseus_handle handle = 0;
+    ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
+    const Outcome outcome = wait(context, handle);
+    ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+    ASSERT_EQ(perseus_handle_join(context, handle, gpu.stream()), PERSEUS_OK);
+    EXPECT_EQ(perseus_handle_release(context, handle), PERSEUS_OK);
+  }
 
  private:
   const size_t bytes_;

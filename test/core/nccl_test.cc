@@ -307,24 +307,13 @@ TEST(Nccl, AJoinedRankHasNothingOnItsGpu) {
         for (int64_t i = 0; i < kCount; ++i)
           reinterpret_cast<float*>(data.view())[i] = static_cast<float>(i * (rank + 1) + step);
       });
-      perseus_tensor tensor{data.pointer(), data.pointer(), &kCount, 1, PERSEUS_FLOAT32};
-      perseus_request request = request_of(PERSEUS_ALLREDUCE, "data", &tensor, 1);
-      request.op = PERSEUS_SUM;
-      request.memory = PERSEUS_CUDA;
-      request.device = rank;
-      request.stream = gpu.stream();
-      perseus_handle handle = 0;
-      ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
-      const Outcome outcome = wait(context, handle);
-      ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
-      ASSERT_EQ(perseus_handle_join(context, handle, gpu.stream()), PERSEUS_OK);
+      data.sum(context, gpu, "data", kCount);
       gpu.launch([&, step] {
         const float factor = step < 2 ? 3 : 1, more = static_cast<float>(step < 2 ? 2 * step : step);
         for (int64_t i = 0; i < kCount; ++i)
           ASSERT_EQ(reinterpret_cast<const float*>(data.view())[i], static_cast<float>(i) * factor + more) << step;
       });
       gpu.synchronize();
-      EXPECT_EQ(perseus_handle_release(context, handle), PERSEUS_OK);
     }
     perseus_handle joined = 0;
     ASSERT_EQ(submit(context, request_of(PERSEUS_JOIN, "join", nullptr, 0), &joined).code, PERSEUS_OK);
@@ -397,182 +386,6 @@ TEST(Nccl, ASchedulesBatchesAreRolledBack) {
       },
       options);
   EXPECT_GT(calls, 0);
-}
-
-// ---- faults ----
-
-// One that fails inside NCCL ends the world with NCCL's words.
-TEST(NcclFaults, AnErrorOfNcclEndsTheWorld) {
-  const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
-  Barrier barrier(2);
-  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
-    Gpu gpu(rank);
-    DeviceCall warm(*first, rank, &gpu);
-    ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
-    warm.finish(context);
-    barrier.wait();
-    standin_nccl_hold(1);
-    DeviceCall call(*second, rank, &gpu);
-    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    standin_nccl_break(1);
-    const Outcome outcome = wait(context, call.handle(), 30'000);
-    EXPECT_NE(outcome.code, PERSEUS_OK);
-    EXPECT_NE(outcome.message.find("[nccl] a collective inside this host"), std::string::npos) << outcome.message;
-    barrier.wait();
-    standin_nccl_break(0);
-    standin_nccl_hold(0);
-    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
-  });
-  EXPECT_EQ(standin_nccl_communicators(), 0);
-}
-
-// Another rank's tensor turns out to be on its CPU, and the GPU fails when its own is to be loaded after all.
-TEST(NcclFaults, AGpuFailsBeforeItsTensorIsLoaded) {
-  const auto operation = sum_of("unloaded", 2, 100'000);
-  Barrier barrier(2);
-  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
-    if (rank == 1) {
-      barrier.wait();
-      Call call(*operation, rank);
-      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
-      const Outcome outcome = wait(context, call.handle(), 30'000);
-      EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
-      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
-      barrier.wait();
-      return;
-    }
-    Gpu gpu(0);
-    DeviceCall call(*operation, rank, &gpu);
-    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
-    gpu.synchronize();
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that rank 1 knows of it
-    standin_break(700);
-    barrier.wait();
-    const Outcome outcome = wait(context, call.handle(), 30'000);
-    EXPECT_EQ(outcome.code, PERSEUS_IO) << outcome.message;
-    EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
-    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
-    barrier.wait();
-    standin_break(0);
-  });
-}
-
-// There is no room for the image of a shard: the world ends, and says why.
-TEST(NcclFaults, PageLockedMemoryIsUsedUp) {
-  const auto operation = sum_of("shard", 4, 100'000);
-  Barrier barrier(4);
-  run_world(
-      kOneHost, 4,
-      [&](int rank, perseus_context* context) {
-        Gpu gpu(rank);
-        DeviceCall call(*operation, rank, &gpu);
-        if (rank == 0) standin_allow_host_memory(0);
-        barrier.wait();
-        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
-        const Outcome outcome = wait(context, call.handle(), 30'000);
-        EXPECT_NE(outcome.message.find("bytes of page-locked memory: CUDA_ERROR_OUT_OF_MEMORY"), std::string::npos)
-            << outcome.message;
-        EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
-        barrier.wait();
-        if (rank == 0) standin_allow_host_memory(1 << 30);
-      },
-      hosts_of_two());
-}
-
-// Work that NCCL never ends meets the time limit, and nothing touches its memory after that.
-TEST(NcclFaults, ACollectiveThatHangsIsGivenUp) {
-  const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
-  WorldOptions options;
-  options.overrides = {"GLOO_TIMEOUT_SECONDS=1"};
-  Barrier barrier(2);
-  run_world(
-      kOneHost, 2,
-      [&](int rank, perseus_context* context) {
-        Gpu gpu(rank);
-        DeviceCall warm(*first, rank, &gpu);
-        ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
-        warm.finish(context);
-        barrier.wait();
-        standin_nccl_hold(1);
-        DeviceCall call(*second, rank, &gpu);
-        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
-        const Outcome outcome = wait(context, call.handle(), 30'000);
-        EXPECT_NE(outcome.code, PERSEUS_OK);
-        EXPECT_NE(outcome.message.find("no data to or from rank"), std::string::npos) << outcome.message;
-        EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
-        gpu.synchronize();
-        barrier.wait();
-        standin_nccl_hold(0);
-      },
-      options);
-  EXPECT_EQ(standin_nccl_communicators(), 0);
-}
-
-// NCCL cannot be ended either, because something else on the GPU never ends: nobody waits for that for long.
-TEST(NcclFaults, AnAbortThatHangsHoldsNobody) {
-  const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
-  Barrier barrier(2);
-  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
-    Gpu gpu(rank);
-    DeviceCall warm(*first, rank, &gpu);
-    ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
-    warm.finish(context);
-    barrier.wait();
-    standin_nccl_hold(1);
-    standin_nccl_hold_aborts(1);
-    DeviceCall call(*second, rank, &gpu);
-    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
-    std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    standin_nccl_break(1);
-    const Outcome outcome = wait(context, call.handle(), 30'000);
-    EXPECT_NE(outcome.code, PERSEUS_OK);
-    EXPECT_NE(outcome.message.find("[nccl] a collective inside this host"), std::string::npos) << outcome.message;
-    EXPECT_EQ(standin_nccl_communicators(), 2);
-    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
-    barrier.wait();
-    standin_nccl_break(0);
-    standin_nccl_hold_aborts(0);
-    standin_nccl_hold(0);
-  });
-  while (standin_nccl_communicators() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
-// A rank ends the world while the others' collectives are inside NCCL, or still wait for their turn.
-TEST(NcclFaults, TheWorldEndsWhileNcclWorks) {
-  std::vector<std::unique_ptr<Operation>> operations;
-  for (int i = 0; i < 8; ++i) operations.push_back(sum_of("t" + std::to_string(i), 3, 20'000 + i));
-  Barrier barrier(3);
-  WorldOptions options;
-  options.overrides = {"HOROVOD_FUSION_THRESHOLD=0"};
-  run_world(
-      kOneHost, 3,
-      [&](int rank, perseus_context* context) {
-        Gpu gpu(rank);
-        DeviceCall warm(*operations[0], rank, &gpu);
-        ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
-        warm.finish(context);
-        barrier.wait();
-        standin_nccl_hold(1);
-        std::deque<DeviceCall> calls;
-        for (const auto& operation : operations) {
-          calls.emplace_back(*operation, rank, &gpu);
-          ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
-        }
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));
-        if (rank == 2) standin_nccl_break(3);
-        for (DeviceCall& call : calls) {
-          const Outcome outcome = wait(context, call.handle(), 30'000);
-          EXPECT_NE(outcome.code, PERSEUS_OK);
-          EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
-        }
-        gpu.synchronize();
-        barrier.wait();
-        standin_nccl_break(0);
-        standin_nccl_hold(0);
-      },
-      options);
-  EXPECT_EQ(standin_nccl_communicators(), 0);
 }
 
 }  // namespace

@@ -1,0 +1,169 @@
+// NCCL that fails, hangs or cannot be ended, and GPUs and memory that fail it: nobody waits for ever.
+#include "gpu.h"
+#include "nccl.h"
+
+namespace {
+
+using namespace perseus_test;
+
+const Medium kOneHost{"shm", "shm"};
+
+// Two ranks whose communicator is there begin a sum that NCCL does not end: what they do meanwhile, and what they are
+// told.
+void hold_a_sum(const WorldOptions& options, const std::function<void()>& meanwhile,
+                const std::function<void(const Outcome&)>& check) {
+  const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
+  Barrier barrier(2);
+  run_world(
+      kOneHost, 2,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        DeviceCall warm(*first, rank, &gpu);
+        ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+        warm.finish(context);
+        barrier.wait();
+        standin_nccl_hold(1);
+        DeviceCall call(*second, rank, &gpu);
+        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+        meanwhile();
+        const Outcome outcome = wait(context, call.handle(), 30'000);
+        EXPECT_NE(outcome.code, PERSEUS_OK);
+        check(outcome);
+        EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+        barrier.wait();
+        standin_nccl_break(0);
+        standin_nccl_hold_aborts(0);
+        standin_nccl_hold(0);
+      },
+      options);
+}
+
+void break_nccl() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that the sum has begun
+  standin_nccl_break(1);
+}
+
+void expect_in(const Outcome& outcome, const char* text) {
+  EXPECT_NE(outcome.message.find(text), std::string::npos) << outcome.message;
+}
+
+TEST(NcclFaults, AnErrorOfNcclEndsTheWorld) {
+  hold_a_sum({}, break_nccl,
+             [](const Outcome& outcome) { expect_in(outcome, "[nccl] a collective inside this host"); });
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
+// Work that NCCL never ends meets the time limit, and nothing touches its memory after that.
+TEST(NcclFaults, ACollectiveThatHangsIsGivenUp) {
+  WorldOptions options;
+  options.overrides = {"GLOO_TIMEOUT_SECONDS=1"};
+  hold_a_sum(options, [] {}, [](const Outcome& outcome) { expect_in(outcome, "no data to or from rank"); });
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
+// NCCL cannot be ended either, because something else on the GPU never ends: nobody waits for that for long.
+TEST(NcclFaults, AnAbortThatHangsHoldsNobody) {
+  const auto hold_aborts_and_break = [] {
+    standin_nccl_hold_aborts(1);
+    break_nccl();
+  };
+  hold_a_sum({}, hold_aborts_and_break, [](const Outcome& outcome) {
+    expect_in(outcome, "[nccl] a collective inside this host");
+    EXPECT_EQ(standin_nccl_communicators(), 2);
+  });
+  while (standin_nccl_communicators() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// Another rank's tensor turns out to be on its CPU, and the GPU fails when its own is to be loaded after all.
+TEST(NcclFaults, AGpuFailsBeforeItsTensorIsLoaded) {
+  const auto operation = sum_of("unloaded", 2, 100'000);
+  Barrier barrier(2);
+  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
+    if (rank == 1) {
+      barrier.wait();
+      Call call(*operation, rank);
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      const Outcome outcome = wait(context, call.handle(), 30'000);
+      EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+      barrier.wait();
+      return;
+    }
+    Gpu gpu(0);
+    DeviceCall call(*operation, rank, &gpu);
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    gpu.synchronize();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // so that rank 1 knows of it
+    standin_break(700);
+    barrier.wait();
+    const Outcome outcome = wait(context, call.handle(), 30'000);
+    EXPECT_EQ(outcome.code, PERSEUS_IO) << outcome.message;
+    EXPECT_NE(outcome.message.find("CUDA_ERROR_ILLEGAL_ADDRESS"), std::string::npos) << outcome.message;
+    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    barrier.wait();
+    standin_break(0);
+  });
+}
+
+// There is no room for the image of a shard: the world ends, and says why.
+TEST(NcclFaults, PageLockedMemoryIsUsedUp) {
+  const auto operation = sum_of("shard", 4, 100'000);
+  WorldOptions options;
+  options.overrides = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=2"};
+  Barrier barrier(4);
+  run_world(
+      kOneHost, 4,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        DeviceCall call(*operation, rank, &gpu);
+        if (rank == 0) standin_allow_host_memory(0);
+        barrier.wait();
+        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+        const Outcome outcome = wait(context, call.handle(), 30'000);
+        EXPECT_NE(outcome.message.find("bytes of page-locked memory: CUDA_ERROR_OUT_OF_MEMORY"), std::string::npos)
+            << outcome.message;
+        EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+        barrier.wait();
+        if (rank == 0) standin_allow_host_memory(1 << 30);
+      },
+      options);
+}
+
+// A rank ends the world while the others' collectives are inside NCCL, or still wait for their turn.
+TEST(NcclFaults, TheWorldEndsWhileNcclWorks) {
+  std::vector<std::unique_ptr<Operation>> operations;
+  for (int i = 0; i < 8; ++i) operations.push_back(sum_of("t" + std::to_string(i), 3, 20'000 + i));
+  Barrier barrier(3);
+  WorldOptions options;
+  options.overrides = {"HOROVOD_FUSION_THRESHOLD=0"};
+  run_world(
+      kOneHost, 3,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        DeviceCall warm(*operations[0], rank, &gpu);
+        ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+        warm.finish(context);
+        barrier.wait();
+        standin_nccl_hold(1);
+        std::deque<DeviceCall> calls;
+        for (const auto& operation : operations) {
+          calls.emplace_back(*operation, rank, &gpu);
+          ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        if (rank == 2) standin_nccl_break(3);
+        for (DeviceCall& call : calls) {
+          const Outcome outcome = wait(context, call.handle(), 30'000);
+          EXPECT_NE(outcome.code, PERSEUS_OK);
+          EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+        }
+        gpu.synchronize();
+        barrier.wait();
+        standin_nccl_break(0);
+        standin_nccl_hold(0);
+      },
+      options);
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
+}  // namespace
