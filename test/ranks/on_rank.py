@@ -47,6 +47,8 @@ class OnRank:
     @pytest.fixture(scope="module", autouse=True)
     def _world(self, request: pytest.FixtureRequest) -> Iterator[None]:
         """The module's world, with the variables in its SETTINGS if it has any."""
+        from worlds import leave_world
+
         from perseus import basics, control
         from perseus.errors import HorovodInternalError
 
@@ -59,7 +61,7 @@ class OnRank:
         if basics.is_initialized():
             with contextlib.suppress(HorovodInternalError):  # of a world that a check has broken
                 control.gather_lines("", "end of checks")
-        basics.shutdown()
+        leave_world()
         _set_environment(before)
 
     @pytest.hookimpl(wrapper=True)

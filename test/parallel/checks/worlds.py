@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from perseus import basics, control
 
@@ -13,12 +14,23 @@ from perseus import basics, control
 def world_with(**settings: object) -> Iterator[None]:
     """A world of the same ranks with other settings; the old ones come back afterwards."""
     control.gather_lines("", "leaving")
-    basics.shutdown()
+    leave_world()
     os.environ.update({name: str(value) for name, value in settings.items()})
     basics.init()
     yield
     control.gather_lines("", "leaving")
-    basics.shutdown()
+    leave_world()
     for name in settings:
         del os.environ[name]
     basics.init()
+
+
+def leave_world() -> None:
+    """Shut down, and forget the errors of what was still under way and that nobody waits for.
+
+    MXNet would raise them in a later check, whose operations use the same temporary memory.
+    """
+    basics.shutdown()
+    if (mxnet := sys.modules.get("mxnet")) is not None:
+        with suppress(mxnet.base.MXNetError):
+            mxnet.nd.waitall()
