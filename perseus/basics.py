@@ -20,6 +20,7 @@ from perseus.errors import NOT_INITIALIZED, HorovodInternalError, Initialization
 if TYPE_CHECKING:
     from perseus import _core
     from perseus.run.bootstrap.identity import Identity
+    from perseus.run.bootstrap.membership import Membership
     from perseus.run.bootstrap.rendezvous import Rendezvous
 
 
@@ -69,6 +70,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     from perseus.run.bootstrap.identity import identify
 
     try:
+        if (member := membership()) is not None:  # an elastic job: perseusrun numbers the ranks
+            _world.epoch = member.join().epoch
         identity = identify()
         _check_comm(comm, identity.size)
         rendezvous = _rendezvous(identity)
@@ -93,6 +96,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     except (ValueError, RuntimeError) as error:
         shutdown()
         raise InitializationError(f"Horovod initialization failed: {error}") from None
+
+
+def membership() -> Membership | None:
+    """Return this process's membership in an elastic job of perseusrun; None in any other job."""
+    from perseus.run.bootstrap.membership import membership
+
+    return membership()
 
 
 def launched_context(job: str, environment: Mapping[str, str]) -> _core.Context:

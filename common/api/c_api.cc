@@ -21,6 +21,7 @@ struct perseus_context {
 };
 struct perseus_store_server {
   std::unique_ptr<perseus::StoreServer> server;
+  std::string host, secret;
 };
 
 namespace {
@@ -41,6 +42,9 @@ static_assert(static_cast<int>(perseus::CodecWish::kLowRank) == PERSEUS_CODEC_PO
 static_assert(static_cast<int>(perseus::CodecWish::kLossless) == PERSEUS_CODEC_LOSSLESS, "same numbers");
 static_assert(perseus::kAutoCodecs == PERSEUS_SPEEDS_CODECS, "same size");
 static_assert(static_cast<int>(perseus::GradientOutcome::kSkipped) == PERSEUS_GRADIENT_SKIPPED, "same numbers");
+
+// For the server of this process, on however busy a machine.
+constexpr int64_t kStoreAnswer = 10 * perseus::kSecond;
 
 thread_local std::string last_error;
 
@@ -149,14 +153,29 @@ perseus_code perseus_store_server_create(const char* host, int port, int next_fr
                                          size_t secret_size, perseus_store_server** out) {
   return guarded([&] {
     auto made = std::make_unique<perseus_store_server>();
-    made->server =
-        perseus::StoreServer::listen(host == nullptr ? "" : host, port, next_free != 0, text_of(secret, secret_size));
+    made->host = host == nullptr ? "" : host;
+    made->secret = text_of(secret, secret_size);
+    made->server = perseus::StoreServer::listen(made->host, port, next_free != 0, made->secret);
     *out = made.release();
     return PERSEUS_OK;
   });
 }
 
 int perseus_store_server_port(const perseus_store_server* server) { return server->server->port(); }
+perseus_code perseus_store_server_abandon(perseus_store_server* server, const char* job, unsigned epoch, int rank,
+                                          const char* why) {
+  return guarded([&] {
+    perseus::World world;
+    world.job = job;
+    world.epoch = epoch;
+    world.rank = rank;
+    const std::string host = server->host.empty() ? "127.0.0.1" : server->host;
+    const int64_t deadline = perseus::now_ns() + kStoreAnswer;
+    perseus::abandon_start(*perseus::connect_store(host, server->server->port(), server->secret, deadline), world, why);
+    return PERSEUS_OK;
+  });
+}
+
 void perseus_store_server_destroy(perseus_store_server* server) { delete server; }
 
 // ---- context ----

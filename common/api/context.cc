@@ -127,12 +127,20 @@ std::string first_difference(const std::string& a, const std::string& b) {
   return line(a) + " against " + line(b);
 }
 
+std::string prefix_of(const World& world) { return world.job + "/" + std::to_string(world.epoch) + "/"; }
+
+std::string entry_key(const World& world) { return prefix_of(world) + "rank/" + std::to_string(world.rank); }
+
 // Kernels are the process's, not the context's: only an explicit wish changes them.
 void force_variant(const Config& config) {
   if (config.choice<Simd>() != Simd::kAuto) kernels::select_variant(config.text(Var::kSimd).c_str());
 }
 
 }  // namespace
+
+void abandon_start(Store& store, const World& world, const std::string& why) {
+  store.set(entry_key(world), kGaveUp + why);
+}
 
 Context::Context(const ContextOptions& options)
     : world_(options.world),
@@ -173,7 +181,7 @@ void Context::exchange_entries(Store& store, const ContextOptions& options, int6
   std::memcpy(&number, random_bytes(sizeof number).data(), sizeof number);
   const std::string ours =
       kEntry + world_.version + "\n" + host_identity() + "\n" + std::to_string(number) + "\n" + settings;
-  store.set(entry_key(world_.rank), ours);
+  store.set(entry_key(world_), ours);
   std::vector<std::string> hosts(static_cast<size_t>(world_.size));
   const auto on_entry = [&](int rank, const std::string& entry) {
     hosts[rank] = read_entry(store, options, rank, entry, settings);
@@ -247,9 +255,7 @@ void Context::report_missing(Store& store, const ContextOptions& options, std::v
   fail(ErrorKind::kTimeout, text);
 }
 
-std::string Context::job_prefix() const { return world_.job + "/" + std::to_string(world_.epoch) + "/"; }
-
-std::string Context::entry_key(int rank) const { return job_prefix() + "rank/" + std::to_string(rank); }
+std::string Context::job_prefix() const { return prefix_of(world_); }
 
 // Throws the error of this start, after the others can read it. One that has come later must not wait for us here: we
 // may be waiting in the next epoch already.
@@ -261,7 +267,7 @@ void Context::give_up(Store& store, const Error& error) {
   // A wrong setting is the same for all, and they say so themselves.
   if (error.kind() != ErrorKind::kInvalidArgument) {
     try {
-      store.set(entry_key(world_.rank), kGaveUp + text);
+      abandon_start(store, world_, text);
     } catch (const Error&) {
       // The server is gone, and the others know.
     }

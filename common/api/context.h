@@ -26,6 +26,10 @@ struct ContextOptions {
   std::function<bool()> interrupted;
 };
 
+// Ends the start of a world for all that still wait for its rank, which will not come. Throws Error when the store does
+// not answer.
+void abandon_start(Store& store, const World& world, const std::string& why);
+
 class Context {
  public:
   // Blocks until the world is complete or the start timeout passes; throws Error, naming missing ranks.
@@ -51,7 +55,6 @@ class Context {
  private:
   void exchange_entries(Store& store, const ContextOptions& options, int64_t deadline_ns);
   std::string job_prefix() const;
-  std::string entry_key(int rank) const;
   [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);
   [[noreturn]] void give_up(Store& store, const Error& error);
   std::string reason_of_another(Store& store) const;

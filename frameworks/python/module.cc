@@ -37,6 +37,14 @@ class StoreServer {
   StoreServer& operator=(const StoreServer&) = delete;
 
   int port() const { return port_; }
+  void abandon(const std::string& job, unsigned epoch, int rank, const std::string& why) {
+    perseus_code code = PERSEUS_OK;
+    {
+      py::gil_scoped_release release;
+      code = perseus_store_server_abandon(raw_, job.c_str(), epoch, rank, why.c_str());
+    }
+    check(code);
+  }
   void close() {
     perseus_store_server* server = std::exchange(raw_, nullptr);
     if (server == nullptr) return;
@@ -142,6 +150,8 @@ PYBIND11_MODULE(_core, module) {
       .def(py::init<const std::string&, int, bool, const py::bytes&>(), py::arg("host") = "", py::arg("port") = 0,
            py::arg("next_free") = false, py::arg("secret") = py::bytes())
       .def_property_readonly("port", &StoreServer::port)
+      .def("abandon", &StoreServer::abandon, py::arg("job"), py::arg("epoch"), py::arg("rank"), py::arg("why"),
+           "Ends the start of a world for all ranks that still wait for one that will not come.")
       .def("close", &StoreServer::close);
   module.def(
       "launched_store", &launched_store,

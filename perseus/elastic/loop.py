@@ -20,10 +20,11 @@ _log = logging.getLogger(__name__)
 # A rank that was late for one start, or saw another rank leave in the middle of it, catches up with
 # the others: a start that one rank gave up ends at once for ranks that arrive later.
 _STARTS = 3
+_ELASTIC_STARTS = 20  # perseusrun starts the next world at once, without the ranks that have died
 
 
 def reset() -> None:
-    """Leave the world and join the next one: the same ranks, one epoch later.
+    """Leave the world and join the next one: the same ranks, or those that perseusrun chooses.
 
     Process sets that were given to init() get their ids again, unless sets are dynamic: then the
     script registers the sets that it needs in a reset callback, as with Horovod. The other ranks
@@ -31,15 +32,16 @@ def reset() -> None:
     """
     sets = process_sets.static_sets()
     basics.shutdown_for_next()
-    for attempt in range(1, _STARTS + 1):
+    starts = _STARTS if basics.membership() is None else _ELASTIC_STARTS
+    for attempt in range(1, starts + 1):
         try:
             basics.init(process_sets=sets)
             residuals.hand_over_known()
             return
         except InitializationError as error:
-            if attempt == _STARTS:
+            if attempt == starts:
                 raise
-            _log.warning("[elastic] start %d of %d failed: %s", attempt, _STARTS, error)
+            _log.warning("[elastic] start %d of %d failed: %s", attempt, starts, error)
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
@@ -80,7 +82,14 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     if not skip_sync:
                         # sync() sends the saved values, which must therefore be the present ones.
                         state.save()
+                member = basics.membership()
+                if member is not None:
+                    member.will_sync = not skip_sync
                 reset()
+                place = None if member is None else member.place
+                if skip_sync and place is not None and place.sync:  # others lack the state
+                    state.save()
+                    skip_sync = False
                 new_world = True
         finally:
             notification_manager.remove_listener(state)

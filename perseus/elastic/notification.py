@@ -10,6 +10,8 @@ import threading
 from enum import IntFlag
 from typing import Protocol
 
+from perseus import basics
+
 
 class HostUpdateResult(IntFlag):
     """How the set of hosts changed; several updates are combined with |."""
@@ -44,9 +46,9 @@ class WorkerNotificationManager:
     ) -> None:
         """Called by run() before the first world's training; may be called again.
 
-        Without an address there is nobody to subscribe to, as in Horovod: news come through
-        handle_hosts_updated() alone. ValueError for an address: perseusrun's worlds keep their
-        hosts, and no other launcher's service is spoken to. Source: horovod.runner.elastic.worker.
+        In an elastic job of perseusrun, its news come to handle_hosts_updated(). In any other job
+        there is nobody to subscribe to. ValueError for an address: no other launcher's service is
+        spoken to. Source: horovod.runner.elastic.worker.
         """
         if rendezvous_addr is not None:
             raise ValueError(
@@ -54,6 +56,11 @@ class WorkerNotificationManager:
                 "Perseus of hosts; leave rendezvous_addr out and call handle_hosts_updated() where "
                 "hosts come or go"
             )
+        if (member := basics.membership()) is not None:
+            member.on_news = self._on_news
+
+    def _on_news(self, timestamp: float, change: int) -> None:
+        self.handle_hosts_updated(timestamp, HostUpdateResult(change))
 
     def register_listener(self, listener: Listener) -> None:
         """Tell `listener` of every change from now on."""

@@ -7,7 +7,8 @@ has been silent, and one waits for each rank.
 
 Protocol: standard input carries one line of JSON with the job, followed by lines END (send SIGTERM
 to all ranks, and SIGKILL after the grace period) or KILL. End of file means END. Standard output
-carries MARK and then frames, each a FRAME header (kind, rank, size) and its content. If a host or a
+carries MARK and then frames, each a FRAME header (kind, rank, size) and its content. END and KILL
+may name one rank: END 3. If a host or a
 network fails, neither side sees an end of file, so both sides send heartbeats: perseusrun sends
 empty lines, the agent sends ALIVE frames. If nothing arrives for as long as the program's argument
 says, in seconds, that means END as well; 0 disables the check. A line WAIT suspends it until the
@@ -15,6 +16,10 @@ next line, because perseusrun itself is being stopped.
 
 In a job with a call (of perseus.run() in Python), every rank gets that call on standard input and
 writes its result to the descriptor that ANSWER_VARIABLE names.
+
+If the job has the name of a variable as "control", every rank gets a socket whose descriptor that
+variable names. A line TELL 3 TEXT writes TEXT to rank 3, and what a rank writes comes in CONTROL
+frames.
 """
 
 from __future__ import annotations
@@ -40,6 +45,7 @@ from typing import Any, BinaryIO
 MARK = b"\0perseusrun agent\0"  # precedes the frames, because a login shell may print text first
 FRAME = struct.Struct(">cII")
 HELLO, OUT, ERR, ANSWER, EXIT, FAILED, ALIVE = b"h", b"o", b"e", b"a", b"x", b"f", b"l"
+CONTROL = b"c"
 ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
 GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
@@ -74,7 +80,11 @@ class Rank:
     """One rank: a process that leads its own session, and the pipes of its output."""
 
     def __init__(
-        self, rank: int, process: subprocess.Popen[bytes], answer: BinaryIO | None
+        self,
+        rank: int,
+        process: subprocess.Popen[bytes],
+        answer: BinaryIO | None,
+        control: socket.socket | None,
     ) -> None:
         self.rank = rank
         self.process = process
@@ -82,6 +92,17 @@ class Rank:
         self.pipes: list[tuple[bytes, Any]] = [(OUT, process.stdout), (ERR, process.stderr)]
         if answer is not None:
             self.pipes.append((ANSWER, answer))
+        self._control = control
+        if control is not None:
+            self.pipes.append((CONTROL, control))
+
+    def tell(self, text: bytes) -> None:
+        """Write a line to the rank's socket, unless it is gone or has not read for very long."""
+        if self._control is not None:
+            try:
+                self._control.send(text + b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:
+                pass
 
     def has_leftovers(self) -> bool:
         """Return whether processes of its group still run besides the leader, which has ended."""
@@ -200,12 +221,24 @@ class Agent:
         return True
 
     def _listen(self, lines: Iterator[bytes]) -> None:
-        for command in lines:
+        for line in lines:
+            command, _, rest = line.partition(b" ")
+            number, _, text = rest.partition(b" ")
+            only = self._find(number)
+            if rest and only is None:
+                continue
             if command == b"KILL":
-                self._kill(signal.SIGKILL)
+                self._kill(signal.SIGKILL, only)
+            elif command == b"END" and only is not None:
+                self._end_one(only)
             elif command == b"END":
                 self._end()
+            elif command == b"TELL" and only is not None:
+                only.tell(text)
         self._end()
+
+    def _find(self, number: bytes) -> Rank | None:
+        return next((rank for rank in self._ranks if b"%d" % rank.rank == number), None)
 
     def _watch(self) -> None:
         """End all ranks and this process once perseusrun has been silent for too long."""
@@ -223,14 +256,17 @@ class Agent:
     def _end(self) -> None:
         if not self._ending:
             self._ending = True
-            self._kill(signal.SIGTERM)
-            timer = threading.Timer(self._grace, self._kill, (signal.SIGKILL,))
-            timer.daemon = True
-            timer.start()
+            self._end_one(None)
 
-    def _kill(self, number: int) -> None:
+    def _end_one(self, only: Rank | None) -> None:
+        self._kill(signal.SIGTERM, only)
+        timer = threading.Timer(self._grace, self._kill, (signal.SIGKILL, only))
+        timer.daemon = True
+        timer.start()
+
+    def _kill(self, number: int, only: Rank | None = None) -> None:
         with self._lock:
-            self._signal(number)
+            self._signal(number, only)
 
     def _signal(self, number: int, only: Rank | None = None) -> None:
         for rank in self._ranks:
@@ -305,6 +341,8 @@ class Agent:
             data = os.read(pipe.fileno(), _CHUNK)
         except BlockingIOError:
             return False
+        except ConnectionResetError:  # of a socket whose rank has ended without reading everything
+            data = b""
         if data:
             self._report(kind, rank.rank, data)
         else:
@@ -329,10 +367,15 @@ def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]
     call = None if job["call"] is None else _file_with(base64.b64decode(job["call"]))
     inherited: list[int] = []
     answer: BinaryIO | None = None
+    control: socket.socket | None = None
     try:
+        if job["control"]:
+            control, end = socket.socketpair()
+            inherited.append(end.detach())
+            environment[job["control"]] = str(inherited[-1])
         if call is not None:
-            end, descriptor = os.pipe()
-            answer = os.fdopen(end, "rb", buffering=0)
+            reading, descriptor = os.pipe()
+            answer = os.fdopen(reading, "rb", buffering=0)
             inherited.append(descriptor)
             environment[ANSWER_VARIABLE] = str(descriptor)
         parent = os.getpid()
@@ -353,7 +396,7 @@ def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]
             call.close()
         for descriptor in inherited:
             os.close(descriptor)
-    return Rank(entry["rank"], process, answer)
+    return Rank(entry["rank"], process, answer, control)
 
 
 def _file_with(data: bytes) -> Any:

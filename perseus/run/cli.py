@@ -17,7 +17,10 @@ from perseus.installed import require
 from perseus.run import mpirun, settings
 from perseus.run.bootstrap.start_settings import start_timeout
 from perseus.run.check_build import report
-from perseus.run.hosts import Host, parse_hostfile, parse_hosts, place
+from perseus.run.elastic import flags as elastic_flags
+from perseus.run.elastic.driver import ElasticLauncher
+from perseus.run.elastic.flags import elasticity, given_hosts, is_elastic
+from perseus.run.hosts import Host, place
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
 from perseus.version import __version__
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.mpi:
             mpirun.start(job, shlex.split(given.mpi_args or ""))
-        return Launcher(job).run()
+        return _launcher(given, job).run()
     except LaunchError as error:
         return _complain(str(error), error.code)
 
@@ -62,7 +65,6 @@ def _job(given: argparse.Namespace) -> Job:
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.mpi_args is not None and not given.mpi:
         raise ValueError("--mpi-args needs --mpi: they are arguments of mpirun")
-    hosts, ranks = _where(given)
     if not command:
         raise ValueError("no command given: expected one such as perseusrun -np 2 python train.py")
     if given.horovod:
@@ -74,7 +76,7 @@ def _job(given: argparse.Namespace) -> Job:
         flags.setdefault("PERSEUS_LOG_LEVEL", "info")
     return Job(
         command=command,
-        slots=place(hosts, ranks),
+        slots=[] if is_elastic(given) else place(*_where(given)),
         start_timeout=given.start_timeout or start_timeout(),
         ssh_port=given.ssh_port,
         ssh_identity_file=given.ssh_identity_file,
@@ -87,13 +89,15 @@ def _job(given: argparse.Namespace) -> Job:
     )
 
 
+def _launcher(given: argparse.Namespace, job: Job) -> Launcher:
+    if not is_elastic(given):
+        return Launcher(job)
+    return ElasticLauncher(job, elasticity(given))
+
+
 def _where(given: argparse.Namespace) -> tuple[list[Host], int]:
     """Return the hosts and the total number of ranks."""
-    hosts = None
-    if given.hostfile is not None:
-        hosts = parse_hostfile(given.hostfile)
-    elif given.hosts is not None:
-        hosts = parse_hosts(given.hosts)
+    hosts = given_hosts(given)
     ranks = given.num_proc
     if given.npernode is not None:  # as in mpirun, it overrides the slots of the hosts
         hosts = [Host(host.name, given.npernode) for host in hosts or [Host("localhost", 1)]]
@@ -192,12 +196,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="'...'",
         help="more arguments of mpirun, such as --mpi-args='-x A --mca b c'",
     )
+    elastic_flags.add_to(parser)
     where = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     where.add_argument(
         "-H", "--hosts", metavar="host:slots,...", help="default localhost:N; slots default to 1"
     )
     where.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="lines 'host slots=n', 'host:n' or 'host'"
+    )
+    where.add_argument(
+        "--host-discovery-script",
+        metavar="FILE",
+        help="elastic: an executable that prints 'host' or 'host:slots' lines; runs every second",
     )
     ssh = parser.add_argument_group("ssh (host names are passed on exactly as written)")
     ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of every host")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from perseus.run.bootstrap.membership import CONTROL_VARIABLE
 from perseus.run.hosts import Slot
 
 _IDENTITY = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
@@ -24,6 +25,8 @@ _OF_AN_OUTER_JOB = {
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HOROVOD_HOSTNAME",
     "_HOROVOD_SECRET_KEY",
+    "HOROVOD_ELASTIC",
+    CONTROL_VARIABLE,
     "TORCHELASTIC_RUN_ID",  # removed, so that it shows a torchrun that was started inside of a rank
 }
 
@@ -69,6 +72,11 @@ def of_interfaces(interfaces: list[str]) -> dict[str, str]:
         return {}
     names = ("PERSEUS_GLOO_NETWORK_INTERFACE", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
     return dict.fromkeys(names, ",".join(interfaces))
+
+
+def of_process(host: str) -> dict[str, str]:
+    """Return the variables of a process of an elastic job, which gets its identity later."""
+    return {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": host}
 
 
 def of_rank(slot: Slot, size: int) -> dict[str, str]:

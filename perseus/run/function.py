@@ -18,6 +18,14 @@ from typing import Any, NoReturn
 from perseus.compat.common.command import WITHOUT_HOROVOD, is_aliased, with_alias
 from perseus.objects import dumps, loads
 from perseus.run.bootstrap.start_settings import start_timeout as usual_start_timeout
+from perseus.run.elastic.discovery import (
+    FixedHosts,
+    HostDiscovery,
+    HostDiscoveryFunction,
+    HostDiscoveryScript,
+)
+from perseus.run.elastic.driver import Elasticity, ElasticLauncher
+from perseus.run.elastic.flags import checked_elasticity
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
@@ -26,7 +34,6 @@ from perseus.run.launch import Launcher
 # pickled exception or None).
 RETURNED, FAILED = b"r", b"f"
 
-_ELASTIC = "is for elastic jobs, which Perseus does not start yet: give num_proc alone"
 _TRACE_HEAD = "Traceback (most recent call last):\n"
 _HOROVOD_HINT = (
     "the function imports horovod, which is not installed: start this program with "
@@ -50,7 +57,7 @@ def run(
     cooldown_range: Any = None,
     hosts: str | None = None,
     hostfile: str | None = None,
-    host_discovery_script: str | None = None,
+    host_discovery_script: str | Callable[[], dict[str, int]] | None = None,
     start_timeout: int | None = None,
     ssh_port: int | None = None,
     ssh_identity_file: str | None = None,
@@ -78,7 +85,13 @@ def run(
     ssh_port, ssh_identity_file, output_filename, verbose: as for perseusrun's flags.
     network_interfaces: names, in a list or separated by commas.
     executable: the Python that runs the ranks; default: the one that runs this process.
-    np, network_interface: deprecated names of num_proc and network_interfaces.
+    min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script: make the
+        job elastic, as perseusrun's flags --min-np, --max-np, --slots-per-host, --reset-limit,
+        --blacklist-cooldown-range and --host-discovery-script do; the first or the last one is
+        enough. host_discovery_script may also be a function that returns {host: slots}, which is
+        called once a second. The results are those of the last world's ranks.
+    np, min_np, max_np, network_interface: deprecated names of num_proc, min_num_proc, max_num_proc
+        and network_interfaces.
     disable_cache, use_gloo: have no effect, because nothing is cached, and gloo means the built-in
         backend.
 
@@ -87,31 +100,33 @@ def run(
     signal handlers are installed.
 
     Raises RuntimeError if a rank fails, with the rank's traceback in the message and its exception
-    as the cause, or if ranks cannot be started; ValueError for inconsistent arguments;
-    NotImplementedError for elastic jobs (min_num_proc, max_num_proc, slots, reset_limit,
-    cooldown_range, host_discovery_script) and for use_mpi and mpi_args.
+    as the cause, or if ranks cannot be started; an elastic job goes on without ranks that fail, as
+    long as enough are left. ValueError for inconsistent arguments; NotImplementedError for use_mpi
+    and mpi_args.
     """
-    elastic = {
-        "min_num_proc": min_num_proc,
-        "max_num_proc": max_num_proc,
-        "min_np": min_np,
-        "max_np": max_np,
-        "slots": slots,
-        "reset_limit": reset_limit,
-        "cooldown_range": cooldown_range,
-        "host_discovery_script": host_discovery_script,
-    }
-    for name, value in elastic.items():
-        if value is not None:
-            raise NotImplementedError(f"[run] {name} {_ELASTIC}")
     if use_gloo and use_mpi:
         raise ValueError("[run] use_gloo and use_mpi: expected one of them, or none")
     for name, given in (("use_mpi", use_mpi), ("mpi_args", mpi_args)):
         if given:
             raise NotImplementedError(f"[run] {name}: {_MPI}")
-    if np is not None:
-        warnings.warn("np is deprecated: use num_proc", DeprecationWarning, stacklevel=2)
-        num_proc = np
+    for old, count in (("np", np), ("min_np", min_np), ("max_np", max_np)):
+        if count is not None:
+            new = old.replace("np", "num_proc")
+            warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
+    num_proc = num_proc if np is None else np
+    min_num_proc = min_num_proc if min_np is None else min_np
+    max_num_proc = max_num_proc if max_np is None else max_np
+    elasticity = None
+    if min_num_proc is not None or host_discovery_script is not None:
+        elasticity = checked_elasticity(
+            _discovery(host_discovery_script, slots, hosts, hostfile, max_num_proc or num_proc),
+            max(num_proc, min_num_proc or 1),
+            min_num_proc,
+            max_num_proc,
+            timeout=None,
+            reset_limit=reset_limit,
+            cooldown=cooldown_range,
+        )
     if network_interface is not None:
         warnings.warn(
             "network_interface is deprecated: use network_interfaces",
@@ -123,7 +138,7 @@ def run(
     call = dumps((func, tuple(args), dict(kwargs or {})))
     job = Job(
         command=with_alias(command) if is_aliased() else command,
-        slots=_placed(hosts, hostfile, num_proc),
+        slots=[] if elasticity is not None else _placed(hosts, hostfile, num_proc),
         start_timeout=start_timeout or usual_start_timeout(),
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
@@ -133,17 +148,37 @@ def run(
         verbose=bool(verbose),
         call=dumps((None if executable else sys.path, call)),
     )
-    return _results(job)
+    return _results(job, elasticity)
 
 
 def _placed(hosts: str | None, hostfile: str | None, ranks: int) -> list[Slot]:
     if ranks < 1:
         raise ValueError(f"[run] num_proc={ranks}: expected 1 or more")
+    return place(_hosts(hosts, hostfile, ranks), ranks)
+
+
+def _hosts(hosts: str | None, hostfile: str | None, ranks: int) -> list[Host]:
     if hosts is not None and hostfile is not None:
         raise ValueError("[run] hosts and hostfile: expected one of them, or none")
     if hostfile is not None:
-        return place(parse_hostfile(hostfile), ranks)
-    return place([Host("localhost", ranks)] if hosts is None else parse_hosts(hosts), ranks)
+        return parse_hostfile(hostfile)
+    return [Host("localhost", ranks)] if hosts is None else parse_hosts(hosts)
+
+
+def _discovery(
+    script: str | Callable[[], dict[str, int]] | None,
+    slots: int | None,
+    hosts: str | None,
+    hostfile: str | None,
+    ranks: int,
+) -> HostDiscovery:
+    if script is None:
+        return FixedHosts(_hosts(hosts, hostfile, ranks))
+    if hosts is not None or hostfile is not None:
+        raise ValueError("[run] host_discovery_script does not go with hosts and hostfile")
+    if callable(script):
+        return HostDiscoveryFunction(script)
+    return HostDiscoveryScript(script, slots)
 
 
 def _names(interfaces: str | Iterable[str] | None) -> list[str]:
@@ -169,12 +204,16 @@ class _Answers:
         return memoryview(self.of_rank[rank])[1:]
 
 
-def _results(job: Job) -> list[Any]:
+def _results(job: Job, elasticity: Elasticity | None) -> list[Any]:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()  # the ranks' output must come after this process's
     answers = _Answers()
-    launcher = Launcher(job, answers.on_answer)
+    launcher = (
+        Launcher(job, answers.on_answer)
+        if elasticity is None
+        else ElasticLauncher(job, elasticity, answers.on_answer)
+    )
     try:
         launcher.run()
     except LaunchError as error:
@@ -186,34 +225,35 @@ def _results(job: Job) -> list[Any]:
         signal.raise_signal(launcher.signalled)  # for the handler that this process has for it
         raise RuntimeError(f"[run] ended by {signal.Signals(launcher.signalled).name}")
     if launcher.first_failure is not None:
-        _raise_failure(job, answers, *launcher.first_failure)
-    for slot in job.slots:
-        if slot.rank not in answers.of_rank:
+        _raise_failure(launcher, answers, *launcher.first_failure)
+    numbers = launcher.ranks()
+    for number in numbers:
+        if number not in answers.of_rank:
             raise RuntimeError(
-                f"[run] rank {slot.rank} on {slot.host} ended without a result: the function left "
-                f"by sys.exit() or os._exit()"
+                f"[run] {launcher.name_of(number)} ended without a result: the function left by "
+                f"sys.exit() or os._exit()"
             )
-    return [loads(answers.content(slot.rank)) for slot in job.slots]
+    return [loads(answers.content(number)) for number in numbers]
 
 
-def _raise_failure(job: Job, answers: _Answers, rank: int, status: int) -> NoReturn:
+def _raise_failure(launcher: Launcher, answers: _Answers, number: int, status: int) -> NoReturn:
     """Raise RuntimeError for the rank that failed first: others may have failed because of it."""
-    if rank not in answers.of_rank:
+    if number not in answers.of_rank:
         raise RuntimeError(
-            f"[run] rank {rank} on {job.slots[rank].host} ended with exit code {status} and "
-            f"without a result; what it printed comes before"
+            f"[run] {launcher.name_of(number)} ended with exit code {status} and without a result; "
+            f"what it printed comes before"
         )
     if not answers.failures:
         raise RuntimeError(
-            f"[run] rank {rank} on {job.slots[rank].host} had its result and then ended with exit "
-            f"code {status}; what it printed comes before"
+            f"[run] {launcher.name_of(number)} had its result and then ended with exit code "
+            f"{status}; what it printed comes before"
         )
     # Ranks may exit in another order than the one in which they failed, as each one cleans up.
-    rank = answers.failures[0]
-    trace, cause = _failure_in(answers.content(rank))
+    number = answers.failures[0]
+    trace, cause = _failure_in(answers.content(number))
     if WITHOUT_HOROVOD in trace:
         trace += f"({_HOROVOD_HINT})\n"
-    raise RuntimeError(f"[run] rank {rank} on {job.slots[rank].host} failed:\n{trace}") from cause
+    raise RuntimeError(f"[run] {launcher.name_of(number)} failed:\n{trace}") from cause
 
 
 def _failure_in(content: memoryview) -> tuple[str, BaseException | None]:

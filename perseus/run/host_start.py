@@ -8,11 +8,12 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from perseus.run import environment
 from perseus.run.bootstrap.addresses import interface_address, is_own_address, source_address
+from perseus.run.bootstrap.membership import CONTROL_VARIABLE
 from perseus.run.job import Job, LaunchError
 from perseus.run.link import HostLink, real_name
 
@@ -41,7 +42,7 @@ def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
 
 def threads_per_rank(host: HostLink) -> int:
     """Return OMP_NUM_THREADS for the ranks of a host: its cores / its ranks, at least 1."""
-    return max(1, cores(host) // len(host.slots))
+    return max(1, cores(host) // host.shared_by)
 
 
 def cores(host: HostLink) -> int:
@@ -49,32 +50,34 @@ def cores(host: HostLink) -> int:
     return int(_hello(host)["cores"])
 
 
-def start_messages(
-    job: Job, hosts: Sequence[HostLink], common: dict[str, str], *, share_cores: bool
-) -> Iterator[tuple[HostLink, bytes]]:
-    """Yield each host with the line of JSON that has its agent start the ranks.
+def start_message(
+    job: Job,
+    host: HostLink,
+    ranks: Sequence[tuple[int, dict[str, str]]],
+    common: dict[str, str],
+    threads: int | None,
+    *,
+    control: bool = False,
+) -> bytes:
+    """Return the line of JSON that has an agent start processes.
 
-    common: variables that all ranks get. share_cores: set OMP_NUM_THREADS to threads_per_rank().
+    ranks: the number and the own variables of each process. common: variables that all of them get.
+    threads: OMP_NUM_THREADS; None leaves it as it is. control: whether each gets a socket.
     Raises LaunchError if the current directory does not exist any more.
     """
-    directory = _current_directory()
-    call = None if job.call is None else base64.b64encode(job.call).decode()
-    for host in hosts:
-        threads = {"OMP_NUM_THREADS": str(threads_per_rank(host))} if share_cores else {}
-        base = environment.local_base if host.local else environment.remote_base
-        message = {
-            "command": job.command,
-            "directory": directory,
-            "call": call,
-            "grace": job.grace,
-            "keep_environment": not host.local,
-            "environment": base(os.environ) | common | threads,
-            "ranks": [
-                {"rank": slot.rank, "environment": environment.of_rank(slot, len(job.slots))}
-                for slot in host.slots
-            ],
-        }
-        yield host, json.dumps(message).encode() + b"\n"
+    base = environment.local_base if host.local else environment.remote_base
+    shared = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    message = {
+        "command": job.command,
+        "directory": _current_directory(),
+        "call": None if job.call is None else base64.b64encode(job.call).decode(),
+        "grace": job.grace,
+        "keep_environment": not host.local,
+        "control": CONTROL_VARIABLE if control else None,
+        "environment": base(os.environ) | common | shared,
+        "ranks": [{"rank": number, "environment": variables} for number, variables in ranks],
+    }
+    return json.dumps(message).encode() + b"\n"
 
 
 def _hello(host: HostLink) -> dict[str, Any]:

@@ -71,6 +71,29 @@ def parse_hostfile(path: str) -> list[Host]:
     return _merge(hosts)
 
 
+def parse_discovered(text: str, slots: int | None, script: str) -> list[Host]:
+    """Parse what a script that discovers hosts prints: lines 'host' or 'host:2', none or more.
+
+    slots: of a host without a number. Raises ValueError, which names the script and the line.
+    """
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.strip()
+        if not content:
+            continue
+        where = f"--host-discovery-script {script}, line {number}"
+        host = _parse_host(content, where)
+        if not re.search(r":[0-9]+$", content):
+            if slots is None:
+                raise ValueError(
+                    f"{where}: '{content}' has no number of slots: print name:slots, or give "
+                    f"--slots-per-host"
+                )
+            host = Host(host.name, slots)
+        hosts.append(host)
+    return _merge(hosts)
+
+
 def place(hosts: list[Host], ranks: int) -> list[Slot]:
     """Assign ranks to hosts in the order of the hosts; each host is filled before the next one.
 

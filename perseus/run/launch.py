@@ -60,6 +60,7 @@ class Launcher:
         self._heartbeat_ends = threading.Event()
         self._core: Any = None
         self._server: Any = None
+        self._secret = secrets.token_hex(32)
 
     def run(self) -> int:
         """Run the job and return the launcher's exit status.
@@ -79,13 +80,9 @@ class Launcher:
     def _run(self) -> None:
         try:
             self._core = checked_core(self._job.flags)
-            self._open_streams()
-            self._connect()
+            self._prepare()
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
-            self._loop(lambda: all(host.hello is not None for host in self._hosts))
-            if not self._ending:
-                self._start_ranks()
-            self._loop(lambda: False)
+            self._start_and_wait()
         finally:
             self._heartbeat_ends.set()
             for host in self._hosts:
@@ -116,7 +113,7 @@ class Launcher:
             return 0
         rank, status = self.first_failure
         self._print(
-            f"{self._name(rank)} was the first to fail, with exit code {status}"
+            f"{self.name_of(rank)} was the first to fail, with exit code {status}"
             + (f" ({signal.Signals(status - 128).name})" if _is_signal(status) else "")
             + self._earlier_exit()
         )
@@ -134,14 +131,33 @@ class Launcher:
             f" (and {len(self._succeeded) - 1} more after it)" if len(self._succeeded) > 1 else ""
         )
         return (
-            f"; {self._name(rank)} had left {self._failed_at - moment:.1f} s earlier, with exit "
+            f"; {self.name_of(rank)} had left {self._failed_at - moment:.1f} s earlier, with exit "
             f"code 0{others}"
         )
 
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} on {self._job.slots[rank].host}"
+    def name_of(self, number: int) -> str:
+        """Return the name of a process for messages: its rank and its host."""
+        return f"rank {number} on {self._job.slots[number].host}"
+
+    def ranks(self) -> list[int]:
+        """Return the numbers of the processes, ordered by rank."""
+        return [slot.rank for slot in self._job.slots]
 
     # ---- starting --------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Start what the job needs before its first event."""
+        for slot in self._job.slots:
+            self._open_streams(slot.rank, slot.rank)
+        for name in dict.fromkeys(slot.host for slot in self._job.slots):
+            self._connect(name, [slot.rank for slot in self._job.slots if slot.host == name])
+
+    def _start_and_wait(self) -> None:
+        """Start the ranks once all hosts have answered, and return when everything has ended."""
+        self._loop(lambda: all(host.hello is not None for host in self._hosts))
+        if not self._ending:
+            self._start_ranks()
+        self._loop(lambda: False)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signalled is not None:
@@ -163,47 +179,43 @@ class Launcher:
             for host in self._hosts:
                 host.send_heartbeat()
 
-    def _open_streams(self) -> None:
-        width = len(str(len(self._job.slots) - 1))
-        for slot in self._job.slots:
-            for kind, fd, name in ((agent.OUT, STDOUT, "stdout"), (agent.ERR, STDERR, "stderr")):
-                file = None
-                if self._job.output_directory is not None:
-                    directory = Path(self._job.output_directory) / f"rank.{slot.rank:0{width}}"
-                    try:
-                        directory.mkdir(parents=True, exist_ok=True)
-                        file = (directory / name).open("wb", buffering=0)
-                    except OSError as error:
-                        raise LaunchError(
-                            f"--output-filename {directory}: {error.strerror}"
-                        ) from None
-                look = self._look_for_horovod if fd == STDERR else None
-                stream = Stream(self._console, slot.rank, fd, self._job.timestamps, file, look=look)
-                self._streams[slot.rank, kind] = stream
+    def _open_streams(self, number: int, rank: int) -> None:
+        """Open the output of a process. number: which one; rank: what stands before its lines."""
+        width = len(str(len(self._job.slots) - 1)) if self._job.slots else 1
+        for kind, fd, name in ((agent.OUT, STDOUT, "stdout"), (agent.ERR, STDERR, "stderr")):
+            file = None
+            if self._job.output_directory is not None:
+                directory = Path(self._job.output_directory) / f"rank.{number:0{width}}"
+                try:
+                    directory.mkdir(parents=True, exist_ok=True)
+                    file = (directory / name).open("wb", buffering=0)
+                except OSError as error:
+                    raise LaunchError(f"--output-filename {directory}: {error.strerror}") from None
+            look = self._look_for_horovod if fd == STDERR else None
+            stream = Stream(self._console, rank, fd, self._job.timestamps, file, look=look)
+            self._streams[number, kind] = stream
 
     def _look_for_horovod(self, line: bytes) -> None:
         self._lacks_horovod = self._lacks_horovod or WITHOUT_HOROVOD.encode() in line
 
-    def _connect(self) -> None:
-        for name in dict.fromkeys(slot.host for slot in self._job.slots):
-            slots = [slot for slot in self._job.slots if slot.host == name]
-            local = is_local(name)
-            command = local_command() if local else self._ssh_command(name)
-            if self._job.verbose:
-                self._print(
-                    f"{name}: ranks {slots[0].rank}-{slots[-1].rank}: {shlex.join(command)}"
-                )
-            try:
-                host = HostLink(name, slots, local, command)
-            except OSError as error:
-                raise LaunchError(f"{command[0]}: {error.strerror}", 127) from None
-            self._hosts.append(host)
-            for pipe, act in (
-                (host.process.stdout, self._on_stdout),
-                (host.process.stderr, self._on_stderr),
-            ):
-                self._selector.register(_opened(pipe), selectors.EVENT_READ, (act, host))
-        self._start_by = time.monotonic() + self._job.start_timeout
+    def _connect(self, name: str, numbers: list[int]) -> HostLink:
+        """Start the agent that will run these processes on a host."""
+        local = is_local(name)
+        command = local_command() if local else self._ssh_command(name)
+        if self._job.verbose:
+            self._print(f"{name}: ranks {numbers[0]}-{numbers[-1]}: {shlex.join(command)}")
+        try:
+            host = HostLink(name, numbers, local, command)
+        except OSError as error:
+            raise LaunchError(f"{command[0]}: {error.strerror}", 127) from None
+        host.start_by = time.monotonic() + self._job.start_timeout
+        self._hosts.append(host)
+        for pipe, act in (
+            (host.process.stdout, self._on_stdout),
+            (host.process.stderr, self._on_stderr),
+        ):
+            self._selector.register(_opened(pipe), selectors.EVENT_READ, (act, host))
+        return host
 
     def _ssh_command(self, name: str) -> list[str]:
         job = self._job
@@ -218,26 +230,53 @@ class Launcher:
 
     def _start_ranks(self) -> None:
         job, hosts = self._job, self._hosts
-        secret = secrets.token_hex(32)
         address = host_start.store_address(hosts, job.interfaces)
+        self._serve(address)
+        if job.verbose and self._shares_cores():
+            self._print_threads()
+        common = environment.of_job(
+            address, self._server.port, self._secret, job.interfaces, job.flags
+        )
+        for host in hosts:
+            ranks = [
+                (slot.rank, environment.of_rank(slot, len(job.slots)))
+                for slot in job.slots
+                if slot.host == host.name
+            ]
+            self._start_on(host, ranks, common)
+
+    def _serve(self, address: str) -> None:
+        """Start the store, through which the ranks find each other."""
         try:
-            self._server = self._core.StoreServer(address, 0, False, secret.encode())
+            self._server = self._core.StoreServer(address, 0, False, self._secret.encode())
         except (RuntimeError, OSError) as error:
             raise LaunchError(str(error)) from None
-        share_cores = not os.environ.get("OMP_NUM_THREADS")
-        if job.verbose:
+        if self._job.verbose:
             self._print(f"store at {address}:{self._server.port}")
-            if share_cores:
-                self._print_threads()
-        common = environment.of_job(address, self._server.port, secret, job.interfaces, job.flags)
-        for host, message in host_start.start_messages(job, hosts, common, share_cores=share_cores):
-            host.send(message)
-            host.alive_at = time.monotonic()
+
+    @staticmethod
+    def _shares_cores() -> bool:
+        return not os.environ.get("OMP_NUM_THREADS")
+
+    def _start_on(
+        self,
+        host: HostLink,
+        ranks: list[tuple[int, dict[str, str]]],
+        common: dict[str, str],
+        *,
+        control: bool = False,
+    ) -> None:
+        threads = host_start.threads_per_rank(host) if self._shares_cores() else None
+        host.send(
+            host_start.start_message(self._job, host, ranks, common, threads, control=control)
+        )
+        host.given_job = True
+        host.alive_at = time.monotonic()
 
     def _print_threads(self) -> None:
         threads = ", ".join(
             f"{host_start.threads_per_rank(host)} on {host.name} "
-            f"({host_start.cores(host)} / {len(host.slots)})"
+            f"({host_start.cores(host)} / {host.shared_by})"
             for host in self._hosts
         )
         self._print(f"OMP_NUM_THREADS = cores / ranks as it was not set: {threads}")
@@ -246,7 +285,7 @@ class Launcher:
 
     def _loop(self, done: Callable[[], bool]) -> None:
         """Handle events until done() is true or every agent has ended."""
-        while not done() and not all(host.gone for host in self._hosts):
+        while not done() and not self._has_ended():
             # Right after this process was stopped, select() may not report what has arrived.
             before = time.monotonic()
             events = self._selector.select(self._seconds_to_deadline())
@@ -262,15 +301,24 @@ class Launcher:
             self._check_deadlines()
             self._give_up_silent_hosts(before)
 
-    def _seconds_to_deadline(self) -> float:
+    def _has_ended(self) -> bool:
+        return all(host.gone for host in self._hosts)
+
+    def _deadlines(self) -> list[float]:
+        """Return when to wake up, in time.monotonic() seconds, even if nothing happens."""
         deadlines = [due for stream in self._streams.values() if (due := stream.due())]
         deadlines += [self._kill_at] if self._kill_at else []
-        deadlines += [self._start_by] if not self._started() else []
+        deadlines += [host.start_by for host in self._silent_since_start()]
         deadlines += [host.alive_at + self._job.silence for host in self._monitored_hosts()]
+        return deadlines
+
+    def _seconds_to_deadline(self) -> float:
+        deadlines = self._deadlines()
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
 
-    def _started(self) -> bool:
-        return all(host.hello is not None for host in self._hosts)
+    def _silent_since_start(self) -> list[HostLink]:
+        """Return the hosts that have not answered yet."""
+        return [host for host in self._hosts if host.hello is None and not host.gone]
 
     def _check_deadlines(self) -> None:
         """Act on deadlines that have passed and on signals that have arrived."""
@@ -280,13 +328,11 @@ class Launcher:
                 stream.show_rest()
         if self.signalled is not None or self._console.broken:
             self._end()
-        if not self._started() and now >= self._start_by and not self._ending:
-            late = ", ".join(host.name for host in self._hosts if host.hello is None)
-            self._fail(
-                LaunchError(
-                    f"no answer from {late} within {self._job.start_timeout} s (--start-timeout)"
-                )
-            )
+        late = [host for host in self._silent_since_start() if now >= host.start_by]
+        if late and not self._ending:
+            names = ", ".join(host.name for host in late)
+            error = f"no answer from {names} within {self._job.start_timeout} s (--start-timeout)"
+            self._on_lost_hosts(late, LaunchError(error))
         if self._kill_at and now >= self._kill_at:
             for host in self._hosts:
                 host.kill()
@@ -303,13 +349,12 @@ class Launcher:
         """
         for host in self._monitored_hosts():
             if now >= host.alive_at + self._job.silence:
-                self._fail(
-                    LaunchError(
-                        f"{host.name}: no sign of life for {self._job.silence:g} s while ranks "
-                        f"{sorted(host.running)} ran: the host or the network to it is down; its "
-                        f"ranks end by themselves"
-                    )
+                error = LaunchError(
+                    f"{host.name}: no sign of life for {self._job.silence:g} s while ranks "
+                    f"{sorted(host.running)} ran: the host or the network to it is down; its "
+                    f"ranks end by themselves"
                 )
+                self._on_lost_hosts([host], error)
                 host.kill()
 
     def _on_stdout(self, host: HostLink, data: bytes) -> None:
@@ -322,10 +367,12 @@ class Launcher:
                 self._on_answer(rank, content)
             elif kind == agent.EXIT:
                 self._rank_exited(host, rank, int(content))
+            elif kind == agent.CONTROL:
+                self._on_control(rank, content)
             elif kind == agent.FAILED:
                 code, _, text = content.decode(errors="replace").partition(" ")
                 where = "" if host.local else f" (on {host.name})"
-                self._fail(LaunchError(text + where, int(code)))
+                self._on_unstartable(LaunchError(text + where, int(code)))
         if not data:
             self._agent_ended(host)
 
@@ -370,7 +417,18 @@ class Launcher:
                     f"; 'ssh {host.name}' shows why: accept the key there if the host is new, or "
                     f"give --ssh-accept-new-keys"
                 )
-            self._fail(LaunchError(fact))
+            self._on_lost_hosts([host], LaunchError(fact))
+
+    def _on_lost_hosts(self, hosts: list[HostLink], error: LaunchError) -> None:
+        """Handle hosts that cannot be reached, or not any more."""
+        self._fail(error)
+
+    def _on_unstartable(self, error: LaunchError) -> None:
+        """Handle that an agent could not start a process; it then ends."""
+        self._fail(error)
+
+    def _on_control(self, number: int, data: bytes) -> None:
+        """Handle what a process of an elastic job has written to its socket."""
 
     def _fail(self, error: LaunchError) -> None:
         if self._error is None and not self._ending:

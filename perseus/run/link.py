@@ -18,7 +18,6 @@ from typing import IO, Any
 
 from perseus.run import agent
 from perseus.run.bootstrap.addresses import is_own_address
-from perseus.run.hosts import Slot
 
 _KILL_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
@@ -27,12 +26,15 @@ SILENCE_SECONDS = 30.0
 class HostLink:
     """The connection to the agent of one host, and what is known about it and its ranks."""
 
-    def __init__(self, name: str, slots: list[Slot], local: bool, command: list[str]) -> None:
+    def __init__(self, name: str, numbers: list[int], local: bool, command: list[str]) -> None:
+        """Start an agent by a command. numbers: those of the processes that it will run."""
         self.name = name
-        self.slots = slots
         self.local = local
         self.hello: dict[str, Any] | None = None
-        self.running = {slot.rank for slot in slots}
+        self.running = set(numbers)
+        self.shared_by = len(numbers)  # the ranks among which the host's cores are divided
+        self.start_by = float("inf")  # when the agent must have answered
+        self.given_job = False
         self.gone = False  # the agent has ended
         self.alive_at = float("inf")  # time of the last sign of life, once the agent has a job
         self._sending = threading.Lock()

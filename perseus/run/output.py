@@ -150,14 +150,18 @@ class Stream:
         every line as well. look: is called with every whole line.
         """
         self._console = console
-        self._rank = rank
         self._fd = fd
-        self._prefix = b"[%d]<%s>:" % (rank, _NAMES[fd])
+        self.rename(rank)
         self._timestamps = timestamps
         self._file = file
         self._look = look
         self._rest = b""
         self._due: float | None = None  # when to show an unfinished line on a terminal
+
+    def rename(self, rank: int) -> None:
+        """Put another rank before the lines from now on."""
+        self._rank = rank
+        self._prefix = b"[%d]<%s>:" % (rank, _NAMES[self._fd])
 
     def feed(self, data: bytes) -> None:
         """Add output of the rank; print the lines that it completes."""

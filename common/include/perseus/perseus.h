@@ -140,6 +140,10 @@ typedef struct perseus_store_server perseus_store_server;
 PERSEUS_EXPORT perseus_code perseus_store_server_create(const char* host, int port, int next_free, const void* secret,
                                                         size_t secret_size, perseus_store_server** server);
 PERSEUS_EXPORT int perseus_store_server_port(const perseus_store_server* server);
+/* Ends the start of a world for all ranks that still wait for `rank` in it, which will not come: they get an error that
+ * quotes `why`. job, epoch: see perseus_context_options. Does nothing to a world that has begun. */
+PERSEUS_EXPORT perseus_code perseus_store_server_abandon(perseus_store_server* server, const char* job, unsigned epoch,
+                                                         int rank, const char* why);
 PERSEUS_EXPORT void perseus_store_server_destroy(perseus_store_server* server);
 
 /* ---- context ---------------------------------------------------------------------------------------------------- */

@@ -1,0 +1,477 @@
+"""Runs an elastic job: worlds of ranks that follow each other while hosts and ranks come and go.
+
+The processes of a job have numbers, which are never used twice; a process may be another rank in
+every world. All its ranks leave a world when one of them fails, or at a commit after hosts have
+changed. Each then asks to join the next world, which begins once every living rank of the last one
+has asked. New processes start in the background and are announced to the ranks when they have
+asked, so nobody waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from perseus.run import agent, environment, host_start
+from perseus.run.elastic.discovery import HostDiscovery, Watch
+from perseus.run.elastic.ranking import Candidate, ranked
+from perseus.run.elastic.slots import Place, UsableSlots
+from perseus.run.hosts import Host, Slot
+from perseus.run.job import Job, LaunchError
+from perseus.run.launch import Launcher
+from perseus.run.link import HostLink
+
+_REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
+_PING_SECONDS = 1.0
+_DEAF_SECONDS = 5.0  # without an answer to a ping, while others wait for the next world
+_WARN_SECONDS = 30.0
+_REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
+_WORLD = "world"  # the job of basics.init()
+_OUTPUTS = (agent.OUT, agent.ERR)
+
+
+@dataclass(frozen=True)
+class Elasticity:
+    """How many ranks an elastic job has, where they come from, and when it gives up.
+
+    start: the ranks to start with. least, most: the ranks of any world; most = None: all slots.
+    timeout: seconds to wait for `start` or `least` ranks. reset_limit: the number of worlds after
+    the first; None = any. cooldown: see UsableSlots.
+    """
+
+    discovery: HostDiscovery
+    start: int
+    least: int
+    most: int | None = None
+    timeout: float = 600.0
+    reset_limit: int | None = None
+    cooldown: tuple[float, float] | None = None
+
+
+@dataclass
+class _Process:
+    number: int
+    place: Place
+    host: HostLink
+    epoch: int = -1  # of the last world that it was in
+    rank: int = -1  # in that world
+    request: dict[str, Any] | None = None  # to join the next world
+    dismissed: bool = False  # told to leave
+    heard_at: float = field(default_factory=time.monotonic)
+    unread: bytes = b""
+
+    @property
+    def name(self) -> str:
+        rank = f"rank {self.rank}" if self.epoch >= 0 else f"process {self.number}"
+        return f"{rank} on {self.place[0]}"
+
+
+class ElasticLauncher(Launcher):
+    """Runs one elastic job, once."""
+
+    def __init__(
+        self,
+        job: Job,
+        elasticity: Elasticity,
+        on_answer: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        super().__init__(job, on_answer)
+        self._elasticity = elasticity
+        self._slots = UsableSlots(elasticity.cooldown)
+        self._watch: Watch | None = None
+        self._complaint = ""
+        self._processes: dict[int, _Process] = {}  # those that live
+        self._started = 0
+        self._to_start: dict[str, list[int]] = {}  # by host, whose agents have not answered
+        self._epoch = -1
+        self._world: list[tuple[int, Slot]] = []
+        self._give_up_at: float | None = None  # when there have been too few ranks for too long
+        self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
+        self._news_at = 0.0
+        self._ping_at = 0.0
+        self._warn_at = 0.0
+        self._failures: list[tuple[_Process, int]] = []
+        self._names: dict[int, str] = {}  # of all processes that have been in a world
+
+    # ---- the job's course ------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        interfaces = self._job.interfaces
+        try:
+            self._watch = Watch(self._elasticity.discovery, self._waker)
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
+        # Hosts may come later, by which address nobody knows. Whoever connects proves the secret.
+        self._serve(host_start.store_address([], interfaces) if interfaces else "")
+
+    def _start_and_wait(self) -> None:
+        assert self._watch is not None
+        with self._watch:
+            self._step(time.monotonic())
+            self._loop(lambda: False)
+
+    def _has_ended(self) -> bool:
+        if self._ending or self._succeeded:
+            return super()._has_ended()
+        return False
+
+    def _deadlines(self) -> list[float]:
+        found = super()._deadlines()
+        if self._ending or self._succeeded:
+            return found
+        now = time.monotonic()
+        if self._give_up_at is not None:
+            found.append(self._give_up_at)
+        if (back := self._slots.next_return(now)) is not None:
+            found.append(back)
+        if any(self._news):
+            found.append(self._news_at + _REPEAT_NEWS_SECONDS)
+        if self._late():
+            found.append(self._ping_at + _PING_SECONDS)
+        return found
+
+    def _check_deadlines(self) -> None:
+        super()._check_deadlines()
+        self._step(time.monotonic())
+
+    def _step(self, now: float) -> None:
+        """Do whatever the present state asks for."""
+        if self._ending:
+            return
+        if self._succeeded:
+            self._dismiss_spares()
+            return
+        if self._watch is not None:
+            self._discover(self._watch.hosts())
+            if (complaint := self._watch.complaint()) != self._complaint:
+                self._complaint = complaint
+                if complaint:
+                    self._print(f"warning: {complaint}; the hosts stay as they are")
+        self._start_processes(now)
+        self._start_on_ready_hosts()
+        if self._may_begin():
+            self._begin_world()
+        else:
+            self._check_patience(now)
+        self._send_news(now)
+        self._ping_late(now)
+
+    def _discover(self, hosts: Iterable[Host]) -> None:
+        if self._slots.discover(hosts) and self._job.verbose:
+            found = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+            self._print(f"hosts: {found or 'none'}")
+
+    # ---- processes -------------------------------------------------------------------------------
+
+    def _wanted(self, now: float) -> list[Place]:
+        """Return the places that are to have ranks: present ones before others."""
+        usable = self._slots.usable(now)
+        present = {process.place for process in self._processes.values() if not process.dismissed}
+        # A slot that is barred because a rank failed there never holds a living one.
+        ordered = [place for place in usable if place in present]
+        ordered += [place for place in usable if place not in present]
+        return ordered[: self._elasticity.most]
+
+    def _start_processes(self, now: float) -> None:
+        wanted = self._wanted(now)
+        if self._epoch < 0 and not self._processes and len(wanted) < self._elasticity.start:
+            return
+        present = {process.place for process in self._processes.values()}
+        new: dict[str, list[Place]] = {}
+        for place in wanted:
+            if place not in present:
+                new.setdefault(place[0], []).append(place)
+        for name, places in new.items():
+            numbers = list(range(self._started, self._started + len(places)))
+            self._started += len(places)
+            host = self._connect(name, numbers)
+            host.shared_by = max(self._slots.slots_of(name), len(places))
+            for number, place in zip(numbers, places, strict=True):
+                self._open_streams(number, number)
+                self._processes[number] = _Process(number, place, host)
+
+    def _start_on_ready_hosts(self) -> None:
+        for host in self._hosts:
+            if host.hello is not None and not host.given_job and not host.gone:
+                host.given_job = True
+                self._start_all(host)
+
+    def _start_all(self, host: HostLink) -> None:
+        address = "127.0.0.1"
+        if not host.local or self._job.interfaces:
+            address = host_start.store_address([host], self._job.interfaces)
+        common = environment.of_job(
+            address, self._server.port, self._secret, self._job.interfaces, self._job.flags
+        )
+        ranks = [
+            (number, environment.of_process(self._processes[number].place[0]))
+            for number in sorted(host.running)
+            if number in self._processes
+        ]
+        self._start_on(host, ranks, common, control=True)
+
+    def _on_control(self, number: int, data: bytes) -> None:
+        process = self._processes.get(number)
+        if process is None:
+            return
+        process.heard_at = time.monotonic()
+        *lines, process.unread = (process.unread + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "join" in message:
+                process.request = message["join"]
+                self._on_join(process)
+
+    def _on_join(self, process: _Process) -> None:
+        if self._succeeded:
+            number, _ = self._succeeded[0]
+            if process.epoch == self._epoch:
+                why = f"there is no next world: {self.name_of(number)} has finished"
+                self._tell(process, {"refuse": why})
+            else:
+                self._dismiss(process, "the job has finished")
+
+    def _tell(self, process: _Process, message: dict[str, Any]) -> None:
+        text = f"TELL {process.number} {json.dumps(message)}\n"
+        process.host.send(text.encode())
+
+    def _dismiss(self, process: _Process, why: str) -> None:
+        """Let a process leave that waits for a world."""
+        process.dismissed, process.request = True, None
+        self._tell(process, {"leave": why})
+
+    def _dismiss_spares(self) -> None:
+        """After the first success: let those go that are not in the last world."""
+        for process in self._processes.values():
+            if process.epoch == self._epoch or process.dismissed:
+                continue
+            if process.request is not None:
+                self._dismiss(process, "the job has finished")
+            else:
+                process.dismissed = True
+                process.host.send(b"END %d\n" % process.number)
+
+    def name_of(self, number: int) -> str:
+        """See Launcher."""
+        return self._names.get(number, f"process {number}")
+
+    def ranks(self) -> list[int]:
+        """Return the numbers of the last world's processes, ordered by rank."""
+        return [number for number, _ in self._world]
+
+    # ---- worlds ----------------------------------------------------------------------------------
+
+    def _members(self) -> list[_Process]:
+        """Return the processes of the present world that live."""
+        return [each for each in self._processes.values() if each.epoch == self._epoch >= 0]
+
+    def _candidates(self) -> list[_Process]:
+        """Return the processes that could be in the next world now."""
+        wanted = set(self._wanted(time.monotonic()))
+        return [
+            each
+            for each in self._processes.values()
+            if each.request is not None and not each.dismissed and each.place in wanted
+        ]
+
+    def _may_begin(self) -> bool:
+        count = len(self._candidates())
+        if self._epoch < 0:
+            # Those that start together begin together, as long as they live.
+            return count >= self._elasticity.start and count == len(self._processes)
+        members = self._members()
+        waits = all(each.request is not None for each in members)
+        if not members:
+            return False
+        return waits and count >= self._elasticity.least
+
+    def _begin_world(self) -> None:
+        elasticity = self._elasticity
+        if elasticity.reset_limit is not None and self._epoch + 1 > elasticity.reset_limit:
+            self._fail(
+                LaunchError(
+                    f"Horovod was shutdown because number of resets during elastic job exceeded "
+                    f"limit: {elasticity.reset_limit}"
+                )
+            )
+            return
+        chosen = self._candidates()
+        for process in list(self._processes.values()):
+            if process.request is not None and process not in chosen:
+                self._dismiss(process, f"{process.place[0]} does not have its slot any more")
+        last, self._epoch = self._epoch, self._epoch + 1
+        candidates = [
+            Candidate(each.number, *each.place, each.rank if each.epoch == last >= 0 else None)
+            for each in chosen
+        ]
+        if last >= 0 and all(each.rank is None for each in candidates):
+            self._give_up("No hosts from previous set remaining: nobody has the training's state")
+            return
+        sync = any(each.request is not None and each.request["sync"] for each in chosen)
+        self._world = [(candidate.number, slot) for candidate, slot in ranked(candidates)]
+        for number, slot in self._world:
+            process = self._processes[number]
+            process.epoch, process.rank, process.request = self._epoch, slot.rank, None
+            self._names[number] = process.name
+            for kind in _OUTPUTS:
+                self._streams[number, kind].rename(slot.rank)
+            variables = environment.of_rank(slot, len(self._world))
+            place = {"epoch": self._epoch, "sync": sync, "environment": variables}
+            self._tell(process, {"place": place})
+        self._news = frozenset(), frozenset()
+        self._give_up_at = None
+        if last >= 0 or self._job.verbose:
+            self._announce_world()
+
+    def _announce_world(self) -> None:
+        counts: dict[str, int] = {}
+        for _, slot in self._world:
+            counts[slot.host] = counts.get(slot.host, 0) + 1
+        where = ", ".join(f"{count} on {host}" for host, count in counts.items())
+        self._print(f"world {self._epoch}: {len(self._world)} ranks, {where}")
+
+    def _check_patience(self, now: float) -> None:
+        """Give up once too few ranks have been there for too long, or can never come."""
+        elasticity = self._elasticity
+        is_first = self._epoch < 0
+        members = list(self._processes.values()) if is_first else self._members()
+        if not members and not is_first:
+            self._give_up("No hosts from previous set remaining: nobody has the training's state")
+            return
+        needed = elasticity.start if is_first else elasticity.least
+        slots = len(self._wanted(now))
+        can_return = self._slots.next_return(now) is not None
+        can_come = can_return or (elasticity.discovery.may_change and slots > 0)
+        if slots < needed and not can_come:
+            self._give_up(f"{slots} slots are left that have not failed, instead of {needed}")
+            return
+        asked = [each.request is not None for each in members]
+        waits = any(asked) if is_first else all(asked)
+        if slots >= needed and not waits:
+            self._give_up_at = None
+            return
+        is_start = is_first and slots >= needed
+        limit = self._job.start_timeout if is_start else elasticity.timeout
+        if self._give_up_at is None:
+            self._give_up_at = now + limit
+        elif now >= self._give_up_at:
+            flag = "--start-timeout" if is_start else "--elastic-timeout"
+            there = sum(asked)
+            self._give_up(
+                f"{there} ranks asked to join and {slots} slots can be used after {limit:g} s "
+                f"({flag}), instead of {needed}"
+            )
+
+    def _give_up(self, why: str) -> None:
+        """End the job: with the first failure's exit status if there was one."""
+        if not self._failures:
+            self._fail(LaunchError(why))
+            return
+        self._print(f"the job ends: {why}")
+        process, status = self._failures[0]
+        self._names.setdefault(process.number, process.name)
+        self.first_failure, self._failed_at = (process.number, status), time.monotonic()
+        self._end()
+
+    # ---- changes ---------------------------------------------------------------------------------
+
+    def _send_news(self, now: float) -> None:
+        """Tell the ranks that others are to go, or have come."""
+        members = self._members()
+        wanted = set(self._wanted(now))
+        removed = frozenset(each.number for each in members if each.place not in wanted)
+        added = frozenset(each.number for each in self._candidates() if each.epoch != self._epoch)
+        news = removed, added
+        is_new = bool((removed | added) - (self._news[0] | self._news[1]))
+        again = any(news) and now >= self._news_at + _REPEAT_NEWS_SECONDS
+        self._news = news
+        if not (is_new or again):
+            return
+        self._news_at = now
+        change = (_REMOVED if removed else 0) | (_ADDED if added else 0)
+        for process in members:
+            if process.request is None:
+                self._tell(process, {"news": [time.time(), change]})
+
+    def _late(self) -> list[_Process]:
+        """Return the ranks for which others wait that have left the world."""
+        members = self._members()
+        if not any(each.request is not None for each in members):
+            return []
+        return [each for each in members if each.request is None]
+
+    def _ping_late(self, now: float) -> None:
+        """Find out whether late ranks live, and kill those that do not answer."""
+        if not (late := self._late()) or now < self._ping_at + _PING_SECONDS:
+            return
+        if now > self._ping_at + 3 * _PING_SECONDS:  # nobody has been late for a while
+            for process in late:
+                process.heard_at = now
+            self._warn_at = now + _WARN_SECONDS
+        self._ping_at = now
+        if now >= self._warn_at:
+            names = ", ".join(each.name for each in late)
+            self._print(f"the next world waits for {names}, which answers but is still at work")
+            self._warn_at = now + _WARN_SECONDS
+        for process in late:
+            if now >= process.heard_at + _DEAF_SECONDS:
+                self._print(
+                    f"{process.name} has not answered for {_DEAF_SECONDS:g} s while others wait "
+                    f"for the next world: it is killed"
+                )
+                process.host.send(b"KILL %d\n" % process.number)
+            else:
+                self._tell(process, {"ping": 0})
+
+    # ---- ends ------------------------------------------------------------------------------------
+
+    def _rank_exited(self, host: HostLink, rank: int, status: int) -> None:
+        host.running.discard(rank)
+        for kind in _OUTPUTS:
+            self._streams[rank, kind].flush()
+        process = self._processes.pop(rank, None)
+        if self._ending or process is None or process.dismissed:
+            return
+        if status == 0:
+            self._succeeded.append((rank, time.monotonic()))
+            self._names.setdefault(rank, process.name)
+            for other in self._processes.values():
+                if other.request is not None:
+                    self._on_join(other)
+            return
+        self._on_failure(process, status)
+
+    def _on_failure(self, process: _Process, status: int) -> None:
+        now = time.monotonic()
+        self._failures.append((process, status))
+        if self._succeeded:  # there is no next world
+            self.first_failure, self._failed_at = (process.number, status), now
+            self._end()
+            return
+        wait = self._slots.bar(process.place, now)
+        rest = "its slot is not used again" if wait is None else f"its slot rests for {wait:.0f} s"
+        self._print(f"{process.name} failed with exit code {status}; {rest}")
+        if process.epoch == self._epoch >= 0:
+            why = f"{process.name} failed with exit code {status}"
+            with suppress(RuntimeError):  # without it, others wait for HOROVOD_START_TIMEOUT
+                self._server.abandon(_WORLD, self._epoch, process.rank, why)
+
+    def _on_unstartable(self, error: LaunchError) -> None:
+        """Fail if that is so from the beginning; later on, it is a host that is lost."""
+        if self._epoch < 0:
+            self._fail(error)
+        else:
+            self._print(str(error))
+
+    def _on_lost_hosts(self, hosts: list[HostLink], error: LaunchError) -> None:
+        """Go on without hosts that cannot be reached."""
+        self._print(str(error))
+        for host in hosts:
+            host.kill()
+            host.start_by = host.alive_at = float("inf")  # it is lost only once
+            for number in sorted(host.running):
+                self._rank_exited(host, number, error.code)

@@ -1,0 +1,73 @@
+"""Which slots of hosts an elastic job may use: those that are discovered and have not failed.
+
+A slot is a place for one rank on a host: (host, index). Single-threaded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from perseus.run.hosts import Host
+
+Place = tuple[str, int]
+
+
+class UsableSlots:
+    """The discovered hosts, in the order in which they were first seen, without failed slots.
+
+    cooldown: the shortest and the longest time, in seconds, after which a slot that has failed may
+        be used again. The time doubles with each failure. None = never again.
+    """
+
+    def __init__(self, cooldown: tuple[float, float] | None) -> None:
+        self._cooldown = cooldown
+        self._seen: list[str] = []
+        self._slots: dict[str, int] = {}
+        self._failures: dict[Place, int] = {}
+        self._barred_until: dict[Place, float] = {}
+
+    def discover(self, hosts: Iterable[Host]) -> bool:
+        """Take the hosts that exist now; returns whether something has changed."""
+        before = self._slots
+        self._slots = {host.name: host.slots for host in hosts if host.slots > 0}
+        self._seen += [name for name in self._slots if name not in self._seen]
+        return self._slots != before
+
+    def bar(self, place: Place, now: float) -> float | None:
+        """Do not use a slot for a while, because its rank has failed.
+
+        now: in time.monotonic() seconds. Returns for how many seconds; None = for ever.
+        """
+        count = self._failures[place] = self._failures.get(place, 0) + 1
+        if self._cooldown is None:
+            self._barred_until[place] = float("inf")
+            return None
+        shortest, longest = self._cooldown
+        # Hosts that failed together should not come back together.
+        wait = shortest * 2.0 ** (count - 1) + random.uniform(0.0, 1.0)
+        wait = min(max(wait, shortest), longest)
+        self._barred_until[place] = now + wait
+        return wait
+
+    def usable(self, now: float) -> list[Place]:
+        """Return the slots that may be used, host by host."""
+        return [
+            (name, index)
+            for name in self._seen
+            for index in range(self._slots.get(name, 0))
+            if self._barred_until.get((name, index), now) <= now
+        ]
+
+    def slots_of(self, host: str) -> int:
+        """Return how many slots a host has, barred ones included; 0 for an unknown host."""
+        return self._slots.get(host, 0)
+
+    def next_return(self, now: float) -> float | None:
+        """Return when the next barred slot of a present host may be used again; None = never."""
+        times = [
+            until
+            for (name, index), until in self._barred_until.items()
+            if now < until < float("inf") and index < self._slots.get(name, 0)
+        ]
+        return min(times, default=None)
