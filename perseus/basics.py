@@ -7,6 +7,7 @@ be called from any.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # How long a rank that ends because of another one waits, unless its launcher ends it.
 _FIRST_TO_FAIL_SECONDS = 1.0
+_ELASTIC_STARTS = 20  # of worlds whose ranks die before they begin
+_log = logging.getLogger(__name__)
 
 
 class _User(Protocol):
@@ -67,18 +70,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if _world.context is not None:
         return
-    from perseus.run.bootstrap.identity import identify
-
     try:
-        if (member := membership()) is not None:  # an elastic job: perseusrun numbers the ranks
-            _world.epoch = member.join().epoch
-        identity = identify()
-        _check_comm(comm, identity.size)
-        rendezvous = _rendezvous(identity)
-        # Only attempts that the others see count.
-        epoch = _world.epoch
-        _world.epoch += 1
-        context = _connect(identity, rendezvous, "world", epoch)
+        context = _start(comm)
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
         # The cause says the same, and would only repeat it.
         raise InitializationError(f"Horovod initialization failed: {error}") from None
@@ -96,6 +89,29 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     except (ValueError, RuntimeError) as error:
         shutdown()
         raise InitializationError(f"Horovod initialization failed: {error}") from None
+
+
+def _start(comm: Any) -> _core.Context:
+    """Join the next world. If a rank of an elastic job dies meanwhile, another one follows."""
+    from perseus.run.bootstrap.identity import identify
+
+    member = membership()
+    for attempt in range(1, _ELASTIC_STARTS + 1):
+        if member is not None:
+            _world.epoch = member.join().epoch
+        identity = identify()
+        _check_comm(comm, identity.size)
+        rendezvous = _rendezvous(identity)
+        # Only attempts that the others see count.
+        epoch = _world.epoch
+        _world.epoch += 1
+        try:
+            return _connect(identity, rendezvous, "world", epoch)
+        except (RuntimeError, TimeoutError, OSError) as error:
+            if isinstance(error, ValueError) or member is None or attempt == _ELASTIC_STARTS:
+                raise
+            _log.warning("[elastic] world %d did not begin: %s", epoch, error)
+    raise AssertionError("every attempt returns or raises")
 
 
 def membership() -> Membership | None:

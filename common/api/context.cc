@@ -261,6 +261,8 @@ std::string Context::job_prefix() const { return prefix_of(world_); }
 // may be waiting in the next epoch already.
 void Context::give_up(Store& store, const Error& error) {
   gave_up_ = true;
+  if (!ended_by_other_.empty())
+    fail(ErrorKind::kIo, "[rendezvous] world " + std::to_string(world_.epoch) + " did not begin" + ended_by_other_);
   std::string text = error.what();
   // It may have ended because another did, and seen it first.
   if (error.kind() == ErrorKind::kIo) text += reason_of_another(store);
@@ -343,7 +345,8 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
   auto waker = std::make_unique<Waker>();
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<Transport*> route(static_cast<size_t>(world_.size), nullptr);
-  const ConnectOptions connecting{deadline, options.interrupted, [&](const Error& error) { give_up(store, error); }};
+  const ConnectOptions connecting{deadline, watching_others(options, deadline),
+                                  [&](const Error& error) { give_up(store, error); }};
   const auto choice = config_.choice<TransportChoice>();
   const auto* threads = dynamic_cast<const MemoryWorldStore*>(&store);
   make_room(choice != TransportChoice::kTcp ? world_.size - ranks_here_ : world_.size - 1);
@@ -373,6 +376,21 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
                                      spare_cores);
   if (world_.size > 1 && config_.choice<CpuOperations>() == CpuOperations::kMpi) use_mpi(options, deadline);
   await_all(store, options, deadline);
+}
+
+// Also asks once a second whether another rank has given up this start: whoever has read its entry before would wait
+// for its connection. The store's own connection may be in use, so it has another one, which most starts do not need.
+std::function<bool()> Context::watching_others(const ContextOptions& options, int64_t deadline) {
+  if (options.store_port == 0 || !options.memory_world.empty()) return options.interrupted;
+  auto store = std::make_shared<std::shared_ptr<Store>>();
+  return [this, options, deadline, store, ask_at = now_ns() + kSecond]() mutable {
+    if (options.interrupted && options.interrupted()) return true;
+    if (now_ns() < ask_at) return false;
+    if (*store == nullptr) *store = connect_store(options.store_host, options.store_port, world_.secret, deadline);
+    ended_by_other_ = reason_of_another(**store);
+    ask_at = now_ns() + kSecond;
+    return !ended_by_other_.empty();
+  };
 }
 
 void Context::use_mpi(const ContextOptions& options, int64_t deadline) {

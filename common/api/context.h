@@ -57,6 +57,7 @@ class Context {
   std::string job_prefix() const;
   [[noreturn]] void refuse(Store& store, const ContextOptions& options, const std::string& why);
   [[noreturn]] void give_up(Store& store, const Error& error);
+  std::function<bool()> watching_others(const ContextOptions& options, int64_t deadline_ns);
   std::string reason_of_another(Store& store) const;
   [[noreturn]] void report_missing(Store& store, const ContextOptions& options, std::vector<int> missing,
                                    const std::string& ours) const;
@@ -82,7 +83,8 @@ class Context {
   bool homogeneous_ = true;
   std::shared_ptr<Store> store_;
   std::unique_ptr<Engine> engine_;
-  bool gave_up_ = false;  // this start
+  bool gave_up_ = false;        // this start
+  std::string ended_by_other_;  // why another rank has given up this start, if so
 };
 
 }  // namespace perseus

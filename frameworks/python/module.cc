@@ -38,6 +38,7 @@ class StoreServer {
 
   int port() const { return port_; }
   void abandon(const std::string& job, unsigned epoch, int rank, const std::string& why) {
+    if (raw_ == nullptr) throw py::value_error("the store is closed");
     perseus_code code = PERSEUS_OK;
     {
       py::gil_scoped_release release;

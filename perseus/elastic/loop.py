@@ -20,7 +20,6 @@ _log = logging.getLogger(__name__)
 # A rank that was late for one start, or saw another rank leave in the middle of it, catches up with
 # the others: a start that one rank gave up ends at once for ranks that arrive later.
 _STARTS = 3
-_ELASTIC_STARTS = 20  # perseusrun starts the next world at once, without the ranks that have died
 
 
 def reset() -> None:
@@ -32,7 +31,7 @@ def reset() -> None:
     """
     sets = process_sets.static_sets()
     basics.shutdown_for_next()
-    starts = _STARTS if basics.membership() is None else _ELASTIC_STARTS
+    starts = _STARTS if basics.membership() is None else 1  # init() tries again by itself
     for attempt in range(1, starts + 1):
         try:
             basics.init(process_sets=sets)
@@ -61,6 +60,9 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
         new_world = skip_sync = False
         notification_manager.init()
         notification_manager.register_listener(state)
+        member = basics.membership()
+        if member is not None:
+            member.has_state = False
         try:
             while True:
                 try:
@@ -68,6 +70,8 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                         state.on_reset()
                     if not skip_sync:
                         state.sync()
+                    if member is not None:
+                        member.has_state = True
                     return func(state, *args, **kwargs)
                 except HorovodInternalError as error:
                     _log.warning("[elastic] going back to the last commit: %s", error)
@@ -82,7 +86,6 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     if not skip_sync:
                         # sync() sends the saved values, which must therefore be the present ones.
                         state.save()
-                member = basics.membership()
                 if member is not None:
                     member.will_sync = not skip_sync
                 reset()

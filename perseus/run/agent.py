@@ -6,13 +6,15 @@ all the work, except that one thread reads commands of perseusrun, one checks ho
 has been silent, and one waits for each rank.
 
 Protocol: standard input carries one line of JSON with the job, followed by lines END (send SIGTERM
-to all ranks, and SIGKILL after the grace period) or KILL. End of file means END. Standard output
-carries MARK and then frames, each a FRAME header (kind, rank, size) and its content. END and KILL
-may name one rank: END 3. If a host or a
-network fails, neither side sees an end of file, so both sides send heartbeats: perseusrun sends
-empty lines, the agent sends ALIVE frames. If nothing arrives for as long as the program's argument
-says, in seconds, that means END as well; 0 disables the check. A line WAIT suspends it until the
-next line, because perseusrun itself is being stopped.
+to all ranks, and SIGKILL after the grace period) or KILL. Both may name one rank: END 3. End of
+file means END. Standard output carries MARK and then frames, each a FRAME header (kind, rank, size)
+and its content. The answer to a line STATE 3 is a STATE frame with the state of that rank's process
+in /proc and the clock ticks that it has used.
+
+If a host or a network fails, neither side sees an end of file, so both sides send heartbeats:
+perseusrun sends empty lines, the agent sends ALIVE frames. If nothing arrives for as long as the
+program's argument says, in seconds, that means END as well; 0 disables the check. A line WAIT
+suspends it until the next line, because perseusrun itself is being stopped.
 
 In a job with a call (of perseus.run() in Python), every rank gets that call on standard input and
 writes its result to the descriptor that ANSWER_VARIABLE names.
@@ -45,7 +47,7 @@ from typing import Any, BinaryIO
 MARK = b"\0perseusrun agent\0"  # precedes the frames, because a login shell may print text first
 FRAME = struct.Struct(">cII")
 HELLO, OUT, ERR, ANSWER, EXIT, FAILED, ALIVE = b"h", b"o", b"e", b"a", b"x", b"f", b"l"
-CONTROL = b"c"
+CONTROL, STATE = b"c", b"s"
 ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
 GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
@@ -76,6 +78,11 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _stat(pid: int) -> list[bytes]:
+    """Return the fields of /proc/PID/stat from the state on."""
+    return Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()
+
+
 class Rank:
     """One rank: a process that leads its own session, and the pipes of its output."""
 
@@ -104,15 +111,22 @@ class Rank:
             except OSError:
                 pass
 
+    def state(self) -> bytes:
+        """Return the state of the process and the clock ticks that it has used, as b"S 123"."""
+        try:
+            fields = _stat(self.process.pid)
+        except OSError:
+            return b"X 0"
+        return b"%s %d" % (fields[0], int(fields[11]) + int(fields[12]))
+
     def has_leftovers(self) -> bool:
         """Return whether processes of its group still run besides the leader, which has ended."""
         for entry in os.listdir("/proc"):
             if entry.isdigit() and int(entry) != self.process.pid:
                 try:
-                    stat = Path("/proc", entry, "stat").read_bytes()
+                    fields = _stat(int(entry))
                 except OSError:
                     continue
-                fields = stat.rpartition(b")")[2].split()
                 if int(fields[2]) == self.process.pid and fields[0] not in (b"Z", b"X"):
                     return True
         return False
@@ -139,6 +153,7 @@ class Agent:
         self._lock = threading.Lock()
         self._ending = False
         self._exits: queue.SimpleQueue[tuple[Rank, int]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Rank] = queue.SimpleQueue()  # for their states
         self._wake, self._waker = os.pipe()
         self._selector = selectors.DefaultSelector()
 
@@ -233,6 +248,9 @@ class Agent:
                 self._end_one(only)
             elif command == b"END":
                 self._end()
+            elif command == b"STATE" and only is not None:
+                self._asked.put(only)
+                os.write(self._waker, b"s")
             elif command == b"TELL" and only is not None:
                 only.tell(text)
         self._end()
@@ -314,8 +332,10 @@ class Agent:
             for key, _ in self._selector.select(0.05 if give_up else self._until_heartbeat()):
                 if key.data is not None:
                     self._pass_on(key.fileobj, *key.data)
+                elif os.read(self._wake, 1) == b"s":
+                    rank = self._asked.get()
+                    self._report(STATE, rank.rank, rank.state())
                 else:
-                    os.read(self._wake, 1)
                     self._note_exit(*self._exits.get())
 
     def _until_heartbeat(self) -> float | None:
@@ -325,8 +345,7 @@ class Agent:
         self._drain(rank)
         rank.exited = True
         self._report(EXIT, rank.rank, str(status).encode())
-        with self._lock:
-            self._signal(signal.SIGTERM, only=rank)  # child processes that it left running
+        self._end_one(rank)  # child processes that it left running
 
     def _drain(self, only: Rank | None = None) -> None:
         for key in list(self._selector.get_map().values()):

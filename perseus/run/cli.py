@@ -20,7 +20,7 @@ from perseus.run.check_build import report
 from perseus.run.elastic import flags as elastic_flags
 from perseus.run.elastic.driver import ElasticLauncher
 from perseus.run.elastic.flags import elasticity, given_hosts, is_elastic
-from perseus.run.hosts import Host, place
+from perseus.run.hosts import Host, Slot, place
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
 from perseus.version import __version__
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = "perseus.tensorflow.build_xla"
             return subprocess.run([sys.executable, "-m", module]).returncode
         job = _job(given)
+        launcher = _launcher(given, job)
     except ValueError as error:
         return _complain(str(error), _USAGE_ERROR)
     except ModuleNotFoundError as error:
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.mpi:
             mpirun.start(job, shlex.split(given.mpi_args or ""))
-        return _launcher(given, job).run()
+        return launcher.run()
     except LaunchError as error:
         return _complain(str(error), error.code)
 
@@ -76,7 +77,7 @@ def _job(given: argparse.Namespace) -> Job:
         flags.setdefault("PERSEUS_LOG_LEVEL", "info")
     return Job(
         command=command,
-        slots=[] if is_elastic(given) else place(*_where(given)),
+        slots=_slots(given),
         start_timeout=given.start_timeout or start_timeout(),
         ssh_port=given.ssh_port,
         ssh_identity_file=given.ssh_identity_file,
@@ -87,6 +88,22 @@ def _job(given: argparse.Namespace) -> Job:
         timestamps=given.prefix_output_with_timestamp,
         verbose=given.verbose,
     )
+
+
+def _slots(given: argparse.Namespace) -> list[Slot]:
+    """Return the places of a job's ranks, which change in an elastic one."""
+    if is_elastic(given):
+        return []
+    elastic_flags.refuse_alone(
+        **{
+            "--max-np": given.max_num_proc,
+            "--slots-per-host": given.slots,
+            "--elastic-timeout": given.elastic_timeout,
+            "--reset-limit": given.reset_limit,
+            "--blacklist-cooldown-range": given.cooldown_range,
+        }
+    )
+    return place(*_where(given))
 
 
 def _launcher(given: argparse.Namespace, job: Job) -> Launcher:

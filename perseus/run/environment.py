@@ -74,9 +74,12 @@ def of_interfaces(interfaces: list[str]) -> dict[str, str]:
     return dict.fromkeys(names, ",".join(interfaces))
 
 
-def of_process(host: str) -> dict[str, str]:
-    """Return the variables of a process of an elastic job, which gets its identity later."""
-    return {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": host}
+def of_process(host: str, slot: int) -> dict[str, str]:
+    """Return the variables of a process of an elastic job, which gets its identity later.
+
+    Scripts choose their GPU by the local rank, some before init().
+    """
+    return {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": host, "HOROVOD_LOCAL_RANK": str(slot)}
 
 
 def of_rank(slot: Slot, size: int) -> dict[str, str]:

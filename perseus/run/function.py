@@ -25,7 +25,7 @@ from perseus.run.elastic.discovery import (
     HostDiscoveryScript,
 )
 from perseus.run.elastic.driver import Elasticity, ElasticLauncher
-from perseus.run.elastic.flags import checked_elasticity
+from perseus.run.elastic.flags import checked_elasticity, refuse_alone
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
@@ -117,10 +117,18 @@ def run(
     min_num_proc = min_num_proc if min_np is None else min_np
     max_num_proc = max_num_proc if max_np is None else max_np
     elasticity = None
-    if min_num_proc is not None or host_discovery_script is not None:
+    if min_num_proc is None and host_discovery_script is None:
+        refuse_alone(
+            max_num_proc=max_num_proc,
+            slots=slots,
+            reset_limit=reset_limit,
+            cooldown_range=cooldown_range,
+        )
+    else:
+        start = max(num_proc, min_num_proc or 1)
         elasticity = checked_elasticity(
-            _discovery(host_discovery_script, slots, hosts, hostfile, max_num_proc or num_proc),
-            max(num_proc, min_num_proc or 1),
+            _discovery(host_discovery_script, slots, hosts, hostfile, max_num_proc or start),
+            start,
             min_num_proc,
             max_num_proc,
             timeout=None,
@@ -243,13 +251,16 @@ def _raise_failure(launcher: Launcher, answers: _Answers, number: int, status: i
             f"[run] {launcher.name_of(number)} ended with exit code {status} and without a result; "
             f"what it printed comes before"
         )
-    if not answers.failures:
+    failures = answers.failures
+    if isinstance(launcher, ElasticLauncher):  # it has survived other failures
+        failures = [number] if number in failures else []
+    if not failures:
         raise RuntimeError(
             f"[run] {launcher.name_of(number)} had its result and then ended with exit code "
             f"{status}; what it printed comes before"
         )
     # Ranks may exit in another order than the one in which they failed, as each one cleans up.
-    number = answers.failures[0]
+    number = failures[0]
     trace, cause = _failure_in(answers.content(number))
     if WITHOUT_HOROVOD in trace:
         trace += f"({_HOROVOD_HINT})\n"

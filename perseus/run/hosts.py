@@ -82,6 +82,8 @@ def parse_discovered(text: str, slots: int | None, script: str) -> list[Host]:
         if not content:
             continue
         where = f"--host-discovery-script {script}, line {number}"
+        if content.endswith(":0"):  # a host that must not be used now
+            continue
         host = _parse_host(content, where)
         if not re.search(r":[0-9]+$", content):
             if slots is None:

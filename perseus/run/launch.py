@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -313,8 +314,7 @@ class Launcher:
         return deadlines
 
     def _seconds_to_deadline(self) -> float:
-        deadlines = self._deadlines()
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else 3600.0
+        return max(0.0, min(3600.0, min(self._deadlines(), default=inf) - time.monotonic()))
 
     def _silent_since_start(self) -> list[HostLink]:
         """Return the hosts that have not answered yet."""
@@ -340,7 +340,7 @@ class Launcher:
 
     def _monitored_hosts(self) -> list[HostLink]:
         """Return the hosts that must send heartbeats."""
-        return [host for host in self._hosts if not (host.local or host.gone)]
+        return [host for host in self._hosts if host.given_job and not (host.local or host.gone)]
 
     def _give_up_silent_hosts(self, now: float) -> None:
         """End the job if a host has been silent for too long.
@@ -367,8 +367,8 @@ class Launcher:
                 self._on_answer(rank, content)
             elif kind == agent.EXIT:
                 self._rank_exited(host, rank, int(content))
-            elif kind == agent.CONTROL:
-                self._on_control(rank, content)
+            elif kind in (agent.CONTROL, agent.STATE):
+                self._on_word(kind, rank, content)
             elif kind == agent.FAILED:
                 code, _, text = content.decode(errors="replace").partition(" ")
                 where = "" if host.local else f" (on {host.name})"
@@ -427,8 +427,8 @@ class Launcher:
         """Handle that an agent could not start a process; it then ends."""
         self._fail(error)
 
-    def _on_control(self, number: int, data: bytes) -> None:
-        """Handle what a process of an elastic job has written to its socket."""
+    def _on_word(self, kind: bytes, number: int, data: bytes) -> None:
+        """Handle what a process of an elastic job has written to its socket, or its state."""
 
     def _fail(self, error: LaunchError) -> None:
         if self._error is None and not self._ending:

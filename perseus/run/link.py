@@ -34,7 +34,9 @@ class HostLink:
         self.running = set(numbers)
         self.shared_by = len(numbers)  # the ranks among which the host's cores are divided
         self.start_by = float("inf")  # when the agent must have answered
+        self.numbers = numbers
         self.given_job = False
+        self.lost = False  # given up
         self.gone = False  # the agent has ended
         self.alive_at = float("inf")  # time of the last sign of life, once the agent has a job
         self._sending = threading.Lock()

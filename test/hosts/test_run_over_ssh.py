@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
@@ -377,3 +378,22 @@ def test_ranks_by_hand_meet_across_hosts(hosts: VirtualHosts) -> None:
         output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
         assert re.fullmatch(rf"host{rank} {rank} 2 0 1 {rank} 2\n", output)
+
+
+def test_an_elastic_job_replaces_a_rank_of_another_host(
+    hosts: VirtualHosts, tmp_path: Path
+) -> None:
+    """Rank 1 is killed, and the survivor takes in its successor, whose agent comes over ssh."""
+    plan = {"steps": 10, "size": 2, "worlds": 3, "events": [{"step": 5, "what": "kill", "rank": 1}]}
+    result = perseusrun(
+        hosts, "-H", "host0:1,host1:1", "--min-np", "1", "-np", "2",
+        "--blacklist-cooldown-range", "1", "2", sys.executable,
+        str(_ROOT / "test" / "faults" / "elastic_rank.py"), str(tmp_path), json.dumps(plan),
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    entered = re.findall(r"enter (\d) (\d) 0 1 (\d) (\d) \d+ (\d+)", result.stdout)
+    assert sorted((rank, size, cross) for rank, size, cross, *_ in entered) == [
+        ("0", "1", "0"), ("0", "2", "0"), ("0", "2", "0"), ("1", "2", "1"), ("1", "2", "1"),
+    ]  # fmt: skip
+    assert len({pid for *_, pid in entered}) == 3
+    assert len(set(re.findall(r"finished \d 2 \d+ (\w+)", result.stdout))) == 1

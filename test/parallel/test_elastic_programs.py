@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 import pytest
 from ranks.launch import PARALLEL, run_ranks
@@ -11,8 +12,8 @@ from ranks.launch import PARALLEL, run_ranks
 pytest.importorskip("torch")
 
 
-def _run(ranks: int, *command: object) -> str:
-    status, output = run_ranks(ranks, [sys.executable, *map(str, command)])
+def _run(ranks: int, *command: object, flags: Sequence[str] = ()) -> str:
+    status, output = run_ranks(ranks, [*flags, sys.executable, *map(str, command)])
     assert status == 0, output
     return output
 
@@ -26,6 +27,25 @@ def _expect_all_finished(ranks: int, *command: object) -> None:
 @pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1), (3, 1), (4, 2)])
 def test_a_failure_on_one_rank_costs_nothing_but_the_way_back_to_the_commit(ranks, failing):
     _expect_all_finished(ranks, PARALLEL / "programs" / "elastic_training.py", failing)
+
+
+def test_a_killed_rank_is_replaced_and_survivors_keep_their_residuals(tmp_path):
+    flags = ["--min-np", "2", "--blacklist-cooldown-range", "1", "2"]
+    program = PARALLEL / "programs" / "elastic_replacement.py"
+    output = _run(3, program, tmp_path, flags=flags)
+    entered = re.findall(r"enter (\d) (\d) (\d+) (\w+) (\d+)", output)
+    worlds = [[each for each in entered if each[1:3] == key] for key in _worlds(entered)]
+    assert [len(world) for world in worlds] == [3, 2, 3], output
+    first, without, again = ([each[4] for each in sorted(world)] for world in worlds)
+    assert without == [first[0], first[2]] and again[:2] == without and again[2] not in first
+    assert [each[3] for each in sorted(worlds[2])] == ["True", "True", "False"], output
+    ends = re.findall(r"finished \d (\d+ \d+ \w+) True", output)
+    assert len(ends) == 3 and len(set(ends)) == 1, output
+
+
+def _worlds(entered):
+    """The sizes and steps with which worlds began, in their order."""
+    return list(dict.fromkeys(each[1:3] for each in entered))
 
 
 def test_the_elastic_demo_learns_digits_through_a_failure():

@@ -44,6 +44,17 @@ def rank() -> int:
     return int(os.environ["PERSEUS_RANK"])
 
 
+def elastic_rank(value: str) -> tuple[str, int, int]:
+    from perseus import basics
+
+    basics.init()
+    return value, basics.rank(), basics.size()
+
+
+def two_slots() -> dict[str, int]:
+    return {"localhost": 2}
+
+
 def program(tmp_path: Path, code: str) -> list[str]:
     path = tmp_path / "program.py"
     path.write_text(textwrap.dedent(code), encoding="utf-8")
@@ -314,12 +325,22 @@ def test_threads_may_run_too() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit",
-     "cooldown_range", "host_discovery_script"],
-)  # fmt: skip
-def test_elastic_arguments_are_refused(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"{name} is for elastic jobs"):
+    ["max_num_proc", "slots", "reset_limit", "cooldown_range"],
+)
+def test_elastic_arguments_alone_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is for elastic jobs: give --min-np"):
         run(rank, **{name: 1})
+
+
+@pytest.mark.parametrize("elastic", [{"min_num_proc": 1}, {"host_discovery_script": two_slots}])
+def test_an_elastic_job_returns_the_results_of_the_last_world(elastic: dict[str, Any]) -> None:
+    results = run(elastic_rank, ("x",), num_proc=2, **elastic)
+    assert results == [("x", 0, 2), ("x", 1, 2)]
+
+
+def test_the_exception_of_an_elastic_jobs_first_failure_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        run(lambda: 1 / 0, num_proc=2, min_num_proc=1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 
+from perseus.run.bootstrap.membership import CONTROL_VARIABLE
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -39,8 +41,15 @@ def identify(environment: Mapping[str, str] | None = None) -> Identity:
     environment: variables to read instead of this process's.
 
     Raises ValueError, which names the variable and its value, if one is not a number or contradicts
-    the others.
+    the others, or if a rank of an elastic job has no place in a world yet.
     """
+    source = os.environ if environment is None else environment
+    if CONTROL_VARIABLE in source and "PERSEUS_RANK" not in source:
+        raise ValueError(
+            "[launch] this process gets its rank in hvd.init(), since the job is elastic; scripts "
+            "for torch.distributed need torchrun for that, or perseusrun without --min-np and "
+            "--host-discovery-script"
+        )
     variables = (
         None
         if environment is None

@@ -39,6 +39,7 @@ class Membership:
     place: in the present world, or the last one; None before the first.
     will_sync: whether this rank takes the training's state from others in the next world, or gives
         it to them. All ranks must do the same, so `place.sync` says whether one of them will.
+    has_state: whether this rank has the training's state; None if the script does not say.
     on_news: called as on_news(timestamp, change) on another thread when hosts have changed, and
         again every few seconds until the ranks come to join. change: see HostUpdateResult.
     """
@@ -52,6 +53,7 @@ class Membership:
         self._lost = False
         self.place: Place | None = None
         self.will_sync = True
+        self.has_state: bool | None = None
         self.on_news: Callable[[float, int], None] | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -69,7 +71,7 @@ class Membership:
             )
         with self._changed:
             self._answer = None
-            self._write({"join": {"sync": self.will_sync}})
+            self._write({"join": {"sync": self.will_sync, "state": self.has_state}})
             while self._answer is None:
                 if self._lost:
                     raise RuntimeError("[elastic] perseusrun has closed the connection")

@@ -6,15 +6,18 @@ Source of behaviour: Horovod 0.28.1, horovod.runner.elastic.discovery.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from perseus.run.hosts import Host, parse_discovered
 
 PERIOD_SECONDS = 1.0
 _SCRIPT_SECONDS = 60.0
+_LAST_SECONDS = 1.0
 
 
 class HostDiscovery(Protocol):
@@ -24,6 +27,9 @@ class HostDiscovery(Protocol):
 
     def find(self) -> list[Host]:
         """Return the hosts that may be used now. Raises ValueError, which says why, if unknown."""
+
+    def close(self) -> None:
+        """End a find() that another thread has called, if possible."""
 
 
 class FixedHosts:
@@ -37,6 +43,9 @@ class FixedHosts:
     def find(self) -> list[Host]:
         """Return the hosts."""
         return self._hosts
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class HostDiscoveryFunction:
@@ -54,55 +63,71 @@ class HostDiscoveryFunction:
         except Exception as error:
             raise ValueError(f"the function that discovers hosts failed: {error!r}") from error
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class HostDiscoveryScript:
-    """An executable that prints a line `host` or `host:slots` for each host.
+    """A shell command that prints a line `host` or `host:slots` for each host.
 
     slots: of a host without a number; None makes such a line an error.
     """
 
     may_change = True
 
-    def __init__(self, path: str, slots: int | None) -> None:
-        self._path = path
+    def __init__(self, command: str, slots: int | None) -> None:
+        self._command = command
         self._slots = slots
+        self._process: subprocess.Popen[str] | None = None
+        self._closed = False
 
     def find(self) -> list[Host]:
         """Run the script; a failure, or a line that is wrong, is a ValueError."""
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", self._command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._process = process
+        if self._closed:
+            self.close()
+        what = f"--host-discovery-script {self._command}"
         try:
-            ended = subprocess.run(
-                [self._path],
-                capture_output=True,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                timeout=_SCRIPT_SECONDS,
-            )
-        except OSError as error:
-            raise ValueError(f"--host-discovery-script {self._path}: {error.strerror}") from None
+            output, errors = process.communicate(timeout=_SCRIPT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"--host-discovery-script {self._path}: no answer within {_SCRIPT_SECONDS:g} s"
-            ) from None
-        if ended.returncode != 0:
-            said = ended.stderr.strip().splitlines()[-1:] or ["it printed nothing to stderr"]
-            raise ValueError(
-                f"--host-discovery-script {self._path}: exit status {ended.returncode}: {said[0]}"
-            )
-        return parse_discovered(ended.stdout, self._slots, self._path)
+            self.close()
+            process.communicate()
+            raise ValueError(f"{what}: no answer within {_SCRIPT_SECONDS:g} s") from None
+        finally:
+            self._process = None
+        if process.returncode != 0:
+            said = errors.strip().splitlines()[-1:] or ["it printed nothing to stderr"]
+            raise ValueError(f"{what}: exit status {process.returncode}: {said[0]}")
+        return parse_discovered(output, self._slots, self._command)
+
+    def close(self) -> None:
+        """End the script, if it runs, with all processes that it has started."""
+        self._closed = True
+        if (process := self._process) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 class Watch:
     """Asks for the hosts once a second on a thread of its own; a context manager.
 
-    The first answer comes in the constructor, whose ValueError is the caller's. A later failure
-    leaves the hosts as they are, since a discovery service may be down for a while.
+    A failure leaves the hosts as they are, since a discovery service may be down for a while.
     """
 
     def __init__(self, discovery: HostDiscovery, waker: int) -> None:
         """waker: the write end of a non-blocking pipe, which gets a byte for each change."""
         self._discovery = discovery
         self._waker = waker
-        self._hosts = discovery.find()
+        self._hosts: list[Host] | None = None
         self._complaint = ""
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -114,9 +139,11 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
+        self._discovery.close()
+        self._thread.join(_LAST_SECONDS)  # a function that hangs is left alone
 
-    def hosts(self) -> list[Host]:
-        """Return the latest answer."""
+    def hosts(self) -> list[Host] | None:
+        """Return the latest answer; None before the first one."""
         with self._lock:
             return self._hosts
 
@@ -126,19 +153,18 @@ class Watch:
             return self._complaint
 
     def _run(self) -> None:
-        while not self._ends.wait(PERIOD_SECONDS):
+        while not self._ends.is_set():
             complaint, hosts = "", None
             try:
                 hosts = self._discovery.find()
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 complaint = str(error)
             with self._lock:
                 changed = hosts is not None and hosts != self._hosts
                 changed = changed or complaint != self._complaint
                 self._hosts = self._hosts if hosts is None else hosts
                 self._complaint = complaint
-            if changed and not self._ends.is_set():
-                try:
-                    os.write(self._waker, b"h")
-                except OSError:  # the job has ended, or a byte waits already
-                    pass
+                if changed and not self._ends.is_set():
+                    with suppress(OSError):  # bytes that are not read yet fill the pipe
+                        os.write(self._waker, b"h")
+            self._ends.wait(PERIOD_SECONDS)

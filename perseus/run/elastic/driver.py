@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from perseus.run import agent, environment, host_start
@@ -26,11 +27,14 @@ from perseus.run.launch import Launcher
 from perseus.run.link import HostLink
 
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
-_PING_SECONDS = 1.0
-_DEAF_SECONDS = 5.0  # without an answer to a ping, while others wait for the next world
+_ASK_SECONDS = 1.0
+# How long a rank may do nothing while others wait for the next world. One that is stopped does not
+# go on by itself; others may wait for a disk, and answer when that is done.
+_STOPPED_SECONDS, _DEAF_SECONDS = 5.0, 30.0
 _WARN_SECONDS = 30.0
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
+_NO_STATE = "No hosts from previous set remaining: nobody has the training's state"
 _OUTPUTS = (agent.OUT, agent.ERR)
 
 
@@ -61,8 +65,16 @@ class _Process:
     rank: int = -1  # in that world
     request: dict[str, Any] | None = None  # to join the next world
     dismissed: bool = False  # told to leave
+    end_at: float = inf  # when it is ended, since it has been dismissed
     heard_at: float = field(default_factory=time.monotonic)
+    ticks: int = 0  # of the processor, that it had used when it was last asked
+    is_stopped: bool = False
     unread: bytes = b""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it asks to join with the training's state, as far as its script says."""
+        return self.request is not None and self.request["state"] is not False
 
     @property
     def name(self) -> str:
@@ -86,13 +98,13 @@ class ElasticLauncher(Launcher):
         self._complaint = ""
         self._processes: dict[int, _Process] = {}  # those that live
         self._started = 0
-        self._to_start: dict[str, list[int]] = {}  # by host, whose agents have not answered
         self._epoch = -1
+        self._state_exists = False  # some rank has said that it has it
         self._world: list[tuple[int, Slot]] = []
         self._give_up_at: float | None = None  # when there have been too few ranks for too long
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
-        self._ping_at = 0.0
+        self._ask_at = 0.0
         self._warn_at = 0.0
         self._failures: list[tuple[_Process, int]] = []
         self._names: dict[int, str] = {}  # of all processes that have been in a world
@@ -100,18 +112,14 @@ class ElasticLauncher(Launcher):
     # ---- the job's course ------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        interfaces = self._job.interfaces
-        try:
-            self._watch = Watch(self._elasticity.discovery, self._waker)
-        except ValueError as error:
-            raise LaunchError(str(error)) from None
+        self._watch = Watch(self._elasticity.discovery, self._waker)
         # Hosts may come later, by which address nobody knows. Whoever connects proves the secret.
+        interfaces = self._job.interfaces
         self._serve(host_start.store_address([], interfaces) if interfaces else "")
 
     def _start_and_wait(self) -> None:
         assert self._watch is not None
         with self._watch:
-            self._step(time.monotonic())
             self._loop(lambda: False)
 
     def _has_ended(self) -> bool:
@@ -121,6 +129,7 @@ class ElasticLauncher(Launcher):
 
     def _deadlines(self) -> list[float]:
         found = super()._deadlines()
+        found += [each.end_at for each in self._processes.values()]
         if self._ending or self._succeeded:
             return found
         now = time.monotonic()
@@ -131,7 +140,7 @@ class ElasticLauncher(Launcher):
         if any(self._news):
             found.append(self._news_at + _REPEAT_NEWS_SECONDS)
         if self._late():
-            found.append(self._ping_at + _PING_SECONDS)
+            found.append(self._ask_at + _ASK_SECONDS)
         return found
 
     def _check_deadlines(self) -> None:
@@ -140,17 +149,15 @@ class ElasticLauncher(Launcher):
 
     def _step(self, now: float) -> None:
         """Do whatever the present state asks for."""
+        self._release_ended_hosts()
         if self._ending:
             return
+        self._end_dismissed(now)
         if self._succeeded:
-            self._dismiss_spares()
+            self._dismiss_spares(now)
             return
-        if self._watch is not None:
-            self._discover(self._watch.hosts())
-            if (complaint := self._watch.complaint()) != self._complaint:
-                self._complaint = complaint
-                if complaint:
-                    self._print(f"warning: {complaint}; the hosts stay as they are")
+        if not self._has_hosts():
+            return
         self._start_processes(now)
         self._start_on_ready_hosts()
         if self._may_begin():
@@ -158,7 +165,36 @@ class ElasticLauncher(Launcher):
         else:
             self._check_patience(now)
         self._send_news(now)
-        self._ping_late(now)
+        self._ask_late(now)
+
+    def _has_hosts(self) -> bool:
+        """Take what has been discovered. Return whether anything has, and fail if it never will."""
+        assert self._watch is not None
+        hosts, complaint = self._watch.hosts(), self._watch.complaint()
+        if hosts is None:
+            if complaint:
+                self._fail(LaunchError(complaint))
+            return False
+        if complaint != self._complaint:
+            self._complaint = complaint
+            if complaint:
+                self._print(f"warning: {complaint}; the hosts stay as they are")
+        self._discover(hosts)
+        return True
+
+    def _release_ended_hosts(self) -> None:
+        """Close what belongs to agents that have ended: a long job may have many."""
+        for host in [host for host in self._hosts if host.gone and not host.running]:
+            self._hosts.remove(host)
+            host.kill()
+            host.process.wait()
+            errors = host.process.stderr
+            if errors is not None and errors in self._selector.get_map():
+                self._selector.unregister(errors)
+            host.close()
+            for number in host.numbers:
+                for kind in _OUTPUTS:
+                    self._streams.pop((number, kind)).close()
 
     def _discover(self, hosts: Iterable[Host]) -> None:
         if self._slots.discover(hosts) and self._job.verbose:
@@ -186,19 +222,42 @@ class ElasticLauncher(Launcher):
             if place not in present:
                 new.setdefault(place[0], []).append(place)
         for name, places in new.items():
-            numbers = list(range(self._started, self._started + len(places)))
-            self._started += len(places)
-            host = self._connect(name, numbers)
-            host.shared_by = max(self._slots.slots_of(name), len(places))
-            for number, place in zip(numbers, places, strict=True):
+            self._start_at(name, places)
+
+    def _start_at(self, name: str, places: list[Place]) -> None:
+        """Start an agent on a host, which will start a process for each place."""
+        numbers = list(range(self._started, self._started + len(places)))
+        self._started += len(places)
+        try:
+            for number in numbers:
                 self._open_streams(number, number)
-                self._processes[number] = _Process(number, place, host)
+            host = self._connect(name, numbers)
+        except LaunchError as error:
+            self._on_unstarted(places, error)
+            return
+        host.shared_by = max(self._slots.slots_of(name), len(places))
+        for number, place in zip(numbers, places, strict=True):
+            self._processes[number] = _Process(number, place, host)
+
+    def _on_unstarted(self, places: list[Place], error: LaunchError) -> None:
+        """Fail if nothing runs yet; else go on, as without hosts that are lost."""
+        if self._epoch < 0:
+            raise error
+        self._print(str(error))
+        for place in places:
+            self._slots.bar(place, time.monotonic())
 
     def _start_on_ready_hosts(self) -> None:
         for host in self._hosts:
-            if host.hello is not None and not host.given_job and not host.gone:
-                host.given_job = True
+            if host.hello is None or host.given_job or host.gone:
+                continue
+            host.given_job = True
+            try:
                 self._start_all(host)
+            except LaunchError as error:
+                if self._epoch < 0:
+                    raise
+                self._on_lost_hosts([host], error)
 
     def _start_all(self, host: HostLink) -> None:
         address = "127.0.0.1"
@@ -208,15 +267,21 @@ class ElasticLauncher(Launcher):
             address, self._server.port, self._secret, self._job.interfaces, self._job.flags
         )
         ranks = [
-            (number, environment.of_process(self._processes[number].place[0]))
+            (number, environment.of_process(*self._processes[number].place))
             for number in sorted(host.running)
             if number in self._processes
         ]
         self._start_on(host, ranks, common, control=True)
 
-    def _on_control(self, number: int, data: bytes) -> None:
+    def _on_word(self, kind: bytes, number: int, data: bytes) -> None:
         process = self._processes.get(number)
         if process is None:
+            return
+        if kind == agent.STATE:
+            state, ticks = data.split()
+            process.is_stopped = state in {b"T", b"t"}
+            if int(ticks) > process.ticks:  # it works, even if it cannot answer
+                process.ticks, process.heard_at = int(ticks), time.monotonic()
             return
         process.heard_at = time.monotonic()
         *lines, process.unread = (process.unread + data).split(b"\n")
@@ -224,6 +289,7 @@ class ElasticLauncher(Launcher):
             message = json.loads(line)
             if "join" in message:
                 process.request = message["join"]
+                self._state_exists = self._state_exists or process.request["state"] is True
                 self._on_join(process)
 
     def _on_join(self, process: _Process) -> None:
@@ -242,9 +308,17 @@ class ElasticLauncher(Launcher):
     def _dismiss(self, process: _Process, why: str) -> None:
         """Let a process leave that waits for a world."""
         process.dismissed, process.request = True, None
+        process.end_at = time.monotonic() + self._job.grace
         self._tell(process, {"leave": why})
 
-    def _dismiss_spares(self) -> None:
+    def _end_dismissed(self, now: float) -> None:
+        """End processes that were told to leave, and have not done so."""
+        for process in self._processes.values():
+            if now >= process.end_at:
+                process.end_at = inf
+                process.host.send(b"END %d\n" % process.number)
+
+    def _dismiss_spares(self, now: float) -> None:
         """After the first success: let those go that are not in the last world."""
         for process in self._processes.values():
             if process.epoch == self._epoch or process.dismissed:
@@ -252,16 +326,22 @@ class ElasticLauncher(Launcher):
             if process.request is not None:
                 self._dismiss(process, "the job has finished")
             else:
-                process.dismissed = True
-                process.host.send(b"END %d\n" % process.number)
+                process.dismissed, process.end_at = True, now
+        for host in self._silent_since_start():
+            host.lost = True
+            host.kill()
+        self._end_dismissed(now)
 
     def name_of(self, number: int) -> str:
         """See Launcher."""
         return self._names.get(number, f"process {number}")
 
     def ranks(self) -> list[int]:
-        """Return the numbers of the last world's processes, ordered by rank."""
-        return [number for number, _ in self._world]
+        """Return the numbers of the last world's processes, ordered by rank.
+
+        If no process has asked for a world, return those that have succeeded.
+        """
+        return [number for number, _ in self._world] or sorted(n for n, _ in self._succeeded)
 
     # ---- worlds ----------------------------------------------------------------------------------
 
@@ -282,7 +362,9 @@ class ElasticLauncher(Launcher):
         count = len(self._candidates())
         if self._epoch < 0:
             # Those that start together begin together, as long as they live.
-            return count >= self._elasticity.start and count == len(self._processes)
+            wanted = set(self._wanted(time.monotonic()))
+            awaited = [each for each in self._processes.values() if each.place in wanted]
+            return count >= self._elasticity.start and count == len(awaited)
         members = self._members()
         waits = all(each.request is not None for each in members)
         if not members:
@@ -305,11 +387,15 @@ class ElasticLauncher(Launcher):
                 self._dismiss(process, f"{process.place[0]} does not have its slot any more")
         last, self._epoch = self._epoch, self._epoch + 1
         candidates = [
-            Candidate(each.number, *each.place, each.rank if each.epoch == last >= 0 else None)
+            Candidate(
+                each.number,
+                *each.place,
+                each.rank if each.epoch == last >= 0 and each.has_state else None,
+            )
             for each in chosen
         ]
-        if last >= 0 and all(each.rank is None for each in candidates):
-            self._give_up("No hosts from previous set remaining: nobody has the training's state")
+        if self._state_exists and all(each.rank is None for each in candidates):
+            self._give_up(_NO_STATE)
             return
         sync = any(each.request is not None and each.request["sync"] for each in chosen)
         self._world = [(candidate.number, slot) for candidate, slot in ranked(candidates)]
@@ -340,19 +426,19 @@ class ElasticLauncher(Launcher):
         is_first = self._epoch < 0
         members = list(self._processes.values()) if is_first else self._members()
         if not members and not is_first:
-            self._give_up("No hosts from previous set remaining: nobody has the training's state")
+            self._give_up(_NO_STATE)
             return
         needed = elasticity.start if is_first else elasticity.least
         slots = len(self._wanted(now))
-        can_return = self._slots.next_return(now) is not None
-        can_come = can_return or (elasticity.discovery.may_change and slots > 0)
-        if slots < needed and not can_come:
-            self._give_up(f"{slots} slots are left that have not failed, instead of {needed}")
-            return
         asked = [each.request is not None for each in members]
-        waits = any(asked) if is_first else all(asked)
-        if slots >= needed and not waits:
+        # Ranks that still train need nobody else. Those of the first world may still be loading.
+        waits = (slots < needed or any(asked)) if is_first else all(asked)
+        if not waits:
             self._give_up_at = None
+            return
+        more_may_come = elasticity.discovery.may_change and (slots > 0 or not self._slots.hosts())
+        if slots < needed and not more_may_come and self._slots.next_return(now) is None:
+            self._give_up(f"{slots} slots are left that have not failed, instead of {needed}")
             return
         is_start = is_first and slots >= needed
         limit = self._job.start_timeout if is_start else elasticity.timeout
@@ -360,9 +446,8 @@ class ElasticLauncher(Launcher):
             self._give_up_at = now + limit
         elif now >= self._give_up_at:
             flag = "--start-timeout" if is_start else "--elastic-timeout"
-            there = sum(asked)
             self._give_up(
-                f"{there} ranks asked to join and {slots} slots can be used after {limit:g} s "
+                f"{sum(asked)} ranks asked to join and {slots} slots can be used after {limit:g} s "
                 f"({flag}), instead of {needed}"
             )
 
@@ -372,10 +457,20 @@ class ElasticLauncher(Launcher):
             self._fail(LaunchError(why))
             return
         self._print(f"the job ends: {why}")
-        process, status = self._failures[0]
+        in_last_world = [each for each in self._failures if each[0].epoch == self._epoch]
+        self._set_first_failure(*(in_last_world or self._failures)[0])
+        self._end()
+
+    def _set_first_failure(self, process: _Process, status: int) -> None:
         self._names.setdefault(process.number, process.name)
         self.first_failure, self._failed_at = (process.number, status), time.monotonic()
-        self._end()
+
+    def _exit_status(self) -> int:
+        """See Launcher. A rank of the last world that has failed has no successor any more."""
+        failed = [each for each in self._failures if each[0].epoch == self._epoch >= 0]
+        if failed and self._succeeded and self.first_failure is None:
+            self._set_first_failure(*failed[0])
+        return super()._exit_status()
 
     # ---- changes ---------------------------------------------------------------------------------
 
@@ -404,28 +499,30 @@ class ElasticLauncher(Launcher):
             return []
         return [each for each in members if each.request is None]
 
-    def _ping_late(self, now: float) -> None:
-        """Find out whether late ranks live, and kill those that do not answer."""
-        if not (late := self._late()) or now < self._ping_at + _PING_SECONDS:
+    def _ask_late(self, now: float) -> None:
+        """Find out whether late ranks live, and kill those that do not."""
+        if not (late := self._late()) or now < self._ask_at + _ASK_SECONDS:
             return
-        if now > self._ping_at + 3 * _PING_SECONDS:  # nobody has been late for a while
+        if now > self._ask_at + 3 * _ASK_SECONDS:  # nobody has been late for a while
             for process in late:
                 process.heard_at = now
             self._warn_at = now + _WARN_SECONDS
-        self._ping_at = now
+        self._ask_at = now
         if now >= self._warn_at:
             names = ", ".join(each.name for each in late)
-            self._print(f"the next world waits for {names}, which answers but is still at work")
+            self._print(f"the next world waits for {names}, which lives but is still at work")
             self._warn_at = now + _WARN_SECONDS
         for process in late:
-            if now >= process.heard_at + _DEAF_SECONDS:
+            patience = _STOPPED_SECONDS if process.is_stopped else _DEAF_SECONDS
+            if now >= process.heard_at + patience:
                 self._print(
-                    f"{process.name} has not answered for {_DEAF_SECONDS:g} s while others wait "
+                    f"{process.name} has not done anything for {patience:g} s while others wait "
                     f"for the next world: it is killed"
                 )
                 process.host.send(b"KILL %d\n" % process.number)
             else:
                 self._tell(process, {"ping": 0})
+                process.host.send(b"STATE %d\n" % process.number)
 
     # ---- ends ------------------------------------------------------------------------------------
 
@@ -436,7 +533,7 @@ class ElasticLauncher(Launcher):
         process = self._processes.pop(rank, None)
         if self._ending or process is None or process.dismissed:
             return
-        if status == 0:
+        if status == 0 and process.epoch == self._epoch:
             self._succeeded.append((rank, time.monotonic()))
             self._names.setdefault(rank, process.name)
             for other in self._processes.values():
@@ -447,16 +544,17 @@ class ElasticLauncher(Launcher):
 
     def _on_failure(self, process: _Process, status: int) -> None:
         now = time.monotonic()
-        self._failures.append((process, status))
+        if status != 0:
+            self._failures.append((process, status))
         if self._succeeded:  # there is no next world
             self.first_failure, self._failed_at = (process.number, status), now
             self._end()
             return
         wait = self._slots.bar(process.place, now)
         rest = "its slot is not used again" if wait is None else f"its slot rests for {wait:.0f} s"
-        self._print(f"{process.name} failed with exit code {status}; {rest}")
+        self._print(f"{process.name} {_what_happened(status)}; {rest}")
         if process.epoch == self._epoch >= 0:
-            why = f"{process.name} failed with exit code {status}"
+            why = f"{process.name} {_what_happened(status)}"
             with suppress(RuntimeError):  # without it, others wait for HOROVOD_START_TIMEOUT
                 self._server.abandon(_WORLD, self._epoch, process.rank, why)
 
@@ -469,9 +567,18 @@ class ElasticLauncher(Launcher):
 
     def _on_lost_hosts(self, hosts: list[HostLink], error: LaunchError) -> None:
         """Go on without hosts that cannot be reached."""
-        self._print(str(error))
-        for host in hosts:
+        fresh = [host for host in hosts if not host.lost]
+        if fresh:
+            self._print(str(error))
+        for host in fresh:
+            host.lost = True
             host.kill()
-            host.start_by = host.alive_at = float("inf")  # it is lost only once
+            host.start_by = host.alive_at = inf
             for number in sorted(host.running):
                 self._rank_exited(host, number, error.code)
+
+
+def _what_happened(status: int) -> str:
+    if status == 0:
+        return "ended before it asked to join a world"
+    return f"failed with exit code {status}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 
 from perseus.run.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
 from perseus.run.elastic.driver import Elasticity
@@ -24,7 +25,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="fewest ranks with which training goes on; default: -np")  # fmt: skip
     add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, metavar="N",
         help="most ranks; default: all slots")  # fmt: skip
-    add("--slots-per-host", dest="slots", type=int, metavar="N",
+    add("--slots-per-host", dest="slots", type=_positive, metavar="N",
         help="slots of discovered hosts that are printed without a number")  # fmt: skip
     add("--elastic-timeout", type=int, metavar="SECONDS",
         help=f"limit for slots to appear; default {_TIMEOUT}, else {_DEFAULT_TIMEOUT}")  # fmt: skip
@@ -35,9 +36,25 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="seconds until a slot whose rank failed is used again; default: never")  # fmt: skip
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}': expected a whole number, 1 or more")
+    return int(text)
+
+
 def is_elastic(given: argparse.Namespace) -> bool:
     """Return whether the flags ask for an elastic job."""
     return given.min_num_proc is not None or given.host_discovery_script is not None
+
+
+def refuse_alone(**settings: object) -> None:
+    """Raise ValueError if a setting of elastic jobs is given for a job that is not elastic."""
+    for name, value in settings.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is for elastic jobs: give --min-np (min_num_proc) or "
+                f"--host-discovery-script (host_discovery_script) as well"
+            )
 
 
 def given_hosts(given: argparse.Namespace) -> list[Host] | None:
@@ -77,7 +94,7 @@ def checked_elasticity(
     *,
     timeout: int | None,
     reset_limit: int | None,
-    cooldown: list[int] | tuple[int, int] | None,
+    cooldown: Sequence[int] | None,
 ) -> Elasticity:
     """Return an Elasticity with the defaults of what is None; ValueError for what does not fit."""
     least = least if least is not None else start
@@ -85,26 +102,34 @@ def checked_elasticity(
     if start is None or least is None:
         raise ValueError("-np or --min-np is missing: give the number of ranks, such as -np 2")
     if not 1 <= least <= start or (most is not None and most < start):
-        raise ValueError(
-            f"--min-np {least}, -np {start}, --max-np {most}: expected 1 <= min <= np <= max"
-        )
+        limit = "" if most is None else f", --max-np {most}"
+        raise ValueError(f"--min-np {least}, -np {start}{limit}: expected 1 <= min <= np <= max")
     if reset_limit is not None and reset_limit < 0:
         raise ValueError(f"--reset-limit {reset_limit}: expected 0 or more")
-    if cooldown is not None and not 1 <= cooldown[0] <= cooldown[1] <= _LONGEST_COOLDOWN:
-        raise ValueError(
-            f"--blacklist-cooldown-range {cooldown[0]} {cooldown[1]}: expected two numbers of "
-            f"seconds from 1 to {_LONGEST_COOLDOWN}, the shorter one first"
-        )
-    limits = None if cooldown is None else (float(cooldown[0]), float(cooldown[1]))
+    limits = None if cooldown is None else _checked_cooldown(cooldown)
     return Elasticity(discovery, start, least, most, _timeout(timeout), reset_limit, limits)
 
 
 def _timeout(given: int | None) -> float:
     if given is None:
-        text = os.environ.get(_TIMEOUT, "")
-        if text and not text.isdecimal():
-            raise ValueError(f"{_TIMEOUT}='{text}': expected a whole number of seconds")
-        given = int(text or _DEFAULT_TIMEOUT)
+        text = os.environ.get(_TIMEOUT) or str(_DEFAULT_TIMEOUT)
+        if not text.isdecimal() or int(text) < 1:
+            raise ValueError(f"{_TIMEOUT}='{text}': expected a whole number of seconds, 1 or more")
+        return float(text)
     if given < 1:
         raise ValueError(f"--elastic-timeout {given}: expected 1 or more seconds")
     return float(given)
+
+
+def _checked_cooldown(given: Sequence[int]) -> tuple[float, float]:
+    try:
+        shortest, longest = (float(seconds) for seconds in given)
+        fits = 1 <= shortest <= longest <= _LONGEST_COOLDOWN
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"--blacklist-cooldown-range (cooldown_range) {given}: expected two numbers of seconds "
+            f"from 1 to {_LONGEST_COOLDOWN}, the shorter one first"
+        )
+    return shortest, longest

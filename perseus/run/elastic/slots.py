@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from perseus.run.hosts import Host
 
 Place = tuple[str, int]
+_DOUBLINGS = 12  # more than there are between a second and an hour
 
 
 class UsableSlots:
@@ -45,7 +46,7 @@ class UsableSlots:
             return None
         shortest, longest = self._cooldown
         # Hosts that failed together should not come back together.
-        wait = shortest * 2.0 ** (count - 1) + random.uniform(0.0, 1.0)
+        wait = shortest * 2.0 ** min(count - 1, _DOUBLINGS) + random.uniform(0.0, 1.0)
         wait = min(max(wait, shortest), longest)
         self._barred_until[place] = now + wait
         return wait
@@ -58,6 +59,10 @@ class UsableSlots:
             for index in range(self._slots.get(name, 0))
             if self._barred_until.get((name, index), now) <= now
         ]
+
+    def hosts(self) -> int:
+        """Return how many hosts are there now, whether their slots may be used or not."""
+        return len(self._slots)
 
     def slots_of(self, host: str) -> int:
         """Return how many slots a host has, barred ones included; 0 for an unknown host."""

@@ -1,0 +1,143 @@
+"""A rank of an elastic job that test_elastic_jobs.py starts: training whose end is known.
+
+    perseusrun … python elastic_rank.py DIRECTORY PLAN
+
+PLAN is JSON: {"steps": n, "size": ranks to have at the end, or 0, "worlds": n, "events": [event,
+…]}. Training goes on until all three are reached. An event {"step", "what", "rank"} happens once:
+the rank does it in that step, or in the first later one in which the world has the event's "size",
+before it commits. `what` is one of
+
+kill, stop: a signal.
+raise, fail: ValueError, or HorovodInternalError.
+wait: for 3 s, while others want the next world.
+agent: kills the parent, with which all ranks of the host end.
+hosts: writes the event's "text" into DIRECTORY/hosts.
+
+"quirk", if it is there, is one of these, each of which one process has:
+
+reset: rank 0 of the third world kills itself before it has taken part in state.sync().
+late: the first process that comes after another one was killed ends before it joins.
+start: rank 2 kills itself when it has its place in the first world, and the others wait for it.
+thread: a rank that is to leave has a thread that does not end.
+status: rank 1 ends with exit status 7 after its last step, 1 s before the others.
+
+Every rank adds the same gradient, a small whole number that differs per step and index. So the
+weights at the end are the sum of all steps, whoever took part in them: none is lost or done twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import perseus.arrays as hvd
+from perseus import basics, control, elastic
+from perseus.objects import dumps, loads
+
+DIRECTORY, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
+PLACE = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+
+
+def from_rank_0(value: Any) -> Any:
+    return loads(control.broadcast_bytes(dumps(value), 0, "state", 0))
+
+
+def happen(state: Any) -> None:
+    for number, event in enumerate(PLAN["events"]):
+        if state.step < event["step"] or hvd.rank() != event.get("rank", 0):
+            continue
+        if hvd.size() != event.get("size", hvd.size()):
+            continue
+        try:
+            (DIRECTORY / f"event.{number}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        print(f"event {event['what']} at {time.time():.3f}", flush=True)
+        if event["what"] == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif event["what"] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif event["what"] == "raise":
+            raise ValueError("on purpose")
+        elif event["what"] == "fail":
+            raise elastic.HorovodInternalError("on purpose")
+        elif event["what"] == "agent":
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(10)
+        elif event["what"] == "wait":
+            time.sleep(3)
+        else:
+            new = DIRECTORY / "hosts.new"
+            new.write_text(event["text"])
+            new.rename(DIRECTORY / "hosts")
+
+
+def train(state: Any) -> None:
+    place = [getattr(hvd, name)() for name in PLACE]
+    assert place == [int(os.environ[f"PERSEUS_{name.upper()}"]) for name in PLACE]
+    assert os.environ["HOROVOD_ELASTIC"] == "1"
+    print("enter", *place, state.step, os.getpid(), f"{time.time():.3f}", flush=True)
+    while (
+        state.step < PLAN["steps"]
+        or hvd.size() != (PLAN["size"] or hvd.size())
+        or basics._world.epoch < PLAN["worlds"]
+    ):
+        gradient = np.arange(1000) % 7 + state.step % 5.0
+        state.weights = state.weights + hvd.allreduce(gradient, "gradient")
+        state.step += 1
+        happen(state)
+        time.sleep(0.02)
+        state.commit()
+
+
+def kill_in_the_third_world() -> None:
+    if basics._world.epoch == 3 and hvd.rank() == 0 and not marked("reset"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def linger() -> None:
+    """Until the job has reached its end."""
+    while not (DIRECTORY / "finished").exists():
+        time.sleep(0.05)
+
+
+def marked(name: str) -> bool:
+    """Whether a process has asked before."""
+    try:
+        (DIRECTORY / f"quirk.{name}").touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    return False
+
+
+QUIRK = PLAN.get("quirk")
+if QUIRK == "late" and (DIRECTORY / "event.0").exists() and not marked("late"):
+    sys.exit(0)
+if QUIRK == "start" and os.environ["HOROVOD_LOCAL_RANK"] == "2":
+    basics._connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if QUIRK == "thread":
+    threading.Thread(target=linger).start()
+hvd.init()
+state = elastic.ObjectState(from_rank_0, hvd.rank, weights=np.zeros(1000), step=0)
+if QUIRK == "reset":
+    state.register_reset_callbacks([kill_in_the_third_world])
+elastic.run_fn(train, elastic.reset)(state)
+if QUIRK == "status":
+    if hvd.rank() == 1:
+        os._exit(7)
+    time.sleep(1)
+expected = sum(np.arange(1000) % 7 + step % 5.0 for step in range(state.step))
+assert np.array_equal(state.weights, expected)
+digest = hashlib.sha256(state.weights.tobytes()).hexdigest()[:8]
+(DIRECTORY / "finished").touch()
+print("finished", hvd.rank(), hvd.size(), state.step, digest, os.getpid(), flush=True)
+hvd.shutdown()

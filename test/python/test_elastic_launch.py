@@ -1,0 +1,359 @@
+"""The launcher's side of elastic jobs: flags, agents that serve single processes, lost starts."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from perseusrun_command import environment, eventually, perseusrun
+
+from perseus import _core, errors
+from perseus.elastic import HostUpdateResult
+from perseus.run import agent, cli, host_start
+from perseus.run.elastic import driver
+from perseus.run.elastic.discovery import FixedHosts
+from perseus.run.elastic.driver import Elasticity
+from perseus.run.elastic.flags import checked_elasticity
+from perseus.run.hosts import Host
+from perseus.run.job import Job
+from perseus.run.link import HostLink, local_command
+
+# ---- flags ----
+
+
+def _elasticity(
+    start: int | None = None, least: int | None = None, most: int | None = None, **options: Any
+) -> Elasticity:
+    given = {"timeout": None, "reset_limit": None, "cooldown": None, **options}
+    return checked_elasticity(FixedHosts([Host("a", 8)]), start, least, most, **given)
+
+
+def test_fewest_ranks_and_first_ranks_are_each_others_defaults() -> None:
+    for made in (_elasticity(start=3), _elasticity(least=3)):
+        assert (made.start, made.least, made.most) == (3, 3, None)
+    made = _elasticity(4, 2, 6, reset_limit=0, cooldown=[1, 3600])
+    assert (made.start, made.least, made.most, made.reset_limit) == (4, 2, 6, 0)
+    assert made.cooldown == (1.0, 3600.0)
+    assert made.discovery.find() == [Host("a", 8)]
+
+
+def test_timeout_is_the_flags_or_the_variables_or_ten_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HOROVOD_ELASTIC_TIMEOUT", raising=False)
+    assert _elasticity(1).timeout == 600.0
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "40")
+    assert _elasticity(1).timeout == 40.0
+    assert _elasticity(1, timeout=30).timeout == 30.0
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "soon")
+    assert _elasticity(1, timeout=30).timeout == 30.0
+    with pytest.raises(ValueError, match="HOROVOD_ELASTIC_TIMEOUT='soon': expected a whole number"):
+        _elasticity(1)
+
+
+def test_limits_may_be_equal() -> None:
+    made = _elasticity(2, 2, 2, timeout=1, reset_limit=0, cooldown=(5, 5))
+    assert (made.least, made.most, made.timeout, made.cooldown) == (2, 2, 1.0, (5.0, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "-np or --min-np is missing: give the number of ranks"),
+        ({"start": 2, "least": 3}, "--min-np 3, -np 2: expected 1 <= min <= np <= max"),
+        ({"start": 2, "most": 1}, "--min-np 2, -np 2, --max-np 1: expected 1 <= min <= np <= max"),
+        ({"least": 0}, "--min-np 0, -np 0: expected 1 <= min"),
+        ({"start": 2, "least": 0}, "--min-np 0, -np 2: expected 1 <= min"),
+        ({"start": 1, "most": 0}, "--max-np 0: expected"),
+        ({"start": 1, "reset_limit": -1}, "--reset-limit -1: expected 0 or more"),
+        (
+            {"start": 1, "cooldown": [0, 5]},
+            r"-cooldown-range .*\[0, 5\]: expected two",
+        ),
+        (
+            {"start": 1, "cooldown": [6, 5]},
+            r"range.* \[6, 5\]: .*, the shorter one first",
+        ),
+        ({"start": 1, "cooldown": [5]}, "expected two numbers of seconds"),
+        ({"start": 1, "cooldown": 5}, "expected two numbers of seconds"),
+        ({"start": 1, "cooldown": ["x", "y"]}, "expected two numbers of seconds"),
+        (
+            {"start": 1, "cooldown": [1, 3601]},
+            r"-cooldown-range .*\[1, 3601\]: expected",
+        ),
+        ({"start": 1, "timeout": 0}, "--elastic-timeout 0: expected 1 or more seconds"),
+    ],
+)
+def test_limits_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _elasticity(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--min-np", "3", "-np", "2"], "--min-np 3, -np 2"),
+        (["--host-discovery-script", "/nowhere"], "-np or --min-np is missing"),
+        (["--min-np", "1", "--elastic-timeout", "0"], "--elastic-timeout 0: expected 1 or more"),
+        (
+            ["--min-np", "1", "--blacklist-cooldown-range", "5", "4"],
+            "[5, 4]: expected",
+        ),
+        (["--min-np", "2", "--mpi"], "--mpi cannot start elastic jobs: mpirun's ranks are fixed"),
+        (["--min-np", "2", "-npernode", "2"], "-npernode does not go with elastic jobs"),
+        (["--min-np", "1", "-H", "a:b"], "Invalid host input in -H a:b"),
+        (["--min-np", "1", "-H", "a", "--host-discovery-script", "f"], "not allowed with argument"),
+    ],
+)
+def test_elastic_mistake_on_the_command_line_is_one_line(
+    arguments: list[str], message: str
+) -> None:
+    result = perseusrun(*arguments, "echo", "started", timeout=60)
+    assert (result.returncode, result.stdout) == (2, ""), result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    assert result.stderr.startswith("perseusrun: error: ") and message in result.stderr
+
+
+def test_bad_timeout_variable_is_one_line_that_names_it() -> None:
+    for value in ("soon", "0"):
+        env = environment(HOROVOD_ELASTIC_TIMEOUT=value)
+        result = perseusrun("--min-np", "1", "true", env=env, timeout=60)
+        assert (result.returncode, len(result.stderr.splitlines())) == (2, 1), result.stderr
+        assert f"HOROVOD_ELASTIC_TIMEOUT='{value}'" in result.stderr
+
+
+@pytest.fixture
+def asked_for(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Elasticity]:
+    """What perseusrun would do with arguments, without starting anything."""
+    found: list[Elasticity] = []
+
+    class Recorder:
+        def __init__(self, job: Job, elasticity: Elasticity) -> None:
+            assert (job.command, job.slots) == (["train"], [])
+            found.append(elasticity)
+
+        def run(self) -> int:
+            return 0
+
+    def ask(*arguments: str) -> Elasticity:
+        assert cli.main([*arguments, "train"]) == 0
+        return found.pop()
+
+    monkeypatch.delenv("HOROVOD_ELASTIC_TIMEOUT", raising=False)
+    monkeypatch.setattr(cli, "ElasticLauncher", Recorder)
+    return ask
+
+
+@pytest.mark.parametrize("suffix", ["np", "num-proc"])
+def test_short_and_long_spellings_of_the_limits_work(
+    asked_for: Callable[..., Elasticity], suffix: str
+) -> None:
+    made = asked_for(f"--min-{suffix}", "2", "-np", "3", f"--max-{suffix}", "5")
+    assert (made.least, made.start, made.most) == (2, 3, 5)
+    assert (made.timeout, made.reset_limit, made.cooldown) == (600.0, None, None)
+    assert made.discovery.find() == [Host("localhost", 5)]
+
+
+def test_other_elastic_flags_reach_the_job(asked_for: Callable[..., Elasticity]) -> None:
+    flags = ["--elastic-timeout", "7", "--reset-limit", "3", "--blacklist-cooldown-range", "5", "9"]
+    made = asked_for("--min-np", "2", *flags, "-H", "a:2,b:3")
+    assert (made.timeout, made.reset_limit, made.cooldown) == (7.0, 3, (5.0, 9.0))
+    assert made.discovery.find() == [Host("a", 2), Host("b", 3)]
+    assert not made.discovery.may_change
+
+
+def test_discovery_script_makes_a_job_elastic(
+    asked_for: Callable[..., Elasticity], tmp_path: Path
+) -> None:
+    script = tmp_path / "find"
+    script.write_text("#!/bin/sh\necho a; echo b:1\n")
+    script.chmod(0o755)
+    made = asked_for("-np", "2", "--host-discovery-script", str(script), "--slots-per-host", "4")
+    assert (made.least, made.start, made.most) == (2, 2, None)
+    assert made.discovery.may_change
+    assert made.discovery.find() == [Host("a", 4), Host("b", 1)]
+
+
+# ---- the agent of a host ----
+
+# Says that it runs, and repeats every line that it hears.
+_ECHO = """
+import os, signal, socket, sys
+if sys.argv[1:] == ["stubborn"]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+control = socket.socket(fileno=int(os.environ["PERSEUS_CONTROL_FD"]))
+control.sendall(b"%d\\n" % os.getpid())
+for line in control.makefile("rb"):
+    control.sendall(b"heard " + line)
+"""
+
+
+class Processes:
+    """Processes 3, 4 and 5 of an elastic job, run by an agent of this host."""
+
+    def __init__(self, *arguments: str, grace: float = 100.0) -> None:
+        self.numbers = [3, 4, 5]
+        self.host = HostLink("localhost", self.numbers, True, local_command())
+        self.heard = dict.fromkeys(self.numbers, b"")
+        self.exits: dict[int, int] = {}
+        job = Job([sys.executable, "-S", "-E", "-c", _ECHO, *arguments], [], grace=grace)
+        ranks: list[tuple[int, dict[str, str]]] = [(number, {}) for number in self.numbers]
+        self.host.send(host_start.start_message(job, self.host, ranks, {}, None, control=True))
+
+    def __enter__(self) -> Processes:
+        assert self.until(lambda: all(text.endswith(b"\n") for text in self.heard.values()))
+        self.pids = {number: int(text) for number, text in self.heard.items()}
+        self.heard = dict.fromkeys(self.numbers, b"")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.host.kill_ranks()
+        self.host.kill()
+        self.host.process.wait()
+        self.host.close()
+
+    def until(self, condition: Callable[[], bool], timeout: float = 30) -> bool:
+        """Take frames until `condition` is true; returns whether it became so in time."""
+        deadline = time.monotonic() + timeout
+        output = self.host.process.stdout
+        assert output is not None
+        while not condition():
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([output], [], [], left)[0]:
+                return False
+            if not (data := os.read(output.fileno(), 1 << 16)):
+                return condition()
+            for kind, number, content in self.host.frames(data):
+                if kind == agent.CONTROL:
+                    self.heard[number] += content
+                elif kind == agent.EXIT:
+                    self.exits[number] = int(content)
+        return True
+
+    def answers(self, *numbers: int) -> bool:
+        """Whether exactly these processes still answer, and have heard nothing else so far."""
+        for number in self.numbers:
+            self.host.send(b"TELL %d hello %d\n" % (number, number))
+        expected = {
+            number: b"heard hello %d\n" % number if number in numbers else b""
+            for number in self.numbers
+        }
+        return self.until(lambda: self.heard == expected)
+
+
+def test_line_reaches_only_the_process_that_it_is_for() -> None:
+    with Processes() as processes:
+        processes.host.send(b'TELL 4 {"place": 1, "with": "blanks  "}\nTELL 5  x \n')
+        expected = {3: b"", 4: b'heard {"place": 1, "with": "blanks  "}\n', 5: b"heard  x \n"}
+        assert processes.until(lambda: processes.heard == expected), processes.heard
+        processes.heard = dict.fromkeys(processes.numbers, b"")
+        assert processes.answers(3, 4, 5), processes.heard
+        assert not processes.exits
+
+
+def test_ending_one_process_leaves_the_others_alone() -> None:
+    with Processes() as processes:
+        processes.host.send(b"END 4\n")
+        assert processes.until(lambda: bool(processes.exits))
+        assert processes.answers(3, 5), processes.heard
+        assert processes.exits == {4: 128 + signal.SIGTERM}
+
+
+def test_one_process_that_ignores_its_end_is_killed_alone_after_the_grace() -> None:
+    with Processes("stubborn", grace=0.2) as processes:
+        processes.host.send(b"END 4\n")
+        assert processes.until(lambda: bool(processes.exits))
+        assert processes.answers(3, 5), processes.heard
+        assert processes.exits == {4: 128 + signal.SIGKILL}
+
+
+@pytest.mark.parametrize(("command", "number"), [("END", signal.SIGTERM), ("KILL", signal.SIGKILL)])
+def test_stopped_process_ends_at_once_and_alone(command: str, number: int) -> None:
+    with Processes() as processes:
+        pid = processes.pids[5]
+        os.kill(pid, signal.SIGSTOP)
+        stat = Path(f"/proc/{pid}/stat")
+        assert eventually(lambda: ") T " in stat.read_text(), 10)
+        processes.host.send(f"{command} 5\n".encode())
+        assert processes.until(lambda: bool(processes.exits))
+        assert processes.answers(3, 4), processes.heard
+        assert processes.exits == {5: 128 + number}
+
+
+def test_commands_for_an_unknown_process_are_ignored() -> None:
+    with Processes() as processes:
+        processes.host.send(b"TELL 9 x\nEND 9\nKILL 9\nEND x\nKILL 35\nTELL 34 x\nTELL\n")
+        assert processes.answers(3, 4, 5), processes.heard
+        assert not processes.exits
+        processes.host.send(b"KILL\n")
+        assert processes.until(lambda: len(processes.exits) == 3)
+        assert set(processes.exits.values()) == {128 + signal.SIGKILL}
+
+
+# ---- a start that lacks a rank ----
+
+_SECRET = b"s" * 32
+
+
+@pytest.fixture
+def server() -> Iterator[_core.StoreServer]:
+    made = _core.StoreServer("127.0.0.1", 0, False, _SECRET)
+    yield made
+    made.close()
+
+
+def _start(server: _core.StoreServer, rank: int, size: int, job: str, epoch: int) -> _core.Context:
+    return _core.Context(
+        rank=rank, size=size, store_host="127.0.0.1", store_port=server.port, secret=_SECRET,
+        job=job, epoch=epoch, overrides=["HOROVOD_START_TIMEOUT=60"],
+    )  # fmt: skip
+
+
+def test_abandoned_start_ends_at_once_with_the_reason(server: _core.StoreServer) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        starts = [pool.submit(_start, server, rank, 3, "job", 7) for rank in (0, 2)]
+        time.sleep(0.1)
+        assert not any(start.done() for start in starts)
+        server.abandon("job", 7, 1, "rank 1 on b failed with exit code 9")
+        for start in starts:
+            reason = r"rank 1 .*\(world 7\): rank 1 on b failed with exit code 9"
+            with pytest.raises(errors.AbortedError, match=reason):
+                start.result(timeout=20)
+
+
+def test_start_that_was_abandoned_before_does_not_wait(server: _core.StoreServer) -> None:
+    server.abandon("job", 7, 0, "gone")
+    with pytest.raises(errors.AbortedError, match=r"rank 0 .*: gone"):
+        _start(server, 1, 2, "job", 7)
+
+
+def test_starts_of_other_epochs_and_jobs_go_on(server: _core.StoreServer) -> None:
+    worlds = [("job", 6), ("job", 8), ("other", 7)]
+    with ThreadPoolExecutor(8) as pool:
+        lost = pool.submit(_start, server, 0, 2, "job", 7)
+        firsts = [pool.submit(_start, server, 0, 2, *world) for world in worlds]
+        server.abandon("job", 7, 1, "gone")
+        with pytest.raises(errors.AbortedError):
+            lost.result(timeout=20)
+        seconds = [pool.submit(_start, server, 1, 2, *world) for world in worlds]
+        started: list[Future[_core.Context]] = firsts + seconds
+        contexts = [start.result(timeout=30) for start in started]
+    assert [context.size for context in contexts] == [2] * 6
+    for context in contexts:
+        context.close()
+
+
+# ---- news about hosts ----
+
+
+def test_launcher_and_ranks_mean_the_same_change() -> None:
+    assert HostUpdateResult.removed == driver._REMOVED
+    assert HostUpdateResult.added == driver._ADDED
