@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from perseus import basics
 from perseus.arguments import checked_op, checked_root
 from perseus.basics import (
+    abort,
     cross_rank,
     cross_size,
     init,
@@ -49,6 +50,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "abort",
     "allreduce",
     "allreduce_async",
     "broadcast",

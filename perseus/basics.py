@@ -199,6 +199,17 @@ def shutdown() -> None:
         _world.users.clear()
 
 
+def abort(reason: str = "no reason given") -> None:
+    """End the world on every rank at once, because something is wrong here.
+
+    Operations under way, and all later ones, raise HorovodInternalError on every rank, this one
+    included, with the rank that called and its reason. In elastic training, all ranks go back to
+    the last commit, so call it where a rank cannot go on with the present state. Any thread may
+    call it. ValueError before init().
+    """
+    _context().abort(reason)
+
+
 def end_world() -> None:
     """End the world on every rank, as shutdown() does, but keep rank and size until shutdown().
 

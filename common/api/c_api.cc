@@ -251,6 +251,13 @@ void perseus_context_shutdown(perseus_context* context) {
   });
 }
 
+perseus_code perseus_context_abort(perseus_context* context, const char* reason) {
+  return in_context(context, [&](perseus::Context& c) {
+    c.engine().abort_world(reason);
+    return PERSEUS_OK;
+  });
+}
+
 void perseus_context_destroy(perseus_context* context) {
   if (context == nullptr) return;
   guarded([&] {

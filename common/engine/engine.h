@@ -109,6 +109,8 @@ class Engine final : private ProgressWork {
 
   // See perseus_context_shutdown.
   void shutdown();
+  // See perseus_context_abort.
+  void abort_world(const std::string& reason);
   // See perseus_context_set_stall_limits.
   void set_stall_limits(int64_t check_ns, int64_t shutdown_ns);
   // Why the world has ended; ok while it has not.

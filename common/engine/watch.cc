@@ -305,6 +305,11 @@ void Engine::shutdown() {
   }
 }
 
+void Engine::abort_world(const std::string& reason) {
+  const ProgressLock lock(progress_);
+  abort(Error(ErrorKind::kAborted, "rank " + std::to_string(world_.rank) + " called abort(): " + reason), true);
+}
+
 void Engine::send_goodbye() {
   const int first = first_left_ < 0 ? world_.rank : first_left_.load();
   std::string rounds = kGoodbyeMessage + std::to_string(first) + " ";

@@ -99,6 +99,16 @@ void ContextOwner::shutdown() {
   perseus_context_shutdown(use.context());
 }
 
+void ContextOwner::abort(const std::string& reason) {
+  const ContextUse use(*this);
+  perseus_code code = PERSEUS_OK;
+  {
+    py::gil_scoped_release release;
+    code = perseus_context_abort(use.context(), reason.c_str());
+  }
+  check(code);
+}
+
 void ContextOwner::set_stall_limits(int check_s, int shutdown_s) const {
   check(perseus_context_set_stall_limits(get(), check_s, shutdown_s));
 }
@@ -304,6 +314,7 @@ void bind_context(py::module_& module) {
       .def("stop_timeline", &ContextOwner::stop_timeline, "Completes the file of the recording, if there is one.")
       .def("set_stall_limits", &ContextOwner::set_stall_limits, py::arg("check"), py::arg("shutdown"),
            "Seconds after which a living rank that is waited for is named, and ends the world; 0 = never.")
+      .def("abort", &ContextOwner::abort, py::arg("reason"), "Ends the world on every rank at once, with a reason.")
       .def("shutdown", &ContextOwner::shutdown, "Ends the world on every rank.")
       .def("close", &ContextOwner::close, "Shuts down and frees everything.");
 }

@@ -43,6 +43,7 @@ class ContextOwner {
   // Throws AbortedError once closed.
   perseus_context* get() const;
   void shutdown();
+  void abort(const std::string& reason);
   void set_stall_limits(int check_s, int shutdown_s) const;
   // Shuts down, waits for threads inside a ContextUse, frees; idempotent.
   void close();

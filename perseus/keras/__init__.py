@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from perseus.basics import (
+    abort,
     ccl_built,
     cross_rank,
     cross_size,
@@ -62,6 +63,7 @@ __all__ = [
     "PartialDistributedOptimizer",
     "ProcessSet",
     "Sum",
+    "abort",
     "add_process_set",
     "allgather",
     "allreduce",

@@ -2,6 +2,7 @@
 
 import perseus.mxnet.library  # noqa: F401 - first of all: it checks MXNet's version
 from perseus.basics import (
+    abort,
     ccl_built,
     cross_rank,
     cross_size,
@@ -77,6 +78,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "abort",
     "add_process_set",
     "allgather",
     "allgather_object",

@@ -1,6 +1,7 @@
 """The public face: `import perseus.torch.horovod as hvd` replaces `import horovod.torch as hvd`."""
 
 from perseus.basics import (
+    abort,
     ccl_built,
     cross_rank,
     cross_size,
@@ -97,6 +98,7 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "abort",
     "add_process_set",
     "allgather",
     "allgather_async",

@@ -232,6 +232,35 @@ TEST_P(Contexts, AShutdownEndsWhatOthersHavePending) {
     });
 }
 
+TEST_P(Contexts, AnAbortEndsWhatIsUnderWayEverywhereWithItsReason) {
+  Barrier barrier(3);
+  run_world(medium(), 3, [&](int rank, perseus_context* context) {
+    Operation awaited(PERSEUS_ALLREDUCE, "not of rank 1", ranks_up_to(3), {{PERSEUS_FLOAT32, {100}}});
+    std::deque<Call> calls;
+    if (rank != 1) {
+      EXPECT_EQ(calls.emplace_back(awaited, rank).submit(context).code, PERSEUS_OK);
+    }
+    barrier.wait();
+    if (rank == 1) {
+      EXPECT_EQ(perseus_context_abort(context, "the loss is not finite"), PERSEUS_OK);
+      EXPECT_EQ(perseus_context_abort(context, "another one"), PERSEUS_OK);
+    }
+    const std::string expected = "rank 1 called abort(): the loss is not finite";
+    for (Call& call : calls) {
+      const Outcome outcome = wait(context, call.handle());
+      EXPECT_EQ(outcome.code, PERSEUS_ABORTED);
+      EXPECT_EQ(outcome.message, expected);
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    }
+    const Outcome later = Call(awaited, rank).submit(context);
+    EXPECT_EQ(later.code, PERSEUS_ABORTED);
+    EXPECT_EQ(later.message, expected);
+    const char* reason = nullptr;
+    EXPECT_EQ(perseus_context_failed(context, &reason), PERSEUS_ABORTED);
+    EXPECT_EQ(reason, expected);
+  });
+}
+
 TEST_P(Contexts, ABarrierDoneByAllBeforeTheShutdownNeverFails) {
   const int rounds = full_grid() ? 1000 : 60;
   for (int size : {2, 3, 5})

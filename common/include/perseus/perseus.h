@@ -213,6 +213,9 @@ PERSEUS_EXPORT perseus_code perseus_launched_identity_read(const char* const* en
 /* Ends the world on all ranks. Operations that are under way on all ranks are finished first; pending ones fail
  * everywhere with PERSEUS_ABORTED "Horovod has been shut down…". May be called twice. */
 PERSEUS_EXPORT void perseus_context_shutdown(perseus_context* context);
+/* Ends the world on all ranks at once, because something is wrong: operations that are under way fail everywhere with
+ * PERSEUS_ABORTED "rank 2 called abort(): <reason>" (of which others see at most 900 bytes). */
+PERSEUS_EXPORT perseus_code perseus_context_abort(perseus_context* context, const char* reason);
 /* Shuts the context down unless that was done, waits for its threads, and frees everything, handles included. */
 PERSEUS_EXPORT void perseus_context_destroy(perseus_context* context);
 

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from perseus.basics import (
+    abort,
     ccl_built,
     cross_rank,
     cross_size,
@@ -110,6 +111,7 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNormalization",
+    "abort",
     "add_process_set",
     "allgather",
     "allgather_object",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -150,6 +151,32 @@ def check_a_rank_that_comes_after_the_others_gave_up_meets_them_in_the_next_worl
     assert state.worlds == [0, 2], state.worlds  # the one between never became a world
     assert len(failures) == 1, failures
     assert not late or f"has given up this start (world {first})" in failures[0], failures
+
+
+def check_an_abort_takes_all_ranks_back_to_the_commit() -> None:
+    """Another thread of rank 0 calls it while both wait; an allreduce of the others has no end."""
+    failures = []
+
+    @hvd.elastic.run
+    def train(state: hvd.elastic.TorchState) -> None:
+        state.worlds += 1
+        if state.worlds > 1:
+            return
+        state.commit()
+        state.worlds += 10  # is lost
+        if hvd.rank() == 0:
+            threading.Timer(0.2, hvd.abort, ["it looks wrong"]).start()
+        try:
+            name = "barrier" if hvd.rank() == 0 else "others"
+            hvd.allreduce(torch.ones(3), name=name)
+        except hvd.HorovodInternalError as error:
+            failures.append(str(error))
+            raise
+
+    state = hvd.elastic.TorchState(worlds=0)
+    train(state)
+    assert state.worlds == 2, state.worlds
+    assert failures == ["rank 0 called abort(): it looks wrong"], failures
 
 
 def _expect_sets(*sets: list[int]) -> None:

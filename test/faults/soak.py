@@ -1,0 +1,232 @@
+"""Disturbs an elastic job on virtual hosts at random, and measures what that costs.
+
+    python test/faults/soak.py --faults 300 --seed 7
+
+Eight ranks of four hosts train. In random intervals one of these happens: a rank is killed or
+stopped, the agent of a host is killed (its ranks end with it), or a host's link is down for some
+seconds. Slots that have failed are used again after a second or two. Then the same number of steps
+is trained undisturbed, for comparison. Fails if the job does, if it stands still for longer than
+LONGEST seconds after a fault, or if anything is left behind. Needs root, for the hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from perseus.bench.virtual_hosts import VirtualHosts
+
+RANK = Path(__file__).with_name("soak_rank.py")
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS, SLOTS, TIMEOUT, LONGEST = 4, 2, 2, 60.0
+KINDS = ("kill", "stop", "agent", "link")
+
+
+@dataclass
+class Fault:
+    """What was done, when, and in which world. lost: seconds until the next world's first step."""
+
+    kind: str
+    at: float
+    world: int
+    noticed: float = float("nan")
+    lost: float = float("nan")
+
+
+class Soak:
+    """One job on the hosts."""
+
+    def __init__(self, hosts: VirtualHosts, steps: int) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="soak-"))
+        self.hosts = hosts
+        where = ",".join(f"{name}:{SLOTS}" for name in hosts.names)
+        ranks = str(HOSTS * SLOTS)
+        command = [sys.executable, "-m", "perseus.run", "-H", where, "-np", ranks, "--min-np", "1"]
+        command += ["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"]
+        command += [sys.executable, str(RANK), str(self.directory), str(steps)]
+        variables = {
+            **hosts.environment(),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "GLOO_TIMEOUT_SECONDS": str(TIMEOUT),
+            "TMPDIR": str(self.directory),
+            "PERSEUS_LOG_LEVEL": "error",
+        }
+        self._lines: list[dict[str, Any]] = []
+        self._read: dict[Path, int] = {}  # bytes of each file
+        self._output = (self.directory / "output").open("w+b")
+        self.process = hosts.popen(
+            0, command, env=variables, stdout=self._output, stderr=subprocess.STDOUT
+        )
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All that ranks have written so far, file by file as it is found."""
+        for file in self.directory.glob("log.*"):
+            with file.open("rb") as opened:
+                opened.seek(self._read.get(file, 0))
+                whole, end, _ = opened.read().rpartition(b"\n")
+            self._read[file] = self._read.get(file, 0) + len(whole) + len(end)
+            self._lines += map(json.loads, whole.splitlines())
+        return self._lines
+
+    def steps(self) -> list[dict[str, Any]]:
+        """The steps, in the order in which they were done."""
+        return sorted((line for line in self.lines() if "step" in line), key=_at)
+
+    def world(self) -> int:
+        """The number of the latest world in which a step was done."""
+        return max((line["world"] for line in self.lines() if "step" in line), default=0)
+
+    def text(self) -> str:
+        self._output.flush()
+        return (self.directory / "output").read_text(encoding="utf-8", errors="replace")
+
+    def expect_end(self) -> None:
+        """The job has ended well, and its hosts have nothing of it any more."""
+        status = self.process.wait(timeout=LONGEST)
+        if status != 0:
+            raise SystemExit(f"the job ended with status {status}:\n{self.text()[-4000:]}")
+        for host in range(HOSTS):
+            left = [line for line in self.hosts.command_lines(host) if str(RANK) in line]
+            if left:
+                raise SystemExit(f"host{host} still runs {left}")
+            shared = self.hosts.run(host, ["ls", "/dev/shm"]).stdout.split()
+            if shared:
+                raise SystemExit(f"host{host} has {shared} left in /dev/shm")
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(timeout=30)
+        self._output.close()
+
+
+def _at(line: dict[str, Any]) -> float:
+    return float(line["at"])
+
+
+def processes(hosts: VirtualHosts, host: int, pattern: str) -> list[int]:
+    """The processes of a host whose command lines match, by their numbers there."""
+    return [int(pid) for pid in hosts.run(host, ["pgrep", "-f", pattern]).stdout.split()]
+
+
+def disturb(soak: Soak, fault: str, generator: random.Random) -> bool:
+    """Do it to a random rank or host. Returns whether there was one."""
+    hosts = soak.hosts
+    host = generator.randrange(1 if fault == "link" else 0, HOSTS)
+    if fault == "link":
+        hosts.set_link(host, False)
+        time.sleep(TIMEOUT + 1 + 2 * generator.random())
+        hosts.set_link(host, True)
+        return True
+    ranks = processes(hosts, host, f"^[^ ]*python[^ ]* {re.escape(str(RANK))}")
+    if not ranks:
+        return False
+    if fault == "agent":
+        parent = hosts.run(host, ["ps", "-o", "ppid=", "-p", str(ranks[0])]).stdout.split()
+        return bool(parent) and hosts.run(host, ["kill", "-KILL", *parent]).returncode == 0
+    number = "-STOP" if fault == "stop" else "-KILL"
+    chosen = str(generator.choice(ranks))
+    return hosts.run(host, ["kill", number, chosen]).returncode == 0
+
+
+def await_full_world(soak: Soak, after: float) -> float:
+    """Wait until a step is done after a moment; returns when it was."""
+    deadline = time.time() + LONGEST
+    while time.time() < deadline:
+        if soak.process.poll() is not None:
+            raise SystemExit(f"the job has ended:\n{soak.text()[-4000:]}")
+        later = [_at(line) for line in soak.lines() if "step" in line and _at(line) > after]
+        if later:
+            return min(later)
+        time.sleep(0.05)
+    raise SystemExit(f"no step within {LONGEST:g} s after a fault:\n{soak.text()[-4000:]}")
+
+
+def run(hosts: VirtualHosts, count: int, interval: float, seed: int) -> tuple[list[Fault], Soak]:
+    generator = random.Random(seed)
+    soak = Soak(hosts, 10**9)
+    faults: list[Fault] = []
+    await_full_world(soak, 0.0)
+    for _ in tqdm(range(count), unit="fault", disable=not sys.stderr.isatty()):
+        time.sleep(interval * (0.5 + generator.random()))
+        world = soak.world()
+        kind, at = generator.choice(KINDS), time.time()
+        if disturb(soak, kind, generator):
+            faults.append(Fault(kind, at, world))
+            await_full_world(soak, time.time())
+    time.sleep(interval)
+    (soak.directory / "stop").touch()
+    soak.expect_end()
+    return faults, soak
+
+
+def measure(faults: list[Fault], lines: list[dict[str, Any]]) -> None:
+    """Find out when each fault was noticed, and when the next world did its first step."""
+    steps = sorted((line for line in lines if "step" in line), key=_at)
+    noticed = sorted(line["noticed"] for line in lines if "noticed" in line)
+    for index, fault in enumerate(faults):
+        end = faults[index + 1].at if index + 1 < len(faults) else float("inf")
+        first = next((at for at in noticed if fault.at <= at < end), None)
+        if first is None:
+            continue
+        fault.noticed = first - fault.at
+        after = next((line["at"] for line in steps if line["at"] > first), None)
+        fault.lost = float("nan") if after is None else after - first
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=300)
+    parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between them")
+    parser.add_argument("--seed", type=int, default=7)
+    given = parser.parse_args()
+    with VirtualHosts(HOSTS, rate="1gbit") as hosts:
+        faults, soak = run(hosts, given.faults, given.interval, given.seed)
+        disturbed = soak.steps()
+        measure(faults, soak.lines())
+        calm_job = Soak(hosts, disturbed[-1]["step"])
+        calm_job.process.wait()
+        calm_job.expect_end()
+        calm = calm_job.steps()
+    rate = HOSTS * SLOTS * len(calm) / (calm[-1]["at"] - calm[0]["at"])
+    seconds = disturbed[-1]["at"] - disturbed[0]["at"]
+    lost = seconds - sum(line["size"] for line in disturbed) / rate
+    print(f"{len(faults)} faults in {seconds:.0f} s, {disturbed[-1]['step']} steps")
+    for kind in KINDS:
+        own = [fault for fault in faults if fault.kind == kind and fault.lost == fault.lost]
+        if own:
+            notice, recover = ([getattr(f, name) for f in own] for name in ("noticed", "lost"))
+            print(
+                f"{kind:6} {len(own):3} noticed after {median(notice):.2f} s (at most "
+                f"{max(notice):.2f}), next step {median(recover):.2f} s later (at most "
+                f"{max(recover):.2f})"
+            )
+    print(
+        f"throughput kept at one fault a minute: {100 * (1 - lost / len(faults) / 60):.1f} %, in "
+        f"this run {100 * (1 - lost / seconds):.1f} %"
+    )
+    tails = [sum(line["loss"] for line in run[-100:]) / 100 for run in (disturbed, calm)]
+    print(f"loss of the last 100 steps: {tails[0]:.5f}, undisturbed {tails[1]:.5f}")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.pop("PERSEUS_RANK", None)
+    sys.exit(main())
