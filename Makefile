@@ -34,7 +34,7 @@ export PIP_NO_COMPILE := 1
 
 .PHONY: accuracy help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
         test-torch test-gpu test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format docs bench clean \
-        check-locks environments packages-build packages-test packages-caffe packages-aarch64 packages-locks
+        soak check-locks environments packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
 	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/make \1|\2/p' Makefile | column -t -s '|'
@@ -256,6 +256,9 @@ format: $(VENV)/.test  ## lay out C++ and Python files as lint wants them
 docs: build  ## docs/config.md from the table of variables, and the drawing of the layers from the includes
 	$(PY) .ci/make_config_doc.py docs/config.md
 	$(PY) .ci/draw_layers.py
+
+soak: build packages-test $(VENV)/.test  ## 300 random faults in an elastic job on virtual hosts; about 45 minutes
+	$(PY) test/faults/soak.py --faults $(or $(FAULTS),300)
 
 bench: build packages-test $(VENV)/.demo  ## measure against torch gloo; write the tables of README.md and benchmarks/README.md
 	mkdir -p build/bench

@@ -125,27 +125,27 @@ def processes(hosts: VirtualHosts, host: int, pattern: str) -> list[int]:
     return [int(pid) for pid in hosts.run(host, ["pgrep", "-f", pattern]).stdout.split()]
 
 
-def disturb(soak: Soak, fault: str, generator: random.Random) -> bool:
-    """Do it to a random rank or host. Returns whether there was one."""
+def disturb(soak: Soak, fault: str, generator: random.Random) -> float | None:
+    """Do it to a random rank or host. Returns when that was; None if there was nobody."""
     hosts = soak.hosts
     host = generator.randrange(1 if fault == "link" else 0, HOSTS)
     if fault == "link":
+        at = time.time()
         hosts.set_link(host, False)
         time.sleep(TIMEOUT + 1 + 2 * generator.random())
         hosts.set_link(host, True)
-        return True
+        return at
     ranks = processes(hosts, host, f"^[^ ]*python[^ ]* {re.escape(str(RANK))}")
-    if not ranks:
-        return False
-    if fault == "agent":
-        parent = hosts.run(host, ["ps", "-o", "ppid=", "-p", str(ranks[0])]).stdout.split()
-        return bool(parent) and hosts.run(host, ["kill", "-KILL", *parent]).returncode == 0
+    chosen = [str(generator.choice(ranks))] if ranks else []
+    if fault == "agent" and chosen:
+        chosen = hosts.run(host, ["ps", "-o", "ppid=", "-p", *chosen]).stdout.split()
     number = "-STOP" if fault == "stop" else "-KILL"
-    chosen = str(generator.choice(ranks))
-    return hosts.run(host, ["kill", number, chosen]).returncode == 0
+    at = time.time()
+    done = bool(chosen) and hosts.run(host, ["kill", number, *chosen]).returncode == 0
+    return at if done else None
 
 
-def await_full_world(soak: Soak, after: float) -> float:
+def await_step(soak: Soak, after: float) -> float:
     """Wait until a step is done after a moment; returns when it was."""
     deadline = time.time() + LONGEST
     while time.time() < deadline:
@@ -162,14 +162,14 @@ def run(hosts: VirtualHosts, count: int, interval: float, seed: int) -> tuple[li
     generator = random.Random(seed)
     soak = Soak(hosts, 10**9)
     faults: list[Fault] = []
-    await_full_world(soak, 0.0)
+    await_step(soak, 0.0)
     for _ in tqdm(range(count), unit="fault", disable=not sys.stderr.isatty()):
         time.sleep(interval * (0.5 + generator.random()))
         world = soak.world()
-        kind, at = generator.choice(KINDS), time.time()
-        if disturb(soak, kind, generator):
+        kind = generator.choice(KINDS)
+        if (at := disturb(soak, kind, generator)) is not None:
             faults.append(Fault(kind, at, world))
-            await_full_world(soak, time.time())
+            await_step(soak, time.time())
     time.sleep(interval)
     (soak.directory / "stop").touch()
     soak.expect_end()

@@ -24,13 +24,13 @@ from perseus.run.elastic.slots import Place, UsableSlots
 from perseus.run.hosts import Host, Slot
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
-from perseus.run.link import HostLink
+from perseus.run.link import HostLink, is_local
 
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 _ASK_SECONDS = 1.0
-# How long a rank may do nothing while others wait for the next world. One that is stopped does not
-# go on by itself; others may wait for a disk, and answer when that is done.
-_STOPPED_SECONDS, _DEAF_SECONDS = 5.0, 30.0
+# How long a rank may do nothing while others wait for the next world. The world has ended because
+# of one that is stopped, and it does not go on by itself; others may wait for a disk.
+_STOPPED_SECONDS, _DEAF_SECONDS = 1.0, 30.0
 _WARN_SECONDS = 30.0
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
@@ -113,9 +113,15 @@ class ElasticLauncher(Launcher):
 
     def _prepare(self) -> None:
         self._watch = Watch(self._elasticity.discovery, self._waker)
-        # Hosts may come later, by which address nobody knows. Whoever connects proves the secret.
-        interfaces = self._job.interfaces
-        self._serve(host_start.store_address([], interfaces) if interfaces else "")
+        self._serve(self._store_address())
+
+    def _store_address(self) -> str:
+        interfaces, discovery = self._job.interfaces, self._elasticity.discovery
+        if interfaces:
+            return host_start.store_address([], interfaces)
+        if not discovery.may_change and all(is_local(host.name) for host in discovery.find()):
+            return "127.0.0.1"
+        return ""  # every address: who knows by which one later hosts will come
 
     def _start_and_wait(self) -> None:
         assert self._watch is not None
@@ -279,7 +285,7 @@ class ElasticLauncher(Launcher):
             return
         if kind == agent.STATE:
             state, ticks = data.split()
-            process.is_stopped = state in {b"T", b"t"}
+            process.is_stopped = state == b"T"
             if int(ticks) > process.ticks:  # it works, even if it cannot answer
                 process.ticks, process.heard_at = int(ticks), time.monotonic()
             return
