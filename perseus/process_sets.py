@@ -9,11 +9,14 @@ horovod.common.process_sets.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from perseus import basics, config, control
+
+_log = logging.getLogger(__name__)
 
 
 class ProcessSet:
@@ -34,6 +37,7 @@ class ProcessSet:
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
             raise ValueError(f"[process_sets] expected a list of ranks, got {ranks_or_comm!r}")
         self.ranks = sorted(ranks)
+        self._whole = self.ranks  # with those that the present world lacks
 
     def size(self) -> int | None:
         """How many ranks it has; None while it is not registered."""
@@ -212,14 +216,19 @@ def ranks_by_host(places: Sequence[tuple[int, int, int]]) -> list[list[int]]:
 
 
 def register_at_init(process_sets: Sequence[ProcessSet] | str | None) -> None:
-    """What init(process_sets=…) says. Collective; ValueError on every rank unless all agree."""
+    """What init(process_sets=…) says. Collective; ValueError on every rank unless all agree.
+
+    A world of an elastic job may lack ranks of a set, which then has the others. Sets without any
+    rank, and those that are equal to an earlier one then, do not exist in that world.
+    """
     global _made_dynamic
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f'[init] process_sets={process_sets!r}: expected a list or "dynamic"')
         _made_dynamic = True
         process_sets = []
-    wanted = [_as_set(entry) for entry in process_sets or []]
+    given = [_as_set(entry) for entry in process_sets or []]
+    wanted = given if basics.membership() is None else _present(given)
     if basics.size() > 1:
         _compare([entry.ranks or [] for entry in wanted])
     seen = [list(range(basics.size()))]
@@ -229,7 +238,21 @@ def register_at_init(process_sets: Sequence[ProcessSet] | str | None) -> None:
         seen.append(entry.ranks or [])
     for entry in wanted:
         register(entry)
-    _given_to_init[:] = wanted
+    _given_to_init[:] = given
+
+
+def _present(given: Sequence[ProcessSet]) -> list[ProcessSet]:
+    """Leave the ranks that this world does not have out of sets; return the sets that exist."""
+    seen, present = [list(range(basics.size()))], []
+    for entry in given:
+        entry.ranks = [rank for rank in entry._whole if rank < basics.size()]
+        if entry.ranks and entry.ranks not in seen:
+            seen.append(entry.ranks)
+            present.append(entry)
+        elif basics.rank() == 0:
+            reason = "is equal to another set" if entry.ranks else "has no rank"
+            _log.warning("[process_sets] the set %s %s in this world", entry._whole, reason)
+    return present
 
 
 def static_sets() -> list[ProcessSet]:

@@ -19,6 +19,7 @@ reset: rank 0 of the third world kills itself before it has taken part in state.
 late: the first process that comes after another one was killed ends before it joins.
 start: rank 2 kills itself when it has its place in the first world, and the others wait for it.
 thread: a rank that is to leave has a thread that does not end.
+sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks and their sum.
 status: rank 1 ends with exit status 7 after its last step, 1 s before the others.
 
 Every rank adds the same gradient, a small whole number that differs per step and index. So the
@@ -86,6 +87,11 @@ def train(state: Any) -> None:
     assert place == [int(os.environ[f"PERSEUS_{name.upper()}"]) for name in PLACE]
     assert os.environ["HOROVOD_ELASTIC"] == "1"
     print("enter", *place, state.step, os.getpid(), f"{time.time():.3f}", flush=True)
+    for own in sets:
+        sums = None
+        if own.process_set_id is not None and own.included():
+            sums = int(hvd.allreduce(np.array([hvd.rank() + 1]), op=hvd.Sum, process_set=own)[0])
+        print("set", hvd.rank(), hvd.size(), own.process_set_id, own.ranks, sums, flush=True)
     while (
         state.step < PLAN["steps"]
         or hvd.size() != (PLAN["size"] or hvd.size())
@@ -126,7 +132,8 @@ if QUIRK == "start" and os.environ["HOROVOD_LOCAL_RANK"] == "2":
     basics._connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 if QUIRK == "thread":
     threading.Thread(target=linger).start()
-hvd.init()
+sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 2])] if QUIRK == "sets" else []
+hvd.init(process_sets=sets)
 state = elastic.ObjectState(from_rank_0, hvd.rank, weights=np.zeros(1000), step=0)
 if QUIRK == "reset":
     state.register_reset_callbacks([kill_in_the_third_world])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,6 +238,18 @@ def test_rank_0_is_one_that_has_the_state(tmp_path: Path) -> None:
     assert [len(first), len(without), len(after)] == [3, 2, 2], job.output
     assert after[0].pid == first[2].pid and after[1].pid not in pids(first)
     assert after[0].step > 4
+
+
+def test_process_sets_have_the_ranks_that_exist(tmp_path: Path) -> None:
+    events = [{"step": 5, "what": "kill", "rank": 1}]
+    flags = ["-np", 3, "--min-np", 2, "--blacklist-cooldown-range", 1, 1]
+    job = run(tmp_path, *flags, events=events, size=3, worlds=3, quirk="sets")
+    expect_success(job, 3, 2, 3)
+    found = Counter(re.findall(r"<stdout>:set (\d \d .*)", job.output))
+    whole = ["0 3 1 [0, 2] 4", "0 3 2 [1, 2] None", "1 3 1 [0, 2] None", "1 3 2 [1, 2] 5"]
+    whole += ["2 3 1 [0, 2] 4", "2 3 2 [1, 2] 5"]
+    smaller = ["0 2 1 [0] 1", "0 2 2 [1] None", "1 2 1 [0] None", "1 2 2 [1] 2"]
+    assert found == Counter([*whole, *whole, *smaller]), job.output
 
 
 def test_a_rank_that_dies_as_a_world_begins_is_not_waited_for(tmp_path: Path) -> None:
