@@ -160,11 +160,11 @@ def test_hosts_come_and_go_between_steps(tmp_path: Path) -> None:
     """No step is done again, and ranks that are not needed any more end without an error."""
     events = [
         {"step": 5, "what": "hosts", "text": "localhost:2\n127.0.0.1:1\n"},
-        {"step": 250, "what": "hosts", "text": "127.0.0.1:1\n"},
+        {"step": 10, "what": "hosts", "text": "127.0.0.1:1\n", "size": 3},
     ]
     script = discover(tmp_path, "localhost:2\n")
     flags = ["-np", 2, "--min-np", 1, "--host-discovery-script", script]
-    job = run(tmp_path, *flags, events=events, size=1, steps=300)
+    job = run(tmp_path, *flags, events=events, size=1, worlds=3)
     expect_success(job, 2, 3, 1)
     first, more, last = job.worlds
     assert pids(more)[:2] == pids(first) and pids(last) == pids(more)[2:]
@@ -270,7 +270,7 @@ def test_a_rank_that_does_not_leave_is_ended(tmp_path: Path) -> None:
     events = [{"step": 5, "what": "hosts", "text": "127.0.0.1:1\n"}]
     script = discover(tmp_path, "localhost:1\n127.0.0.1:1\n")
     flags = ["-np", 2, "--min-np", 1, "--host-discovery-script", script]
-    job = run(tmp_path, *flags, events=events, size=1, steps=350, quirk="thread")
+    job = run(tmp_path, *flags, events=events, size=1, worlds=2, quirk="thread")
     expect_success(job, 2, 1)
 
 
