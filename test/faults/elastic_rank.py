@@ -20,7 +20,7 @@ late: the first process that comes after another one was killed ends before it j
 start: rank 2 kills itself when it has its place in the first world, and the others wait for it.
 thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks and their sum.
-status: rank 1 ends with exit status 7 after its last step, 1 s before the others.
+status: rank 1 ends with exit status 7 after its last step, 2 s before the others.
 
 Every rank adds the same gradient, a small whole number that differs per step and index. So the
 weights at the end are the sum of all steps, whoever took part in them: none is lost or done twice.
@@ -92,6 +92,7 @@ def train(state: Any) -> None:
         if own.process_set_id is not None and own.included():
             sums = int(hvd.allreduce(np.array([hvd.rank() + 1]), op=hvd.Sum, process_set=own)[0])
         print("set", hvd.rank(), hvd.size(), own.process_set_id, own.ranks, sums, flush=True)
+    control.barrier()  # whoever leaves earlier ends what others still do in their sets
     while (
         state.step < PLAN["steps"]
         or hvd.size() != (PLAN["size"] or hvd.size())
@@ -133,9 +134,10 @@ if QUIRK == "reset":
     state.register_reset_callbacks([kill_in_the_third_world])
 elastic.run_fn(train, elastic.reset)(state)
 if QUIRK == "status":
+    control.barrier()
+    time.sleep(3 if hvd.rank() == 0 else 1)  # until rank 0 has passed the barrier, too
     if hvd.rank() == 1:
         os._exit(7)
-    time.sleep(1)
 expected = sum(np.arange(1000) % 7 + step % 5.0 for step in range(state.step))
 assert np.array_equal(state.weights, expected)
 digest = hashlib.sha256(state.weights.tobytes()).hexdigest()[:8]
