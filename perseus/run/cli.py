@@ -23,6 +23,7 @@ from perseus.run.elastic.flags import elasticity, given_hosts, is_elastic
 from perseus.run.hosts import Host, Slot, place
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
+from perseus.run.settings import positive
 from perseus.version import __version__
 
 _USAGE_ERROR = 2
@@ -149,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "-npernode",
         "--npernode",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="ranks on each host, regardless of its slots; without -np, use all hosts",
     )
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--start-timeout",
-        type=_positive,
+        type=positive,
         metavar="SECONDS",
         help="limit for hosts and ranks to appear; default HOROVOD_START_TIMEOUT, else 60",
     )
@@ -227,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
         help="elastic: an executable that prints 'host' or 'host:slots' lines; runs every second",
     )
     ssh = parser.add_argument_group("ssh (host names are passed on exactly as written)")
-    ssh.add_argument("-p", "--ssh-port", type=_positive, metavar="PORT", help="port of every host")
+    ssh.add_argument("-p", "--ssh-port", type=positive, metavar="PORT", help="port of every host")
     ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key")
     ssh.add_argument(
         "--ssh-accept-new-keys",
@@ -238,12 +239,6 @@ def _parser() -> argparse.ArgumentParser:
     settings.add_to(parser)
     add("command", nargs=argparse.REMAINDER, help="program and arguments, run by every rank")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}': expected a whole number, 1 or more")
-    return int(text)
 
 
 def _variables() -> str:

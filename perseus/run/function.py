@@ -24,7 +24,8 @@ from perseus.run.elastic.discovery import (
     HostDiscoveryFunction,
     HostDiscoveryScript,
 )
-from perseus.run.elastic.driver import Elasticity, ElasticLauncher
+from perseus.run.elastic.driver import ElasticLauncher
+from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.elastic.flags import checked_elasticity, refuse_alone
 from perseus.run.hosts import Host, Slot, parse_hostfile, parse_hosts, place
 from perseus.run.job import Job, LaunchError

@@ -199,3 +199,10 @@ def _value_of(setting: Setting) -> Callable[[str], str]:
         return text
 
     return check
+
+
+def positive(text: str) -> int:
+    """Return the number in an argument, 1 or more; an error of argparse for anything else."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}': expected a whole number, 1 or more")
+    return int(text)

@@ -38,11 +38,10 @@ KINDS = ("kill", "stop", "agent", "link")
 
 @dataclass
 class Fault:
-    """What was done, when, and in which world. lost: seconds until the next world's first step."""
+    """What was done and when. lost: seconds from the notice to the next step."""
 
     kind: str
     at: float
-    world: int
     noticed: float = float("nan")
     lost: float = float("nan")
 
@@ -87,10 +86,6 @@ class Soak:
     def steps(self) -> list[dict[str, Any]]:
         """The steps, in the order in which they were done."""
         return sorted((line for line in self.lines() if "step" in line), key=_at)
-
-    def world(self) -> int:
-        """The number of the latest world in which a step was done."""
-        return max((line["world"] for line in self.lines() if "step" in line), default=0)
 
     def text(self) -> str:
         self._output.flush()
@@ -165,10 +160,9 @@ def run(hosts: VirtualHosts, count: int, interval: float, seed: int) -> tuple[li
     await_step(soak, 0.0)
     for _ in tqdm(range(count), unit="fault", disable=not sys.stderr.isatty()):
         time.sleep(interval * (0.5 + generator.random()))
-        world = soak.world()
         kind = generator.choice(KINDS)
         if (at := disturb(soak, kind, generator)) is not None:
-            faults.append(Fault(kind, at, world))
+            faults.append(Fault(kind, at))
             await_step(soak, time.time())
     time.sleep(interval)
     (soak.directory / "stop").touch()

@@ -13,12 +13,13 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from perseus.run import agent, environment, host_start
-from perseus.run.elastic.discovery import HostDiscovery, Watch
+from perseus.run.elastic.discovery import Watch
+from perseus.run.elastic.elasticity import Elasticity
+from perseus.run.elastic.process import Process, what_happened
 from perseus.run.elastic.ranking import Candidate, ranked
 from perseus.run.elastic.slots import Place, UsableSlots
 from perseus.run.hosts import Host, Slot
@@ -38,50 +39,6 @@ _NO_STATE = "No hosts from previous set remaining: nobody has the training's sta
 _OUTPUTS = (agent.OUT, agent.ERR)
 
 
-@dataclass(frozen=True)
-class Elasticity:
-    """How many ranks an elastic job has, where they come from, and when it gives up.
-
-    start: the ranks to start with. least, most: the ranks of any world; most = None: all slots.
-    timeout: seconds to wait for `start` or `least` ranks. reset_limit: the number of worlds after
-    the first; None = any. cooldown: see UsableSlots.
-    """
-
-    discovery: HostDiscovery
-    start: int
-    least: int
-    most: int | None = None
-    timeout: float = 600.0
-    reset_limit: int | None = None
-    cooldown: tuple[float, float] | None = None
-
-
-@dataclass
-class _Process:
-    number: int
-    place: Place
-    host: HostLink
-    epoch: int = -1  # of the last world that it was in
-    rank: int = -1  # in that world
-    request: dict[str, Any] | None = None  # to join the next world
-    dismissed: bool = False  # told to leave
-    end_at: float = inf  # when it is ended, since it has been dismissed
-    heard_at: float = field(default_factory=time.monotonic)
-    ticks: int = 0  # of the processor, that it had used when it was last asked
-    is_stopped: bool = False
-    unread: bytes = b""
-
-    @property
-    def has_state(self) -> bool:
-        """Whether it asks to join with the training's state, as far as its script says."""
-        return self.request is not None and self.request["state"] is not False
-
-    @property
-    def name(self) -> str:
-        rank = f"rank {self.rank}" if self.epoch >= 0 else f"process {self.number}"
-        return f"{rank} on {self.place[0]}"
-
-
 class ElasticLauncher(Launcher):
     """Runs one elastic job, once."""
 
@@ -96,7 +53,7 @@ class ElasticLauncher(Launcher):
         self._slots = UsableSlots(elasticity.cooldown)
         self._watch: Watch | None = None
         self._complaint = ""
-        self._processes: dict[int, _Process] = {}  # those that live
+        self._processes: dict[int, Process] = {}  # those that live
         self._started = 0
         self._epoch = -1
         self._state_exists = False  # some rank has said that it has it
@@ -106,7 +63,7 @@ class ElasticLauncher(Launcher):
         self._news_at = 0.0
         self._ask_at = 0.0
         self._warn_at = 0.0
-        self._failures: list[tuple[_Process, int]] = []
+        self._failures: list[tuple[Process, int]] = []
         self._names: dict[int, str] = {}  # of all processes that have been in a world
 
     # ---- the job's course ------------------------------------------------------------------------
@@ -243,7 +200,7 @@ class ElasticLauncher(Launcher):
             return
         host.shared_by = max(self._slots.slots_of(name), len(places))
         for number, place in zip(numbers, places, strict=True):
-            self._processes[number] = _Process(number, place, host)
+            self._processes[number] = Process(number, place, host)
 
     def _on_unstarted(self, places: list[Place], error: LaunchError) -> None:
         """Fail if nothing runs yet; else go on, as without hosts that are lost."""
@@ -298,7 +255,7 @@ class ElasticLauncher(Launcher):
                 self._state_exists = self._state_exists or process.request["state"] is True
                 self._on_join(process)
 
-    def _on_join(self, process: _Process) -> None:
+    def _on_join(self, process: Process) -> None:
         if self._succeeded:
             number, _ = self._succeeded[0]
             if process.epoch == self._epoch:
@@ -307,11 +264,11 @@ class ElasticLauncher(Launcher):
             else:
                 self._dismiss(process, "the job has finished")
 
-    def _tell(self, process: _Process, message: dict[str, Any]) -> None:
+    def _tell(self, process: Process, message: dict[str, Any]) -> None:
         text = f"TELL {process.number} {json.dumps(message)}\n"
         process.host.send(text.encode())
 
-    def _dismiss(self, process: _Process, why: str) -> None:
+    def _dismiss(self, process: Process, why: str) -> None:
         """Let a process leave that waits for a world."""
         process.dismissed, process.request = True, None
         process.end_at = time.monotonic() + self._job.grace
@@ -351,11 +308,11 @@ class ElasticLauncher(Launcher):
 
     # ---- worlds ----------------------------------------------------------------------------------
 
-    def _members(self) -> list[_Process]:
+    def _members(self) -> list[Process]:
         """Return the processes of the present world that live."""
         return [each for each in self._processes.values() if each.epoch == self._epoch >= 0]
 
-    def _candidates(self) -> list[_Process]:
+    def _candidates(self) -> list[Process]:
         """Return the processes that could be in the next world now."""
         wanted = set(self._wanted(time.monotonic()))
         return [
@@ -467,7 +424,7 @@ class ElasticLauncher(Launcher):
         self._set_first_failure(*(in_last_world or self._failures)[0])
         self._end()
 
-    def _set_first_failure(self, process: _Process, status: int) -> None:
+    def _set_first_failure(self, process: Process, status: int) -> None:
         self._names.setdefault(process.number, process.name)
         self.first_failure, self._failed_at = (process.number, status), time.monotonic()
 
@@ -498,7 +455,7 @@ class ElasticLauncher(Launcher):
             if process.request is None:
                 self._tell(process, {"news": [time.time(), change]})
 
-    def _late(self) -> list[_Process]:
+    def _late(self) -> list[Process]:
         """Return the ranks for which others wait that have left the world."""
         members = self._members()
         if not any(each.request is not None for each in members):
@@ -548,7 +505,7 @@ class ElasticLauncher(Launcher):
             return
         self._on_failure(process, status)
 
-    def _on_failure(self, process: _Process, status: int) -> None:
+    def _on_failure(self, process: Process, status: int) -> None:
         now = time.monotonic()
         if status != 0:
             self._failures.append((process, status))
@@ -558,9 +515,9 @@ class ElasticLauncher(Launcher):
             return
         wait = self._slots.bar(process.place, now)
         rest = "its slot is not used again" if wait is None else f"its slot rests for {wait:.0f} s"
-        self._print(f"{process.name} {_what_happened(status)}; {rest}")
+        self._print(f"{process.name} {what_happened(status)}; {rest}")
         if process.epoch == self._epoch >= 0:
-            why = f"{process.name} {_what_happened(status)}"
+            why = f"{process.name} {what_happened(status)}"
             with suppress(RuntimeError):  # without it, others wait for HOROVOD_START_TIMEOUT
                 self._server.abandon(_WORLD, self._epoch, process.rank, why)
 
@@ -582,9 +539,3 @@ class ElasticLauncher(Launcher):
             host.start_by = host.alive_at = inf
             for number in sorted(host.running):
                 self._rank_exited(host, number, error.code)
-
-
-def _what_happened(status: int) -> str:
-    if status == 0:
-        return "ended before it asked to join a world"
-    return f"failed with exit code {status}"

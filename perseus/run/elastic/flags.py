@@ -7,8 +7,9 @@ import os
 from collections.abc import Sequence
 
 from perseus.run.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from perseus.run.elastic.driver import Elasticity
+from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.hosts import Host, parse_hostfile, parse_hosts
+from perseus.run.settings import positive
 
 _TIMEOUT = "HOROVOD_ELASTIC_TIMEOUT"
 _DEFAULT_TIMEOUT = 600
@@ -25,7 +26,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="fewest ranks with which training goes on; default: -np")  # fmt: skip
     add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, metavar="N",
         help="most ranks; default: all slots")  # fmt: skip
-    add("--slots-per-host", dest="slots", type=_positive, metavar="N",
+    add("--slots-per-host", dest="slots", type=positive, metavar="N",
         help="slots of discovered hosts that are printed without a number")  # fmt: skip
     add("--elastic-timeout", type=int, metavar="SECONDS",
         help=f"limit for slots to appear; default {_TIMEOUT}, else {_DEFAULT_TIMEOUT}")  # fmt: skip
@@ -34,12 +35,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add("--blacklist-cooldown-range", dest="cooldown_range", type=int, nargs=2,
         metavar=("SHORTEST", "LONGEST"),
         help="seconds until a slot whose rank failed is used again; default: never")  # fmt: skip
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}': expected a whole number, 1 or more")
-    return int(text)
 
 
 def is_elastic(given: argparse.Namespace) -> bool:

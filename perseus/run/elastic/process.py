@@ -1,0 +1,46 @@
+"""What an elastic job's launcher knows about one of its processes. Single-threaded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from perseus.run.elastic.slots import Place
+from perseus.run.link import HostLink
+
+
+@dataclass
+class Process:
+    """A process from its start to its end. Its number is never used twice; its rank may change."""
+
+    number: int
+    place: Place
+    host: HostLink
+    epoch: int = -1  # of the last world that it was in
+    rank: int = -1  # in that world
+    request: dict[str, Any] | None = None  # to join the next world
+    dismissed: bool = False  # told to leave
+    end_at: float = inf  # when it is ended, since it has been dismissed
+    heard_at: float = field(default_factory=time.monotonic)
+    ticks: int = 0  # of the processor, that it had used when it was last asked
+    is_stopped: bool = False
+    unread: bytes = b""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it asks to join with the training's state, as far as its script says."""
+        return self.request is not None and self.request["state"] is not False
+
+    @property
+    def name(self) -> str:
+        rank = f"rank {self.rank}" if self.epoch >= 0 else f"process {self.number}"
+        return f"{rank} on {self.place[0]}"
+
+
+def what_happened(status: int) -> str:
+    """Return in words how a process ended, for the rest of a sentence."""
+    if status == 0:
+        return "ended before it asked to join a world"
+    return f"failed with exit code {status}"
