@@ -20,7 +20,7 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S .
 BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 # The longest first, so that none is left for the end.
 TEST_DIRS := $(wildcard test/parallel test/faults test/hosts test/python test/gpu)
-CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc'
+CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu'
 # By pytest's marks, which pyproject.toml explains.
 SELECTED := $(if $(PERSEUS_TEST_FULL),,not full)
 # As many processes as there are cores; a file's tests stay together (test/conftest.py).
@@ -33,7 +33,7 @@ export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 export PIP_NO_COMPILE := 1
 
 .PHONY: accuracy help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
-        test-torch test-gpu test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format docs bench clean \
+        test-torch test-gpu test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format ptx docs bench clean \
         soak check-locks environments packages-build packages-test packages-caffe packages-aarch64 packages-locks
 
 help:  ## this list
@@ -238,7 +238,18 @@ test-caffe: build packages-test packages-caffe $(VENV)/.test .venv/mpich/.ready 
 	$(PY) .ci/caffe.py build/caffe
 	$(PY) $(PYTEST) test/with_caffe </dev/null
 
-lint: build $(VENV)/.test  ## layers, comments, commit messages, ruff, mypy --strict, clang-format
+# CUDA's compiler, for whoever changes a kernel, and for the check that nobody has forgotten to compile one.
+NVCC := .venv/nvcc/nvidia/cu13/bin/nvcc
+$(NVCC): .ci/requirements-nvcc.txt | packages-build
+	@echo "installing CUDA's compiler into .venv/nvcc"
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/nvcc -r $<
+	@touch $@
+
+ptx: $(NVCC)  ## the kernels for GPUs, compiled into common/cuda/kernels.ptx.inc
+	$(PYTHON) .ci/compile_kernels.py $(NVCC)
+
+lint: build $(VENV)/.test $(NVCC)  ## layers, comments, commit messages, kernels, ruff, mypy --strict, clang-format
+	$(PY) .ci/compile_kernels.py --check $(NVCC)
 	$(PY) .ci/check_layers.py
 	$(PY) .ci/draw_layers.py --check
 	$(PY) .ci/check_comments.py

@@ -1,6 +1,7 @@
 # Writes a header that defines PERSEUS_SOURCE_HASH, of the contents and names of the core's sources, whatever folder they
 # are in: cmake -DSOURCE_DIR=common -DOUTPUT=header.h -P source_hash.cmake
-file(GLOB_RECURSE sources RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/*.h ${SOURCE_DIR}/*.cc)
+file(GLOB_RECURSE sources RELATIVE ${SOURCE_DIR} ${SOURCE_DIR}/*.h ${SOURCE_DIR}/*.cc
+     ${SOURCE_DIR}/*.inc)
 list(SORT sources)
 set(text "")
 foreach(source ${sources})

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "cuda/copy_list.h"
 
 namespace perseus::cuda {
 namespace {
@@ -16,7 +17,13 @@ constexpr int kRelaxedCapture = 2;
 constexpr int kHighestPriority = -5;  // the driver takes the nearest that the device has
 constexpr size_t kLeastBytes = 64 * 1024;
 constexpr const char* kWorkBefore = "the work on a GPU's stream before a tensor was copied";
+constexpr int64_t kAskAgain = 10 * kMicrosecond;
 constexpr int64_t kPatience = kSecond;  // for copies under way when a device is given up
+
+// What kernels.cu is for whatever device: its driver compiles the rest, and keeps that for the next time.
+constexpr const char kKernels[] =
+#include "cuda/kernels.ptx.inc"
+    ;
 
 // Four sizes for each doubling, so that blocks serve again for other tensors, and a quarter at most is wasted.
 size_t rounded(size_t bytes) {
@@ -43,10 +50,14 @@ Event::~Event() { device_.give_event(handle_); }
 
 bool Event::happened() const {
   if (happened_.load(std::memory_order_acquire)) return true;
+  if (!device_.may_ask()) return false;
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
   const Result result = driver.call().event_query(handle_);
-  if (result == kNotReady) return false;
+  if (result == kNotReady) {
+    device_.asked_in_vain();
+    return false;
+  }
   driver.check(result, kWorkBefore);
   happened_.store(true, std::memory_order_release);
   return true;
@@ -77,7 +88,7 @@ void Copies::give(Way way, Handle stream) {
   const Driver& driver = Driver::get();
   const Functions& call = driver.call();
   const auto copy_all = [&] {
-    if (call.copy_batch != nullptr && bytes_.size() > 1) {
+    if (call.copy_batch != nullptr && bytes_.size() > 1 && stream != nullptr) {
       CopyAttributes attributes;
       size_t first = 0, failed = 0;
       driver.check(call.copy_batch(to_.data(), from_.data(), bytes_.data(), bytes_.size(), &attributes, &first, 1,
@@ -106,6 +117,38 @@ void Copies::give(Way way, Handle stream) {
   clear();
 }
 
+// The driver's own copies inside a device cost the host as much as one launch each, and batches of them no less.
+void Copies::move(const Device& device, Handle stream) {
+  if (device.copy_kernel() == nullptr || bytes_.size() < 2) return give(Way::kOnDevice, stream);
+  try {
+    launch(device.copy_kernel(), stream);
+  } catch (...) {
+    clear();
+    throw;
+  }
+  clear();
+}
+
+void Copies::launch(Handle kernel, Handle stream) const {
+  const Driver& driver = Driver::get();
+  CopyList list;
+  list.count = list.unused = 0;
+  uint32_t blocks = 0;
+  const auto flush = [&] {
+    void* parameters[] = {&list};
+    if (blocks > 0)
+      driver.check(driver.call().launch(kernel, blocks, 1, 1, kBlockThreads, 1, 1, 0, stream, parameters, nullptr),
+                   "cuLaunchKernel");
+    list.count = blocks = 0;
+  };
+  for (size_t i = 0; i < bytes_.size(); ++i) {
+    list.runs[list.count++] = {to_[i], from_[i], bytes_[i], blocks, 0};
+    blocks += static_cast<uint32_t>((bytes_[i] + kBlockBytes - 1) / kBlockBytes);
+    if (list.count == CopyList::kMost) flush();
+  }
+  flush();
+}
+
 Device::Device(int index) : driver_(Driver::get()), index_(index) {
   const int devices = driver_.devices();
   if (index < 0 || index >= devices)
@@ -118,8 +161,26 @@ Device::Device(int index) : driver_(Driver::get()), index_(index) {
   for (Handle* stream : {&to_host_, &to_device_, &fetching_})
     driver_.check(driver_.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                   "cuStreamCreateWithPriority");
+  load_kernels();
   const MutexLock lock(order_);
   burst_.ready = take_event();
+}
+
+// Now: drivers put it off to the first launch, and may then wait for all that the device does, which can be a kernel of
+// NCCL that waits for another rank.
+void Device::load_kernels() {
+  try {
+    driver_.check(driver_.call().load_module(&module_, kKernels), "cuModuleLoadData");
+    driver_.check(driver_.call().find_function(&copy_kernel_, module_, "perseus_copy"), "cuModuleGetFunction");
+    CopyList nothing;
+    nothing.count = nothing.unused = 0;
+    void* parameters[] = {&nothing};
+    driver_.check(driver_.call().launch(copy_kernel_, 1, 1, 1, kBlockThreads, 1, 1, 0, to_device_, parameters, nullptr),
+                  "cuLaunchKernel");
+  } catch (const Error& error) {
+    copy_kernel_ = nullptr;
+    no_kernels_ = error.what();
+  }
 }
 
 Device::~Device() {
@@ -154,6 +215,7 @@ Device::~Device() {
         driver_.call().free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
     }
     for (Handle event : events_) driver_.call().event_destroy(event);
+    if (module_ != nullptr && !given_up_) driver_.call().unload_module(module_);
     for (Handle stream : {to_host_, to_device_, fetching_}) driver_.call().stream_destroy(stream);
   } catch (const std::exception&) {
     // The process ends, and the driver has ended before it.
@@ -181,6 +243,22 @@ std::array<char, 16> Device::uuid() const {
   std::array<char, 16> uuid{};
   driver_.check(driver_.call().device_uuid(uuid.data(), ordinal_), "cuDeviceGetUuid");
   return uuid;
+}
+
+bool Device::may_ask() const { return now_ns() >= ask_from_.load(std::memory_order_relaxed); }
+
+void Device::asked_in_vain() { ask_from_.store(now_ns() + kAskAgain, std::memory_order_relaxed); }
+
+// The legacy stream answers with an error while a stream that it waits for is captured.
+void Device::refuse_capture(Handle stream) const {
+  constexpr Result kImplicitCapture = 906;
+  int capturing = 0;
+  const Result result = driver_.call().stream_is_capturing(stream, &capturing);
+  if (result != kImplicitCapture) driver_.check(result, "cuStreamIsCapturing");
+  if (capturing != 0 || result == kImplicitCapture)
+    fail(ErrorKind::kInvalidArgument,
+         "[cuda] this stream is being captured into a CUDA graph, which cannot hold an exchange between ranks: capture "
+         "the forward and backward passes alone");
 }
 
 // Not one of more than twice the size, which others may need.

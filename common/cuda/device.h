@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/mutex.h"
@@ -28,7 +29,7 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   Handle handle() const { return handle_; }
-  // Throws Error(kIo) where the device has failed.
+  // Throws Error(kIo) where the device has failed. May say "no" for some microseconds after it did happen.
   bool happened() const;
   void wait() const;
 
@@ -48,11 +49,12 @@ class Copies {
   // Gives them to a stream, in whatever order: to the host, to the device, or inside it. The device must be current.
   void load(Handle stream) { give(Way::kToHost, stream); }
   void store(Handle stream) { give(Way::kToDevice, stream); }
-  void move(Handle stream) { give(Way::kOnDevice, stream); }
+  void move(const Device& device, Handle stream);
 
  private:
   enum class Way { kToHost, kToDevice, kOnDevice };
   void give(Way way, Handle stream);
+  void launch(Handle kernel, Handle stream) const;
 
   std::vector<Address> to_, from_;
   std::vector<size_t> bytes_;
@@ -82,8 +84,14 @@ class Device {
   };
 
   int index() const { return index_; }
+  // That takes a CopyList; null = the driver cannot have it, and why.
+  Handle copy_kernel() const { return copy_kernel_; }
+  const std::string& no_kernels() const { return no_kernels_; }
   // 16 bytes by which every process of a host tells GPUs apart.
   std::array<char, 16> uuid() const;
+
+  // Throws Error(kInvalidArgument) while the stream is captured into a graph. The device must be current.
+  void refuse_capture(Handle stream) const;
 
   // Streams that never wait for the framework's but by events, of the highest priority: copies are short, and the
   // network waits for them.
@@ -121,6 +129,11 @@ class Device {
   void note_store() { stores_since_ = true; }
   std::shared_ptr<const Event> stored();
 
+  // Every question to the driver takes a lock that the framework's threads need to launch kernels, and the engine would
+  // ask without end: after an event that had not happened, none is asked about for a moment.
+  bool may_ask() const;
+  void asked_in_vain();
+
   // Something on the device does not end, so nothing of it may be freed any more.
   void give_up() { given_up_ = true; }
 
@@ -133,6 +146,7 @@ class Device {
     Block block;
     std::shared_ptr<const Event> event;
   };
+  void load_kernels();
   // An event without timing.
   Handle take_event();
   void give_event(Handle event);
@@ -146,7 +160,10 @@ class Device {
   const int index_;
   Ordinal ordinal_ = 0;
   Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr, fetching_ = nullptr;
+  Handle module_ = nullptr, copy_kernel_ = nullptr;
+  std::string no_kernels_;
   std::atomic<bool> given_up_{false};
+  std::atomic<int64_t> ask_from_{0};
   mutable Mutex mutex_;
   std::vector<Handle> events_ PERSEUS_GUARDED_BY(mutex_);  // before those that come back to it
   Mutex order_;

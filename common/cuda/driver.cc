@@ -72,6 +72,10 @@ Driver::Driver(const std::string& path) : path_(path), library_(::dlopen(path.c_
   find("cuMemcpyDtoHAsync_v2", &functions_.copy_to_host);
   find("cuMemcpyHtoDAsync_v2", &functions_.copy_to_device);
   find("cuMemcpyDtoDAsync_v2", &functions_.copy_on_device);
+  find("cuModuleLoadData", &functions_.load_module);
+  find("cuModuleUnload", &functions_.unload_module);
+  find("cuModuleGetFunction", &functions_.find_function);
+  find("cuLaunchKernel", &functions_.launch);
   if (version_ >= kCopiesInBatches) find("cuMemcpyBatchAsync", &functions_.copy_batch);
 }
 

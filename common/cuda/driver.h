@@ -10,7 +10,7 @@ namespace perseus::cuda {
 using Result = int;                  // CUresult
 using Ordinal = int;                 // CUdevice
 using Address = unsigned long long;  // CUdeviceptr
-using Handle = void*;                // CUcontext, CUstream, CUevent
+using Handle = void*;                // CUcontext, CUstream, CUevent, CUmodule, CUfunction
 
 constexpr Result kSuccess = 0, kNotReady = 600;
 
@@ -52,6 +52,12 @@ struct Functions {
   // Since CUDA 12.8, else null: many copies at once, in any order between them. Not for the legacy stream.
   Result (*copy_batch)(Address* to, Address* from, size_t* bytes, size_t count, CopyAttributes* attributes,
                        size_t* first_of_attributes, size_t attributes_count, size_t* failed, Handle stream);
+  Result (*load_module)(Handle* module, const void* image);
+  Result (*unload_module)(Handle module);
+  Result (*find_function)(Handle* function, Handle module, const char* name);
+  Result (*launch)(Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                   unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle stream, void** parameters,
+                   void** extra);
   Result (*error_name)(Result code, const char** name);
   Result (*error_text)(Result code, const char** text);
 };

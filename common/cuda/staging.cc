@@ -43,23 +43,10 @@ void Staging::add(const void* in, size_t in_bytes, void* out, size_t out_bytes, 
   tensors_.push_back(tensor);
 }
 
-// The legacy stream answers with an error while a stream that it waits for is captured.
-void Staging::refuse_capture(Handle stream) const {
-  constexpr Result kImplicitCapture = 906;
-  const Driver& driver = Driver::get();
-  int capturing = 0;
-  const Result result = driver.call().stream_is_capturing(stream, &capturing);
-  if (result != kImplicitCapture) driver.check(result, "cuStreamIsCapturing");
-  if (capturing != 0 || result == kImplicitCapture)
-    fail(ErrorKind::kInvalidArgument,
-         "[cuda] this stream is being captured into a CUDA graph, which cannot hold an exchange between ranks: capture "
-         "the forward and backward passes alone");
-}
-
 void Staging::load(Handle stream, bool more_follow) {
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
-  refuse_capture(stream);
+  device_.refuse_capture(stream);
   if (!kept_) block_ = device_.allocate(bytes_);
   size_t bytes = 0;
   for (Tensor& tensor : tensors_) {
@@ -216,7 +203,7 @@ void Staging::join(Handle stream) const {
   if (!stored_ || stored_->happened()) return;
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
-  refuse_capture(stream);
+  device_.refuse_capture(stream);
   driver.check(driver.call().stream_wait(stream, stored_->handle(), 0), "cuStreamWaitEvent");
 }
 

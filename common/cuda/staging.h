@@ -85,7 +85,6 @@ class Staging {
   static void launch(Device* device, Device::Burst* burst);
   static void give(Device* device, Device::Burst* burst);
   bool reached(size_t position) const;
-  void refuse_capture(Handle stream) const;
 
   Device& device_;
   std::vector<Tensor> tensors_;

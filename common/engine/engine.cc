@@ -17,6 +17,8 @@ constexpr int64_t kLookForEvents = 50 * kMicrosecond;
 constexpr int64_t kPoll = 50 * kMicrosecond;
 // A GPU computes for long, and whoever asks it keeps its driver from the thread that gives it work.
 constexpr int64_t kPollDevice = 200 * kMicrosecond;
+// Threads that submit need the same locks. What they submit meanwhile is copied to the host together.
+constexpr int64_t kLookAgain = 10 * kMicrosecond;
 // Whether anything waits for what is told by a call cannot be seen; gradients of one step are not this far apart.
 constexpr int64_t kSilentPatience = kSecond;
 
@@ -254,7 +256,7 @@ bool Engine::advance(bool eager) {
   for (auto& transport : transports_) transport->poll(woken);
   read_peer_events();
   if (!failed_.load(std::memory_order_relaxed)) {
-    if (loading_.any()) moved |= announce_computed();
+    if (loading_.any() && now >= look_again_ns_) moved |= announce_computed(now);
     for (auto& [id, group] : groups_) {
       const uint64_t rounds = group->rounds();
       moved |= group->step(now, eager, kBucketsWorth, &finished_, &mismatched_);
@@ -273,7 +275,7 @@ bool Engine::advance(bool eager) {
   return moved;
 }
 
-bool Engine::announce_computed() {
+bool Engine::announce_computed(int64_t now) {
   std::vector<Loading::Request> computed;
   const auto announce = [&]() PERSEUS_REQUIRES(progress_lock) {
     for (const Loading::Request& request : computed) {
@@ -293,6 +295,7 @@ bool Engine::announce_computed() {
   }
   announce();
   if (loading_.any()) waker_->arm_timer(kPollDevice);
+  look_again_ns_ = computed.empty() ? now + kLookAgain : 0;
   return !computed.empty();
 }
 

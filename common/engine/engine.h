@@ -58,6 +58,12 @@ class Engine final : private ProgressWork {
       const int64_t* shape;
       int ndim;
       DType dtype;
+
+      size_t count() const {
+        size_t count = 1;
+        for (int d = 0; d < ndim; ++d) count *= static_cast<size_t>(shape[d]);
+        return count;
+      }
     };
     const Tensor* tensors = nullptr;
     int tensor_count = 0;
@@ -151,6 +157,10 @@ class Engine final : private ProgressWork {
   // of these. `group`: null for a send or receive.
   std::unique_ptr<cuda::Staging> stage(ProcessSet* group, const CompressionTerms& compression, Submission* submission,
                                        std::vector<Submission::Tensor>* images);
+  // Of tensors on a device that nobody has to look at: what one rank alone reduces or broadcasts is its result.
+  bool is_result(const Submission& submission, const ProcessSet& group) const;
+  int64_t pass_on(const Submission& submission);
+  bool looks_at(const Submission& submission) const;
   bool may_stay(const Submission& submission, const CompressionTerms& compression, int device, ProcessSet* group) const;
   // What is said where negotiation has not taken an entry.
   Error not_taken(Negotiation::Submitted submitted, const std::string& name) const;
@@ -163,7 +173,8 @@ class Engine final : private ProgressWork {
   // What comes before a gradient's reduction: true when there is none yet, because it was added to a sum.
   bool holds(const Submission& submission);
   bool caller_waits_for(const Entry& entry) const;
-  int64_t held_handle(const Completion& done);
+  // Of what is over already.
+  int64_t done_handle(GradientOutcome outcome, const Completion& done);
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
   void warn_about_accuracy(const CodecSpec& codec, const std::vector<int>& ranks);
   void warn_about_precision(const std::vector<int>& ranks);
@@ -181,7 +192,7 @@ class Engine final : private ProgressWork {
 
   bool advance(bool eager) PERSEUS_REQUIRES(progress_lock);
   // Negotiation gets requests whose tensors have been computed; true when there were any.
-  bool announce_computed() PERSEUS_REQUIRES(progress_lock);
+  bool announce_computed(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void announce_to_peers(const Loading::Request& request, Status* status) PERSEUS_REQUIRES(progress_lock);
   // Of tensors on a device.
   void end_storing(Entry* entry, HandleTable::Slot* slot) PERSEUS_REQUIRES(progress_lock);
@@ -289,6 +300,7 @@ class Engine final : private ProgressWork {
   int64_t housekeeping_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   int64_t alive_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // silence counts from here on
   int64_t events_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  int64_t look_again_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // for what devices have computed
   bool tcp_ PERSEUS_GUARDED_BY(progress_lock) = false;
   std::vector<Entry*> finished_ PERSEUS_GUARDED_BY(progress_lock);
   std::vector<std::pair<Entry*, std::string>> mismatched_ PERSEUS_GUARDED_BY(progress_lock);

@@ -25,17 +25,15 @@ bool Engine::holds(const Submission& s) {
   std::vector<Accumulation::Tensor> tensors;
   for (int i = 0; i < s.tensor_count; ++i) {
     const Submission::Tensor& t = s.tensors[i];
-    size_t count = 1;
-    for (int d = 0; d < t.ndim; ++d) count *= static_cast<size_t>(t.shape[d]);
-    tensors.push_back({t.in, t.out, t.dtype, count});
+    tensors.push_back({t.in, t.out, t.dtype, t.count()});
   }
   return accumulation_.hold(s.gradient_of, s.group, s.name, tensors);
 }
 
-int64_t Engine::held_handle(const Completion& done) {
+int64_t Engine::done_handle(GradientOutcome outcome, const Completion& done) {
   const int64_t handle = handles_.open();
   HandleTable::Slot* slot = handles_.at(HandleTable::index_of(handle));
-  slot->gradient = GradientOutcome::kHeld;
+  slot->gradient = outcome;
   HandleTable::complete(slot);
   if (done.call != nullptr) done.call(done.arg, handle);
   return handle;

@@ -172,6 +172,11 @@ void describe(const Engine::Submission& s, Description* d) {
   d->refusal = s.refusal == nullptr ? "" : s.refusal;
 }
 
+// Of tensors on one.
+int device_of(const Engine::Submission& s) {
+  return s.device == Engine::kAnyDevice ? cuda::Driver::get().device_of(s.tensors[0].in) : s.device;
+}
+
 }  // namespace
 
 std::shared_ptr<ProcessSet> Engine::find_group(const Submission& s) const {
@@ -317,13 +322,38 @@ int64_t Engine::submit_point_to_point(const Submission& s, std::unique_ptr<cuda:
   return handle;
 }
 
+// By the host, before it is reduced.
+bool Engine::looks_at(const Submission& s) const {
+  return s.gradient_of != 0 && (accumulation_.on() || nan_check_.on());
+}
+
+// Whoever is called back gets even this from the engine's thread, in its turn.
+bool Engine::is_result(const Submission& s, const ProcessSet& group) const {
+  const bool unchanged = s.kind == Kind::kBroadcast ||
+                         (s.kind == Kind::kAllreduce && s.prescale == 1.0 && s.postscale == 1.0 && !looks_at(s));
+  return unchanged && group.ranks().size() == 1 && s.refusal == nullptr && s.done.call == nullptr;
+}
+
+int64_t Engine::pass_on(const Submission& s) {
+  if (s.gradient_of != 0) holds(s);  // which refuses what is no gradient
+  cuda::Device& device = devices_.at(device_of(s));
+  const cuda::Device::Current current(device);
+  device.refuse_capture(s.stream);
+  cuda::Copies copies;
+  for (int i = 0; i < s.tensor_count; ++i) {
+    const Submission::Tensor& t = s.tensors[i];
+    if (t.out != t.in) copies.add(t.out, t.in, t.count() * dtype_size(t.dtype));
+  }
+  copies.move(device, s.stream);
+  return done_handle(GradientOutcome::kReduced, s.done);
+}
+
 // What the host need not see before it is a sum. Of what this rank knows: whether all ranks say so decides.
 bool Engine::may_stay(const Submission& s, const CompressionTerms& compression, int device, ProcessSet* group) const {
   const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
-  const bool looked_at = s.gradient_of != 0 && (accumulation_.on() || nan_check_.on());
   const auto known = [](const Submission::Tensor& tensor) { return nccl::type_of(tensor.dtype) >= 0; };
   const bool encoded_here = compression.inside || compression.codec.kind == CodecKind::kLowRank;
-  return sums && !looked_at && !encoded_here && s.prescale == 1.0 && s.refusal == nullptr &&
+  return sums && !looks_at(s) && !encoded_here && s.prescale == 1.0 && s.refusal == nullptr &&
          std::all_of(s.tensors, s.tensors + s.tensor_count, known) && group->keeps_on(device);
 }
 
@@ -332,7 +362,7 @@ bool Engine::may_stay(const Submission& s, const CompressionTerms& compression, 
 std::unique_ptr<cuda::Staging> Engine::stage(ProcessSet* group, const CompressionTerms& compression, Submission* s,
                                              std::vector<Submission::Tensor>* images) {
   if (s->tensor_count == 0) return nullptr;
-  const int device = s->device == kAnyDevice ? cuda::Driver::get().device_of(s->tensors[0].in) : s->device;
+  const int device = device_of(*s);
   auto staging = std::make_unique<cuda::Staging>(&devices_.at(device));
   const int64_t ranks = group == nullptr ? 1 : static_cast<int64_t>(group->ranks().size());
   if (group != nullptr && may_stay(*s, compression, device, group)) staging->keep();
@@ -364,7 +394,7 @@ std::unique_ptr<cuda::Staging> Engine::stage(ProcessSet* group, const Compressio
     images->back().out = given ? staging->out(index) : nullptr;
   }
   s->tensors = images->data();
-  if (s->gradient_of != 0 && (accumulation_.on() || nan_check_.on())) staging->wait_until_loaded();
+  if (looks_at(*s)) staging->wait_until_loaded();
   return staging;
 }
 
@@ -380,6 +410,7 @@ int64_t Engine::submit(const Submission& s) {
   const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec);
   check_codec_suits(s);
   if (!s.on_cuda) return submit_checked(s, group, compression, nullptr);
+  if (is_result(s, *group)) return pass_on(s);
   Submission staged = s;
   std::vector<Submission::Tensor> images;
   std::unique_ptr<cuda::Staging> staging = stage(group.get(), compression, &staged, &images);
@@ -388,7 +419,7 @@ int64_t Engine::submit(const Submission& s) {
 
 int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<ProcessSet>& group,
                                const CompressionTerms& compression, std::unique_ptr<cuda::Staging> staging) {
-  if (s.gradient_of != 0 && holds(s)) return held_handle(s.done);
+  if (s.gradient_of != 0 && holds(s)) return done_handle(GradientOutcome::kHeld, s.done);
 
   if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)

@@ -86,6 +86,10 @@ void reduce(const ReduceSpec& spec, void* dst, void* dst2, const void* const* so
   bool as_bits =
       n == 1 && spec.dtype != DType::kBool && spec.prescale == 1.0 && spec.postscale == 1.0 && spec.divisor == 1;
   if (as_bits) count *= dtype_size(spec.dtype);
+  if (as_bits && dst2 == nullptr) {
+    if (dst != sources[0]) copy(dst, sources[0], count, stream_dst);
+    return;
+  }
   chosen()->reduce(ReduceTask{as_bits ? bits : spec, static_cast<unsigned char*>(dst),
                               static_cast<unsigned char*>(dst2), reinterpret_cast<const unsigned char* const*>(sources),
                               n, count, stream_dst});

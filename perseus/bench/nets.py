@@ -1,4 +1,4 @@
-"""ResNet-50 and VGG-16 as torch modules, with the parameters that models.py lists."""
+"""ResNet-50, VGG-16 and GPT-2 as torch modules, with as many parameters as models.py lists."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from perseus.bench.models import TRAINED
 
@@ -88,6 +89,49 @@ class VGG16(nn.Module):
         """
         result: torch.Tensor = self.classifier(self._pool(self.features(images)).flatten(1))
         return result
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.ln_1 = nn.LayerNorm(width)
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.c_attn(self.ln_1(x)).unflatten(-1, (3, self._heads, -1))
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.c_proj(mixed.transpose(1, 2).flatten(2))
+        result: torch.Tensor = x + self.mlp(self.ln_2(x))
+        return result
+
+
+class GPT2(nn.Module):
+    """GPT-2 small (Radford et al., 2019), without dropout; the head is the embedding."""
+
+    words = 50257
+    length = 1024  # of a sequence, at most
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(self.words, 768)
+        self.wpe = nn.Embedding(self.length, 768)
+        self.h = nn.Sequential(*(_Block(768, 12) for _ in range(12)))
+        self.ln_f = nn.LayerNorm(768)
+        for embedding in (self.wte, self.wpe):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return scores of shape (batch, length, words) for tokens of shape (batch, length)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.h(self.wte(tokens) + self.wpe(positions))
+        return functional.linear(self.ln_f(x), self.wte.weight)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,12 @@ def _own_sums(
     """This rank's sums over each channel: gradient times normalised input, and gradient."""
     if values.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
+    if values.is_cuda:  # the operation below wants the statistics of training there
+        scale = torch.rsqrt(variance + eps)
+        totals, products, _, _ = torch.batch_norm_backward_reduce(
+            grad.contiguous(), values.contiguous(), mean, scale, None, True, False, False
+        )
+        return products * scale, totals
     # Plain batch normalisation with given statistics has the same gradients of parameters.
     _, products, totals = torch.ops.aten.native_batch_norm_backward(
         grad, values, None, mean, variance, None, None, False, eps, [False, True, True]

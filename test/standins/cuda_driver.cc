@@ -581,6 +581,7 @@ void standin_allow_device_memory(int allocations) { device_memory_left = allocat
 void standin_set_delay(int microseconds) { delay_us = microseconds; }
 int standin_blocking_calls() { return blocking_calls; }
 int standin_calls() { return calls; }
+void standin_note_call() { ++calls; }
 int standin_current_device() { return current_device(); }
 int standin_stream_device(void* handle) {
   const std::shared_ptr<Stream> stream = stream_of(handle);

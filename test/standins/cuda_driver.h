@@ -43,6 +43,7 @@ int standin_current_device();
 int standin_stream_device(void* stream);
 // CU_STREAM_PER_THREAD, which then is one stream for all threads.
 void* standin_per_thread_stream();
-// How often functions were called that record an event, wait for one or copy.
+// How often functions were called that record an event, wait for one, copy or launch a kernel.
 int standin_calls();
+void standin_note_call();
 }

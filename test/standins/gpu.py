@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 def compile_driver(directory: Path) -> Path:
     """The stand-in as a library: whoever has loaded it finds it by the driver's name."""
     library = directory / "libcuda.so.1"
-    source = Path(__file__).with_name("cuda_driver.cc")
+    here = Path(__file__).parent
+    sources = [str(here / "cuda_driver.cc"), str(here / "cuda_kernels.cc")]
     command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*command, "-o", str(library), str(source), "-lpthread"], check=True)
+    headers = f"-I{here.parents[1] / 'common'}"
+    subprocess.run([*command, headers, "-o", str(library), *sources, "-lpthread"], check=True)
     return library
 
 

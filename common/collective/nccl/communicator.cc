@@ -142,6 +142,9 @@ void NcclCommunicator::greet() {
   for (cuda::Handle* stream : {&stream_, &to_host_})
     driver.check(driver.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                  "cuStreamCreateWithPriority");
+  if (device_->copy_kernel() == nullptr)
+    log_("[cuda] GPU " + std::to_string(device_->index()) +
+         " packs tensors with a copy each, which takes the host longer: " + device_->no_kernels());
   Letter hello;
   hello.kind = Letter::Kind::kHello;
   const std::array<char, 16> gpu = device_->uuid();

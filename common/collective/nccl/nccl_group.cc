@@ -115,7 +115,7 @@ bool NcclGroup::prepare() {
       done += run;
     }
   }
-  copies_.move(communicator_.stream());
+  copies_.move(device(), communicator_.stream());
   last_ = device().record(communicator_.stream());
   return true;
 }
@@ -176,7 +176,7 @@ void NcclGroup::take_results() {
       done += run;
     }
   }
-  copies_.move(communicator_.stream());
+  copies_.move(device(), communicator_.stream());
   last_ = device().record(communicator_.stream());
 }
 
