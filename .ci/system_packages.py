@@ -48,6 +48,10 @@ def python_headers() -> bool:
     return Path(sysconfig.get_paths()["include"], "Python.h").exists()
 
 
+def fuzzer() -> bool:
+    return any(Path("/usr/lib").glob("llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-x86_64.a"))
+
+
 def has_venv() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("venv", "ensurepip"))
 
@@ -65,6 +69,7 @@ NEEDS = {
         Need("openssh-server", "perseusrun over ssh, to virtual hosts", command("sshd")),
     ],
     "locks": [Need("clang", "checks that locks are held", command("clang++"))],
+    "fuzz": [Need("libclang-rt-dev", "libFuzzer and sanitizers of clang", fuzzer)],
     "aarch64": [
         Need("g++-aarch64-linux-gnu", "compiles for aarch64", command("aarch64-linux-gnu-g++")),
         Need("qemu-user-static", "runs that here", command("qemu-aarch64-static")),

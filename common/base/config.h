@@ -86,33 +86,33 @@ struct Variable {
 
 // The variable to which an enum of base/choices.h belongs.
 template <class Choice>
-constexpr Var kVarOf = Var::kCount;
+inline constexpr Var kVarOf = Var::kCount;
 template <>
-constexpr Var kVarOf<Autotune> = Var::kAutotune;
+inline constexpr Var kVarOf<Autotune> = Var::kAutotune;
 template <>
-constexpr Var kVarOf<AllreduceDtype> = Var::kAllreduceDtype;
+inline constexpr Var kVarOf<AllreduceDtype> = Var::kAllreduceDtype;
 template <>
-constexpr Var kVarOf<AllreduceCodec> = Var::kAllreduceCodec;
+inline constexpr Var kVarOf<AllreduceCodec> = Var::kAllreduceCodec;
 template <>
-constexpr Var kVarOf<ChangeAllgather> = Var::kChangeAllgather;
+inline constexpr Var kVarOf<ChangeAllgather> = Var::kChangeAllgather;
 template <>
-constexpr Var kVarOf<AllreduceMode> = Var::kAllreduceMode;
+inline constexpr Var kVarOf<AllreduceMode> = Var::kAllreduceMode;
 template <>
-constexpr Var kVarOf<TwoD> = Var::kTwoD;
+inline constexpr Var kVarOf<TwoD> = Var::kTwoD;
 template <>
-constexpr Var kVarOf<AllreduceAlgorithm> = Var::kAllreduceAlgorithm;
+inline constexpr Var kVarOf<AllreduceAlgorithm> = Var::kAllreduceAlgorithm;
 template <>
-constexpr Var kVarOf<TransportChoice> = Var::kTransport;
+inline constexpr Var kVarOf<TransportChoice> = Var::kTransport;
 template <>
-constexpr Var kVarOf<CpuOperations> = Var::kCpuOperations;
+inline constexpr Var kVarOf<CpuOperations> = Var::kCpuOperations;
 template <>
-constexpr Var kVarOf<GpuOperations> = Var::kGpuOperations;
+inline constexpr Var kVarOf<GpuOperations> = Var::kGpuOperations;
 template <>
-constexpr Var kVarOf<Simd> = Var::kSimd;
+inline constexpr Var kVarOf<Simd> = Var::kSimd;
 template <>
-constexpr Var kVarOf<NanAction> = Var::kNanAction;
+inline constexpr Var kVarOf<NanAction> = Var::kNanAction;
 template <>
-constexpr Var kVarOf<LogLevel> = Var::kLogLevel;
+inline constexpr Var kVarOf<LogLevel> = Var::kLogLevel;
 
 // The value of a variable of the environment; "" = not set. For variables of launchers, not for those of the table.
 std::string environment_value(const std::string& name);
