@@ -17,6 +17,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from perseus.errors import NOT_INITIALIZED, HorovodInternalError, InitializationError, MismatchError
+from perseus.inspection import show_threads
 
 if TYPE_CHECKING:
     from perseus import _core
@@ -141,7 +142,7 @@ def launched_context(job: str, environment: Mapping[str, str]) -> _core.Context:
 def _connect(identity: Identity, rendezvous: Rendezvous, job: str, epoch: int) -> _core.Context:
     from perseus import _core
 
-    return _core.Context(
+    context = _core.Context(
         rank=identity.rank,
         size=identity.size,
         local_rank=identity.local_rank,
@@ -154,6 +155,8 @@ def _connect(identity: Identity, rendezvous: Rendezvous, job: str, epoch: int) -
         job=job,
         epoch=epoch,
     )
+    show_threads(_core.inspection_signal())
+    return context
 
 
 def _rendezvous(identity: Identity) -> Rendezvous:

@@ -573,6 +573,8 @@ perseus_code perseus_cuda_find(int count_devices, perseus_cuda* out) {
   });
 }
 
+int perseus_inspection_signal() { return perseus::Engine::inspection_signal(); }
+
 perseus_code perseus_nccl_find(perseus_nccl* out) {
   return guarded([&] {
     const perseus::Config config;

@@ -164,6 +164,9 @@ constexpr Variable kTable[] = {
     {Var::kFlightRecorder, "PERSEUS_FLIGHT_RECORDER", "TMPDIR", VarType::kString, "/tmp", "", false,
      "Directory into which every rank writes its last 256 operations when the job fails. It keeps a user's newest 16 "
      "files, or four for each rank. off = write nothing."},
+    {Var::kInspectSignal, "PERSEUS_INSPECT_SIGNAL", "", VarType::kInt, "43", "0..64", false,
+     "Number of the signal at which a process says what it waits for and where its threads are; `perseusrun --inspect` "
+     "sends it to all. 0 = none. A signal that the script handles is left to it."},
     {Var::kTimeline, "HOROVOD_TIMELINE", "", VarType::kString, "", "", false,
      "File into which rank 0 writes a Chrome trace of every operation from init() on; Perfetto opens it at any time. "
      "DYNAMIC = record only between start_timeline() and stop_timeline(), which need this variable."},

@@ -56,6 +56,7 @@ enum class Var {
   kUseDdpLauncher,
   kSecretFile,
   kFlightRecorder,
+  kInspectSignal,
   kTimeline,
   kTimelineMarkCycles,
   kTimelineAllRanks,

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "net/interfaces.h"
+#include "observe/inspection.h"
 
 namespace perseus {
 namespace {
@@ -119,6 +120,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
     log_.warning(
         "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "
         "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
+  answer_inspections(static_cast<int>(config.integer(Var::kInspectSignal)));
   begin_tuner_log();
   execution_settings_.observer = &timeline_;
   execution_settings_.residuals = &residuals_;
@@ -131,6 +133,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
     return now_ns() - route_[rank]->last_alive_ns(rank);
   };
   const ProgressLock lock(progress_);
+  inspected_ = inspections();
   for (const auto& transport : transports_) tcp_ |= transport->kind() == TransportKind::kTcp;
   std::vector<int> all(static_cast<size_t>(world_.size));
   for (int rank = 0; rank < world_.size; ++rank) all[rank] = rank;

@@ -119,6 +119,8 @@ class Engine final : private ProgressWork {
   void abort_world(const std::string& reason);
   // See perseus_context_set_stall_limits.
   void set_stall_limits(int64_t check_ns, int64_t shutdown_ns);
+  // See perseus_inspection_signal.
+  static int inspection_signal();
   // Why the world has ended; ok while it has not.
   Status failure() const;
 
@@ -219,6 +221,9 @@ class Engine final : private ProgressWork {
   void tell_of_link(int peer) PERSEUS_REQUIRES(progress_lock);
   void housekeeping(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_liveness(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void answer_inspection(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  std::string what_it_waits_for(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  void on_awaited(int peer, const std::string& names) PERSEUS_REQUIRES(progress_lock);
   void check_stalls(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_unmatched(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_deadlocks(int64_t now) PERSEUS_REQUIRES(progress_lock);
@@ -296,6 +301,9 @@ class Engine final : private ProgressWork {
   std::vector<bool> left_ PERSEUS_GUARDED_BY(progress_lock);  // peers that said goodbye
   // Channel number of a group → last round that all who left took part in.
   std::map<uint32_t, uint64_t> last_rounds_ PERSEUS_GUARDED_BY(progress_lock);
+  uint64_t inspected_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  bool inspection_due_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  int64_t awaited_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // when another rank last said that it waits for this one
   int64_t warned_of_unmatched_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   int64_t housekeeping_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   int64_t alive_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // silence counts from here on

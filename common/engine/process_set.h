@@ -57,6 +57,10 @@ class ProcessSet {
   bool called() const PERSEUS_REQUIRES(progress_lock) { return called_ns_ != 0; }
   bool moving() const PERSEUS_REQUIRES(progress_lock) { return executing() || !round_.idle(); }
   bool executing() const PERSEUS_REQUIRES(progress_lock) { return execution_.busy() || aside_.busy(); }
+  void find_under_way(std::vector<Execution::UnderWay>* found) const PERSEUS_REQUIRES(progress_lock) {
+    execution_.find_under_way(found);
+    aside_.find_under_way(found);
+  }
   // Is something under way that no event of the Waker announces?
   bool polls() const PERSEUS_REQUIRES(progress_lock) { return execution_.polls() || aside_.polls(); }
   // Gives up everything queued and under way; each entry once.

@@ -7,16 +7,39 @@
 #include "base/clock.h"
 #include "engine/engine.h"
 #include "engine/wording.h"
+#include "observe/inspection.h"
 
 namespace perseus {
 namespace {
 
 constexpr char kAbortMessage = 'A';    // followed by the cause
 constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
+constexpr char kAwaitMessage = 'W';    // the sender waits until the receiver submits: followed by what
 constexpr char kLinkMessage = 'L';     // the sender has made its end of the link for sends and receives
 constexpr int64_t kDrainTime = 10 * kSecond;
+// What has been submitted later is probably not waited for.
+constexpr int64_t kJustNow = 100 * kMillisecond;
+constexpr size_t kMostNames = 3;
 // We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
 constexpr int64_t kOwnPause = 5 * kSecond, kLeastOwnPause = 2 * kSecond;  // signs of life come every second
+
+std::string seconds(int64_t ns) {
+  const int64_t tenths = std::max<int64_t>(ns, 0) / (kSecond / 10);
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " s";
+}
+
+std::string listed(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+std::string names_of(const std::vector<Entry*>& entries) {
+  std::string text;
+  for (size_t i = 0; i < std::min(entries.size(), kMostNames); ++i) text += (i == 0 ? "" : ", ") + *entries[i]->text;
+  if (entries.size() > kMostNames) text += " and " + std::to_string(entries.size() - kMostNames) + " more";
+  return text;
+}
 
 std::string leaver(int rank) { return rank < 0 ? "this rank" : "rank " + std::to_string(rank); }
 
@@ -49,6 +72,8 @@ void Engine::on_peer_event(const PeerEvent& event) {
     abort(Error(ErrorKind::kAborted, event.text.substr(1)), true);
   } else if (!event.text.empty() && event.text[0] == kGoodbyeMessage) {
     on_goodbye(event.peer, event.text.substr(1));
+  } else if (!event.text.empty() && event.text[0] == kAwaitMessage) {
+    on_awaited(event.peer, event.text.substr(1));
   } else if (!event.text.empty() && event.text[0] == kLinkMessage) {
     if (!failed_.load(std::memory_order_relaxed)) point_to_point_.on_link_made(event.peer);
   }
@@ -72,6 +97,61 @@ void Engine::on_goodbye(int peer, const std::string& rounds) {
   }
 }
 
+// ---- who waits for whom ----
+
+int Engine::inspection_signal() { return answered_signal(); }
+
+// Asked by a signal. Who is missing is asked for now, and told of in the next pass.
+void Engine::answer_inspection(int64_t now) {
+  if (inspection_due_) log_.warning("[inspect] " + what_it_waits_for(now));
+  const bool asked_now = !inspection_due_ && inspected_ != inspections();
+  inspected_ = inspections();
+  inspection_due_ = asked_now;
+  if (!asked_now) return;
+  std::vector<Negotiation::Stalled> asked;
+  for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, kJustNow, &asked);
+}
+
+std::string Engine::what_it_waits_for(int64_t now) {
+  std::string lines;
+  const auto add = [&](const std::string& what, int64_t since_ns, const std::string& whom) {
+    lines += "\n  " + what + " since " + seconds(now - since_ns) + ": " + whom;
+  };
+  for (auto& [id, group] : groups_) {
+    const std::string set = id == 0 ? "" : " (process set " + std::to_string(id) + ")";
+    std::vector<Execution::UnderWay> under_way;
+    group->find_under_way(&under_way);
+    for (const Execution::UnderWay& operation : under_way)
+      add(names_of(operation.entries) + set, operation.begun_ns,
+          operation.ranks.empty() ? "it is under way" : "it is under way, and waits for " + listed(operation.ranks));
+    std::vector<Negotiation::Stalled> stalled;
+    group->negotiation().find_stalled(now, kJustNow, &stalled);
+    size_t told = 0;
+    for (const Negotiation::Stalled& fact : stalled) {
+      if (fact.missing.empty()) continue;
+      ++told;
+      add(fact.name->text + set, now - fact.age_ns, "it is not submitted by " + listed(fact.missing));
+    }
+    size_t pending = 0;
+    group->negotiation().for_each_pending([&](const Entry&) { ++pending; });
+    if (pending > told) lines += "\n  " + std::to_string(pending - told) + " more" + set + ", submitted just now";
+  }
+  if (const auto unmatched = point_to_point_.oldest_unmatched())
+    add(unmatched->text, unmatched->submitted_ns, "the other half is missing");
+  if (loading_.any()) lines += "\n  tensors that a GPU still computes";
+  return lines.empty() ? "this rank waits for no other one" : "this rank waits for:" + lines;
+}
+
+// By what another rank waits for, this one is busy or stuck elsewhere: Python shows where.
+void Engine::on_awaited(int peer, const std::string& names) {
+  const int64_t now = now_ns(), patience = stall_ns_ > 0 ? stall_ns_.load() : kSecond;
+  if (awaited_ns_ != 0 && now - awaited_ns_ < patience) return;
+  awaited_ns_ = now;
+  log_.warning("[stall] rank " + std::to_string(peer) + " waits until this rank submits [" + names +
+               "]. This rank is alive, but does something else.");
+  if (route_[peer]->kind() != TransportKind::kMem) inspect_this_process();  // other ranks would answer, too
+}
+
 // ---- clocks ----
 
 void Engine::housekeeping(int64_t now) {
@@ -79,6 +159,7 @@ void Engine::housekeeping(int64_t now) {
   const bool paused = housekeeping_ns_ == 0 || now - housekeeping_ns_ > pause;
   housekeeping_ns_ = now;
   for (auto& transport : transports_) transport->send_heartbeats();
+  answer_inspection(now);
   if (failed_.load(std::memory_order_relaxed)) return;
   if (timeout_ns_ > 0) {
     if (paused) alive_since_ns_ = now;
@@ -143,7 +224,10 @@ void Engine::check_stalls(int64_t now) {
   if (missing.count(world_.rank) != 0) return;
   int first = 0;
   while (missing.count(first) != 0) ++first;
-  if (first == world_.rank) log_.warning(text);
+  if (first != world_.rank) return;
+  log_.warning(text);
+  for (const auto& [rank, names] : missing)
+    if (route_[rank] != nullptr) route_[rank]->send_control_message(rank, kAwaitMessage + names.substr(0, 1000));
 }
 
 // The same for a send or a receive, of which the two ranks alone know.

@@ -166,6 +166,16 @@ void Execution::trace(const Stream& stream, size_t index) const {
       ranks_, bucket.entries);
 }
 
+void Execution::find_under_way(std::vector<UnderWay>* found) const {
+  for (const Stream& stream : streams_) {
+    if (stream.operation == nullptr || stream.queue.front()->entries.empty()) continue;
+    UnderWay under_way{stream.queue.front()->entries, stream.begun_ns, {}};
+    for (const int member : stream.operation->waiting_for())
+      under_way.ranks.push_back(ranks_[static_cast<size_t>(member)]);
+    found->push_back(std::move(under_way));
+  }
+}
+
 void Execution::report_silence(const Stream& stream) const {
   const std::vector<int> waiting_for = stream.operation->waiting_for();
   // A rank that is alive may itself only wait for the one that is not.

@@ -126,6 +126,13 @@ class Execution {
   // Throws Error(kTimeout) when an operation under way has not moved a byte for the time limit. Silence before
   // `since_ns` proves nothing: this process itself did not run then.
   void check_progress(int64_t now, int64_t since_ns) const PERSEUS_REQUIRES(progress_lock);
+  // What moves now, and the ranks whose bytes it waits for or that do not take its own.
+  struct UnderWay {
+    std::vector<Entry*> entries;
+    int64_t begun_ns;
+    std::vector<int> ranks;
+  };
+  void find_under_way(std::vector<UnderWay>* found) const PERSEUS_REQUIRES(progress_lock);
   bool busy() const PERSEUS_REQUIRES(progress_lock) { return in_flight_ > 0 || !waiting_.empty(); }
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);

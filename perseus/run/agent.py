@@ -9,7 +9,8 @@ Protocol: standard input carries one line of JSON with the job, followed by line
 to all ranks, and SIGKILL after the grace period) or KILL. Both may name one rank: END 3. End of
 file means END. Standard output carries MARK and then frames, each a FRAME header (kind, rank, size)
 and its content. The answer to a line STATE 3 is a STATE frame with the state of that rank's process
-in /proc and the clock ticks that it has used.
+in /proc and the clock ticks that it has used. A line INSPECT 43 sends signal 43 to those processes
+of the ranks that handle it, which so say what they wait for.
 
 If a host or a network fails, neither side sees an end of file, so both sides send heartbeats:
 perseusrun sends empty lines, the agent sends ALIVE frames. If nothing arrives for as long as the
@@ -83,6 +84,16 @@ def _stat(pid: int) -> list[bytes]:
     return Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()
 
 
+def handles(pid: int, number: int) -> bool:
+    """Return whether the process has a handler for the signal."""
+    try:
+        lines = Path("/proc", str(pid), "status").read_bytes().splitlines()
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in lines if line.startswith(b"SigCgt:")), b"0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 class Rank:
     """One rank: a process that leads its own session, and the pipes of its output."""
 
@@ -119,17 +130,29 @@ class Rank:
             return b"X 0"
         return b"%s %d" % (fields[0], int(fields[11]) + int(fields[12]))
 
-    def has_leftovers(self) -> bool:
-        """Return whether processes of its group still run besides the leader, which has ended."""
+    def running(self) -> Iterator[int]:
+        """Yield the processes of its group that run."""
         for entry in os.listdir("/proc"):
-            if entry.isdigit() and int(entry) != self.process.pid:
+            if entry.isdigit():
                 try:
                     fields = _stat(int(entry))
                 except OSError:
                     continue
                 if int(fields[2]) == self.process.pid and fields[0] not in (b"Z", b"X"):
-                    return True
-        return False
+                    yield int(entry)
+
+    def has_leftovers(self) -> bool:
+        """Return whether processes of its group still run besides the leader, which has ended."""
+        return any(pid != self.process.pid for pid in self.running())
+
+    def inspect(self, number: int) -> None:
+        """Send a signal to its processes, but not to those that it would end."""
+        for pid in self.running():
+            if handles(pid, number):
+                try:
+                    os.kill(pid, number)
+                except OSError:
+                    pass
 
 
 class Agent:
@@ -238,6 +261,10 @@ class Agent:
     def _listen(self, lines: Iterator[bytes]) -> None:
         for line in lines:
             command, _, rest = line.partition(b" ")
+            if command == b"INSPECT":
+                for rank in self._ranks:
+                    rank.inspect(int(rest))
+                continue
             number, _, text = rest.partition(b" ")
             only = self._find(number)
             if rest and only is None:

@@ -21,9 +21,11 @@ from perseus.run.elastic import flags as elastic_flags
 from perseus.run.elastic.driver import ElasticLauncher
 from perseus.run.elastic.flags import elasticity, given_hosts, is_elastic
 from perseus.run.hosts import Host, Slot, place
+from perseus.run.inspection import ask
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
 from perseus.run.settings import positive
+from perseus.run.signals import inspect_signal
 from perseus.version import __version__
 
 _USAGE_ERROR = 2
@@ -44,11 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.check_build:
             print(report(__version__))
             return 0
+        if given.inspect is not None:
+            print(ask(given.inspect))
+            return 0
         if given.build_xla:
             require("tensorflow")
             # A separate process keeps TensorFlow out of the launcher.
             module = "perseus.tensorflow.build_xla"
             return subprocess.run([sys.executable, "-m", module]).returncode
+        inspect_signal()  # which refuses a wrong number
         job = _job(given)
         launcher = _launcher(given, job)
     except ValueError as error:
@@ -159,6 +165,12 @@ def _parser() -> argparse.ArgumentParser:
         "--check-build",
         action="store_true",
         help="show the available frameworks, controllers and operations, and exit",
+    )
+    add(
+        "--inspect",
+        type=positive,
+        metavar="PID",
+        help="have the ranks of that perseusrun say what they wait for, and exit",
     )
     add(
         "--build-xla",

@@ -57,6 +57,7 @@ class Launcher:
         self._lacks_horovod = False
         self._error: LaunchError | None = None
         self._ending = False
+        self._inspected = 0  # the signal that has asked what ranks wait for
         self._kill_at: float | None = None  # when to kill agents that have not ended
         self._heartbeat_ends = threading.Event()
         self._core: Any = None
@@ -69,7 +70,9 @@ class Launcher:
         It is 0 if all ranks succeeded, that of the first rank that failed, or 128 + n if signal n
         ended the job. Raises LaunchError if the job could not start or a host was lost.
         """
-        restore_signals = signals.catch(self._on_signal, self._on_stop, self._waker)
+        restore_signals = signals.catch(
+            self._on_signal, self._on_stop, self._on_inspect, self._waker
+        )
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             self._run()
@@ -167,6 +170,9 @@ class Launcher:
             if self._job.call is None:  # perseus.run() must not end its caller's process
                 os._exit(128 + number)
         self.signalled = number
+
+    def _on_inspect(self, number: int, frame: FrameType | None) -> None:
+        self._inspected = number
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         """Let Ctrl-Z stop this process only: agents run on and do not expect its heartbeats."""
@@ -328,6 +334,10 @@ class Launcher:
                 stream.show_rest()
         if self.signalled is not None or self._console.broken:
             self._end()
+        if self._inspected:
+            for host in self._hosts:
+                host.send(b"INSPECT %d\n" % self._inspected)
+            self._inspected = 0
         late = [host for host in self._silent_since_start() if now >= host.start_by]
         if late and not self._ending:
             names = ", ".join(host.name for host in late)

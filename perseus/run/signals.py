@@ -1,4 +1,4 @@
-"""Handles the signals that end or stop a job while it runs: Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z.
+"""Handles signals while a job runs: Ctrl-C, SIGTERM, SIGHUP, Ctrl-Z, and the one that inspects it.
 
 For the main thread only, because Python delivers signals to it.
 """
@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -17,8 +18,21 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Handler = Callable[[int, FrameType | None], None]
 
 
-def catch(on_end: Handler, on_stop: Handler, waker: int) -> Callable[[], None]:
-    """Install `on_end` and `on_stop`, and return a function that restores the earlier handlers.
+def inspect_signal() -> int:
+    """Return the number of the signal that asks what a process waits for; 0 = none.
+
+    Raises ValueError for a wrong PERSEUS_INSPECT_SIGNAL.
+    """
+    text = os.environ.get("PERSEUS_INSPECT_SIGNAL", "43")
+    number = int(text) if text.isdecimal() else -1
+    if number not in range(signal.NSIG):
+        most = signal.NSIG - 1
+        raise ValueError(f"PERSEUS_INSPECT_SIGNAL={text}: expected a signal's number, 0 to {most}")
+    return number
+
+
+def catch(on_end: Handler, on_stop: Handler, on_inspect: Handler, waker: int) -> Callable[[], None]:
+    """Install the handlers, and return a function that restores the earlier ones.
 
     waker: the write end of a non-blocking pipe, which gets a byte for every signal. Outside of the
     main thread the function does nothing: other threads cannot handle signals.
@@ -26,11 +40,14 @@ def catch(on_end: Handler, on_stop: Handler, waker: int) -> Callable[[], None]:
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     old_waker = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    old = {}
+    old: dict[int, Any] = {}
     for number in (*_ENDING, signal.SIGTSTP):
         # nohup and shells ignore a signal for background jobs, which must remain so.
         if signal.getsignal(number) is not signal.SIG_IGN:
             old[number] = signal.signal(number, on_end if number in _ENDING else on_stop)
+
+    if inspect_signal():
+        old[inspect_signal()] = signal.signal(inspect_signal(), on_inspect)
 
     def restore() -> None:
         for number, before in old.items():

@@ -458,6 +458,12 @@ typedef struct perseus_nccl {
  * old; then these sums are made in host memory. */
 PERSEUS_EXPORT perseus_code perseus_nccl_find(perseus_nccl* found);
 
+/* ---- a job that hangs ------------------------------------------------------------------------------------------ */
+
+/* The signal at which this process logs what its worlds wait for, since its first context: PERSEUS_INSPECT_SIGNAL, or 0
+ * if that is 0 or was handled by somebody else. A handler that is put before ours has to call it. */
+PERSEUS_EXPORT int perseus_inspection_signal(void);
+
 /* ---- comparing what ranks hold ---------------------------------------------------------------------------------- */
 
 /* XXH64 of `bytes` bytes, with seed 0: the same bits give the same number on every rank. Not for secrets. */
