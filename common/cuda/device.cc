@@ -50,17 +50,21 @@ Event::~Event() { device_.give_event(handle_); }
 
 bool Event::happened() const {
   if (happened_.load(std::memory_order_acquire)) return true;
-  if (!device_.may_ask()) return false;
   const Driver& driver = Driver::get();
   const Device::Current current(device_);
   const Result result = driver.call().event_query(handle_);
-  if (result == kNotReady) {
-    device_.asked_in_vain();
-    return false;
-  }
+  if (result == kNotReady) return false;
   driver.check(result, kWorkBefore);
   happened_.store(true, std::memory_order_release);
   return true;
+}
+
+bool Event::poll() const {
+  if (happened_.load(std::memory_order_acquire)) return true;
+  if (!device_.may_ask()) return false;
+  const bool now = happened();
+  if (!now) device_.asked_in_vain();
+  return now;
 }
 
 void Event::wait() const {

@@ -29,8 +29,10 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   Handle handle() const { return handle_; }
-  // Throws Error(kIo) where the device has failed. May say "no" for some microseconds after it did happen.
+  // Throws Error(kIo) where the device has failed.
   bool happened() const;
+  // The same for those who ask without end: may say no for some microseconds longer. See Device::may_ask().
+  bool poll() const;
   void wait() const;
 
  private:

@@ -162,7 +162,7 @@ bool Staging::reached(size_t position) const {
   if (!failure_.empty()) fail(ErrorKind::kIo, failure_);
   if (happened_ > 0 && marks_[happened_ - 1].end >= position) return true;
   while (happened_ < marks_.size()) {
-    if (!marks_[happened_].event->happened()) return false;
+    if (!marks_[happened_].event->poll()) return false;
     if (marks_[happened_++].end >= position) return true;
   }
   return true;

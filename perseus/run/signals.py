@@ -12,6 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from perseus.run import agent
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -46,7 +48,8 @@ def catch(on_end: Handler, on_stop: Handler, on_inspect: Handler, waker: int) ->
         if signal.getsignal(number) is not signal.SIG_IGN:
             old[number] = signal.signal(number, on_end if number in _ENDING else on_stop)
 
-    if inspect_signal():
+    # One that is not Python's, as the core's in a process with a world, could not be restored.
+    if inspect_signal() and not agent.handles(os.getpid(), inspect_signal()):
         old[inspect_signal()] = signal.signal(inspect_signal(), on_inspect)
 
     def restore() -> None:

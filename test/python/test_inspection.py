@@ -199,3 +199,18 @@ def test_a_stopped_launcher_passes_the_question_on(tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGCONT)
         job.wait_for("[inspect]", 3)
         assert job.end().count("done") == 3
+
+
+def test_a_process_with_a_world_may_start_a_job_and_still_answers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time, perseus\n"
+        "import perseus.arrays as hvd\n"
+        "hvd.init()\n"
+        "assert perseus.run(int, np=1) == [0]\n"
+        "os.kill(os.getpid(), 43)\n"
+        "time.sleep(1.5)\n"
+    )
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "[inspect] this rank waits for no other one" in result.stderr

@@ -50,14 +50,14 @@ bool NcclGroup::step() {
       phase_ = Phase::kFinish;
       return true;
     case Phase::kFinish:
-      if (!last_->happened()) {
+      if (!last_->poll()) {
         communicator_.check();
         return false;
       }
       end();
       return true;
     case Phase::kLoad:
-      if (!last_->happened()) return false;
+      if (!last_->poll()) return false;
       begin_exchange();
       return true;
     case Phase::kHost: {
