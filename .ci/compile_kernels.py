@@ -55,7 +55,8 @@ def main() -> int:
     if given.check and text != COMPILED.read_text():
         print(f"{COMPILED} is not what nvcc makes of {SOURCE.name}: run `make ptx`")
         return 1
-    COMPILED.write_text(text)
+    if not given.check:
+        COMPILED.write_text(text)
     assemble(given.nvcc.with_name("ptxas"), text)
     return 0
 

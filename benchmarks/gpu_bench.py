@@ -52,8 +52,13 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=1, help="virtual ones, with equal ranks")
     parser.add_argument("--rate", default="10gbit", help="of the links between virtual hosts")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
-    parser.add_argument("ways", nargs="*", default=["none", "hvd", "ddp:perseus"])
+    parser.add_argument(
+        "ways", nargs="*", help="default: none hvd, and of several ranks ddp:perseus"
+    )
     given = parser.parse_args()
+    given.ways = given.ways or ["none", "hvd", *(["ddp:perseus"] if given.ranks > 1 else [])]
+    if given.ranks == 1 and any(way.startswith("ddp") for way in given.ways):
+        parser.error("one rank has no process group: DDP needs --ranks 2 or more")
     if "PERSEUS_RANK" in os.environ:
         work(given)
         return 0

@@ -155,7 +155,7 @@ def _connect(identity: Identity, rendezvous: Rendezvous, job: str, epoch: int) -
         job=job,
         epoch=epoch,
     )
-    show_threads(_core.inspection_signal())
+    show_threads()
     return context
 
 

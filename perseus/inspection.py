@@ -8,12 +8,16 @@ import signal
 _STANDARD_ERROR = 2
 
 
-def show_threads(number: int) -> None:
-    """Let the signal print the stacks of all threads, before the core answers it, too.
+def show_threads() -> None:
+    """Let the signal that the core answers print the stacks of all threads, too.
 
-    It works while a thread holds the interpreter's lock. number: of the signal that the core
-    answers; 0 = none.
+    It works while a thread holds the interpreter's lock. A handler of the script stays.
     """
-    # A script may have taken the signal since.
+    from perseus import _core
+
+    number = _core.inspection_signal()
+    # The core's handler is none that Python knows of.
     if number and signal.getsignal(number) is signal.SIG_DFL:
-        faulthandler.register(number, file=_STANDARD_ERROR, all_threads=True, chain=True)
+        # Not chain=True, with which the signal would end system calls with EINTR.
+        faulthandler.register(number, file=_STANDARD_ERROR, all_threads=True)
+        _core.inspection_signal(chain=True)

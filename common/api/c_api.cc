@@ -573,7 +573,7 @@ perseus_code perseus_cuda_find(int count_devices, perseus_cuda* out) {
   });
 }
 
-int perseus_inspection_signal() { return perseus::Engine::inspection_signal(); }
+int perseus_inspection_signal(int chain) { return perseus::Engine::inspection_signal(chain != 0); }
 
 perseus_code perseus_nccl_find(perseus_nccl* out) {
   return guarded([&] {

@@ -61,10 +61,10 @@ bool Event::happened() const {
 
 bool Event::poll() const {
   if (happened_.load(std::memory_order_acquire)) return true;
-  if (!device_.may_ask()) return false;
-  const bool now = happened();
-  if (!now) device_.asked_in_vain();
-  return now;
+  if (now_ns() < ask_from_.load(std::memory_order_relaxed)) return false;
+  const bool over = happened();
+  if (!over) ask_from_.store(now_ns() + kAskAgain, std::memory_order_relaxed);
+  return over;
 }
 
 void Event::wait() const {
@@ -217,9 +217,9 @@ Device::~Device() {
       for (const auto& [bytes, data] : blocks_) driver_.call().host_free(data);
       for (const auto& [bytes, data] : device_blocks_)
         driver_.call().free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
+      if (module_ != nullptr) driver_.call().unload_module(module_);
     }
     for (Handle event : events_) driver_.call().event_destroy(event);
-    if (module_ != nullptr && !given_up_) driver_.call().unload_module(module_);
     for (Handle stream : {to_host_, to_device_, fetching_}) driver_.call().stream_destroy(stream);
   } catch (const std::exception&) {
     // The process ends, and the driver has ended before it.
@@ -248,10 +248,6 @@ std::array<char, 16> Device::uuid() const {
   driver_.check(driver_.call().device_uuid(uuid.data(), ordinal_), "cuDeviceGetUuid");
   return uuid;
 }
-
-bool Device::may_ask() const { return now_ns() >= ask_from_.load(std::memory_order_relaxed); }
-
-void Device::asked_in_vain() { ask_from_.store(now_ns() + kAskAgain, std::memory_order_relaxed); }
 
 // The legacy stream answers with an error while a stream that it waits for is captured.
 void Device::refuse_capture(Handle stream) const {

@@ -31,7 +31,8 @@ class Event {
   Handle handle() const { return handle_; }
   // Throws Error(kIo) where the device has failed.
   bool happened() const;
-  // The same for those who ask without end: may say no for some microseconds longer. See Device::may_ask().
+  // The same for those who ask without end: may say no for some microseconds longer. Every question to the driver takes
+  // a lock that the framework's threads need to launch kernels.
   bool poll() const;
   void wait() const;
 
@@ -39,6 +40,7 @@ class Event {
   Device& device_;
   const Handle handle_;
   mutable std::atomic<bool> happened_{false};
+  mutable std::atomic<int64_t> ask_from_{0};  // who polls
 };
 
 // Copies between page-locked memory and a device, or inside a device, given to the driver with as few calls as it
@@ -131,11 +133,6 @@ class Device {
   void note_store() { stores_since_ = true; }
   std::shared_ptr<const Event> stored();
 
-  // Every question to the driver takes a lock that the framework's threads need to launch kernels, and the engine would
-  // ask without end: after an event that had not happened, none is asked about for a moment.
-  bool may_ask() const;
-  void asked_in_vain();
-
   // Something on the device does not end, so nothing of it may be freed any more.
   void give_up() { given_up_ = true; }
 
@@ -165,7 +162,6 @@ class Device {
   Handle module_ = nullptr, copy_kernel_ = nullptr;
   std::string no_kernels_;
   std::atomic<bool> given_up_{false};
-  std::atomic<int64_t> ask_from_{0};
   mutable Mutex mutex_;
   std::vector<Handle> events_ PERSEUS_GUARDED_BY(mutex_);  // before those that come back to it
   Mutex order_;

@@ -65,6 +65,17 @@ void Staging::load(Handle stream, bool more_follow) {
   if (!more_follow || burst.bytes >= kBurst) launch(&device_, &burst);
 }
 
+void Staging::pass_on(Handle stream) {
+  const Device::Current current(device_);
+  device_.refuse_capture(stream);
+  Copies copies;
+  for (const Tensor& tensor : tensors_)
+    if (tensor.out != nullptr && tensor.out != tensor.in) copies.add(tensor.out, tensor.in, tensor.in_bytes);
+  copies.move(device_, stream);
+  launched_.store(true, std::memory_order_release);
+  stored_ = device_.record(stream);
+}
+
 template <typename Body>
 void Staging::attempt(const Body& body) {
   try {

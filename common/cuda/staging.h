@@ -42,6 +42,9 @@ class Staging {
   // Then whoever reduced the tensors has read and written the device's memory.
   bool kept() const { return kept_; }
   static void launch(Device* device);
+  // Instead of load(), where the tensors are the result: `stream` itself copies them where they go. Throws as load()
+  // does.
+  void pass_on(Handle stream);
   // Where tensor i is on the device, and after load() in its image.
   const Byte* device_in(size_t i) const { return static_cast<const Byte*>(tensors_[i].in); }
   Byte* device_out(size_t i) const { return static_cast<Byte*>(tensors_[i].out); }

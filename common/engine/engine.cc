@@ -6,7 +6,6 @@
 
 #include "base/clock.h"
 #include "net/interfaces.h"
-#include "observe/inspection.h"
 
 namespace perseus {
 namespace {
@@ -133,7 +132,6 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
     return now_ns() - route_[rank]->last_alive_ns(rank);
   };
   const ProgressLock lock(progress_);
-  inspected_ = inspections();
   for (const auto& transport : transports_) tcp_ |= transport->kind() == TransportKind::kTcp;
   std::vector<int> all(static_cast<size_t>(world_.size));
   for (int rank = 0; rank < world_.size; ++rank) all[rank] = rank;
@@ -260,6 +258,7 @@ bool Engine::advance(bool eager) {
   read_peer_events();
   if (!failed_.load(std::memory_order_relaxed)) {
     if (loading_.any() && now >= look_again_ns_) moved |= announce_computed(now);
+    else if (loading_.any()) waker_->arm_timer(kPollDevice);
     for (auto& [id, group] : groups_) {
       const uint64_t rounds = group->rounds();
       moved |= group->step(now, eager, kBucketsWorth, &finished_, &mismatched_);

@@ -22,6 +22,7 @@
 #include "engine/process_set.h"
 #include "net/waker.h"
 #include "observe/flight_recorder.h"
+#include "observe/inspection.h"
 #include "observe/nan_check.h"
 #include "observe/perf_check.h"
 #include "observe/timeline.h"
@@ -120,7 +121,7 @@ class Engine final : private ProgressWork {
   // See perseus_context_set_stall_limits.
   void set_stall_limits(int64_t check_ns, int64_t shutdown_ns);
   // See perseus_inspection_signal.
-  static int inspection_signal();
+  static int inspection_signal(bool chain);
   // Why the world has ended; ok while it has not.
   Status failure() const;
 
@@ -175,8 +176,8 @@ class Engine final : private ProgressWork {
   // What comes before a gradient's reduction: true when there is none yet, because it was added to a sum.
   bool holds(const Submission& submission);
   bool caller_waits_for(const Entry& entry) const;
-  // Of what is over already.
-  int64_t done_handle(GradientOutcome outcome, const Completion& done);
+  // Of what is over already, but for what streams of a device have to do.
+  int64_t done_handle(GradientOutcome outcome, const Completion& done, std::unique_ptr<cuda::Staging> staging);
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
   void warn_about_accuracy(const CodecSpec& codec, const std::vector<int>& ranks);
   void warn_about_precision(const std::vector<int>& ranks);
@@ -301,7 +302,7 @@ class Engine final : private ProgressWork {
   std::vector<bool> left_ PERSEUS_GUARDED_BY(progress_lock);  // peers that said goodbye
   // Channel number of a group → last round that all who left took part in.
   std::map<uint32_t, uint64_t> last_rounds_ PERSEUS_GUARDED_BY(progress_lock);
-  uint64_t inspected_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  uint64_t inspected_ PERSEUS_GUARDED_BY(progress_lock) = inspections();  // before the first pass
   bool inspection_due_ PERSEUS_GUARDED_BY(progress_lock) = false;
   int64_t awaited_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // when another rank last said that it waits for this one
   int64_t warned_of_unmatched_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;

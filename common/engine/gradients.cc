@@ -30,10 +30,11 @@ bool Engine::holds(const Submission& s) {
   return accumulation_.hold(s.gradient_of, s.group, s.name, tensors);
 }
 
-int64_t Engine::done_handle(GradientOutcome outcome, const Completion& done) {
+int64_t Engine::done_handle(GradientOutcome outcome, const Completion& done, std::unique_ptr<cuda::Staging> staging) {
   const int64_t handle = handles_.open();
   HandleTable::Slot* slot = handles_.at(HandleTable::index_of(handle));
   slot->gradient = outcome;
+  slot->staging = std::move(staging);
   HandleTable::complete(slot);
   if (done.call != nullptr) done.call(done.arg, handle);
   return handle;

@@ -65,6 +65,13 @@ class ProcessSet {
   bool polls() const PERSEUS_REQUIRES(progress_lock) { return execution_.polls() || aside_.polls(); }
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
+  // Ranks whose part of the round under way is missing.
+  std::vector<int> round_waits_for() const PERSEUS_REQUIRES(progress_lock) {
+    std::vector<int> ranks;
+    if (round_.idle()) return ranks;
+    for (const int member : round_.waiting_for()) ranks.push_back(ranks_[static_cast<size_t>(member)]);
+    return ranks;
+  }
   bool round_idle() const PERSEUS_REQUIRES(progress_lock) { return round_.idle(); }
   // 1, 2, …; any thread.
   int64_t next_number() { return numbers_.fetch_add(1, std::memory_order_relaxed) + 1; }

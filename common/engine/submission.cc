@@ -336,16 +336,14 @@ bool Engine::is_result(const Submission& s, const ProcessSet& group) const {
 
 int64_t Engine::pass_on(const Submission& s) {
   if (s.gradient_of != 0) holds(s);  // which refuses what is no gradient
-  cuda::Device& device = devices_.at(device_of(s));
-  const cuda::Device::Current current(device);
-  device.refuse_capture(s.stream);
-  cuda::Copies copies;
+  auto staging = std::make_unique<cuda::Staging>(&devices_.at(device_of(s)));
   for (int i = 0; i < s.tensor_count; ++i) {
     const Submission::Tensor& t = s.tensors[i];
-    if (t.out != t.in) copies.add(t.out, t.in, t.count() * dtype_size(t.dtype));
+    const size_t bytes = t.count() * dtype_size(t.dtype);
+    staging->add(t.in, bytes, t.out, bytes, false);
   }
-  copies.move(device, s.stream);
-  return done_handle(GradientOutcome::kReduced, s.done);
+  staging->pass_on(s.stream);
+  return done_handle(GradientOutcome::kReduced, s.done, std::move(staging));
 }
 
 // What the host need not see before it is a sum. Of what this rank knows: whether all ranks say so decides.
@@ -419,7 +417,7 @@ int64_t Engine::submit(const Submission& s) {
 
 int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<ProcessSet>& group,
                                const CompressionTerms& compression, std::unique_ptr<cuda::Staging> staging) {
-  if (s.gradient_of != 0 && holds(s)) return done_handle(GradientOutcome::kHeld, s.done);
+  if (s.gradient_of != 0 && holds(s)) return done_handle(GradientOutcome::kHeld, s.done, nullptr);
 
   if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)

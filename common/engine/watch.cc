@@ -2,12 +2,12 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
+#include <set>
 #include <sstream>
 
 #include "base/clock.h"
 #include "engine/engine.h"
 #include "engine/wording.h"
-#include "observe/inspection.h"
 
 namespace perseus {
 namespace {
@@ -99,7 +99,10 @@ void Engine::on_goodbye(int peer, const std::string& rounds) {
 
 // ---- who waits for whom ----
 
-int Engine::inspection_signal() { return answered_signal(); }
+int Engine::inspection_signal(bool chain) {
+  if (chain) call_before_answering();
+  return answered_signal();
+}
 
 // Asked by a signal. Who is missing is asked for now, and told of in the next pass.
 void Engine::answer_inspection(int64_t now) {
@@ -132,9 +135,18 @@ std::string Engine::what_it_waits_for(int64_t now) {
       ++told;
       add(fact.name->text + set, now - fact.age_ns, "it is not submitted by " + listed(fact.missing));
     }
-    size_t pending = 0;
-    group->negotiation().for_each_pending([&](const Entry&) { ++pending; });
-    if (pending > told) lines += "\n  " + std::to_string(pending - told) + " more" + set + ", submitted just now";
+    size_t untold = 0;
+    int64_t oldest = now;
+    group->negotiation().for_each_pending([&](const Entry& entry) {
+      if (entry.description.kind == Kind::kJoin) add("join" + set, entry.submitted_ns, "others have not joined yet");
+      else oldest = std::min(oldest, entry.submitted_ns);
+      untold += entry.description.kind != Kind::kJoin ? 1 : 0;
+    });
+    if (untold <= told) continue;
+    const std::vector<int> silent = group->round_waits_for();
+    add(std::to_string(untold - told) + " more" + set, oldest,
+        silent.empty() ? "it is not known yet who has not submitted them"
+                       : listed(silent) + " cannot be reached to be asked");
   }
   if (const auto unmatched = point_to_point_.oldest_unmatched())
     add(unmatched->text, unmatched->submitted_ns, "the other half is missing");
@@ -195,7 +207,12 @@ void Engine::check_stalls(int64_t now) {
   const int64_t warn = check_ns > 0 ? check_ns : never, end = shutdown_ns > 0 ? shutdown_ns : never;
   std::vector<Negotiation::Stalled> stalled;
   // Some rounds before anything has to be said, who is missing is asked for.
-  for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled);
+  std::set<int> members;  // of process sets in which somebody waits
+  for (auto& [id, group] : groups_) {
+    const size_t before = stalled.size();
+    group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled);
+    if (stalled.size() > before) members.insert(group->ranks().begin(), group->ranks().end());
+  }
   std::sort(stalled.begin(), stalled.end(), [](const auto& a, const auto& b) { return a.age_ns > b.age_ns; });
   bool warns = false;
   for (const Negotiation::Stalled& fact : stalled) warns |= fact.age_ns >= warn && now - fact.name->warned_ns >= warn;
@@ -221,10 +238,8 @@ void Engine::check_stalls(int64_t now) {
   for (const auto& [rank, names] : missing) text += "\n" + (words.rank + std::to_string(rank)) + ": [" + names + "]";
   if (ends) fail(ErrorKind::kTimeout, text);
   // One rank speaks for all that wait.
-  if (missing.count(world_.rank) != 0) return;
-  int first = 0;
-  while (missing.count(first) != 0) ++first;
-  if (first != world_.rank) return;
+  for (const auto& [rank, names] : missing) members.erase(rank);
+  if (members.empty() || *members.begin() != world_.rank) return;
   log_.warning(text);
   for (const auto& [rank, names] : missing)
     if (route_[rank] != nullptr) route_[rank]->send_control_message(rank, kAwaitMessage + names.substr(0, 1000));

@@ -141,8 +141,11 @@ PYBIND11_MODULE(_core, module) {
         return py::make_tuple(found.version, std::string(found.path));
       },
       "(version, path) of NCCL, which is opened: 22304 for 2.23.4. Raises where there is none that can be used.");
-  module.def("inspection_signal", &perseus_inspection_signal,
-             "The signal at which this process logs what it waits for, once it has had a context; 0 = none.");
+  module.def(
+      "inspection_signal", [](bool chain) { return perseus_inspection_signal(chain ? 1 : 0); },
+      py::arg("chain") = false,
+      "The signal at which this process logs what it waits for, once it has had a context; 0 = none. With chain, the "
+      "core's handler comes back and calls the one that is there now.");
   module.def("kernel_variant", &perseus_kernel_variant, "The instruction set the kernels use on this processor.");
   module.def("hash_bytes", &hash_bytes, "The 64-bit hash of a contiguous buffer, equal for equal bits on every rank.");
   module.def("config_table", &config_table, "Every configuration variable: dicts of texts.");

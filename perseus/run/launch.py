@@ -336,7 +336,8 @@ class Launcher:
             self._end()
         if self._inspected:
             for host in self._hosts:
-                host.send(b"INSPECT %d\n" % self._inspected)
+                if host.given_job:
+                    host.send(b"INSPECT %d\n" % self._inspected)
             self._inspected = 0
         late = [host for host in self._silent_since_start() if now >= host.start_by]
         if late and not self._ending:

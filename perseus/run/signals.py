@@ -27,9 +27,11 @@ def inspect_signal() -> int:
     """
     text = os.environ.get("PERSEUS_INSPECT_SIGNAL", "43")
     number = int(text) if text.isdecimal() else -1
-    if number not in range(signal.NSIG):
-        most = signal.NSIG - 1
-        raise ValueError(f"PERSEUS_INSPECT_SIGNAL={text}: expected a signal's number, 0 to {most}")
+    if number not in {0, signal.SIGUSR1, signal.SIGUSR2, *range(signal.SIGRTMIN, signal.NSIG)}:
+        raise ValueError(
+            f"PERSEUS_INSPECT_SIGNAL={text}: expected 0, 10, 12 or a number from "
+            f"{int(signal.SIGRTMIN)} to {signal.NSIG - 1}, since others have a meaning"
+        )
     return number
 
 

@@ -118,6 +118,42 @@ TEST(CudaDevice, ARankAloneLeavesItsTensorsWhereTheyAre) {
     });
 }
 
+// Whoever waits on another stream than the one that has computed the tensor.
+TEST(CudaDevice, ARankAlonesResultIsThereForAnyStream) {
+  constexpr int64_t kCount = 1000;
+  run_world(all_media()[0], 1, [&](int, perseus_context* context) {
+    Gpu gpu(0), other(0);
+    for (const bool in_place : {false, true}) {
+      DeviceArray in(kCount * sizeof(float)), out(kCount * sizeof(float));
+      std::atomic<bool> go{false}, early{false};
+      gpu.launch([&] {
+        while (!go) std::this_thread::yield();
+        std::fill_n(reinterpret_cast<float*>(in.view()), kCount, 5.0F);
+      });
+      const perseus_tensor tensor{in.pointer(), in_place ? in.pointer() : out.pointer(), &kCount, 1, PERSEUS_FLOAT32};
+      perseus_request request = request_of(PERSEUS_ALLREDUCE, "elsewhere", &tensor, 1);
+      request.op = PERSEUS_SUM;
+      request.memory = PERSEUS_CUDA;
+      request.stream = gpu.stream();
+      perseus_handle handle = 0;
+      ASSERT_EQ(submit(context, request, &handle).code, PERSEUS_OK);
+      ASSERT_EQ(perseus_handle_join(context, handle, other.stream()), PERSEUS_OK);
+      EXPECT_EQ(perseus_handle_release(context, handle), PERSEUS_OK);
+      float found = 0;
+      other.launch([&] {
+        early = !go;
+        found = reinterpret_cast<float*>(in_place ? in.view() : out.view())[kCount - 1];
+      });
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      go = true;
+      other.synchronize();
+      EXPECT_FALSE(early);
+      EXPECT_EQ(found, 5.0F);
+      gpu.synchronize();
+    }
+  });
+}
+
 // What changes the tensor, or looks at it, takes the usual way.
 TEST(CudaDevice, ARankAloneScalesAndLooks) {
   constexpr int64_t kCount = 1000;

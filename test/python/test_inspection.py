@@ -147,6 +147,12 @@ def test_a_handler_of_the_script_stays(tmp_path: Path) -> None:
         assert "[inspect]" not in job.end()
 
 
+def test_a_stall_does_not_call_a_handler_of_the_script(tmp_path: Path) -> None:
+    with hanging(tmp_path, "own handler", HOROVOD_STALL_CHECK_TIME_SECONDS="1") as job:
+        job.wait_for("rank 1 warning: [stall] rank 0 waits until", 2)
+        assert "mine" not in job.end()
+
+
 def test_no_signal_asks(tmp_path: Path) -> None:
     with hanging(tmp_path, PERSEUS_INSPECT_SIGNAL="0") as job:
         refused = inspect(job.process.pid)
@@ -166,8 +172,17 @@ def test_no_signal_asks(tmp_path: Path) -> None:
             "--inspect 999999999: there is no process with this number",
         ),
         (["--inspect", "0"], {}, "--inspect"),
-        (["-np", "1", "true"], {"PERSEUS_INSPECT_SIGNAL": "x"}, "=x: expected a signal's number"),
-        (["-np", "1", "true"], {"PERSEUS_INSPECT_SIGNAL": "99"}, "=99: expected a signal's number"),
+        (
+            ["-np", "1", "true"],
+            {"PERSEUS_INSPECT_SIGNAL": "x"},
+            "=x: expected 0, 10, 12 or a number from 34",
+        ),
+        (["-np", "1", "true"], {"PERSEUS_INSPECT_SIGNAL": "9"}, "=9: expected 0, 10, 12 or"),
+        (
+            ["-np", "1", "true"],
+            {"PERSEUS_INSPECT_SIGNAL": "99"},
+            "=99: expected 0, 10, 12 or a number from 34",
+        ),
     ],
 )
 def test_wrong_numbers_are_one_line(

@@ -461,8 +461,9 @@ PERSEUS_EXPORT perseus_code perseus_nccl_find(perseus_nccl* found);
 /* ---- a job that hangs ------------------------------------------------------------------------------------------ */
 
 /* The signal at which this process logs what its worlds wait for, since its first context: PERSEUS_INSPECT_SIGNAL, or 0
- * if that is 0 or was handled by somebody else. A handler that is put before ours has to call it. */
-PERSEUS_EXPORT int perseus_inspection_signal(void);
+ * if that is 0 or was handled by somebody else. With chain != 0, a handler that has been put in the place of ours is
+ * called by ours from now on. */
+PERSEUS_EXPORT int perseus_inspection_signal(int chain);
 
 /* ---- comparing what ranks hold ---------------------------------------------------------------------------------- */
 
