@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from c10d_checks import process_group
 from ddp_checks import assert_trained_alike, batches, details, network, train
-from patterns import assert_same, nan_check, shared_folder, world_with
+from patterns import assert_same, let_gloo_finish, nan_check, shared_folder, world_with
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -282,4 +282,5 @@ def check_two_hundred_steps_are_those_on_gloo():
                     of_rank_0 = parameter.grad.clone()
                     dist.broadcast(of_rank_0, 0)
                     assert_same(parameter.grad, of_rank_0)
+        let_gloo_finish()
         assert losses["perseus"] == pytest.approx(losses["gloo"], rel=1e-4, abs=1e-6)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_checks import assert_trained_alike, batches, details, network, train
-from patterns import assert_same, raised, shared_folder
+from patterns import assert_same, let_gloo_finish, raised, shared_folder
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +41,7 @@ def process_group(backend: str = "gloo") -> Iterator[None]:
     try:
         yield
     finally:
+        let_gloo_finish()
         dist.destroy_process_group()
 
 
