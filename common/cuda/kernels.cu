@@ -33,7 +33,7 @@ __device__ void copy_words(void* to, const void* from, uint64_t bytes) {
 }  // namespace
 
 // A block finds its run by bisection, and copies its part of it with the widest words that fit.
-extern "C" __global__ void __launch_bounds__(256) perseus_copy(const __grid_constant__ CopyList list) {
+extern "C" __global__ void __launch_bounds__(kBlockThreads) perseus_copy(const __grid_constant__ CopyList list) {
   if (list.count == 0) return;
   uint32_t first = 0, behind = list.count;
   while (behind - first > 1) {

@@ -138,9 +138,10 @@ std::string Engine::what_it_waits_for(int64_t now) {
     size_t untold = 0;
     int64_t oldest = now;
     group->negotiation().for_each_pending([&](const Entry& entry) {
-      if (entry.description.kind == Kind::kJoin) add("join" + set, entry.submitted_ns, "others have not joined yet");
-      else oldest = std::min(oldest, entry.submitted_ns);
-      untold += entry.description.kind != Kind::kJoin ? 1 : 0;
+      if (entry.description.kind == Kind::kJoin)
+        return add("join" + set, entry.submitted_ns, "others have not joined yet");
+      oldest = std::min(oldest, entry.submitted_ns);
+      ++untold;
     });
     if (untold <= told) continue;
     const std::vector<int> silent = group->round_waits_for();
