@@ -49,14 +49,15 @@ def test_a_rank_that_ends_leaves_what_follows_to_another_launch(launched):
     assert launched.modules == {"failing_checks"}
 
 
-def test_ranks_that_do_not_come_are_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(lockstep, "GRACE", 0.1)
+@pytest.mark.parametrize("error", ["of rank 0", ""])
+def test_ranks_that_do_not_come_are_given_up(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(lockstep, "GRACE" if error else "PATIENCE", 0.1)
     with lockstep.Lockstep(tmp_path, 2) as both:
         step = lockstep.Step(tmp_path, 0)
-        step.report("a", 0, error="of rank 0")
-        assert "others had not ended it" in step.everyone()["abandoned"]
+        step.report("a", 0, error=error)
+        assert "others did not end it" in step.everyone()["abandoned"]
         step.close()
-    assert [report["error"] for report in both.reports["a"]] == ["of rank 0"]
+    assert [report["error"] for report in both.reports["a"]] == [error]
 
 
 def test_one_check_runs_alone():

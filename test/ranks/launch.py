@@ -20,6 +20,8 @@ from ranks.lockstep import Lockstep
 from ranks.on_rank import PATHS
 
 PARALLEL = Path(__file__).resolve().parents[1] / "parallel"
+# Characters of the output that a failure shows: the stacks of a few ranks.
+_SHOWN = 20000
 ON_RANK = Path(__file__).with_name("on_rank.py")
 
 
@@ -122,7 +124,7 @@ class Launch:
             ended = sorted(each["rank"] for each in reports)
             errors.append(
                 f"not run to its end, but on ranks {ended}; {self._abandoned or 'the launch ended'}"
-                f" (status {self.status}):\n{self.output[-4000:]}"
+                f" (status {self.status}):\n{self.output[-_SHOWN:]}"
             )
         if errors:
             pytest.fail("\n".join(errors), pytrace=False)

@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Seconds from the first failure of a check until the ranks that have not ended it are given up.
+# Seconds until ranks that have not ended a check are given up: from its first failure, and from the
+# first rank's end of it.
 GRACE = 60.0
+PATIENCE = 300.0
 SOCKET = "lockstep"
 
 
@@ -31,7 +33,7 @@ class Lockstep:
         self.abandoned = ""  # why the launch was ended before its last check
         self._ranks = ranks
         self._replies: list[socket.socket] = []
-        self._failed_at: float | None = None
+        self._deadline: float | None = None  # of the ranks that have not ended this check
         self._changed = threading.Condition()
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX)
@@ -81,34 +83,39 @@ class Lockstep:
             reports = self.reports.setdefault(report["step"], [])
             reports.append(report)
             self._replies.append(connection)
-            if report["error"] and self._failed_at is None:
-                self._failed_at = time.monotonic()
-                self._changed.notify_all()
+            self._limit(GRACE if any(other["error"] for other in reports) else PATIENCE)
             if len(reports) == self._ranks:
                 failed = any(other["error"] for other in reports)
                 self._answer(failed=failed, epoch=max(other["epoch"] for other in reports))
+
+    def _limit(self, seconds: float) -> None:
+        """Wait no longer than this for the ranks that have not ended the check."""
+        deadline = time.monotonic() + seconds
+        if self._deadline is None or deadline < self._deadline:
+            self._deadline = deadline
+            self._changed.notify_all()
 
     def _answer(self, **answer: Any) -> None:
         for connection in self._replies:
             with contextlib.suppress(OSError):  # its own thread sees that the rank is gone
                 connection.sendall((json.dumps(answer) + "\n").encode())
         self._replies.clear()
-        self._failed_at = None
+        self._deadline = None
 
     def _abandon(self, why: str) -> None:
         self.abandoned = self.abandoned or why
         self._answer(abandoned=why)
 
     def _watch(self) -> None:
-        """Give up ranks that still wait for one that failed, however that rank's world ended."""
+        """Give up ranks that do not end a check, however the world of the others ended."""
         with self._changed:
             while not self._closed:
-                if self._failed_at is None:
+                if self._deadline is None:
                     self._changed.wait()
-                elif (left := self._failed_at + GRACE - time.monotonic()) > 0:
+                elif (left := self._deadline - time.monotonic()) > 0:
                     self._changed.wait(left)
                 else:
-                    self._abandon(f"{GRACE:.0f} s after a rank failed, others had not ended it")
+                    self._abandon("others did not end it, long after a rank had")
 
 
 class Step:

@@ -11,6 +11,7 @@ launch (lockstep.py).
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -56,6 +57,7 @@ class OnRank:
         os.environ.update(getattr(request.module, "SETTINGS", {}))
         self._environment = dict(os.environ)
         basics.init()
+        self._show_stacks_later()
         yield
         # A check may be about this rank alone: nobody ends the world while another is still at it.
         if basics.is_initialized():
@@ -91,6 +93,13 @@ class OnRank:
             # Ranks may have made different numbers of worlds by then.
             basics._world.epoch = answer["epoch"]
             basics.init()
+        self._show_stacks_later()
+
+    def _show_stacks_later(self) -> None:
+        """A check that keeps others waiting shows where it is, before it is given up."""
+        from ranks.lockstep import PATIENCE
+
+        faulthandler.dump_traceback_later(0.8 * PATIENCE)
 
     def _everyone(self) -> dict[str, int]:
         answer = self._step.everyone()
