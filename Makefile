@@ -215,7 +215,7 @@ OLDER_TESTS := test/parallel/test_checks.py test/faults/test_process_group_fault
 TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
 
 test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## the tests of PyTorch with its newest version
-	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),-m "not full and not twice" $(VERSION_TESTS)) </dev/null
+	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
 	for venv in $(TORCHES:torch-2.15=); do \
 	    .venv/$$venv/bin/python $(PYTEST) $(OLDER_TESTS) </dev/null; \
 	done

@@ -4,7 +4,7 @@
 namespace perseus {
 namespace {
 
-constexpr int kBurst = 8;  // messages moved before others get their turn
+constexpr int kBurstMessages = 8;  // messages moved before others get their turn
 
 size_t next_message(const ByteRange& range, size_t done) { return std::min(kChunkBytes, range.bytes - done); }
 
@@ -68,7 +68,7 @@ void SteppedExchange::begin_step() {
 
 bool SteppedExchange::step() {
   bool moved = false;
-  for (int burst = 0; burst < kBurst && !done(); ++burst) {
+  for (int burst = 0; burst < kBurstMessages && !done(); ++burst) {
     const bool sent = send_some(), received = receive_some();
     if (!sent && !received) break;
     moved = true;

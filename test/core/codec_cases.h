@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "codec/codec.h"
@@ -74,7 +76,7 @@ enum class Values { kNormal, kWide, kZero, kDenormal, kHuge, kSparse, kConstant 
 constexpr Values kAllValues[] = {Values::kNormal, Values::kWide,   Values::kZero,    Values::kDenormal,
                                  Values::kHuge,   Values::kSparse, Values::kConstant};
 
-inline std::vector<float> values_of(Values values, size_t count, uint64_t seed) {
+inline std::vector<float> make_values(Values values, size_t count, uint64_t seed) {
   std::mt19937_64 random(seed * 1000003 + count);
   std::normal_distribution<float> normal;
   std::vector<float> x(count);
@@ -89,6 +91,14 @@ inline std::vector<float> values_of(Values values, size_t count, uint64_t seed) 
     if (values == Values::kSparse) x[i] = random() % 20 == 0 ? value : 0.0f;
     if (values == Values::kConstant) x[i] = -0.37f;
   }
+  return x;
+}
+
+// Made once: every variant and every place of a test asks for the same ones again.
+inline std::vector<float> values_of(Values values, size_t count, uint64_t seed) {
+  static std::map<std::tuple<Values, size_t, uint64_t>, std::vector<float>> made;
+  std::vector<float>& x = made[{values, count, seed}];
+  if (x.empty()) x = make_values(values, count, seed);
   return x;
 }
 

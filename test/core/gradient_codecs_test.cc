@@ -1,5 +1,7 @@
 // Gradients that travel encoded between inner groups: what comes out, on whom it depends, what is refused.
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "operation.h"
@@ -62,7 +64,8 @@ perseus_request gradient_request(const char* name, const perseus_tensor* tensor,
 }
 
 // The last one takes several slices.
-constexpr size_t kSizes[] = {1, 13, 1000, 16384, 16385, 70001, kThreadSanitizer ? 200000 : 2500000};
+constexpr size_t kSizes[] = {
+    1, 13, 1000, 16384, 16385, 70001, kThreadSanitizer ? 200000 : kSanitizer ? 1000000 : 2500000};
 
 // The gradients of every size, submitted together; what each rank got.
 std::vector<std::vector<Floats>> reduce(const Medium& medium, int size, const Codec& codec,
@@ -108,6 +111,11 @@ enum Place { kGroups, kHosts, kHalfGroups };
 
 class GradientCodecs : public testing::TestWithParam<std::tuple<Place, Codec>> {
  protected:
+  void SetUp() override {
+    const auto same = [this](const Codec& other) { return std::strcmp(other.name, codec().name) == 0; };
+    const auto number = std::find_if(std::begin(kCodecs), std::end(kCodecs), same) - std::begin(kCodecs);
+    if (left_out(static_cast<size_t>(place() + number))) GTEST_SKIP() << kLeftOut;
+  }
   Place place() const { return std::get<0>(GetParam()); }
   Medium medium() const { return all_media()[place() == kHosts ? 2 : 0]; }
   std::vector<std::string> settings() const {
@@ -133,7 +141,8 @@ TEST_P(GradientCodecs, AllRanksGetTheSameBitsCloseToTheMean) {
         double mean = 0;
         for (int rank = 0; rank < size; ++rank) mean += static_cast<double>(noise(kSizes[i], rank, e)) / size;
         // Every rank's is rounded once, and their mean once more; the largest element is about 1.
-        ASSERT_NEAR(first[e], mean, 2.1 * codec().error) << "tensor " << i << " element " << e;
+        if (std::abs(static_cast<double>(first[e]) - mean) <= 2.1 * codec().error) continue;
+        FAIL() << "tensor " << i << " element " << e << ": " << first[e] << " instead of " << mean;
       }
     }
   }
@@ -583,10 +592,12 @@ TEST(GradientTypes, AreEncodedAsFloat32AndRoundedOnce) {
       if (codec.codec == PERSEUS_CODEC_FLOAT16) continue;  // has nothing to gain on 16 bits
       const auto halves = reduce_as<uint16_t>(PERSEUS_FLOAT16, perseus::float_to_half, codec, group);
       const auto bfloats = reduce_as<uint16_t>(PERSEUS_BFLOAT16, perseus::float_to_bfloat16, codec, group);
-      for (size_t i = 0; i < floats.size(); ++i) {
-        ASSERT_EQ(halves[i], perseus::float_to_half(floats[i])) << "element " << i;
-        ASSERT_EQ(bfloats[i], perseus::float_to_bfloat16(floats[i])) << "element " << i;
-      }
+      const auto is = [&](const std::vector<uint16_t>& narrow, auto convert) {
+        return std::equal(narrow.begin(), narrow.end(), floats.begin(), floats.end(),
+                          [&](uint16_t bits, float x) { return bits == convert(x); });
+      };
+      EXPECT_TRUE(is(halves, perseus::float_to_half));
+      EXPECT_TRUE(is(bfloats, perseus::float_to_bfloat16));
     }
   }
 }

@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cfenv>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -88,22 +90,23 @@ T int_reduce(const ReduceSpec& spec, const std::vector<T>& operands) {
 
 bool is_plain(const ReduceSpec& spec) { return spec.prescale == 1.0 && spec.postscale == 1.0 && spec.divisor == 1; }
 
-// One element of the result, as bytes.
+// The result's elements one by one, as bytes.
 template <class T, class Decode, class Encode, class Reduce>
-void element(const std::vector<const unsigned char*>& sources, size_t i, unsigned char* out, Decode decode,
-             Encode encode, Reduce reduce) {
-  std::vector<decltype(decode(T{}))> operands;
-  for (const unsigned char* source : sources) operands.push_back(decode(read<T>(source + i * sizeof(T))));
-  T result = encode(reduce(operands));
-  std::memcpy(out, &result, sizeof result);
+Bytes elements(const std::vector<const unsigned char*>& sources, size_t count, Decode decode, Encode encode,
+               Reduce reduce) {
+  Bytes out(count * sizeof(T));
+  std::vector<decltype(decode(T{}))> operands(sources.size());
+  for (size_t at = 0; at < out.size(); at += sizeof(T)) {
+    for (size_t k = 0; k < sources.size(); ++k) operands[k] = decode(read<T>(sources[k] + at));
+    T result = encode(reduce(operands));
+    std::memcpy(out.data() + at, &result, sizeof result);
+  }
+  return out;
 }
 
-void reference_element(const ReduceSpec& spec, const std::vector<const unsigned char*>& sources, size_t i,
-                       unsigned char* out) {
-  size_t size = dtype_size(spec.dtype);
+Bytes reference(const ReduceSpec& spec, const std::vector<const unsigned char*>& sources, size_t count) {
   if (sources.size() == 1 && is_plain(spec) && spec.dtype != DType::kBool) {
-    std::memcpy(out, sources[0] + i * size, size);
-    return;
+    return Bytes(sources[0], sources[0] + count * dtype_size(spec.dtype));
   }
   auto same = [](auto value) { return value; };
   auto as_float = [&](const std::vector<float>& operands) { return float_reduce(spec, operands); };
@@ -118,35 +121,28 @@ void reference_element(const ReduceSpec& spec, const std::vector<const unsigned 
   };
   switch (spec.dtype) {
     case DType::kFloat16:
-      return element<uint16_t>(sources, i, out, half_to_float, float_to_half, as_float);
+      return elements<uint16_t>(sources, count, half_to_float, float_to_half, as_float);
     case DType::kBFloat16:
-      return element<uint16_t>(sources, i, out, bfloat16_to_float, float_to_bfloat16, as_float);
+      return elements<uint16_t>(sources, count, bfloat16_to_float, float_to_bfloat16, as_float);
     case DType::kFloat32:
-      return element<float>(sources, i, out, same, same, as_float);
+      return elements<float>(sources, count, same, same, as_float);
     case DType::kFloat64:
-      return element<double>(sources, i, out, same, same, as_double);
+      return elements<double>(sources, count, same, same, as_double);
     case DType::kUInt8:
-      return element<uint8_t>(sources, i, out, same, same, as_int);
+      return elements<uint8_t>(sources, count, same, same, as_int);
     case DType::kInt8:
-      return element<int8_t>(sources, i, out, same, same, as_int);
+      return elements<int8_t>(sources, count, same, same, as_int);
     case DType::kInt16:
-      return element<int16_t>(sources, i, out, same, same, as_int);
+      return elements<int16_t>(sources, count, same, same, as_int);
     case DType::kInt32:
-      return element<int32_t>(sources, i, out, same, same, as_int);
+      return elements<int32_t>(sources, count, same, same, as_int);
     case DType::kInt64:
-      return element<int64_t>(sources, i, out, same, same, as_int);
+      return elements<int64_t>(sources, count, same, same, as_int);
     case DType::kBool:
-      return element<uint8_t>(
-          sources, i, out, [](uint8_t value) { return value != 0; }, [](bool value) { return uint8_t(value); },
-          as_bool);
+      return elements<uint8_t>(
+          sources, count, [](uint8_t value) { return value != 0; }, [](bool value) { return uint8_t(value); }, as_bool);
   }
-}
-
-Bytes reference(const ReduceSpec& spec, const std::vector<const unsigned char*>& sources, size_t count) {
-  size_t size = dtype_size(spec.dtype);
-  Bytes result(count * size);
-  for (size_t i = 0; i < count; ++i) reference_element(spec, sources, i, result.data() + i * size);
-  return result;
+  std::abort();
 }
 
 // ---- operands -----------------------------------------------------------------------------------------------------
@@ -164,7 +160,7 @@ void fill(DType dtype, unsigned char* to, size_t count, std::mt19937_64& random)
   size_t size = dtype_size(dtype);
   for (size_t i = 0; i < count; ++i) {
     uint64_t bits = random();
-    double value = interesting_double(random);
+    double value = dtype_is_float(dtype) ? interesting_double(random) : 0.0;
     // Integers: any bits, often small, so that products and divisions show more than wrapping.
     if (!dtype_is_float(dtype) && bits % 3 == 0)
       bits = static_cast<uint64_t>(static_cast<int64_t>(bits >> 40) % 100 - 50);
@@ -208,10 +204,10 @@ class Guarded {
   }
   unsigned char* data() { return bytes_.data() + start_; }
   bool untouched_around() const {
-    for (size_t i = 0; i < bytes_.size(); ++i) {
-      if ((i < start_ || i >= start_ + size_) && bytes_[i] != 0xa5) return false;
-    }
-    return true;
+    const auto untouched = [](unsigned char byte) { return byte == 0xa5; };
+    const auto start = bytes_.begin() + static_cast<std::ptrdiff_t>(start_);
+    return std::all_of(bytes_.begin(), start, untouched) &&
+           std::all_of(start + static_cast<std::ptrdiff_t>(size_), bytes_.end(), untouched);
   }
 
  private:
@@ -220,6 +216,12 @@ class Guarded {
   size_t size_;
   size_t start_;
 };
+
+// Where they begin to differ; the size if they do not.
+size_t first_difference(const unsigned char* bytes, const Bytes& expected) {
+  if (std::memcmp(bytes, expected.data(), expected.size()) == 0) return expected.size();
+  return static_cast<size_t>(std::mismatch(expected.begin(), expected.end(), bytes).first - expected.begin());
+}
 
 void check(const Case& c, const std::vector<std::string>& variants) {
   size_t bytes = c.count * dtype_size(c.spec.dtype);
@@ -241,10 +243,9 @@ void check(const Case& c, const std::vector<std::string>& variants) {
       pointers[c.in_place] = dst.data();
     }
     reduce(c.spec, dst.data(), c.two_outputs ? dst2.data() : nullptr, pointers.data(), c.n, c.count, c.stream);
-    for (size_t i = 0; i < bytes; ++i) {
-      ASSERT_EQ(dst.data()[i], expected[i]) << describe(c, variant) << " byte " << i;
-      if (!c.two_outputs) continue;
-      ASSERT_EQ(dst2.data()[i], expected[i]) << describe(c, variant) << " second output, byte " << i;
+    ASSERT_EQ(first_difference(dst.data(), expected), bytes) << describe(c, variant);
+    if (c.two_outputs) {
+      ASSERT_EQ(first_difference(dst2.data(), expected), bytes) << describe(c, variant) << ", second output";
     }
     ASSERT_TRUE(dst.untouched_around() && dst2.untouched_around()) << describe(c, variant);
   }
