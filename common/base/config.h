@@ -47,6 +47,7 @@ enum class Var {
   kStallShutdownTime,
   kInterfaces,
   kTransport,
+  kChecksum,
   kCpuOperations,
   kGpuOperations,
   kNcclLibrary,

@@ -227,8 +227,7 @@ void Exchange::roll_back(const std::vector<bool>& began) {
 bool Exchange::discard(Peer& peer) {
   if (!eager(peer, peer.rx)) return false;
   const size_t n = chunk_at(peer.rx, peer.lag);
-  if (!peer.receiver.whole(n)) return false;
-  peer.receiver.release(n);
+  if (!peer.receiver.skip(n)) return false;
   next(peer, &peer.rx);
   return true;
 }

@@ -27,8 +27,8 @@ Round::Round(std::vector<Link*> send_links, std::vector<Link*> receive_links, in
   for (Link* link : receive_links_) receivers_.emplace_back(link);
 }
 
-bool Round::called() const {
-  for (const MessageReceiver& receiver : receivers_)
+bool Round::called() {
+  for (MessageReceiver& receiver : receivers_)
     if (receiver.whole(sizeof(Frame))) return true;
   return false;
 }

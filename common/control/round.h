@@ -24,7 +24,7 @@ class Round {
         uint32_t group);
 
   // Has a peer begun the next round? Only while idle.
-  bool called() const PERSEUS_REQUIRES(progress_lock);
+  bool called() PERSEUS_REQUIRES(progress_lock);
   bool idle() const PERSEUS_REQUIRES(progress_lock) { return step_ < 0; }
   // Of the round in flight or, when idle, of the last one finished.
   uint64_t number() const PERSEUS_REQUIRES(progress_lock) { return number_; }

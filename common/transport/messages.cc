@@ -2,7 +2,10 @@
 #include "transport/messages.h"
 
 #include <cstring>
+#include <string>
 
+#include "base/error.h"
+#include "kernels/crc32c.h"
 #include "kernels/kernels.h"
 
 namespace perseus {
@@ -15,6 +18,12 @@ constexpr int kMostPieces = 32;  // of one gathered send or receive
 constexpr uint64_t kWindowDepth = 2;
 constexpr uint64_t kStreamDepth = 8, kLeastStreamDepth = 2;  // of all peers together; of each
 static_assert((2 * kWindowDepth + 3) * kChunkBytes <= 512 * 1024, "see the argument in collective/exchange.h");
+
+size_t bytes_of(const iovec* pieces, int count) {
+  size_t bytes = 0;
+  for (int i = 0; i < count; ++i) bytes += pieces[i].iov_len;
+  return bytes;
+}
 
 }  // namespace
 
@@ -49,47 +58,125 @@ Moved MessageSender::send_windowed(size_t n, Cursor* source, bool from_in) {
   return Moved::kAll;
 }
 
+void MessageSender::start(const void* header, size_t bytes) {
+  header_ = static_cast<const Byte*>(header);
+  header_left_ = bytes;
+  moved_ = sum_.left = 0;
+  header_sum_ = checked_ && bytes > 0 ? Sum{kernels::crc32c(0, header, bytes), sizeof header_sum_.value} : Sum();
+}
+
+void MessageSender::sum_up(size_t n, Cursor source, bool from_in) {
+  sum_ = Sum{0, sizeof sum_.value};
+  for (size_t done = 0; done < n;) {
+    const size_t run = std::min(n - done, source.contiguous());
+    sum_.value = kernels::crc32c(sum_.value, from_in ? source.in() : source.out(), run);
+    source.advance(run);
+    done += run;
+  }
+}
+
 Moved MessageSender::send_streamed(size_t n, Cursor* source, bool from_in) {
-  iovec pieces[kMostPieces + 1];
+  if (checked_ && n > 0 && moved_ == 0 && sum_.left == 0) sum_up(n, *source, from_in);
+  iovec pieces[kMostPieces + 3];
   int count = 0;
   // The header and the first bytes leave in one packet.
   if (header_left_ > 0) pieces[count++] = iovec{const_cast<Byte*>(header_), header_left_};
-  if (n > 0)
+  if (header_sum_.left > 0) pieces[count++] = header_sum_.piece();
+  const int before = count;
+  if (n > moved_)
     count += from_in ? source->gather_in(n - moved_, pieces + count, kMostPieces)
                      : source->gather_out(n - moved_, pieces + count, kMostPieces);
+  if (n > 0 && sum_.left > 0 && moved_ + bytes_of(pieces + before, count - before) == n) pieces[count++] = sum_.piece();
   if (count == 0) return Moved::kNothing;
   size_t sent = link_->try_send(pieces, count);
   if (sent == 0) return Moved::kNothing;
-  const size_t of_header = std::min(sent, header_left_);
+  const auto take = [&sent](size_t most) {
+    const size_t taken = std::min(sent, most);
+    sent -= taken;
+    return taken;
+  };
+  const size_t of_header = take(header_left_);
   header_ += of_header;
   header_left_ -= of_header;
-  sent -= of_header;
-  if (sent > 0) source->advance(sent);
-  moved_ += sent;
-  if (header_left_ > 0 || moved_ < n) return Moved::kSome;
+  header_sum_.left -= take(header_sum_.left);
+  const size_t of_message = n > moved_ ? take(n - moved_) : 0;
+  if (of_message > 0) source->advance(of_message);
+  moved_ += of_message;
+  if (n > 0) sum_.left -= take(sum_.left);
+  if (!header_gone() || moved_ < n || (n > 0 && sum_.left > 0)) return Moved::kSome;
   moved_ = 0;
   return Moved::kAll;
 }
 
+void MessageReceiver::verify(size_t n, uint32_t found, uint32_t sent) const {
+  if (found == sent) return;
+  fail(ErrorKind::kIo, "[tcp] " + std::to_string(n) + " bytes of " + link_->peer_text() +
+                           " have changed on their way: their CRC32C is " + std::to_string(found) + ", not " +
+                           std::to_string(sent) +
+                           "; look for errors of the network cards and of memory on both hosts (ethtool -S, dmesg)");
+}
+
+ConstSpan MessageReceiver::whole(size_t n) {
+  const ConstSpan window = link_->recv_window(n + sum_bytes());
+  if (!window || !checked_) return window;
+  if (!verified_) {
+    uint32_t sum;
+    std::memcpy(&sum, window.data + n, sizeof sum);
+    verify(n, kernels::crc32c(0, window.data, n), sum);
+    verified_ = true;
+  }
+  return ConstSpan(window.data, n);
+}
+
+void MessageReceiver::release(size_t n) {
+  link_->recv_release(n + sum_bytes());
+  verified_ = false;
+}
+
+bool MessageReceiver::skip(size_t n) {
+  if (!link_->recv_window(n + sum_bytes())) return false;
+  release(n);
+  return true;
+}
+
 bool MessageReceiver::take_header(void* header, size_t bytes) {
-  const ConstSpan window = link_->recv_window(bytes);
+  const ConstSpan window = whole(bytes);
   if (!window) return false;
   std::memcpy(header, window.data, bytes);
-  link_->recv_release(bytes);
+  release(bytes);
   return true;
 }
 
 Moved MessageReceiver::receive(size_t n, Cursor* target, bool around_cache) {
-  if (!windows_) {
-    iovec pieces[kMostPieces];
-    const size_t got = link_->try_recv(pieces, target->gather_out(n - moved_, pieces, kMostPieces));
-    if (got == 0) return Moved::kNothing;
-    target->advance(got);
-    moved_ += got;
-    if (moved_ < n) return Moved::kSome;
-    moved_ = 0;
-    return Moved::kAll;
+  return windows_ ? receive_windowed(n, target, around_cache) : receive_streamed(n, target);
+}
+
+Moved MessageReceiver::receive_streamed(size_t n, Cursor* target) {
+  iovec pieces[kMostPieces + 1];
+  const size_t left = n > moved_ ? n - moved_ : 0;
+  int count = left > 0 ? target->gather_out(left, pieces, kMostPieces) : 0;
+  if (checked_ && bytes_of(pieces, count) == left) {
+    const size_t of_sum = moved_ + left - n;  // that have come
+    pieces[count++] = iovec{reinterpret_cast<Byte*>(&sum_) + of_sum, sizeof sum_ - of_sum};
   }
+  const size_t got = link_->try_recv(pieces, count);
+  if (got == 0) return Moved::kNothing;
+  const size_t of_message = std::min(got, left);
+  if (checked_)
+    for (size_t i = 0, done = 0; done < of_message; ++i) {
+      const size_t run = std::min(of_message - done, pieces[i].iov_len);
+      found_ = kernels::crc32c(found_, pieces[i].iov_base, run);
+      done += run;
+    }
+  if (of_message > 0) target->advance(of_message);
+  moved_ += got;
+  if (moved_ < n + sum_bytes()) return Moved::kSome;
+  if (checked_) verify(n, found_, sum_);
+  moved_ = found_ = 0;
+  return Moved::kAll;
+}
+
+Moved MessageReceiver::receive_windowed(size_t n, Cursor* target, bool around_cache) {
   const ConstSpan window = link_->recv_window(n);
   if (!window) return Moved::kNothing;
   for (size_t done = 0; done < n;) {

@@ -84,9 +84,12 @@ void TcpLink::break_off(const std::string& why) {
 
 void TcpLink::report_broken() const {
   if (now_ns() - broken_ns_ < kGrace) return;
-  fail(ErrorKind::kIo, "[tcp] connection to rank " + std::to_string(peer_) +
-                           (where_.empty() ? "" : " (" + where_ + ")") + " failed: " + broken_ +
-                           "; look at what that rank printed last");
+  fail(ErrorKind::kIo,
+       "[tcp] connection to " + peer_text() + " failed: " + broken_ + "; look at what that rank printed last");
+}
+
+std::string TcpLink::peer_text() const {
+  return "rank " + std::to_string(peer_) + (where_.empty() ? "" : " (" + where_ + ")");
 }
 
 Span TcpLink::send_window(size_t) { fail(ErrorKind::kInternal, "[tcp] send_window() on a link without windows"); }

@@ -25,8 +25,8 @@ struct TcpTraffic {
 
 class TcpLink : public Link {
  public:
-  TcpLink(TcpTraffic& traffic, int64_t& alive_ns, int peer, Channel channel)
-      : traffic_(traffic), alive_ns_(alive_ns), peer_(peer), channel_(channel) {}
+  TcpLink(TcpTraffic& traffic, int64_t& alive_ns, int peer, Channel channel, bool checked)
+      : traffic_(traffic), alive_ns_(alive_ns), peer_(peer), channel_(channel), checked_(checked) {}
 
   Channel channel() const { return channel_; }
   int peer() const { return peer_; }
@@ -38,6 +38,8 @@ class TcpLink : public Link {
   void break_off(const std::string& why);
 
   bool has_windows() const override { return false; }
+  bool checked() const override { return checked_; }
+  std::string peer_text() const override;
   Span send_window(size_t n) override PERSEUS_REQUIRES(progress_lock);
   void send_commit(size_t n) override PERSEUS_REQUIRES(progress_lock);
   size_t try_send(const iovec* pieces, int count) override PERSEUS_REQUIRES(progress_lock);
@@ -61,6 +63,7 @@ class TcpLink : public Link {
   int64_t& alive_ns_;  // of the peer
   const int peer_;
   const Channel channel_;
+  const bool checked_;
   Socket socket_;
   std::string where_;      // the peer's address, for messages
   std::string broken_;     // why, "" = not

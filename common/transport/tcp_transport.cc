@@ -90,6 +90,7 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
                            const std::vector<int>& peers)
     : world_(world),
       keep_alive_s_(keep_alive_seconds(config)),
+      checked_(config.flag(Var::kChecksum)),
       waker_(waker),
       log_(config.choice<LogLevel>(), config.flag(Var::kLogHideTime), world.rank) {
   traffic_.now_ns = now_ns();
@@ -130,7 +131,7 @@ Link& TcpTransport::link(int rank, Channel channel) {
 TcpLink& TcpTransport::link_of(Peer& peer, int rank, Channel channel) {
   std::unique_ptr<TcpLink>& link = peer.links[channel.key()];
   if (!link) {
-    link = std::make_unique<TcpLink>(traffic_, peer.alive_ns, rank, channel);
+    link = std::make_unique<TcpLink>(traffic_, peer.alive_ns, rank, channel, checked_);
     ++unattached_;
   }
   return *link;

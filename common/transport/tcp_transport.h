@@ -86,6 +86,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
 
   const World world_;
   const int keep_alive_s_;  // 0 = off
+  const bool checked_;
   Waker& waker_;
   const Log log_;
   TcpTraffic traffic_;

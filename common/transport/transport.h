@@ -49,6 +49,12 @@ class Link {
   // try_send.
   virtual bool has_windows() const = 0;
 
+  // Do headers and messages end with checksums (transport/messages.h)? Not for links with windows; the same on both
+  // ends.
+  virtual bool checked() const { return false; }
+  // For messages: "rank 3 (10.0.0.5:4711)".
+  virtual std::string peer_text() const { return "a rank"; }
+
   // Contiguous room for the next message of exactly n bytes (0 < n <= kMaxMessage), or empty. Stable until commit.
   virtual Span send_window(size_t n) PERSEUS_REQUIRES(progress_lock) = 0;
   virtual void send_commit(size_t n) PERSEUS_REQUIRES(progress_lock) = 0;

@@ -94,6 +94,15 @@ struct ShortMessage {
   msghdr message;
 };
 
+// Changes a bit in the middle of what has come.
+ssize_t damaged(const Fault* fault, const iovec* pieces, ssize_t received) {
+  if (fault == nullptr || fault->effect != Effect::kDamage || received <= 0) return received;
+  auto place = static_cast<size_t>(received) / 2;
+  for (; place >= pieces->iov_len; ++pieces) place -= pieces->iov_len;
+  static_cast<unsigned char*>(pieces->iov_base)[place] ^= 0x10;
+  return received;
+}
+
 }  // namespace
 }  // namespace perseus_test
 
@@ -124,8 +133,9 @@ ssize_t send(int fd, const void* data, size_t size, int flags) {
 ssize_t recv(int fd, void* data, size_t size, int flags) {
   const Fault* fault = perseus_test::on_call(Call::kRecv);
   if (fault != nullptr && fault->effect == Effect::kError) return -1;
-  return perseus_test::next<ssize_t(int, void*, size_t, int)>("recv")(fd, data,
-                                                                      perseus_test::shortened(fault, fd, size), flags);
+  const iovec piece{data, perseus_test::shortened(fault, fd, size)};
+  const auto real = perseus_test::next<ssize_t(int, void*, size_t, int)>("recv");
+  return perseus_test::damaged(fault, &piece, real(fd, data, piece.iov_len, flags));
 }
 ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   const auto real = perseus_test::next<ssize_t(int, const msghdr*, int)>("sendmsg");
@@ -141,7 +151,7 @@ ssize_t recvmsg(int fd, msghdr* message, int flags) {
   const Fault* fault = perseus_test::on_call(Call::kRecvmsg);
   if (fault != nullptr && fault->effect == Effect::kError) return -1;
   if (fault == nullptr || fault->effect != Effect::kShort || !perseus_test::is_stream(fd))
-    return real(fd, message, flags);
+    return perseus_test::damaged(fault, message->msg_iov, real(fd, message, flags));
   perseus_test::ShortMessage part(*message);
   return real(fd, &part.message, flags);
 }
@@ -208,8 +218,13 @@ struct Job {
 
 perseus_context* join(const Job& job, int rank) {
   const std::string transport = "PERSEUS_TRANSPORT=" + job.transport;
-  const char* overrides[] = {transport.c_str(),        "PERSEUS_GLOO_NETWORK_INTERFACE=lo", "HOROVOD_START_TIMEOUT=5",
-                             "GLOO_TIMEOUT_SECONDS=5", "PERSEUS_LOG_LEVEL=error",           nullptr};
+  const char* overrides[] = {transport.c_str(),
+                             "PERSEUS_GLOO_NETWORK_INTERFACE=lo",
+                             "PERSEUS_CHECKSUM=1",
+                             "HOROVOD_START_TIMEOUT=5",
+                             "GLOO_TIMEOUT_SECONDS=5",
+                             "PERSEUS_LOG_LEVEL=error",
+                             nullptr};
   perseus_context_options options{};
   options.struct_size = sizeof options;
   options.rank = rank;

@@ -1,6 +1,6 @@
-// Refused, short and delayed system calls of one rank: at the start and during an allreduce, over shared memory and
-// TCP. A fault is survived with the same bits, or ends every rank in time with an error that names the cause; nothing
-// is left open or mapped.
+// Refused, short and delayed system calls of one rank, and bytes that change on their way to it: at the start and
+// during an allreduce, over shared memory and TCP. A fault is survived with the same bits, or ends every rank in time
+// with an error that names the cause; nothing is left open or mapped.
 #include "faults.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ TEST_P(Faults, AreSurvivedOrEndEveryRankWithTheCause) {
     ASSERT_TRUE(ending.ended) << "hangs or crashed";
     EXPECT_EQ(ending.descriptors, 0) << "left open";
     EXPECT_EQ(ending.mappings, 0) << "left mapped";
-    if (rank == c.fault.rank) EXPECT_GT(ending.injected, 0) << "the call was not made";
+    EXPECT_TRUE(rank != c.fault.rank || ending.injected > 0) << "the call was not made";
     if (c.expected == Expected::kSurvives) {
       EXPECT_EQ(ending.steps, kSteps);
       EXPECT_EQ(ending.message, "");
@@ -49,7 +49,8 @@ TEST_P(Faults, AreSurvivedOrEndEveryRankWithTheCause) {
     // Another rank learns the cause or names the rank that has ended; at the start it can only name a rank that it
     // misses, which may be a third one that gave up a moment before.
     const std::string missed = c.fault.step == kStartUp ? "rank " : "rank 1";
-    const bool told = ending.message.find(std::strerror(c.fault.error)) != std::string::npos;
+    const char* cause = c.fault.effect == Effect::kDamage ? "changed on their way" : std::strerror(c.fault.error);
+    const bool told = ending.message.find(cause) != std::string::npos;
     EXPECT_TRUE(told || (rank != c.fault.rank && ending.message.find(missed) != std::string::npos));
   }
 }
@@ -59,6 +60,7 @@ Fault refused(Call call, int error, int step = kStartUp, int times = 1, int nth 
 }
 Fault shortened(Call call, int step, int times = kAlways) { return Fault{1, step, call, 0, times, Effect::kShort, 0}; }
 Fault delayed(Call call, int step, int times) { return Fault{1, step, call, 0, times, Effect::kDelay, 0}; }
+Fault damaged(Call call) { return Fault{1, 1, call, 0, kAlways, Effect::kDamage, 0}; }
 
 const Case kShm[] = {
     {"no_socket", "shm", refused(Call::kSocket, EMFILE, kStartUp, kAlways), Expected::kFails},
@@ -94,6 +96,8 @@ const Case kTcp[] = {
     {"slow_writes", "tcp", delayed(Call::kSendmsg, 1, 20), Expected::kSurvives},
     {"broken_write", "tcp", refused(Call::kSendmsg, ECONNRESET, 1), Expected::kFails},
     {"broken_read", "tcp", refused(Call::kRecv, ECONNRESET, 1), Expected::kFails},
+    {"changed_contributions", "tcp", damaged(Call::kRecv), Expected::kFails},
+    {"changed_results", "tcp", damaged(Call::kRecvmsg), Expected::kFails},
 };
 const auto name_of = [](const testing::TestParamInfo<Case>& info) { return std::string(info.param.name); };
 INSTANTIATE_TEST_SUITE_P(Shm, Faults, testing::ValuesIn(kShm), name_of);

@@ -8,6 +8,8 @@
 #include <random>
 #include <string>
 
+#include "base/error.h"
+#include "kernels/crc32c.h"
 #include "values.h"
 
 namespace {
@@ -29,8 +31,21 @@ Bytes bytes_of(uint64_t seed, size_t count) {
 // A link to itself that remembers all that was sent.
 class PlayedLink : public Link {
  public:
+  bool checked() const override { return checks; }
+  std::string peer_text() const override { return "rank 7 (10.0.0.7:4711)"; }
+  // What these bytes, a header or a message, are on the wire.
+  Bytes with_sum(Bytes bytes) const {
+    if (!checks) return bytes;
+    const uint32_t sum = perseus::kernels::crc32c(0, bytes.data(), bytes.size());
+    for (int bit = 0; bit < 32; bit += 8) bytes.push_back(static_cast<Byte>(sum >> bit));
+    return bytes;
+  }
+
   Bytes wire;
+  bool checks = false;
 };
+
+void append(Bytes* bytes, const Bytes& more) { bytes->insert(bytes->end(), more.begin(), more.end()); }
 
 // Has room for so many messages at once.
 class Windows final : public PlayedLink {
@@ -149,8 +164,30 @@ Path uneven_stream(unsigned seed) {
           }};
 }
 
-const std::vector<Path> kPaths = {windows(1), windows(3),   stream(1),         stream(7),        stream(13),
-                                  stream(64), stream(4099), stream(1'000'000), uneven_stream(1), uneven_stream(2)};
+Path checked(const Path& path) {
+  return {path.name + "_with_checksums", [make = path.make] {
+            auto link = make();
+            link->checks = true;
+            return link;
+          }};
+}
+
+const std::vector<Path> kPaths = {windows(1),
+                                  windows(3),
+                                  stream(1),
+                                  stream(7),
+                                  stream(13),
+                                  stream(64),
+                                  stream(4099),
+                                  stream(1'000'000),
+                                  uneven_stream(1),
+                                  uneven_stream(2),
+                                  checked(stream(1)),
+                                  checked(stream(7)),
+                                  checked(stream(4099)),
+                                  checked(stream(1'000'000)),
+                                  checked(uneven_stream(1)),
+                                  checked(uneven_stream(2))};
 
 class Messages : public testing::TestWithParam<size_t> {
  protected:
@@ -194,7 +231,7 @@ TEST_P(Messages, ArriveWholeAndInOrderBehindTheirHeader) {
       }
       if (!headed) {
         headed = receiver.take_header(taken.data(), kHeaderBytes);
-        EXPECT_TRUE(headed || link->wire.size() < kHeaderBytes);
+        EXPECT_TRUE(headed || link->wire.size() < link->with_sum(header).size());
       } else if (receiver.receive(kMessages[received], &to, false) == Moved::kAll) {
         ++received;
       }
@@ -203,8 +240,11 @@ TEST_P(Messages, ArriveWholeAndInOrderBehindTheirHeader) {
     EXPECT_EQ(taken, header);
     EXPECT_TRUE(target.out() == (from_in ? source.in() : source.out()));
     EXPECT_TRUE(target.in() == bytes_of(8, total)) << "the in side of the target is only read";
-    Bytes expected = header;
-    expected.insert(expected.end(), target.out().begin(), target.out().end());
+    Bytes expected = link->with_sum(header);
+    for (size_t i = 0, at = 0; i < kMessages.size(); at += kMessages[i++]) {
+      const auto message = target.out().begin() + static_cast<ptrdiff_t>(at);
+      append(&expected, link->with_sum(Bytes(message, message + static_cast<ptrdiff_t>(kMessages[i]))));
+    }
     EXPECT_TRUE(link->wire == expected) << "the wire does not depend on the cuts";
   }
 }
@@ -252,7 +292,7 @@ TEST_P(Messages, AHeaderTravelsAlone) {
     EXPECT_EQ(taken, header);
     EXPECT_FALSE(receiver.take_header(taken.data(), kHeaderBytes)) << "it is taken once";
   }
-  EXPECT_EQ(link->wire.size(), 3 * kHeaderBytes);
+  EXPECT_EQ(link->wire.size(), 3 * link->with_sum(Bytes(kHeaderBytes)).size());
 }
 
 TEST_P(Messages, ADroppedHeaderDoesNotGo) {
@@ -269,7 +309,7 @@ TEST_P(Messages, ADroppedHeaderDoesNotGo) {
   EXPECT_EQ(sender.send(0, &from, true), Moved::kNothing);
   for (int call = 0; sender.send(100, &from, true) != Moved::kAll; ++call) ASSERT_LT(call, 1000);
   for (int call = 0; receiver.receive(100, &to, true) != Moved::kAll; ++call) ASSERT_LT(call, 1000);
-  EXPECT_TRUE(link->wire == source.in());
+  EXPECT_TRUE(link->wire == link->with_sum(source.in()));
   EXPECT_TRUE(target.out() == source.in());
 }
 
@@ -297,8 +337,8 @@ TEST_P(Messages, OfTheNextExchangeFollowThoseOfTheLast) {
     }
     EXPECT_EQ(taken, header);
     EXPECT_TRUE(target.out() == source.out()) << "exchange " << turn;
-    expected.insert(expected.end(), header.begin(), header.end());
-    expected.insert(expected.end(), source.out().begin(), source.out().end());
+    append(&expected, link->with_sum(header));
+    append(&expected, link->with_sum(source.out()));
   }
   EXPECT_TRUE(link->wire == expected);
 }
@@ -365,6 +405,62 @@ TEST(MessagesInAStream, AreFewerOnTheWayToEachPeerTheMorePeersThereAre) {
     EXPECT_GE(MessageSender(&stream).depth(peers), 2u) << "one in flight and one to follow";
     EXPECT_EQ(MessageSender(&windows).depth(peers), 2u);
   }
+}
+
+// Whatever bit of a header, of a message or of their checksums changes on the way.
+TEST(MessagesWithChecksums, AreAnErrorWhereTheWireHasChangedThem) {
+  constexpr size_t kBytes = 300;
+  const Bytes header = bytes_of(9, kHeaderBytes);
+  const size_t head = kHeaderBytes + 4, all = head + kBytes + 4;
+  for (size_t place = 0; place < all; ++place) {
+    for (const bool at_once : {false, true}) {
+      size_t cut = at_once ? all : 11;
+      Stream link([&] { return cut; });
+      link.checks = true;
+      const Scattered source(91, kBytes, {60, 41}), target(93, kBytes, {17, 100});
+      MessageSender sender(&link);
+      MessageReceiver receiver(&link);
+      Cursor from = source.begin(), to = target.begin();
+      sender.start(header.data(), header.size());
+      receiver.start();
+      while (sender.send(kBytes, &from, true) != Moved::kAll) {
+      }
+      ASSERT_EQ(link.wire.size(), all);
+      link.wire[place] ^= static_cast<Byte>(1 << place % 8);
+      Bytes taken(kHeaderBytes);
+      try {
+        ASSERT_TRUE(receiver.take_header(taken.data(), kHeaderBytes));
+        EXPECT_GE(place, head) << "the header has changed";
+        if (place % 2 == 0) receiver.whole(kBytes);
+        else
+          while (receiver.receive(kBytes, &to, false) != Moved::kAll) {
+          }
+        ADD_FAILURE() << "byte " << place << " has changed";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kIo);
+        const std::string text = error.what();
+        const std::string size = std::to_string(place < head ? kHeaderBytes : kBytes);
+        EXPECT_EQ(text.find("[tcp] " + size + " bytes of rank 7 (10.0.0.7:4711) have changed on their way"), 0U)
+            << text;
+      }
+    }
+  }
+}
+
+TEST(MessagesWithChecksums, ThatNobodyLooksAtAreSkipped) {
+  Stream link([] { return size_t{1} << 20; });
+  link.checks = true;
+  const Scattered source(95, 150, {60});
+  MessageSender sender(&link);
+  MessageReceiver receiver(&link);
+  Cursor from = source.begin();
+  sender.start(nullptr, 0);
+  ASSERT_EQ(sender.send(100, &from, true), Moved::kAll);
+  link.wire[3] ^= 1;
+  EXPECT_TRUE(receiver.skip(100));
+  EXPECT_FALSE(receiver.skip(50));
+  ASSERT_EQ(sender.send(50, &from, true), Moved::kAll);
+  EXPECT_TRUE(receiver.whole(50));
 }
 
 INSTANTIATE_TEST_SUITE_P(Links, Messages, testing::Range(size_t{0}, kPaths.size()),
