@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 # Module -> what it is called, and how it is installed.
 _FRAMEWORKS = {
+    "yaml": ("PyYAML", "pip install pyyaml"),
     "torch": ("PyTorch", "pip install torch"),
     "tensorflow": ("TensorFlow", "pip install tensorflow-cpu (2.15 or newer)"),
     "mxnet": ("MXNet", 'pip install mxnet==1.9.1 "numpy<1.24"'),

@@ -17,6 +17,7 @@ from perseus.installed import require
 from perseus.run import mpirun, settings
 from perseus.run.bootstrap.start_settings import start_timeout
 from perseus.run.check_build import report
+from perseus.run.config_file import arguments_of
 from perseus.run.elastic import flags as elastic_flags
 from perseus.run.elastic.driver import ElasticLauncher
 from perseus.run.elastic.flags import elasticity, given_hosts, is_elastic
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2 for wrong usage.
     """
     try:
-        given = _parser().parse_args(sys.argv[1:] if arguments is None else list(arguments))
+        given = _parsed(sys.argv[1:] if arguments is None else list(arguments))
         if given.version:
             print(__version__)
             return 0
@@ -63,16 +64,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 1)
     try:
         if given.mpi:
-            mpirun.start(job, shlex.split(given.mpi_args or ""))
+            words = [given.binding_args or "", given.mpi_args or ""]
+            mpirun.start(job, shlex.split(" ".join(words)))
         return launcher.run()
     except LaunchError as error:
         return _complain(str(error), error.code)
 
 
+def _parsed(arguments: list[str]) -> argparse.Namespace:
+    """Return what the command line and its --config-file say; what both say, the former decides."""
+    given = _parser().parse_args(arguments)
+    if given.config_file is not None:
+        with_controller = not (given.gloo or given.mpi or given.jsrun)
+        of_file = arguments_of(given.config_file, with_controller=with_controller)
+        try:
+            given = _parser().parse_args([*of_file, *arguments])
+        except ValueError as error:
+            raise ValueError(f"with --config-file {given.config_file}: {error}") from None
+    for flag, why in (given.needless or {}).items():
+        print(f"perseusrun: {flag} has no effect: {why}", file=sys.stderr)
+    return given
+
+
 def _job(given: argparse.Namespace) -> Job:
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
-    if given.mpi_args is not None and not given.mpi:
-        raise ValueError("--mpi-args needs --mpi: they are arguments of mpirun")
+    if given.jsrun:
+        raise ValueError("--jsrun: perseusrun knows no jsrun; --mpi starts the ranks with mpirun")
+    for flag, arguments in (("--mpi-args", given.mpi_args), ("--binding-args", given.binding_args)):
+        if arguments is not None and not given.mpi:
+            raise ValueError(f"{flag} needs --mpi: they are arguments of mpirun")
     if not command:
         raise ValueError("no command given: expected one such as perseusrun -np 2 python train.py")
     if given.horovod:
@@ -209,6 +229,11 @@ def _parser() -> argparse.ArgumentParser:
         help="log what perseusrun does, and what ranks decide (unless a log level is set)",
     )
     add(
+        "--config-file",
+        metavar="FILE",
+        help="YAML with horovodrun's keys, and a group elastic; flags win (needs PyYAML)",
+    )
+    add(
         "--horovod",
         action="store_true",
         help="let 'import horovod' find Perseus, for unchanged scripts",
@@ -218,8 +243,12 @@ def _parser() -> argparse.ArgumentParser:
     either.add_argument(
         "--gloo", action="store_true", help="use the built-in backend, which needs no MPI (default)"
     )
+    either.add_argument("--jsrun", action="store_true", help=argparse.SUPPRESS)
     either.add_argument(
         "--mpi", action="store_true", help="let mpirun (Open MPI or MPICH) start the ranks"
+    )
+    controller.add_argument(
+        "--binding-args", metavar="'...'", help="arguments of mpirun that bind ranks to cores"
     )
     controller.add_argument(
         "--mpi-args",

@@ -115,6 +115,35 @@ SWITCHES = (
     Switch("--autotune", "tuning", "HOROVOD_AUTOTUNE", "1", "always try bucket sizes and streams"),
     Switch("--no-autotune", "tuning", "HOROVOD_AUTOTUNE", "0", "keep the initial ones"),
     Switch(
+        "--hierarchical-allreduce",
+        "tuning",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "1",
+        "let one rank of each host exchange its data with the other hosts",
+    ),
+    Switch(
+        "--no-hierarchical-allreduce",
+        "tuning",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "0",
+        "treat all ranks alike",
+    ),
+    Switch(
+        "--torus-allreduce",
+        "tuning",
+        "HOROVOD_TORUS_ALLREDUCE",
+        "1",
+        "reduce inside groups of LIGHT_INTRA_SIZE ranks, then across the groups",
+    ),
+    Switch(
+        "--no-torus-allreduce",
+        "tuning",
+        "HOROVOD_TORUS_ALLREDUCE",
+        "0",
+        "treat all ranks alike",
+    ),
+    Switch("--tcp", "tuning", "NCCL_IB_DISABLE", "1", "keep NCCL away from InfiniBand"),
+    Switch(
         "--no-stall-check",
         "stall check",
         "HOROVOD_STALL_CHECK_DISABLE",
@@ -144,11 +173,54 @@ SWITCHES = (
         "leave the time out of log lines",
     ),
     Switch("--log-with-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "0", argparse.SUPPRESS),
+    Switch("--log-hide-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "1", argparse.SUPPRESS),
+    Switch("--no-log-hide-timestamp", "logging", "HOROVOD_LOG_HIDE_TIME", "0", argparse.SUPPRESS),
 )
+
+
+class _Needless(argparse.Action):
+    """Takes a flag of horovodrun that asks for what Perseus does not have, and notes why.
+
+    const: why nothing is lost without it.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.needless = {**(namespace.needless or {}), option_string: self.const}
+
+
+# Flag -> how many values it has, and why it is not needed. Scripts give them, so they are taken.
+_NEEDLESS = {
+    "--disable-cache": (0, "perseusrun remembers nothing about hosts"),
+    "--cache-capacity": (1, "Perseus remembers the negotiation of every tensor"),
+    "--hierarchical-allgather": (0, "an allgather chooses its way itself"),
+    "--no-hierarchical-allgather": (0, "an allgather chooses its way itself"),
+    "--autotune-warmup-samples": (1, "the tuner decides itself how long it measures"),
+    "--autotune-steps-per-sample": (1, "the tuner decides itself how long it measures"),
+    "--autotune-bayes-opt-max-samples": (1, "the tuner tries a few settings in turn"),
+    "--autotune-gaussian-process-noise": (1, "the tuner tries a few settings in turn"),
+    "--mpi-threads-disable": (0, "Perseus calls MPI from one thread at a time"),
+    "--no-mpi-threads-disable": (0, "Perseus calls MPI from one thread at a time"),
+    "--thread-affinity": (1, "the thread of Perseus sleeps unless there is something to do"),
+}
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Add every setting and switch to the parser, in its group. Their default is None."""
+    for flag, (values, why) in _NEEDLESS.items():
+        parser.add_argument(
+            flag,
+            dest="needless",
+            action=_Needless,
+            nargs=values,
+            const=why,
+            help=argparse.SUPPRESS,
+        )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for entry in (*SETTINGS, *SWITCHES):
         if entry.group not in groups:
