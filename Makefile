@@ -59,18 +59,19 @@ packages-fuzz: packages-build
 packages-aarch64: packages-test
 	@$(PYTHON) .ci/system_packages.py aarch64
 
-$(VENV)/.torch: | packages-build
-	@echo "making $(VENV) and installing torch 2.13.0 into it"
+# Compilers come first: they have the cores while pip waits for PyTorch.
+$(VENV)/.build: .ci/requirements-build.txt | packages-build
+	@echo "making $(VENV) and installing into it: $<"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch==2.13.0
-	@touch $@
-
-$(VENV)/.build: .ci/requirements-build.txt $(VENV)/.torch
-	@echo "installing into $(VENV): $<"
 	$(PIP) -r $<
 	@touch $@
 
-$(VENV)/.demo: .ci/requirements-demo.txt $(VENV)/.build
+$(VENV)/.torch: $(VENV)/.build
+	@echo "installing into $(VENV): torch 2.13.0"
+	$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.demo: .ci/requirements-demo.txt $(VENV)/.torch
 	@echo "installing into $(VENV): $<"
 	$(PIP) -r $<
 	@touch $@
@@ -120,7 +121,7 @@ $(METADATA): $(VENV)/.perseus
 
 # ---- what people ask for ------------------------------------------------------------------------------------------
 
-build: $(VENV)/.perseus  ## the package, built and installed into .venv/torch (editable)
+build: $(VENV)/.perseus $(VENV)/.torch  ## the package, built and installed into .venv/torch (editable)
 	@$(BIN)/cmake --build $(BUILD) -j $(JOBS) --target perseus _core perseus_tensorflow perseus_mxnet perseus_caffe
 
 demo: build $(VENV)/.demo  ## train a small CNN on 2 ranks and draw its loss curve
@@ -138,10 +139,9 @@ demo-caffe: build packages-caffe $(VENV)/.demo  ## the same with Caffe, which is
 	$(PY) examples/caffe_mnist.py build/demo/caffe
 	cd build/demo/caffe && perseusrun -np 2 $(abspath build/caffe/build/tools/caffe) train --solver lenet_solver.prototxt
 
-# One after the other: they would disturb each other's timings. pytest's summary comes last. Compilers have the cores while
-# pip waits.
+# One after the other: they would disturb each other's timings. pytest's summary comes last.
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
-	@$(MAKE) --no-print-directory -j $(TEST_JOBS) environments build check-locks
+	@$(MAKE) --no-print-directory -j $(TEST_JOBS) build environments check-locks
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory test-core
 	@$(MAKE) --no-print-directory test-asan
