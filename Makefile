@@ -183,7 +183,7 @@ test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
 	$(NO_ASLR) $(BIN)/ctest -j $(TEST_JOBS) --test-dir build/tsan --output-on-failure
 
 # Of Python's headers this machine's serve: they differ in names only.
-AARCH64_TESTS := kernels_test codec_kernels_test gradient_kernels_test half_test codec_test codec_formats_test lossless_test \
+AARCH64_TESTS := kernels_test codec_kernels_test gradient_kernels_test half_test codec_test codec_formats_test crc32c_test lossless_test \
                  ring_test collectives_test groups_test tcp_test
 check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch64, run some C++ tests under qemu
 	@$(CMAKE) -B build/aarch64 -DCMAKE_TOOLCHAIN_FILE=.ci/aarch64.cmake -DPERSEUS_TESTS=ON -DPERSEUS_PYTHON=ON \
@@ -215,7 +215,7 @@ OLDER_TESTS := test/parallel/test_checks.py test/faults/test_process_group_fault
 TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
 
 test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## the tests of PyTorch with its newest version
-	.venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
+	PERSEUS_TEST_OTHER_RANKS=1 .venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
 	for venv in $(TORCHES:torch-2.15=); do \
 	    .venv/$$venv/bin/python $(PYTEST) $(OLDER_TESTS) </dev/null; \
 	done

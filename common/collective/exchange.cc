@@ -189,7 +189,8 @@ bool Exchange::receive_some(Peer& peer) {
   if (rolled_back_) return discard(peer);
   const size_t n = chunk_at(rx, peer.lag);
   if (!rx.result) {
-    peer.contribution = peer.receiver.whole(n);  // released by the reduction
+    // Released by the reduction, which verifies it: should the batch be dropped, the sender may have dropped it before.
+    peer.contribution = peer.receiver.unverified(n);
     return static_cast<bool>(peer.contribution);
   }
   const Moved moved = peer.receiver.receive(n, &peer.r_dst, stream_out_);
@@ -260,6 +261,7 @@ bool Exchange::reduce_ready(size_t n) {
     Peer& peer = peers_[i];
     if (peer.link == nullptr) continue;
     if ((only_contributor_ < 0 || only_contributor_ == static_cast<int>(i)) && !peer.contribution) return false;
+    if (peer.contribution) peer.receiver.whole(peer.contribution.size);
     // Every rank reduces into the place from which its own contribution is sent: the contribution must have left first.
     if (everyone_owns_all_ && !peer.tx.done) return false;
     if (!results_follow_ || !peer.sender.composes_in_place() || peer.tx.r_total == 0) continue;

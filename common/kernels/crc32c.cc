@@ -9,7 +9,7 @@
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define PERSEUS_CRC_INSTRUCTION __attribute__((target("sse4.2")))
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && (!defined(__clang__) || defined(__ARM_FEATURE_CRC32))
 #include <arm_acle.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>

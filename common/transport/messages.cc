@@ -19,12 +19,6 @@ constexpr uint64_t kWindowDepth = 2;
 constexpr uint64_t kStreamDepth = 8, kLeastStreamDepth = 2;  // of all peers together; of each
 static_assert((2 * kWindowDepth + 3) * kChunkBytes <= 512 * 1024, "see the argument in collective/exchange.h");
 
-size_t bytes_of(const iovec* pieces, int count) {
-  size_t bytes = 0;
-  for (int i = 0; i < count; ++i) bytes += pieces[i].iov_len;
-  return bytes;
-}
-
 }  // namespace
 
 uint64_t MessageSender::depth(size_t peers) const {
@@ -86,7 +80,8 @@ Moved MessageSender::send_streamed(size_t n, Cursor* source, bool from_in) {
   if (n > moved_)
     count += from_in ? source->gather_in(n - moved_, pieces + count, kMostPieces)
                      : source->gather_out(n - moved_, pieces + count, kMostPieces);
-  if (n > 0 && sum_.left > 0 && moved_ + bytes_of(pieces + before, count - before) == n) pieces[count++] = sum_.piece();
+  if (n > 0 && sum_.left > 0 && moved_ + total_bytes(pieces + before, count - before) == n)
+    pieces[count++] = sum_.piece();
   if (count == 0) return Moved::kNothing;
   size_t sent = link_->try_send(pieces, count);
   if (sent == 0) return Moved::kNothing;
@@ -113,19 +108,24 @@ void MessageReceiver::verify(size_t n, uint32_t found, uint32_t sent) const {
   fail(ErrorKind::kIo, "[tcp] " + std::to_string(n) + " bytes of " + link_->peer_text() +
                            " have changed on their way: their CRC32C is " + std::to_string(found) + ", not " +
                            std::to_string(sent) +
-                           "; look for errors of the network cards and of memory on both hosts (ethtool -S, dmesg)");
+                           "; if the script does not change tensors that are under way, look for errors of the " +
+                           "network cards and of memory on both hosts (ethtool -S, dmesg)");
+}
+
+ConstSpan MessageReceiver::unverified(size_t n) {
+  const ConstSpan window = link_->recv_window(n + sum_bytes());
+  return window ? ConstSpan(window.data, n) : window;
 }
 
 ConstSpan MessageReceiver::whole(size_t n) {
-  const ConstSpan window = link_->recv_window(n + sum_bytes());
-  if (!window || !checked_) return window;
-  if (!verified_) {
+  const ConstSpan window = unverified(n);
+  if (window && checked_ && !verified_) {
     uint32_t sum;
     std::memcpy(&sum, window.data + n, sizeof sum);
     verify(n, kernels::crc32c(0, window.data, n), sum);
     verified_ = true;
   }
-  return ConstSpan(window.data, n);
+  return window;
 }
 
 void MessageReceiver::release(size_t n) {
@@ -155,7 +155,7 @@ Moved MessageReceiver::receive_streamed(size_t n, Cursor* target) {
   iovec pieces[kMostPieces + 1];
   const size_t left = n > moved_ ? n - moved_ : 0;
   int count = left > 0 ? target->gather_out(left, pieces, kMostPieces) : 0;
-  if (checked_ && bytes_of(pieces, count) == left) {
+  if (checked_ && total_bytes(pieces, count) == left) {
     const size_t of_sum = moved_ + left - n;  // that have come
     pieces[count++] = iovec{reinterpret_cast<Byte*>(&sum_) + of_sum, sizeof sum_ - of_sum};
   }

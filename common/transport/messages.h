@@ -84,6 +84,8 @@ class MessageReceiver {
   // something else, Error(kIo), as in take_header() and receive().
   ConstSpan whole(size_t n) PERSEUS_REQUIRES(progress_lock);
   void release(size_t n) PERSEUS_REQUIRES(progress_lock);
+  // The same, not verified yet: whole() does that.
+  ConstSpan unverified(size_t n) PERSEUS_REQUIRES(progress_lock);
   // Drops a message of n bytes once all of it is here: whatever it was, nobody looks at it.
   bool skip(size_t n) PERSEUS_REQUIRES(progress_lock);
 

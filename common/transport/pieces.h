@@ -25,6 +25,12 @@ inline size_t total_bytes(const std::vector<Piece>& pieces) {
   return total;
 }
 
+inline size_t total_bytes(const iovec* pieces, int count) {
+  size_t total = 0;
+  for (int i = 0; i < count; ++i) total += pieces[i].iov_len;
+  return total;
+}
+
 // A position in a list of pieces that outlives it.
 class Cursor {
  public:

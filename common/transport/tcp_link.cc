@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "transport/pieces.h"
 
 namespace perseus {
 namespace {
@@ -28,12 +29,6 @@ constexpr size_t kRunt = 4 * 1024;
 // A peer that ends closes all its connections at once, and its control connection tells whether it left or died: only
 // when that stays open is the broken link itself the news.
 constexpr int64_t kGrace = kSecond;
-
-size_t total(const iovec* pieces, int count) {
-  size_t bytes = 0;
-  for (int i = 0; i < count; ++i) bytes += pieces[i].iov_len;
-  return bytes;
-}
 
 // What one system call handles: of the pieces without their first `skip` bytes at most `limit` bytes.
 struct Part {
@@ -102,7 +97,7 @@ size_t TcpLink::try_send(const iovec* pieces, int count) {
   }
   if (!socket_ || send_tried_ == traffic_.round) return 0;
   if (sent_ >= measure_at_) measure_segment();
-  const size_t all = total(pieces, count);
+  const size_t all = total_bytes(pieces, count);
   size_t sent = 0;
   while (sent < all) {
     Part part(pieces, count, sent, worth_sending(all - sent));
@@ -207,7 +202,7 @@ size_t TcpLink::take_staged(const iovec* pieces, int count) {
 
 size_t TcpLink::try_recv(const iovec* pieces, int count) {
   size_t taken = take_staged(pieces, count);
-  const size_t all = total(pieces, count);
+  const size_t all = total_bytes(pieces, count);
   // What was taken is delivered first; the error waits for the next call.
   if (taken == all || (taken != 0 && !broken_.empty())) return taken;
   while (taken < all && may_receive()) {

@@ -33,7 +33,7 @@ struct Channel {
 
 // Streams at or above this number carry negotiation, not data: small rings suffice.
 constexpr uint32_t kControlStream = 0x100;
-// No send_window/recv_window call asks for more at once.
+// No send_window/recv_window call asks for more at once, but for the checksum behind it.
 constexpr size_t kMaxMessage = 256 * 1024;
 constexpr size_t kMaxControlMessage = 4 * 1024;
 

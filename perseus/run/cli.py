@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = "perseus.tensorflow.build_xla"
             return subprocess.run([sys.executable, "-m", module]).returncode
         inspect_signal()  # which refuses a wrong number
+        arguments_of_mpirun = _words("--mpi-args", given.mpi_args)
+        binding = _words("--binding-args", given.binding_args)
         job = _job(given)
         launcher = _launcher(given, job)
     except ValueError as error:
@@ -64,8 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(str(error), 1)
     try:
         if given.mpi:
-            words = [given.binding_args or "", given.mpi_args or ""]
-            mpirun.start(job, shlex.split(" ".join(words)))
+            mpirun.start(job, arguments_of_mpirun, binding)
         return launcher.run()
     except LaunchError as error:
         return _complain(str(error), error.code)
@@ -75,8 +76,11 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     """Return what the command line and its --config-file say; what both say, the former decides."""
     given = _parser().parse_args(arguments)
     if given.config_file is not None:
-        with_controller = not (given.gloo or given.mpi or given.jsrun)
-        of_file = arguments_of(given.config_file, with_controller=with_controller)
+        of_file = arguments_of(
+            given.config_file,
+            with_controller=not (given.gloo or given.mpi or given.jsrun),
+            with_hosts=given.hosts is None and given.hostfile is None,
+        )
         try:
             given = _parser().parse_args([*of_file, *arguments])
         except ValueError as error:
@@ -86,10 +90,17 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
     return given
 
 
+def _words(flag: str, text: str | None) -> list[str]:
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        raise ValueError(f"{flag} {text}: {error}") from None
+
+
 def _job(given: argparse.Namespace) -> Job:
     command = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.jsrun:
-        raise ValueError("--jsrun: perseusrun knows no jsrun; --mpi starts the ranks with mpirun")
+        raise ValueError("perseusrun does not support --jsrun; --mpi starts the ranks with mpirun")
     for flag, arguments in (("--mpi-args", given.mpi_args), ("--binding-args", given.binding_args)):
         if arguments is not None and not given.mpi:
             raise ValueError(f"{flag} needs --mpi: they are arguments of mpirun")

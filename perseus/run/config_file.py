@@ -13,15 +13,17 @@ from typing import Any
 from perseus.installed import require
 
 _COOLDOWN = "--blacklist-cooldown-range"  # two values
-# Group -> key -> the flag with its value, or (the flag for true, the flag for false).
+_SCRIPT = "--host-discovery-script"
+# Group -> key -> the flag with its value, or (the flag for true, the flag for false or "").
 _KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "params": {
         "fusion_threshold_mb": "--fusion-threshold-mb",
         "cycle_time_ms": "--cycle-time-ms",
         "cache_capacity": "--cache-capacity",
-        "hierarchical_allreduce": ("--hierarchical-allreduce", "--no-hierarchical-allreduce"),
-        "hierarchical_allgather": ("--hierarchical-allgather", "--no-hierarchical-allgather"),
-        "torus_allreduce": ("--torus-allreduce", "--no-torus-allreduce"),
+        # Files that spell out Horovod's defaults must not turn off what is best here.
+        "hierarchical_allreduce": ("--hierarchical-allreduce", ""),
+        "hierarchical_allgather": ("--hierarchical-allgather", ""),
+        "torus_allreduce": ("--torus-allreduce", ""),
     },
     "autotune": {
         "enabled": ("--autotune", "--no-autotune"),
@@ -54,7 +56,7 @@ _KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "elastic": {
         "min_num_proc": "--min-np",
         "max_num_proc": "--max-np",
-        "host_discovery_script": "--host-discovery-script",
+        "host_discovery_script": _SCRIPT,
         "slots_per_host": "--slots-per-host",
         "timeout": "--elastic-timeout",
         "reset_limit": "--reset-limit",
@@ -64,10 +66,10 @@ _KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
 _CONTROLLERS = ("gloo", "mpi")
 
 
-def arguments_of(path: str, *, with_controller: bool) -> list[str]:
+def arguments_of(path: str, *, with_controller: bool, with_hosts: bool) -> list[str]:
     """Return the flags that a file stands for.
 
-    with_controller: False where the command line has a flag for the controller, which wins.
+    with_controller, with_hosts: False where the command line chooses the controller or the hosts.
     Raises ValueError that names the file and the key for what cannot be read or has no meaning,
     and ModuleNotFoundError without PyYAML.
     """
@@ -78,11 +80,12 @@ def arguments_of(path: str, *, with_controller: bool) -> list[str]:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config-file {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # of a text, of a date, and of the grammar
         text = " ".join(str(error).split())
-        raise ValueError(f"--config-file {path}: this is no YAML: {text}") from None
+        raise ValueError(f"--config-file {path}: this is not valid YAML: {text}") from None
     try:
-        return list(_arguments(found if found is not None else {}, with_controller))
+        words = list(_arguments(found, with_controller))
+        return [word for word in words if with_hosts or not word.startswith(_SCRIPT)]
     except ValueError as error:
         raise ValueError(f"--config-file {path}: {error}") from None
 
@@ -90,10 +93,11 @@ def arguments_of(path: str, *, with_controller: bool) -> list[str]:
 def _arguments(found: Any, with_controller: bool) -> Iterator[str]:
     for group, keys in _mapping(found, "the file").items():
         if group == "controller":
-            if keys not in _CONTROLLERS:
+            controller = None if keys is None else str(keys).lower()
+            if controller not in (None, *_CONTROLLERS):
                 raise ValueError(f"controller: {keys}: expected gloo or mpi")
-            if with_controller:
-                yield f"--{keys}"
+            if with_controller and controller is not None:
+                yield f"--{controller}"
             continue
         known = _look_up(_KEYS, group, "")
         for key, value in _mapping(keys, group).items():
@@ -106,7 +110,7 @@ def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is no list of keys with values")
+        raise ValueError(f"{what} is not a mapping of keys to values")
     return value
 
 
@@ -122,8 +126,10 @@ def _flag(key: str, flag: str | tuple[str, str], value: Any) -> list[str]:
     if isinstance(flag, tuple):
         if not isinstance(value, bool):
             raise ValueError(f"{key}: {value}: expected true or false")
-        return [flag[0] if value else flag[1]]
-    if flag == _COOLDOWN and isinstance(value, list):
+        return [word for word in (flag[0] if value else flag[1],) if word]
+    if flag == _COOLDOWN:
+        if not isinstance(value, list) or [type(each) for each in value] != [int, int]:
+            raise ValueError(f"{key}: {value}: expected a list of two whole numbers")
         return [flag, *map(str, value)]
     if not isinstance(value, int | float | str) or isinstance(value, bool):
         raise ValueError(f"{key}: {value}: expected one number or text, for {flag}")

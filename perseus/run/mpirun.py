@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,16 +61,18 @@ def find() -> Mpirun:
     )
 
 
-def start(job: Job, arguments: list[str]) -> None:
+def start(job: Job, arguments: list[str], binding: list[str]) -> None:
     """Replace this process with the mpirun that runs the job, so that its exit status is ours.
 
-    arguments: options that follow those that are derived from the job. Raises LaunchError if mpirun
-    cannot be started. Does not return.
+    arguments: options that follow those that are derived from the job. binding: options that say
+    on which cores ranks run; [] = on all. Raises LaunchError if mpirun cannot be started. Does not
+    return.
     """
     checked_core(job.flags)
     mpirun = find()
     variables = of_ranks(os.environ, job)
-    words = command_line(mpirun, job, arguments, variables, as_root=os.geteuid() == 0)
+    as_root = os.geteuid() == 0
+    words = command_line(mpirun, job, arguments, variables, as_root=as_root, binding=binding)
     if job.verbose:
         print(f"perseusrun: {shlex.join(words)}", file=sys.stderr, flush=True)
     try:
@@ -92,6 +94,7 @@ def command_line(
     variables: Mapping[str, str],
     *,
     as_root: bool,
+    binding: Sequence[str] = (),
 ) -> list[str]:
     """Return the words of the mpirun command.
 
@@ -102,8 +105,12 @@ def command_line(
     for slot in job.slots:
         counts[slot.host] = slot.local_size
     hosts = ",".join(f"{name}:{count}" for name, count in counts.items())
-    make = _mpich if mpirun.open_mpi is None else _open_mpi
-    words = [mpirun.path, "-np", str(len(job.slots)), *make(mpirun, job, hosts)]
+    if mpirun.open_mpi is None:
+        words = [*_mpich(mpirun, job, hosts), *(binding or ["-bind-to", "none"])]
+    else:
+        everywhere = ["--bind-to", "none", "--map-by", "slot"]
+        words = [*_open_mpi(mpirun, job, hosts), *(binding or everywhere)]
+    words = [mpirun.path, "-np", str(len(job.slots)), *words]
     if mpirun.open_mpi is not None:
         words += ["--allow-run-as-root"] if as_root else []
         for name in sorted(environment.remote_base(variables)):
@@ -115,7 +122,7 @@ def _open_mpi(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
     # Since version 5, a separate program with its own parameters, PRRTE, starts the ranks.
     launcher = "--prtemca" if (mpirun.open_mpi or 0) >= 5 else "--mca"
     remote_shell = "plm_ssh_args" if launcher == "--prtemca" else "plm_rsh_args"
-    words = ["--host", hosts, "--bind-to", "none", "--map-by", "slot", "--tag-output"]
+    words = ["--host", hosts, "--tag-output"]
     words += ["--timestamp-output"] if job.timestamps else []
     if job.output_directory is not None:
         words += ["--output-filename", job.output_directory]
@@ -135,7 +142,7 @@ def _mpich(mpirun: Mpirun, job: Job, hosts: str) -> list[str]:
     ):
         if given:
             raise LaunchError(f"{flag}: MPICH's mpirun cannot do that; leave it or --mpi out", 2)
-    words = ["-hosts", hosts, "-bind-to", "none", "-prepend-rank"]
+    words = ["-hosts", hosts, "-prepend-rank"]
     return words + (["-iface", job.interfaces[0]] if job.interfaces else [])
 
 

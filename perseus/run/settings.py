@@ -31,13 +31,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Switch:
-    """A flag without a value that sets a variable to a constant."""
+    """A flag without a value that sets a variable to a constant.
+
+    alias: another name of the variable, which gets the constant as well.
+    """
 
     flag: str
     group: str
     variable: str
     value: str
     help: str
+    alias: str = ""
 
 
 _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
@@ -117,30 +121,34 @@ SWITCHES = (
     Switch(
         "--hierarchical-allreduce",
         "tuning",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "PERSEUS_ALLREDUCE_MODE",
         "1",
         "let one rank of each host exchange its data with the other hosts",
+        alias="HOROVOD_HIERARCHICAL_ALLREDUCE",
     ),
     Switch(
         "--no-hierarchical-allreduce",
         "tuning",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "PERSEUS_ALLREDUCE_MODE",
         "0",
         "treat all ranks alike",
+        alias="HOROVOD_HIERARCHICAL_ALLREDUCE",
     ),
     Switch(
         "--torus-allreduce",
         "tuning",
-        "HOROVOD_TORUS_ALLREDUCE",
+        "LIGHT_2D_ALLREDUCE",
         "1",
         "reduce inside groups of LIGHT_INTRA_SIZE ranks, then across the groups",
+        alias="HOROVOD_TORUS_ALLREDUCE",
     ),
     Switch(
         "--no-torus-allreduce",
         "tuning",
-        "HOROVOD_TORUS_ALLREDUCE",
+        "LIGHT_2D_ALLREDUCE",
         "0",
         "treat all ranks alike",
+        alias="HOROVOD_TORUS_ALLREDUCE",
     ),
     Switch("--tcp", "tuning", "NCCL_IB_DISABLE", "1", "keep NCCL away from InfiniBand"),
     Switch(
@@ -254,7 +262,8 @@ def variables(arguments: argparse.Namespace) -> dict[str, str]:
             result.update(dict.fromkeys(setting.variables, value))
     for switch in SWITCHES:
         if given[switch.variable] is not None:
-            result[switch.variable] = given[switch.variable]
+            names = [switch.variable, switch.alias] if switch.alias else [switch.variable]
+            result.update(dict.fromkeys(names, given[switch.variable]))
     return result
 
 
@@ -265,7 +274,8 @@ def _value_of(setting: Setting) -> Callable[[str], str]:
         try:
             number = setting.kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
+            what = "whole number" if setting.kind is int else "number"
+            raise argparse.ArgumentTypeError(f"'{text}' is not a {what}") from None
         if not float(number) >= 0:
             raise argparse.ArgumentTypeError(f"'{text}': expected 0 or more")
         return text

@@ -65,7 +65,7 @@ perseus_request gradient_request(const char* name, const perseus_tensor* tensor,
 
 // The last one takes several slices.
 constexpr size_t kSizes[] = {
-    1, 13, 1000, 16384, 16385, 70001, kThreadSanitizer ? 200000 : kSanitizer ? 1000000 : 2500000};
+    1, 13, 1000, 16384, 16385, 70001, kThreadSanitizer ? 200000 : kSanitizer ? 1100000 : 2500000};
 
 // The gradients of every size, submitted together; what each rank got.
 std::vector<std::vector<Floats>> reduce(const Medium& medium, int size, const Codec& codec,

@@ -457,6 +457,8 @@ TEST(MessagesWithChecksums, ThatNobodyLooksAtAreSkipped) {
   sender.start(nullptr, 0);
   ASSERT_EQ(sender.send(100, &from, true), Moved::kAll);
   link.wire[3] ^= 1;
+  EXPECT_EQ(receiver.unverified(100).size, 100U);
+  EXPECT_THROW(receiver.whole(100), Error);
   EXPECT_TRUE(receiver.skip(100));
   EXPECT_FALSE(receiver.skip(50));
   ASSERT_EQ(sender.send(50, &from, true), Moved::kAll);

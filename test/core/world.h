@@ -45,7 +45,8 @@ inline bool thin_grid() { return !test_all() && kSanitizer; }
 // Of a test with parameters, thinned out: all but one world in three. `turn` counts the worlds.
 inline bool left_out(size_t turn) {
   const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
-  return thin_grid() && (name.find('/') + turn) % 3 != 0;
+  for (size_t i = 0; i < name.find('/'); ++i) turn += static_cast<unsigned char>(name[i]);
+  return thin_grid() && turn % 3 != 0;
 }
 constexpr const char* kLeftOut = "PERSEUS_TEST_FULL=1 runs this in every world";
 

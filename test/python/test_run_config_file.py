@@ -49,8 +49,9 @@ logging:
 NAMES = (
     "HOROVOD_FUSION_THRESHOLD",
     "HOROVOD_CYCLE_TIME",
+    "PERSEUS_ALLREDUCE_MODE",
     "HOROVOD_HIERARCHICAL_ALLREDUCE",
-    "HOROVOD_TORUS_ALLREDUCE",
+    "LIGHT_2D_ALLREDUCE",
     "HOROVOD_AUTOTUNE",
     "HOROVOD_AUTOTUNE_LOG",
     "HOROVOD_TIMELINE",
@@ -80,8 +81,8 @@ def test_horovods_keys_set_what_their_flags_set(written) -> None:
     done = perseusrun("-np", "1", "--config-file", written(HOROVODS), sys.executable, "-c", SHOW)
     assert done.returncode == 0, done.stderr
     values = [
-        str(32 << 20), "3.5", "1", "0", "1", "horovod_autotune_log.txt", "horovod_timeline.json",
-        "1", "1", "120", "240", "2", "60", "info", "1",
+        str(32 << 20), "3.5", "1", "1", None, "1", "horovod_autotune_log.txt",
+        "horovod_timeline.json", "1", "1", "120", "240", "2", "60", "info", "1",
     ]  # fmt: skip
     assert done.stdout.strip() == f"[0]<stdout>:{values}"
     said = [line.split(" has no effect: ")[0] for line in done.stderr.splitlines()]
@@ -109,12 +110,27 @@ def test_flags_win_wherever_they_stand(written) -> None:
         }
 
 
+def test_flags_beat_variables_whatever_their_name(written) -> None:
+    file = written("params: {hierarchical_allreduce: true}\n")
+    env = environment(PERSEUS_ALLREDUCE_MODE="0", LIGHT_2D_ALLREDUCE="1")
+    flags = ["--config-file", file, "--no-torus-allreduce"]
+    done = perseusrun("-np", "1", *flags, sys.executable, "-c", SHOW, env=env)
+    shown = dict(zip(NAMES, eval(done.stdout.partition(":")[2]), strict=True))
+    assert (shown["PERSEUS_ALLREDUCE_MODE"], shown["LIGHT_2D_ALLREDUCE"]) == ("1", "0")
+
+
+def test_hosts_of_the_command_line_beat_a_script(written) -> None:
+    file = written("elastic: {min_num_proc: 1, host_discovery_script: ./nowhere.sh}\n")
+    done = perseusrun("-np", "1", "-H", "localhost:1", "--config-file", file, "echo", "here")
+    assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n"), done.stderr
+
+
 def test_an_elastic_job_may_come_from_the_file(written) -> None:
     file = written(
         "elastic:\n  min_num_proc: 2\n  max_num_proc: 3\n  timeout: 30\n  reset_limit: 1\n"
         "  slots_per_host:\n  blacklist_cooldown_range: [1, 2]\n"
     )
-    assert arguments_of(file, with_controller=True) == [
+    assert arguments_of(file, with_controller=True, with_hosts=True) == [
         "--min-np=2", "--max-np=3", "--elastic-timeout=30", "--reset-limit=1",
         "--blacklist-cooldown-range", "1", "2",
     ]  # fmt: skip
@@ -131,17 +147,20 @@ def test_an_elastic_job_may_come_from_the_file(written) -> None:
         ("params: {cycle_time: 3}", "params.cycle_time is unknown: did you mean params.cycle"),
         ("parms: {}", "parms is unknown: did you mean params?"),
         ("colour: {}", "colour is unknown: expected params, autotune, timeline"),
-        ("params: 3", "params is no list of keys with values"),
-        ("- a\n- b", "the file is no list of keys with values"),
+        ("params: 3", "params is not a mapping of keys to values"),
+        ("- a\n- b", "the file is not a mapping of keys to values"),
         ("controller: jsrun", "controller: jsrun: expected gloo or mpi"),
         ("autotune: {enabled: 1}", "autotune.enabled: 1: expected true or false"),
         ("timeline: {filename: true}", "timeline.filename: True: expected one number or text"),
         ("params: {cycle_time_ms: soon}", "argument --cycle-time-ms: 'soon' is not a number"),
         ("logging: {level: LOUD}", "argument --log-level: invalid choice: 'LOUD'"),
         ("params: {cycle_time_ms: [1, 2]}", "params.cycle_time_ms: [1, 2]: expected one number"),
-        ("elastic: {blacklist_cooldown_range: [1]}", "expected 2 arguments"),
-        ("a: b: c", "this is no YAML: mapping values are not allowed here"),
-        ("\x00", "this is no YAML"),
+        ("elastic: {blacklist_cooldown_range: [1]}", "expected a list of two whole numbers"),
+        ("elastic: {blacklist_cooldown_range: [1, 2, 3]}", "expected a list of two whole numbers"),
+        ("timeline: {filename: 2026-13-01}", "this is not valid YAML: month must be in 1..12"),
+        ("params: {fusion_threshold_mb: 3.5}", "'3.5' is not a whole number"),
+        ("a: b: c", "this is not valid YAML: mapping values are not allowed here"),
+        ("\x00", "this is not valid YAML"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_with_the_file(written, text: str, message: str) -> None:
@@ -174,7 +193,8 @@ def test_without_pyyaml_it_says_what_to_install(written) -> None:
 def test_what_only_mpirun_or_jsrun_has_is_refused() -> None:
     for flags, message in (
         (["--binding-args=--bind-to core"], "--binding-args needs --mpi"),
-        (["--jsrun"], "perseusrun knows no jsrun"),
+        (["--jsrun"], "perseusrun does not support --jsrun"),
+        (["--mpi", "--binding-args=--bind-to 'core"], "--bind-to 'core: No closing quotation"),
     ):
         done = perseusrun("-np", "1", *flags, "true")
         assert done.returncode == 2 and message in done.stderr

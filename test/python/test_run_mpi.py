@@ -69,7 +69,7 @@ def test_status_of_mpirun_is_perseusruns(kind: str) -> None:
 
 def test_command_line_of_open_mpi() -> None:
     expected = (
-        "mpirun -np 3 --host a:2,b:1 --bind-to none --map-by slot --tag-output "
+        "mpirun -np 3 --host a:2,b:1 --tag-output --bind-to none --map-by slot "
         "--allow-run-as-root --own 1 train -x"
     )
     assert words(OPEN_MPI_4) == words(OPEN_MPI_5) == expected
@@ -91,10 +91,23 @@ def test_open_mpi_is_told_names_of_variables_and_no_values() -> None:
 
 
 def test_command_line_of_mpich() -> None:
-    expected = "mpirun -np 3 -hosts a:2,b:1 -bind-to none -prepend-rank -iface e0 --own 1 train -x"
+    expected = "mpirun -np 3 -hosts a:2,b:1 -prepend-rank -iface e0 -bind-to none --own 1 train -x"
     assert words(MPICH, {"A": "alpha"}, interfaces=["e0", "e1"]) == expected
     with pytest.raises(LaunchError, match="--output-filename: MPICH's mpirun cannot do that"):
         words(MPICH, output_directory="logs")
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_binding_arguments_bind_ranks_to_cores(kind: str) -> None:
+    mpirun, python = mpi_or_skip(kind)
+    env = environment(PATH=f"{Path(mpirun[0]).parent}:{os.environ['PATH']}")
+    program = "import os; print(len(os.sched_getaffinity(0)))"
+    ranks = [str(python), "-c", program]
+    binding = "--bind-to core" if kind == "openmpi" else "-bind-to core"
+    for flags, cores in ([], len(os.sched_getaffinity(0))), ([f"--binding-args={binding}"], 1):
+        done = perseusrun("--mpi", "-np", "1", *flags, *ranks, env=env)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == str(cores)
 
 
 def test_ranks_inherit_no_identity_of_an_outer_job() -> None:
