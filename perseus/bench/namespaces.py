@@ -104,13 +104,15 @@ def enter(pid: int, command: list[str]) -> int:
     for space in spaces:
         _check(_libc.setns(space, 0), "setns")
         os.close(space)
-    # A signal that comes before it can be forwarded waits.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    # Blocked signals are taken one by one below. A handler would miss one that comes between the
+    # interpreter's last look for signals and the system call that waits.
+    awaited = {*_FORWARDED, signal.SIGCHLD}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would never come
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     child = os.fork()
     if child == 0:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-        # In its own process group, it receives a signal to the caller's group once, by _forward.
-        os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+        _lead_group(0)
         _die_with_parent()
         try:
             os.chdir(directory)
@@ -118,15 +120,27 @@ def enter(pid: int, command: list[str]) -> int:
         except OSError as error:
             print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)
-    for number in _FORWARDED:
-        signal.signal(number, lambda received, _: _forward(child, received))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return 128 - code if code < 0 else code
+    _lead_group(child)  # whichever of the two comes first
+    while True:
+        received = signal.sigwait(awaited)
+        if received != signal.SIGCHLD:
+            _forward(child, received)
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            return 128 - code if code < 0 else code
 
 
 _KINDS = ("net", "uts", "ipc", "pid", "mnt")  # mnt last: /proc is another one from then on
+
+
+def _lead_group(pid: int) -> None:
+    """Give the command its own group: a signal to the caller's comes to it once, by _forward."""
+    try:
+        os.setpgid(pid, pid)
+    except (PermissionError, ProcessLookupError):
+        pass  # it did so itself, and runs the command or ended
 
 
 def _forward(child: int, number: int) -> None:
