@@ -54,10 +54,22 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
 
     func: its first argument is a perseus.elastic.State. reset: leaves the world, joins the next.
     """
+    return looped(func, reset)
+
+
+def looped(
+    func: Callable[..., Any], reset: Callable[[], Any], *native_errors: type[Exception]
+) -> Callable[..., Any]:
+    """Do what run_fn() does.
+
+    native_errors: a framework's own, as which it may report that the world has broken; while the
+    world is whole, they propagate.
+    """
+    broken: tuple[type[Exception], ...] = (HorovodInternalError, *native_errors)
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
-        new_world = skip_sync = False
+        new_world = skip_sync = saves = False
         notification_manager.init()
         notification_manager.register_listener(state)
         member = basics.membership()
@@ -66,33 +78,39 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
         try:
             while True:
                 try:
-                    if new_world:
-                        state.on_reset()
-                    if not skip_sync:
-                        state.sync()
-                    if member is not None:
-                        member.has_state = True
-                    return func(state, *args, **kwargs)
-                except HorovodInternalError as error:
-                    _log.warning("[elastic] going back to the last commit: %s", error)
+                    try:
+                        if saves:
+                            state.save()
+                        if new_world:
+                            state.on_reset()
+                        if not skip_sync:
+                            state.sync()
+                        if member is not None:
+                            member.has_state = True
+                        return func(state, *args, **kwargs)
+                    except HostsUpdatedInterrupt as interrupt:
+                        _log.warning("[elastic] hosts have changed: starting anew")
+                        skip_sync = interrupt.skip_sync
+                        if not skip_sync:
+                            # sync() sends the saved values, which must therefore be the present.
+                            state.save()
+                except broken as error:
+                    is_ours = isinstance(error, HorovodInternalError)
+                    reason = str(error) if is_ours else basics.world_failure()
+                    if reason is None:
+                        raise
+                    _log.warning("[elastic] going back to the last commit: %s", reason)
                     # Before restoring: reductions of this step would write into what is restored,
                     # and others wait for operations that this rank will not start any more.
                     basics.end_world()
                     state.restore()
                     skip_sync = False
-                except HostsUpdatedInterrupt as interrupt:
-                    _log.warning("[elastic] hosts have changed: starting anew")
-                    skip_sync = interrupt.skip_sync
-                    if not skip_sync:
-                        # sync() sends the saved values, which must therefore be the present ones.
-                        state.save()
                 if member is not None:
                     member.will_sync = not skip_sync
                 reset()
                 place = None if member is None else member.place
-                if skip_sync and place is not None and place.sync:  # others lack the state
-                    state.save()
-                    skip_sync = False
+                saves = skip_sync and place is not None and place.sync  # others lack the state
+                skip_sync = skip_sync and not saves
                 new_world = True
         finally:
             notification_manager.remove_listener(state)

@@ -30,7 +30,7 @@ from perseus.basics import (
 from perseus.compat.common.extensions import check_extension, split_list
 from perseus.errors import HorovodInternalError
 from perseus.gradients.rotation import synchronize_parameters
-from perseus.mxnet import compression, functions, mpi_ops
+from perseus.mxnet import compression, elastic, functions, mpi_ops
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters
 from perseus.mxnet.kvstore import create
@@ -97,6 +97,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "flush_residuals",
     "functions",
     "global_process_set",

@@ -8,7 +8,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from perseus.compression import Compressor
 from perseus.gradients.arguments import checked_predivide_factor
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
+from perseus.gradients.residuals import Held
 from perseus.mxnet import ops, residuals
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.learning_rate import learning_rate
@@ -147,9 +148,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         Plain MXNet can read such a file as well.
         """
         super().save_states(fname)
-        self._reducer.wait()
         path = Path(fname)
-        residuals.write(path, path.read_bytes(), self._reducer.residuals.read())
+        residuals.write(path, path.read_bytes(), self.residuals())
 
     def load_states(self, fname: str) -> None:
         """Load gluon's states, and the residuals in the file if this rank wrote them.
@@ -159,8 +159,18 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         """
         self._turns.drop()
         super().load_states(fname)
-        self._reducer.forget()
-        self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
+        self.go_on_with(residuals.held_in(Path(fname).read_bytes()))
+
+    def residuals(self) -> dict[str, Held]:
+        """See gradients.residuals.Source; waits for gradients."""
+        self._reducer.wait()
+        return self._reducer.residuals.read()
+
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """See gradients.residuals.Source. Drops sums over steps and corrections, too."""
+        self._turns.drop()
+        self._reducer.wait()
+        self._reducer.go_on_with(residuals, owner)
 
     def _trained(self) -> list[tuple[int, Any]]:
         """Return the parameters that have gradients, with their indices."""

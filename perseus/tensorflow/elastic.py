@@ -5,7 +5,6 @@ Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.ten
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import tensorflow as tf
 from perseus import basics
 from perseus.basics import init, rank, shutdown
 from perseus.elastic import ObjectState, State, reset, run_fn
+from perseus.elastic.loop import looped
 from perseus.elastic.variables_state import ModelState, VariablesState
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.tensorflow.functions import (
@@ -50,17 +50,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     missing from the new world.
     """
 
-    @functools.wraps(func)
-    def translated(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except tf.errors.UnknownError as error:
-            reason = basics.world_failure()
-            if reason is None:
-                raise
-            raise HorovodInternalError(reason) from error
-
-    return run_fn(translated, reset)
+    return looped(func, reset, tf.errors.UnknownError)
 
 
 def _broadcast(variables: Sequence[Any]) -> None:

@@ -16,6 +16,7 @@ from perseus.elastic import (
     run_fn,
 )
 from perseus.elastic import loop as elastic_loop
+from perseus.elastic.loop import looped
 from perseus.errors import (
     AbortedError,
     HorovodInternalError,
@@ -311,6 +312,59 @@ def test_other_exceptions_propagate(error):
         _run(state, [error], lambda: pytest.fail("reset"))
     assert caught.value is error
     assert state.done == ["sync"]
+
+
+@pytest.mark.parametrize("place", ["sync", "training", "callback"])
+def test_a_frameworks_error_in_a_broken_world_restores_and_starts_anew(place, monkeypatch, caplog):
+    class NativeError(RuntimeError):
+        pass
+
+    failures = []
+    monkeypatch.setattr(basics, "world_failure", lambda: failures[-1] if failures else None)
+    state = Recorder()
+
+    def fail_once_at(here):
+        if here == place and not failures:
+            failures.append("lost rank 1")
+            raise NativeError("[_Derived_]UnknownError")
+
+    def sync():
+        state.done.append("sync")
+        fail_once_at("sync")
+
+    def train(state):
+        fail_once_at("training")
+        if place == "callback" and "reset" not in state.done:
+            raise HostsUpdatedInterrupt(False)
+        return 7
+
+    state.sync = sync
+    state.register_reset_callbacks([lambda: fail_once_at("callback")])
+    wrapped = looped(train, lambda: state.done.append("anew"), NativeError)
+    assert wrapped(state) == 7
+    begun = {
+        "sync": ["sync"],
+        "training": ["sync"],
+        "callback": ["sync", "save", "anew", "reset"],
+    }[place]
+    assert state.done == [*begun, "restore", "anew", "reset", "sync"]
+    assert "going back to the last commit: lost rank 1" in caplog.text
+
+
+def test_a_frameworks_error_in_a_whole_world_propagates():
+    state = Recorder()
+    train = _raising(ZeroDivisionError("mine"))
+    wrapped = looped(train, lambda: pytest.fail("reset"), ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        wrapped(state)
+    assert state.done == ["sync"]
+
+
+def _raising(error):
+    def train(_):
+        raise error
+
+    return train
 
 
 def test_what_reset_raises_propagates():

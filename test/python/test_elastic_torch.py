@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import perseus.torch.horovod as hvd
+from perseus.elastic import sampler as sampler_module
 from perseus.torch.elastic import ElasticSampler, TorchState
-from perseus.torch.elastic import sampler as sampler_module
 from perseus.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 
@@ -138,14 +138,15 @@ def test_more_models_and_samplers_go_by_any_name():
     assert state.optimizer is None
 
 
-def test_registered_handlers_keep_other_kinds_of_values():
+@pytest.mark.parametrize("base", [StateHandler, object])
+def test_registered_handlers_keep_other_kinds_of_values(base):
     class Counter:
         def __init__(self) -> None:
             self.count = 0
 
-    class CounterHandler(StateHandler):
+    class CounterHandler(base):  # three methods are enough
         def __init__(self, value: Counter) -> None:
-            super().__init__(value)
+            self.value = value
             self.save()
 
         def save(self) -> None:
@@ -163,6 +164,7 @@ def test_registered_handlers_keep_other_kinds_of_values():
         state = TorchState(counter=Counter())
     finally:
         set_handler_registry(usual)
+    state.on_reset()
     state.counter.count = 5
     state.commit()
     state.counter.count = 6

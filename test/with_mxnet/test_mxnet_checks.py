@@ -28,6 +28,7 @@ MODULES = [
     "mx_rotation_checks",
     "mx_kvstore_rotation_checks",
     "mx_residual_checks",
+    "mx_elastic_checks",
     "mx_sync_batch_norm_checks",
     "mx_sync_batch_norm_order_checks",
     "mx_sharded_checks",

@@ -11,37 +11,18 @@ from typing import Any
 import torch
 
 from perseus.basics import rank
-from perseus.elastic import ObjectState
+from perseus.elastic.handled_state import (
+    HandledState,
+    Registry,
+    SamplerHandler,
+    StateHandler,
+)
 from perseus.torch.elastic.sampler import ElasticSampler
 from perseus.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-
-
-class StateHandler:
-    """How one kind of value is saved, restored and made equal on all ranks."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def save(self) -> None:
-        """Keep a copy of the value's state."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Give the value the state last saved."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Give the value rank 0's state; the saved copy stays. Collective."""
-        raise NotImplementedError
-
-    def set_value(self, value: Any) -> None:
-        """Handle another object from now on, and save it."""
-        self.value = value
-        self.save()
 
 
 class ModelStateHandler(StateHandler):
@@ -85,27 +66,13 @@ class OptimizerStateHandler(StateHandler):
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
-class SamplerStateHandler(StateHandler):
+class SamplerStateHandler(SamplerHandler):
     """Keeps an ElasticSampler's epoch and progress."""
-
-    def __init__(self, sampler: ElasticSampler) -> None:
-        super().__init__(sampler)
-        self.save()
-
-    def save(self) -> None:
-        """Remember epoch and progress."""
-        self._saved = copy.deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        """Roll back to the progress last saved, and share the remaining samples."""
-        self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
         """Copy rank 0's progress, and share the remaining samples among the present ranks."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
-
-Registry = list[tuple[type, type[StateHandler]]]
 
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
@@ -128,11 +95,7 @@ def set_handler_registry(registry: Registry) -> None:
     _registry = registry
 
 
-def _handler_for(value: Any) -> StateHandler | None:
-    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
-
-
-class TorchState(ObjectState):
+class TorchState(HandledState):
     """The state of elastic training with PyTorch, as attributes.
 
         state = TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
@@ -148,46 +111,5 @@ class TorchState(ObjectState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        self._handlers: dict[str, StateHandler] = {}
-        values: dict[str, Any] = {}
-        for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items():
-            handler = _handler_for(value)
-            if handler is None:
-                values[name] = value
-            else:
-                self._handlers[name] = handler
-                super().__setattr__(name, value)
-        super().__init__(broadcast_object, rank, **values)
-
-    def save(self) -> None:
-        """Copy the state of every module, optimizer and sampler; remember the other values."""
-        for handler in self._handlers.values():
-            handler.save()
-        super().save()
-
-    def restore(self) -> None:
-        """Bring everything back to the last save, in place."""
-        for handler in self._handlers.values():
-            handler.restore()
-        super().restore()
-
-    def sync(self) -> None:
-        """Take over rank 0's modules, optimizers and samplers, and its last save of other values.
-
-        Collective; ranks must have the same attributes.
-        """
-        for handler in self._handlers.values():
-            handler.sync()
-        super().sync()
-
-    def reset(self) -> None:
-        """Have samplers share their samples again, since the ranks may have changed."""
-        for handler in self._handlers.values():
-            if isinstance(handler.value, ElasticSampler):
-                handler.value.reset()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        handler = self.__dict__.get("_handlers", {}).get(name)
-        if handler is not None:
-            handler.set_value(value)
-        super().__setattr__(name, value)
+        values = {**kwargs, "model": model, "optimizer": optimizer}
+        super().__init__(broadcast_object, rank, get_handler_registry(), values)

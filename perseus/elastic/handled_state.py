@@ -1,0 +1,117 @@
+"""A state whose values are kept by handlers, which differ from framework to framework.
+
+Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.torch.elastic.state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from perseus.elastic.sampler import ElasticSampler
+from perseus.elastic.state import ObjectState
+
+
+class StateHandler:
+    """How one kind of value is saved, restored and made equal on all ranks."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keep a copy of the value's state."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Give the value the state last saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give the value rank 0's state; the saved copy stays. Collective."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handle another object from now on, and save it."""
+        self.value = value
+        self.save()
+
+
+class SamplerHandler(StateHandler):
+    """Keeps an ElasticSampler's epoch and progress; adapters add sync()."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(sampler)
+        self.save()
+
+    def save(self) -> None:
+        """Remember epoch and progress."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Roll back to the progress last saved, and share the remaining samples."""
+        self.value.load_state_dict(self._saved)
+
+
+# Types, and the handlers of their instances; the first that fits is taken.
+Registry = list[tuple[type, type[StateHandler]]]
+
+
+class HandledState(ObjectState):
+    """Values with handlers, as attributes, beside plain ones.
+
+    registry: finds the handlers. values: the attributes; those that no handler is for are kept as
+    in ObjectState. Assigning another value to an attribute with a handler saves it.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[[Any], Any],
+        get_rank: Callable[[], int],
+        registry: Registry,
+        values: Mapping[str, Any],
+    ) -> None:
+        self._handlers: dict[str, StateHandler] = {}
+        plain: dict[str, Any] = {}
+        for name, value in values.items():
+            fitting = (handler for kind, handler in registry if isinstance(value, kind))
+            handler = next(fitting, None)
+            if handler is None:
+                plain[name] = value
+            else:
+                self._handlers[name] = handler(value)
+                super().__setattr__(name, value)
+        super().__init__(bcast_object, get_rank, **plain)
+
+    def save(self) -> None:
+        """Have every handler save its value; remember the other values."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Bring everything back to the last save, in place."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Take over rank 0's values: those with handlers as they are, others as last saved.
+
+        Collective; ranks must have the same attributes.
+        """
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        """Have samplers share their samples again, since the ranks may have changed."""
+        for handler in self._handlers.values():
+            if isinstance(handler.value, ElasticSampler):
+                handler.value.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        handler = self.__dict__.get("_handlers", {}).get(name)
+        if handler is not None:
+            handler.set_value(value)
+        super().__setattr__(name, value)

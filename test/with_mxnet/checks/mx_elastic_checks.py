@@ -1,0 +1,193 @@
+"""Elastic training with MXNet: states go back to their commit, bit for bit, in a new world."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import gradient_settings as settings
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.contrib.amp.loss_scaler import LossScaler
+
+import perseus.mxnet as hvd
+from perseus.elastic import HostUpdateResult, notification_manager
+
+COMMITTED, STEPS = 2, 5
+
+
+class _Network(gluon.Block):
+    """Two weights, whose gradients are what it is called with."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(prefix="")
+        for name, shape in (("w0", (64, 64)), ("w1", (40,))):
+            parameter = self.params.get(name, shape=shape)
+            parameter.initialize(mx.init.Constant(float(seed)))
+            setattr(self, name, parameter)
+
+    def forward(self, first: Any, second: Any) -> Any:
+        return (self.w0.data() * first).sum() + (self.w1.data() * second).sum()
+
+
+class _Training:
+    """Momenta and residuals: whatever is lost shows in later weights."""
+
+    def __init__(self, seed: int) -> None:
+        self.net = _Network(seed)
+        self.optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
+        self.trainer = hvd.DistributedTrainer(
+            self.net.collect_params(), self.optimizer, compression=hvd.Compression.topk(0.1)
+        )
+
+    def step(self, number: int) -> None:
+        with autograd.record():
+            loss = self.net(*map(mx.nd.array, settings.normal(hvd.rank(), number)))
+        loss.backward()
+        self.trainer.step(1)
+
+    def weights(self) -> str:
+        """Of all bits, a digest."""
+        arrays = [parameter.data().asnumpy() for parameter in self.net.collect_params().values()]
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def check_a_failure_goes_back_to_the_commit_with_everything() -> None:
+    with settings.apart():  # so that codecs act
+        _fail_and_go_on()
+
+
+def _fail_and_go_on() -> None:
+    reference = _Training(0)
+    seen = []
+    for number in range(STEPS):
+        reference.step(number)
+        seen.append(reference.weights())
+    assert any(any(numbers) for _, numbers in reference.trainer.residuals().values())
+
+    training = _Training(hvd.rank())  # sync makes them equal
+    state = hvd.elastic.MXNetState(training.net, training.trainer, step=0)
+    entered = []
+
+    @hvd.elastic.run
+    def train(state: Any) -> str:
+        entered.append(state.step)
+        if len(entered) > 1:
+            assert training.weights() == seen[COMMITTED - 1]
+        while state.step < STEPS:
+            training.step(state.step)
+            after = training.weights()
+            if len(entered) == 1 and state.step == COMMITTED:
+                if hvd.rank() == hvd.size() - 1:
+                    raise hvd.HorovodInternalError("failing on purpose")
+                training.step(STEPS)  # an error that nobody waits for
+                hvd.broadcast_object(0)
+                raise AssertionError("a rank was missing, and nobody said so")
+            state.step += 1
+            assert after == seen[state.step - 1]
+            state.commit()
+        return "done"
+
+    assert train(state) == "done"
+    assert entered == [0, COMMITTED]
+    assert training.trainer._optimizer is training.optimizer  # which the script holds
+    assert training.optimizer.num_update == STEPS
+
+
+def check_changed_hosts_lose_no_step_that_is_under_way() -> None:
+    with settings.apart():
+        reference = _Training(0)
+        for number in range(6):
+            reference.step(number)
+        expected = reference.weights()
+
+        training = _Training(0)
+        state = hvd.elastic.MXNetState(training.net, training.trainer, step=0)
+        changes = iter([HostUpdateResult.added, HostUpdateResult.removed])
+
+        @hvd.elastic.run
+        def train(state: Any) -> str:
+            for _ in range(2):
+                training.step(state.step)  # nobody waits for it
+                state.step += 1
+            change = next(changes, None)
+            if change is None:
+                return "done"
+            if hvd.rank() == 0:
+                notification_manager.handle_hosts_updated(float(state.step), change)
+            state.check_host_updates()
+            raise AssertionError("nobody has interrupted")
+
+        assert train(state) == "done"
+        assert state.step == 6 and training.weights() == expected
+
+
+def check_schedules_loss_scales_and_sums_go_back_in_place() -> None:
+    rank = hvd.rank()
+    net = gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One())
+    net.collect_params().setattr("grad_req", "add")
+    schedule = mx.lr_scheduler.FactorScheduler(1, 0.5, base_lr=1.0 + rank)
+    optimizer = mx.optimizer.SGD(learning_rate=1.0 + rank, lr_scheduler=schedule)
+    trainer = hvd.DistributedTrainer(net.collect_params(), optimizer)
+    trainer._amp_loss_scaler = scaler = LossScaler()  # as amp.init_trainer does
+    scaler._loss_scale, trainer._scale = 2.0**rank, 0.5**rank
+    state = hvd.elastic.MXNetState(net, trainer)
+    state.sync()
+    state.save()
+    assert (schedule.base_lr, scaler.loss_scale, trainer._scale) == (1.0, 1.0, 1.0)
+    schedule.base_lr, scaler._loss_scale, trainer._scale = 7.0, 8.0, 9.0
+    with autograd.record():
+        loss = net(mx.nd.ones((1, 1)))
+    loss.backward()
+    state.restore()
+    assert (schedule.base_lr, scaler.loss_scale, trainer._scale) == (1.0, 1.0, 1.0)
+    assert trainer._optimizer.lr_scheduler is schedule and trainer._amp_loss_scaler is scaler
+    assert net.weight.grad().asscalar() == 0
+
+
+def check_errors_of_mxnet_in_a_whole_world_propagate() -> None:
+    training = _Training(0)
+    state = hvd.elastic.MXNetState(training.net, training.trainer)
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        mx.nd.dot(mx.nd.ones((2, 3)), mx.nd.ones((2, 3)))
+
+    with pytest.raises(mx.base.MXNetError, match="dot"):
+        train(state)
+    training.step(0)
+    training.weights()
+
+
+def check_a_sampler_shares_what_is_left() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    data = gluon.data.SimpleDataset(list(range(6 * size)))
+    sampler = hvd.elastic.ElasticSampler(data, shuffle=False)
+    loader = gluon.data.DataLoader(data, batch_size=2, sampler=sampler)
+    state = hvd.elastic.MXNetState(sampler=sampler)
+    sampler.record_batch(0, 2)
+    state.save()
+    sampler.record_batch(1, 2)
+    state.restore()
+    rest = [2 * size + rank + size * i for i in range(4)]
+    assert np.concatenate([batch.asnumpy() for batch in loader]).tolist() == rest
+    if rank != 0:
+        sampler.set_epoch(3)
+    state.sync()
+    assert list(sampler) == rest and sampler.epoch == 0
+
+
+def check_states_refuse_what_they_could_not_keep() -> None:
+    net = gluon.nn.Dense(3)
+    net.initialize()
+    with pytest.raises(ValueError, match=r"no values yet: initialize\(\) the network and"):
+        hvd.elastic.MXNetState(net)
+    net(mx.nd.ones((1, 2)))
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=hvd.create("dist_sync_perseus"))
+    with pytest.raises(ValueError, match="a trainer with a store cannot be a state"):
+        hvd.elastic.MXNetState(net, trainer)
+    with pytest.raises(ValueError, match="cannot keep a dict as its net: give it gluon's"):
+        hvd.elastic.MXNetState({"weight": mx.nd.ones((2,))})

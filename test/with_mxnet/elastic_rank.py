@@ -1,0 +1,71 @@
+"""A rank of an elastic job: rank 1 of three is killed, and a new process takes its place.
+
+perseusrun -np 3 --min-np 2 --blacklist-cooldown-range 1 2 python elastic_rank.py DIRECTORY [CODEC]
+"""
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+import perseus.mxnet as hvd
+
+STEPS = 8
+killed = Path(sys.argv[1]) / "killed"
+codec = getattr(hvd.Compression, sys.argv[2]) if sys.argv[2:] else hvd.Compression.none
+
+hvd.init()
+mx.random.seed(10 + hvd.rank())  # sync makes them equal
+net = gluon.nn.HybridSequential()
+net.add(
+    gluon.nn.Dense(70, in_units=40),
+    gluon.nn.BatchNorm(in_channels=70),
+    gluon.nn.Dense(3, in_units=70),
+)
+net.initialize(mx.init.Xavier())
+net.hybridize()
+trainer = hvd.DistributedTrainer(
+    net.collect_params(), "adam", {"learning_rate": 0.01}, compression=codec
+)
+state = hvd.elastic.MXNetState(net, trainer, step=0, taken_in=-1)
+
+
+def rows(step):
+    values = np.random.default_rng((hvd.rank(), step)).standard_normal((8, 40))
+    return mx.nd.array(values.astype(np.float32))
+
+
+@hvd.elastic.run
+def train(state):
+    print(f"enter {hvd.rank()} {hvd.size()} {state.step} {os.getpid()}", flush=True)
+    if hvd.size() == 3 and killed.exists():
+        state.taken_in = max(state.taken_in, state.step)
+    # After the last rank has come, all train for as many steps again.
+    while state.step < STEPS or state.taken_in < 0 or state.step < state.taken_in + STEPS:
+        with autograd.record():
+            loss = (net(rows(state.step)) ** 2).mean()
+        loss.backward()
+        if state.step == 3 and hvd.rank() == 1 and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        trainer.step(8)
+        state.step += 1
+        state.commit()
+
+
+train(state)
+_, momenta = zip(*sorted(trainer._updaters[0].states.items()), strict=True)
+weights = [
+    parameter.data() for parameter in net.collect_params().values() if parameter.grad_req != "null"
+]
+arrays = [*weights, *(array for pair in momenta for array in pair)]
+digest = hashlib.sha256(b"".join(array.asnumpy().tobytes() for array in arrays)).hexdigest()
+print(
+    f"finished {hvd.rank()} {state.step} {trainer._optimizer.num_update} {digest[:8]}", flush=True
+)
+hvd.shutdown()
