@@ -21,6 +21,8 @@ BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_in
 # The longest first, so that none is left for the end.
 TEST_DIRS := $(wildcard test/parallel test/faults test/hosts test/python test/gpu)
 CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc' -o -name '*.cu'
+# What one run of `make test` does with the newest PyTorch instead of the oldest.
+NEWEST_ALONE := test/gpu/test_torch_gpu.py test/python/test_rendezvous_torch.py test/parallel/test_ddp_examples.py
 # By pytest's marks, which pyproject.toml explains.
 SELECTED := $(if $(PERSEUS_TEST_FULL),,not full)
 # As many processes as there are cores; a file's tests stay together (test/conftest.py).
@@ -195,7 +197,7 @@ check-aarch64: packages-aarch64 $(VENV)/.build  ## compile everything for aarch6
 	  -R "^($$(tr ' ' '|' <<<'$(strip $(AARCH64_TESTS))'))$$"
 
 test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python tests, with PyTorch
-	$(PY) $(PYTEST) $(TEST_DIRS) </dev/null
+	$(PY) $(PYTEST) $(if $(PERSEUS_TEST_FULL),,$(NEWEST_ALONE:%=--ignore=%)) $(TEST_DIRS) </dev/null
 
 # On a machine with a GPU, and with a PyTorch that sees it as GPU_PYTHON. The package and its tests must be built.
 GPU_PYTHON ?= $(PYTHON)
@@ -203,12 +205,13 @@ test-gpu:  ## what needs a GPU; GPU_PYTHON=… names the Python whose PyTorch se
 	$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "PyTorch sees no GPU"'
 	PYTHONPATH=$(CURDIR):$(CURDIR)/test $(GPU_PYTHON) -m pytest test/gpu test/python/test_arrays.py </dev/null
 
-# What runs PyTorch: everything but the launchers, the core and the tools, which know nothing of its version. `make test-all`
-# runs those on the newest version, too, and where versions differ most, older ones.
-VERSION_TESTS := $(filter-out test/parallel/test_accuracy.py,$(wildcard test/parallel/test_*.py)) test/gpu \
+# What runs PyTorch: everything but the launchers, the core and the tools, which know nothing of its version. Of whole
+# programs, those that depend on it most run with the newest alone, the others with the oldest. `make test-all` runs
+# everything with both, and where versions differ most, with more of them.
+OLDEST_ALONE := $(patsubst %,test/parallel/test_%.py,accuracy compat doc_snippets elastic_programs programs)
+VERSION_TESTS := $(filter-out $(OLDEST_ALONE) $(NEWEST_ALONE),$(wildcard test/parallel/test_*.py)) $(NEWEST_ALONE) \
                  $(wildcard test/python/test_torch_*.py test/python/test_ddp_*.py) test/python/test_binding.py \
-                 test/python/test_rendezvous_torch.py test/python/test_elastic_torch.py \
-                 test/faults/test_process_group_faults.py
+                 test/python/test_elastic_torch.py test/faults/test_process_group_faults.py
 OLDER_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
                test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py \
                test/python/test_ddp_optimizer_steps.py

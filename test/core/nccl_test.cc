@@ -78,7 +78,8 @@ const std::vector<perseus_dtype> kFloats = {PERSEUS_FLOAT16, PERSEUS_BFLOAT16, P
 
 TEST(Nccl, CollectivesOfOneHostGiveTheBitsOfACpu) {
   for (const auto& dtypes : {kIntegers, kFloats}) {
-    for (int ranks = 2; ranks <= 4; ++ranks) run_steps(kOneHost, ranks, sums_and_others(ranks, dtypes, 100));
+    for (int ranks = 2; ranks <= 4; ++ranks)
+      if (!thin_grid() || ranks == 3) run_steps(kOneHost, ranks, sums_and_others(ranks, dtypes, 100));
     run_steps(all_media()[0], 2, sums_and_others(2, dtypes, 300));
   }
 }
@@ -162,7 +163,8 @@ TEST(Nccl, GradientsBetweenHostsAreThoseOfTheirMemory) {
       {"PERSEUS_ALLREDUCE_DTYPE=1", "PERSEUS_ALLREDUCE_STREAMS=1", "HOROVOD_FUSION_THRESHOLD=0"},
       {"PERSEUS_ALLREDUCE_DTYPE=1", "PERSEUS_ALLREDUCE_STREAMS=8", "HOROVOD_FUSION_THRESHOLD=65536"},
   };
-  for (const std::vector<std::string>& codec : codecs) {
+  for (size_t number = 0; number < codecs.size(); number += thin_grid() ? 2 : 1) {
+    const std::vector<std::string>& codec = codecs[number];
     std::string text;
     for (const std::string& setting : codec) text += setting + " ";
     std::vector<std::string> without = codec;

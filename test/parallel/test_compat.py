@@ -20,7 +20,14 @@ def _all_finished(output: str, ranks: int) -> bool:
     return all(f"rank {r} of {ranks} finished, horovod 0.28.1" in output for r in range(ranks))
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (3, 1), (4, 0)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.full),
+        (3, 1),
+        pytest.param(4, 0, marks=pytest.mark.full),
+    ],
+)
 def test_script_for_horovod_runs_unmodified_under_perseusrun(ranks, workers):
     command = [sys.executable, str(SCRIPT), "--rate", "0.1", "--workers", str(workers)]
     status, output = run_ranks(ranks, ["--horovod", *command])

@@ -24,7 +24,17 @@ def _expect_all_finished(ranks: int, *command: object) -> None:
         assert f"rank {rank} finished" in output
 
 
-@pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "failing"),
+    [
+        *(
+            pytest.param(ranks, failing, marks=pytest.mark.full)
+            for ranks, failing in ((1, 0), (2, 1), (4, 2))
+        ),
+        (2, 0),
+        (3, 1),
+    ],
+)
 def test_a_failure_on_one_rank_costs_nothing_but_the_way_back_to_the_commit(ranks, failing):
     _expect_all_finished(ranks, PARALLEL / "programs" / "elastic_training.py", failing)
 

@@ -21,7 +21,7 @@ def _run(ranks: int, *command: object) -> str:
     return output
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_ctrl_c_ends_a_wait_and_not_the_operation(ranks):
     output = _run(ranks, PARALLEL / "programs" / "interrupted_synchronize.py")
     assert "interrupted after" in output
@@ -29,20 +29,20 @@ def test_ctrl_c_ends_a_wait_and_not_the_operation(ranks):
         assert f"rank {rank} finished" in output
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full), 4])
 def test_shutdown_and_init_again_in_one_process(ranks):
     output = _run(ranks, PARALLEL / "programs" / "restart.py")
     assert output.count("finished") == ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 4])
 def test_a_rank_that_leaves_ends_the_others_waits(ranks):
     output = _run(ranks, PARALLEL / "programs" / "one_leaves.py")
     for rank in range(ranks):
         assert f"rank {rank} finished" in output
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_demo_learns_digits(ranks, tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")

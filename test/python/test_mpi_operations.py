@@ -47,7 +47,7 @@ _SCHEDULE = {
     ("kind", "variables"),
     [
         pytest.param("openmpi", {}, id="default-openmpi"),
-        pytest.param("mpich", {}, id="default-mpich"),
+        pytest.param("mpich", {}, id="default-mpich", marks=pytest.mark.full),
         pytest.param("openmpi", _SCHEDULE, id="schedule-openmpi", marks=pytest.mark.full),
         pytest.param("mpich", _SCHEDULE, id="schedule-mpich"),
     ],

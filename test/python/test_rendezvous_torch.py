@@ -57,7 +57,7 @@ def check_worlds(worlds: list[list[list[Any]]]) -> None:
         assert all(place[9] == "torch" for place in places)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.full), "after"])
 def test_ranks_by_hand_share_torchs_store_with_the_script(when: str) -> None:
     if when == "before":
         program = script(worlds=2, before=IDENTIFY + ALLREDUCE, after=DESTROY)
@@ -219,7 +219,9 @@ def secret_file(folder: Path, text: str = SECRET) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("variable", ["PERSEUS_SECRET", "PERSEUS_SECRET_FILE"])
+@pytest.mark.parametrize(
+    "variable", [pytest.param("PERSEUS_SECRET", marks=pytest.mark.full), "PERSEUS_SECRET_FILE"]
+)
 def test_a_given_secret_is_never_told_to_torchs_store(
     agent: Agent, tmp_path: Path, variable: str
 ) -> None:
