@@ -26,17 +26,21 @@ class _Watch:
     """Watches the first two steps after a broadcast; another broadcast restarts it."""
 
     def __init__(self) -> None:
-        self._registration: Any = None
+        self._is_registered = self._is_on = False
         # The optimizer of the first step, and how many operations had been finished by then.
         self._first: tuple[int, int] | None = None
 
     def start(self) -> None:
         """Watch the next two steps."""
-        self._first = None
-        if self._registration is None:
-            self._registration = register_optimizer_step_post_hook(self._on_step)
+        self._first, self._is_on = None, True
+        if not self._is_registered:
+            # For good: torch fails if a hook removes itself while others follow.
+            register_optimizer_step_post_hook(self._on_step)
+            self._is_registered = True
 
     def _on_step(self, optimizer: Any, *_: Any) -> None:
+        if not self._is_on:
+            return
         if (
             not basics.is_initialized()
             or hasattr(optimizer, "skip_synchronize")
@@ -53,8 +57,7 @@ class _Watch:
             self._end()
 
     def _end(self) -> None:
-        self._registration.remove()
-        self._registration = self._first = None
+        self._first, self._is_on = None, False
 
 
 _watch = _Watch()

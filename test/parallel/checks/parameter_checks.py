@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from patterns import assert_job_usable, raised, world_with
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import perseus.torch.horovod as hvd
 from perseus.errors import MismatchError
@@ -145,3 +146,21 @@ def check_who_averages_is_not_warned() -> None:
         model = _model()
         hvd.broadcast_parameters(model.state_dict(), 0)
         assert not _warnings_of(lambda t=train, m=model: t(m))
+
+
+def check_other_hooks_after_steps_are_called_as_well() -> None:
+    model = _model()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = _wrapped(model)
+    called: list[int] = []
+    others = [
+        register_optimizer_step_post_hook(lambda *_, n=number: called.append(n))
+        for number in range(2)
+    ]
+    try:
+        for step in range(3):
+            _step(model, optimizer, step)
+    finally:
+        for other in others:
+            other.remove()
+    assert called == [0, 1] * 3, called
