@@ -48,6 +48,7 @@ class _World:
     size: int = 1
     users: list[_User] = field(default_factory=list)
     init_hooks: list[Callable[[], None]] = field(default_factory=list)
+    end_hooks: list[Callable[[], None]] = field(default_factory=list)
     reset_hooks: list[Callable[[], None]] = field(default_factory=list)
     flush_hooks: list[Callable[[], None]] = field(default_factory=list)
     exit_registered: bool = False
@@ -211,6 +212,8 @@ def abort(reason: str = "no reason given") -> None:
     call it. ValueError before init().
     """
     _context().abort(reason)
+    for hook in _world.end_hooks:
+        hook()
 
 
 def end_world() -> None:
@@ -218,6 +221,8 @@ def end_world() -> None:
 
     Everything in flight ends at once, here and elsewhere. Does nothing when not running.
     """
+    for hook in _world.end_hooks:
+        hook()
     if _world.context is not None:
         _world.context.shutdown()
 
@@ -243,6 +248,11 @@ def at_init(hook: Callable[[], None]) -> None:
     _world.init_hooks.append(hook)
     if _world.context is not None:
         hook()
+
+
+def at_end(hook: Callable[[], None]) -> None:
+    """Call `hook` in end_world() and abort(), on any thread, to end what runs beside the world."""
+    _world.end_hooks.append(hook)
 
 
 def at_reset(hook: Callable[[], None]) -> None:

@@ -86,9 +86,17 @@ def _follow(distributed: ModuleType) -> None:
     if hasattr(maker, "__wrapped__"):
         return
     setattr(c10d, _MAKER, _redirecting(maker))
-    handlers["env"] = _with_environment(handlers["env"])
+    follow_rendezvous()
     if getattr(distributed, "is_initialized")():  # noqa: B009 - mypy knows no such attribute
         _say("the process group was there before `import perseus`, and stays as it is")
+
+
+def follow_rendezvous() -> None:
+    """Give scripts the variables of torch's launcher when they make their first process group."""
+    handlers = getattr(sys.modules.get(f"{_DISTRIBUTED}.rendezvous"), _HANDLERS, {})
+    handler = handlers.get("env")
+    if handler is not None and not hasattr(handler, "__wrapped__"):
+        handlers["env"] = _with_environment(handler)
 
 
 def _redirecting(maker: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,10 +116,14 @@ def _redirecting(maker: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     @wraps(handler)
-    def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    def rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
         if _redirects():
             import_module(f"{_OURS}.launched").fill_environment()
-        return handler(*args, **kwargs)
+        elif _OURS in sys.modules and "rank=" not in url:
+            launched = import_module(f"{_OURS}.launched")
+            if launched.is_in_elastic_job() and launched.is_free_to_fill():
+                launched.fill_environment()
+        return handler(url, *args, **kwargs)
 
     return rendezvous
 

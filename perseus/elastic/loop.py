@@ -43,6 +43,11 @@ def reset() -> None:
             _log.warning("[elastic] start %d of %d failed: %s", attempt, starts, error)
 
 
+def failure_if(*errors: type[Exception]) -> Callable[[Exception], str | None]:
+    """Return a function for looped(): these errors tell of the world's failure, if it has one."""
+    return lambda error: basics.world_failure() if isinstance(error, errors) else None
+
+
 def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
     """Wrap `func(state, *args, **kwargs)` so that it starts again when the world breaks.
 
@@ -54,18 +59,19 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
 
     func: its first argument is a perseus.elastic.State. reset: leaves the world, joins the next.
     """
-    return looped(func, reset)
+    return looped(func, reset, lambda _: None)
 
 
 def looped(
-    func: Callable[..., Any], reset: Callable[[], Any], *native_errors: type[Exception]
+    func: Callable[..., Any],
+    reset: Callable[[], Any],
+    reason_of: Callable[[Exception], str | None],
 ) -> Callable[..., Any]:
     """Do what run_fn() does.
 
-    native_errors: a framework's own, as which it may report that the world has broken; while the
-    world is whole, they propagate.
+    reason_of: for a framework's own error, by which it may report that the world has broken,
+    returns why it has; None for errors that propagate.
     """
-    broken: tuple[type[Exception], ...] = (HorovodInternalError, *native_errors)
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -94,9 +100,9 @@ def looped(
                         if not skip_sync:
                             # sync() sends the saved values, which must therefore be the present.
                             state.save()
-                except broken as error:
+                except Exception as error:
                     is_ours = isinstance(error, HorovodInternalError)
-                    reason = str(error) if is_ours else basics.world_failure()
+                    reason = str(error) if is_ours else reason_of(error)
                     if reason is None:
                         raise
                     _log.warning("[elastic] going back to the last commit: %s", reason)

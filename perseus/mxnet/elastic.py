@@ -16,7 +16,7 @@ from mxnet.gluon.parameter import ParameterDict
 from perseus.basics import init, rank, shutdown
 from perseus.elastic import ObjectState, State, reset, run_fn, sampler
 from perseus.elastic.handled_state import HandledState, Registry, SamplerHandler, StateHandler
-from perseus.elastic.loop import looped
+from perseus.elastic.loop import failure_if, looped
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.gradients.residuals import Held, Source
 from perseus.mxnet.functions import broadcast_object, broadcast_parameters
@@ -46,7 +46,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     same but keeps the state. Other exceptions propagate. Returns func's result. InitializationError
     when ranks are missing from the new world.
     """
-    return looped(func, reset, mx.base.MXNetError)
+    return looped(func, reset, failure_if(mx.base.MXNetError))
 
 
 class ElasticSampler(sampler.ElasticSampler, mx.gluon.data.Sampler):  # type: ignore[misc]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from perseus import basics
 from perseus.basics import init, rank, shutdown
 from perseus.elastic import ObjectState, State, reset, run_fn
-from perseus.elastic.loop import looped
+from perseus.elastic.loop import failure_if, looped
 from perseus.elastic.variables_state import ModelState, VariablesState
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.tensorflow.functions import (
@@ -50,7 +50,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     missing from the new world.
     """
 
-    return looped(func, reset, tf.errors.UnknownError)
+    return looped(func, reset, failure_if(tf.errors.UnknownError))
 
 
 def _broadcast(variables: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from perseus.elastic import (
     run_fn,
 )
 from perseus.elastic import loop as elastic_loop
-from perseus.elastic.loop import looped
+from perseus.elastic.loop import failure_if, looped
 from perseus.errors import (
     AbortedError,
     HorovodInternalError,
@@ -340,7 +340,7 @@ def test_a_frameworks_error_in_a_broken_world_restores_and_starts_anew(place, mo
 
     state.sync = sync
     state.register_reset_callbacks([lambda: fail_once_at("callback")])
-    wrapped = looped(train, lambda: state.done.append("anew"), NativeError)
+    wrapped = looped(train, lambda: state.done.append("anew"), failure_if(NativeError))
     assert wrapped(state) == 7
     begun = {
         "sync": ["sync"],
@@ -354,7 +354,7 @@ def test_a_frameworks_error_in_a_broken_world_restores_and_starts_anew(place, mo
 def test_a_frameworks_error_in_a_whole_world_propagates():
     state = Recorder()
     train = _raising(ZeroDivisionError("mine"))
-    wrapped = looped(train, lambda: pytest.fail("reset"), ZeroDivisionError)
+    wrapped = looped(train, lambda: pytest.fail("reset"), failure_if(ZeroDivisionError))
     with pytest.raises(ZeroDivisionError, match="mine"):
         wrapped(state)
     assert state.done == ["sync"]

@@ -46,9 +46,9 @@ def identify(environment: Mapping[str, str] | None = None) -> Identity:
     source = os.environ if environment is None else environment
     if CONTROL_VARIABLE in source and "PERSEUS_RANK" not in source:
         raise ValueError(
-            "[launch] this process gets its rank in hvd.init(), since the job is elastic; scripts "
-            "for torch.distributed need torchrun for that, or perseusrun without --min-np and "
-            "--host-discovery-script"
+            "[launch] this process gets its rank in hvd.init(), since the job is elastic; a script "
+            "for torch.distributed needs hvd.elastic for that (docs/elastic.md), torchrun, or "
+            "perseusrun without --min-np and --host-discovery-script"
         )
     variables = (
         None

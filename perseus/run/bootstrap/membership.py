@@ -57,6 +57,10 @@ class Membership:
         self.on_news: Callable[[float, int], None] | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
+    def is_of_this_process(self) -> bool:
+        """Whether no process between perseusrun's and this one has forked it."""
+        return os.getpid() == self._pid
+
     def join(self) -> Place:
         """Wait for the next world and take the place in it that perseusrun assigns.
 
@@ -64,7 +68,7 @@ class Membership:
         need this rank any more, and with a message if there is no next world because another rank
         has finished. Raises RuntimeError if perseusrun cannot be reached.
         """
-        if os.getpid() != self._pid:
+        if not self.is_of_this_process():
             raise RuntimeError(
                 "[elastic] a process that a rank has forked cannot be a rank: call init() in the "
                 "process that perseusrun has started"

@@ -8,6 +8,7 @@ whole group.
 from __future__ import annotations
 
 import atexit
+import gc
 import sys
 import time
 from datetime import timedelta
@@ -19,13 +20,16 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from perseus import basics, ddp
+from perseus.errors import HorovodInternalError
 from perseus.torch.distributed.collectives import Collectives
 from perseus.torch.distributed.direct import shorten_calls
 from perseus.torch.distributed.gradients import take_models
+from perseus.torch.distributed.launched import forget_world
 from perseus.torch.distributed.monitored_barriers import allow_monitored_barriers
 from perseus.torch.distributed.sync_batch_norm import accept_cpu_tensors
 from perseus.torch.distributed.untraced import leave_untraced
-from perseus.torch.distributed.work import Receive, Work
+from perseus.torch.distributed.work import Receive, Work, latest
 from perseus.torch.distributed.world import World
 
 NAME = "perseus"
@@ -35,6 +39,7 @@ _HOST = "cpu"
 _DEVICES = (_HOST, "cuda")
 _ANSWER_TIME = timedelta(seconds=5)
 _LOOK_AGAIN_SECONDS = 0.01
+_BOTH_NOTICE_SECONDS = 5
 # Groups that are open. c10d may keep no reference to their Python objects, only to what it calls.
 _open: set[Any] = set()
 
@@ -253,6 +258,46 @@ def _close_all() -> None:
         group.world.close()
 
 
+def failure_of(error: Exception) -> str | None:
+    """Return why the world has broken, if an error of torch.distributed comes from that.
+
+    None for all other errors.
+    """
+    if not isinstance(error, RuntimeError):
+        return None
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HorovodInternalError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is not None:
+        return basics.world_failure() or str(error)
+    # torch's store tells of a lost rank at the same time as the world.
+    deadline = time.monotonic() + (_BOTH_NOTICE_SECONDS if isinstance(error, dist.DistError) else 0)
+    while (failure := basics.world_failure()) is None and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN_SECONDS)
+    return failure
+
+
+def _abort_all() -> None:
+    """End all groups, on every rank."""
+    for group in list(_open):
+        group.abort()
+
+
+def _destroy_all() -> None:
+    """Leave all groups together, before the next world of an elastic job has groups of its own."""
+    if _open and dist.is_initialized():
+        dist.destroy_process_group()
+    _close_all()
+    _open.clear()
+    if basics.membership() is not None and not dist.is_initialized():
+        # torch counts groups, also those that did not come about, and ranks must count alike.
+        dist.distributed_c10d._world.group_count = 0
+    forget_world()
+    # Wrappers that nobody has any more would reduce the next step's gradients in their group.
+    latest.work = None  # its error knows the frames that know them
+    gc.collect()
+
+
 def register() -> None:
     """Make init_process_group("perseus") known to torch. A second call does nothing."""
     if NAME.upper() not in dist.Backend._plugins:
@@ -262,6 +307,9 @@ def register() -> None:
             allow_monitored_barriers(partial(_group_of, device_type=_HOST))
         dist.Backend.register_backend(NAME, _create, devices=list(_DEVICES))
         take_models(_group_of)
+        ddp.follow_rendezvous()
+        basics.at_end(_abort_all)
+        basics.at_reset(_destroy_all)
 
 
 def _group_of(process_group: Any, device_type: str) -> PerseusBackend | None:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from perseus import _core, basics, ddp
+from perseus import _core, basics, control, ddp
+from perseus.errors import InitializationError
 from perseus.run.bootstrap.addresses import own_address
 from perseus.torch.session import ALLGATHER, describe, wrap
 
@@ -41,6 +46,9 @@ def fill_environment() -> None:
     PERSEUS_USE_DDP_LAUNCHER=0 takes the rank and the size from mpirun, srun or perseusrun even
     where torch's variables are set.
     """
+    if is_in_elastic_job():
+        _fill_for_world()
+        return
     others_count = os.environ.get("PERSEUS_USE_DDP_LAUNCHER", "1") == "0"
     if _held or ("RANK" in os.environ and not others_count):
         return
@@ -48,7 +56,11 @@ def fill_environment() -> None:
     context = basics.launched_context("torch.distributed", environment)
     try:
         if not all(name in os.environ for name in _MASTER):
-            host, port = _meet(context)
+            operations = _core.Operations(context, wrap, describe)
+            try:
+                host, port = _meet(context.rank, partial(_exchange, operations))
+            finally:
+                operations.close()
             os.environ.update(zip(_MASTER, (host, port), strict=True))
         own = (context.rank, context.size, context.local_rank, context.local_size)
         os.environ.update(zip(_OF_TORCH, map(str, own), strict=True))
@@ -57,23 +69,78 @@ def fill_environment() -> None:
         context.close()
 
 
-def _meet(context: _core.Context) -> tuple[str, str]:
-    """Start torch's store on rank 0; return its address and port, on all ranks."""
-    operations = _core.Operations(context, wrap, describe)
-    try:
-        names = _exchange(operations, socket.gethostname())
-        text = ""
-        if context.rank == 0:
-            host = "127.0.0.1" if len(set(names)) == 1 else own_address(names)
-            store = c10d.TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, multi_tenant=True
-            )
-            _held.append(store)
-            text = f"{host} {store.port}"
-        host, _, port = _exchange(operations, text)[0].partition(" ")
-        return host, port
-    finally:
-        operations.close()
+# ---- in elastic jobs of perseusrun ----
+
+
+class _World:
+    """What has been set for the present world of an elastic job."""
+
+    variables: ClassVar[dict[str, str]] = {}
+    excepthook: Any = None  # before torch put its own in front
+
+
+def is_in_elastic_job() -> bool:
+    """Whether perseusrun gives this process its numbers in every world."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun inside a rank
+        return False
+    member = basics.membership()
+    return member is not None and member.is_of_this_process()
+
+
+def is_free_to_fill() -> bool:
+    """Whether the script has not set torch's variables itself."""
+    return os.environ.get("RANK") == _World.variables.get("RANK")
+
+
+def _fill_for_world() -> None:
+    """Set torch's variables anew in each world. A collective of the world's ranks."""
+    if not basics.is_initialized():
+        raise InitializationError(
+            "[torch] a rank of an elastic job gets its number in hvd.init(), which must come "
+            "before init_process_group() (docs/elastic.md); a script without hvd.elastic needs "
+            "torchrun, or perseusrun without --min-np and --host-discovery-script"
+        )
+    if _World.variables:
+        return
+    host, port = _meet(
+        basics.rank(), lambda line: control.gather_lines(line, "perseus.torch.distributed")
+    )
+    own = (basics.rank(), basics.size(), basics.local_rank(), basics.local_size())
+    _World.variables = dict(zip((*_MASTER, *_OF_TORCH), (host, port, *map(str, own)), strict=True))
+    _World.excepthook = sys.excepthook
+    os.environ.update(_World.variables)
+
+
+def forget_world() -> None:
+    """Remove what was set for a world of an elastic job, which has ended."""
+    if not _World.variables:
+        return
+    for name, value in _World.variables.items():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    if getattr(sys.excepthook, "__module__", "").startswith("torch."):
+        sys.excepthook = _World.excepthook
+    _World.variables = {}
+    _held.clear()
+
+
+# ---- everywhere ----
+
+
+def _meet(rank: int, exchange: Callable[[str], list[str]]) -> tuple[str, str]:
+    """Start torch's store on rank 0; return its address and port, on all ranks.
+
+    exchange: returns the texts of all ranks.
+    """
+    names = exchange(socket.gethostname())
+    text = ""
+    if rank == 0:
+        host = "127.0.0.1" if len(set(names)) == 1 else own_address(names)
+        store = c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        _held.append(store)
+        text = f"{host} {store.port}"
+    host, _, port = exchange(text)[0].partition(" ")
+    return host, port
 
 
 def _exchange(operations: _core.Operations, text: str) -> list[str]:

@@ -5,11 +5,13 @@ Source of behaviour: Horovod 0.28.1, horovod.torch.elastic.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from perseus.basics import init, shutdown
 from perseus.elastic import ObjectState, State, reset, run_fn
+from perseus.elastic.loop import looped
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.torch.elastic import sampler, state
 from perseus.torch.elastic.sampler import ElasticSampler
@@ -42,9 +44,18 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
         train(hvd.elastic.TorchState(model, optimizer, epoch=0))
 
-    The state is made equal on all ranks, then func runs. When it raises HorovodInternalError, on
-    this rank or another, all ranks go back to the last commit, build a new world and call it again;
-    HostsUpdatedInterrupt does the same but keeps the state. Other exceptions propagate. Returns
-    func's result. InitializationError when ranks are missing from the new world.
+    The state is made equal on all ranks, then func runs. When it raises HorovodInternalError, or
+    the error of a process group that has ended, on this rank or another, all ranks go back to the
+    last commit, build a new world and call it again; HostsUpdatedInterrupt does the same but keeps
+    the state. Other exceptions propagate. Returns func's result. InitializationError when ranks are
+    missing from the new world.
+
+    func may make process groups of torch.distributed on Perseus, which end with the world, so that
+    it makes them anew: init_process_group() takes rank, size and store from the world.
     """
-    return run_fn(func, reset)
+    return looped(func, reset, _reason_of)
+
+
+def _reason_of(error: Exception) -> str | None:
+    backend = sys.modules.get("perseus.torch.distributed.backend")
+    return None if backend is None else backend.failure_of(error)

@@ -1,0 +1,85 @@
+"""A rank of an elastic job with DistributedDataParallel: rank 1 of three is killed, or raises.
+
+perseusrun -np 3 --min-np 2 --blacklist-cooldown-range 1 2 python elastic_ddp.py DIRECTORY HOW
+
+HOW: killed, before it makes its process group (early), in a step (killed), or in a step of a script
+that destroys its process group whatever happens (tidy); or raises.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import perseus.torch.distributed  # noqa: F401 - the backend, for torch before 2.14
+import perseus.torch.horovod as hvd
+
+STEPS = 8
+failed, how = Path(sys.argv[1]) / "failed", sys.argv[2]
+
+hvd.init()
+torch.manual_seed(10 + hvd.rank())  # sync makes them equal
+model = torch.nn.Sequential(
+    torch.nn.Linear(40, 70), torch.nn.BatchNorm1d(70), torch.nn.Linear(70, 3)
+)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+state = hvd.elastic.TorchState(model, optimizer, step=0, taken_in=-1)
+
+
+@hvd.elastic.run
+def train(state):
+    fail_at("early")
+    dist.init_process_group("perseus")
+    try:
+        take_steps(state)
+    except BaseException:
+        if how == "tidy":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def take_steps(state):
+    assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
+    assert int(os.environ["LOCAL_RANK"]) == hvd.local_rank()
+    parallel = DistributedDataParallel(state.model)
+    print(f"enter {hvd.rank()} {hvd.size()} {state.step} {os.getpid()}", flush=True)
+    if hvd.size() == 3 and failed.exists():
+        state.taken_in = max(state.taken_in, state.step)
+    # After the last rank has come, all train for as many steps again.
+    while state.step < STEPS or state.taken_in < 0 or state.step < state.taken_in + STEPS:
+        generator = torch.Generator().manual_seed(hvd.rank() * 1000 + state.step)
+        optimizer.zero_grad()
+        loss = parallel(torch.rand(8, 40, generator=generator)).square().mean()
+        if state.step == 3:
+            fail_at("killed", "tidy", "raises")
+        # Where the others wait, with a wrapper that expects gradients.
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == hvd.size()
+        loss.backward()
+        optimizer.step()
+        state.step += 1
+        state.commit()
+
+
+def fail_at(*places):
+    if how not in places or hvd.rank() != 1 or failed.exists():
+        return
+    failed.touch()
+    if how == "raises":
+        raise hvd.HorovodInternalError("failing on purpose")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+train(state)
+moments = [value for each in optimizer.state.values() for value in each.values()]
+tensors = [*model.parameters(), *moments]
+digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()
+print(f"finished {hvd.rank()} {state.step} {digest[:8]}", flush=True)
+hvd.shutdown()
