@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import signal
 import socket
-import sys
 import time
 
 import pytest
 from ddp_scripts import EXAMPLES, TORCHRUN, read_until, run_script, started
-from ranks.launch import PARALLEL, run_ranks
+from ranks.elastic import assert_rank_1_was_replaced, run_elastic
+from ranks.launch import PARALLEL
 
 pytest.importorskip("torch")
 
@@ -55,25 +55,15 @@ def agent(tmp_path):
 
 @pytest.mark.parametrize("how", ["early", "killed", "tidy", "raises"])
 def test_ddp_goes_on_in_the_worlds_of_an_elastic_job(tmp_path, how):
-    flags = ["--min-np", "2", "--blacklist-cooldown-range", "1", "2"]
-    program = str(PARALLEL / "programs" / "elastic_ddp.py")
-    status, output = run_ranks(3, [*flags, sys.executable, program, str(tmp_path), how])
-    assert status == 0, output
-    entered = re.findall(r"enter (\d) (\d) (\d+) (\d+)", output)
-    begins = list(dict.fromkeys(each[1:3] for each in entered))
-    worlds = [[each[3] for each in sorted(entered) if each[1:3] == begin] for begin in begins]
+    job = run_elastic(PARALLEL / "programs" / "elastic_ddp.py", tmp_path, how)
     if how == "raises":
-        assert worlds[0] == worlds[1] and len(worlds) == 2, output
+        first, second = job.worlds
+        assert first == second and job.steps[1] == 3, job.output
+    elif how == "early":  # nobody has entered a world of three before
+        without, (*survivors, new) = job.worlds
+        assert without == survivors and new not in survivors, job.output
     else:
-        *with_three, without, (*survivors, new) = worlds
-        assert without == survivors and new not in survivors, output
-        assert with_three == (
-            [] if how == "early" else [[without[0], with_three[0][1], without[1]]]
-        )
-    if how != "early":
-        assert begins[1][1] == "3"  # the commit before the step in which rank 1 failed
-    ends = re.findall(r"finished \d (\d+ \w+)", output)
-    assert len(ends) == 3 and len(set(ends)) == 1, output
+        assert_rank_1_was_replaced(job, 3)
 
 
 def test_torchrun_takes_another_host_and_goes_on(agent, loss_of_one_rank):

@@ -1,6 +1,6 @@
 """A rank of an elastic job: rank 1 of three is killed, and a new process takes its place.
 
-perseusrun -np 3 --min-np 2 --blacklist-cooldown-range 1 2 python elastic_rank.py DIRECTORY [CODEC]
+perseusrun -np 3 --min-np 2 --blacklist-cooldown-range 1 2 python elastic_rank.py DIRECTORY CODEC
 """
 
 import hashlib
@@ -17,8 +17,10 @@ import perseus.mxnet as hvd
 
 STEPS = 8
 killed = Path(sys.argv[1]) / "killed"
-codec = getattr(hvd.Compression, sys.argv[2]) if sys.argv[2:] else hvd.Compression.none
+codec = getattr(hvd.Compression, sys.argv[2])
 
+# Codecs act between hosts: each rank is one.
+os.environ.update(LIGHT_2D_ALLREDUCE="1", LIGHT_INTRA_SIZE="1")
 hvd.init()
 mx.random.seed(10 + hvd.rank())  # sync makes them equal
 net = gluon.nn.HybridSequential()
@@ -64,8 +66,10 @@ weights = [
     parameter.data() for parameter in net.collect_params().values() if parameter.grad_req != "null"
 ]
 arrays = [*weights, *(array for pair in momenta for array in pair)]
+holds = any(any(values) for _, values in trainer.residuals().values())
 digest = hashlib.sha256(b"".join(array.asnumpy().tobytes() for array in arrays)).hexdigest()
 print(
-    f"finished {hvd.rank()} {state.step} {trainer._optimizer.num_update} {digest[:8]}", flush=True
+    f"finished {hvd.rank()} {state.step} {trainer._optimizer.num_update} {holds} {digest[:8]}",
+    flush=True,
 )
 hvd.shutdown()

@@ -124,9 +124,6 @@ def forget_world() -> None:
     _held.clear()
 
 
-# ---- everywhere ----
-
-
 def _meet(rank: int, exchange: Callable[[str], list[str]]) -> tuple[str, str]:
     """Start torch's store on rank 0; return its address and port, on all ranks.
 
