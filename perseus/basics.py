@@ -7,6 +7,7 @@ be called from any.
 from __future__ import annotations
 
 import atexit
+import hmac
 import logging
 import os
 import sys
@@ -52,6 +53,7 @@ class _World:
     reset_hooks: list[Callable[[], None]] = field(default_factory=list)
     flush_hooks: list[Callable[[], None]] = field(default_factory=list)
     exit_registered: bool = False
+    key: bytes = b""
 
 
 _world = _World()
@@ -79,6 +81,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise InitializationError(f"Horovod initialization failed: {error}") from None
     _world.context = context
     _world.rank, _world.size = context.rank, context.size
+    _world.key = _derived_key()
     if not _world.exit_registered:
         atexit.register(_at_exit)
         _world.exit_registered = True
@@ -175,6 +178,11 @@ def _rendezvous(identity: Identity) -> Rendezvous:
 
 def _forget_rendezvous() -> None:
     _world.met = None  # servers have threads, which must end before the interpreter
+
+
+def _derived_key() -> bytes:
+    secret = _world.met[1].secret if _world.met is not None else b""
+    return hmac.digest(secret, b"perseus objects of world %d" % _world.epoch, "sha256")
 
 
 def _check_comm(comm: Any, size: int) -> None:
@@ -344,6 +352,12 @@ def is_homogeneous() -> bool:
 def group_ranks(group: int) -> list[int] | None:
     """The global ranks of a group, in its order; None for an unknown one."""
     return _context().group_ranks(group)
+
+
+def session_key() -> bytes:
+    """32 bytes that the ranks of this world share, and nobody else knows."""
+    _context()
+    return _world.key
 
 
 def setting(name: str) -> int:

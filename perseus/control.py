@@ -1,4 +1,4 @@
-"""Exchanges between ranks without a framework: changes of process sets, text, bytes.
+"""Exchanges between ranks without a framework: changes of process sets, text, bytes, objects.
 
 Collective: every rank of the group calls the same functions in the same order, from one thread.
 """
@@ -6,18 +6,21 @@ Collective: every rank of the group calls the same functions in the same order, 
 from __future__ import annotations
 
 import ctypes
+import hmac
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from perseus import basics
+from perseus import basics, objects
 from perseus.arguments import checked_root
-from perseus.errors import NOT_INITIALIZED
+from perseus.errors import NOT_INITIALIZED, HorovodInternalError
 from perseus.operations import Kind
 
 if TYPE_CHECKING:
     from perseus import _core
 
 _UINT8 = 4  # enum perseus_dtype
+_CODE = "sha256"
+_CODE_SIZE = 32
 
 
 def add_group(ranks: Sequence[int]) -> int:
@@ -69,6 +72,52 @@ def broadcast_bytes(data: bytes, root_rank: int, name: str, group: int) -> bytes
         memory.raw = data
     _run(Kind.BROADCAST, f"{name}.t", memory, output=memory, root=root_rank, group=group)
     return data if is_root else memory.raw
+
+
+def broadcast_object(obj: Any, root_rank: int, name: str | None, group: int) -> Any:
+    """The root's object: itself on the root, an unpickled copy elsewhere.
+
+    obj: anything cloudpickle can write; ignored on the others. root_rank: a global rank. name:
+        without one, ranks must pass objects of the same type, whose name is used.
+    HorovodInternalError where what came is not from that rank.
+    """
+    name = type(obj).__name__ if name is None else name
+    root_rank = checked_root(root_rank, "broadcast")
+    if basics.rank() == root_rank:
+        broadcast_bytes(_sealed(obj, name, group), root_rank, name, group)
+        return obj
+    return _opened(broadcast_bytes(b"", root_rank, name, group), root_rank, name, group)
+
+
+def allgather_object(obj: Any, name: str | None, group: int) -> list[Any]:
+    """Every rank's object, in the group's rank order. See broadcast_object."""
+    name = type(obj).__name__ if name is None else name
+    parts = gather_bytes(_sealed(obj, name, group), name, group)
+    ranks = basics.group_ranks(group) or range(len(parts))
+    return [_opened(part, sender, name, group) for part, sender in zip(parts, ranks, strict=True)]
+
+
+# A pickle can run any code, so it is read only where a rank of this world has written it, for this
+# purpose: whoever can inject packets cannot make the code in front of it.
+def _sealed(obj: Any, name: str, group: int) -> bytes:
+    data = objects.dumps(obj)
+    return _code_of(data, basics.rank(), name, group) + data
+
+
+def _opened(data: bytes, sender: int, name: str, group: int) -> Any:
+    code, pickled = data[:_CODE_SIZE], memoryview(data)[_CODE_SIZE:]
+    if not hmac.compare_digest(code, _code_of(pickled, sender, name, group)):
+        raise HorovodInternalError(
+            f"[objects] what came from rank {sender} as {name!r} has a wrong authentication code: "
+            f"it has changed on its way, or is not from that rank; see docs/security.md"
+        )
+    return objects.loads(pickled)
+
+
+def _code_of(pickled: bytes | memoryview, sender: int, name: str, group: int) -> bytes:
+    code = hmac.new(basics.session_key(), f"{sender} {group} {name}\0".encode(), _CODE)
+    code.update(pickled)
+    return code.digest()
 
 
 def _gather(data: bytes, name: str, group: int) -> bytes:

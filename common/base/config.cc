@@ -139,8 +139,8 @@ constexpr Variable kTable[] = {
     {Var::kTransport, "PERSEUS_TRANSPORT", "", VarType::kChoice, "auto", "auto|shm|tcp", true,
      "How ranks exchange data: auto = shared memory inside a host and TCP between hosts; shm or tcp = only this one."},
     {Var::kChecksum, "PERSEUS_CHECKSUM", "", VarType::kBool, "0", "", true,
-     "1 = data and negotiation over TCP carry checksums (CRC32C), so that a byte that a network card, a switch or "
-     "memory changes is reported as an error instead of becoming a wrong gradient. That costs nothing at 1 Gbit/s, and "
+     "1 = data over TCP carry checksums (CRC32C), so that a byte that a network card, a switch or memory "
+     "changes is reported as an error instead of becoming a wrong gradient. That costs nothing at 1 Gbit/s, and "
      "computing time on faster networks: see docs/reliability.md."},
     {Var::kCpuOperations, "PERSEUS_CPU_OPERATIONS", "", VarType::kChoice, "perseus", "perseus|mpi", true,
      "What carries out collectives of all ranks on CPU tensors: perseus = Perseus itself, mpi = the MPI library of the "

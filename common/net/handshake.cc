@@ -11,6 +11,7 @@ namespace perseus {
 namespace {
 
 constexpr const char* kSessionLabel = "perseus session";
+constexpr const char* kMessagesLabel = "perseus messages";
 constexpr const char* kTicketLabel = "perseus ticket";
 
 const char* label_of(Handshake::Side side) {
@@ -164,6 +165,10 @@ bool ticket_holds(const std::string& session, const std::string& ticket) {
   if (ticket.size() != kOpeningSize) return false;
   const size_t said = kOpeningSize - kNonceSize;
   return proof_holds(ticket.substr(said), session, {kTicketLabel, ticket.substr(0, said)});
+}
+
+Digest message_key(const std::string& session, int from, int to, const std::string& name) {
+  return prove(session, {kMessagesLabel, std::to_string(from), std::to_string(to), name});
 }
 
 }  // namespace perseus

@@ -18,6 +18,7 @@
 #include <string>
 
 #include "base/version.h"
+#include "net/auth.h"
 
 namespace perseus {
 
@@ -106,5 +107,9 @@ class Handshake {
 // The ticket to another connection of two sides that have a session: `ours`, with a proof in place of the nonce.
 std::string make_ticket(const std::string& session, Opening ours);
 bool ticket_holds(const std::string& session, const std::string& ticket);
+
+// The key of the authentication codes behind what rank `from` sends to rank `to` on the connection `name` of two sides
+// that have a session.
+Digest message_key(const std::string& session, int from, int to, const std::string& name);
 
 }  // namespace perseus

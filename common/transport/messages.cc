@@ -5,7 +5,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "kernels/crc32c.h"
 #include "kernels/kernels.h"
 
 namespace perseus {
@@ -55,33 +54,40 @@ Moved MessageSender::send_windowed(size_t n, Cursor* source, bool from_in) {
 void MessageSender::start(const void* header, size_t bytes) {
   header_ = static_cast<const Byte*>(header);
   header_left_ = bytes;
-  moved_ = sum_.left = 0;
-  header_sum_ = checked_ && bytes > 0 ? Sum{kernels::crc32c(0, header, bytes), sizeof header_sum_.value} : Sum();
+  moved_ = message_check_.left = 0;
+  header_check_ = Behind();
+  if (check_ == nullptr || bytes == 0) return;
+  check_->begin(bytes);
+  check_->add(header, bytes);
+  header_check_ = finished_check();
 }
 
-void MessageSender::sum_up(size_t n, Cursor source, bool from_in) {
-  sum_ = Sum{0, sizeof sum_.value};
+MessageSender::Behind MessageSender::finished_check() { return {check_->finish(), check_->size(), check_->size()}; }
+
+void MessageSender::compute_check(size_t n, Cursor source, bool from_in) {
+  check_->begin(n);
   for (size_t done = 0; done < n;) {
     const size_t run = std::min(n - done, source.contiguous());
-    sum_.value = kernels::crc32c(sum_.value, from_in ? source.in() : source.out(), run);
+    check_->add(from_in ? source.in() : source.out(), run);
     source.advance(run);
     done += run;
   }
+  message_check_ = finished_check();
 }
 
 Moved MessageSender::send_streamed(size_t n, Cursor* source, bool from_in) {
-  if (checked_ && n > 0 && moved_ == 0 && sum_.left == 0) sum_up(n, *source, from_in);
+  if (check_ != nullptr && n > 0 && moved_ == 0 && message_check_.left == 0) compute_check(n, *source, from_in);
   iovec pieces[kMostPieces + 3];
   int count = 0;
   // The header and the first bytes leave in one packet.
   if (header_left_ > 0) pieces[count++] = iovec{const_cast<Byte*>(header_), header_left_};
-  if (header_sum_.left > 0) pieces[count++] = header_sum_.piece();
+  if (header_check_.left > 0) pieces[count++] = header_check_.piece();
   const int before = count;
   if (n > moved_)
     count += from_in ? source->gather_in(n - moved_, pieces + count, kMostPieces)
                      : source->gather_out(n - moved_, pieces + count, kMostPieces);
-  if (n > 0 && sum_.left > 0 && moved_ + total_bytes(pieces + before, count - before) == n)
-    pieces[count++] = sum_.piece();
+  if (n > 0 && message_check_.left > 0 && moved_ + total_bytes(pieces + before, count - before) == n)
+    pieces[count++] = message_check_.piece();
   if (count == 0) return Moved::kNothing;
   size_t sent = link_->try_send(pieces, count);
   if (sent == 0) return Moved::kNothing;
@@ -93,48 +99,48 @@ Moved MessageSender::send_streamed(size_t n, Cursor* source, bool from_in) {
   const size_t of_header = take(header_left_);
   header_ += of_header;
   header_left_ -= of_header;
-  header_sum_.left -= take(header_sum_.left);
+  header_check_.left -= take(header_check_.left);
   const size_t of_message = n > moved_ ? take(n - moved_) : 0;
   if (of_message > 0) source->advance(of_message);
   moved_ += of_message;
-  if (n > 0) sum_.left -= take(sum_.left);
-  if (!header_gone() || moved_ < n || (n > 0 && sum_.left > 0)) return Moved::kSome;
+  if (n > 0) message_check_.left -= take(message_check_.left);
+  if (!header_gone() || moved_ < n || (n > 0 && message_check_.left > 0)) return Moved::kSome;
   moved_ = 0;
   return Moved::kAll;
 }
 
-void MessageReceiver::verify(size_t n, uint32_t found, uint32_t sent) const {
-  if (found == sent) return;
-  fail(ErrorKind::kIo, "[tcp] " + std::to_string(n) + " bytes of " + link_->peer_text() +
-                           " have changed on their way: their CRC32C is " + std::to_string(found) + ", not " +
-                           std::to_string(sent) +
-                           "; if the script does not change tensors that are under way, look for errors of the " +
-                           "network cards and of memory on both hosts (ethtool -S, dmesg)");
+// Compares what check_ has been given, a message of n bytes, with what came behind it.
+void MessageReceiver::verify(size_t n, uint64_t sent) const {
+  const uint64_t found = check_->finish();
+  if (found != sent) check_->refuse(n, link_->peer_text(), found, sent);
 }
 
 ConstSpan MessageReceiver::unverified(size_t n) {
-  const ConstSpan window = link_->recv_window(n + sum_bytes());
+  const ConstSpan window = link_->recv_window(n + check_bytes());
   return window ? ConstSpan(window.data, n) : window;
 }
 
 ConstSpan MessageReceiver::whole(size_t n) {
   const ConstSpan window = unverified(n);
-  if (window && checked_ && !verified_) {
-    uint32_t sum;
-    std::memcpy(&sum, window.data + n, sizeof sum);
-    verify(n, kernels::crc32c(0, window.data, n), sum);
+  if (window && check_ != nullptr && !verified_) {
+    uint64_t sent = 0;
+    std::memcpy(&sent, window.data + n, check_->size());
+    check_->begin(n);
+    check_->add(window.data, n);
+    verify(n, sent);
     verified_ = true;
   }
   return window;
 }
 
 void MessageReceiver::release(size_t n) {
-  link_->recv_release(n + sum_bytes());
+  link_->recv_release(n + check_bytes());
   verified_ = false;
 }
 
 bool MessageReceiver::skip(size_t n) {
-  if (!link_->recv_window(n + sum_bytes())) return false;
+  if (!link_->recv_window(n + check_bytes())) return false;
+  if (check_ != nullptr && !verified_) check_->begin(n), check_->finish();  // it counts
   release(n);
   return true;
 }
@@ -155,24 +161,26 @@ Moved MessageReceiver::receive_streamed(size_t n, Cursor* target) {
   iovec pieces[kMostPieces + 1];
   const size_t left = n > moved_ ? n - moved_ : 0;
   int count = left > 0 ? target->gather_out(left, pieces, kMostPieces) : 0;
-  if (checked_ && total_bytes(pieces, count) == left) {
-    const size_t of_sum = moved_ + left - n;  // that have come
-    pieces[count++] = iovec{reinterpret_cast<Byte*>(&sum_) + of_sum, sizeof sum_ - of_sum};
+  if (check_ != nullptr && total_bytes(pieces, count) == left) {
+    const size_t behind = moved_ + left - n;  // bytes of what follows that have come
+    pieces[count++] = iovec{reinterpret_cast<Byte*>(&behind_) + behind, check_->size() - behind};
   }
   const size_t got = link_->try_recv(pieces, count);
   if (got == 0) return Moved::kNothing;
   const size_t of_message = std::min(got, left);
-  if (checked_)
+  if (check_ != nullptr) {
+    if (moved_ == 0) check_->begin(n);
     for (size_t i = 0, done = 0; done < of_message; ++i) {
       const size_t run = std::min(of_message - done, pieces[i].iov_len);
-      found_ = kernels::crc32c(found_, pieces[i].iov_base, run);
+      check_->add(pieces[i].iov_base, run);
       done += run;
     }
+  }
   if (of_message > 0) target->advance(of_message);
   moved_ += got;
-  if (moved_ < n + sum_bytes()) return Moved::kSome;
-  if (checked_) verify(n, found_, sum_);
-  moved_ = found_ = 0;
+  if (moved_ < n + check_bytes()) return Moved::kSome;
+  if (check_ != nullptr) verify(n, behind_);
+  moved_ = behind_ = 0;
   return Moved::kAll;
 }
 

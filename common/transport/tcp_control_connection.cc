@@ -15,17 +15,25 @@ namespace {
 // A peer that does not read gets no more than this: control messages are best effort.
 constexpr size_t kMaxQueued = 64 * 1024;
 
+uint64_t code_of(AuthenticationCode& code, const char* payload, size_t size) {
+  code.begin(size);
+  code.add(payload, size);
+  return code.finish();
+}
+
 }  // namespace
 
 TcpControlConnection::TcpControlConnection(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns,
-                                           int peer, Socket socket, std::string session)
+                                           int me, int peer, Socket socket, std::string session)
     : poller_(poller),
       traffic_(traffic),
       listener_(listener),
       alive_ns_(alive_ns),
       peer_(peer),
       socket_(std::move(socket)),
-      session_(std::move(session)) {
+      session_(std::move(session)),
+      outgoing_code_(message_key(session_, me, peer, tcp_protocol::kControl)),
+      incoming_code_(message_key(session_, peer, me, tcp_protocol::kControl)) {
   alive_ns_ = now_ns();
   poller_.add(socket_.fd(), EPOLLIN | EPOLLRDHUP, this);
 }
@@ -49,9 +57,10 @@ void TcpControlConnection::send_heartbeat() {
 }
 
 void TcpControlConnection::queue(const std::string& payload) {
-  if (lost_ || out_.size() + 4 + payload.size() > kMaxQueued) return;
+  if (lost_ || out_.size() + 4 + payload.size() + tcp_protocol::kCodeSize > kMaxQueued) return;
   put_u32(&out_, static_cast<uint32_t>(payload.size()));
   out_ += payload;
+  put_u64(&out_, code_of(outgoing_code_, payload.data(), payload.size()));
   flush();  // a failure shows as an event, too
 }
 
@@ -91,9 +100,12 @@ void TcpControlConnection::receive() {
       if (size > tcp_protocol::kMaxControlText)
         return lose("sent a control message of " + std::to_string(size) + " bytes, expected at most " +
                     std::to_string(tcp_protocol::kMaxControlText));
-      if (in_.size() - at - 4 < size) break;
-      if (size != 0) listener_.on_control_message(peer_, in_.substr(at + 4, size));
-      at += 4 + size;
+      if (in_.size() - at - 4 < size + tcp_protocol::kCodeSize) break;
+      const char* payload = in_.data() + at + 4;
+      if (get_u64(payload + size) != code_of(incoming_code_, payload, size))
+        return lose("from it came " + AuthenticationCode::refusal(size));
+      if (size != 0) listener_.on_control_message(peer_, std::string(payload, size));
+      at += 4 + size + tcp_protocol::kCodeSize;
     }
     in_.erase(0, at);
     if (static_cast<size_t>(n) < sizeof buffer) return;

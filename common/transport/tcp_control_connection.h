@@ -8,6 +8,7 @@
 #include "base/progress_lock.h"
 #include "net/poller.h"
 #include "net/socket.h"
+#include "transport/message_check.h"
 #include "transport/tcp_link.h"
 
 namespace perseus {
@@ -21,12 +22,12 @@ class TcpControlConnection : public PollHandler {
     virtual void on_gone(int peer, const std::string& why) = 0;
   };
 
-  TcpControlConnection(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int peer,
+  TcpControlConnection(Poller& poller, TcpTraffic& traffic, Listener& listener, int64_t& alive_ns, int me, int peer,
                        Socket socket, std::string session);
   // Sends what is queued if that does not block, and closes so that the peer can still read all of it.
   ~TcpControlConnection() override;
 
-  // Makes the tickets of the pair's data connections.
+  // Makes the tickets of the pair's data connections, and the keys of their authentication codes.
   const std::string& session() const { return session_; }
   SocketAddress address() const { return peer_address(socket_.fd()); }
 
@@ -47,6 +48,7 @@ class TcpControlConnection : public PollHandler {
   const int peer_;
   Socket socket_;
   const std::string session_;
+  AuthenticationCode outgoing_code_, incoming_code_;
   std::string in_, out_;
   bool waits_to_write_ = false;
   bool lost_ = false;

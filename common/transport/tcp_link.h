@@ -5,9 +5,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "base/progress_lock.h"
 #include "net/socket.h"
+#include "transport/message_check.h"
 #include "transport/transport.h"
 
 namespace perseus {
@@ -25,8 +27,14 @@ struct TcpTraffic {
 
 class TcpLink : public Link {
  public:
-  TcpLink(TcpTraffic& traffic, int64_t& alive_ns, int peer, Channel channel, bool checked)
-      : traffic_(traffic), alive_ns_(alive_ns), peer_(peer), channel_(channel), checked_(checked) {}
+  using Check = std::unique_ptr<MessageCheck>;
+  TcpLink(TcpTraffic& traffic, int64_t& alive_ns, int peer, Channel channel, Check outgoing, Check incoming)
+      : traffic_(traffic),
+        alive_ns_(alive_ns),
+        peer_(peer),
+        channel_(channel),
+        outgoing_check_(std::move(outgoing)),
+        incoming_check_(std::move(incoming)) {}
 
   Channel channel() const { return channel_; }
   int peer() const { return peer_; }
@@ -38,7 +46,8 @@ class TcpLink : public Link {
   void break_off(const std::string& why);
 
   bool has_windows() const override { return false; }
-  bool checked() const override { return checked_; }
+  MessageCheck* outgoing_check() override { return outgoing_check_.get(); }
+  MessageCheck* incoming_check() override { return incoming_check_.get(); }
   std::string peer_text() const override;
   Span send_window(size_t n) override PERSEUS_REQUIRES(progress_lock);
   void send_commit(size_t n) override PERSEUS_REQUIRES(progress_lock);
@@ -63,7 +72,7 @@ class TcpLink : public Link {
   int64_t& alive_ns_;  // of the peer
   const int peer_;
   const Channel channel_;
-  const bool checked_;
+  const Check outgoing_check_, incoming_check_;
   Socket socket_;
   std::string where_;      // the peer's address, for messages
   std::string broken_;     // why, "" = not

@@ -131,10 +131,23 @@ Link& TcpTransport::link(int rank, Channel channel) {
 TcpLink& TcpTransport::link_of(Peer& peer, int rank, Channel channel) {
   std::unique_ptr<TcpLink>& link = peer.links[channel.key()];
   if (!link) {
-    link = std::make_unique<TcpLink>(traffic_, peer.alive_ns, rank, channel, checked_);
+    link = std::make_unique<TcpLink>(traffic_, peer.alive_ns, rank, channel, check_of(peer, world_.rank, rank, channel),
+                                     check_of(peer, rank, world_.rank, channel));
     ++unattached_;
   }
   return *link;
+}
+
+// What one rank sends to the other on the channel. Announcements decide what ranks do and are short; data take a
+// checksum if the user wants one.
+std::unique_ptr<MessageCheck> TcpTransport::check_of(const Peer& peer, int from, int to, Channel channel) const {
+  if (channel.stream >= kControlStream) {
+    // Without a control connection, the link never carries anything.
+    const std::string session = peer.side ? peer.side->session() : "";
+    return std::make_unique<AuthenticationCode>(message_key(session, from, to, std::to_string(channel.key())));
+  }
+  if (checked_) return std::make_unique<Checksum>();
+  return nullptr;
 }
 
 void TcpTransport::connect(TcpLink& link, bool striped, int tries) {
@@ -228,8 +241,8 @@ void TcpTransport::on_side(int rank, Socket socket, std::string session) {
   Peer& peer = peer_of(rank);
   peer.address = peer_address(socket.fd());
   if (keep_alive_s_ > 0) keep_alive(socket.fd(), keep_alive_s_);
-  peer.side = std::make_unique<TcpControlConnection>(poller_, traffic_, *this, peer.alive_ns, rank, std::move(socket),
-                                                     std::move(session));
+  peer.side = std::make_unique<TcpControlConnection>(poller_, traffic_, *this, peer.alive_ns, world_.rank, rank,
+                                                     std::move(socket), std::move(session));
 }
 
 std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {

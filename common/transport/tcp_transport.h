@@ -65,6 +65,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   std::string missing() const;
   [[noreturn]] void report_missing();
   TcpLink& link_of(Peer& peer, int rank, Channel channel);
+  std::unique_ptr<MessageCheck> check_of(const Peer& peer, int from, int to, Channel channel) const;
   void connect(TcpLink& link, bool striped, int tries = 1);
   std::string ticket_for(const TcpLink& link);
   void on_established(Outgoing* connection);

@@ -20,6 +20,7 @@ namespace perseus {
 
 class Config;
 class Error;
+class MessageCheck;
 class Store;
 class Waker;
 
@@ -33,7 +34,7 @@ struct Channel {
 
 // Streams at or above this number carry negotiation, not data: small rings suffice.
 constexpr uint32_t kControlStream = 0x100;
-// No send_window/recv_window call asks for more at once, but for the checksum behind it.
+// No send_window/recv_window call asks for more at once, but for what MessageCheck puts behind it.
 constexpr size_t kMaxMessage = 256 * 1024;
 constexpr size_t kMaxControlMessage = 4 * 1024;
 
@@ -49,9 +50,10 @@ class Link {
   // try_send.
   virtual bool has_windows() const = 0;
 
-  // Do headers and messages end with checksums (transport/messages.h)? Not for links with windows; the same on both
-  // ends.
-  virtual bool checked() const { return false; }
+  // What follows headers and messages in either direction (transport/messages.h), null = nothing. Not for links with
+  // windows; of the same kind on both ends.
+  virtual MessageCheck* outgoing_check() { return nullptr; }
+  virtual MessageCheck* incoming_check() { return nullptr; }
   // For messages: "rank 3 (10.0.0.5:4711)".
   virtual std::string peer_text() const { return "a rank"; }
 

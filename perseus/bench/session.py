@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from perseus import basics, config, control, objects, stats
+from perseus import basics, config, control, stats
 from perseus.bench.codecs import Codec
 from perseus.bench.plan import PERSEUS, TORCH, Plan
 from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ratio
@@ -65,8 +65,7 @@ class Session:
 
     def share(self, value: object) -> list[Any]:
         """Return the value of every rank, ordered by rank. A collective."""
-        gathered = control.gather_bytes(objects.dumps(value), "bench.share", 0)
-        return [objects.loads(part) for part in gathered]
+        return control.allgather_object(value, "bench.share", 0)
 
     def sizes(self, usual: list[int]) -> list[int]:
         """Return the plan's sizes in bytes, or the usual ones of a case if it has none."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from mxnet.gluon.parameter import Parameter, ParameterDict
 
-from perseus import basics, control, objects
+from perseus import basics, control
 from perseus.arguments import checked_root
 from perseus.gradients.rotation import finish_corrections
 from perseus.mxnet.mpi_ops import broadcast_
@@ -77,13 +77,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
         without one, ranks must pass objects of the same type, whose name is used.
     HorovodInternalError where the world has broken; ValueError before init().
     """
-    is_root = basics.rank() == root_rank
-    payload = objects.dumps(obj) if is_root else b""
-    data = control.broadcast_bytes(payload, root_rank, name or objects.default_name(obj), 0)
-    return obj if is_root else objects.loads(data)
+    return control.broadcast_object(obj, root_rank, name, 0)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Every rank's object, in rank order, on every rank. See broadcast_object."""
-    parts = control.gather_bytes(objects.dumps(obj), name or objects.default_name(obj), 0)
-    return [objects.loads(part) for part in parts]
+    return control.allgather_object(obj, name, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from perseus import basics, control, objects
+from perseus import basics, control
 from perseus.arguments import checked_root
 from perseus.gradients.rotation import finish_corrections
 from perseus.process_sets import ProcessSet, global_process_set, group_id
@@ -153,12 +153,7 @@ def broadcast_object(
     HorovodInternalError where the world has broken; ValueError before init().
     """
     del session
-    is_root = basics.rank() == root_rank
-    payload = objects.dumps(obj) if is_root else b""
-    data = control.broadcast_bytes(
-        payload, root_rank, name or objects.default_name(obj), group_id(process_set)
-    )
-    return obj if is_root else objects.loads(data)
+    return control.broadcast_object(obj, root_rank, name, group_id(process_set))
 
 
 def broadcast_object_fn(
@@ -179,7 +174,4 @@ def allgather_object(
 ) -> list[Any]:
     """Every rank's object, in rank order, on every rank. See broadcast_object."""
     del session
-    parts = control.gather_bytes(
-        objects.dumps(obj), name or objects.default_name(obj), group_id(process_set)
-    )
-    return [objects.loads(part) for part in parts]
+    return control.allgather_object(obj, name, group_id(process_set))

@@ -7,18 +7,17 @@ to create state.
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from perseus import basics, objects
+from perseus import basics, control
 from perseus.arguments import checked_root
 from perseus.gradients.rotation import finish_corrections
-from perseus.process_sets import ProcessSet, global_process_set
-from perseus.torch.data_movement import allgather, broadcast_, broadcast_async_
+from perseus.process_sets import ProcessSet, global_process_set, group_id
+from perseus.torch.data_movement import broadcast_async_
 from perseus.torch.session import synchronize
 from perseus.torch.unwrapped import watch
 
@@ -91,34 +90,14 @@ def broadcast_object(
     obj: anything cloudpickle can write; ignored on the others. name: without one, ranks must pass
     objects of the same type, whose name is used. root_rank: a global rank.
     """
-    checked_root(root_rank, "torch")
-    name = objects.default_name(obj) if name is None else name
-    is_root = basics.rank() == root_rank
-    payload = objects.dumps(obj) if is_root else b""
-    size = torch.tensor([len(payload)], dtype=torch.int64)
-    broadcast_(size, root_rank, f"{name}.sz", process_set)
-    data = _bytes_to_tensor(payload) if is_root else torch.empty(int(size), dtype=torch.uint8)
-    broadcast_(data, root_rank, f"{name}.t", process_set)
-    return obj if is_root else objects.loads(buffer_of(data))
+    return control.broadcast_object(obj, root_rank, name, group_id(process_set))
 
 
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
     """Every rank's object, in rank order, on every rank. name as for broadcast_object."""
-    name = objects.default_name(obj) if name is None else name
-    payload = _bytes_to_tensor(objects.dumps(obj))
-    sizes = allgather(torch.tensor([payload.numel()], dtype=torch.int64), f"{name}.sz", process_set)
-    data = allgather(payload, f"{name}.t", process_set)
-    return [objects.loads(buffer_of(part)) for part in torch.split(data, sizes.tolist())]
-
-
-def _bytes_to_tensor(payload: bytes) -> torch.Tensor:
-    if not payload:
-        return torch.empty(0, dtype=torch.uint8)
-    with warnings.catch_warnings():  # it is only read
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(payload, dtype=torch.uint8)
+    return control.allgather_object(obj, name, group_id(process_set))
 
 
 class _TensorSlot:

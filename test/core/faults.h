@@ -30,7 +30,7 @@ enum class Call {
 };
 constexpr int kCalls = 14;
 
-enum class Effect { kError, kShort, kDelay, kDamage };
+enum class Effect { kError, kShort, kDelay, kDamage, kForge };
 
 constexpr int kStartUp = -1;
 constexpr int kAlways = 1 << 30;

@@ -49,7 +49,9 @@ TEST_P(Faults, AreSurvivedOrEndEveryRankWithTheCause) {
     // Another rank learns the cause or names the rank that has ended; at the start it can only name a rank that it
     // misses, which may be a third one that gave up a moment before.
     const std::string missed = c.fault.step == kStartUp ? "rank " : "rank 1";
-    const char* cause = c.fault.effect == Effect::kDamage ? "changed on their way" : std::strerror(c.fault.error);
+    const char* cause = c.fault.effect == Effect::kDamage  ? "changed on their way"
+                        : c.fault.effect == Effect::kForge ? "wrong authentication code"
+                                                           : std::strerror(c.fault.error);
     const bool told = ending.message.find(cause) != std::string::npos;
     EXPECT_TRUE(told || (rank != c.fault.rank && ending.message.find(missed) != std::string::npos));
   }
@@ -61,6 +63,7 @@ Fault refused(Call call, int error, int step = kStartUp, int times = 1, int nth 
 Fault shortened(Call call, int step, int times = kAlways) { return Fault{1, step, call, 0, times, Effect::kShort, 0}; }
 Fault delayed(Call call, int step, int times) { return Fault{1, step, call, 0, times, Effect::kDelay, 0}; }
 Fault damaged(Call call) { return Fault{1, 1, call, 0, kAlways, Effect::kDamage, 0}; }
+Fault forged(Call call) { return Fault{1, 1, call, 0, kAlways, Effect::kForge, 0}; }
 
 const Case kShm[] = {
     {"no_socket", "shm", refused(Call::kSocket, EMFILE, kStartUp, kAlways), Expected::kFails},
@@ -98,6 +101,7 @@ const Case kTcp[] = {
     {"broken_read", "tcp", refused(Call::kRecv, ECONNRESET, 1), Expected::kFails},
     {"changed_contributions", "tcp", damaged(Call::kRecv), Expected::kFails},
     {"changed_results", "tcp", damaged(Call::kRecvmsg), Expected::kFails},
+    {"changed_announcements", "tcp", forged(Call::kRecv), Expected::kFails},
 };
 const auto name_of = [](const testing::TestParamInfo<Case>& info) { return std::string(info.param.name); };
 INSTANTIATE_TEST_SUITE_P(Shm, Faults, testing::ValuesIn(kShm), name_of);

@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "kernels/crc32c.h"
+#include "net/auth.h"
 #include "values.h"
 
 namespace {
@@ -19,6 +20,7 @@ using perseus_test::Bytes;
 using perseus_test::mix;
 
 constexpr size_t kHeaderBytes = 13;
+const Digest kKey = sha256("key", 3);
 
 Byte byte_of(uint64_t seed, size_t index) { return static_cast<Byte>(mix(seed * 1000003 + index) >> 17); }
 
@@ -31,18 +33,41 @@ Bytes bytes_of(uint64_t seed, size_t count) {
 // A link to itself that remembers all that was sent.
 class PlayedLink : public Link {
  public:
-  bool checked() const override { return checks; }
+  MessageCheck* outgoing_check() override { return outgoing.get(); }
+  MessageCheck* incoming_check() override { return incoming.get(); }
   std::string peer_text() const override { return "rank 7 (10.0.0.7:4711)"; }
-  // What these bytes, a header or a message, are on the wire.
-  Bytes with_sum(Bytes bytes) const {
-    if (!checks) return bytes;
-    const uint32_t sum = perseus::kernels::crc32c(0, bytes.data(), bytes.size());
-    for (int bit = 0; bit < 32; bit += 8) bytes.push_back(static_cast<Byte>(sum >> bit));
+  // What these bytes, the next header or message, are on the wire.
+  Bytes checked(Bytes bytes) {
+    uint64_t behind = 0;
+    if (kind == Kind::kChecksum) behind = perseus::kernels::crc32c(0, bytes.data(), bytes.size());
+    if (kind == Kind::kCode) {
+      const uint64_t head[2] = {number_++, bytes.size()};
+      SipHash hash(kKey);
+      hash.add(head, sizeof head);
+      hash.add(bytes.data(), bytes.size());
+      behind = hash.finish();
+    }
+    for (size_t i = 0; i < check_bytes(); ++i) bytes.push_back(static_cast<Byte>(behind >> 8 * i));
     return bytes;
+  }
+  size_t check_bytes() const { return kind == Kind::kNone ? 0 : kind == Kind::kChecksum ? 4 : 8; }
+
+  enum class Kind { kNone, kChecksum, kCode };
+  void add_checks(Kind of) {
+    kind = of;
+    const auto make = [of]() -> std::unique_ptr<MessageCheck> {
+      if (of == Kind::kChecksum) return std::make_unique<Checksum>();
+      return std::make_unique<AuthenticationCode>(kKey);
+    };
+    outgoing = make(), incoming = make();
   }
 
   Bytes wire;
-  bool checks = false;
+  Kind kind = Kind::kNone;
+
+ private:
+  std::unique_ptr<MessageCheck> outgoing, incoming;
+  uint64_t number_ = 0;
 };
 
 void append(Bytes* bytes, const Bytes& more) { bytes->insert(bytes->end(), more.begin(), more.end()); }
@@ -164,13 +189,16 @@ Path uneven_stream(unsigned seed) {
           }};
 }
 
-Path checked(const Path& path) {
-  return {path.name + "_with_checksums", [make = path.make] {
+Path checked(const Path& path, PlayedLink::Kind kind) {
+  const char* what = kind == PlayedLink::Kind::kChecksum ? "_with_checksums" : "_with_codes";
+  return {path.name + what, [make = path.make, kind] {
             auto link = make();
-            link->checks = true;
+            link->add_checks(kind);
             return link;
           }};
 }
+Path summed(const Path& path) { return checked(path, PlayedLink::Kind::kChecksum); }
+Path coded(const Path& path) { return checked(path, PlayedLink::Kind::kCode); }
 
 const std::vector<Path> kPaths = {windows(1),
                                   windows(3),
@@ -182,12 +210,18 @@ const std::vector<Path> kPaths = {windows(1),
                                   stream(1'000'000),
                                   uneven_stream(1),
                                   uneven_stream(2),
-                                  checked(stream(1)),
-                                  checked(stream(7)),
-                                  checked(stream(4099)),
-                                  checked(stream(1'000'000)),
-                                  checked(uneven_stream(1)),
-                                  checked(uneven_stream(2))};
+                                  summed(stream(1)),
+                                  summed(stream(7)),
+                                  summed(stream(4099)),
+                                  summed(stream(1'000'000)),
+                                  summed(uneven_stream(1)),
+                                  summed(uneven_stream(2)),
+                                  coded(stream(1)),
+                                  coded(stream(11)),
+                                  coded(stream(4099)),
+                                  coded(stream(1'000'000)),
+                                  coded(uneven_stream(1)),
+                                  coded(uneven_stream(2))};
 
 class Messages : public testing::TestWithParam<size_t> {
  protected:
@@ -231,7 +265,7 @@ TEST_P(Messages, ArriveWholeAndInOrderBehindTheirHeader) {
       }
       if (!headed) {
         headed = receiver.take_header(taken.data(), kHeaderBytes);
-        EXPECT_TRUE(headed || link->wire.size() < link->with_sum(header).size());
+        EXPECT_TRUE(headed || link->wire.size() < header.size() + link->check_bytes());
       } else if (receiver.receive(kMessages[received], &to, false) == Moved::kAll) {
         ++received;
       }
@@ -240,10 +274,10 @@ TEST_P(Messages, ArriveWholeAndInOrderBehindTheirHeader) {
     EXPECT_EQ(taken, header);
     EXPECT_TRUE(target.out() == (from_in ? source.in() : source.out()));
     EXPECT_TRUE(target.in() == bytes_of(8, total)) << "the in side of the target is only read";
-    Bytes expected = link->with_sum(header);
+    Bytes expected = link->checked(header);
     for (size_t i = 0, at = 0; i < kMessages.size(); at += kMessages[i++]) {
       const auto message = target.out().begin() + static_cast<ptrdiff_t>(at);
-      append(&expected, link->with_sum(Bytes(message, message + static_cast<ptrdiff_t>(kMessages[i]))));
+      append(&expected, link->checked(Bytes(message, message + static_cast<ptrdiff_t>(kMessages[i]))));
     }
     EXPECT_TRUE(link->wire == expected) << "the wire does not depend on the cuts";
   }
@@ -292,11 +326,12 @@ TEST_P(Messages, AHeaderTravelsAlone) {
     EXPECT_EQ(taken, header);
     EXPECT_FALSE(receiver.take_header(taken.data(), kHeaderBytes)) << "it is taken once";
   }
-  EXPECT_EQ(link->wire.size(), 3 * link->with_sum(Bytes(kHeaderBytes)).size());
+  EXPECT_EQ(link->wire.size(), 3 * (kHeaderBytes + link->check_bytes()));
 }
 
 TEST_P(Messages, ADroppedHeaderDoesNotGo) {
   const auto link = this->link();
+  if (link->kind == PlayedLink::Kind::kCode) return;  // its receiver would miss one
   const Scattered source(31, 100, {3, 41}), target(33, 100, {7});
   MessageSender sender(link.get());
   MessageReceiver receiver(link.get());
@@ -309,7 +344,7 @@ TEST_P(Messages, ADroppedHeaderDoesNotGo) {
   EXPECT_EQ(sender.send(0, &from, true), Moved::kNothing);
   for (int call = 0; sender.send(100, &from, true) != Moved::kAll; ++call) ASSERT_LT(call, 1000);
   for (int call = 0; receiver.receive(100, &to, true) != Moved::kAll; ++call) ASSERT_LT(call, 1000);
-  EXPECT_TRUE(link->wire == link->with_sum(source.in()));
+  EXPECT_TRUE(link->wire == link->checked(source.in()));
   EXPECT_TRUE(target.out() == source.in());
 }
 
@@ -337,8 +372,8 @@ TEST_P(Messages, OfTheNextExchangeFollowThoseOfTheLast) {
     }
     EXPECT_EQ(taken, header);
     EXPECT_TRUE(target.out() == source.out()) << "exchange " << turn;
-    append(&expected, link->with_sum(header));
-    append(&expected, link->with_sum(source.out()));
+    append(&expected, link->checked(header));
+    append(&expected, link->checked(source.out()));
   }
   EXPECT_TRUE(link->wire == expected);
 }
@@ -407,16 +442,17 @@ TEST(MessagesInAStream, AreFewerOnTheWayToEachPeerTheMorePeersThereAre) {
   }
 }
 
-// Whatever bit of a header, of a message or of their checksums changes on the way.
-TEST(MessagesWithChecksums, AreAnErrorWhereTheWireHasChangedThem) {
+// Whatever bit of a header, of a message or of what follows them changes on the way.
+void expect_error_for_every_change(PlayedLink::Kind kind, const std::function<bool(const std::string&, size_t)>& says) {
   constexpr size_t kBytes = 300;
   const Bytes header = bytes_of(9, kHeaderBytes);
-  const size_t head = kHeaderBytes + 4, all = head + kBytes + 4;
+  const size_t behind = kind == PlayedLink::Kind::kChecksum ? 4 : 8;
+  const size_t head = kHeaderBytes + behind, all = head + kBytes + behind;
   for (size_t place = 0; place < all; ++place) {
     for (const bool at_once : {false, true}) {
       size_t cut = at_once ? all : 11;
       Stream link([&] { return cut; });
-      link.checks = true;
+      link.add_checks(kind);
       const Scattered source(91, kBytes, {60, 41}), target(93, kBytes, {17, 100});
       MessageSender sender(&link);
       MessageReceiver receiver(&link);
@@ -438,18 +474,61 @@ TEST(MessagesWithChecksums, AreAnErrorWhereTheWireHasChangedThem) {
         ADD_FAILURE() << "byte " << place << " has changed";
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::kIo);
-        const std::string text = error.what();
-        const std::string size = std::to_string(place < head ? kHeaderBytes : kBytes);
-        EXPECT_EQ(text.find("[tcp] " + size + " bytes of rank 7 (10.0.0.7:4711) have changed on their way"), 0U)
-            << text;
+        EXPECT_TRUE(says(error.what(), place < head ? kHeaderBytes : kBytes)) << error.what();
       }
     }
   }
 }
 
+TEST(MessagesWithChecksums, AreAnErrorWhereTheWireHasChangedThem) {
+  expect_error_for_every_change(PlayedLink::Kind::kChecksum, [](const std::string& text, size_t size) {
+    const std::string all =
+        "[tcp] " + std::to_string(size) + " bytes of rank 7 (10.0.0.7:4711) have changed on their way";
+    return text.rfind(all, 0) == 0;
+  });
+}
+
+TEST(MessagesWithCodes, AreAnErrorWhereTheWireHasChangedThem) {
+  expect_error_for_every_change(PlayedLink::Kind::kCode, [](const std::string& text, size_t size) {
+    const std::string all = "[tcp] from rank 7 (10.0.0.7:4711) came a control message of " + std::to_string(size) +
+                            " bytes with a wrong authentication code";
+    return text.rfind(all, 0) == 0;
+  });
+}
+
+// A stranger can do so without changing a byte of any message.
+TEST(MessagesWithCodes, AreAnErrorWhereTheyAreRepeatedLeftOutSwappedOrCutDifferently) {
+  constexpr size_t kBytes = 40, kAll = kBytes + 8;
+  const std::vector<std::vector<size_t>> orders = {{0, 0}, {1}, {1, 0}};
+  for (size_t i = 0; i <= orders.size(); ++i) {
+    Stream link([] { return size_t{1} << 20; });
+    link.add_checks(PlayedLink::Kind::kCode);
+    const Scattered source(97, 2 * kBytes, {13}), target(99, 2 * kBytes, {13});
+    MessageSender sender(&link);
+    MessageReceiver receiver(&link);
+    Cursor from = source.begin(), to = target.begin();
+    sender.start(nullptr, 0);
+    receiver.start();
+    for (int sent = 0; sent < 2; ++sent) ASSERT_EQ(sender.send(kBytes, &from, true), Moved::kAll);
+    const Bytes all = link.wire;
+    const auto receive_all = [&](size_t size, size_t times) {
+      for (size_t k = 0; k < times; ++k) receiver.receive(size, &to, false);
+    };
+    if (i == orders.size()) {
+      EXPECT_THROW(receive_all(kBytes - 1, 1), Error) << "the size counts";
+      continue;
+    }
+    link.wire.clear();
+    for (const size_t message : orders[i])
+      link.wire.insert(link.wire.end(), all.begin() + static_cast<ptrdiff_t>(message * kAll),
+                       all.begin() + static_cast<ptrdiff_t>((message + 1) * kAll));
+    EXPECT_THROW(receive_all(kBytes, orders[i].size()), Error) << "order " << i;
+  }
+}
+
 TEST(MessagesWithChecksums, ThatNobodyLooksAtAreSkipped) {
   Stream link([] { return size_t{1} << 20; });
-  link.checks = true;
+  link.add_checks(PlayedLink::Kind::kChecksum);
   const Scattered source(95, 150, {60});
   MessageSender sender(&link);
   MessageReceiver receiver(&link);

@@ -1,8 +1,11 @@
-// Control messages and heartbeats on the TCP connection of two ranks, in pieces of any size.
+// Control messages and heartbeats on the TCP connection of two ranks, in pieces of any size, with right codes and
+// without.
 #include <sys/socket.h>
 
 #include <memory>
+#include <string>
 
+#include "base/little_endian.h"
 #include "fuzz.h"
 #include "net/poller.h"
 #include "transport/tcp_control_connection.h"
@@ -12,6 +15,8 @@ using namespace perseus;
 using perseus_fuzz::expect;
 
 namespace {
+
+constexpr const char* kSession = "session";
 
 class Hearer : public TcpControlConnection::Listener {
  public:
@@ -26,6 +31,17 @@ class Hearer : public TcpControlConnection::Listener {
   bool gone = false;
 };
 
+// As the peer would send it.
+std::vector<uint8_t> framed(const std::vector<uint8_t>& text, AuthenticationCode& code) {
+  code.begin(text.size());
+  code.add(text.data(), text.size());
+  std::string frame;
+  put_u32(&frame, static_cast<uint32_t>(text.size()));
+  frame.append(text.begin(), text.end());
+  put_u64(&frame, code.finish());
+  return {frame.begin(), frame.end()};
+}
+
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -36,10 +52,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   TcpTraffic traffic;
   Hearer hearer;
   int64_t alive_ns = 0;
-  TcpControlConnection connection(poller, traffic, hearer, alive_ns, 1, Socket([&] { return ends[1]; }), "session");
+  TcpControlConnection connection(poller, traffic, hearer, alive_ns, 0, 1, Socket([&] { return ends[1]; }), kSession);
+  AuthenticationCode code(message_key(kSession, 1, 0, tcp_protocol::kControl));
   perseus_fuzz::Input input(data, size);
   while (!hearer.gone && input.left() > 0) {
-    const std::vector<uint8_t> piece = input.take(1 + input.choice(2000));
+    const bool frame = input.choice(2) == 0;
+    std::vector<uint8_t> piece = input.take(1 + input.choice(2000));
+    if (frame) piece = framed(piece, code);
     if (!piece.empty() && ::send(peer.fd(), piece.data(), piece.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0) break;
     connection.on_event(EPOLLIN);
   }
