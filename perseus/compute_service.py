@@ -305,7 +305,7 @@ def _ask(
     finally:
         connection.close()
     signed = response.headers.get(_SIGNATURE, "")
-    if not hmac.compare_digest(signed, _signature(key, challenge, body, text)):
+    if not hmac.compare_digest(signed.encode(), _signature(key, challenge, body, text).encode()):
         raise ConnectionError(f"[compute service] {place[0]}:{place[1]} does not have this key")
     answer: dict[str, Any] = json.loads(text)
     return answer

@@ -122,10 +122,10 @@ def unpack(string: bytes) -> tuple[dict[str, Held], int]:
         index = json.loads(line)
         first = 0
         for key, layout, length in index["held"]:
-            held[key] = layout, numbers[first : first + length]
-            first += length
+            held[str(key)] = int(layout), numbers[first : first + max(0, length)]
+            first += max(0, length)
         rank = int(index["rank"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise ValueError("[residuals] this is not what Perseus has saved") from error
     if not found or len(numbers) != first + 1:
         raise ValueError("[residuals] a part of what Perseus has saved is missing")

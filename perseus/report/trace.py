@@ -94,17 +94,21 @@ def read(path: Path) -> Trace:
 
     Raises ValueError if the file is not a timeline of Perseus, OSError if it cannot be read.
     """
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        events = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        events = json.loads(text, parse_constant=_no_number)
         job = events[0]["args"]
-        trace = Trace(path, job["rank"], job["size"])
-        zero = job["start_time_since_epoch_in_micros"]
-    except (ValueError, KeyError, IndexError, TypeError):
+        trace = Trace(path, int(job["rank"]), int(job["size"]))
+        reader = _Reader(trace, int(job["start_time_since_epoch_in_micros"]))
+        for event in events:
+            reader.take(event)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise ValueError(f"{path} is not a timeline of Perseus") from None
-    reader = _Reader(trace, zero)
-    for event in events:
-        reader.take(event)
     return trace
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")
 
 
 class _Reader:
@@ -121,20 +125,20 @@ class _Reader:
         if event["name"] == "process_name":
             self._names[event["pid"]] = event["args"]["name"].rsplit(_SET_SUFFIX, 1)[0]
         elif event["name"] == "DROPPED_RECORDS":
-            self._trace.dropped += event["args"]["count"]
+            self._trace.dropped += int(event["args"]["count"])
         elif event["ph"] == "X":
-            begin = (self._zero_us + event["ts"]) / 1e6
-            self._take_span(event, begin, begin + event["dur"] / 1e6)
+            begin = (self._zero_us + float(event["ts"])) / 1e6
+            self._take_span(event, begin, begin + max(0.0, float(event["dur"])) / 1e6)
 
     def _take_span(self, event: dict[str, Any], begin: float, end: float) -> None:
         row, name, facts = event["pid"], event["name"], event["args"]
         if row == _STREAMS_PID:
             self._trace.buckets.append(
                 Bucket(
-                    kind=facts["kind"],
-                    bytes=facts["bytes"],
-                    ranks=facts["ranks"],
-                    transport=facts["transport"],
+                    kind=str(facts["kind"]),
+                    bytes=int(facts["bytes"]),
+                    ranks=int(facts["ranks"]),
+                    transport=str(facts["transport"]),
                     begin=begin,
                     end=end,
                 )
@@ -148,17 +152,17 @@ class _Reader:
             operation = self._latest[row]
             operation.moving += end - begin
             if operation.bucket < 0:
-                operation.bucket = facts["bucket"]
+                operation.bucket = int(facts["bucket"])
         else:
             joined = "joined" in facts  # this rank has joined, so only other ranks submitted it
             operation = Operation(
                 name=self._names[row],
                 kind=name,
-                process_set=facts["process_set"],
+                process_set=int(facts["process_set"]),
                 submitted=begin if joined else self._submitted[row],
                 agreed=begin,
                 ended=end,
-                bytes=facts["bytes"],
+                bytes=int(facts["bytes"]),
                 ok=facts["outcome"] == "done",
             )
             self._latest[row] = operation

@@ -80,14 +80,18 @@ def arguments_of(path: str, *, with_controller: bool, with_hosts: bool) -> list[
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config-file {path}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:  # of a text, of a date, and of the grammar
-        text = " ".join(str(error).split())
+    except (ValueError, yaml.YAMLError, RecursionError) as error:  # of a text, a date, the grammar
+        text = _on_one_line(error)
         raise ValueError(f"--config-file {path}: this is not valid YAML: {text}") from None
     try:
         words = list(_arguments(found, with_controller))
         return [word for word in words if with_hosts or not word.startswith(_SCRIPT)]
     except ValueError as error:
-        raise ValueError(f"--config-file {path}: {error}") from None
+        raise ValueError(f"--config-file {path}: {_on_one_line(error)}") from None
+
+
+def _on_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _arguments(found: Any, with_controller: bool) -> Iterator[str]:

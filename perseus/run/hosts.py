@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-_HOST = re.compile(r"(?P<name>\[[^\]\s]+\]|[^\s:\[\],=#-][^\s:\[\],=#]*)(?::(?P<slots>[0-9]+))?")
-_HOSTFILE_LINE = re.compile(r"(?P<host>\S+)(?:\s+slots\s*=\s*(?P<slots>[0-9]+))?(?:\s+\S+=\S+)*")
+_SLOTS = r"(?P<slots>[0-9]{1,9})"
+_HOST = re.compile(rf"(?P<name>\[[^\]\s]+\]|[^\s:\[\],=#-][^\s:\[\],=#]*)(?::{_SLOTS})?")
+_HOSTFILE_LINE = re.compile(rf"(?P<host>\S+)(?:\s+slots\s*=\s*{_SLOTS})?(?:\s+\S+=\S+)*")
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def parse_hosts(text: str) -> list[Host]:
 
     Raises ValueError, which quotes the part that is wrong.
     """
-    return _merge(_parse_host(part.strip(), f"-H {text}") for part in text.split(","))
+    return _merge(_parse_host(part.strip(), f"-H {_shown(text)}") for part in text.split(","))
 
 
 def parse_hostfile(path: str) -> list[Host]:
@@ -61,7 +62,9 @@ def parse_hostfile(path: str) -> list[Host]:
         where = f"{path}, line {number}"
         match = _HOSTFILE_LINE.fullmatch(content)
         if match is None:
-            raise ValueError(f"{where}: '{content}': expected 'host', 'host:2' or 'host slots=2'")
+            raise ValueError(
+                f"{where}: '{_shown(content)}': expected 'host', 'host:2' or 'host slots=2'"
+            )
         host = _parse_host(match["host"], where)
         if match["slots"] is not None:
             host = Host(host.name, _slots(match["slots"], where))
@@ -88,8 +91,8 @@ def parse_discovered(text: str, slots: int | None, script: str) -> list[Host]:
         if not re.search(r":[0-9]+$", content):
             if slots is None:
                 raise ValueError(
-                    f"{where}: '{content}' has no number of slots: print name:slots, or give "
-                    f"--slots-per-host"
+                    f"{where}: '{_shown(content)}' has no number of slots: print name:slots, or "
+                    f"give --slots-per-host"
                 )
             host = Host(host.name, slots)
         hosts.append(host)
@@ -136,8 +139,15 @@ def _parse_host(text: str, where: str) -> Host:
     name = match["name"].strip("[]") if match else ""
     # ssh would parse a name that begins with a dash as an option.
     if match is None or any(part.startswith("-") for part in (name, name.rpartition("@")[2])):
-        raise ValueError(f"Invalid host input in {where}: '{text}': expected name or name:slots")
+        raise ValueError(
+            f"Invalid host input in {where}: '{_shown(text)}': expected name or name:slots"
+        )
     return Host(name, _slots(match["slots"] or "1", where))
+
+
+def _shown(text: str) -> str:
+    """On one line."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _slots(text: str, where: str) -> int:

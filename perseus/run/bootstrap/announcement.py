@@ -33,20 +33,30 @@ def read_announcement(
 
     given: the secret that the user gave to this rank; None without one.
 
-    Raises ValueError if rank 0 was given another secret, or only one of the ranks was given any.
+    Raises ValueError if rank 0 was given another secret, or only one of the ranks was given any,
+    and for what is no announcement.
     """
-    host, port, made, nonce, check = json.loads(text)
-    if made:
+    try:
+        host, port, made, nonce, check = json.loads(text)
+        secret = made.encode("latin-1")
+        claimed = check.encode()
+        if not (isinstance(host, str) and isinstance(nonce, str)):
+            raise TypeError
+        if not 0 < port < 65536 or port != int(port):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise ValueError("[rendezvous] what rank 0 announced is no address of a store") from None
+    if secret:
         if given is not None:
             raise ValueError(
                 f"[rendezvous] rank {rank} was given a secret, but rank 0 was not: {_REMEDY}"
             )
-        return str(host), int(port), str(made).encode("latin-1")
+        return host, int(port), secret
     if given is None:
         raise ValueError(f"[rendezvous] rank {rank} was given no secret, but rank 0 was: {_REMEDY}")
-    if not hmac.compare_digest(str(check), _check(given, str(nonce), str(host), int(port))):
+    if not hmac.compare_digest(claimed, _check(given, nonce, host, int(port)).encode()):
         raise ValueError(f"[rendezvous] rank {rank} has another secret than rank 0: {_REMEDY}")
-    return str(host), int(port), given
+    return host, int(port), given
 
 
 def _check(secret: bytes, nonce: str, host: str, port: int) -> str:
