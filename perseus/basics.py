@@ -53,7 +53,6 @@ class _World:
     reset_hooks: list[Callable[[], None]] = field(default_factory=list)
     flush_hooks: list[Callable[[], None]] = field(default_factory=list)
     exit_registered: bool = False
-    key: bytes = b""
 
 
 _world = _World()
@@ -81,7 +80,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise InitializationError(f"Horovod initialization failed: {error}") from None
     _world.context = context
     _world.rank, _world.size = context.rank, context.size
-    _world.key = _derived_key()
     if not _world.exit_registered:
         atexit.register(_at_exit)
         _world.exit_registered = True
@@ -178,11 +176,6 @@ def _rendezvous(identity: Identity) -> Rendezvous:
 
 def _forget_rendezvous() -> None:
     _world.met = None  # servers have threads, which must end before the interpreter
-
-
-def _derived_key() -> bytes:
-    secret = _world.met[1].secret if _world.met is not None else b""
-    return hmac.digest(secret, b"perseus objects of world %d" % _world.epoch, "sha256")
 
 
 def _check_comm(comm: Any, size: int) -> None:
@@ -354,10 +347,10 @@ def group_ranks(group: int) -> list[int] | None:
     return _context().group_ranks(group)
 
 
-def session_key() -> bytes:
-    """32 bytes that the ranks of this world share, and nobody else knows."""
-    _context()
-    return _world.key
+def derived_key(purpose: bytes) -> bytes:
+    """32 bytes that follow from the job's secret, so that only the ranks of the job know them."""
+    secret = _world.met[1].secret if _world.met is not None else b""
+    return hmac.digest(secret, purpose, "sha256")
 
 
 def setting(name: str) -> int:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import hmac
+import secrets
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +21,15 @@ if TYPE_CHECKING:
     from perseus import _core
 
 _UINT8 = 4  # enum perseus_dtype
-_CODE = "sha256"
-_CODE_SIZE = 32
+_SIZE_SIZE, _CODE_SIZE = 8, 32
+_HEAD_SIZE = _SIZE_SIZE + 2 * _CODE_SIZE
 
 
 def add_group(ranks: Sequence[int]) -> int:
     """Create a group of these ranks; returns its id, the same on every rank of the world."""
-    return int(_run(Kind.ADD_GROUP, "add", numbers=ranks))
+    group = int(_run(Kind.ADD_GROUP, "add", numbers=ranks))
+    _keys.forget(group)
+    return group
 
 
 def remove_group(group: int) -> None:
@@ -61,19 +65,6 @@ def gather_bytes(data: bytes, name: str, group: int) -> list[bytes]:
     return parts
 
 
-def broadcast_bytes(data: bytes, root_rank: int, name: str, group: int) -> bytes:
-    """The root's bytes; what others pass is ignored. root_rank: a global rank."""
-    is_root = basics.rank() == checked_root(root_rank, "broadcast")
-    size = (ctypes.c_char * 8).from_buffer_copy(len(data).to_bytes(8, "little"))
-    _run(Kind.BROADCAST, f"{name}.sz", size, output=size, root=root_rank, group=group)
-    length = int.from_bytes(size.raw, "little")
-    memory = (ctypes.c_char * length)()
-    if is_root:
-        memory.raw = data
-    _run(Kind.BROADCAST, f"{name}.t", memory, output=memory, root=root_rank, group=group)
-    return data if is_root else memory.raw
-
-
 def broadcast_object(obj: Any, root_rank: int, name: str | None, group: int) -> Any:
     """The root's object: itself on the root, an unpickled copy elsewhere.
 
@@ -81,49 +72,113 @@ def broadcast_object(obj: Any, root_rank: int, name: str | None, group: int) -> 
         without one, ranks must pass objects of the same type, whose name is used.
     HorovodInternalError where what came is not from that rank.
     """
-    name = type(obj).__name__ if name is None else name
-    root_rank = checked_root(root_rank, "broadcast")
-    if basics.rank() == root_rank:
-        broadcast_bytes(_sealed(obj, name, group), root_rank, name, group)
-        return obj
-    return _opened(broadcast_bytes(b"", root_rank, name, group), root_rank, name, group)
+    is_root = basics.rank() == checked_root(root_rank, "broadcast")
+    seal = _Seal(type(obj).__name__ if name is None else name, group)
+    data = objects.dumps(obj) if is_root else b""
+    head = _memory_of(seal.head(data) if is_root else bytes(_HEAD_SIZE))
+    _run(Kind.BROADCAST, f"{seal.name}.sz", head, output=head, root=root_rank, group=group)
+    memory = _memory_of(data) if is_root else (ctypes.c_char * seal.size(head.raw, root_rank))()
+    _run(Kind.BROADCAST, f"{seal.name}.t", memory, output=memory, root=root_rank, group=group)
+    return obj if is_root else seal.open(head.raw, memoryview(memory).cast("B"), root_rank)
 
 
 def allgather_object(obj: Any, name: str | None, group: int) -> list[Any]:
     """Every rank's object, in the group's rank order. See broadcast_object."""
-    name = type(obj).__name__ if name is None else name
-    parts = gather_bytes(_sealed(obj, name, group), name, group)
-    ranks = basics.group_ranks(group) or range(len(parts))
-    return [_opened(part, sender, name, group) for part, sender in zip(parts, ranks, strict=True)]
-
-
-# A pickle can run any code, so it is read only where a rank of this world has written it, for this
-# purpose: whoever can inject packets cannot make the code in front of it.
-def _sealed(obj: Any, name: str, group: int) -> bytes:
+    seal = _Seal(type(obj).__name__ if name is None else name, group)
     data = objects.dumps(obj)
-    return _code_of(data, basics.rank(), name, group) + data
+    heads = gather_equal(seal.head(data), f"{seal.name}.sz", group)
+    senders = basics.group_ranks(group)
+    assert senders is not None
+    signed = list(zip(senders, heads, strict=True))
+    sizes = [seal.size(head, sender) for sender, head in signed]
+    gathered = memoryview(_gather(data, f"{seal.name}.t", group))
+    opened = []
+    for (sender, head), size in zip(signed, sizes, strict=True):
+        opened.append(seal.open(head, gathered[:size], sender))
+        gathered = gathered[size:]
+    return opened
 
 
-def _opened(data: bytes, sender: int, name: str, group: int) -> Any:
-    code, pickled = data[:_CODE_SIZE], memoryview(data)[_CODE_SIZE:]
-    if not hmac.compare_digest(code, _code_of(pickled, sender, name, group)):
-        raise HorovodInternalError(
-            f"[objects] what came from rank {sender} as {name!r} has a wrong authentication code: "
-            f"it has changed on its way, or is not from that rank; see docs/security.md"
-        )
-    return objects.loads(pickled)
+class _Seal:
+    """Shows which rank has sent an object, and what for: a pickle can run any code.
+
+    A head goes before each pickle: its size, its authentication code, and one of these two. Nothing
+    is allocated for a size, and nothing unpickled, before the codes are right.
+    """
+
+    def __init__(self, name: str, group: int) -> None:
+        self.name = name
+        self._group = group
+        self._key = _keys.of(group)
+
+    def head(self, pickled: bytes) -> bytes:
+        """What goes before an object of this rank."""
+        size = len(pickled).to_bytes(_SIZE_SIZE, "little")
+        sender = basics.rank()
+        start = size + self._code("object", sender, pickled)
+        return start + self._code("head", sender, start)
+
+    def size(self, head: bytes, sender: int) -> int:
+        """The size of the pickle that follows the head."""
+        self._check("head", sender, head[:-_CODE_SIZE], head[-_CODE_SIZE:])
+        return int.from_bytes(head[:_SIZE_SIZE], "little")
+
+    def open(self, head: bytes, pickled: memoryview, sender: int) -> Any:
+        """The object that followed the head."""
+        self._check("object", sender, pickled, head[_SIZE_SIZE:-_CODE_SIZE])
+        return objects.loads(pickled)
+
+    def _check(self, what: str, sender: int, data: bytes | memoryview, code: bytes) -> None:
+        if not hmac.compare_digest(code, self._code(what, sender, data)):
+            raise HorovodInternalError(
+                f"[objects] what came from rank {sender} as {self.name!r} has a wrong "
+                f"authentication code: it has changed on its way, or is not from that rank; see "
+                f"docs/security.md"
+            )
+
+    def _code(self, what: str, sender: int, data: bytes | memoryview) -> bytes:
+        purpose = f"{what} {sender} {self._group} {self.name}\0".encode()
+        code = hmac.new(self._key, purpose, "sha256")
+        code.update(data)
+        return code.digest()
 
 
-def _code_of(pickled: bytes | memoryview, sender: int, name: str, group: int) -> bytes:
-    code = hmac.new(basics.session_key(), f"{sender} {group} {name}\0".encode(), _CODE)
-    code.update(pickled)
-    return code.digest()
+class _Keys:
+    """The keys under which the groups of the running world make codes.
+
+    A key follows from the job's secret and from a random number of every member, made for this
+    world, so that nobody can send again what an earlier job with the same secret has sent.
+    """
+
+    def __init__(self) -> None:
+        self._of_group: dict[int, bytes] = {}
+        # Groups work at the same time, from threads that do not wait for each other.
+        self._locks: dict[int, threading.Lock] = {}
+
+    def of(self, group: int) -> bytes:
+        """The group's key. Its first use is a collective of the group's ranks."""
+        with self._locks.setdefault(group, threading.Lock()):
+            if group not in self._of_group:
+                numbers = _gather(secrets.token_bytes(_CODE_SIZE), "objects.key", group)
+                self._of_group[group] = basics.derived_key(b"perseus objects" + numbers)
+            return self._of_group[group]
+
+    def forget(self, group: int) -> None:
+        """A new group has this number."""
+        self._of_group.pop(group, None)
+
+    def forget_all(self) -> None:
+        """A new world has begun."""
+        self._of_group.clear()
 
 
 def _gather(data: bytes, name: str, group: int) -> bytes:
-    memory = (ctypes.c_char * len(data)).from_buffer_copy(data)
-    gathered: bytes = _run(Kind.ALLGATHER, name, memory, group=group)
+    gathered: bytes = _run(Kind.ALLGATHER, name, _memory_of(data), group=group)
     return gathered
+
+
+def _memory_of(data: bytes) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * len(data)).from_buffer_copy(data)
 
 
 def _run(
@@ -163,4 +218,6 @@ def _describe(memory: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
 
 
 _door = _Door()
+_keys = _Keys()
 basics.at_init(_door.attach)
+basics.at_init(_keys.forget_all)

@@ -64,8 +64,10 @@ void Engine::on_peer_event(const PeerEvent& event) {
   if (event.kind == PeerEvent::Kind::kGone) {
     if (left_[event.peer]) return;
     const int first = first_left_.load();
+    // Unless the reason says itself where to look.
+    const char* hint = !event.text.empty() && event.text.back() == ')' ? "" : " (its own output says why)";
     abort(Error(ErrorKind::kIo, std::string("[") + route_[event.peer]->name() + "] lost rank " + rank + ": " +
-                                    event.text + " (its own output says why)" +
+                                    event.text + hint +
                                     (first < 0 ? "" : "; before that " + leaver(first) + wording(world_.api).left)),
           true);
   } else if (!event.text.empty() && event.text[0] == kAbortMessage) {

@@ -78,7 +78,7 @@ class Handshake {
   const Refusal& refusal() const { return refusal_; }
   // The other side's words; to be believed once proven().
   const Opening& theirs() const { return theirs_; }
-  // Once proven(): a secret of these two and this handshake, from which tickets are made.
+  // Once proven(): a secret of these two and this handshake, from which tickets and keys of messages are made.
   std::string session() const;
 
  private:

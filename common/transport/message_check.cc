@@ -21,7 +21,7 @@ void AuthenticationCode::begin(size_t n) {
 }
 
 std::string AuthenticationCode::refusal(size_t n) {
-  return "a control message of " + std::to_string(n) +
+  return "a message of " + std::to_string(n) +
          " bytes with a wrong authentication code: it has changed on its way, or is not from that rank; look for " +
          "errors of the network cards and of memory on both hosts (ethtool -S, dmesg), and for who else can send " +
          "packets there (docs/security.md)";

@@ -12,10 +12,8 @@ namespace perseus {
 
 class MessageCheck {
  public:
-  static constexpr size_t kMostBytes = 8;
-
   virtual ~MessageCheck() = default;
-  // How many bytes follow each header and each message.
+  // How many bytes follow each header and each message, at most 8.
   virtual size_t size() const = 0;
   // The next message, of n bytes, which add() then gets in order.
   virtual void begin(size_t n) = 0;
@@ -43,9 +41,11 @@ class Checksum final : public MessageCheck {
 // changed, repeated, left out or put in.
 class AuthenticationCode final : public MessageCheck {
  public:
+  static constexpr size_t kBytes = 8;
+
   explicit AuthenticationCode(const Digest& key) : hash_(key) {}
 
-  size_t size() const override { return 8; }
+  size_t size() const override { return kBytes; }
   void begin(size_t n) override;
   void add(const void* data, size_t n) override { hash_.add(data, n); }
   uint64_t finish() override { return hash_.finish(); }

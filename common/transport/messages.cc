@@ -140,7 +140,6 @@ void MessageReceiver::release(size_t n) {
 
 bool MessageReceiver::skip(size_t n) {
   if (!link_->recv_window(n + check_bytes())) return false;
-  if (check_ != nullptr && !verified_) check_->begin(n), check_->finish();  // it counts
   release(n);
   return true;
 }

@@ -84,13 +84,14 @@ class MessageReceiver {
   // Has the whole header come? Then it is copied to `header` and gone from the link.
   bool take_header(void* header, size_t bytes) PERSEUS_REQUIRES(progress_lock);
 
-  // A message of n bytes once all of it is here, in the link's own memory until release(n). Where what follows it does
-  // not belong to it, Error(kIo), as in take_header() and receive().
+  // A message of n bytes once all of it is here, in the link's own memory until release(n). Like take_header() and
+  // receive(), it throws Error(kIo) if what follows the message is wrong.
   ConstSpan whole(size_t n) PERSEUS_REQUIRES(progress_lock);
   void release(size_t n) PERSEUS_REQUIRES(progress_lock);
   // The same, not verified yet: whole() does that.
   ConstSpan unverified(size_t n) PERSEUS_REQUIRES(progress_lock);
-  // Drops a message of n bytes once all of it is here: whatever it was, nobody looks at it.
+  // Drops a message of n bytes once all of it is here: whatever it was, nobody looks at it. Not for links with
+  // authentication codes, which count messages.
   bool skip(size_t n) PERSEUS_REQUIRES(progress_lock);
 
   // Moves what has come of a message of n bytes to the out side of `target` and advances it. `around_cache`: see

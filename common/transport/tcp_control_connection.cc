@@ -57,7 +57,7 @@ void TcpControlConnection::send_heartbeat() {
 }
 
 void TcpControlConnection::queue(const std::string& payload) {
-  if (lost_ || out_.size() + 4 + payload.size() + tcp_protocol::kCodeSize > kMaxQueued) return;
+  if (lost_ || out_.size() + 4 + payload.size() + AuthenticationCode::kBytes > kMaxQueued) return;
   put_u32(&out_, static_cast<uint32_t>(payload.size()));
   out_ += payload;
   put_u64(&out_, code_of(outgoing_code_, payload.data(), payload.size()));
@@ -100,12 +100,12 @@ void TcpControlConnection::receive() {
       if (size > tcp_protocol::kMaxControlText)
         return lose("sent a control message of " + std::to_string(size) + " bytes, expected at most " +
                     std::to_string(tcp_protocol::kMaxControlText));
-      if (in_.size() - at - 4 < size + tcp_protocol::kCodeSize) break;
+      if (in_.size() - at - 4 < size + AuthenticationCode::kBytes) break;
       const char* payload = in_.data() + at + 4;
       if (get_u64(payload + size) != code_of(incoming_code_, payload, size))
         return lose("from it came " + AuthenticationCode::refusal(size));
       if (size != 0) listener_.on_control_message(peer_, std::string(payload, size));
-      at += 4 + size + tcp_protocol::kCodeSize;
+      at += 4 + size + AuthenticationCode::kBytes;
     }
     in_.erase(0, at);
     if (static_cast<size_t>(n) < sizeof buffer) return;

@@ -22,7 +22,6 @@ constexpr uint32_t kMagic = 0x50435450;      // "PTCP", of control connections
 constexpr uint32_t kDataMagic = 0x44435450;  // "PTCD"
 constexpr uint32_t kFormat = 3;
 constexpr size_t kMaxControlText = 1024;
-constexpr size_t kCodeSize = 8;
 constexpr const char* kControl = "control";  // the connection's name in message_key(); a channel's is its number
 constexpr char kWelcome = 1;
 

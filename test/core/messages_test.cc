@@ -490,7 +490,7 @@ TEST(MessagesWithChecksums, AreAnErrorWhereTheWireHasChangedThem) {
 
 TEST(MessagesWithCodes, AreAnErrorWhereTheWireHasChangedThem) {
   expect_error_for_every_change(PlayedLink::Kind::kCode, [](const std::string& text, size_t size) {
-    const std::string all = "[tcp] from rank 7 (10.0.0.7:4711) came a control message of " + std::to_string(size) +
+    const std::string all = "[tcp] from rank 7 (10.0.0.7:4711) came a message of " + std::to_string(size) +
                             " bytes with a wrong authentication code";
     return text.rfind(all, 0) == 0;
   });

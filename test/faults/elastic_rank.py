@@ -42,14 +42,13 @@ import numpy as np
 
 import perseus.arrays as hvd
 from perseus import basics, control, elastic
-from perseus.objects import dumps, loads
 
 DIRECTORY, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
 PLACE = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 
 
 def from_rank_0(value: Any) -> Any:
-    return loads(control.broadcast_bytes(dumps(value), 0, "state", 0))
+    return control.broadcast_object(value, 0, "state", 0)
 
 
 def happen(state: Any) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 
 import perseus.arrays as hvd
 from perseus import basics, control, elastic
-from perseus.objects import dumps, loads
 
 DIRECTORY, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 INPUTS, HIDDEN, BATCH, RATE = 32, 512, 64, 0.02
@@ -34,7 +33,7 @@ def note(**line: Any) -> None:
 
 
 def from_rank_0(value: Any) -> Any:
-    return loads(control.broadcast_bytes(dumps(value), 0, "state", 0))
+    return control.broadcast_object(value, 0, "state", 0)
 
 
 def loss_and_gradients(weights: list[Any], step: int) -> tuple[float, list[Any]]:
