@@ -25,8 +25,10 @@ CXX_FILES := find common frameworks test benchmarks -name '*.h' -o -name '*.cc' 
 NEWEST_ALONE := test/gpu/test_torch_gpu.py test/python/test_rendezvous_torch.py test/parallel/test_ddp_examples.py
 # By pytest's marks, which pyproject.toml explains.
 SELECTED := $(if $(PERSEUS_TEST_FULL),,not full)
-# As many processes as there are cores; a file's tests stay together (test/conftest.py).
-PYTEST := -m pytest -n $(JOBS) --dist loadgroup --durations=10 -m "$(SELECTED)"
+# As many processes as there are cores; a file's tests stay together (test/conftest.py), in the order of their folders.
+PYTEST := -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=10 -m "$(SELECTED)"
+# Runs a command in the time that no other wants.
+IDLE := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0)
 # ThreadSanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -34,7 +36,7 @@ export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
 # Most modules of large packages are never imported; Python compiles those that are.
 export PIP_NO_COMPILE := 1
 
-.PHONY: accuracy help build demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
+.PHONY: accuracy help build build-asan build-tsan build-caffe build-meanwhile demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
         test-torch test-gpu test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format ptx docs bench clean \
         soak fuzz check-locks environments packages-build packages-fuzz packages-test packages-caffe packages-aarch64 packages-locks
 
@@ -136,24 +138,30 @@ demo-tensorflow: build .venv/tensorflow/.ready  ## the same with Keras on Tensor
 demo-mxnet: build .venv/mxnet/.ready  ## the same with gluon on MXNet
 	.venv/mxnet/bin/python -m perseus.run -np 2 .venv/mxnet/bin/python examples/mxnet_mnist.py
 
-demo-caffe: build packages-caffe $(VENV)/.demo  ## the same with Caffe, which is built first, in build/caffe
-	$(PY) .ci/caffe.py build/caffe
+demo-caffe: build-caffe $(VENV)/.demo  ## the same with Caffe, which is built first, in build/caffe
 	$(PY) examples/caffe_mnist.py build/demo/caffe
 	cd build/demo/caffe && perseusrun -np 2 $(abspath build/caffe/build/tools/caffe) train --solver lenet_solver.prototxt
 
-# One after the other: they would disturb each other's timings. pytest's summary comes last.
+# One after the other: they would disturb each other's timings. The tests of Python wait as often as they compute, and
+# what they leave idle compiles what comes after them. pytest's summary comes last.
+MEANWHILE := build/meanwhile.log
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
-	@$(MAKE) --no-print-directory -j $(TEST_JOBS) build environments check-locks
+	@$(MAKE) --no-print-directory -j $(TEST_JOBS) build environments packages-test packages-caffe check-locks
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory test-core
+	@$(IDLE) $(MAKE) --no-print-directory build-meanwhile >$(MEANWHILE) 2>&1 </dev/null & \
+	trap "kill $$! 2>/dev/null || true" EXIT; \
+	for part in torch torch-versions tensorflow; do $(MAKE) --no-print-directory test-$$part; done; \
+	wait $$! || { tail -n 100 $(MEANWHILE); exit 1; }
 	@$(MAKE) --no-print-directory test-asan
 	@$(MAKE) --no-print-directory test-tsan
-	@$(MAKE) --no-print-directory test-torch
-	@$(MAKE) --no-print-directory test-torch-versions
-	@$(MAKE) --no-print-directory test-tensorflow
 	@$(MAKE) --no-print-directory test-mxnet
 	@$(MAKE) --no-print-directory test-frameworks
 	@$(MAKE) --no-print-directory test-caffe
+
+# Without $(BUILD), which the tests use at the same time.
+build-meanwhile: build-asan build-tsan
+	$(PY) .ci/caffe.py build/caffe
 
 test-quick:  ## in five minutes: checks, C++ tests, and the Python tests that start no processes of their own
 	@$(MAKE) --no-print-directory lint
@@ -174,14 +182,16 @@ test-core: packages-test $(BUILD)/build.ninja  ## the C++ tests
 	$(BIN)/cmake --build $(BUILD) -j $(JOBS)
 	$(BIN)/ctest -j $(TEST_JOBS) --test-dir $(BUILD) --output-on-failure
 
-test-asan: packages-test $(VENV)/.build  ## the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(CMAKE) -B build/asan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=address,undefined >/dev/null
-	$(BIN)/cmake --build build/asan -j $(JOBS) --target perseus_tests
+build-asan: SANITIZERS := address,undefined
+build-tsan: SANITIZERS := thread
+build-asan build-tsan: build-%: packages-test $(VENV)/.build
+	@$(CMAKE) -B build/$* -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=$(SANITIZERS) >/dev/null
+	$(BIN)/cmake --build build/$* -j $(JOBS) --target perseus_tests
+
+test-asan: build-asan  ## the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	$(BIN)/ctest -j $(TEST_JOBS) --test-dir build/asan --output-on-failure
 
-test-tsan: packages-test $(VENV)/.build  ## the C++ tests with ThreadSanitizer
-	@$(CMAKE) -B build/tsan -DPERSEUS_TESTS=ON -DPERSEUS_SANITIZE=thread >/dev/null
-	$(BIN)/cmake --build build/tsan -j $(JOBS) --target perseus_tests
+test-tsan: build-tsan  ## the C++ tests with ThreadSanitizer
 	$(NO_ASLR) $(BIN)/ctest -j $(TEST_JOBS) --test-dir build/tsan --output-on-failure
 
 # Of Python's headers this machine's serve: they differ in names only.
@@ -240,8 +250,10 @@ test-mxnet: build packages-test .venv/mxnet/.ready  ## the Python tests, with MX
 test-frameworks: build packages-test .venv/frameworks/.ready  ## the examples for Lightning, Hugging Face and Keras, on DDP
 	.venv/frameworks/bin/python $(PYTEST) --dist load test/with_frameworks </dev/null
 
-test-caffe: build packages-test packages-caffe $(VENV)/.test .venv/mpich/.ready  ## Caffe with our patches, built in build/caffe
+build-caffe: build packages-caffe
 	$(PY) .ci/caffe.py build/caffe
+
+test-caffe: build-caffe packages-test $(VENV)/.test .venv/mpich/.ready  ## Caffe with our patches, built in build/caffe
 	$(PY) $(PYTEST) test/with_caffe </dev/null
 
 # CUDA's compiler, for whoever changes a kernel, and for the check that nobody has forgotten to compile one.

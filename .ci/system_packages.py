@@ -8,6 +8,7 @@ is installed.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -109,9 +110,12 @@ def install(packages: list[str]) -> None:
     # One variable on the command line, not in our environment: sudo would drop it.
     apt = [*sudo, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get"]
     quiet = ["-qq", "-o", "Dpkg::Use-Pty=0"]
-    subprocess.run([*apt, *quiet, "update"], check=True, stdin=subprocess.DEVNULL)
     options = [*quiet, "install", "-y", "--no-install-recommends"]
-    subprocess.run([*apt, *options, *packages], check=True, stdin=subprocess.DEVNULL)
+    with open(__file__, encoding="utf-8") as file:
+        # make -j starts several of us, and one apt-get does not wait for another.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        subprocess.run([*apt, *quiet, "update"], check=True, stdin=subprocess.DEVNULL)
+        subprocess.run([*apt, *options, *packages], check=True, stdin=subprocess.DEVNULL)
 
 
 def may_install() -> bool:

@@ -150,7 +150,13 @@ def check_compiled_functional_collectives() -> None:
 
         torch._dynamo.reset()
         every = torch.stack([torch.arange(6.0) * (rank + 1) for rank in range(hvd.size())])
-        compiled = torch.compile(combine, fullgraph=True, options={"compile_threads": 1})
+        # Without vectors inductor need not try out, by a dozen compilations, which it may use.
+        plain = {
+            "compile_threads": 1,
+            "cpp.vec_isa_ok": False,
+            "cpp_cache_precompile_headers": False,
+        }
+        compiled = torch.compile(combine, fullgraph=True, options=plain)
         for _ in range(2):
             total, gathered = compiled(every[hvd.rank()])
             assert_same(total, (every * 2).sum(0) + 1)
