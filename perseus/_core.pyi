@@ -55,6 +55,7 @@ class Context:
         overrides: Sequence[str] = (),
         memory_world: str = "",
         api: int = 0,
+        interrupted: Callable[[], None] | None = None,
     ) -> None: ...
     @property
     def address(self) -> int: ...

@@ -117,12 +117,16 @@ def _redirecting(maker: Callable[..., Any]) -> Callable[..., Any]:
 def _with_environment(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     @wraps(handler)
     def rendezvous(url: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        if _redirects():
-            import_module(f"{_OURS}.launched").fill_environment()
-        elif _OURS in sys.modules and "rank=" not in url:
-            launched = import_module(f"{_OURS}.launched")
-            if launched.is_in_elastic_job() and launched.is_free_to_fill():
-                launched.fill_environment()
+        redirects = _redirects()
+        if not redirects and _OURS not in sys.modules:
+            return handler(url, *args, **kwargs)
+        launched = import_module(f"{_OURS}.launched")
+        in_elastic_job = launched.is_in_elastic_job() and "rank=" not in url
+        if redirects or (in_elastic_job and launched.is_free_to_fill()):
+            launched.fill_environment()
+        if in_elastic_job and launched.is_filled_for_world():
+            handed: Iterator[Any] = launched.rendezvous(*args, **kwargs)
+            return handed
         return handler(url, *args, **kwargs)
 
     return rendezvous

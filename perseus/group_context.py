@@ -5,7 +5,7 @@ It is independent of the world that init() joins. Thread-safe: nothing is kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +20,24 @@ _PROCESS_GROUP = 1  # PERSEUS_API_PROCESS_GROUP
 
 
 def group_context(
-    store: Any, rank: int, size: int, timeout: int, settings: Sequence[str] = ()
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: int,
+    *,
+    settings: Sequence[str] = (),
+    interrupted: Callable[[], None] | None = None,
 ) -> _core.Context:
     """Connect to the other ranks of a group, which must do the same within `timeout` seconds.
 
     store: with set(key, text), get(key) -> bytes and check(keys) -> bool, as torch's stores have
     them, and a prefix of this group's own. An operation that has not ended after `timeout` fails,
     and the message names the ranks that take no part in it. settings: "NAME=value", in place of
-    what the environment says.
+    what the environment says. interrupted: is called while ranks are waited for; what it raises
+    ends that.
 
-    Raises InitializationError, which names the ranks that are missing or the setting that is wrong.
+    Raises InitializationError, which names the ranks that are missing, the setting that is wrong or
+    what `interrupted` has raised.
     """
     core = import_module("perseus._core")
     overrides = [
@@ -45,7 +53,8 @@ def group_context(
     from perseus.run.bootstrap.rendezvous import find_store_through
 
     try:
-        found = find_store_through(store, rank, size, timeout)
+        watched = _WatchedStore(store, interrupted) if interrupted else store
+        found = find_store_through(watched, rank, size, timeout)
         made: _core.Context = core.Context(
             rank=rank,
             size=size,
@@ -54,7 +63,21 @@ def group_context(
             secret=found.secret,
             overrides=overrides,
             api=_PROCESS_GROUP,
+            interrupted=interrupted,
         )
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
         raise InitializationError(f"[group] no process group: {error}") from None
     return made
+
+
+class _WatchedStore:
+    """A store that calls `interrupted` whenever somebody who waits looks for a key."""
+
+    def __init__(self, store: Any, interrupted: Callable[[], None]) -> None:
+        self._interrupted = interrupted
+        self._check = store.check
+        self.set, self.get = store.set, store.get
+
+    def check(self, keys: list[str]) -> Any:
+        self._interrupted()
+        return self._check(keys)

@@ -16,14 +16,21 @@ namespace perseus::python {
 namespace {
 
 struct Interruption {
-  bool seen = false;
+  PyObject* ask = Py_None;  // the caller's
+  bool seen = false;        // and an exception is set
 };
 
 // Called by perseus_context_create without the GIL.
-int check_signals(void* argument) {
+int look_for_interruption(void* argument) {
   auto* interruption = static_cast<Interruption*>(argument);
+  if (interruption->seen) return 1;
   const PyGILState_STATE state = PyGILState_Ensure();
-  if (PyErr_CheckSignals() != 0) interruption->seen = true;
+  interruption->seen = PyErr_CheckSignals() != 0;
+  if (!interruption->seen && interruption->ask != Py_None) {
+    PyObject* answer = PyObject_CallNoArgs(interruption->ask);
+    interruption->seen = answer == nullptr;
+    Py_XDECREF(answer);
+  }
   PyGILState_Release(state);
   return interruption->seen ? 1 : 0;
 }
@@ -40,7 +47,7 @@ ContextOwner::ContextOwner(const ContextArguments& arguments) : api_(arguments.a
   std::vector<const char*> overrides;
   for (const std::string& text : arguments.overrides) overrides.push_back(text.c_str());
   overrides.push_back(nullptr);
-  Interruption interruption;
+  Interruption interruption{arguments.interrupted.ptr()};
   perseus_context_options options = {};
   options.struct_size = sizeof(options);
   options.rank = arguments.rank;
@@ -58,7 +65,7 @@ ContextOwner::ContextOwner(const ContextArguments& arguments) : api_(arguments.a
   options.overrides = overrides.data();
   options.memory_world = arguments.memory_world.empty() ? nullptr : arguments.memory_world.c_str();
   options.api = api_;
-  options.interrupted = check_signals;
+  options.interrupted = look_for_interruption;
   options.interrupted_arg = &interruption;
   perseus_code code;
   {
@@ -248,16 +255,16 @@ void bind_context(py::module_& module) {
       .def(py::init([](int rank, int size, int local_rank, int local_size, int cross_rank, int cross_size,
                        const std::string& store_host, int store_port, const py::bytes& secret, const std::string& job,
                        uint32_t epoch, const std::vector<std::string>& overrides, const std::string& memory_world,
-                       int api) {
+                       int api, const py::object& interrupted) {
              return std::make_shared<ContextOwner>(ContextArguments{
                  rank, size, local_rank, local_size, cross_rank, cross_size, store_host, store_port,
-                 std::string(secret), job, epoch, overrides, memory_world, static_cast<perseus_api>(api)});
+                 std::string(secret), job, epoch, overrides, memory_world, static_cast<perseus_api>(api), interrupted});
            }),
            py::kw_only(), py::arg("rank"), py::arg("size"), py::arg("local_rank") = 0, py::arg("local_size") = 0,
            py::arg("cross_rank") = 0, py::arg("cross_size") = 0, py::arg("store_host") = "", py::arg("store_port") = 0,
            py::arg("secret") = py::bytes(), py::arg("job") = "world", py::arg("epoch") = 0,
            py::arg("overrides") = std::vector<std::string>(), py::arg("memory_world") = "",
-           py::arg("api") = static_cast<int>(PERSEUS_API_HOROVOD))
+           py::arg("api") = static_cast<int>(PERSEUS_API_HOROVOD), py::arg("interrupted") = py::none())
       .def_property_readonly("rank", number(perseus_context_rank))
       .def_property_readonly("size", number(perseus_context_size))
       .def_property_readonly("local_rank", number(perseus_context_local_rank))

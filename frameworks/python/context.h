@@ -26,11 +26,13 @@ struct ContextArguments {
   std::vector<std::string> overrides;
   std::string memory_world;
   perseus_api api = PERSEUS_API_HOROVOD;
+  pybind11::object interrupted = pybind11::none();  // called now and then; what it raises ends the wait
 };
 
 class ContextOwner {
  public:
-  // Blocks until the world has formed; Ctrl-C ends the wait. Throws an exception of perseus.errors.
+  // Blocks until the world has formed; Ctrl-C ends the wait. Throws an exception of perseus.errors, or what
+  // `interrupted` has raised.
   explicit ContextOwner(const ContextArguments& arguments);
   ~ContextOwner();
   ContextOwner(const ContextOwner&) = delete;

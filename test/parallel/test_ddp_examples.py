@@ -53,13 +53,16 @@ def agent(tmp_path):
     return lambda **variables: started(launcher, ELASTIC, str(tmp_path), **variables)
 
 
-@pytest.mark.parametrize("how", ["early", "killed", "tidy", "raises"])
+EARLY = pytest.param("early", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("how", [EARLY, "between", "killed", "tidy", "raises"])
 def test_ddp_goes_on_in_the_worlds_of_an_elastic_job(tmp_path, how):
     job = run_elastic(PARALLEL / "programs" / "elastic_ddp.py", tmp_path, how)
     if how == "raises":
         first, second = job.worlds
         assert first == second and job.steps[1] == 3, job.output
-    elif how == "early":  # nobody has entered a world of three before
+    elif how in ("early", "between"):  # nobody has entered a world of three before
         without, (*survivors, new) = job.worlds
         assert without == survivors and new not in survivors, job.output
     else:

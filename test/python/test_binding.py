@@ -402,3 +402,25 @@ def test_a_store_server_gets_a_free_port_and_gives_it_back():
     assert again.port == port
     again.close()
     second.close()
+
+
+def test_what_the_caller_raises_ends_the_wait_for_other_ranks() -> None:
+    server = _core.StoreServer("127.0.0.1", 0, False, b"s" * 32)
+    asked: list[float] = []
+
+    def interrupted() -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 5:
+            raise LookupError("there is no rank 1")
+
+    with pytest.raises(LookupError, match="there is no rank 1"):
+        _core.Context(
+            rank=0,
+            size=2,
+            store_host="127.0.0.1",
+            store_port=server.port,
+            secret=b"s" * 32,
+            interrupted=interrupted,
+        )
+    assert len(asked) == 5
+    assert asked[-1] - asked[0] < 20

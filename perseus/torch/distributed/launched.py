@@ -8,15 +8,18 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.constants import default_pg_timeout
 
 from perseus import _core, basics, control, ddp
-from perseus.errors import InitializationError
+from perseus.errors import HorovodInternalError, InitializationError
 from perseus.run.bootstrap.addresses import own_address
 from perseus.torch.session import ALLGATHER, describe, wrap
 
@@ -87,9 +90,51 @@ def is_in_elastic_job() -> bool:
     return member is not None and member.is_of_this_process()
 
 
+def raise_if_ended() -> None:
+    """In an elastic job, raise HorovodInternalError once a rank has ended the present world.
+
+    It may have died after the last collective of the world, and before it was in a group.
+    """
+    reason = basics.world_failure() if is_in_elastic_job() else None
+    if reason is not None:
+        raise HorovodInternalError(reason)
+
+
 def is_free_to_fill() -> bool:
     """Whether the script has not set torch's variables itself."""
     return os.environ.get("RANK") == _World.variables.get("RANK")
+
+
+def is_filled_for_world() -> bool:
+    """Whether torch's variables are those of the present world."""
+    return bool(_World.variables) and is_free_to_fill()
+
+
+def rendezvous(
+    timeout: timedelta = default_pg_timeout, **_: Any
+) -> Iterator[tuple[c10d.Store, int, int]]:
+    """Yield what torch's handler of env:// yields, whose rank 0 waits even for dead ranks."""
+    values = _World.variables
+    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    if _held:
+        yield _held[0], rank, size
+        return
+    host, port = values["MASTER_ADDR"], int(values["MASTER_PORT"])
+    _await_listener(host, port)
+    store = c10d.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
+    yield store, rank, size
+
+
+def _await_listener(host: str, port: int) -> None:
+    """Return once somebody listens there: torch would try for minutes where rank 0 has died."""
+    while True:
+        raise_if_ended()
+        try:
+            socket.create_connection((host, port), 1.0).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
 
 
 def _fill_for_world() -> None:

@@ -19,6 +19,7 @@ from perseus import _core
 from perseus.errors import HorovodInternalError
 from perseus.group_context import group_context
 from perseus.operations import Kind
+from perseus.torch.distributed.launched import raise_if_ended
 from perseus.torch.session import describe, wrap
 
 # By perseus_code; what is not here is a lost connection or worse.
@@ -54,7 +55,9 @@ class World:
         self._left = False  # by this rank's own will
         self.seconds = max(1, math.ceil(timeout.total_seconds()))
         settings = _timeline_of(next(_numbers))
-        self.context = group_context(store, rank, size, self.seconds, settings)
+        self.context = group_context(
+            store, rank, size, self.seconds, settings=settings, interrupted=raise_if_ended
+        )
         self.operations = _core.Operations(self.context, wrap, describe)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -2,8 +2,9 @@
 
 perseusrun -np 3 --min-np 2 --blacklist-cooldown-range 1 2 python elastic_ddp.py DIRECTORY HOW
 
-HOW: killed, before it makes its process group (early), in a step (killed), or in a step of a script
-that destroys its process group whatever happens (tidy); or raises.
+HOW: killed, before it makes its process group (early), while the others make theirs (between), in a
+step (killed), or in a step of a script that destroys its process group whatever happens (tidy); or
+raises.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import perseus.torch.distributed  # noqa: F401 - the backend, for torch before 2.14
 import perseus.torch.horovod as hvd
+from perseus.torch.distributed import launched
 
 STEPS = 8
 failed, how = Path(sys.argv[1]) / "failed", sys.argv[2]
@@ -34,6 +36,9 @@ state = hvd.elastic.TorchState(model, optimizer, step=0, taken_in=-1)
 @hvd.elastic.run
 def train(state):
     fail_at("early")
+    if how == "between":
+        launched.fill_environment()  # the last that needs all ranks before the group
+    fail_at("between")
     dist.init_process_group("perseus")
     try:
         take_steps(state)
