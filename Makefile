@@ -143,14 +143,15 @@ demo-caffe: build-caffe $(VENV)/.demo  ## the same with Caffe, which is built fi
 	cd build/demo/caffe && perseusrun -np 2 $(abspath build/caffe/build/tools/caffe) train --solver lenet_solver.prototxt
 
 # One after the other: they would disturb each other's timings. The tests of Python wait as often as they compute, and
-# what they leave idle compiles what comes after them. pytest's summary comes last.
+# what they leave idle compiles what comes after them, in a session of its own, so that it ends with this one. pytest's
+# summary comes last.
 MEANWHILE := build/meanwhile.log
 test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory -j $(TEST_JOBS) build environments packages-test packages-caffe check-locks
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory test-core
-	@$(IDLE) $(MAKE) --no-print-directory build-meanwhile >$(MEANWHILE) 2>&1 </dev/null & \
-	trap "kill $$! 2>/dev/null || true" EXIT; \
+	@$(IDLE) setsid $(MAKE) --no-print-directory build-meanwhile >$(MEANWHILE) 2>&1 </dev/null & \
+	trap "kill -- -$$! 2>/dev/null || true" EXIT; \
 	for part in torch torch-versions tensorflow; do $(MAKE) --no-print-directory test-$$part; done; \
 	wait $$! || { tail -n 100 $(MEANWHILE); exit 1; }
 	@$(MAKE) --no-print-directory test-asan
