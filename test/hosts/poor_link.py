@@ -4,7 +4,8 @@ other end.
 
     python poor_link.py DESCRIPTOR DEVICE ADDRESS SECONDS LOSS SEED
 
-Prints a line when the device is there, and ends with the other end.
+Prints a line when the device is there and one for each packet that it loses, and ends with the
+other end.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def main(words: list[str]) -> None:
             packet = os.read(tunnel, _PACKET)
             if chance.random() >= float(loss):
                 waiting.append((time.monotonic() + float(delay), packet))
+            else:
+                print("lost", flush=True)
         while waiting and waiting[0][0] <= time.monotonic():
             other.send(waiting.popleft()[1])
 

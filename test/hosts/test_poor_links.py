@@ -62,6 +62,7 @@ except Exception as error:
 @pytest.fixture
 def hosts() -> Iterator[VirtualHosts]:
     """The hosts, whose devices `poor0` are the ends of the link."""
+    ends = []
     with VirtualHosts(2, ssh=False) as made, contextlib.ExitStack() as stack:
         for host, end in enumerate(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
             with end:
@@ -73,10 +74,13 @@ def hosts() -> Iterator[VirtualHosts]:
                     stdout=subprocess.PIPE,
                     text=True,
                 )
-            stack.callback(process.communicate)
+            ends.append(stack.enter_context(process))
             stack.callback(process.terminate)
             assert process.stdout.readline() == "ready\n"
         yield made
+        for process in ends:
+            process.terminate()
+            assert "lost\n" in process.stdout.read(), "a link that loses nothing shows nothing"
 
 
 def started(hosts: VirtualHosts, host: int, code: str, **environment: str) -> subprocess.Popen[str]:
