@@ -160,7 +160,7 @@ def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> A
     """Return torch's TCPStore at MASTER_ADDR:MASTER_PORT, which the script may use as well."""
     master = identity.rank == 0 and setting("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not master:
-        _wait_until_listening(host, port, deadline)
+        _wait_for_master(host, port, deadline)
     # multi_tenant: on rank 0, the script's own init_process_group shares this server.
     return import_module("torch.distributed").TCPStore(
         host,
@@ -172,20 +172,30 @@ def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> A
     )
 
 
-def _wait_until_listening(host: str, port: int, deadline: float) -> None:
-    """Wait until a server listens: torch's own connect logs warnings and ignores signals."""
+def wait_until_listening(host: str, port: int, on_failure: Callable[[OSError], None]) -> None:
+    """Wait until a server listens: torch's own connect logs warnings and ignores signals.
+
+    on_failure: is called after each attempt that fails; what it raises ends the wait.
+    """
     while True:
         try:
             socket.create_connection((host, port), timeout=2).close()
             return
         except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"[rendezvous] nobody listens at MASTER_ADDR:MASTER_PORT {host}:{port} after "
-                    f"{start_timeout()} s (HOROVOD_START_TIMEOUT): {error}; is rank 0 running on "
-                    f"that host?"
-                ) from None
+            on_failure(error)
             time.sleep(0.1)
+
+
+def _wait_for_master(host: str, port: int, deadline: float) -> None:
+    def give_up_late(error: OSError) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(
+                f"[rendezvous] nobody listens at MASTER_ADDR:MASTER_PORT {host}:{port} after "
+                f"{start_timeout()} s (HOROVOD_START_TIMEOUT): {error}; is rank 0 running on "
+                f"that host?"
+            ) from None
+
+    wait_until_listening(host, port, give_up_late)
 
 
 def _through_mpi(identity: Identity) -> Rendezvous:

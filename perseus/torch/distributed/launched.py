@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -21,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from perseus import _core, basics, control, ddp
 from perseus.errors import HorovodInternalError, InitializationError
 from perseus.run.bootstrap.addresses import own_address
+from perseus.run.bootstrap.rendezvous import wait_until_listening
 from perseus.torch.session import ALLGATHER, describe, wrap
 
 _OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -120,21 +120,9 @@ def rendezvous(
         yield _held[0], rank, size
         return
     host, port = values["MASTER_ADDR"], int(values["MASTER_PORT"])
-    _await_listener(host, port)
+    wait_until_listening(host, port, lambda _: raise_if_ended())  # rank 0 may have died
     store = c10d.TCPStore(host, port, size, False, timeout=timeout, wait_for_workers=False)
     yield store, rank, size
-
-
-def _await_listener(host: str, port: int) -> None:
-    """Return once somebody listens there: torch would try for minutes where rank 0 has died."""
-    while True:
-        raise_if_ended()
-        try:
-            socket.create_connection((host, port), 1.0).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
 
 
 def _fill_for_world() -> None:
