@@ -18,20 +18,20 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from perseus.compression import INSIDE, SETTINGS
-from perseus.gradients.residuals import Held, mark
 from perseus.gradients.turns import SETTING
 from perseus.memory import keep_freed_memory
 from perseus.operations import Kind, ReduceOp
 from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.optimizer_steps import OptimizerSteps
+from perseus.torch.distributed.residuals import ModelResiduals
 from perseus.torch.distributed.streams import aside, gpu_of
 from perseus.torch.distributed.turns import ModelTurns
 from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
 from perseus.torch.residuals import as_buffers, as_tensors
+from perseus.torch.wrapped import wrapper_residuals
 
 _SAVED = "perseus_residuals"  # in the metadata of the wrapper's state_dict
-_WHOLE_WORLD = 0  # the number of the core's group
 _BY_THE_RANKS_LEFT = (
     "[torch] join(divide_by_initial_world_size=False) divides by the number of ranks that are "
     "left, which Perseus does not do: leave the argument out"
@@ -64,12 +64,17 @@ class Gradients:
         self._number = group.new_gradients()
         self._keys = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
         self._names = {p: self._name_of(key) for p, key in self._keys.items()}
+        names = {key: self._names[p] for p, key in self._keys.items()}
+        self._residuals = ModelResiduals(group.world, self._number, names)
         self._turns = self._begin_turns()
         self._steps = OptimizerSteps(self._keys, self._after_steps)
         keep_freed_memory(group.world.context.setting)
         # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
         self._failure: Exception | None = None
+        over_wrappers = wrapper_residuals(model.module)
+        over_wrappers.begin(self._residuals)
+        group.world.before_closing(partial(over_wrappers.end, self._residuals))
         model._register_state_dict_hook(self._save)
         model.register_load_state_dict_pre_hook(self._load)
         self._first = model.register_forward_pre_hook(self._take_over)
@@ -204,14 +209,7 @@ class Gradients:
 
     def _save(self, _: Any, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         """In the metadata, where it is no key that another model would not expect."""
-        found: dict[str, Held] = {}
-        for parameter, key in self._keys.items():
-            name = self._names[parameter]
-            residual = self._group.world.context.read_residual(
-                self._number, _WHOLE_WORLD, name, False
-            )
-            if residual is not None:
-                found[key] = residual[0] ^ mark(key, name), residual[1]
+        found = self._residuals.residuals()
         if found:
             metadata[_SAVED] = {"rank": self._group.world.rank, "held": as_tensors(found)}
 
@@ -219,17 +217,8 @@ class Gradients:
         """Go on with what this rank has saved; other ranks' begin without any."""
         if self._turns is not None:
             self._turns.drop()
-        saved = metadata.get(_SAVED)
-        context = self._group.world.context
-        context.forget_gradients(self._number)
-        if not saved or saved["rank"] != self._group.world.rank:
-            return
-        known = set(self._keys.values())
-        for key, (layout, data) in as_buffers(saved["held"]).items():
-            if key in known:
-                name = self._name_of(key)
-                held = layout ^ mark(key, name), data
-                context.write_residual(self._number, _WHOLE_WORLD, name, False, *held)
+        saved = metadata.get(_SAVED) or {"rank": None, "held": {}}
+        self._residuals.go_on_with(as_buffers(saved["held"]), saved["rank"])
 
 
 def _reduce(reference, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -53,6 +54,7 @@ class World:
         """
         self.rank, self.size = rank, size
         self._left = False  # by this rank's own will
+        self._before_closing: list[Callable[[], None]] = []
         self.seconds = max(1, math.ceil(timeout.total_seconds()))
         settings = _timeline_of(next(_numbers))
         self.context = group_context(
@@ -86,8 +88,14 @@ class World:
         self._left = True
         self.context.shutdown()
 
+    def before_closing(self, call: Callable[[], None]) -> None:
+        """Have close() call this, once, while the context still answers."""
+        self._before_closing.append(call)
+
     def close(self) -> None:
         """Leave the world and free it."""
         self.shutdown()
+        while self._before_closing:
+            self._before_closing.pop()()
         self.operations.close()
         self.context.close()

@@ -23,21 +23,26 @@ from perseus.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from perseus.torch.wrapped import wrapper_residuals
 
 
 class ModelStateHandler(StateHandler):
-    """Keeps a module's state_dict()."""
+    """Keeps a module's state_dict(), and what lossy codecs hold back in the wrapper around it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.save()
 
     def save(self) -> None:
-        """Copy all parameters and buffers."""
+        """Copy all parameters, buffers and residuals."""
+        residuals = wrapper_residuals(self.value)
+        residuals.kept = True
+        self._held = residuals.residuals()
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
         """Write the copies back, in place."""
+        wrapper_residuals(self.value).go_on_with(self._held)
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:

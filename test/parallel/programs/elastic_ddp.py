@@ -2,6 +2,9 @@
 
 perseusrun -np 3 --min-np 2 --blacklist-cooldown-range 1 2 python elastic_ddp.py DIRECTORY HOW
 
+Every rank is a host of its own, and gradients travel as int8: survivors keep what their codecs hold
+back, and a new rank begins with nothing.
+
 HOW: killed, before it makes its process group (early), while the others make theirs (between), in a
 step (killed), or in a step of a script that destroys its process group whatever happens (tidy); or
 raises.
@@ -23,7 +26,9 @@ from perseus.torch.distributed import launched
 
 STEPS = 8
 failed, how = Path(sys.argv[1]) / "failed", sys.argv[2]
+committed = "nothing"  # of what codecs of this rank hold back
 
+os.environ.update(LIGHT_2D_ALLREDUCE="1", LIGHT_INTRA_SIZE="1", PERSEUS_ALLREDUCE_CODEC="int8")
 hvd.init()
 torch.manual_seed(10 + hvd.rank())  # sync makes them equal
 model = torch.nn.Sequential(
@@ -31,6 +36,21 @@ model = torch.nn.Sequential(
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 state = hvd.elastic.TorchState(model, optimizer, step=0, taken_in=-1)
+
+
+def held(parallel):
+    """A digest of what codecs of this rank hold back."""
+    saved = parallel.state_dict()._metadata[""].get("perseus_residuals")
+    if saved is None:
+        return "nothing"
+    residuals = sorted(saved["held"].items())
+    assert all(data.any() for _, (_, data) in residuals)
+    return digest_of(data for _, (_, data) in residuals)
+
+
+def digest_of(tensors):
+    numbers = b"".join(each.detach().numpy().tobytes() for each in tensors)
+    return hashlib.sha256(numbers).hexdigest()[:8]
 
 
 @hvd.elastic.run
@@ -50,12 +70,15 @@ def train(state):
 
 
 def take_steps(state):
+    global committed
     assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
     assert int(os.environ["LOCAL_RANK"]) == hvd.local_rank()
     parallel = DistributedDataParallel(state.model)
     print(f"enter {hvd.rank()} {hvd.size()} {state.step} {os.getpid()}", flush=True)
+    assert held(parallel) == committed
     if hvd.size() == 3 and failed.exists():
         state.taken_in = max(state.taken_in, state.step)
+    first = state.step
     # After the last rank has come, all train for as many steps again.
     while state.step < STEPS or state.taken_in < 0 or state.step < state.taken_in + STEPS:
         generator = torch.Generator().manual_seed(hvd.rank() * 1000 + state.step)
@@ -70,6 +93,9 @@ def take_steps(state):
         loss.backward()
         optimizer.step()
         state.step += 1
+        committed = held(parallel)
+        # The first step of a world sends what is held for owners of another one.
+        assert committed != "nothing" or state.step == first + 1
         state.commit()
 
 
@@ -84,7 +110,6 @@ def fail_at(*places):
 
 train(state)
 moments = [value for each in optimizer.state.values() for value in each.values()]
-tensors = [*model.parameters(), *moments]
-digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest()
-print(f"finished {hvd.rank()} {state.step} {digest[:8]}", flush=True)
+digest = digest_of([*model.parameters(), *moments])
+print(f"finished {hvd.rank()} {state.step} {digest}", flush=True)
 hvd.shutdown()
