@@ -136,7 +136,7 @@ def launched_context(job: str, environment: Mapping[str, str]) -> _core.Context:
 
     try:
         identity = identify(environment)
-        return _connect(identity, _rendezvous(identity), job, 0)
+        return _connect(identity, _rendezvous(identity, environment), job, 0)
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
         raise InitializationError(f"[launch] no rendezvous of the ranks: {error}") from None
 
@@ -161,7 +161,7 @@ def _connect(identity: Identity, rendezvous: Rendezvous, job: str, epoch: int) -
     return context
 
 
-def _rendezvous(identity: Identity) -> Rendezvous:
+def _rendezvous(identity: Identity, environment: Mapping[str, str] | None = None) -> Rendezvous:
     """The store of the job. It is found once: rank 0's server outlives its worlds, for ranks that
     start again before rank 0. perseusrun's store is in the environment, which may change.
     """
@@ -170,7 +170,7 @@ def _rendezvous(identity: Identity) -> Rendezvous:
     if _world.met is None:
         atexit.register(_forget_rendezvous)
     if _world.met is None or _world.met[0] != identity or identity.launcher == "perseusrun":
-        _world.met = (identity, find_store(identity))
+        _world.met = (identity, find_store(identity, environment))
     return _world.met[1]
 
 

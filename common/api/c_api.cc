@@ -220,9 +220,9 @@ perseus_code perseus_context_create_launched(const char* job, perseus_context** 
   });
 }
 
-perseus_code perseus_launched_store(perseus_store_place* place) {
+perseus_code perseus_launched_store(const char* const* environment, perseus_store_place* place) {
   return guarded([&] {
-    const perseus::Rendezvous& rendezvous = perseus::launched_rendezvous();
+    const perseus::Rendezvous& rendezvous = perseus::launched_rendezvous(environment);
     *place = {rendezvous.host.c_str(), rendezvous.port, rendezvous.secret.data(), rendezvous.secret.size()};
     return PERSEUS_OK;
   });

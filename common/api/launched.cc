@@ -2,6 +2,7 @@
 #include "api/launched.h"
 
 #include <cstring>
+#include <list>
 #include <map>
 #include <optional>
 
@@ -12,30 +13,54 @@
 namespace perseus {
 namespace {
 
+// What the launcher of one identity said. A process has two where torch's variables do not count for all of its worlds.
+struct Answer {
+  Identity identity;
+  std::optional<Rendezvous> rendezvous;
+  std::optional<Error> failure;
+};
+
 struct Launched {
   Mutex mutex;
-  Identity identity PERSEUS_GUARDED_BY(mutex);
-  std::optional<Rendezvous> rendezvous PERSEUS_GUARDED_BY(mutex);
-  std::optional<Error> failure PERSEUS_GUARDED_BY(mutex);
+  std::list<Answer> answers PERSEUS_GUARDED_BY(mutex);               // none is removed: pointers into them live on
   std::map<std::string, uint32_t> epochs PERSEUS_GUARDED_BY(mutex);  // worlds built, by job
 
-  const Rendezvous& find_rendezvous() PERSEUS_REQUIRES(mutex) {
-    if (failure) throw Error(*failure);
-    if (rendezvous) return *rendezvous;
-    identity = identify(environment_value);
+  const Answer& find(const Environment& environment) PERSEUS_REQUIRES(mutex) {
+    Answer& answer = answer_to(identify(environment));
+    if (answer.failure) throw Error(*answer.failure);
+    if (answer.rendezvous) return answer;
     try {
-      return rendezvous.emplace(perseus::bootstrap(identity, environment_value, Config()));
+      answer.rendezvous = perseus::bootstrap(answer.identity, environment, Config());
     } catch (const Error& error) {
       // A setting can be changed; a launcher that we have begun to talk to cannot be asked again.
-      if (error.kind() != ErrorKind::kInvalidArgument) failure = error;
+      if (error.kind() != ErrorKind::kInvalidArgument) answer.failure = error;
       throw;
     }
+    return answer;
+  }
+
+ private:
+  Answer& answer_to(const Identity& identity) PERSEUS_REQUIRES(mutex) {
+    for (Answer& answer : answers)
+      if (answer.identity == identity) return answer;
+    return answers.emplace_back(Answer{identity, std::nullopt, std::nullopt});
   }
 };
 
 Launched& launched() {
   static Launched instance;
   return instance;
+}
+
+// Null = this process's environment.
+Environment given_or_own(const char* const* environment) {
+  if (environment == nullptr) return environment_value;
+  return [environment](const std::string& name) -> std::string {
+    for (const char* const* text = environment; *text != nullptr; ++text)
+      if (std::strncmp(*text, name.c_str(), name.size()) == 0 && (*text)[name.size()] == '=')
+        return *text + name.size() + 1;
+    return "";
+  };
 }
 
 }  // namespace
@@ -45,37 +70,30 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
   {
     Launched& known = launched();
     const MutexLock lock(known.mutex);
-    const Rendezvous& rendezvous = known.find_rendezvous();
-    options.world.rank = known.identity.rank;
-    options.world.size = known.identity.size;
-    options.world.secret = rendezvous.secret;
+    const Answer& answer = known.find(environment_value);
+    const Identity& identity = answer.identity;
+    options.world.rank = identity.rank;
+    options.world.size = identity.size;
+    options.world.secret = answer.rendezvous->secret;
     options.world.job = job;
     // Only attempts that the others see count.
     options.world.epoch = known.epochs[job]++;
-    options.local_rank = known.identity.local_rank;
-    options.local_size = known.identity.local_size;
-    options.cross_rank = known.identity.cross_rank;
-    options.cross_size = known.identity.cross_size;
-    options.store_host = rendezvous.host;
-    options.store_port = rendezvous.port;
+    options.local_rank = identity.local_rank;
+    options.local_size = identity.local_size;
+    options.cross_rank = identity.cross_rank;
+    options.cross_size = identity.cross_size;
+    options.store_host = answer.rendezvous->host;
+    options.store_port = answer.rendezvous->port;
   }
   return std::make_unique<Context>(options);
 }
 
-const Rendezvous& launched_rendezvous() {
+const Rendezvous& launched_rendezvous(const char* const* environment) {
   Launched& known = launched();
   const MutexLock lock(known.mutex);
-  return known.find_rendezvous();
+  return *known.find(given_or_own(environment)).rendezvous;
 }
 
-Identity launched_identity(const char* const* environment) {
-  if (environment == nullptr) return identify(environment_value);
-  return identify([environment](const std::string& name) -> std::string {
-    for (const char* const* text = environment; *text != nullptr; ++text)
-      if (std::strncmp(*text, name.c_str(), name.size()) == 0 && (*text)[name.size()] == '=')
-        return *text + name.size() + 1;
-    return "";
-  });
-}
+Identity launched_identity(const char* const* environment) { return identify(given_or_own(environment)); }
 
 }  // namespace perseus

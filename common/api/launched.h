@@ -13,7 +13,7 @@ namespace perseus {
 // See perseus_context_create_launched.
 std::unique_ptr<Context> create_launched(const std::string& job);
 // See perseus_launched_store.
-const Rendezvous& launched_rendezvous();
+const Rendezvous& launched_rendezvous(const char* const* environment);
 // See perseus_launched_identity_read.
 Identity launched_identity(const char* const* environment);
 

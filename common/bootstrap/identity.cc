@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 #include <sstream>
+#include <tuple>
 #include <vector>
 
 #include "base/error.h"
@@ -167,6 +168,11 @@ Identity from_slurm(const Environment& environment) {
 }
 
 }  // namespace
+
+bool operator==(const Identity& a, const Identity& b) {
+  return std::tie(a.rank, a.size, a.local_rank, a.local_size, a.cross_rank, a.cross_size, a.launcher) ==
+         std::tie(b.rank, b.size, b.local_rank, b.local_size, b.cross_rank, b.cross_size, b.launcher);
+}
 
 const char* launcher_name(Launcher launcher) {
   switch (launcher) {

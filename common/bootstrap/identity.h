@@ -19,6 +19,7 @@ struct Identity {
   int cross_rank = 0, cross_size = 1;
   Launcher launcher = Launcher::kSingle;
 };
+bool operator==(const Identity& a, const Identity& b);
 
 // "perseusrun", "torch", "openmpi", "mpich", "slurm" or "single": lives as long as the process.
 const char* launcher_name(Launcher launcher);

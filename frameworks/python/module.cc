@@ -58,27 +58,36 @@ class StoreServer {
   int port_ = 0;
 };
 
-py::tuple launched_store() {
+// NAME=VALUE, instead of this process's environment.
+class Variables {
+ public:
+  explicit Variables(const std::optional<std::vector<std::string>>& texts) {
+    if (!texts) return;
+    for (const std::string& text : *texts) texts_.push_back(text.c_str());
+    texts_.push_back(nullptr);
+  }
+  const char* const* get() const { return texts_.empty() ? nullptr : texts_.data(); }
+
+ private:
+  std::vector<const char*> texts_;
+};
+
+py::tuple launched_store(const std::optional<std::vector<std::string>>& environment) {
+  const Variables variables(environment);
   perseus_store_place place = {};
   perseus_code code = PERSEUS_OK;
   {
     py::gil_scoped_release release;
-    code = perseus_launched_store(&place);
+    code = perseus_launched_store(variables.get(), &place);
   }
   check(code);
   return py::make_tuple(place.host, place.port, py::bytes(static_cast<const char*>(place.secret), place.secret_size));
 }
 
-// `environment`: NAME=VALUE, instead of this process's.
 py::tuple launched_identity(const std::optional<std::vector<std::string>>& environment) {
-  std::vector<const char*> texts;
-  if (environment) {
-    for (const std::string& text : *environment) texts.push_back(text.c_str());
-    texts.push_back(nullptr);
-  }
   perseus_launched_identity found = {};
   found.struct_size = sizeof(found);
-  check(perseus_launched_identity_read(environment ? texts.data() : nullptr, &found));
+  check(perseus_launched_identity_read(Variables(environment).get(), &found));
   return py::make_tuple(found.rank, found.size, found.local_rank, found.local_size, found.cross_rank, found.cross_size,
                         found.launcher);
 }
@@ -160,7 +169,7 @@ PYBIND11_MODULE(_core, module) {
            "Ends the start of a world for all ranks that still wait for one that will not come.")
       .def("close", &StoreServer::close);
   module.def(
-      "launched_store", &launched_store,
+      "launched_store", &launched_store, py::arg("environment") = py::none(),
       "Host, port and secret of the store of the job that this process was launched in, agreed on with all ranks.");
   module.def("launched_identity", &launched_identity, py::arg("environment") = py::none(),
              "Rank, size, local rank, local size, cross rank, cross size and launcher, by the launcher's variables.");

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from perseus.torch.distributed.redirect import choose
 
+pytestmark = pytest.mark.shared
 SAID = "[perseus] torch.distributed: this script runs on Perseus"
 GROUP = """
 import torch, torch.distributed as dist
@@ -185,8 +186,11 @@ def test_perseusruns_ranks_need_no_launcher_of_torch(tmp_path):
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun beside this Python")
 def test_mpiruns_ranks_are_taken_where_torchs_variables_are_not_to_count(tmp_path):
+    """Here without mpi4py: the launcher's own space must not believe these variables, either."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
     wrong = {"RANK": "0", "WORLD_SIZE": "1", "PERSEUS_USE_DDP_LAUNCHER": "0"}
+    wrong["PYTHONPATH"] = str(tmp_path)
     said = launch([*mpirun, *PYTHON_ON_PERSEUS, "train.py", "words"], tmp_path, **wrong)
     for rank in range(2):
         assert f"rank {rank} perseus [1.0, 3.0, 5.0] [None, {rank}] words" in said

@@ -194,9 +194,10 @@ typedef struct perseus_store_place {
   size_t secret_size;
 } perseus_store_place;
 /* Returns the address of that store, for processes that create their contexts with perseus_context_create. All ranks
- * must call it. Conditions and errors are those of perseus_context_create_launched. The strings stay valid until the
- * process ends. */
-PERSEUS_EXPORT perseus_code perseus_launched_store(perseus_store_place* place);
+ * must call it. `environment` is that of perseus_launched_identity_read; a process whose variables give it another
+ * identity than in an earlier call has another store. Conditions and errors are those of
+ * perseus_context_create_launched. The strings stay valid until the process ends. */
+PERSEUS_EXPORT perseus_code perseus_launched_store(const char* const* environment, perseus_store_place* place);
 /* Which rank of which world this process is. */
 typedef struct perseus_launched_identity {
   size_t struct_size;

@@ -50,9 +50,11 @@ def identify(environment: Mapping[str, str] | None = None) -> Identity:
             "for torch.distributed needs hvd.elastic for that (docs/elastic.md), torchrun, or "
             "perseusrun without --min-np and --host-discovery-script"
         )
-    variables = (
-        None
-        if environment is None
-        else [os.fsencode(f"{name}={value}") for name, value in environment.items()]
-    )
-    return Identity(*import_module("perseus._core").launched_identity(variables))
+    return Identity(*import_module("perseus._core").launched_identity(as_texts(environment)))
+
+
+def as_texts(environment: Mapping[str, str] | None) -> list[bytes] | None:
+    """Return variables as the core takes them: NAME=VALUE, or None for this process's."""
+    if environment is None:
+        return None
+    return [os.fsencode(f"{name}={value}") for name, value in environment.items()]

@@ -9,9 +9,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +23,7 @@ from perseus.run.bootstrap.addresses import (
     own_address,
 )
 from perseus.run.bootstrap.announcement import announcement, read_announcement
-from perseus.run.bootstrap.identity import Identity
+from perseus.run.bootstrap.identity import Identity, as_texts
 from perseus.run.bootstrap.start_settings import given_secret, setting, start_timeout, whole_number
 from perseus.run.bootstrap.torch_round import announce, await_announcement
 
@@ -48,8 +49,10 @@ class Rendezvous:
     held: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
 
-def find_store(identity: Identity) -> Rendezvous:
+def find_store(identity: Identity, environment: Mapping[str, str] | None = None) -> Rendezvous:
     """Return the store of the world. Rank 0 starts it, unless the launcher has done so.
+
+    environment: the variables that gave the identity; this process's by default.
 
     Raises ValueError for a wrong or missing setting, TimeoutError if rank 0 does not appear within
     HOROVOD_START_TIMEOUT seconds, and RuntimeError if a package is missing or does not match. Each
@@ -61,9 +64,9 @@ def find_store(identity: Identity) -> Rendezvous:
         return Rendezvous("", 0, b"")
     launchers: dict[str, Callable[[Identity], Rendezvous]] = {
         "torch": _through_torch,
-        "openmpi": _through_mpi,
-        "mpich": _through_mpi,
-        "slurm": _through_slurm,
+        "openmpi": partial(_through_mpi, environment=environment),
+        "mpich": partial(_through_mpi, environment=environment),
+        "slurm": partial(_through_slurm, environment=environment),
     }
     return launchers[identity.launcher](identity)
 
@@ -198,9 +201,9 @@ def _wait_for_master(host: str, port: int, deadline: float) -> None:
     wait_until_listening(host, port, give_up_late)
 
 
-def _through_mpi(identity: Identity) -> Rendezvous:
+def _through_mpi(identity: Identity, environment: Mapping[str, str] | None) -> Rendezvous:
     if find_spec("mpi4py") is None:
-        return _through_launcher()
+        return _through_launcher(environment)
     # The import initialises MPI, and mpi4py finalises it at exit. The script's own import of mpi4py
     # shares both.
     mpi = import_module("mpi4py.MPI")
@@ -243,12 +246,12 @@ def _through_mpi(identity: Identity) -> Rendezvous:
     return found
 
 
-def _through_launcher() -> Rendezvous:
+def _through_launcher(environment: Mapping[str, str] | None) -> Rendezvous:
     """Exchange the store's address through the launcher's key-value space, by PMI or PMIx.
 
     A process that has done so can no longer initialise MPI.
     """
-    return Rendezvous(*import_module("perseus._core").launched_store())
+    return Rendezvous(*import_module("perseus._core").launched_store(as_texts(environment)))
 
 
 def _finish(request: Any, deadline: float) -> None:
@@ -261,7 +264,7 @@ def _finish(request: Any, deadline: float) -> None:
         time.sleep(0.001)
 
 
-def _through_slurm(identity: Identity) -> Rendezvous:
+def _through_slurm(identity: Identity, environment: Mapping[str, str] | None) -> Rendezvous:
     nodes = setting("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if identity.local_size == identity.size:
         host = _LOOPBACK
@@ -273,7 +276,7 @@ def _through_slurm(identity: Identity) -> Rendezvous:
         )
     if given_secret() is None:
         if setting("PMI_FD", "PMIX_RANK") and find_spec("mpi4py") is None:
-            return _through_launcher()
+            return _through_launcher(environment)
         raise ValueError(
             "[rendezvous] ranks started by srun need a shared secret: "
             "export PERSEUS_SECRET=$(openssl rand -hex 16) before srun (or name a file in "
