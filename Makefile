@@ -103,10 +103,10 @@ $(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt .ci/requireme
 	printf '%s\n' "$(CURDIR)" "$(abspath $(METADATA))" $(BELOW) > "$$(.venv/$*/bin/python $(PURELIB))/perseus.pth"
 	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
-# PyTorch and all else that $(VENV) has are used where they are, but mpi4py, which would not find its MPI.
-.venv/frameworks/.ready: BELOW = "$$($(PY) $(PURELIB))" 'import sys; sys.modules["mpi4py"] = None'
-.venv/frameworks/.ready: | $(VENV)/.test
-.venv/torch-2.15/.ready: .ci/requirements-build.txt .ci/requirements-demo.txt .ci/requirements-test.txt
+# What they lack and $(VENV) has is used where it is, but for mpi4py, which would not find its MPI.
+UPON := .venv/frameworks/.ready .venv/torch-2.15/.ready
+$(UPON): BELOW = "$$($(PY) $(PURELIB))" 'import sys; sys.modules["mpi4py"] = None'
+$(UPON): | $(VENV)/.test
 .venv/torch-2.12/.ready .venv/torch-2.10/.ready: .ci/requirements-demo.txt
 
 $(BUILD)/build.ninja: $(VENV)/.build
@@ -229,7 +229,7 @@ OLDER_TESTS := test/parallel/test_checks.py test/faults/test_process_group_fault
 TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
 
 test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## the tests of PyTorch with its newest version
-	PERSEUS_TEST_OTHER_RANKS=1 .venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
+	PERSEUS_TEST_OTHER_HALF=1 .venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
 	for venv in $(TORCHES:torch-2.15=); do \
 	    .venv/$$venv/bin/python $(PYTEST) $(OLDER_TESTS) </dev/null; \
 	done

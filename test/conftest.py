@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
@@ -11,13 +12,17 @@ from slow_tests import is_slow
 
 __all__ = ["_no_segments_left"]
 
+FIRST_HALF = "PERSEUS_TEST_OTHER_HALF" not in os.environ
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests of a file share fixtures, checks of so many ranks a launch: one process runs them.
 
-    Those that take long are marked, so that others can be run alone.
+    Those that take long are marked, so that others can be run alone. Where two versions of PyTorch
+    run a file, they share out its long ones.
     """
+    turn = itertools.cycle((True, False) if FIRST_HALF else (False, True))
     for item in items:
         group = item.path.stem
         if "expect_check" in item.fixturenames:
@@ -25,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
+            if item.get_closest_marker("shared") and not next(turn):
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from scipy.stats import t as student
+from scipy.special import stdtrit  # quantiles of Student's t; scipy.stats takes a second to load
 
 _ALPHA = 0.05
 
@@ -59,7 +59,7 @@ def judge(
     differences = [scores[seed] - exact[seed] for seed in seeds]
     mean = statistics.fmean(differences)
     error = statistics.stdev(differences) / math.sqrt(len(seeds))
-    least = mean - float(student.ppf(1 - _ALPHA, len(seeds) - 1)) * error
+    least = mean - float(stdtrit(len(seeds) - 1, 1 - _ALPHA)) * error
     if relative:
         margin *= abs(statistics.fmean(exact[seed] for seed in seeds))
     return Verdict(len(seeds), mean, error, least, margin)

@@ -330,9 +330,12 @@ def test_a_signal_ends_a_job_whose_discovery_hangs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_job_that_waits_for_hosts(tmp_path: Path, number: int) -> None:
-    script = discover(tmp_path, "localhost:1\n")
+    script, looked = tmp_path / "discover", tmp_path / "looked"
+    script.write_text(f"#!/bin/sh\necho >> {looked}\necho localhost:1\n")
+    script.chmod(0o755)
     job = start(tmp_path, "-np", 2, "--host-discovery-script", script)
-    time.sleep(1.5)
+    while not looked.exists() or looked.stat().st_size < 2:  # it has found too few, and waits
+        time.sleep(0.05)
     job.send_signal(number)
     output, _ = job.communicate(timeout=20)
     assert job.returncode == 128 + number, output

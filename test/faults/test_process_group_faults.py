@@ -22,6 +22,7 @@ pytest.importorskip("torch")
 
 from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
+pytestmark = pytest.mark.shared
 SIZE, VICTIM, TIMEOUT = 3, 1, 4
 BUSY = 4.0  # seconds that a busy machine may add
 # Every form waits for the victim in a group of its own, since a group fails as a whole.

@@ -26,7 +26,7 @@ BY_HOST = {"PERSEUS_GPU_OPERATIONS": "perseus"}
 BETWEEN_HOSTS = {"PERSEUS_TRANSPORT": "tcp"}
 WAYS = [
     ("cpu", {}),
-    ("cpu", BETWEEN_HOSTS),
+    pytest.param("cpu", BETWEEN_HOSTS, marks=pytest.mark.full),
     ("cuda:0", BY_NCCL),
     ("cuda:0", BY_HOST),
     ("cuda:0", BETWEEN_HOSTS),

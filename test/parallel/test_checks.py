@@ -55,7 +55,7 @@ CASES = [
 ]
 
 
-OTHERS = "PERSEUS_TEST_OTHER_RANKS" in os.environ
+OTHERS = "PERSEUS_TEST_OTHER_HALF" in os.environ
 
 
 def _marks(number: int, ranks: int) -> list[pytest.MarkDecorator]:

@@ -19,8 +19,15 @@ SMALL = ("--no-cuda", "--batch-size", "2", "--image-size", "32", "--num-warmup-b
          "--num-batches-per-iter", "1", "--num-iters", "2")  # fmt: skip
 
 
+OLDER_LAUNCHER = ("-m", "torch.distributed.launch", *TORCHRUN[2:])
+
+
 @pytest.mark.parametrize(
-    "launcher", [TORCHRUN, ("-m", "torch.distributed.launch", *TORCHRUN[2:])], ids=["run", "launch"]
+    "launcher",
+    [
+        pytest.param(TORCHRUN, id="run"),
+        pytest.param(OLDER_LAUNCHER, id="launch", marks=pytest.mark.full),
+    ],
 )
 def test_the_benchmark_measures_perseus(launcher):
     output = run_script(launcher, EXAMPLES / "pytorch_ddp_benchmark.py", *SMALL)
@@ -53,10 +60,10 @@ def agent(tmp_path):
     return lambda **variables: started(launcher, ELASTIC, str(tmp_path), **variables)
 
 
-EARLY = pytest.param("early", marks=pytest.mark.full)
+EARLY, KILLED = (pytest.param(how, marks=pytest.mark.full) for how in ("early", "killed"))
 
 
-@pytest.mark.parametrize("how", [EARLY, "between", "killed", "tidy", "raises"])
+@pytest.mark.parametrize("how", [EARLY, "between", KILLED, "tidy", "raises"])
 def test_ddp_goes_on_in_the_worlds_of_an_elastic_job(tmp_path, how):
     job = run_elastic(PARALLEL / "programs" / "elastic_ddp.py", tmp_path, how)
     if how == "raises":

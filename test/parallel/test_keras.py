@@ -7,14 +7,11 @@ import re
 import sys
 
 import pytest
+from ranks.launch import PARALLEL, checks_of, needs, run_ranks
 
-pytest.importorskip("torch")
+needs("torch", "keras", "sklearn")  # the example's digits
 # Keras would choose TensorFlow, and the ranks inherit this.
 os.environ.setdefault("KERAS_BACKEND", "torch")
-pytest.importorskip("keras")
-pytest.importorskip("sklearn")  # the example's digits
-
-from ranks.launch import PARALLEL, checks_of, run_ranks
 
 CASES = [
     pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")

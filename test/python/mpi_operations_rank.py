@@ -37,7 +37,8 @@ def allreduces() -> None:
     for dtype in (*INTEGERS, *FLOATS):
         for count in SIZES:
             mine, everybodys = values(hvd.rank(), count, dtype), of_all(count, dtype)
-            for op, reduce in reductions.items():
+            # What is long differs from what is short in its rounds alone.
+            for op, reduce in list(reductions.items())[: 1 if count == SIZES[-1] else None]:
                 name = f"{dtype} {count} {op}"
                 check(name, hvd.allreduce(mine, op=op, name=name), reduce(everybodys, axis=0))
     for dtype in (torch.float32, torch.float64):

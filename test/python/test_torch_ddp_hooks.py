@@ -15,6 +15,7 @@ from perseus.torch.ddp import hooks, register_comm_hook
 from perseus.torch.ddp.blocks import BLOCK, Format
 from perseus.torch.ddp.sparse import largest
 
+pytestmark = pytest.mark.shared
 DTYPES = [torch.int8, torch.float16, torch.bfloat16]
 
 
