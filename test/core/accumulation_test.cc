@@ -303,7 +303,6 @@ TEST_P(Accumulation, TakesGradientsFromSeveralThreads) {
       steps(2));
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Accumulation, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Accumulation, each_medium(), medium_name);
 
 }  // namespace

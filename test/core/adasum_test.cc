@@ -160,7 +160,6 @@ TEST_P(AdasumOf, WhatItCannotDoIsRefused) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, AdasumOf, testing::Values(0, 1, 2),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, AdasumOf, each_medium(), medium_name);
 
 }  // namespace

@@ -245,7 +245,6 @@ TEST(CompletionOffline, AStepThatLeavesAScheduleIsFinished) {
       options);
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Completion, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Completion, each_medium(), medium_name);
 
 }  // namespace

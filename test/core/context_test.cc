@@ -450,7 +450,6 @@ TEST(Context, MayForceASimdVariantWhileAnotherOneComputes) {
   perseus::kernels::select_variant("auto");
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Contexts, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Contexts, each_medium(), medium_name);
 
 }  // namespace

@@ -210,7 +210,6 @@ TEST_P(Fork, AChildDoesNotKeepItsParentsConnectionsOpen) {
   close(pipe_of_worker[1]);
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Fork, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Fork, each_medium(), medium_name);
 
 }  // namespace

@@ -112,7 +112,6 @@ TEST_P(Fusion, OneLargeTensorGoesOverSeveralStreamsBetweenHosts) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Fusion, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Fusion, each_medium(), medium_name);
 
 }  // namespace

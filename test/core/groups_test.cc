@@ -266,7 +266,6 @@ TEST_P(Groups, RequestsOfARemovedGroupEndWhateverTheirState) {
     });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Groups, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Groups, each_medium(), medium_name);
 
 }  // namespace

@@ -192,7 +192,6 @@ TEST_P(Join, MismatchesAmongTheOthersAreStillFound) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Join, testing::Values(0, 1, 2),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Join, each_medium(), medium_name);
 
 }  // namespace

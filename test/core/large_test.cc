@@ -82,8 +82,7 @@ TEST_P(Staging, StaysBelow64MiBPerRankAtAnySize) {
       options);
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Large, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Large, each_medium(), medium_name);
 
 INSTANTIATE_TEST_SUITE_P(Media, Staging, testing::Combine(testing::Range(0, 3), testing::Values(PERSEUS_CODEC_EXACT)),
                          [](const auto& info) {

@@ -316,7 +316,6 @@ TEST(NanCheckSettings, AnswerToTheMisspeltNameAndMustAgree) {
   EXPECT_EQ(refused, 2);
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, NanCheck, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, NanCheck, each_medium(), medium_name);
 
 }  // namespace

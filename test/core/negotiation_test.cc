@@ -319,7 +319,6 @@ TEST_P(Negotiated, NamesPairWhateverOrderEveryRankSubmitsThemIn) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Negotiated, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Negotiated, each_medium(), medium_name);
 
 }  // namespace

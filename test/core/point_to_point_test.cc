@@ -467,7 +467,6 @@ TEST(PointToPointCallers, AnOlderOneKnowsNoTag) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, PointToPoint, testing::Values(0, 1, 2),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, PointToPoint, each_medium(), medium_name);
 
 }  // namespace

@@ -262,7 +262,6 @@ TEST(ProgressEngine, TellsItsWorkOfWhatAPassThrows) {
   EXPECT_TRUE(engine.guard([] {}, &outcome));
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Progress, testing::Range(0, 3),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Progress, each_medium(), medium_name);
 
 }  // namespace

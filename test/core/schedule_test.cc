@@ -185,9 +185,7 @@ TEST_P(Scheduled, ARankThatLeavesEndsWhatOthersHaveBegun) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Media, Scheduled,
-                         testing::ValuesIn(kThreadSanitizer ? std::vector<int>{0, 2} : std::vector<int>{0, 1, 2}),
-                         [](const auto& info) { return all_media()[static_cast<size_t>(info.param)].name; });
+INSTANTIATE_TEST_SUITE_P(Media, Scheduled, each_medium(), medium_name);
 
 // Steps in the order of their names, until a schedule is frozen and kept for a while, then one in which every rank does
 // something else, in an order of its own: it brings some tensors only after it has waited for others, one is left out

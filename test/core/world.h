@@ -48,6 +48,14 @@ inline bool left_out(size_t turn) {
   for (size_t i = 0; i < name.find('/'); ++i) turn += static_cast<unsigned char>(name[i]);
   return thin_grid() && turn % 3 != 0;
 }
+// For suites whose parameter is a medium's place in all_media(). Thinned out, ranks share memory and TCP; a queue in a
+// process's own memory is the simplest of the three.
+inline auto each_medium() {
+  return testing::ValuesIn(thin_grid() ? std::vector<int>{1, 2} : std::vector<int>{0, 1, 2});
+}
+inline std::string medium_name(const testing::TestParamInfo<int>& info) {
+  return all_media()[static_cast<size_t>(info.param)].name;
+}
 constexpr const char* kLeftOut = "PERSEUS_TEST_FULL=1 runs this in every world";
 
 std::string unique_name();

@@ -29,10 +29,9 @@ def _expect_all_finished(ranks: int, *command: object) -> None:
     [
         *(
             pytest.param(ranks, failing, marks=pytest.mark.full)
-            for ranks, failing in ((1, 0), (2, 1), (4, 2))
+            for ranks, failing in ((1, 0), (2, 1), (3, 1), (4, 2))
         ),
         (2, 0),
-        (3, 1),
     ],
 )
 def test_a_failure_on_one_rank_costs_nothing_but_the_way_back_to_the_commit(ranks, failing):
