@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
+import zlib
 
 import pytest
 from mpi_launchers import _no_segments_left
-from slow_tests import is_slow
+from slow_tests import OTHER_HALF, is_slow
 
 __all__ = ["_no_segments_left"]
-
-FIRST_HALF = "PERSEUS_TEST_OTHER_HALF" not in os.environ
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
@@ -20,9 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests of a file share fixtures, checks of so many ranks a launch: one process runs them.
 
     Those that take long are marked, so that others can be run alone. Where two versions of PyTorch
-    run a file, they share out its long ones.
+    run a file, they share out its long ones, by name: neither has them all, or in the same order.
     """
-    turn = itertools.cycle((True, False) if FIRST_HALF else (False, True))
     for item in items:
         group = item.path.stem
         if "expect_check" in item.fixturenames:
@@ -30,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         item.add_marker(pytest.mark.xdist_group(group))
         if is_slow(item):
             item.add_marker(pytest.mark.slow)
-            if item.get_closest_marker("shared") and not next(turn):
+            odd = zlib.crc32(item.nodeid.encode()) % 2 == 1
+            if item.get_closest_marker("shared") and odd != OTHER_HALF:
                 item.add_marker(pytest.mark.full)
 
 

@@ -8,6 +8,7 @@ load nothing costs a fraction of a second. Reads code only; no state.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 
+# Whether this is the second of two runs, with another PyTorch, that share tests.
+OTHER_HALF = "PERSEUS_TEST_OTHER_HALF" in os.environ
 _TESTS = str(Path(__file__).parent)
 _STARTERS = {"subprocess", "perseus.bench.virtual_hosts"}
 _QUICK_STARTERS = {"perseusrun_command"}

@@ -23,6 +23,7 @@ struct Answer {
 struct Launched {
   Mutex mutex;
   std::list<Answer> answers PERSEUS_GUARDED_BY(mutex);               // none is removed: pointers into them live on
+  const Answer* own PERSEUS_GUARDED_BY(mutex) = nullptr;             // to who this process was in its first world
   std::map<std::string, uint32_t> epochs PERSEUS_GUARDED_BY(mutex);  // worlds built, by job
 
   const Answer& find(const Environment& environment) PERSEUS_REQUIRES(mutex) {
@@ -70,7 +71,8 @@ std::unique_ptr<Context> create_launched(const std::string& job) {
   {
     Launched& known = launched();
     const MutexLock lock(known.mutex);
-    const Answer& answer = known.find(environment_value);
+    if (known.own == nullptr) known.own = &known.find(environment_value);
+    const Answer& answer = *known.own;
     const Identity& identity = answer.identity;
     options.world.rank = identity.rank;
     options.world.size = identity.size;

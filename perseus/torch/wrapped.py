@@ -6,11 +6,13 @@ world. Belongs to the thread that trains.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import torch
 
+from perseus.errors import HorovodInternalError
 from perseus.gradients.residuals import Held, Source
 
 
@@ -23,20 +25,26 @@ class WrapperResiduals:
     def __init__(self) -> None:
         self.kept = False
         self._wrapper: Source | None = None
+        self._world: object = None  # of the wrapper's process group
         self._waiting: dict[str, Held] = {}
 
-    def begin(self, wrapper: Source) -> None:
-        """A wrapper has been made: it takes what waits."""
-        self._wrapper = wrapper
-        if self._waiting:
-            wrapper.go_on_with(self._waiting)
-        self._waiting = {}
+    def begin(self, wrapper: Source, world: object) -> None:
+        """A wrapper has been made: it takes what waits, or what the last one holds."""
+        held = self.residuals() if self.kept else {}
+        if self._wrapper is not None and held:
+            self._wrapper.go_on_with({})
+        self._wrapper, self._world, self._waiting = wrapper, world, {}
+        if held:
+            wrapper.go_on_with(held)
 
-    def end(self, wrapper: Source) -> None:
-        """The wrapper's process group is about to end: what it holds waits for the next one."""
-        if self._wrapper is wrapper:
-            self._waiting = wrapper.residuals() if self.kept else {}
-            self._wrapper = None
+    def end(self, world: object) -> None:
+        """The world is about to end. What the wrapper there holds waits for the next one."""
+        if self._wrapper is None or self._world is not world:
+            return
+        wrapper, self._wrapper, self._world = self._wrapper, None, None
+        if self.kept:
+            with contextlib.suppress(HorovodInternalError):  # of a process that was forked
+                self._waiting = wrapper.residuals()
 
     def residuals(self) -> dict[str, Held]:
         """Return copies of all residuals, by the parameters' names."""
@@ -50,9 +58,9 @@ class WrapperResiduals:
             self._wrapper.go_on_with(residuals)
 
 
-_of: WeakKeyDictionary[torch.nn.Module, WrapperResiduals] = WeakKeyDictionary()
+_by_module: WeakKeyDictionary[torch.nn.Module, WrapperResiduals] = WeakKeyDictionary()
 
 
 def wrapper_residuals(module: torch.nn.Module) -> WrapperResiduals:
     """Return those of a module, for as long as it lives."""
-    return _of.setdefault(module, WrapperResiduals())
+    return _by_module.setdefault(module, WrapperResiduals())

@@ -335,6 +335,7 @@ def test_a_signal_ends_a_job_that_waits_for_hosts(tmp_path: Path, number: int) -
     script.chmod(0o755)
     job = start(tmp_path, "-np", 2, "--host-discovery-script", script)
     while not looked.exists() or looked.stat().st_size < 2:  # it has found too few, and waits
+        assert job.poll() is None, job.communicate()[0]
         time.sleep(0.05)
     job.send_signal(number)
     output, _ = job.communicate(timeout=20)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("torch")
 
 from ranks.launch import checks_of
+from slow_tests import OTHER_HALF
 
 MODULES = [
     "collective_checks",
@@ -67,13 +66,12 @@ OF_THE_CORE = {
     "set_form_checks",
     "timeline_checks",
 }
-OTHERS = "PERSEUS_TEST_OTHER_HALF" in os.environ
 
 
 def _marks(module: str, number: int, ranks: int) -> list[pytest.MarkDecorator]:
     """Half of the checks run on 2 ranks, the others on 3; with another PyTorch the other way."""
-    left_out = OTHERS and module in OF_THE_CORE
-    return [] if ranks == 2 + (number + OTHERS) % 2 and not left_out else [pytest.mark.full]
+    left_out = OTHER_HALF and module in OF_THE_CORE
+    return [] if ranks == 2 + (number + OTHER_HALF) % 2 and not left_out else [pytest.mark.full]
 
 
 RANKS = [

@@ -17,12 +17,10 @@ WORDS = {
 }
 
 
-FULL = {"eager", "fit"}
+EAGER, FIT = (pytest.param(way, marks=pytest.mark.full) for way in ("eager", "fit"))
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.full] * (way in FULL)) for way in WORDS]
-)
+@pytest.mark.parametrize("way", [EAGER, "function", FIT])
 def test_the_launcher_names_the_rank_that_refused(run_ranks, way):
     status, output = run_ranks(2, [sys.executable, PROGRAM, way])
     assert status == 1, output

@@ -52,7 +52,8 @@ class Rendezvous:
 def find_store(identity: Identity, environment: Mapping[str, str] | None = None) -> Rendezvous:
     """Return the store of the world. Rank 0 starts it, unless the launcher has done so.
 
-    environment: the variables that gave the identity; this process's by default.
+    environment: the variables that gave the identity, for the launcher to be asked as the same
+    rank; this process's by default. Addresses and secrets are always this process's.
 
     Raises ValueError for a wrong or missing setting, TimeoutError if rank 0 does not appear within
     HOROVOD_START_TIMEOUT seconds, and RuntimeError if a package is missing or does not match. Each

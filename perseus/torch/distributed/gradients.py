@@ -72,9 +72,9 @@ class Gradients:
         # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
         self._failure: Exception | None = None
-        over_wrappers = wrapper_residuals(model.module)
-        over_wrappers.begin(self._residuals)
-        group.world.before_closing(partial(over_wrappers.end, self._residuals))
+        of_module = wrapper_residuals(model.module)
+        of_module.begin(self._residuals, group.world)
+        group.world.keepers.add(of_module)
         model._register_state_dict_hook(self._save)
         model.register_load_state_dict_pre_hook(self._load)
         self._first = model.register_forward_pre_hook(self._take_over)

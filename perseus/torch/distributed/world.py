@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
@@ -44,6 +44,13 @@ def _timeline_of(number: int) -> list[str]:
     return [f"HOROVOD_TIMELINE={stem}.process{process}.group{number}{suffix}"]
 
 
+class Keeper(Protocol):
+    """Keeps something of a world for the next one."""
+
+    def end(self, world: Any) -> None:
+        """Take it: nothing is under way any more, and the context still answers."""
+
+
 class World:
     """Ranks 0 … size - 1 of a process group, connected by the core."""
 
@@ -54,7 +61,7 @@ class World:
         """
         self.rank, self.size = rank, size
         self._left = False  # by this rank's own will
-        self._before_closing: list[Callable[[], None]] = []
+        self.keepers: WeakSet[Keeper] = WeakSet()
         self.seconds = max(1, math.ceil(timeout.total_seconds()))
         settings = _timeline_of(next(_numbers))
         self.context = group_context(
@@ -88,14 +95,12 @@ class World:
         self._left = True
         self.context.shutdown()
 
-    def before_closing(self, call: Callable[[], None]) -> None:
-        """Have close() call this, once, while the context still answers."""
-        self._before_closing.append(call)
-
     def close(self) -> None:
         """Leave the world and free it."""
         self.shutdown()
-        while self._before_closing:
-            self._before_closing.pop()()
         self.operations.close()
-        self.context.close()
+        try:
+            for keeper in list(self.keepers):
+                keeper.end(self)
+        finally:
+            self.context.close()

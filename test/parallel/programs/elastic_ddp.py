@@ -7,7 +7,7 @@ back, and a new rank begins with nothing.
 
 HOW: killed, before it makes its process group (early), while the others make theirs (between), in a
 step (killed), or in a step of a script that destroys its process group whatever happens (tidy); or
-raises.
+raises, after the backward pass, which has changed what is held back.
 """
 
 import hashlib
@@ -78,19 +78,23 @@ def take_steps(state):
     assert held(parallel) == committed
     if hvd.size() == 3 and failed.exists():
         state.taken_in = max(state.taken_in, state.step)
-    first = state.step
+    first, fresh = state.step, not failed.exists()
     # After the last rank has come, all train for as many steps again.
     while state.step < STEPS or state.taken_in < 0 or state.step < state.taken_in + STEPS:
         generator = torch.Generator().manual_seed(hvd.rank() * 1000 + state.step)
         optimizer.zero_grad()
         loss = parallel(torch.rand(8, 40, generator=generator)).square().mean()
         if state.step == 3:
-            fail_at("killed", "tidy", "raises")
+            fail_at("killed", "tidy")
         # Where the others wait, with a wrapper that expects gradients.
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total.item() == hvd.size()
         loss.backward()
+        if how == "raises" and fresh and state.step == 3:
+            assert held(parallel) != committed
+            fail_at("raises")
+            dist.all_reduce(total)
         optimizer.step()
         state.step += 1
         committed = held(parallel)
