@@ -27,8 +27,10 @@ NEWEST_ALONE := test/gpu/test_torch_gpu.py test/python/test_rendezvous_torch.py 
 SELECTED := $(if $(PERSEUS_TEST_FULL),,not full)
 # As many processes as there are cores; a file's tests stay together (test/conftest.py), in the order of their folders.
 PYTEST := -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=10 -m "$(SELECTED)"
-# Runs a command in the time that no other wants.
-IDLE := $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0)
+# Runs a command in a session of its own, in the time that no other wants: among its session's processes by its policy,
+# and among sessions, which Linux serves alike on many machines, by their weight.
+IDLE := setsid bash -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; \
+                        exec $(shell chrt --idle 0 true 2>/dev/null && echo chrt --idle 0) "$$@"' idle
 # ThreadSanitizer cannot place its shadow under some kernels' address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -150,7 +152,7 @@ test:  ## everything: checks, C++ tests plain and under sanitizers, Python tests
 	@$(MAKE) --no-print-directory -j $(TEST_JOBS) build environments packages-test packages-caffe check-locks
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory test-core
-	@$(IDLE) setsid $(MAKE) --no-print-directory build-meanwhile >$(MEANWHILE) 2>&1 </dev/null & \
+	@$(IDLE) $(MAKE) --no-print-directory build-meanwhile >$(MEANWHILE) 2>&1 </dev/null & \
 	trap "kill -- -$$! 2>/dev/null || true" EXIT; \
 	for part in torch torch-versions tensorflow; do $(MAKE) --no-print-directory test-$$part; done; \
 	wait $$! || { tail -n 100 $(MEANWHILE); exit 1; }
