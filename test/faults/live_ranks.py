@@ -17,7 +17,7 @@ import sys
 import termios
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,7 @@ class Launch(Marked):
         limits: Sequence[str] = (),
         terminal: bool = False,
         environment: Mapping[str, str] | None = None,
+        popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
     ) -> None:
         super().__init__(directory)
         if not command:
@@ -261,7 +262,7 @@ class Launch(Marked):
                 self._terminal, end = pty.openpty()
                 streams = dict.fromkeys(streams, end)
                 streams["preexec_fn"] = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            self.process = subprocess.Popen(
+            self.process = popen(
                 [*limits, *launcher, *command],
                 env=clean_environment() | {leftovers.MARK: self.mark} | dict(environment or {}),
                 cwd=directory,
@@ -276,6 +277,13 @@ class Launch(Marked):
         assert self._terminal is not None
         self.remember()
         os.write(self._terminal, keys)
+
+    def hang_up(self) -> None:
+        """Close the terminal."""
+        assert self._terminal is not None
+        self.remember()
+        os.close(self._terminal)
+        self._terminal = None
 
     def signal(self, number: int) -> None:
         """Send a signal to perseusrun alone."""

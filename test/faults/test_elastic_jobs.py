@@ -137,7 +137,7 @@ def test_a_stopped_rank_is_given_up(tmp_path: Path) -> None:
     events = [{"step": 5, "what": "stop", "rank": 1}]
     job = run(tmp_path, "-np", 3, "--min-np", 1, events=events)
     expect_success(job, 3, 2)
-    assert "rank 1 on localhost has not done anything for 1 s" in job.output
+    assert "rank 1 on localhost has not done anything for 0.5 s" in job.output
 
 
 def test_survivors_go_on_without_a_host_that_is_gone(tmp_path: Path) -> None:

@@ -4,16 +4,15 @@ ranks meet, agree and compute the right bits, nobody is taken for dead, and who 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from poor_link import poor_link
 
 from perseus.bench.virtual_hosts import VirtualHosts, unavailable
 
@@ -61,26 +60,9 @@ except Exception as error:
 
 @pytest.fixture
 def hosts() -> Iterator[VirtualHosts]:
-    """The hosts, whose devices `poor0` are the ends of the link."""
-    ends = []
-    with VirtualHosts(2, ssh=False) as made, contextlib.ExitStack() as stack:
-        for host, end in enumerate(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
-            with end:
-                link = [str(_ROOT / "test" / "hosts" / "poor_link.py"), str(end.fileno()), "poor0"]
-                process = made.popen(
-                    host,
-                    [sys.executable, *link, f"10.78.0.{host + 1}", str(_DELAY), str(_LOSS), "7"],
-                    pass_fds=(end.fileno(),),
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            ends.append(stack.enter_context(process))
-            stack.callback(process.terminate)
-            assert process.stdout.readline() == "ready\n"
+    """Hosts with such a link between them."""
+    with VirtualHosts(2, ssh=False) as made, poor_link(made, _DELAY, _LOSS):
         yield made
-        for process in ends:
-            process.terminate()
-            assert "lost\n" in process.stdout.read(), "a link that loses nothing shows nothing"
 
 
 def started(hosts: VirtualHosts, host: int, code: str, **environment: str) -> subprocess.Popen[str]:

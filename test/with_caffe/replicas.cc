@@ -1,6 +1,8 @@
 // Trains as `caffe train` does, and writes what every rank has at the beginning of each iteration and at the end to
-// replica<rank>.bin: `replicas SOLVER float|double [RANK:ITERATION:snapshot|stop]`. .ci/caffe.py builds it among
-// Caffe's tools.
+// replica<rank>.bin: `replicas SOLVER float|double [RANK:ITERATION:snapshot|stop|hold]`. A rank that holds appends that
+// it is `waiting` to <rank>.notes, and waits for a file named struck. .ci/caffe.py builds it among Caffe's tools.
+#include <unistd.h>
+
 #include <caffe/caffe.hpp>
 #include <cstdio>
 #include <fstream>
@@ -13,15 +15,21 @@ using caffe::PerseusWorld;
 // What one rank's user asks for, once.
 struct Wish {
   int rank = -1, iteration = 0;
-  caffe::SolverAction::Enum action = caffe::SolverAction::NONE;
+  caffe::SolverAction::Enum action = caffe::SolverAction::NONE;  // to hold
 };
 
 Wish parse(const std::string& text) {
   Wish wish;
   char action[16] = "";
   CHECK_EQ(std::sscanf(text.c_str(), "%d:%d:%15s", &wish.rank, &wish.iteration, action), 3) << text;
-  wish.action = action == std::string("stop") ? caffe::SolverAction::STOP : caffe::SolverAction::SNAPSHOT;
+  if (action == std::string("stop")) wish.action = caffe::SolverAction::STOP;
+  if (action == std::string("snapshot")) wish.action = caffe::SolverAction::SNAPSHOT;
   return wish;
+}
+
+void hold(int rank) {
+  std::ofstream(std::to_string(rank) + ".notes", std::ios::app) << "{\"event\": \"waiting\"}" << std::endl;
+  while (access("struck", F_OK) != 0) usleep(10000);
 }
 
 template <typename T>
@@ -54,6 +62,7 @@ void train(const caffe::SolverParameter& parameters, const Wish& wish) {
   const auto action = [&]() {
     if (asked || solver->iter() != wish.iteration) return caffe::SolverAction::NONE;
     asked = true;
+    if (wish.action == caffe::SolverAction::NONE) hold(wish.rank);
     return wish.action;
   };
   Recorder<T> recorder(solver->net().get());
@@ -67,7 +76,7 @@ void train(const caffe::SolverParameter& parameters, const Wish& wish) {
 int main(int argc, char** argv) {
   caffe::GlobalInit(&argc, &argv);
   FLAGS_alsologtostderr = true;
-  CHECK(argc == 3 || argc == 4) << "replicas SOLVER float|double [RANK:ITERATION:snapshot|stop]";
+  CHECK(argc == 3 || argc == 4) << "replicas SOLVER float|double [RANK:ITERATION:snapshot|stop|hold]";
   PerseusWorld::Join();
   caffe::SolverParameter parameters;
   caffe::ReadSolverParamsFromTextFileOrDie(argv[1], &parameters);

@@ -75,19 +75,6 @@ def test_a_killed_process_ends_the_others_with_one_line(
     assert "rank 0 on localhost was the first to fail, with exit code 1" in output, output
 
 
-@pytest.mark.full
-def test_a_process_that_stops_ends_the_others(digits: Path, tmp_path: Path) -> None:
-    # Longer than a busy machine keeps a process waiting.
-    job = _start(tmp_path, digits, _WITH_IDS, GLOO_TIMEOUT_SECONDS="7")
-    _signal(tmp_path, 1, signal.SIGSTOP)
-    assert job.stdout is not None
-    said = next(line for line in job.stdout if "GLOO_TIMEOUT_SECONDS" in line)
-    _signal(tmp_path, 1, signal.SIGCONT)
-    status, output = finish(job)
-    assert status != 0, output
-    assert said.startswith("[0]") and "rank 1" in said and "for 7 s" in said, said
-
-
 def test_a_process_without_its_solver_ends_the_others(digits: Path, tmp_path: Path) -> None:
     write_solver(tmp_path, lenet(digits, 16), name="solver0.prototxt", **_FOR_EVER)
     script = f'exec "{CAFFE}" train --solver=solver$PERSEUS_RANK.prototxt'

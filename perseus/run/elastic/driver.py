@@ -28,10 +28,13 @@ from perseus.run.launch import Launcher
 from perseus.run.link import HostLink, is_local
 
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
-_ASK_SECONDS = 1.0
+_ASK_SECONDS = 0.25
 # How long a rank may do nothing while others wait for the next world. The world has ended because
 # of one that is stopped, and it does not go on by itself; others may wait for a disk.
-_STOPPED_SECONDS, _DEAF_SECONDS = 1.0, 30.0
+_STOPPED_SECONDS, _DEAF_SECONDS = 0.5, 30.0
+# And how long its host may not answer, if others are enough for a world without it. Its ranks can
+# come back as new ones: that costs less than all that wait.
+_UNREACHABLE_SECONDS = 2.0
 _WARN_SECONDS = 30.0
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
@@ -61,7 +64,7 @@ class ElasticLauncher(Launcher):
         self._give_up_at: float | None = None  # when there have been too few ranks for too long
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
-        self._ask_at = 0.0
+        self._ask_at = self._asked_since = 0.0
         self._warn_at = 0.0
         self._failures: list[tuple[Process, int]] = []
         self._names: dict[int, str] = {}  # of all processes that have been in a world
@@ -469,8 +472,10 @@ class ElasticLauncher(Launcher):
         if now > self._ask_at + 3 * _ASK_SECONDS:  # nobody has been late for a while
             for process in late:
                 process.heard_at = now
-            self._warn_at = now + _WARN_SECONDS
+            self._asked_since, self._warn_at = now, now + _WARN_SECONDS
         self._ask_at = now
+        if now >= self._asked_since + _UNREACHABLE_SECONDS:
+            self._give_up_unreachable(late)
         if now >= self._warn_at:
             names = ", ".join(each.name for each in late)
             self._print(f"the next world waits for {names}, which lives but is still at work")
@@ -486,6 +491,19 @@ class ElasticLauncher(Launcher):
             else:
                 self._tell(process, {"ping": 0})
                 process.host.send(b"STATE %d\n" % process.number)
+
+    def _give_up_unreachable(self, late: list[Process]) -> None:
+        """Go on without hosts that have not answered since they were asked, if others suffice."""
+        if len(self._candidates()) < self._elasticity.least:
+            return
+        awaited = {id(process.host) for process in late}
+        for host in self._monitored_hosts():
+            if id(host) in awaited and host.alive_at < self._asked_since:
+                error = LaunchError(
+                    f"{host.name}: no answer for {_UNREACHABLE_SECONDS:g} s while others wait for "
+                    f"the next world, which goes on without it"
+                )
+                self._on_lost_hosts([host], error)
 
     # ---- ends ------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ other end.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import random
@@ -20,10 +21,41 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perseus.bench.virtual_hosts import VirtualHosts
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _PACKET = 65536
+
+
+@contextlib.contextmanager
+def poor_link(hosts: VirtualHosts, delay: float, loss: float) -> Iterator[None]:
+    """A link between the first two hosts, whose devices are `poor0`, with the addresses 10.78.0.1
+    and 10.78.0.2. delay: in seconds; loss: the share of packets. Fails if it has lost none.
+    """
+    ends = []
+    with contextlib.ExitStack() as stack:
+        for host, end in enumerate(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
+            with end:
+                words = [str(end.fileno()), "poor0", f"10.78.0.{host + 1}", str(delay), str(loss)]
+                process = hosts.popen(
+                    host,
+                    [sys.executable, __file__, *words, "7"],
+                    pass_fds=(end.fileno(),),
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            ends.append(stack.enter_context(process))
+            stack.callback(process.terminate)
+            assert process.stdout.readline() == "ready\n"
+        yield
+        for process in ends:
+            process.terminate()
+            assert "lost\n" in process.stdout.read(), "a link that loses nothing shows nothing"
 
 
 def opened(device: str, address: str) -> int:
