@@ -96,7 +96,7 @@ $(VENV)/.test: .ci/requirements-test.txt .ci/requirements-pytest.txt $(VENV)/.de
 
 # Nothing is built for these: their environments use the package, and the libraries in it, where they are. METADATA has
 # its entry points. PyTorch's take 5 to 7 GB each: its wheels bring the libraries of CUDA.
-OTHERS := tensorflow tensorflow-2.15 mxnet frameworks torch-2.15 torch-2.12 torch-2.10
+OTHERS := tensorflow tensorflow-2.15 mxnet frameworks torch-2.15 torch-2.14 torch-2.12 torch-2.10
 METADATA := build/metadata
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt .ci/requirements-pytest.txt | packages-build
@@ -106,7 +106,7 @@ $(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt .ci/requireme
 	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 # What they lack and $(VENV) has is used where it is, but for mpi4py, which would not find its MPI.
-UPON := .venv/frameworks/.ready .venv/torch-2.15/.ready
+UPON := .venv/frameworks/.ready .venv/torch-2.15/.ready .venv/torch-2.14/.ready
 $(UPON): BELOW = "$$($(PY) $(PURELIB))" 'import sys; sys.modules["mpi4py"] = None'
 $(UPON): | $(VENV)/.test
 .venv/torch-2.12/.ready .venv/torch-2.10/.ready: .ci/requirements-demo.txt
@@ -228,7 +228,7 @@ VERSION_TESTS := $(filter-out $(OLDEST_ALONE) $(NEWEST_ALONE),$(wildcard test/pa
 OLDER_TESTS := test/parallel/test_checks.py test/faults/test_process_group_faults.py \
                test/python/test_torch_backend.py test/python/test_torch_ddp_hooks.py \
                test/python/test_ddp_optimizer_steps.py
-TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.12 torch-2.10)
+TORCHES := torch-2.15 $(if $(PERSEUS_TEST_FULL),torch-2.14 torch-2.12 torch-2.10)
 
 test-torch-versions: build packages-test $(METADATA) .venv/mpich/.ready $(TORCHES:%=.venv/%/.ready)  ## the tests of PyTorch with its newest version
 	PERSEUS_TEST_OTHER_HALF=1 .venv/torch-2.15/bin/python $(PYTEST) $(if $(PERSEUS_TEST_FULL),$(TEST_DIRS),$(VERSION_TESTS)) </dev/null
