@@ -31,6 +31,12 @@ class StateHandler:
         """Give the value rank 0's state; the saved copy stays. Collective."""
         raise NotImplementedError
 
+    def mark(self) -> None:
+        """Commit the value as it is: for what is not small, there is nothing to do."""
+
+    def keep(self) -> None:
+        """Leave the value as it was marked: a failure has not changed it."""
+
     def set_value(self, value: Any) -> None:
         """Handle another object from now on, and save it."""
         self.value = value
@@ -52,6 +58,14 @@ class SamplerHandler(StateHandler):
         """Roll back to the progress last saved, and share the remaining samples."""
         self.value.load_state_dict(self._saved)
 
+    def mark(self) -> None:
+        """Remember epoch and progress, which scripts change in the middle of a step."""
+        self.save()
+
+    def keep(self) -> None:
+        """Roll back to the progress that was marked."""
+        self.restore()
+
 
 # Types, and the handlers of their instances; the first that fits is taken.
 Registry = list[tuple[type, type[StateHandler]]]
@@ -72,6 +86,7 @@ class HandledState(ObjectState):
         values: Mapping[str, Any],
     ) -> None:
         self._handlers: dict[str, StateHandler] = {}
+        self._saved_commits = 0
         plain: dict[str, Any] = {}
         for name, value in values.items():
             fitting = (handler for kind, handler in registry if isinstance(value, kind))
@@ -88,12 +103,14 @@ class HandledState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
         super().save()
+        self._saved_commits = self._commits
 
     def restore(self) -> None:
         """Bring everything back to the last save, in place."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+        self._commits = self._saved_commits
 
     def sync(self) -> None:
         """Take over rank 0's values: those with handlers as they are, others as last saved.

@@ -12,6 +12,7 @@ from typing import Any
 
 from perseus import basics, process_sets
 from perseus.elastic.notification import notification_manager
+from perseus.elastic.state import State
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
 from perseus.gradients import residuals
 
@@ -93,6 +94,8 @@ def looped(
                             state.sync()
                         if member is not None:
                             member.has_state = True
+                            if isinstance(state, State) and member.place is not None:
+                                state._commits = max(state._commits, member.place.commits)
                         return func(state, *args, **kwargs)
                     except HostsUpdatedInterrupt as interrupt:
                         _log.warning("[elastic] hosts have changed: starting anew")
@@ -113,6 +116,7 @@ def looped(
                     skip_sync = False
                 if member is not None:
                     member.will_sync = not skip_sync
+                    member.commits = state._commits if isinstance(state, State) else 0
                 reset()
                 place = None if member is None else member.place
                 saves = skip_sync and place is not None and place.sync  # others lack the state

@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from perseus import basics
 from perseus.elastic.notification import HostUpdateResult
 from perseus.errors import HostsUpdatedInterrupt
 from perseus.gradients.rotation import synchronize_parameters
@@ -27,6 +28,7 @@ class State:
         self._host_messages: queue.Queue[tuple[float, HostUpdateResult]] = queue.Queue()
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
+        self._commits = 0  # so many of the training that the present values have come from
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Call each, without arguments, when a new world has started, e.g. to scale lr."""
@@ -43,14 +45,24 @@ class State:
         """Hosts came or went at `timestamp`; the next check_host_updates acts on it."""
         self._host_messages.put((timestamp, update_res))
 
-    def commit(self) -> None:
+    def commit(self, copy: bool = True) -> None:
         """Call save(), then check_host_updates(): a failure no longer loses the work up to here.
 
         Parameters that `Compression.rotate`, `hvd.LocalSGD` and `hvd.DiLoCo` let differ between
         ranks are made equal before.
+
+        copy: False calls mark() instead of save() in elastic jobs of perseusrun, so that a commit
+        after every step costs no copies; see TorchState.
         """
-        synchronize_parameters()
-        self.save()
+        copies = copy or basics.membership() is None
+        if copies:
+            synchronize_parameters()
+        self._commits += 1
+        if copies:
+            self.save()
+        else:
+            self.mark()
+            synchronize_parameters()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -73,6 +85,10 @@ class State:
     def save(self) -> None:
         """Remember the present values, in memory."""
         raise NotImplementedError
+
+    def mark(self) -> None:
+        """Commit the values without a copy, where a failure leaves them as they are; else save."""
+        self.save()
 
     def restore(self) -> None:
         """Go back to the values last saved."""

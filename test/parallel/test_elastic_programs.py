@@ -52,6 +52,23 @@ def test_a_killed_rank_is_replaced_and_survivors_keep_their_residuals(tmp_path):
     assert len(ends) == 3 and len(set(ends)) == 1, output
 
 
+def test_commits_without_copies_lose_no_step_of_the_survivors(tmp_path):
+    program = PARALLEL / "programs" / "elastic_without_copies.py"
+    output = _run(3, program, tmp_path, flags=["--min-np", "2"])
+    entered = re.findall(r"enter (\d) (\d) (\d+) (\d+)", output)
+    worlds = _worlds(entered)
+    assert worlds == [("3", "0"), ("3", "6"), ("2", "8")], output
+    first, second, third = (
+        [each[3] for each in sorted(entered) if each[1:3] == world] for world in worlds
+    )
+    # The one that is behind takes over what the others have.
+    assert second == [*first[1:], first[0]] and third == first[1:], output
+    for pid in third:
+        steps = re.findall(rf"did {pid} (\d+)", output)
+        assert list(map(int, steps)) == list(range(12)), output
+    assert re.findall(r"finished (\d) \d+ True", output) in (["0", "1"], ["1", "0"]), output
+
+
 def _worlds(entered):
     """The sizes and steps with which worlds began, in their order."""
     return list(dict.fromkeys(each[1:3] for each in entered))

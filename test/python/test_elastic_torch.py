@@ -96,6 +96,19 @@ def test_going_on_after_restore_gives_the_bits_of_never_having_failed():
     _assert_same(_everything(model, failing), _everything(straight, optimizer))
 
 
+def test_without_perseusrun_every_commit_copies():
+    model = torch.nn.Linear(2, 1)
+    state = TorchState(model)
+    state.check_host_updates = lambda: None  # it would communicate
+    weights = torch.tensor([[1.0, 2.0]])
+    with torch.no_grad():
+        model.weight.copy_(weights)
+    state.commit(copy=False)
+    torch.nn.init.zeros_(model.weight)
+    state.restore()
+    assert torch.equal(model.weight, weights)
+
+
 def test_sync_does_not_refresh_the_saved_copies():
     model = _model()
     state = TorchState(model, batch=3)

@@ -14,7 +14,11 @@ import perseus.torch.horovod as hvd
 FACE = Face(
     hvd,
     "horovod_torch_api.json",
-    extra={"allgather_object": ["process_set"], "zero_grad": ["set_to_none"]},
+    extra={
+        "allgather_object": ["process_set"],
+        "commit": ["copy"],
+        "zero_grad": ["set_to_none"],
+    },
     compressing={"DistributedOptimizer"},
 )
 

@@ -31,6 +31,7 @@ class Place:
 
     epoch: int
     sync: bool
+    commits: int
 
 
 class Membership:
@@ -40,6 +41,7 @@ class Membership:
     will_sync: whether this rank takes the training's state from others in the next world, or gives
         it to them. All ranks must do the same, so `place.sync` says whether one of them will.
     has_state: whether this rank has the training's state; None if the script does not say.
+    commits: so many have gone into that state. The rank that has most gives its to the others.
     on_news: called as on_news(timestamp, change) on another thread when hosts have changed, and
         again every few seconds until the ranks come to join. change: see HostUpdateResult.
     """
@@ -54,6 +56,7 @@ class Membership:
         self.place: Place | None = None
         self.will_sync = True
         self.has_state: bool | None = None
+        self.commits = 0
         self.on_news: Callable[[float, int], None] | None = None
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -75,7 +78,8 @@ class Membership:
             )
         with self._changed:
             self._answer = None
-            self._write({"join": {"sync": self.will_sync, "state": self.has_state}})
+            wish = {"sync": self.will_sync, "state": self.has_state, "commits": self.commits}
+            self._write({"join": wish})
             while self._answer is None:
                 if self._lost:
                     raise RuntimeError("[elastic] perseusrun has closed the connection")
@@ -88,7 +92,8 @@ class Membership:
             raise SystemExit(f"[elastic] {answer['refuse']}")
         found = answer["place"]
         os.environ.update(found["environment"])
-        self.place, self.will_sync = Place(found["epoch"], found["sync"]), True
+        self.place = Place(found["epoch"], found["sync"], found.get("commits", 0))
+        self.will_sync = True
         return self.place
 
     def _write(self, message: dict[str, Any]) -> None:

@@ -357,6 +357,7 @@ class ElasticLauncher(Launcher):
                 each.number,
                 *each.place,
                 each.rank if each.epoch == last >= 0 and each.has_state else None,
+                each.commits,
             )
             for each in chosen
         ]
@@ -364,7 +365,9 @@ class ElasticLauncher(Launcher):
             self._give_up(_NO_STATE)
             return
         sync = any(each.request is not None and each.request["sync"] for each in chosen)
-        self._world = [(candidate.number, slot) for candidate, slot in ranked(candidates)]
+        order = ranked(candidates)
+        commits = order[0][0].commits
+        self._world = [(candidate.number, slot) for candidate, slot in order]
         for number, slot in self._world:
             process = self._processes[number]
             process.epoch, process.rank, process.request = self._epoch, slot.rank, None
@@ -372,8 +375,8 @@ class ElasticLauncher(Launcher):
             for kind in _OUTPUTS:
                 self._streams[number, kind].rename(slot.rank)
             variables = environment.of_rank(slot, len(self._world))
-            place = {"epoch": self._epoch, "sync": sync, "environment": variables}
-            self._tell(process, {"place": place})
+            place = {"epoch": self._epoch, "sync": sync, "commits": commits}
+            self._tell(process, {"place": {**place, "environment": variables}})
         self._news = frozenset(), frozenset()
         self._give_up_at = None
         if last >= 0 or self._job.verbose:

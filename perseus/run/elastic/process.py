@@ -34,6 +34,11 @@ class Process:
         return self.request is not None and self.request["state"] is not False
 
     @property
+    def commits(self) -> int:
+        """How many have gone into the training's state with which it asks to join."""
+        return 0 if self.request is None else int(self.request.get("commits", 0))
+
+    @property
     def name(self) -> str:
         rank = f"rank {self.rank}" if self.epoch >= 0 else f"process {self.number}"
         return f"{rank} on {self.place[0]}"

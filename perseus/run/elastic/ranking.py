@@ -13,20 +13,23 @@ class Candidate:
     """A process that is to be a rank of the next world.
 
     rank: in the last world; None for one that was not in it.
+    commits: so many have gone into the training's state that it has.
     """
 
     number: int
     host: str
     slot: int
     rank: int | None
+    commits: int = 0
 
 
 def ranked(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Slot]]:
     """Give every candidate its place in the next world, ordered by rank.
 
     Ranks of a host are consecutive. Those that have the training's state come first: hosts with
-    survivors before new hosts, and survivors of a host before its new ranks, each in the order of
-    the last world, so rank 0 is a survivor if there is any. The local rank follows the slots of a
+    survivors before new hosts, and survivors of a host before its new ranks, those with most
+    commits first and then in the order of the last world. So rank 0 is a survivor if there is any,
+    and none has more of the training. The local rank follows the slots of a
     host, because scripts choose a GPU by it.
     """
     ordered = sorted(candidates, key=_age)
@@ -54,7 +57,8 @@ def ranked(candidates: Sequence[Candidate]) -> list[tuple[Candidate, Slot]]:
     return result
 
 
-def _age(candidate: Candidate) -> tuple[bool, int]:
-    """Order survivors by rank, then the others by number."""
-    is_new = candidate.rank is None
-    return is_new, candidate.number if candidate.rank is None else candidate.rank
+def _age(candidate: Candidate) -> tuple[bool, int, int]:
+    """Order survivors by commits and rank, then the others by number."""
+    if candidate.rank is None:
+        return True, 0, candidate.number
+    return False, -candidate.commits, candidate.rank

@@ -17,6 +17,7 @@ from perseus.elastic.handled_state import (
     SamplerHandler,
     StateHandler,
 )
+from perseus.elastic.state import ObjectState
 from perseus.torch.elastic.sampler import ElasticSampler
 from perseus.torch.functions import (
     broadcast_object,
@@ -108,6 +109,13 @@ class TorchState(HandledState):
     model, optimizer: usually one each; more of them, and samplers, go into kwargs under any name.
     Modules, optimizers and ElasticSamplers are saved as copies and restored in place; other values
     as in ObjectState. Assigning another module (optimizer, sampler) to its attribute saves it.
+
+    `commit(copy=False)` copies no module and no optimizer. After a failure, they stay as they are:
+    a step changes them only once all of its gradients have been averaged. If some ranks have done
+    the last step and others have not, these take over the values of one that has. So it must come
+    after every step, before anything else that may fail, and is not for optimizers that communicate
+    while they change parameters, such as ZeRO's. `restore()` has then no earlier values to go back
+    to. Without perseusrun, it copies.
     """
 
     def __init__(
@@ -117,4 +125,27 @@ class TorchState(HandledState):
         **kwargs: Any,
     ) -> None:
         values = {**kwargs, "model": model, "optimizer": optimizer}
+        self._is_marked = False
         super().__init__(broadcast_object, rank, get_handler_registry(), values)
+
+    def save(self) -> None:
+        """Copy modules, optimizers and samplers; remember the other values."""
+        super().save()
+        self._is_marked = False
+
+    def mark(self) -> None:
+        """Take modules and optimizers as they are for committed."""
+        for handler in self._handlers.values():
+            handler.mark()
+        ObjectState.save(self)
+        self._is_marked = True
+
+    def restore(self) -> None:
+        """Go back to the last commit: in place, where it has copies."""
+        if not self._is_marked:
+            super().restore()
+            return
+        for handler in self._handlers.values():
+            handler.keep()
+        ObjectState.restore(self)
+        self.save()  # the next world may end while this rank takes over the values of another
