@@ -14,7 +14,8 @@ TEST_JOBS ?= $(shell expr $(JOBS) + 1)
 VENV := .venv/torch
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(PY) $(PIP_INSTALL)
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) -S .
 # One build folder per Python version: objects of the core, libperseus.so, the extension and the C++ tests.
 BUILD := build/$(shell $(PYTHON) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
@@ -35,8 +36,8 @@ IDLE := setsid bash -c '{ echo 19 >/proc/self/autogroup; } 2>/dev/null; \
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 export PATH := $(abspath $(BIN)):$(PATH)
 export PERSEUS_BUILD_DIR := $(abspath $(BUILD))
-# Most modules of large packages are never imported; Python compiles those that are.
-export PIP_NO_COMPILE := 1
+# Most modules of large packages are never imported; Python compiles those that are, and has to keep them.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: accuracy help build build-asan build-tsan build-caffe build-meanwhile demo demo-tensorflow demo-mxnet demo-caffe test test-quick test-all test-core test-asan test-tsan \
         test-torch test-gpu test-torch-versions test-tensorflow test-mxnet test-frameworks test-caffe check-aarch64 lint format ptx docs bench clean \
@@ -91,7 +92,7 @@ $(VENV)/.test: .ci/requirements-test.txt .ci/requirements-pytest.txt $(VENV)/.de
 .venv/mpich/.ready: | packages-build
 	@echo "making .venv/mpich and installing mpich 5.0.2 and mpi4py 4.1.2 into it"
 	$(PYTHON) -m venv .venv/mpich
-	.venv/mpich/bin/python -m pip install --quiet --disable-pip-version-check mpich==5.0.2 mpi4py==4.1.2
+	.venv/mpich/bin/python $(PIP_INSTALL) mpich==5.0.2 mpi4py==4.1.2
 	@touch $@
 
 # Nothing is built for these: their environments use the package, and the libraries in it, where they are. METADATA has
@@ -103,7 +104,7 @@ $(OTHERS:%=.venv/%/.ready): .venv/%/.ready: .ci/requirements-%.txt .ci/requireme
 	@echo "making .venv/$* and installing into it: $<"
 	$(PYTHON) -m venv .venv/$*
 	printf '%s\n' "$(CURDIR)" "$(abspath $(METADATA))" $(BELOW) > "$$(.venv/$*/bin/python $(PURELIB))/perseus.pth"
-	.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	.venv/$*/bin/python $(PIP_INSTALL) -r $<
 	@touch $@
 # What they lack and $(VENV) has is used where it is, but for mpi4py, which would not find its MPI.
 UPON := .venv/frameworks/.ready .venv/torch-2.15/.ready .venv/torch-2.14/.ready
@@ -263,7 +264,7 @@ test-caffe: build-caffe packages-test $(VENV)/.test .venv/mpich/.ready  ## Caffe
 NVCC := .venv/nvcc/nvidia/cu13/bin/nvcc
 $(NVCC): .ci/requirements-nvcc.txt | packages-build
 	@echo "installing CUDA's compiler into .venv/nvcc"
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/nvcc -r $<
+	$(PYTHON) $(PIP_INSTALL) --no-deps --upgrade --target .venv/nvcc -r $<
 	@touch $@
 
 ptx: $(NVCC)  ## the kernels for GPUs, compiled into common/cuda/kernels.ptx.inc
