@@ -309,7 +309,7 @@ fuzz: packages-fuzz $(VENV)/.build  ## let libFuzzer attack every parser of what
 	        -artifact_prefix=build/fuzz/$$target- build/fuzz/corpus/$$target test/fuzz/corpus/$$target \
 	        2>build/fuzz/$$target.log || { tail -40 build/fuzz/$$target.log; exit 1; }; \
 	    printf '%s: %s\n' $$target "$$(grep -E ' (DONE|INITED) ' build/fuzz/$$target.log | tail -1)"; \
-	    if [ -n "$(MERGE)" ]; then build/fuzz/test/fuzz/$${target}_fuzz -merge=1 -use_counters=0 \
+	    if [ -n "$(MERGE)" ]; then $(FUZZ_BUILD)/test/fuzz/$${target}_fuzz -merge=1 -use_counters=0 \
 	        test/fuzz/corpus/$$target build/fuzz/corpus/$$target 2>>build/fuzz/$$target.log; fi; \
 	done
 

@@ -109,7 +109,10 @@ def _start(comm: Any) -> _core.Context:
         epoch = _world.epoch
         _world.epoch += 1
         try:
-            return _connect(identity, rendezvous, "world", epoch)
+            context = _connect(identity, rendezvous, "world", epoch)
+            if member is not None:
+                member.tell_begun()
+            return context
         except (RuntimeError, TimeoutError, OSError) as error:
             if isinstance(error, ValueError) or member is None or attempt == _ELASTIC_STARTS:
                 raise

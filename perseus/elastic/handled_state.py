@@ -32,10 +32,12 @@ class StateHandler:
         raise NotImplementedError
 
     def mark(self) -> None:
-        """Commit the value as it is: for what is not small, there is nothing to do."""
+        """Keep for keep() what a step that fails may change: by default, the value's state."""
+        self.save()
 
     def keep(self) -> None:
-        """Leave the value as it was marked: a failure has not changed it."""
+        """Give the value what mark() has kept."""
+        self.restore()
 
     def set_value(self, value: Any) -> None:
         """Handle another object from now on, and save it."""
@@ -57,14 +59,6 @@ class SamplerHandler(StateHandler):
     def restore(self) -> None:
         """Roll back to the progress last saved, and share the remaining samples."""
         self.value.load_state_dict(self._saved)
-
-    def mark(self) -> None:
-        """Remember epoch and progress, which scripts change in the middle of a step."""
-        self.save()
-
-    def keep(self) -> None:
-        """Roll back to the progress that was marked."""
-        self.restore()
 
 
 # Types, and the handlers of their instances; the first that fits is taken.

@@ -10,7 +10,6 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from perseus import basics
 from perseus.elastic.notification import HostUpdateResult
 from perseus.errors import HostsUpdatedInterrupt
 from perseus.gradients.rotation import synchronize_parameters
@@ -51,10 +50,9 @@ class State:
         Parameters that `Compression.rotate`, `hvd.LocalSGD` and `hvd.DiLoCo` let differ between
         ranks are made equal before.
 
-        copy: False calls mark() instead of save() in elastic jobs of perseusrun, so that a commit
-        after every step costs no copies; see TorchState.
+        copy: False calls mark() instead, where the state can do without copies; see TorchState.
         """
-        copies = copy or basics.membership() is None
+        copies = copy or not self._can_mark()
         if copies:
             synchronize_parameters()
         self._commits += 1
@@ -62,7 +60,6 @@ class State:
             self.save()
         else:
             self.mark()
-            synchronize_parameters()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
@@ -87,8 +84,12 @@ class State:
         raise NotImplementedError
 
     def mark(self) -> None:
-        """Commit the values without a copy, where a failure leaves them as they are; else save."""
-        self.save()
+        """Take the present values for saved, without a copy."""
+        raise NotImplementedError
+
+    def _can_mark(self) -> bool:
+        """Whether a failure leaves what has been marked as it is."""
+        return False
 
     def restore(self) -> None:
         """Go back to the values last saved."""

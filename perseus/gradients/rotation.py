@@ -142,6 +142,11 @@ def _living_everywhere() -> dict[str, Rotation]:
     return found
 
 
+def any_living() -> bool:
+    """Whether some optimizer of this process averages parameters after its steps."""
+    return bool(_rotations())
+
+
 def synchronize_parameters() -> None:
     """Make the parameters of all optimizers that use `Compression.rotate` equal on all ranks.
 

@@ -17,7 +17,8 @@ hosts: writes the event's "text" into DIRECTORY/hosts.
 
 reset: rank 0 of the third world kills itself before it has taken part in state.sync().
 late: the first process that comes after another one was killed ends before it joins.
-start: rank 2 kills itself when it has its place in the first world, and the others wait for it.
+start, pause: rank 2 kills or stops itself when it has its place in the first world, and the others
+    wait for it.
 thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks and their sum.
 status: rank 1 ends with exit status 7 after its last step, 2 s before the others.
@@ -122,8 +123,9 @@ def marked(name: str) -> bool:
 QUIRK = PLAN.get("quirk")
 if QUIRK == "late" and (DIRECTORY / "event.0").exists() and not marked("late"):
     sys.exit(0)
-if QUIRK == "start" and os.environ["HOROVOD_LOCAL_RANK"] == "2":
-    basics._connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if QUIRK in ("start", "pause") and os.environ["HOROVOD_LOCAL_RANK"] == "2":
+    number = signal.SIGKILL if QUIRK == "start" else signal.SIGSTOP
+    basics._connect = lambda *_: os.kill(os.getpid(), number)
 if QUIRK == "thread" and os.environ["HOROVOD_HOSTNAME"] == "localhost":
     threading.Thread(target=time.sleep, args=[600]).start()
 sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 2])] if QUIRK == "sets" else []

@@ -12,10 +12,12 @@ LONGEST seconds after a fault, or if anything is left behind. Needs root, for th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,10 +107,13 @@ class Soak:
                 raise SystemExit(f"host{host} has {shared} left in /dev/shm")
 
     def close(self) -> None:
+        """End the job; what it has said goes, too, unless it has failed."""
         if self.process.poll() is None:
             self.process.terminate()
             self.process.wait(timeout=30)
         self._output.close()
+        if self.process.returncode == 0:
+            shutil.rmtree(self.directory)
 
 
 def _at(line: dict[str, Any]) -> float:
@@ -153,9 +158,8 @@ def await_step(soak: Soak, after: float) -> float:
     raise SystemExit(f"no step within {LONGEST:g} s after a fault:\n{soak.text()[-4000:]}")
 
 
-def run(hosts: VirtualHosts, count: int, interval: float, seed: int) -> tuple[list[Fault], Soak]:
+def run(soak: Soak, count: int, interval: float, seed: int) -> list[Fault]:
     generator = random.Random(seed)
-    soak = Soak(hosts, 10**9)
     faults: list[Fault] = []
     await_step(soak, 0.0)
     for _ in tqdm(range(count), unit="fault", disable=not sys.stderr.isatty()):
@@ -167,7 +171,7 @@ def run(hosts: VirtualHosts, count: int, interval: float, seed: int) -> tuple[li
     time.sleep(interval)
     (soak.directory / "stop").touch()
     soak.expect_end()
-    return faults, soak
+    return faults
 
 
 def measure(faults: list[Fault], lines: list[dict[str, Any]]) -> None:
@@ -191,13 +195,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7)
     given = parser.parse_args()
     with VirtualHosts(HOSTS, rate="1gbit") as hosts:
-        faults, soak = run(hosts, given.faults, given.interval, given.seed)
-        disturbed = soak.steps()
-        measure(faults, soak.lines())
-        calm_job = Soak(hosts, disturbed[-1]["step"])
-        calm_job.process.wait()
-        calm_job.expect_end()
-        calm = calm_job.steps()
+        with contextlib.closing(Soak(hosts, 10**9)) as soak:
+            faults = run(soak, given.faults, given.interval, given.seed)
+            disturbed = soak.steps()
+            measure(faults, soak.lines())
+        with contextlib.closing(Soak(hosts, disturbed[-1]["step"])) as calm_job:
+            calm_job.process.wait()
+            calm_job.expect_end()
+            calm = calm_job.steps()
     rate = HOSTS * SLOTS * len(calm) / (calm[-1]["at"] - calm[0]["at"])
     seconds = disturbed[-1]["at"] - disturbed[0]["at"]
     lost = seconds - sum(line["size"] for line in disturbed) / rate

@@ -258,6 +258,15 @@ def test_a_rank_that_dies_as_a_world_begins_is_not_waited_for(tmp_path: Path) ->
     assert "world 0 did not begin" in job.output
 
 
+def test_a_rank_that_stops_as_a_world_begins_is_not_waited_for(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    job = run(tmp_path, "-np", 3, "--min-np", 2, quirk="pause")
+    expect_success(job, 2)
+    assert "has not done anything for 0.5 s while others wait" in job.output
+    assert "HOROVOD_START_TIMEOUT" not in job.output  # whose end is 60 s away
+    assert time.monotonic() - begun < 45
+
+
 def test_a_process_that_ends_before_it_joins_is_no_success(tmp_path: Path) -> None:
     events = [{"step": 5, "what": "kill", "rank": 1}]
     flags = ["-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 1, 1]

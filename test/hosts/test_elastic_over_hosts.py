@@ -41,6 +41,7 @@ def _first(directory: Path, word: str, world: int) -> float:
 
 def test_others_go_on_without_a_host_that_does_not_answer(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "perseus.run", "-np", "3", "--min-np", "2"]
+    command += ["--blacklist-cooldown-range", "1", "2"]  # else it waits for 8 s
     command += ["-H", "host0:1,host1:1,host2:1", sys.executable, _RANK, str(tmp_path), "1000000"]
     with VirtualHosts(3) as hosts:
         environment = {

@@ -1,8 +1,9 @@
 """A rank of an elastic job asks perseusrun for its place in the next world, and hears of changes.
 
 perseusrun gives every rank a socket, over which lines of JSON go both ways. A rank writes
-{"join": …} and waits until perseusrun answers {"place": …}, {"leave": …} or {"refuse": …}. In
-between, perseusrun may write {"news": …} and {"ping": …}. join() belongs to one thread; another one
+{"join": …} and waits until perseusrun answers {"place": …}, {"leave": …} or {"refuse": …}. Once it
+has met the others, it writes {"begun": …}. In between, perseusrun may write {"news": …} and
+{"ping": …}. join() belongs to one thread; another one
 reads the socket.
 """
 
@@ -26,6 +27,7 @@ _CHUNK = 1 << 16
 class Place:
     """A place in a world. The variables of its identity are in the environment.
 
+    commits: so many have gone into the state that rank 0 has.
     epoch: the number of the world. sync: whether a rank of it lacks the training's state.
     """
 
@@ -95,6 +97,12 @@ class Membership:
         self.place = Place(found["epoch"], found["sync"], found.get("commits", 0))
         self.will_sync = True
         return self.place
+
+    def tell_begun(self) -> None:
+        """Say that this rank has met all others of its world."""
+        assert self.place is not None
+        with self._changed:
+            self._write({"begun": self.place.epoch})
 
     def _write(self, message: dict[str, Any]) -> None:
         try:

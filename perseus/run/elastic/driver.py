@@ -27,14 +27,15 @@ from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
 from perseus.run.link import HostLink, is_local
 
+_START_SECONDS = 2.0  # after which ranks are looked at that have not met the others of a new world
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 _ASK_SECONDS = 0.25
 # How long a rank may do nothing while others wait for the next world. The world has ended because
 # of one that is stopped, and it does not go on by itself; others may wait for a disk.
 _STOPPED_SECONDS, _DEAF_SECONDS = 0.5, 30.0
-# And how long its host may not answer, if others are enough for a world without it. Its ranks can
-# come back as new ones: that costs less than all that wait.
-_UNREACHABLE_SECONDS = 2.0
+# And how long its host may not answer, if others are enough for a world without it: where ranks can
+# come back as new ones, that costs less than all that wait; where they cannot, it is for ever.
+_UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 2.0, 8.0
 _WARN_SECONDS = 30.0
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
@@ -65,7 +66,7 @@ class ElasticLauncher(Launcher):
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
         self._ask_at = self._asked_since = 0.0
-        self._warn_at = 0.0
+        self._warn_at = self._begun_at = 0.0
         self._failures: list[tuple[Process, int]] = []
         self._names: dict[int, str] = {}  # of all processes that have been in a world
 
@@ -107,6 +108,8 @@ class ElasticLauncher(Launcher):
             found.append(self._news_at + _REPEAT_NEWS_SECONDS)
         if self._late():
             found.append(self._ask_at + _ASK_SECONDS)
+        elif not all(each.has_begun for each in self._members()):
+            found.append(max(now, self._begun_at + _START_SECONDS))
         return found
 
     def _check_deadlines(self) -> None:
@@ -253,6 +256,8 @@ class ElasticLauncher(Launcher):
         *lines, process.unread = (process.unread + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
+            if message.get("begun") == self._epoch == process.epoch:
+                process.has_begun = True
             if "join" in message:
                 process.request = message["join"]
                 self._state_exists = self._state_exists or process.request["state"] is True
@@ -352,6 +357,8 @@ class ElasticLauncher(Launcher):
             if process.request is not None and process not in chosen:
                 self._dismiss(process, f"{process.place[0]} does not have its slot any more")
         last, self._epoch = self._epoch, self._epoch + 1
+        self._begun_at = time.monotonic()
+        self._ask_at = 0.0  # what has been asked and answered was about the last world
         candidates = [
             Candidate(
                 each.number,
@@ -370,7 +377,9 @@ class ElasticLauncher(Launcher):
         self._world = [(candidate.number, slot) for candidate, slot in order]
         for number, slot in self._world:
             process = self._processes[number]
+            process.had_state, process.has_begun = process.has_state, False
             process.epoch, process.rank, process.request = self._epoch, slot.rank, None
+            process.is_stopped = False
             self._names[number] = process.name
             for kind in _OUTPUTS:
                 self._streams[number, kind].rename(slot.rank)
@@ -462,11 +471,13 @@ class ElasticLauncher(Launcher):
                 self._tell(process, {"news": [time.time(), change]})
 
     def _late(self) -> list[Process]:
-        """Return the ranks for which others wait that have left the world."""
+        """Return the ranks for which others wait that have left the world, or cannot begin it."""
         members = self._members()
-        if not any(each.request is not None for each in members):
+        if any(each.request is not None for each in members):
+            return [each for each in members if each.request is None]
+        if time.monotonic() < self._begun_at + _START_SECONDS:
             return []
-        return [each for each in members if each.request is None]
+        return [each for each in members if not each.has_begun]
 
     def _ask_late(self, now: float) -> None:
         """Find out whether late ranks live, and kill those that do not."""
@@ -477,36 +488,56 @@ class ElasticLauncher(Launcher):
                 process.heard_at = now
             self._asked_since, self._warn_at = now, now + _WARN_SECONDS
         self._ask_at = now
-        if now >= self._asked_since + _UNREACHABLE_SECONDS:
-            self._give_up_unreachable(late)
-        if now >= self._warn_at:
+        self._give_up_unreachable(late, now)
+        if now >= self._warn_at and any(each.request is not None for each in self._members()):
             names = ", ".join(each.name for each in late)
             self._print(f"the next world waits for {names}, which lives but is still at work")
             self._warn_at = now + _WARN_SECONDS
         for process in late:
+            if process.is_killed:
+                continue
             patience = _STOPPED_SECONDS if process.is_stopped else _DEAF_SECONDS
             if now >= process.heard_at + patience:
                 self._print(
                     f"{process.name} has not done anything for {patience:g} s while others wait "
                     f"for the next world: it is killed"
                 )
+                process.is_killed = True
                 process.host.send(b"KILL %d\n" % process.number)
             else:
                 self._tell(process, {"ping": 0})
                 process.host.send(b"STATE %d\n" % process.number)
 
-    def _give_up_unreachable(self, late: list[Process]) -> None:
-        """Go on without hosts that have not answered since they were asked, if others suffice."""
-        if len(self._candidates()) < self._elasticity.least:
-            return
+    def _give_up_unreachable(self, late: list[Process], now: float) -> None:
+        """Go on without hosts that do not answer any more, if others suffice for a world."""
+        comes_back = self._elasticity.cooldown is not None
+        patience = _UNREACHABLE_SECONDS if comes_back else _UNREACHABLE_FOR_EVER_SECONDS
         awaited = {id(process.host) for process in late}
-        for host in self._monitored_hosts():
-            if id(host) in awaited and host.alive_at < self._asked_since:
-                error = LaunchError(
-                    f"{host.name}: no answer for {_UNREACHABLE_SECONDS:g} s while others wait for "
-                    f"the next world, which goes on without it"
-                )
-                self._on_lost_hosts([host], error)
+        silent = {
+            host.name
+            for host in self._monitored_hosts()
+            if id(host) in awaited and now >= max(host.alive_at, self._asked_since) + patience
+        }
+        is_start = all(each.request is None for each in self._members())
+        others = [
+            each
+            for each in (self._members() if is_start else self._candidates())
+            if each.host.name not in silent
+        ]
+        if not silent or len(others) < self._elasticity.least:
+            return
+        if self._state_exists and not any(
+            each.had_state if is_start else each.epoch == self._epoch and each.has_state
+            for each in others
+        ):
+            return
+        error = LaunchError(
+            f"{', '.join(sorted(silent))}: no answer for {patience:g} s while others wait for the "
+            f"next world, which begins without it"
+        )
+        self._on_lost_hosts(
+            [host for host in self._monitored_hosts() if host.name in silent], error
+        )
 
     # ---- ends ------------------------------------------------------------------------------------
 

@@ -21,11 +21,14 @@ class Process:
     epoch: int = -1  # of the last world that it was in
     rank: int = -1  # in that world
     request: dict[str, Any] | None = None  # to join the next world
+    has_begun: bool = False  # and met the others there
+    had_state: bool = False  # when it asked for that world
     dismissed: bool = False  # told to leave
     end_at: float = inf  # when it is ended, since it has been dismissed
     heard_at: float = field(default_factory=time.monotonic)
     ticks: int = 0  # of the processor, that it had used when it was last asked
     is_stopped: bool = False
+    is_killed: bool = False
     unread: bytes = b""
 
     @property

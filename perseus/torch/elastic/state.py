@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from perseus import basics
 from perseus.basics import rank
 from perseus.elastic.handled_state import (
     HandledState,
@@ -18,6 +19,9 @@ from perseus.elastic.handled_state import (
     StateHandler,
 )
 from perseus.elastic.state import ObjectState
+from perseus.gradients import rotation
+from perseus.gradients.turns import SETTING
+from perseus.torch.adasum import AdasumOptimizer
 from perseus.torch.elastic.sampler import ElasticSampler
 from perseus.torch.functions import (
     broadcast_object,
@@ -27,7 +31,17 @@ from perseus.torch.functions import (
 from perseus.torch.wrapped import wrapper_residuals
 
 
-class ModelStateHandler(StateHandler):
+class _UnharmedHandler(StateHandler):
+    """Keeps what a step that fails does not change."""
+
+    def mark(self) -> None:
+        """Do nothing."""
+
+    def keep(self) -> None:
+        """Do nothing."""
+
+
+class ModelStateHandler(_UnharmedHandler):
     """Keeps a module's state_dict(), and what lossy codecs hold back in the wrapper around it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -51,7 +65,7 @@ class ModelStateHandler(StateHandler):
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
-class OptimizerStateHandler(StateHandler):
+class OptimizerStateHandler(_UnharmedHandler):
     """Keeps an optimizer's state_dict()."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -115,7 +129,8 @@ class TorchState(HandledState):
     the last step and others have not, these take over the values of one that has. So it must come
     after every step, before anything else that may fail, and is not for optimizers that communicate
     while they change parameters, such as ZeRO's. `restore()` has then no earlier values to go back
-    to. Without perseusrun, it copies.
+    to. It copies all the same without perseusrun, and where optimizers of Perseus communicate after
+    their steps: Adasum, LocalSGD, DiLoCo, and those that average a part of the parameters.
     """
 
     def __init__(
@@ -132,6 +147,12 @@ class TorchState(HandledState):
         """Copy modules, optimizers and samplers; remember the other values."""
         super().save()
         self._is_marked = False
+
+    def _can_mark(self) -> bool:
+        if basics.membership() is None or rotation.any_living() or basics.setting(SETTING) > 1:
+            return False
+        values = (handler.value for handler in self._handlers.values())
+        return not any(isinstance(value, AdasumOptimizer) for value in values)
 
     def mark(self) -> None:
         """Take modules and optimizers as they are for committed."""

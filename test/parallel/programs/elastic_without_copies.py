@@ -17,7 +17,8 @@ import torch
 import perseus.torch.horovod as hvd
 
 STEPS = 12
-failed, killed = (Path(sys.argv[1]) / name for name in ("failed", "killed"))
+folder = Path(sys.argv[1])
+failed = folder / "failed"
 
 
 def gradient(step):
@@ -52,15 +53,18 @@ def train(state):
     assert torch.equal(model[0], trained(state.step)), state.step
     while state.step < STEPS:
         if state.step == 8 and hvd.rank() == 2:
-            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         (model[0] * gradient(state.step)).sum().backward()
         if state.step == 5 and hvd.rank() == 0 and not failed.exists():
             failed.touch()
-            time.sleep(1)
+            deadline = time.monotonic() + 60
+            while len(list(folder.glob("stepped*"))) < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
             raise hvd.HorovodInternalError("on purpose")
         optimizer.step()
+        if state.step == 5:
+            (folder / f"stepped{os.getpid()}").touch()
         print(f"did {os.getpid()} {state.step}", flush=True)
         state.step += 1
         state.commit(copy=False)
