@@ -115,6 +115,10 @@ def test_shutdown_ends_all_waits(service):
     threads.append(threading.Thread(target=wait_for_dispatcher))
     for thread in threads:
         thread.start()
+    # A request that comes when the service has ended is no wait that this could end.
+    deadline = time.monotonic() + 60
+    while not service._answering["wait_for_dispatcher"] and time.monotonic() < deadline:
+        time.sleep(0.01)
     clients[3].shutdown()
     for thread in threads:
         thread.join(60)
