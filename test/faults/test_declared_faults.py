@@ -18,7 +18,6 @@ _HVD = [
 _DDP = [
     "clock jumps back (0, 5), shm",
     "flight recorder's disk full (1, 3), tcp",
-    "link down (2, 4), hosts",
 ]
 
 
