@@ -43,6 +43,16 @@ EXTRA_PARAMETERS = {
         ]
     },
     "perseus.keras.callbacks": {"BestModelCheckpoint": ["save_weights_only"]},
+    **{
+        f"{face}.elastic": {
+            f"{state}.commit": ["copy"] for state in ("KerasState", "TensorFlowKerasState")
+        }
+        for face in (
+            "perseus.keras",
+            "perseus.tensorflow.keras",
+            "perseus.tensorflow.horovod.keras",
+        )
+    },
 }
 COMPRESSING = {"DistributedOptimizer", "PartialDistributedOptimizer", "load_model"}
 # Horovod's True makes every op an error.
@@ -81,7 +91,7 @@ def test_classes_have_horovods_methods(face, names):
             continue
         for method, parameters in fact["methods"].items():
             function = getattr(getattr(module, name), method)
-            fact_of = name if method == "__init__" else ""
+            fact_of = name if method == "__init__" else f"{name}.{method}"
             _signatures(face).expect_parameters(fact_of, function, parameters)
 
 
