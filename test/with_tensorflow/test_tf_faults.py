@@ -12,8 +12,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "faults"))
 import declared_faults
 
 
-@pytest.mark.parametrize(
-    "case", declared_faults.cases("tensorflow", ["memory (1, 3), shm", "stopped (1, 4), tcp"])
-)
+@pytest.mark.parametrize("case", declared_faults.cases("tensorflow", ["memory (1, 3), shm"]))
 def test_a_fault(case: declared_faults.Case, tmp_path: Path) -> None:
     declared_faults.run(case, tmp_path)
