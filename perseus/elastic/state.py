@@ -60,6 +60,8 @@ class State:
             self.save()
         else:
             self.mark()
+            # A collective: other ranks may have to copy, whose optimizers live longer.
+            synchronize_parameters()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:

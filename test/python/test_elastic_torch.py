@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
 
@@ -107,6 +108,21 @@ def test_without_perseusrun_every_commit_copies():
     torch.nn.init.zeros_(model.weight)
     state.restore()
     assert torch.equal(model.weight, weights)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_every_commit_makes_the_same_collectives(monkeypatch, marks):
+    """Whether it copies is a matter of each rank; what has been marked is committed at once."""
+    state = TorchState(torch.nn.Linear(2, 1), step=0)
+    monkeypatch.setattr(TorchState, "_can_mark", lambda _: marks)
+    done = []
+    for name in ("mark", "save", "check_host_updates"):
+        monkeypatch.setattr(state, name, functools.partial(done.append, name))
+    monkeypatch.setattr(
+        "perseus.elastic.state.synchronize_parameters", functools.partial(done.append, "equal")
+    )
+    state.commit(copy=False)
+    assert done == [*(["mark", "equal"] if marks else ["equal", "save"]), "check_host_updates"]
 
 
 def test_sync_does_not_refresh_the_saved_copies():

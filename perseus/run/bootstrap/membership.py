@@ -3,8 +3,7 @@
 perseusrun gives every rank a socket, over which lines of JSON go both ways. A rank writes
 {"join": …} and waits until perseusrun answers {"place": …}, {"leave": …} or {"refuse": …}. Once it
 has met the others, it writes {"begun": …}. In between, perseusrun may write {"news": …} and
-{"ping": …}. join() belongs to one thread; another one
-reads the socket.
+{"ping": …}. join() belongs to one thread; another one reads the socket.
 """
 
 from __future__ import annotations
