@@ -6,14 +6,16 @@ Two ranks train replicas of a model on random data; a WAY says how they exchange
 
     none             not at all: what no exchange can beat
     hvd              perseus.torch's DistributedOptimizer
-    ddp:perseus      DistributedDataParallel on the backend of Perseus
+    ddp:perseus      DistributedDataParallel on the backend of Perseus; of several ranks of a host
+                     not beside hvd, because NCCL serves the first of a process's worlds alone
     ddp:nccl         on NCCL
     ddp:gloo         on gloo
 
 One rank alone (--ranks 1) shows what the optimizer costs where there is nothing to exchange. Ways
-take turns in the same processes, with the settings of the environment; medians of steps. Ranks
-share GPUs where a host has fewer: NCCL joins such ranks since 2.30, if NCCL_MULTI_RANK_GPU_ENABLE
-is 1, and then NVIDIA's MPS should serve them, or their kernels wait for each other's time slices.
+take turns in the same processes, each of them first in its turn, with the settings of the
+environment; medians of steps. Ranks share GPUs where a host has fewer: NCCL joins such ranks since
+2.30, if NCCL_MULTI_RANK_GPU_ENABLE is 1, and then NVIDIA's MPS should serve them, or their kernels
+wait for each other's time slices.
 --hosts needs root.
 """
 
@@ -52,13 +54,12 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=1, help="virtual ones, with equal ranks")
     parser.add_argument("--rate", default="10gbit", help="of the links between virtual hosts")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
-    parser.add_argument(
-        "ways", nargs="*", help="default: none hvd, and of several ranks ddp:perseus"
-    )
+    parser.add_argument("ways", nargs="*", default=["none", "hvd"], help="default: none hvd")
     given = parser.parse_args()
-    given.ways = given.ways or ["none", "hvd", *(["ddp:perseus"] if given.ranks > 1 else [])]
     if given.ranks == 1 and any(way.startswith("ddp") for way in given.ways):
         parser.error("one rank has no process group: DDP needs --ranks 2 or more")
+    if given.ranks > given.hosts and {"hvd", "ddp:perseus"} <= set(given.ways):
+        parser.error("hvd and ddp:perseus: only one of them would have NCCL, so measure them apart")
     if "PERSEUS_RANK" in os.environ:
         work(given)
         return 0
@@ -83,8 +84,11 @@ def work(given: argparse.Namespace) -> None:
     torch.manual_seed(0)
     steps = {way: made(way, given, device) for way in given.ways}
     found: dict[str, list[float]] = {way: [] for way in given.ways}
-    for _ in range(given.rounds):
-        for way, step in steps.items():
+    ways = list(steps)
+    for turn in range(given.rounds):
+        first = turn % len(ways)
+        for way in ways[first:] + ways[:first]:
+            step = steps[way]
             for index in range(WARM + TIMED):
                 meet(device)
                 begun = time.perf_counter()

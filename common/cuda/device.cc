@@ -166,8 +166,8 @@ Device::Device(int index) : driver_(Driver::get()), index_(index) {
     driver_.check(driver_.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                   "cuStreamCreateWithPriority");
   load_kernels();
-  const MutexLock lock(order_);
-  burst_.ready = take_event();
+  const MutexLock giving(giving_), lock(order_);
+  for (Burst* burst : {&burst_, &given_}) burst->ready = take_event();
 }
 
 // Now: drivers put it off to the first launch, and may then wait for all that the device does, which can be a kernel of
@@ -208,8 +208,8 @@ Device::~Device() {
     over.clear();
     left.clear();
     {
-      const MutexLock lock(order_);
-      give_event(burst_.ready);
+      const MutexLock giving(giving_), lock(order_);
+      for (const Burst* burst : {&burst_, &given_}) give_event(burst->ready);
     }
     const MutexLock lock(mutex_);
     // Freeing waits for whatever the device does: a stream of the user's that never ends must not hold us.

@@ -124,10 +124,16 @@ class Device {
     Handle stream = nullptr, ready = nullptr;  // the event behind the last one's work
     std::vector<Staging*> requests;
     size_t bytes = 0;
+    size_t seen = 0;  // requests at the last look
+    int looks = 0;
     Copies copies;
   };
+  // Requests join the burst under this mutex, which nobody holds while the driver copies.
   Mutex& order() PERSEUS_RETURN_CAPABILITY(order_) { return order_; }
   Burst& burst() PERSEUS_REQUIRES(order_) { return burst_; }
+  // Who gives a burst to the driver holds this one, too, from before it takes the burst, so bursts keep their order.
+  Mutex& giving() PERSEUS_RETURN_CAPABILITY(giving_) { return giving_; }
+  Burst& given() PERSEUS_REQUIRES(giving_) { return given_; }
 
   // Of copies to the device, which one thread at a time gives. stored(): an event behind all of them.
   void note_store() { stores_since_ = true; }
@@ -164,8 +170,8 @@ class Device {
   std::atomic<bool> given_up_{false};
   mutable Mutex mutex_;
   std::vector<Handle> events_ PERSEUS_GUARDED_BY(mutex_);  // before those that come back to it
-  Mutex order_;
-  Burst burst_ PERSEUS_GUARDED_BY(order_);
+  Mutex giving_, order_;
+  Burst burst_ PERSEUS_GUARDED_BY(order_), given_ PERSEUS_GUARDED_BY(giving_);
   bool stores_since_ = false;  // the last stored event
   std::shared_ptr<const Event> last_stored_;
   std::multimap<size_t, Byte*> blocks_ PERSEUS_GUARDED_BY(mutex_);  // free ones, by size

@@ -12,13 +12,16 @@ constexpr size_t kLine = 64;
 constexpr size_t kPiece = 4 * 1024 * 1024;
 // CU_STREAM_PER_THREAD: one handle for a stream of each thread.
 const Handle kPerThread = reinterpret_cast<Handle>(uintptr_t{2});
-constexpr size_t kBurst = 1024 * 1024;  // bytes for which copies are not put off any more
+// Copies are not put off any more for so many bytes, or looks.
+constexpr size_t kBurst = 1024 * 1024;
+constexpr int kMostLooks = 8;
 
 }  // namespace
 
 Staging::~Staging() {
   if (!launched_.load(std::memory_order_acquire)) {
-    const MutexLock lock(device_.order());
+    // Whoever gives it to the driver at this moment still uses it.
+    const MutexLock giving(device_.giving()), lock(device_.order());
     std::vector<Staging*>& requests = device_.burst().requests;
     requests.erase(std::remove(requests.begin(), requests.end(), this), requests.end());
   }
@@ -54,15 +57,20 @@ void Staging::load(Handle stream, bool more_follow) {
     bytes += tensor.loads;
     if (kept_) tensor.loads = tensor.position = 0;
   }
-  const MutexLock lock(device_.order());
-  Device::Burst& burst = device_.burst();
-  if ((burst.stream != stream || stream == kPerThread) && !burst.requests.empty()) launch(&device_, &burst);
-  // It stands for all that have asked before: the same stream computes theirs.
-  driver.check(driver.call().event_record(burst.ready, stream), "cuEventRecord");
-  burst.stream = stream;
-  burst.requests.push_back(this);
-  burst.bytes += bytes;
-  if (!more_follow || burst.bytes >= kBurst) launch(&device_, &burst);
+  const auto join_burst = [&] {
+    const MutexLock lock(device_.order());
+    Device::Burst& burst = device_.burst();
+    if ((burst.stream != stream || stream == kPerThread) && !burst.requests.empty()) return false;
+    // It stands for all that have asked before: the same stream computes theirs.
+    driver.check(driver.call().event_record(burst.ready, stream), "cuEventRecord");
+    burst.stream = stream;
+    burst.requests.push_back(this);
+    burst.bytes += bytes;
+    more_follow = more_follow && burst.bytes < kBurst;
+    return true;
+  };
+  while (!join_burst()) launch(&device_);
+  if (!more_follow) launch(&device_);
 }
 
 void Staging::pass_on(Handle stream) {
@@ -113,29 +121,42 @@ void Staging::fetch() {
   });
 }
 
-void Staging::launch(Device* device) {
-  const MutexLock lock(device->order());
-  Device::Burst& burst = device->burst();
-  if (burst.requests.empty()) return;
-  const Device::Current current(*device);
-  launch(device, &burst);
+bool Staging::launch_settled(Device* device) {
+  {
+    const MutexLock lock(device->order());
+    Device::Burst& burst = device->burst();
+    const bool grows = burst.requests.size() != burst.seen && ++burst.looks < kMostLooks;
+    burst.seen = burst.requests.size();
+    if (grows) return false;
+  }
+  launch(device);
+  return true;
 }
 
-void Staging::launch(Device* device, Device::Burst* burst) {
+void Staging::launch(Device* device) {
+  const MutexLock giving(device->giving());
+  Device::Burst& burst = device->given();
+  {
+    const MutexLock lock(device->order());
+    if (device->burst().requests.empty()) return;
+    std::swap(burst, device->burst());
+  }
   std::string failure;
   try {
-    give(device, burst);
+    const Device::Current current(*device);
+    give(device, &burst);
   } catch (const std::exception& error) {
     // Each of them says so to whoever waits for it; one that asks later may fail by itself.
     failure = error.what();
-    burst->copies.clear();
+    burst.copies.clear();
   }
-  for (Staging* request : burst->requests) {
+  for (Staging* request : burst.requests) {
     request->failure_ = failure;
     request->launched_.store(true, std::memory_order_release);
   }
-  burst->requests.clear();
-  burst->bytes = 0;
+  burst.requests.clear();
+  burst.bytes = burst.seen = 0;
+  burst.looks = 0;
 }
 
 // The copies of a burst, and an event behind every piece of them.

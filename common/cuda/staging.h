@@ -42,6 +42,8 @@ class Staging {
   // Then whoever reduced the tensors has read and written the device's memory.
   bool kept() const { return kept_; }
   static void launch(Device* device);
+  // For whoever looks again soon: what has grown since the last look may grow on, and is not launched yet. False then.
+  static bool launch_settled(Device* device);
   // Instead of load(), where the tensors are the result: `stream` itself copies them where they go. Throws as load()
   // does.
   void pass_on(Handle stream);
@@ -85,7 +87,6 @@ class Staging {
   // Tries, and notes a failure.
   template <typename Body>
   void attempt(const Body& body);
-  static void launch(Device* device, Device::Burst* burst);
   static void give(Device* device, Device::Burst* burst);
   bool reached(size_t position) const;
 

@@ -257,7 +257,7 @@ bool Engine::advance(bool eager) {
   for (auto& transport : transports_) transport->poll(woken);
   read_peer_events();
   if (!failed_.load(std::memory_order_relaxed)) {
-    if (loading_.any() && now >= look_again_ns_) moved |= announce_computed(now);
+    if (loading_.any() && now >= look_again_ns_) moved |= announce_computed(now, eager);
     else if (loading_.any()) waker_->arm_timer(kPollDevice);
     for (auto& [id, group] : groups_) {
       const uint64_t rounds = group->rounds();
@@ -277,7 +277,7 @@ bool Engine::advance(bool eager) {
   return moved;
 }
 
-bool Engine::announce_computed(int64_t now) {
+bool Engine::announce_computed(int64_t now, bool eager) {
   std::vector<Loading::Request> computed;
   const auto announce = [&]() PERSEUS_REQUIRES(progress_lock) {
     for (const Loading::Request& request : computed) {
@@ -288,7 +288,11 @@ bool Engine::announce_computed(int64_t now) {
       loading_.announced(kind);
     }
   };
-  devices_.for_each([](cuda::Device& device) { cuda::Staging::launch(&device); });
+  bool settled = true;
+  devices_.for_each([&](cuda::Device& device) {
+    if (eager) cuda::Staging::launch(&device);
+    else settled = cuda::Staging::launch_settled(&device) && settled;
+  });
   try {
     loading_.take_computed(&computed);
   } catch (...) {
@@ -296,7 +300,7 @@ bool Engine::announce_computed(int64_t now) {
     throw;
   }
   announce();
-  if (loading_.any()) waker_->arm_timer(kPollDevice);
+  if (loading_.any()) waker_->arm_timer(settled ? kPollDevice : kLookAgain);
   look_again_ns_ = computed.empty() ? now + kLookAgain : 0;
   return !computed.empty();
 }

@@ -195,7 +195,7 @@ class Engine final : private ProgressWork {
 
   bool advance(bool eager) PERSEUS_REQUIRES(progress_lock);
   // Negotiation gets requests whose tensors have been computed; true when there were any.
-  bool announce_computed(int64_t now) PERSEUS_REQUIRES(progress_lock);
+  bool announce_computed(int64_t now, bool eager) PERSEUS_REQUIRES(progress_lock);
   void announce_to_peers(const Loading::Request& request, Status* status) PERSEUS_REQUIRES(progress_lock);
   // Of tensors on a device.
   void end_storing(Entry* entry, HandleTable::Slot* slot) PERSEUS_REQUIRES(progress_lock);

@@ -37,7 +37,7 @@ bool Loading::add(Request request) {
   if (closed_) return false;
   request.number = ++numbers_;
   const Kind kind = request.entry->description.kind;
-  queues_[queue_of(*request.entry)].push_back(std::move(request));
+  arrived_.push_back(std::move(request));
   ++left(kind);
   return true;
 }
@@ -49,8 +49,17 @@ bool Loading::may_go(const Request& request) const {
   return computed(*request.entry);
 }
 
+void Loading::sort_arrived() {
+  if (sorting_.empty()) {
+    const MutexLock lock(mutex_);
+    sorting_.swap(arrived_);
+  }
+  for (; !sorting_.empty(); sorting_.pop_front())
+    queues_[queue_of(*sorting_.front().entry)].push_back(std::move(sorting_.front()));
+}
+
 void Loading::take_computed(std::vector<Request>* taken) {
-  const MutexLock lock(mutex_);
+  sort_arrived();
   // In descending order: joins come after the collectives that they wait for.
   for (auto queue = queues_.rbegin(); queue != queues_.rend(); ++queue)
     while (!queue->second.empty() && may_go(queue->second.front())) {
@@ -60,13 +69,17 @@ void Loading::take_computed(std::vector<Request>* taken) {
 }
 
 void Loading::close(std::vector<Entry*>* taken) {
+  const auto take_all = [this, taken](std::deque<Request>* requests) {
+    for (; !requests->empty(); requests->pop_front()) {
+      taken->push_back(requests->front().entry);
+      --left(requests->front().entry->description.kind);
+    }
+  };
+  for (auto& [number, queue] : queues_) take_all(&queue);
+  take_all(&sorting_);
   const MutexLock lock(mutex_);
   closed_ = true;
-  for (auto& [number, queue] : queues_)
-    for (; !queue.empty(); queue.pop_front()) {
-      taken->push_back(queue.front().entry);
-      --left(queue.front().entry->description.kind);
-    }
+  take_all(&arrived_);
 }
 
 }  // namespace perseus

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "base/progress_lock.h"
 #include "engine/process_set.h"
 
 namespace perseus {
@@ -26,27 +27,30 @@ class Loading {
 
   // Must the entry wait here? Any thread, like all but what says otherwise.
   bool holds(const Entry& entry) const;
-  // False once closed.
+  // False once closed. Never waits for a driver: looks at what has been computed ask it without the mutex.
   bool add(Request request);
   // Is there a request that was not announced yet?
   bool any() const { return messages_left_.load() + collectives_left_.load() > 0; }
   // Appends those that need not wait any more. Copies from one device follow each other in the order of their requests,
-  // so the first that is not there ends the search. Throws as Staging::computed() does. With announced(), by the holder
-  // of the progress lock.
-  void take_computed(std::vector<Request>* taken);
+  // so the first that is not there ends the search. Throws as Staging::computed() does.
+  void take_computed(std::vector<Request>* taken) PERSEUS_REQUIRES(progress_lock);
   // A request of this kind that was taken is known to the other ranks, or has failed.
-  void announced(Kind kind) { --left(kind); }
+  void announced(Kind kind) PERSEUS_REQUIRES(progress_lock) { --left(kind); }
   // Appends all that were not taken, and takes no more.
-  void close(std::vector<Entry*>* taken);
+  void close(std::vector<Entry*>* taken) PERSEUS_REQUIRES(progress_lock);
 
  private:
   std::atomic<size_t>& left(Kind kind) { return is_point_to_point(kind) ? messages_left_ : collectives_left_; }
   // What follows each other in a queue of its own.
   static int queue_of(const Entry& entry);
-  bool may_go(const Request& request) const PERSEUS_REQUIRES(mutex_);
+  bool may_go(const Request& request) const PERSEUS_REQUIRES(progress_lock);
+  // Sorts what has arrived into the queues.
+  void sort_arrived() PERSEUS_REQUIRES(progress_lock);
 
-  mutable Mutex mutex_;
-  std::map<int, std::deque<Request>> queues_ PERSEUS_GUARDED_BY(mutex_);
+  std::map<int, std::deque<Request>> queues_ PERSEUS_GUARDED_BY(progress_lock);
+  std::deque<Request> sorting_ PERSEUS_GUARDED_BY(progress_lock);
+  Mutex mutex_;
+  std::deque<Request> arrived_ PERSEUS_GUARDED_BY(mutex_);
   uint64_t numbers_ PERSEUS_GUARDED_BY(mutex_) = 0;
   bool closed_ PERSEUS_GUARDED_BY(mutex_) = false;
   std::atomic<size_t> messages_left_{0}, collectives_left_{0};

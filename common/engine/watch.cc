@@ -334,7 +334,7 @@ void Engine::end(const Take& take, const Status& status) {
 }
 
 void Engine::fail_loading(const Status& status) {
-  end([this](std::vector<Entry*>* taken) { loading_.close(taken); }, status);
+  end([this](std::vector<Entry*>* taken) PERSEUS_REQUIRES(progress_lock) { loading_.close(taken); }, status);
 }
 
 void Engine::fail_pending(ProcessSet* group, bool close, const Status& status) {

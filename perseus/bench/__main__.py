@@ -23,7 +23,9 @@ from perseus.bench.models import MODELS, TRAINED
 from perseus.bench.plan import (
     DDP,
     IN_EQUAL_PARTS,
+    NEED_MPIRUN,
     ON_DDP,
+    ON_GPUS,
     OWN_SIZES,
     PEERS,
     TENSORFLOW,
@@ -124,7 +126,8 @@ def _log_other_sizes(job: Job) -> None:
 
 def _advise(given: argparse.Namespace) -> int:
     """Run a job that measures links, and print which settings to use; return the exit status."""
-    if given.cases or given.codec or given.sizes or given.plot or given.readme or given.bars:
+    others = (given.codec, given.sizes, given.plot, given.readme, given.bars, given.gpu)
+    if given.cases or any(others):
         raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
     if given.framework != TORCH:
         raise ValueError(f"--framework {given.framework}: --advise computes with torch")
@@ -185,7 +188,7 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
     if not given.cases:
         fixed = [
             name
-            for name in ("num_proc", "sizes", "hosts", "rate", "placement", "codec")
+            for name in ("num_proc", "sizes", "hosts", "rate", "placement", "codec", "gpu")
             if getattr(given, name)
         ]
         if fixed:
@@ -208,8 +211,23 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         seconds=given.seconds,
         links=given.links,
         framework=given.framework,
+        gpu=given.gpu,
     )
+    if plan.gpu:
+        _check_gpus(plan, here=not given.placement)
     return [_job(given, plan)]
+
+
+def _check_gpus(plan: Plan, here: bool) -> None:
+    """Raise ValueError if a case or peer has no tensors on GPUs, or ranks `here` have no GPU."""
+    others = [f"case {name}" for name in plan.cases if name not in ON_GPUS]
+    others += [f"--peer {name}" for name in plan.peers if name in NEED_MPIRUN]
+    if others:
+        raise ValueError(f"--gpu: {others[0]} has tensors in host memory alone")
+    from torch import cuda
+
+    if here and not cuda.is_available():
+        raise ValueError("--gpu: PyTorch sees no GPU on this machine")
 
 
 def _job(given: argparse.Namespace, plan: Plan) -> Job:
@@ -297,6 +315,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=_positive, metavar="N", help="ranks (default 2)")
     add("--sizes", metavar="LIST", help="bytes, such as 4,64K or 4K-64M (steps of four)")
     add("--framework", choices=PEERS, default=TORCH, help="whose tensors (torch)")
+    add("--gpu", action="store_true", help=f"tensors on GPUs: {' and '.join(ON_GPUS)}")
     peers = "; ".join(f"{', '.join(names)} of {name}" for name, names in PEERS.items())
     add("--peer", metavar="LIST", help=f"{peers}; default each one's first, '' = none")
     add("--model", default="", metavar="LIST", help=f"of {', '.join(MODELS)}; default all")

@@ -45,12 +45,13 @@ def _in_place(
     expected: torch.Tensor,
     call: Callable[[torch.Tensor], None],
 ) -> Contender:
-    source = values(session.rank, expected.numel())
+    source = values(session.rank, expected.numel()).to(session.device)
+    expected = expected.to(session.device)
     work = torch.empty_like(source)
     return Contender(
         peer.name,
         operation,
-        lambda _: call(work),
+        session.to_its_end(lambda _: call(work)),
         lambda: work.copy_(source),
         lambda: torch.equal(work, expected),
         payload=session.payload(operation, 4 * expected.numel())

@@ -101,7 +101,7 @@ class Entrant:
         """Return whether the results are within the codec's bound; Perseus' results must also be
         equal on all ranks. A collective."""
         self._take()
-        right = self._scale != 1 or self._session.same(g.numpy() for g in self._gradients)
+        right = self._scale != 1 or self._session.same(g.cpu().numpy() for g in self._gradients)
         if not self._codec.holds_back:
             return self._within_bounds() and right
         if self._codec.name == "topk":
@@ -138,7 +138,7 @@ class Entrant:
 
     def _take(self) -> None:
         for given, (_, flat) in zip(self._given, self._flat(), strict=False):
-            given.add_(flat)
+            given.add_(flat.cpu())
 
     def _flat(self) -> Iterator[tuple[int, torch.Tensor]]:
         start = 0
@@ -151,7 +151,7 @@ class Entrant:
         squares, count = 0.0, 0
         for start, flat in self._flat():
             wanted = self._data.average(self._step, start, flat.numel()).mul_(self._scale)
-            error = wanted.sub_(flat).abs_()
+            error = wanted.sub_(flat.cpu()).abs_()
             # `not <=` rather than `>`, so that NaN fails.
             if not float(error.max()) <= largest * self._data.largest * self._scale:
                 return False
@@ -172,9 +172,11 @@ def _subject(session: Session, label: str, shapes: Shapes, settings: dict[str, s
     count = sum(math.prod(shape) for _, shape in shapes)
     data = NormalData(count, session.size)
     # All contenders take turns on the same gradients. Parameters are never read or written.
-    parameters = [torch.nn.Parameter(torch.empty(shape)) for _, shape in shapes]
+    parameters = [
+        torch.nn.Parameter(torch.empty(shape, device=session.device)) for _, shape in shapes
+    ]
     for parameter in parameters:
-        parameter.grad = torch.zeros(parameter.shape)
+        parameter.grad = torch.zeros_like(parameter)
     gradients = [cast(torch.Tensor, parameter.grad) for parameter in parameters]
     plain = Codec(codecs.PLAIN)
     wanted = codecs.parse(",".join(session.plan.codecs))
@@ -202,7 +204,7 @@ def _subject(session: Session, label: str, shapes: Shapes, settings: dict[str, s
         return Contender(
             name,
             "allreduce",
-            run,
+            session.to_its_end(run),
             entrant.fill,
             entrant.check,
             codec=codec.label,

@@ -15,6 +15,7 @@ ALONE, NO_EXCHANGE = "compute-only", "no-exchange"  # what no communication can 
 LEAST_COPIES = "least-copies"  # and a sum: what no exchange through shared memory can beat
 NEED_MPIRUN = ("mpi", "horovod")  # peers that work only if mpirun starts the ranks
 OWN_SIZES = ("tensors", "training")  # cases that --sizes does not change
+ON_GPUS = ("network", "gradients")  # cases that --gpu measures
 ON_DDP = ("ddp", "ddp-training")  # need torch-gloo; --sizes are those of DDP's buckets
 IN_EQUAL_PARTS = ("allgather", "reducescatter", "alltoall")  # give each rank a part of the size
 MARK = "PERSEUS-BENCH "  # the beginning of a record's line in a job's output
@@ -31,6 +32,7 @@ class Plan:
     compute_s: seconds that a step computes, for the advice; None = measure it.
     rate_gbit, links: the hosts' network, for the records.
     framework: TensorFlow supports the case training only.
+    gpu: tensors are on the GPUs of a host, which ranks share if there are fewer.
     """
 
     cases: list[str]
@@ -44,6 +46,7 @@ class Plan:
     rate_gbit: float | None = None
     links: int = 1
     framework: str = TORCH
+    gpu: bool = False
 
     def to_json(self) -> str:
         """Return the plan as one line of JSON."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class Session:
         self.rank, self.size = basics.rank(), basics.size()
         self.hosts = self.share(basics.local_rank() == 0).count(True)
         self.counts_wire = self.hosts > 1 and basics.local_rank() == 0
+        self.device = _take_gpu() if plan.gpu else "cpu"
         self.peers = self._formed() if plan.framework == TORCH else []
         self._settings = _own_settings()
 
@@ -95,6 +96,18 @@ class Session:
         for array in arrays:
             found = zlib.crc32(array.reshape(-1).view("u1").data, found)
         return len(set(self.share(found))) == 1
+
+    def to_its_end(self, run: Callable[[int], None]) -> Callable[[int], None]:
+        """Return a function that calls another one and waits until the GPU has done it, too."""
+        if not self.plan.gpu:
+            return run
+        from torch.cuda import synchronize
+
+        def run_to_its_end(call: int) -> None:
+            run(call)
+            synchronize()
+
+        return run_to_its_end
 
     def records(self, subject: Subject) -> list[Record]:
         """Measure a subject; return a record for each contender. A collective.
@@ -152,6 +165,17 @@ class Session:
     def _skipped(self, name: str, reason: str) -> None:
         if self.rank == 0:
             print(f"perseus-bench: {name} is skipped: {reason}", flush=True)
+
+
+def _take_gpu() -> str:
+    """Make a GPU of this host the current one; return the name of its device in PyTorch."""
+    from torch import cuda
+
+    if cuda.device_count() == 0:
+        raise RuntimeError("[bench] --gpu: PyTorch sees no GPU on this host")
+    index = basics.local_rank() % cuda.device_count()
+    cuda.set_device(index)
+    return f"cuda:{index}"
 
 
 def _own_settings() -> dict[str, str]:

@@ -1,6 +1,9 @@
 // Tensors on GPUs: all that a CPU's can do, in the order of streams.
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <string>
+#include <thread>
 
 #include "gpu.h"
 
@@ -376,6 +379,55 @@ TEST(Cuda, WhatCannotBeDoneIsRefused) {
       ASSERT_EQ(cuStreamEndCapture(gpu.stream(), &graph), 0);
     }
     barrier.wait();
+  });
+}
+
+// Gradients of several threads, each with a stream of its own, change places in one burst while the engine gives
+// another to the driver.
+TEST(Cuda, ThreadsSubmitFromStreamsOfTheirOwn) {
+  constexpr int kThreads = 4, kTensors = 40;
+  const auto count = [](int tensor) { return int64_t{100} + 1777 * (tensor % 5); };
+  const auto value = [](int rank, int thread, int tensor, int64_t i) {
+    return static_cast<float>(1000 * thread + 20 * tensor + 3 * rank + i % 7);
+  };
+  run_world(all_media()[0], 2, [&](int rank, perseus_context* context) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kThreads; ++t)
+      threads.emplace_back([&, t] {
+        Gpu gpu(0);
+        std::deque<DeviceArray> arrays;
+        std::vector<perseus_handle> handles(kTensors);
+        for (int n = 0; n < kTensors; ++n) {
+          const int64_t elements = count(n);
+          DeviceArray& array = arrays.emplace_back(static_cast<size_t>(elements) * sizeof(float));
+          gpu.launch([&array, &value, rank, t, n, elements] {
+            float* values = reinterpret_cast<float*>(array.view());
+            for (int64_t i = 0; i < elements; ++i) values[i] = value(rank, t, n, i);
+          });
+          const std::string name = std::to_string(t) + "." + std::to_string(n);
+          perseus_tensor tensor{array.pointer(), array.pointer(), &elements, 1, PERSEUS_FLOAT32};
+          perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
+          request.op = PERSEUS_SUM;
+          request.gradient_of = 1 + static_cast<uint64_t>(t);
+          request.memory = PERSEUS_CUDA;
+          request.stream = gpu.stream();
+          ASSERT_EQ(submit(context, request, &handles[static_cast<size_t>(n)]).code, PERSEUS_OK);
+        }
+        for (int n = 0; n < kTensors; ++n) {
+          const perseus_handle handle = handles[static_cast<size_t>(n)];
+          const Outcome outcome = wait(context, handle);
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          ASSERT_EQ(perseus_handle_join(context, handle, gpu.stream()), PERSEUS_OK);
+          EXPECT_EQ(perseus_handle_release(context, handle), PERSEUS_OK);
+        }
+        gpu.synchronize();
+        for (int n = 0; n < kTensors; ++n) {
+          const float* sums = reinterpret_cast<const float*>(arrays[static_cast<size_t>(n)].view());
+          for (int64_t i = 0; i < count(n); ++i)
+            ASSERT_EQ(sums[i], value(0, t, n, i) + value(1, t, n, i)) << "thread " << t << ", tensor " << n;
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
   });
 }
 

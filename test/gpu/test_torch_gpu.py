@@ -5,6 +5,7 @@ The same ranks run on the CPU everywhere, so that they do not wait for a GPU to 
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -53,3 +54,17 @@ def test_torch_on_two_ranks(device: str, variables: dict[str, str], program: str
     for rank in range(2):
         assert f"rank {rank} of 2 has checked everything on {device}" in result.stdout
     assert variables is not BY_NCCL or "[nccl]" not in result.stderr, "NCCL was not used"
+
+
+@pytest.mark.parametrize(("case", "codecs"), [("network", []), ("gradients", ["--codec", "int8"])])
+def test_bench_measures_tensors_on_gpus(case: str, codecs: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "perseus.bench", case, "--gpu", *codecs, "--sizes", "1M"]
+    command += ["--seconds", "0.2", "--json", str(tmp_path / "r.json")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if not torch.cuda.is_available():
+        assert result.returncode == 2
+        assert result.stderr == "perseus-bench: error: --gpu: PyTorch sees no GPU on this machine\n"
+        return
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = [json.loads(line) for line in (tmp_path / "r.json").read_text().splitlines()]
+    assert found and all(entry["verified"] for entry in found)

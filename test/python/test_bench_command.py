@@ -133,6 +133,8 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["ddp-training", "--model", "gpt2"], "--model gpt2: expected some of resnet50, vgg16"),
         (["ddp", "--peer", "mpi"], "--peer mpi: ddp compares with torch-gloo"),
         (["latency", "--rate", "1gbit"], "add --hosts 2"),
+        (["memory", "--gpu"], "--gpu: case memory has tensors in host memory alone"),
+        (["network", "--gpu", "--peer", "mpi"], "--gpu: --peer mpi has tensors in host memory"),
         (["latency", "--hosts", "3", "-np", "2"], "more hosts than ranks"),
         (["latency", "--seconds", "-1"], "expected seconds above 0"),
         (["latency", "--framework", "jax"], "invalid choice: 'jax'"),
