@@ -1,7 +1,7 @@
 """Trains on as many hosts as there are: torchrun restarts the ranks when one comes or goes.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # torchrun: a new host waits in vain otherwise
-    torchrun --nnodes 1:2 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+    torchrun --nnodes 1:4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         pytorch_torchrun_elastic.py FOLDER
 
 Ranks go on from the checkpoint in FOLDER, which all hosts see. Only the first import is new.
@@ -37,7 +37,7 @@ def main():
         print(f"step {first}: {size} ranks, backend {dist.get_backend()}", flush=True)
     for step in range(first, STEPS):
         # The batch of a step is the same however many ranks share it.
-        numbers = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))[rank::size]
+        numbers = torch.randn(12, 16, generator=torch.Generator().manual_seed(step))[rank::size]
         optimizer.zero_grad()
         loss = (model(numbers) - numbers.sum(1, keepdim=True)).square().mean()
         loss.backward()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -49,21 +51,24 @@ def loss_of_one_rank(tmp_path_factory):
 
 @pytest.fixture
 def agent(tmp_path):
-    """Starts another of torchrun's agents, one a host."""
+    """Starts another of torchrun's agents, one a host, of a job with this many hosts."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    launcher = ("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
-                "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "elastic",
-                "--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=3",
-                "--local-addr", "localhost")  # fmt: skip
-    return lambda **variables: started(launcher, ELASTIC, str(tmp_path), **variables)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "3",
+                "--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-endpoint",
+                f"localhost:{port}", "--rdzv-conf", "last_call_timeout=3", "--local-addr",
+                "localhost", "--nnodes")  # fmt: skip
+    return lambda hosts="1:2", **variables: started(
+        (*launcher, hosts), ELASTIC, str(tmp_path), **variables
+    )
 
 
-EARLY, KILLED = (pytest.param(how, marks=pytest.mark.full) for how in ("early", "killed"))
+# A new rank comes in the place of one that has left, too.
+FULL = [pytest.param(how, marks=pytest.mark.full) for how in ("early", "between", "killed")]
 
 
-@pytest.mark.parametrize("how", [EARLY, "between", KILLED, "tidy", "raises"])
+@pytest.mark.parametrize("how", [*FULL, "tidy", "raises"])
 def test_ddp_goes_on_in_the_worlds_of_an_elastic_job(tmp_path, how):
     job = run_elastic(PARALLEL / "programs" / "elastic_ddp.py", tmp_path, how)
     if how == "raises":
@@ -107,4 +112,67 @@ def test_torchrun_goes_on_without_a_host_in_the_store_that_it_shares(
     (start,) = re.findall(r"step (\d+): 1 ranks, backend perseus", output)
     assert 0 < int(start) < 40
     (loss,) = re.findall(r"finished with 1 ranks, loss ([\d.]+)", output)
+    assert float(loss) == loss_of_one_rank
+
+
+class Outputs:
+    """What several processes print, line by line as it comes."""
+
+    def __init__(self):
+        self._lines = []
+        self._changed = threading.Condition()
+        self._readers = []
+
+    def add(self, process):
+        self._readers.append(threading.Thread(target=self._read, args=(process.stdout,)))
+        self._readers[-1].start()
+
+    def _read(self, stream):
+        for line in stream:
+            with self._changed:
+                self._lines.append(line)
+                self._changed.notify()
+
+    def wait_for(self, pattern):
+        """The first of the pattern's groups, in a line that has come or comes."""
+        deadline = time.monotonic() + 120
+        with self._changed:
+            while not (found := re.search(pattern, self.text())):
+                assert self._changed.wait(deadline - time.monotonic()), self.text()
+        return found[1]
+
+    def text(self):
+        return "".join(self._lines)
+
+    def read_to_the_end(self):
+        for reader in self._readers:
+            reader.join()
+        return self.text()
+
+
+@pytest.mark.full
+def test_torchrun_takes_hosts_up_to_the_most_and_goes_on_without_one(agent, loss_of_one_rank):
+    """One host, then three, then all four, then three again: each world goes on from the last."""
+    own_stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    outputs = Outputs()
+    with contextlib.ExitStack() as stack:
+
+        def start():
+            process = stack.enter_context(agent("1:4", **own_stores))
+            outputs.add(process)
+            return process
+
+        agents = [start()]
+        starts = [outputs.wait_for(r"step (\d+): 1 ranks, backend perseus")]
+        agents += [start(), start()]
+        starts += [outputs.wait_for(r"step (\d+): 3 ranks, backend perseus")]
+        agents += [start()]
+        starts += [outputs.wait_for(r"step (\d+): 4 ranks, backend perseus")]
+        agents[2].send_signal(signal.SIGTERM)
+        loss = outputs.wait_for(r"finished with 3 ranks, loss ([\d.]+)")
+        statuses = [process.wait() for process in agents]
+        everything = outputs.read_to_the_end()
+    assert statuses[:2] == [0, 0] and statuses[3] == 0 and statuses[2] != 0, everything
+    assert [int(step) for step in starts] == sorted(int(step) for step in starts), everything
+    assert int(starts[0]) == 0 and 0 < int(starts[-1]) < 40, everything
     assert float(loss) == loss_of_one_rank
