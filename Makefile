@@ -217,12 +217,13 @@ test-torch: build packages-test $(VENV)/.test .venv/mpich/.ready  ## the Python 
 GPU_PYTHON ?= $(PYTHON)
 test-gpu:  ## what needs a GPU; GPU_PYTHON=… names the Python whose PyTorch sees it
 	$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "PyTorch sees no GPU"'
-	PYTHONPATH=$(CURDIR):$(CURDIR)/test $(GPU_PYTHON) -m pytest test/gpu test/python/test_arrays.py </dev/null
+	PYTHONPATH=$(CURDIR):$(CURDIR)/test $(GPU_PYTHON) -m pytest test/gpu </dev/null
 
 # What runs PyTorch: everything but the launchers, the core and the tools, which know nothing of its version. Of whole
-# programs, those that depend on it most run with the newest alone, the others with the oldest. `make test-all` runs
-# everything with both, and where versions differ most, with more of them.
-OLDEST_ALONE := $(patsubst %,test/parallel/test_%.py,accuracy compat doc_snippets elastic_programs programs)
+# programs and trainings, those that depend on it most run with the newest alone, the others with the oldest. `make
+# test-all` runs everything with both, and where versions differ most, with more of them.
+OLDEST_ALONE := $(patsubst %,test/parallel/test_%.py,accuracy compat convergence doc_snippets elastic_programs keras programs \
+                                                     ranks)
 VERSION_TESTS := $(filter-out $(OLDEST_ALONE) $(NEWEST_ALONE),$(wildcard test/parallel/test_*.py)) $(NEWEST_ALONE) \
                  $(wildcard test/python/test_torch_*.py test/python/test_ddp_*.py) test/python/test_binding.py \
                  test/python/test_elastic_torch.py test/faults/test_process_group_faults.py

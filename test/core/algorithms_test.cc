@@ -194,6 +194,7 @@ TEST_P(Algorithms, GiveTheBitsOfTheirOrderForEveryDtypeReductionAndSize) {
       for (perseus_reduce_op op : kReductions) {
         if (dtype == PERSEUS_BOOL && op == PERSEUS_AVERAGE) continue;
         if (thin_grid() && dtype % 3 != 2) continue;  // float32, int8, int64
+        if (left_out(dtype, op)) continue;
         for (size_t k = 0; k < (full_grid() ? std::size(kCounts) : 1); ++k) {
           const size_t i = dtype + 7 * op + k + static_cast<size_t>(std::get<0>(GetParam()) + size());
           const double* scale = kScales[i / 3 % 4];

@@ -194,8 +194,9 @@ TEST_P(GradientCodecs, WhatIsHeldBackComesLater) {
       [&](int rank, perseus_context* context) {
         std::vector<double> sum(kCount, 0.0);
         const int64_t count = kCount;
+        const Floats given = gradient(5, rank, kCount);
         for (int step = 0; step < kSteps; ++step) {
-          Floats x = gradient(5, rank, kCount);
+          Floats x = given;
           const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
           ASSERT_EQ(run(context, gradient_request("g", &tensor, codec())).code, PERSEUS_OK);
           for (int64_t i = 0; i < kCount; ++i) sum[i] += static_cast<double>(x[i]);

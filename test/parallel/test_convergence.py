@@ -9,7 +9,14 @@ pytest.importorskip("sklearn")
 pytest.importorskip("tqdm")
 
 
-@pytest.mark.parametrize("check", ["check_digits_are_learned", "check_text_is_learned"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        # test_accuracy.py and the examples have digits.
+        pytest.param("check_digits_are_learned", marks=pytest.mark.full),
+        "check_text_is_learned",
+    ],
+)
 @pytest.mark.parametrize("ranks", [2])
 @pytest.mark.parametrize(
     "module",

@@ -19,11 +19,12 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Small numbers that differ per rank and index, and whose sums are exact in every dtype."""
-    return ((torch.arange(count) * 7 + rank * 3) % 5 + (rank + 1) % 3).to(dtype)
+    period = ((torch.arange(5) * 7 + rank * 3) % 5 + (rank + 1) % 3).to(dtype)
+    return period.repeat(count // 5 + 1)[:count]
 
 
 def of_all(count: int, dtype: torch.dtype) -> np.ndarray:
-    return np.stack([values(r, count, dtype).double().numpy() for r in range(hvd.size())])
+    return torch.stack([values(r, count, dtype) for r in range(hvd.size())]).double().numpy()
 
 
 def check(name: str, found: torch.Tensor, expected: np.ndarray) -> None:

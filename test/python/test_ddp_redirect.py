@@ -44,7 +44,7 @@ def run(program: str, *options: str) -> subprocess.CompletedProcess[str]:
         ("import perseus, torch", '"gloo", '),
         ("import torch.distributed, perseus", '"gloo", '),
         ("from torch.distributed import init_process_group; import perseus", ""),
-        ("import perseus", 'backend="nccl", '),
+        pytest.param("import perseus", 'backend="nccl", ', marks=pytest.mark.full),
         ("import perseus", 'backend="cpu:gloo,cuda:nccl", '),
         ("import perseus.torch.distributed as d; d.init_tiacc_training()", '"gloo", '),
     ],
@@ -60,7 +60,9 @@ def test_gloo_nccl_and_no_backend_become_perseus_and_rank_0_says_so_once(first, 
     [
         "import torch",
         "import perseus.torch.horovod as hvd; hvd.init()",
-        "import perseus; from perseus import basics; basics.init()",
+        pytest.param(
+            "import perseus; from perseus import basics; basics.init()", marks=pytest.mark.full
+        ),
         "import perseus.torch.distributed",
     ],
 )

@@ -63,7 +63,7 @@ def test_ranks_by_hand_share_torchs_store_with_the_script(when: str) -> None:
         program = script(worlds=2, before=IDENTIFY + ALLREDUCE, after=DESTROY)
     else:
         program = script(worlds=2, after=ALLREDUCE + DESTROY)
-    ends = run_ranks(by_hand(3), program)
+    ends = run_ranks(by_hand(2), program)
     check_worlds([found(end) for end in ends])
 
 

@@ -93,6 +93,7 @@ print(f"ended with {tensor.tolist()}", flush=True)  # torchrun runs Python with 
 """
 
 
+@pytest.mark.shared
 def test_torchrun_restarts_ranks_into_a_new_group(tmp_path):
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED)

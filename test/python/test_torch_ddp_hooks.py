@@ -176,7 +176,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize("name", ["int8", "topk"])
+@pytest.mark.parametrize("name", ["int8", pytest.param("topk", marks=pytest.mark.full)])
 def test_a_killed_rank_ends_the_step_of_the_others(tmp_path, name):
     command = [sys.executable, "-c", DYING]
     arguments = [f"file://{tmp_path}/store", name]

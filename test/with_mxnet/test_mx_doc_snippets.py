@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 pytest.importorskip("mxnet")
 
-from doc_snippets import assert_trained, snippets
+from doc_snippets import WAYS, assert_trained, outputs, snippets
 
 
-def test_ranks_with_different_numbers_of_batches(run_ranks, tmp_path):
-    script = tmp_path / "snippet.py"
-    script.write_text(snippets("docs/uneven.md", "mxnet")[0])
-    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
-    assert status == 0, output
-    assert "rank 0 took 4 steps" in output and "rank 1 took 4 steps" in output
+@pytest.fixture(scope="module", params=WAYS)
+def printed(request, tmp_path_factory):
+    pages = {"uneven": "docs/uneven.md", "readme": "README.md"}
+    scripts = {name: snippets(page, "mxnet")[0] for name, page in pages.items()}
+    return outputs(request.param, scripts, tmp_path_factory.mktemp("snippets"))
 
 
-def test_the_script_of_the_readme_trains(run_ranks, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(snippets("README.md", "mxnet")[0])
-    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
-    assert status == 0, output
-    assert_trained(output)
+def test_ranks_with_different_numbers_of_batches(printed):
+    output = printed["uneven"]
+    assert "rank 0 took 4 steps" in output and "rank 1 took 4 steps" in output, output
+
+
+def test_the_script_of_the_readme_trains(printed):
+    assert_trained(printed["readme"])

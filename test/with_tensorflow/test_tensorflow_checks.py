@@ -45,8 +45,15 @@ MODULES = [
     "tf_bench_checks",
     "tf_example_checks",
 ]
+# They take longest of all, and others that are as good a sign run.
+FULL = {"check_sparse_gradients_learn_words"}
 CASES = [
-    pytest.param(module, check, id=f"{module.removesuffix('_checks')}-{check}")
+    pytest.param(
+        module,
+        check,
+        id=f"{module.removesuffix('_checks')}-{check}",
+        marks=[pytest.mark.full] if check in FULL else [],
+    )
     for module in MODULES
     for check in checks_of(module)
 ]

@@ -68,14 +68,24 @@ def test_every_element_reaches_other_hosts(tmp_path, side):
         assert list(map(int, Path(f"{out}.{rank}").read_text().split())) == EVERYTHING
 
 
-def test_dispatchers_that_do_not_divide_the_ranks_are_an_error(run_ranks, tmp_path):
-    status, output = run_ranks(2, [*WORKER, str(tmp_path / "compute.json"), "--dispatchers=3"])
+HOROVODS = ["-m", "perseus.compat.horovod", "-m", "horovod.tensorflow.data.compute_worker"]
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        pytest.param(WORKER, id="perseus", marks=pytest.mark.full),
+        pytest.param([sys.executable, *HOROVODS], id="horovod"),
+    ],
+)
+def test_dispatchers_that_do_not_divide_the_ranks_are_an_error(run_ranks, tmp_path, worker):
+    status, output = run_ranks(2, [*worker, str(tmp_path / "compute.json"), "--dispatchers=3"])
     assert status == 1
     assert "Number of processes (2) must be a multiple of number of dispatchers (3)." in output
 
 
+@pytest.mark.full
 def test_horovods_name_runs_it(run_ranks):
-    worker = ["horovod.tensorflow.data.compute_worker", "--help"]
-    status, output = run_ranks(1, [sys.executable, "-m", "perseus.compat.horovod", "-m", *worker])
+    status, output = run_ranks(1, [sys.executable, *HOROVODS, "--help"])
     assert status == 0
     assert "--dispatcher-side {compute,training}" in output

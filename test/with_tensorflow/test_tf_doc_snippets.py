@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 pytest.importorskip("tensorflow")
 
-from doc_snippets import assert_trained, snippets
+from doc_snippets import WAYS, assert_trained, outputs, snippets
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def printed(request, tmp_path_factory):
+    uneven = snippets("docs/uneven.md", "tensorflow")
+    gpus = snippets("docs/troubleshooting.md", "tensorflow")
+    scripts = {
+        "steps": uneven[0],
+        "join": uneven[1],
+        "gpus": gpus[0],
+        "gpus of a session": gpus[1],
+        "keras": snippets("README.md", "keras")[0],
+        "tensorflow": snippets("README.md", "tensorflow")[0],
+    }
+    return outputs(request.param, scripts, tmp_path_factory.mktemp("snippets"))
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("script", "said"),
     [
-        (0, ["rank 0 took 15 steps, loss ", "rank 1 took 15 steps, loss "]),
-        (1, ["rank 0: [", "rank 1: [", ", rank 1 was last"]),
+        ("steps", ["rank 0 took 15 steps, loss ", "rank 1 took 15 steps, loss "]),
+        ("join", ["rank 0: [", "rank 1: [", ", rank 1 was last"]),
     ],
 )
-def test_ranks_with_different_numbers_of_batches(run_ranks, number, said, tmp_path):
-    script = tmp_path / "snippet.py"
-    script.write_text(snippets("docs/uneven.md", "tensorflow")[number])
-    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
-    assert status == 0, output
-    assert all(text in output for text in said), output
+def test_ranks_with_different_numbers_of_batches(printed, script, said):
+    assert all(text in printed[script] for text in said), printed[script]
 
 
-def test_the_settings_for_memory_of_gpus(run_ranks, tmp_path):
-    for number, said in ((0, "rank 1 sees "), (1, "rank 1: 2 ranks")):
-        script = tmp_path / "snippet.py"
-        script.write_text(snippets("docs/troubleshooting.md", "tensorflow")[number])
-        status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
-        assert status == 0, output
-        assert said in output, output
+def test_the_settings_for_memory_of_gpus(printed):
+    assert "rank 1 sees " in printed["gpus"], printed
+    assert "rank 1: 2 ranks" in printed["gpus of a session"], printed
 
 
 @pytest.mark.parametrize("module", ["keras", "tensorflow"])
-def test_the_script_of_the_readme_trains(run_ranks, module, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(snippets("README.md", module)[0])
-    status, output = run_ranks(2, [sys.executable, str(script)], timeout=120)
-    assert status == 0, output
-    assert_trained(output)
+def test_the_script_of_the_readme_trains(printed, module):
+    assert_trained(printed[module])

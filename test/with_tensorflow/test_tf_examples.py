@@ -20,7 +20,7 @@ SOME_WORDS = ["--steps", "600", "--batch-size", "512", "--fewest", "30", "--lr",
 @pytest.mark.parametrize(
     ("example", "arguments", "least"),
     [
-        ("tensorflow_keras_mnist.py", ["--epochs", "10"], 0.97),
+        pytest.param("tensorflow_keras_mnist.py", ["--epochs", "10"], 0.97, marks=pytest.mark.full),
         pytest.param("tensorflow2_mnist.py", [], 0.97, marks=pytest.mark.full),
         pytest.param("tensorflow_mnist.py", [], 0.96, marks=pytest.mark.full),
         pytest.param("tensorflow_word2vec.py", SOME_WORDS, 0.57, marks=pytest.mark.full),

@@ -25,13 +25,17 @@ def run(example: ModuleType, *arguments: str) -> tuple[list, str]:
     return result, output.getvalue()
 
 
+def assert_accuracy(printed: str, least: float) -> None:
+    found = re.findall(r"test accuracy: (\d\.\d+)", printed)
+    assert len(found) == (1 if basics.rank() == 0 else 0), printed
+    assert all(float(accuracy) >= least for accuracy in found), printed
+
+
 def expect_accuracy(example: ModuleType, least: float, *arguments: str) -> None:
     """Rank 0, and only that, says one; and the weights that main() returns have equal bits."""
     weights, printed = run(example, *arguments)
     basics.init()  # the example has ended its world
-    found = re.findall(r"test accuracy: (\d\.\d+)", printed)
-    assert len(found) == (1 if basics.rank() == 0 else 0), printed
-    assert all(float(accuracy) >= least for accuracy in found), printed
+    assert_accuracy(printed, least)
     assert weights
     for index, array in enumerate(weights):
         everybody = control.gather_bytes(np.asarray(array).tobytes(), f"weights.{index}", 0)

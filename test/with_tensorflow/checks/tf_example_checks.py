@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import tensorflow as tf
 import tensorflow2_mnist
+import tensorflow_keras_mnist
 import tensorflow_mnist
 import tensorflow_mnist_estimator
 import tensorflow_word2vec
-from example_runs import expect_accuracy, run
+from example_runs import assert_accuracy, expect_accuracy, run
+
+from perseus import basics
 
 
 def check_a_tape_learns_digits():
     expect_accuracy(tensorflow2_mnist, 0.8, "--epochs", "3")
+
+
+def check_fit_learns_digits():
+    _, printed = run(tensorflow_keras_mnist, "--epochs", "5")
+    basics.init()  # the example has ended its world
+    assert_accuracy(printed, 0.8)
 
 
 def check_a_monitored_session_learns_digits():
