@@ -1,4 +1,4 @@
-"""Elastic training with MXNet: a state of networks, trainers and samplers, `run` around the loop.
+"""Elastic training with MXNet: a state of networks, trainers, modules and samplers, and `run`.
 
 Belongs to the training thread. Horovod has none for MXNet; names are those of its other elastic
 modules.
@@ -20,6 +20,7 @@ from perseus.elastic.loop import failure_if, looped
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt
 from perseus.gradients.residuals import Held, Source
 from perseus.mxnet.functions import broadcast_object, broadcast_parameters
+from perseus.mxnet.optimizer import DistributedOptimizer
 
 __all__ = [
     "ElasticSampler",
@@ -145,21 +146,96 @@ class TrainerHandler(StateHandler):
         trainer = self.value
         if not trainer._kv_initialized:
             trainer._init_kvstore()
-        kept = trainer._optimizer
         states, read, scale = pickle.loads(content)
         for updater in trainer._updaters:
-            updater.set_states(pickle.dumps(states))
-            updater.optimizer = kept
-        parameters, schedule = kept.param_dict, kept.lr_scheduler
-        vars(kept).update(vars(read))
-        kept.param_dict = parameters
-        if schedule is not None and type(schedule) is type(read.lr_scheduler):
-            vars(schedule).update(vars(read.lr_scheduler))
-            kept.lr_scheduler = schedule
+            _give_states(updater, states, trainer._optimizer)
+        _give_values(trainer._optimizer, read)
         scaler = getattr(trainer, "_amp_loss_scaler", None)
         if scaler is not None and scale is not None:
             trainer._scale, values = scale
             vars(scaler).update(values)
+
+
+class ModuleHandler(StateHandler):
+    """Keeps a Module's parameters, its optimizer with moments and counts, and residuals.
+
+    ValueError for a module that is not ready to train, and for one with a store.
+    """
+
+    def __init__(self, module: mx.mod.Module) -> None:
+        super().__init__(module)
+        if not (module.params_initialized and module.optimizer_initialized):
+            raise ValueError(
+                "[elastic] the module is not ready to train: call bind(), init_params() and "
+                "init_optimizer(kvstore=None, optimizer=hvd.DistributedOptimizer(...)) before it "
+                "becomes a state"
+            )
+        if module._kvstore is not None:
+            raise ValueError(
+                "[elastic] a module with a store cannot be a state, since what the store keeps "
+                "would be lost: pass init_optimizer kvstore=None and an hvd.DistributedOptimizer"
+            )
+        self.save()
+
+    def save(self) -> None:
+        """Copy parameters, states, and this rank's residuals; waits for them."""
+        optimizer = self.value._optimizer
+        self._held: Mapping[str, Held] = (
+            optimizer.residuals() if isinstance(optimizer, Source) else {}
+        )
+        self._saved = [
+            {name: array.copy() for name, array in part.items()} for part in self.value.get_params()
+        ]
+        self._saved_states = self._states()
+        for part in self._saved:
+            for array in part.values():
+                array.wait_to_read()
+
+    def restore(self) -> None:
+        """Write the copies back; gradients that add up begin with zero."""
+        module = self.value
+        if isinstance(module._optimizer, Source):
+            module._optimizer.go_on_with(self._held)
+        module.set_params(*self._saved)
+        for arrays in module._exec_group.grad_arrays:
+            for array in arrays:
+                if array is not None:
+                    array[:] = 0
+        self._load(self._saved_states)
+
+    def sync(self) -> None:
+        """Take over rank 0's parameters and states; every rank keeps its own residuals."""
+        parameters, others = self.value.get_params()
+        broadcast_parameters({**parameters, **others}, root_rank=0)
+        self.value.set_params(parameters, others)
+        self._load(broadcast_object(self._states() if rank() == 0 else b"", name="module"))
+
+    def _states(self) -> bytes:
+        return pickle.dumps((self.value._updater.states, _innermost(self.value._optimizer)))
+
+    def _load(self, content: bytes) -> None:
+        states, read = pickle.loads(content)
+        _give_states(self.value._updater, states, self.value._optimizer)
+        _give_values(_innermost(self.value._optimizer), read)
+
+
+def _innermost(optimizer: mx.optimizer.Optimizer) -> mx.optimizer.Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, DistributedOptimizer) else optimizer
+
+
+def _give_states(updater: Any, states: dict[Any, Any], optimizer: mx.optimizer.Optimizer) -> None:
+    updater.set_states(pickle.dumps(states))
+    updater.optimizer = optimizer
+
+
+def _give_values(optimizer: mx.optimizer.Optimizer, read: mx.optimizer.Optimizer) -> None:
+    """Give an optimizer all values of another one, but keep the objects to which scripts refer."""
+    parameters, schedule = optimizer.param_dict, optimizer.lr_scheduler
+    vars(optimizer).update(vars(read))
+    optimizer.param_dict = parameters
+    if schedule is not None and type(schedule) is type(read.lr_scheduler):
+        vars(schedule).update(vars(read.lr_scheduler))
+        optimizer.lr_scheduler = schedule
 
 
 class _SamplerHandler(SamplerHandler):
@@ -172,6 +248,7 @@ _registry: Registry = [
     (mx.gluon.Block, NetworkHandler),
     (ParameterDict, NetworkHandler),
     (mx.gluon.Trainer, TrainerHandler),
+    (mx.mod.Module, ModuleHandler),
     (ElasticSampler, _SamplerHandler),
 ]
 
@@ -189,11 +266,12 @@ class MXNetState(HandledState):
 
         state = MXNetState(net, trainer, sampler=sampler, epoch=0, batch=0)
 
-    net: a gluon block with initialised parameters, or its collect_params(). trainer: a
-        DistributedTrainer. More of them, and ElasticSamplers, go into kwargs under any name.
-    Networks, trainers and samplers are saved as copies and restored in place; other values as in
-    perseus.elastic.ObjectState. ValueError for parameters without values, trainers with stores, and
-    a net or trainer of another kind.
+    net: a gluon block with initialised parameters, or its collect_params(); or a Module, which has
+        its optimizer in itself. trainer: a DistributedTrainer. More of them, and ElasticSamplers,
+        go into kwargs under any name.
+    Networks, trainers, modules and samplers are saved as copies and restored in place; other values
+    as in perseus.elastic.ObjectState. ValueError for parameters without values, trainers and
+    modules with stores, and a net or trainer of another kind.
     """
 
     def __init__(self, net: Any = None, trainer: Any = None, **kwargs: Any) -> None:
@@ -203,7 +281,8 @@ class MXNetState(HandledState):
             if value is not None and name not in self._handlers:
                 raise ValueError(
                     f"[elastic] MXNetState cannot keep a {type(value).__name__} as its {name}: "
-                    "give it gluon's, or add a handler to hvd.elastic.get_handler_registry()"
+                    "give it gluon's or a Module, or add a handler to "
+                    "hvd.elastic.get_handler_registry()"
                 )
 
     def check_host_updates(self) -> None:

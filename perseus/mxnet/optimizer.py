@@ -86,7 +86,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         # Updaters pickle it with their states. The core's sums of gradients are not included.
         plan = self._reducer.plan
         arguments = self._optimizer, plan.predivide_factor, self._num_groups, plan.process_set
-        held = self._held()
+        held = self.residuals()
         # With None, pickle does not call __setstate__.
         state = pack(held, basics.rank()) if held and basics.is_initialized() else None
         return DistributedOptimizer, arguments, state
@@ -139,9 +139,20 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         """Call the wrapped optimizer."""
         self._optimizer.set_wd_mult(args_wd_mult)
 
+    def residuals(self) -> dict[str, Held]:
+        """See gradients.residuals.Source; waits for gradients."""
+        self._reducer.wait()
+        return self._reducer.residuals.read()
+
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """See gradients.residuals.Source. Drops sums over steps and corrections, too."""
+        self._turns.drop()
+        self._reducer.wait()
+        self._reducer.go_on_with(residuals, owner)
+
     def save_residuals(self, fname: str) -> None:
         """Wait for gradients and write this rank's residuals. Each rank needs its own file."""
-        residuals.write(Path(fname), b"", self._held())
+        residuals.write(Path(fname), b"", self.residuals())
 
     def load_residuals(self, fname: str) -> None:
         """Continue with the residuals that this rank wrote; sums over steps begin again.
@@ -152,10 +163,6 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._turns.drop()
         self._reducer.forget()
         self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
-
-    def _held(self) -> dict[str, Held]:
-        self._reducer.wait()
-        return self._reducer.residuals.read()
 
     def _name_of(self, index: Any) -> str:
         """Return the name of a parameter in optimizers of gluon or Module."""

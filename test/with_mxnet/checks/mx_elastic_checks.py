@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import gradient_settings as settings
@@ -50,25 +51,76 @@ class _Training:
 
     def weights(self) -> str:
         """Of all bits, a digest."""
-        arrays = [parameter.data().asnumpy() for parameter in self.net.collect_params().values()]
-        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+        return _digest(parameter.data() for parameter in self.net.collect_params().values())
+
+    def held(self) -> bool:
+        """Whether anything is."""
+        return any(any(numbers) for _, numbers in self.trainer.residuals().values())
+
+    def state(self) -> Any:
+        return hvd.elastic.MXNetState(self.net, self.trainer, step=0)
+
+    def optimizer_in_use(self) -> mx.optimizer.Optimizer:
+        return self.trainer._optimizer
+
+
+class _ModuleTraining:
+    """The same with a Module."""
+
+    def __init__(self, seed: int) -> None:
+        shapes = [("w0", (1, 64, 64)), ("w1", (1, 40))]  # of batches of one
+        terms = [mx.sym.sum(mx.sym.var(n, shape=s) * mx.sym.var("for_" + n)) for n, s in shapes]
+        names = [f"for_{name}" for name, _ in shapes]
+        self.module = mx.mod.Module(mx.sym.MakeLoss(mx.sym.add_n(*terms)), names, None)
+        self.module.bind(list(zip(names, (shape for _, shape in shapes), strict=True)))
+        first = {name: mx.nd.full(shape, seed) for name, shape in shapes}
+        self.module.init_params(arg_params=first)
+        self.optimizer = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9)
+        self.module.init_optimizer(None, hvd.DistributedOptimizer(self.optimizer))
+
+    def step(self, number: int) -> None:
+        given = [mx.nd.array([array]) for array in settings.normal(hvd.rank(), number)]
+        self.module.forward_backward(mx.io.DataBatch(given))
+        self.module.update()
+
+    def weights(self) -> str:
+        return _digest(array for part in self.module.get_params() for array in part.values())
+
+    def held(self) -> bool:
+        return any(any(numbers) for _, numbers in self.module._optimizer.residuals().values())
+
+    def state(self) -> Any:
+        return hvd.elastic.MXNetState(self.module, step=0)
+
+    def optimizer_in_use(self) -> mx.optimizer.Optimizer:
+        return self.module._updater.optimizer._optimizer
+
+
+def _digest(arrays: Iterable[Any]) -> str:
+    content = b"".join(array.asnumpy().tobytes() for array in arrays)
+    return hashlib.sha256(content).hexdigest()
 
 
 def check_a_failure_goes_back_to_the_commit_with_everything() -> None:
     with settings.apart():  # so that codecs act
-        _fail_and_go_on()
+        _fail_and_go_on(_Training)
 
 
-def _fail_and_go_on() -> None:
-    reference = _Training(0)
+def check_a_module_goes_back_to_the_commit_with_everything() -> None:
+    with settings.apart(LIGHT_TOPK_ALLREDUCE=1, LIGHT_TOPK_RATIO=0.1):
+        _fail_and_go_on(_ModuleTraining)
+
+
+def _fail_and_go_on(make: type[_Training | _ModuleTraining]) -> None:
+    reference = make(0)
     seen = []
     for number in range(STEPS):
         reference.step(number)
         seen.append(reference.weights())
-    assert any(any(numbers) for _, numbers in reference.trainer.residuals().values())
+    assert reference.held()
 
-    training = _Training(hvd.rank())  # sync makes them equal
-    state = hvd.elastic.MXNetState(training.net, training.trainer, step=0)
+    training = make(hvd.rank())  # sync makes them equal
+    state = training.state()
     entered = []
 
     @hvd.elastic.run
@@ -92,7 +144,7 @@ def _fail_and_go_on() -> None:
 
     assert train(state) == "done"
     assert entered == [0, COMMITTED]
-    assert training.trainer._optimizer is training.optimizer  # which the script holds
+    assert training.optimizer_in_use() is training.optimizer  # which the script holds
     assert training.optimizer.num_update == STEPS
 
 
@@ -189,5 +241,15 @@ def check_states_refuse_what_they_could_not_keep() -> None:
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=hvd.create("dist_sync_perseus"))
     with pytest.raises(ValueError, match="a trainer with a store cannot be a state"):
         hvd.elastic.MXNetState(net, trainer)
-    with pytest.raises(ValueError, match="cannot keep a dict as its net: give it gluon's"):
+    with pytest.raises(ValueError, match="a dict as its net: give it gluon's or a Mod"):
         hvd.elastic.MXNetState({"weight": mx.nd.ones((2,))})
+    module = mx.mod.Module(
+        mx.sym.MakeLoss(mx.sym.var("data") * mx.sym.var("weight")), ["data"], None
+    )
+    module.bind([("data", (1,))])
+    module.init_params()
+    with pytest.raises(ValueError, match=r"not ready to train: call bind\(\), init_params\(\) and"):
+        hvd.elastic.MXNetState(module)
+    module.init_optimizer(hvd.create("dist_sync_perseus"))
+    with pytest.raises(ValueError, match="a module with a store cannot be a state"):
+        hvd.elastic.MXNetState(module)
