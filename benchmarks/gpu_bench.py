@@ -6,8 +6,7 @@ Two ranks train replicas of a model on random data; a WAY says how they exchange
 
     none             not at all: what no exchange can beat
     hvd              perseus.torch's DistributedOptimizer
-    ddp:perseus      DistributedDataParallel on the backend of Perseus; of several ranks of a host
-                     not beside hvd, because NCCL serves the first of a process's worlds alone
+    ddp:perseus      DistributedDataParallel on the backend of Perseus
     ddp:nccl         on NCCL
     ddp:gloo         on gloo
 
@@ -15,7 +14,8 @@ One rank alone (--ranks 1) shows what the optimizer costs where there is nothing
 take turns in the same processes, each of them first in its turn, with the settings of the
 environment; medians of steps. Ranks share GPUs where a host has fewer: NCCL joins such ranks since
 2.30, if NCCL_MULTI_RANK_GPU_ENABLE is 1, and then NVIDIA's MPS should serve them, or their kernels
-wait for each other's time slices.
+wait for each other's time slices. NCCL serves the first world of a process alone, so hvd and
+ddp:perseus cannot be measured together where ranks share a host.
 --hosts needs root.
 """
 
