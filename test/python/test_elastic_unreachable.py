@@ -54,11 +54,11 @@ def given_up(
         _processes=processes,
         _epoch=3,
         _state_exists=True,
-        _asked_since=NOW - asked_for,
         _wanted=lambda _: [process.place for process in processes.values()],
         _monitored_hosts=lambda: list(links.values()),
         _on_lost_hosts=lambda hosts, _: lost.extend(host.name for host in hosts),
     )
+    launcher._questions.since = NOW - asked_for
     late = [process for process in processes.values() if process.request is None]
     launcher._give_up_unreachable(late, NOW)
     return lost

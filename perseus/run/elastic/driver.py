@@ -19,6 +19,7 @@ from typing import Any
 from perseus.run import agent, environment, host_start
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
+from perseus.run.elastic.late import Questions
 from perseus.run.elastic.process import Process, what_happened
 from perseus.run.elastic.ranking import Candidate, ranked
 from perseus.run.elastic.slots import Place, UsableSlots
@@ -29,14 +30,10 @@ from perseus.run.link import HostLink, is_local
 
 _START_SECONDS = 2.0  # after which ranks are looked at that have not met the others of a new world
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
-_ASK_SECONDS = 0.25
-# How long a rank may do nothing while others wait for the next world. The world has ended because
-# of one that is stopped, and it does not go on by itself; others may wait for a disk.
-_STOPPED_SECONDS, _DEAF_SECONDS = 0.5, 30.0
-# And how long its host may not answer, if others are enough for a world without it: where ranks can
-# come back as new ones, that costs less than all that wait; where they cannot, it is for ever.
+# How long a host may not answer while ranks wait for it, if others are enough for a world without
+# it: where its ranks can come back as new ones, that costs less than all that wait; where they
+# cannot, it is for ever.
 _UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 2.0, 8.0
-_WARN_SECONDS = 30.0
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
 _NO_STATE = "No hosts from previous set remaining: nobody has the training's state"
@@ -65,8 +62,8 @@ class ElasticLauncher(Launcher):
         self._give_up_at: float | None = None  # when there have been too few ranks for too long
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
-        self._ask_at = self._asked_since = 0.0
-        self._warn_at = self._begun_at = 0.0
+        self._questions = Questions(self._tell, self._print)
+        self._begun_at = 0.0
         self._failures: list[tuple[Process, int]] = []
         self._names: dict[int, str] = {}  # of all processes that have been in a world
 
@@ -107,7 +104,7 @@ class ElasticLauncher(Launcher):
         if any(self._news):
             found.append(self._news_at + _REPEAT_NEWS_SECONDS)
         if self._late():
-            found.append(self._ask_at + _ASK_SECONDS)
+            found.append(self._questions.next_at())
         elif not all(each.has_begun for each in self._members()):
             found.append(max(now, self._begun_at + _START_SECONDS))
         return found
@@ -358,7 +355,7 @@ class ElasticLauncher(Launcher):
                 self._dismiss(process, f"{process.place[0]} does not have its slot any more")
         last, self._epoch = self._epoch, self._epoch + 1
         self._begun_at = time.monotonic()
-        self._ask_at = 0.0  # what has been asked and answered was about the last world
+        self._questions.forget()
         candidates = [
             Candidate(
                 each.number,
@@ -480,33 +477,12 @@ class ElasticLauncher(Launcher):
         return [each for each in members if not each.has_begun]
 
     def _ask_late(self, now: float) -> None:
-        """Find out whether late ranks live, and kill those that do not."""
-        if not (late := self._late()) or now < self._ask_at + _ASK_SECONDS:
-            return
-        if now > self._ask_at + 3 * _ASK_SECONDS:  # nobody has been late for a while
-            for process in late:
-                process.heard_at = now
-            self._asked_since, self._warn_at = now, now + _WARN_SECONDS
-        self._ask_at = now
-        self._give_up_unreachable(late, now)
-        if now >= self._warn_at and any(each.request is not None for each in self._members()):
-            names = ", ".join(each.name for each in late)
-            self._print(f"the next world waits for {names}, which lives but is still at work")
-            self._warn_at = now + _WARN_SECONDS
-        for process in late:
-            if process.is_killed:
-                continue
-            patience = _STOPPED_SECONDS if process.is_stopped else _DEAF_SECONDS
-            if now >= process.heard_at + patience:
-                self._print(
-                    f"{process.name} has not done anything for {patience:g} s while others wait "
-                    f"for the next world: it is killed"
-                )
-                process.is_killed = True
-                process.host.send(b"KILL %d\n" % process.number)
-            else:
-                self._tell(process, {"ping": 0})
-                process.host.send(b"STATE %d\n" % process.number)
+        """Find out whether late ranks, and their hosts, live; go on without those that do not."""
+        late = self._late()
+        if self._questions.are_due(late, now):
+            self._give_up_unreachable(late, now)
+            others_wait = any(each.request is not None for each in self._members())
+            self._questions.ask(late, others_wait, now)
 
     def _give_up_unreachable(self, late: list[Process], now: float) -> None:
         """Go on without hosts that do not answer any more, if others suffice for a world."""
@@ -516,7 +492,7 @@ class ElasticLauncher(Launcher):
         silent = {
             host.name
             for host in self._monitored_hosts()
-            if id(host) in awaited and now >= max(host.alive_at, self._asked_since) + patience
+            if id(host) in awaited and now >= max(host.alive_at, self._questions.since) + patience
         }
         is_start = all(each.request is None for each in self._members())
         others = [

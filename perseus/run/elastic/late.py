@@ -1,0 +1,80 @@
+"""Ranks for which others wait between two worlds: whether they live is asked, and some are killed.
+
+Single-threaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from perseus.run.elastic.process import Process
+
+_ASK_SECONDS = 0.25
+# How long a rank may do nothing while others wait for the next world. The world has ended because
+# of one that is stopped, and it does not go on by itself; others may wait for a disk.
+_STOPPED_SECONDS, _DEAF_SECONDS = 0.5, 30.0
+_WARN_SECONDS = 30.0
+
+
+class Questions:
+    """What late ranks are asked, as long as there are any.
+
+    tell: sends a message to a process. show: prints a line of the launcher's own.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Process, dict[str, Any]], None],
+        show: Callable[[str], None],
+    ) -> None:
+        self._tell = tell
+        self._show = show
+        self._asked_at = self._warn_at = 0.0
+        self.since = 0.0
+
+    def next_at(self) -> float:
+        """Return when to ask again."""
+        return self._asked_at + _ASK_SECONDS
+
+    def forget(self) -> None:
+        """Begin anew: what has been asked and answered was about the last world."""
+        self._asked_at = 0.0
+
+    def are_due(self, late: list[Process], now: float) -> bool:
+        """Return whether to ask now. After a pause, all that is known of late ranks is forgotten.
+
+        since: when the first of these questions was asked.
+        """
+        if not late or now < self.next_at():
+            return False
+        if now > self._asked_at + 3 * _ASK_SECONDS:  # nobody has been late for a while
+            for process in late:
+                process.heard_at = now
+            self.since, self._warn_at = now, now + _WARN_SECONDS
+        self._asked_at = now
+        return True
+
+    def ask(self, late: list[Process], others_wait: bool, now: float) -> None:
+        """Ask late ranks whether they live, and kill those that do not; say for whom others wait.
+
+        Ranks are late without others that wait if they do not meet at the beginning of a world.
+        """
+        if others_wait and now >= self._warn_at:
+            names = ", ".join(process.name for process in late)
+            self._show(f"the next world waits for {names}, which lives but is still at work")
+            self._warn_at = now + _WARN_SECONDS
+        for process in late:
+            if process.is_killed:
+                continue
+            patience = _STOPPED_SECONDS if process.is_stopped else _DEAF_SECONDS
+            if now >= process.heard_at + patience:
+                self._show(
+                    f"{process.name} has not done anything for {patience:g} s while others wait "
+                    f"for the next world: it is killed"
+                )
+                process.is_killed = True
+                process.host.send(b"KILL %d\n" % process.number)
+            else:
+                self._tell(process, {"ping": 0})
+                process.host.send(b"STATE %d\n" % process.number)
