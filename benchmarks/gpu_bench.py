@@ -78,7 +78,7 @@ def main() -> int:
 
 def work(given: argparse.Namespace) -> None:
     """What a rank does."""
-    device = torch.device(given.device or f"cuda:{local_rank() % torch.cuda.device_count()}")
+    device = torch.device(given.device or f"cuda:{rank() % torch.cuda.device_count()}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.manual_seed(0)

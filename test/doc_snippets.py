@@ -15,11 +15,15 @@ ROOT = Path(__file__).resolve().parents[1]
 _LOSS = re.compile(r"\bloss:? (\d+\.\d+)")
 # Parameters of `outputs`: most of a launch is importing the framework, and one serves them all.
 WAYS = ["together", pytest.param("alone", marks=pytest.mark.full)]
+_MOST_SECONDS = 400.0  # less than pytest gives a test with its fixtures
 _IN_TURN = """
-import pathlib, runpy
+import pathlib, runpy, sys
+from perseus import basics
 for number in range({}):
     runpy.run_path(str(pathlib.Path(__file__).with_name(f"{{number}}.py")), run_name="__main__")
-    print("end of script", number)
+    basics.shutdown()  # so that the next one misses an init() that it lacks
+    for stream in (sys.stdout, sys.stderr):
+        print("end of script", number, file=stream, flush=True)
 """
 
 
@@ -47,7 +51,9 @@ def _in_turn(scripts: Sequence[str], folder: Path) -> list[str]:
     if len(scripts) > 1:
         launched = folder / "in_turn.py"
         launched.write_text(_IN_TURN.format(len(scripts)), encoding="utf-8")
-    status, output = run_ranks(2, [sys.executable, str(launched)], timeout=120.0 * len(scripts))
+    status, output = run_ranks(
+        2, [sys.executable, str(launched)], timeout=min(120.0 * len(scripts), _MOST_SECONDS)
+    )
     assert status == 0, output
     if len(scripts) == 1:
         return [output]

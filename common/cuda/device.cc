@@ -370,9 +370,13 @@ Device& Devices::at(int index) {
 }
 
 void Devices::for_each(const std::function<void(Device&)>& body) {
-  const MutexLock lock(mutex_);
-  for (const auto& [index, device] : devices_)
-    if (device) body(*device);
+  const auto next_after = [this](int index) -> Device* {
+    const MutexLock lock(mutex_);
+    for (auto found = devices_.upper_bound(index); found != devices_.end(); ++found)
+      if (found->second) return found->second.get();
+    return nullptr;
+  };
+  for (Device* device = next_after(-1); device != nullptr; device = next_after(device->index())) body(*device);
 }
 
 size_t Devices::pinned_bytes() const {

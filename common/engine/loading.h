@@ -27,7 +27,7 @@ class Loading {
 
   // Must the entry wait here? Any thread, like all but what says otherwise.
   bool holds(const Entry& entry) const;
-  // False once closed. Never waits for a driver: looks at what has been computed ask it without the mutex.
+  // False once closed. Never waits for a driver, which is asked without the mutex.
   bool add(Request request);
   // Is there a request that was not announced yet?
   bool any() const { return messages_left_.load() + collectives_left_.load() > 0; }

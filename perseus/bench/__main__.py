@@ -212,21 +212,22 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         links=given.links,
         framework=given.framework,
         gpu=given.gpu,
+        here=not given.placement,
     )
     if plan.gpu:
-        _check_gpus(plan, here=not given.placement)
+        _check_gpus(plan)
     return [_job(given, plan)]
 
 
-def _check_gpus(plan: Plan, here: bool) -> None:
-    """Raise ValueError if a case or peer has no tensors on GPUs, or ranks `here` have no GPU."""
+def _check_gpus(plan: Plan) -> None:
+    """Raise ValueError if a case or peer has no tensors on GPUs, or ranks here have no GPU."""
     others = [f"case {name}" for name in plan.cases if name not in ON_GPUS]
     others += [f"--peer {name}" for name in plan.peers if name in NEED_MPIRUN]
     if others:
         raise ValueError(f"--gpu: {others[0]} has tensors in host memory alone")
     from torch import cuda
 
-    if here and not cuda.is_available():
+    if plan.here and not cuda.is_available():
         raise ValueError("--gpu: PyTorch sees no GPU on this machine")
 
 

@@ -52,7 +52,7 @@ def _in_place(
         peer.name,
         operation,
         session.to_its_end(lambda _: call(work)),
-        lambda: work.copy_(source),
+        session.to_its_end(lambda: work.copy_(source)),
         lambda: torch.equal(work, expected),
         payload=session.payload(operation, 4 * expected.numel())
         if operation == "allreduce"

@@ -205,7 +205,7 @@ def _subject(session: Session, label: str, shapes: Shapes, settings: dict[str, s
             name,
             "allreduce",
             session.to_its_end(run),
-            entrant.fill,
+            session.to_its_end(entrant.fill),
             entrant.check,
             codec=codec.label,
             conclude=lambda: entrant.conclude(run),

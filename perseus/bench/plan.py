@@ -32,7 +32,8 @@ class Plan:
     compute_s: seconds that a step computes, for the advice; None = measure it.
     rate_gbit, links: the hosts' network, for the records.
     framework: TensorFlow supports the case training only.
-    gpu: tensors are on the GPUs of a host, which ranks share if there are fewer.
+    gpu: tensors are on the GPUs of a machine, which its ranks share if there are fewer.
+    here: all ranks are on this machine, on virtual hosts or not.
     """
 
     cases: list[str]
@@ -47,6 +48,7 @@ class Plan:
     links: int = 1
     framework: str = TORCH
     gpu: bool = False
+    here: bool = True
 
     def to_json(self) -> str:
         """Return the plan as one line of JSON."""

@@ -47,7 +47,7 @@ class Session:
         self.rank, self.size = basics.rank(), basics.size()
         self.hosts = self.share(basics.local_rank() == 0).count(True)
         self.counts_wire = self.hosts > 1 and basics.local_rank() == 0
-        self.device = _take_gpu() if plan.gpu else "cpu"
+        self.device = _take_gpu(plan) if plan.gpu else "cpu"
         self.peers = self._formed() if plan.framework == TORCH else []
         self._settings = _own_settings()
 
@@ -97,14 +97,14 @@ class Session:
             found = zlib.crc32(array.reshape(-1).view("u1").data, found)
         return len(set(self.share(found))) == 1
 
-    def to_its_end(self, run: Callable[[int], None]) -> Callable[[int], None]:
+    def to_its_end(self, run: Callable[..., object]) -> Callable[..., None]:
         """Return a function that calls another one and waits until the GPU has done it, too."""
         if not self.plan.gpu:
-            return run
+            return run  # type: ignore[return-value]
         from torch.cuda import synchronize
 
-        def run_to_its_end(call: int) -> None:
-            run(call)
+        def run_to_its_end(*arguments: Any) -> None:
+            run(*arguments)
             synchronize()
 
         return run_to_its_end
@@ -167,13 +167,13 @@ class Session:
             print(f"perseus-bench: {name} is skipped: {reason}", flush=True)
 
 
-def _take_gpu() -> str:
-    """Make a GPU of this host the current one; return the name of its device in PyTorch."""
+def _take_gpu(plan: Plan) -> str:
+    """Make a GPU of this machine the current one; return the name of its device in PyTorch."""
     from torch import cuda
 
     if cuda.device_count() == 0:
         raise RuntimeError("[bench] --gpu: PyTorch sees no GPU on this host")
-    index = basics.local_rank() % cuda.device_count()
+    index = (basics.rank() if plan.here else basics.local_rank()) % cuda.device_count()
     cuda.set_device(index)
     return f"cuda:{index}"
 

@@ -74,12 +74,13 @@ class NetworkHandler(StateHandler):
     def save(self) -> None:
         """Copy all parameters; waits for them."""
         with mx.autograd.pause():
-            self._saved = {
+            copies = {
                 key: parameter.list_data()[0].copy()
                 for key, parameter in self._parameters().items()
             }
-        for array in self._saved.values():
+        for array in copies.values():
             array.wait_to_read()
+        self._saved = copies  # only now: what has failed must leave the last copies as they are
 
     def restore(self) -> None:
         """Write the copies back, in place; gradients that add up begin with zero."""
@@ -112,20 +113,22 @@ class TrainerHandler(StateHandler):
 
     def save(self) -> None:
         """Copy the states, and this rank's residuals."""
-        self._held: Mapping[str, Held] = (
-            self.value.residuals() if isinstance(self.value, Source) else {}
-        )
-        self._saved = self._states()
+        held, states = _residuals_of(self._source()), self._states()
+        self._held, self._saved = held, states
 
     def restore(self) -> None:
         """Give the trainer the copies."""
-        if isinstance(self.value, Source):
-            self.value.go_on_with(self._held)
+        if isinstance(source := self._source(), Source):
+            source.go_on_with(self._held)
         self._load(self._saved)
 
     def sync(self) -> None:
         """Take over rank 0's states; every rank keeps its own residuals."""
         self._load(broadcast_object(self._states() if rank() == 0 else b"", name="trainer"))
+
+    def _source(self) -> Any:
+        """Return what has residuals, if anything: the trainer, or its optimizer."""
+        return self.value if isinstance(self.value, Source) else self.value._optimizer
 
     def _states(self) -> bytes:
         """Return what gluon's save_states writes to a file, and what amp.init_trainer adds."""
@@ -139,7 +142,7 @@ class TrainerHandler(StateHandler):
             )
         scaler = getattr(trainer, "_amp_loss_scaler", None)
         scale = None if scaler is None else (trainer._scale, vars(scaler))
-        return pickle.dumps((trainer._updaters[0].states, trainer._optimizer, scale))
+        return pickle.dumps((trainer._updaters[0].states, _innermost(trainer._optimizer), scale))
 
     def _load(self, content: bytes) -> None:
         """Do what gluon's load_states does, but keep the objects to which scripts refer."""
@@ -149,7 +152,7 @@ class TrainerHandler(StateHandler):
         states, read, scale = pickle.loads(content)
         for updater in trainer._updaters:
             _give_states(updater, states, trainer._optimizer)
-        _give_values(trainer._optimizer, read)
+        _give_values(_innermost(trainer._optimizer), read)
         scaler = getattr(trainer, "_amp_loss_scaler", None)
         if scaler is not None and scale is not None:
             trainer._scale, values = scale
@@ -175,21 +178,25 @@ class ModuleHandler(StateHandler):
                 "[elastic] a module with a store cannot be a state, since what the store keeps "
                 "would be lost: pass init_optimizer kvstore=None and an hvd.DistributedOptimizer"
             )
+        if len(module._context) > 1:
+            raise ValueError(
+                f"[elastic] the module has {len(module._context)} devices, expected one: start a "
+                "rank for each of them"
+            )
         self.save()
 
     def save(self) -> None:
         """Copy parameters, states, and this rank's residuals; waits for them."""
-        optimizer = self.value._optimizer
-        self._held: Mapping[str, Held] = (
-            optimizer.residuals() if isinstance(optimizer, Source) else {}
-        )
-        self._saved = [
+        held = _residuals_of(self.value._optimizer)
+        copies = [
             {name: array.copy() for name, array in part.items()} for part in self.value.get_params()
         ]
-        self._saved_states = self._states()
-        for part in self._saved:
+        states = self._states()
+        for part in copies:
             for array in part.values():
                 array.wait_to_read()
+        # Only now: what has failed must leave the last copies as they are.
+        self._held, self._saved, self._saved_states = held, copies, states
 
     def restore(self) -> None:
         """Write the copies back; gradients that add up begin with zero."""
@@ -217,6 +224,10 @@ class ModuleHandler(StateHandler):
         states, read = pickle.loads(content)
         _give_states(self.value._updater, states, self.value._optimizer)
         _give_values(_innermost(self.value._optimizer), read)
+
+
+def _residuals_of(source: Any) -> Mapping[str, Held]:
+    return source.residuals() if isinstance(source, Source) else {}
 
 
 def _innermost(optimizer: mx.optimizer.Optimizer) -> mx.optimizer.Optimizer:

@@ -26,6 +26,16 @@ class StepKeys:
         self._last.discard(key)
         return begins
 
+    def give_up(self) -> bool:
+        """Let the present step end here, and return whether keys of it are still missing.
+
+        Then the next key begins a step, in which all keys of the last whole one are expected.
+        """
+        is_cut_short = bool(self._last)
+        self._keys |= self._last
+        self._last = set()
+        return is_cut_short
+
     def is_complete(self) -> bool:
         """Return whether all keys of the step before have occurred, so that no more is expected."""
         return not self._is_first and not self._last

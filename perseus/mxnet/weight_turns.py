@@ -102,6 +102,13 @@ class WeightTurnsByKey(WeightTurns):
         self._outcomes: set[Outcome] = set()
         self._has_turned = False
 
+    def drop(self) -> None:
+        """See Turns. A step that a failure has cut short takes no turn."""
+        super().drop()
+        if self._steps.give_up():
+            self._averaged.new.clear()
+            self._outcomes.clear()
+
     def before_update(self, key: Any) -> None:
         """Call it before each key's update. With after_update(), turns are taken after steps.
 

@@ -23,7 +23,7 @@ CHOICES = ("int8", "topk:0.01", "rotate:8")
 @pytest.mark.parametrize(
     ("ranks", "choices"),
     [
-        # What loses most where something is lost; convergence_checks.py has all of them.
+        # What loses most where something is lost.
         (2, CHOICES[1:2]),
         pytest.param(2, CHOICES, marks=pytest.mark.full),
         pytest.param(4, CHOICES, marks=pytest.mark.full),

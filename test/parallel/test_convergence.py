@@ -12,7 +12,7 @@ pytest.importorskip("tqdm")
 @pytest.mark.parametrize(
     "check",
     [
-        # test_accuracy.py and the examples have digits.
+        # The one that takes longest; test_accuracy.py has digits with top-k.
         pytest.param("check_digits_are_learned", marks=pytest.mark.full),
         "check_text_is_learned",
     ],

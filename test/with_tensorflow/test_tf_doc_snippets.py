@@ -14,10 +14,10 @@ def printed(request, tmp_path_factory):
     uneven = snippets("docs/uneven.md", "tensorflow")
     gpus = snippets("docs/troubleshooting.md", "tensorflow")
     scripts = {
+        "gpus": gpus[0],  # before anything else has begun to use them
+        "gpus of a session": gpus[1],
         "steps": uneven[0],
         "join": uneven[1],
-        "gpus": gpus[0],
-        "gpus of a session": gpus[1],
         "keras": snippets("README.md", "keras")[0],
         "tensorflow": snippets("README.md", "tensorflow")[0],
     }

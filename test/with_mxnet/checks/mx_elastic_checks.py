@@ -15,6 +15,7 @@ from mxnet.contrib.amp.loss_scaler import LossScaler
 
 import perseus.mxnet as hvd
 from perseus.elastic import HostUpdateResult, notification_manager
+from perseus.mxnet.step_keys import StepKeys
 
 COMMITTED, STEPS = 2, 5
 
@@ -148,6 +149,73 @@ def _fail_and_go_on(make: type[_Training | _ModuleTraining]) -> None:
     assert training.optimizer.num_update == STEPS
 
 
+def check_fit_goes_on_after_a_failure_within_an_epoch() -> None:
+    """As docs/elastic.md says; without the failure, the parameters would be the same."""
+    expected = _fit(fails=False)
+    assert not np.array_equal(expected, _fit(fails=False, epochs=1))
+    assert np.array_equal(expected, _fit(fails=True))
+
+
+def _fit(fails: bool, epochs: int = 3) -> Any:
+    numbers = np.random.default_rng(hvd.rank()).normal(size=(64, 8)).astype(np.float32)
+    data = mx.io.NDArrayIter(numbers, numbers.sum(1), 16, label_name="sum_label")
+    line = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="line")
+    module = mx.mod.Module(mx.sym.LinearRegressionOutput(line, name="sum"), ["data"], ["sum_label"])
+    module.bind(data.provide_data, data.provide_label)
+    first = {"line_weight": mx.nd.full((1, 8), hvd.rank()), "line_bias": mx.nd.zeros((1,))}
+    module.init_params(arg_params=first)
+    optimizer = mx.optimizer.SGD(learning_rate=0.02, momentum=0.9, rescale_grad=1 / 16)
+    module.init_optimizer(None, hvd.DistributedOptimizer(optimizer))
+    state = hvd.elastic.MXNetState(module, epoch=0)
+    left = [1, 0] if fails else []
+
+    def after_batch(progress: Any) -> None:
+        if left and (progress.epoch, progress.nbatch) == (1, 2):
+            left.clear()
+            if hvd.rank() == 0:
+                raise hvd.HorovodInternalError("failing on purpose")
+            hvd.broadcast_object(0)
+
+    def after_epoch(epoch: int, *_: Any) -> None:
+        state.epoch = epoch + 1
+        state.commit()
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        data.reset()
+        module.fit(
+            data, eval_metric="mse", begin_epoch=state.epoch, num_epoch=epochs,
+            batch_end_callback=after_batch, epoch_end_callback=after_epoch,
+        )  # fmt: skip
+
+    train(state)
+    assert state.epoch == epochs and not left
+    return module.get_params()[0]["line_weight"].asnumpy()
+
+
+def check_a_step_that_is_cut_short_is_none() -> None:
+    keys = StepKeys()
+    for key in "abab":
+        keys.begins(key)
+    assert keys.is_complete() and not keys.give_up()
+    assert keys.begins("a") and keys.give_up()
+    assert keys.begins("a") and not keys.is_complete()
+    assert not keys.begins("b") and keys.is_complete()
+
+
+def check_a_trainer_keeps_what_its_distributed_optimizer_wraps() -> None:
+    net = gluon.nn.Dense(1, in_units=2)
+    net.initialize()
+    optimizer = mx.optimizer.SGD(learning_rate=1.0, momentum=0.5)
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    trainer = gluon.Trainer(net.collect_params(), wrapped, kvstore=None)
+    state = hvd.elastic.MXNetState(net, trainer)
+    optimizer.momentum = 0.25
+    state.restore()
+    assert trainer._optimizer is wrapped and wrapped._optimizer is optimizer
+    assert optimizer.momentum == 0.5
+
+
 def check_changed_hosts_lose_no_step_that_is_under_way() -> None:
     with settings.apart():
         reference = _Training(0)
@@ -253,3 +321,9 @@ def check_states_refuse_what_they_could_not_keep() -> None:
     module.init_optimizer(hvd.create("dist_sync_perseus"))
     with pytest.raises(ValueError, match="a module with a store cannot be a state"):
         hvd.elastic.MXNetState(module)
+    split = mx.mod.Module(module.symbol, ["data"], None, context=[mx.cpu(0), mx.cpu(1)])
+    split.bind([("data", (2,))])
+    split.init_params(arg_params={"weight": mx.nd.ones((1,))})
+    split.init_optimizer(None, hvd.DistributedOptimizer(mx.optimizer.SGD()))
+    with pytest.raises(ValueError, match="has 2 devices, expected one: start a rank for each"):
+        hvd.elastic.MXNetState(split)
