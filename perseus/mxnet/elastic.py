@@ -237,6 +237,8 @@ def _innermost(optimizer: mx.optimizer.Optimizer) -> mx.optimizer.Optimizer:
 def _give_states(updater: Any, states: dict[Any, Any], optimizer: mx.optimizer.Optimizer) -> None:
     updater.set_states(pickle.dumps(states))
     updater.optimizer = optimizer
+    if isinstance(optimizer, DistributedOptimizer):
+        optimizer.use_states(updater.states)
 
 
 def _give_values(optimizer: mx.optimizer.Optimizer, read: mx.optimizer.Optimizer) -> None:

@@ -150,6 +150,11 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         self._reducer.wait()
         self._reducer.go_on_with(residuals, owner)
 
+    def use_states(self, states: Mapping[Any, Any]) -> None:
+        """Know these states of weights, by index, which an updater has loaded."""
+        for index, (weight, state) in self._updated.items():
+            self._updated[index] = weight, states.get(index, state)
+
     def save_residuals(self, fname: str) -> None:
         """Wait for gradients and write this rank's residuals. Each rank needs its own file."""
         residuals.write(Path(fname), b"", self.residuals())

@@ -193,6 +193,24 @@ def _fit(fails: bool, epochs: int = 3) -> Any:
     return module.get_params()[0]["line_weight"].asnumpy()
 
 
+def check_weights_take_turns_from_what_a_module_has_restored() -> None:
+    with settings.apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        training = _ModuleTraining(hvd.rank())
+        state = training.state()
+        state.sync()
+        training.step(0)
+        state.save()
+        saved = training.weights()
+        training.step(1)
+        training.step(2)
+        state.restore()
+        assert training.weights() == saved
+        updater, optimizer = training.module._updater, training.module._optimizer
+        assert sorted(optimizer._updated) == sorted(updater.states)
+        for index, (_, momentum) in optimizer._updated.items():
+            assert momentum is updater.states[index]
+
+
 def check_a_step_that_is_cut_short_is_none() -> None:
     keys = StepKeys()
     for key in "abab":
