@@ -17,18 +17,18 @@ from perseus.gradients.arguments import checked_predivide_factor, not_an_optimiz
 from perseus.gradients.bundles import bundles
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Held, pack, unpack
+from perseus.gradients.residuals import pack, unpack
 from perseus.mxnet import ops, residuals
 from perseus.mxnet.learning_rate import learning_rate
 from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight
-from perseus.mxnet.weight_turns import WeightTurnsByKey
+from perseus.mxnet.weight_turns import TurningSource, WeightTurnsByKey
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
-class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
+class DistributedOptimizer(TurningSource, mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer that wraps another one and passes it gradients averaged over all ranks.
 
     For Module.fit, updaters and custom loops; gluon has DistributedTrainer. All other attributes
@@ -53,6 +53,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     which update() sees one part at a time.
     """
 
+    _turns: WeightTurnsByKey
     _OWN = frozenset(["_optimizer", "_reducer", "_num_groups", "_weights", "_turns", "_updated"])
 
     def __init__(
@@ -138,17 +139,6 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     def set_wd_mult(self, args_wd_mult: Any) -> None:
         """Call the wrapped optimizer."""
         self._optimizer.set_wd_mult(args_wd_mult)
-
-    def residuals(self) -> dict[str, Held]:
-        """See gradients.residuals.Source; waits for gradients."""
-        self._reducer.wait()
-        return self._reducer.residuals.read()
-
-    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
-        """See gradients.residuals.Source. Drops sums over steps and corrections, too."""
-        self._turns.drop()
-        self._reducer.wait()
-        self._reducer.go_on_with(residuals, owner)
 
     def use_states(self, states: Mapping[Any, Any]) -> None:
         """Know these states of weights, by index, which an updater has loaded."""

@@ -8,7 +8,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from perseus.compression import Compressor
 from perseus.gradients.arguments import checked_predivide_factor
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
-from perseus.gradients.residuals import Held
 from perseus.mxnet import ops, residuals
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.learning_rate import learning_rate
@@ -33,11 +32,11 @@ from perseus.mxnet.parameter_check import buffer_of
 from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight
 from perseus.mxnet.sparse import sum_rows
-from perseus.mxnet.weight_turns import WeightTurns
+from perseus.mxnet.weight_turns import TurningSource, WeightTurns
 from perseus.process_sets import ProcessSet, checked, global_process_set
 
 
-class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
+class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
     """A gluon Trainer whose step() averages gradients over all ranks before it updates.
 
     backward() and step() return before MXNet's engine has done the work. A reduction starts as soon
@@ -160,17 +159,6 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._turns.drop()
         super().load_states(fname)
         self.go_on_with(residuals.held_in(Path(fname).read_bytes()))
-
-    def residuals(self) -> dict[str, Held]:
-        """See gradients.residuals.Source; waits for gradients."""
-        self._reducer.wait()
-        return self._reducer.residuals.read()
-
-    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
-        """See gradients.residuals.Source. Drops sums over steps and corrections, too."""
-        self._turns.drop()
-        self._reducer.wait()
-        self._reducer.go_on_with(residuals, owner)
 
     def _trained(self) -> list[tuple[int, Any]]:
         """Return the parameters that have gradients, with their indices."""

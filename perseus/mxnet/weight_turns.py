@@ -5,14 +5,16 @@ Belongs to the thread that trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perseus import basics
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.participation import alone
 from perseus.gradients.plan import Plan
+from perseus.gradients.residuals import Held
 from perseus.gradients.rotation import parts_of
+from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight, WeightRotation
 from perseus.mxnet.step_keys import StepKeys
 
@@ -70,6 +72,24 @@ class WeightTurns:
         """See Turns."""
         if self._rotation is not None:
             self._rotation.drop()
+
+
+class TurningSource:
+    """A Source, see gradients.residuals, of an optimizer or a trainer whose weights may turn."""
+
+    _reducer: GradientReducer
+    _turns: WeightTurns
+
+    def residuals(self) -> dict[str, Held]:
+        """See gradients.residuals.Source; waits for gradients."""
+        self._reducer.wait()
+        return self._reducer.residuals.read()
+
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """See gradients.residuals.Source. Drops sums over steps and corrections, too."""
+        self._turns.drop()
+        self._reducer.wait()
+        self._reducer.go_on_with(residuals, owner)
 
 
 class _Averaged:
