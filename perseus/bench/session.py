@@ -97,10 +97,10 @@ class Session:
             found = zlib.crc32(array.reshape(-1).view("u1").data, found)
         return len(set(self.share(found))) == 1
 
-    def to_its_end(self, run: Callable[..., object]) -> Callable[..., None]:
+    def to_its_end(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another one and waits until the GPU has done it, too."""
         if not self.plan.gpu:
-            return run  # type: ignore[return-value]
+            return run
         from torch.cuda import synchronize
 
         def run_to_its_end(*arguments: Any) -> None:
