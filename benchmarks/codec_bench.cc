@@ -1,11 +1,12 @@
 // Speed of every codec on one core: encode, then decode, chunk by chunk through a buffer that stays in the cache, as an
 // exchange does; against memcpy of the same 64 MiB, measured in turn with it.
 //
-//   codec_bench [repetitions = 15] [variant = auto]
+//   codec_bench [repetitions = 15] [variant = auto] [threads = 1]
 //
 // Input, residual and output are page-aligned with 4 KiB pages, as memcpy is at its fastest so. The time is the
 // thread's own processor time; a ratio is the median over the repetitions of memcpy's time to the codec's in the same
-// repetition.
+// repetition. Several threads share the chunks of each slice, as PERSEUS_CODEC_THREADS says; then times are those that
+// pass, memcpy's on one of them.
 #include <sys/mman.h>
 #include <time.h>
 
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/thread_pool.h"
 #include "codec/codec.h"
 #include "kernels/kernels.h"
 #include "kernels/low_rank.h"
@@ -28,9 +30,11 @@ namespace {
 
 constexpr size_t kElements = size_t{16} << 20;
 
-double processor_seconds() {
+constexpr size_t kSlice = 32;  // chunks: 2 MiB, as with four streams
+
+double seconds(const ThreadPool& threads) {
   timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  clock_gettime(threads.threads() == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC, &now);
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
@@ -86,17 +90,30 @@ std::vector<Case> all_cases() {
 enum class Part { kBoth, kEncode, kDecode };
 
 double run_part(const Case& c, const WireFormat& codec, Part part, const float* x, float* residual, float* y,
-                Byte* wire, uint64_t step, size_t* wire_bytes) {
-  double start = processor_seconds();
-  size_t total = 0, bytes = 0;
-  for (size_t at = 0; at < kElements; at += kWireChunk) {
-    if (part != Part::kDecode || at == 0)
-      bytes = codec.encode(x + at, c.residual ? residual + at : nullptr, kWireChunk, step, wire);
-    total += bytes;
-    if (part != Part::kEncode) codec.decode_streamed(wire, bytes, kWireChunk, y + at);
+                ThreadPool* threads, uint64_t step, size_t* wire_bytes) {
+  // A thread's encoded chunk.
+  struct Wire {
+    std::vector<uint32_t> memory;
+    size_t bytes = 0, total = 0;
+  };
+  std::vector<Wire> wires(static_cast<size_t>(threads->threads()));
+  for (Wire& wire : wires) wire.memory.resize(codec.most_bytes(kWireChunk) / 4);
+  const double start = seconds(*threads);
+  for (size_t first = 0; first < kElements; first += kSlice * kWireChunk) {
+    threads->parallel_for(kSlice, [&](size_t task, size_t thread) {
+      const size_t at = first + task * kWireChunk;
+      Wire& wire = wires[thread];
+      Byte* const to = reinterpret_cast<Byte*>(wire.memory.data());
+      if (part != Part::kDecode || wire.bytes == 0)
+        wire.bytes = codec.encode(x + at, c.residual ? residual + at : nullptr, kWireChunk, step, to);
+      wire.total += wire.bytes;
+      if (part != Part::kEncode) codec.decode_streamed(to, wire.bytes, kWireChunk, y + at);
+    });
   }
-  *wire_bytes = total;
-  return processor_seconds() - start;
+  const double spent = seconds(*threads) - start;
+  *wire_bytes = 0;
+  for (const Wire& wire : wires) *wire_bytes += wire.total;
+  return spent;
 }
 
 // All that the sender of a square matrix computes for PowerSGD.
@@ -107,13 +124,13 @@ double run_low_rank(size_t rank, const float* x, float* residual, float* y) {
   static std::vector<float> p(kSide * rank), q(rank * kSide);
   static kernels::Product taken;
   kernels::fill_with_noise(1, q.data(), q.size());
-  const double start = processor_seconds();
+  const double start = seconds(ThreadPool::none());
   kernels::add_and_project(x, 1.0F, taken, residual, shape, q.data(), rank, p.data());
   kernels::orthogonalize(p.data(), kSide, rank);
   kernels::project_back(residual, shape, p.data(), rank, q.data());
   taken = {shape, rank, p, q};
   kernels::expand(p.data(), q.data(), shape, rank, y);
-  return processor_seconds() - start;
+  return seconds(ThreadPool::none()) - start;
 }
 
 double median(std::vector<double> values) {
@@ -128,6 +145,7 @@ int run(int argc, char** argv) {
     return 2;
   }
   kernels::select_variant(argc > 2 ? argv[2] : "auto");
+  ThreadPool threads(argc > 3 ? std::max(std::atoi(argv[3]), 1) : 1);
   float *x = floats(kElements), *y = floats(kElements), *residual = floats(kElements);
   std::mt19937 random(1);
   std::normal_distribution<float> normal(0.0f, 1e-3f);
@@ -139,14 +157,12 @@ int run(int argc, char** argv) {
   for (int r = 0; r < repetitions; ++r) {
     for (Case& c : cases) {
       auto codec = make_codec(c.spec);
-      std::vector<uint32_t> memory(codec->most_bytes(kWireChunk) / 4);
-      Byte* wire = reinterpret_cast<Byte*>(memory.data());
       std::memset(residual, 0, kElements * sizeof(float));
-      double start = processor_seconds();
+      const double start = seconds(threads);
       std::memcpy(y, x, kElements * sizeof(float));
-      copy_s.push_back(processor_seconds() - start);
+      copy_s.push_back(seconds(threads) - start);
       const auto part = [&](Part which) {
-        return run_part(c, *codec, which, x, residual, y, wire, static_cast<uint64_t>(r), &c.wire_bytes);
+        return run_part(c, *codec, which, x, residual, y, &threads, static_cast<uint64_t>(r), &c.wire_bytes);
       };
       c.decode_s.push_back(part(Part::kDecode));
       c.encode_s.push_back(part(Part::kEncode));
@@ -157,7 +173,8 @@ int run(int argc, char** argv) {
     low_rank_ratio.push_back(copy_s.back() / low_rank_s.back());
   }
   const double gigabytes = kElements * sizeof(float) / 1e9;
-  std::printf("%s, %d repetitions, memcpy %.1f GB/s\n", kernels::variant(), repetitions, gigabytes / median(copy_s));
+  std::printf("%s, threads: %d, repetitions: %d, memcpy %.1f GB/s\n", kernels::variant(), threads.threads(),
+              repetitions, gigabytes / median(copy_s));
   std::printf("%-36s %8s %8s %8s %10s %10s\n", "", "encode", "decode", "both", "to memcpy", "smaller");
   for (const Case& c : cases) {
     std::printf("%-36s %8.1f %8.1f %8.1f %10.2f %9.1fx\n", c.name.c_str(), gigabytes / median(c.encode_s),

@@ -371,9 +371,9 @@ void Context::connect(Store& store, const ContextOptions& options, int64_t deadl
     transports.push_back(connect_tcp(world_, store, *waker, config_, remote, connecting));
     for (int peer : remote) route[peer] = transports.back().get();
   }
-  const int spare_cores = usable_cores() - ranks_here_;
-  engine_ = std::make_unique<Engine>(world_, config_, log_, std::move(waker), std::move(transports), std::move(route),
-                                     spare_cores);
+  const Cores cores{usable_cores(), ranks_here_};
+  engine_ =
+      std::make_unique<Engine>(world_, config_, log_, std::move(waker), std::move(transports), std::move(route), cores);
   if (world_.size > 1 && config_.choice<CpuOperations>() == CpuOperations::kMpi) use_mpi(options, deadline);
   await_all(store, options, deadline);
 }

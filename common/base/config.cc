@@ -142,6 +142,9 @@ constexpr Variable kTable[] = {
      "1 = data over TCP carry checksums (CRC32C), so that a byte that a network card, a switch or memory "
      "changes is reported as an error instead of becoming a wrong gradient. That costs nothing at 1 Gbit/s, and "
      "computing time on faster networks: see docs/reliability.md."},
+    {Var::kCodecThreads, "PERSEUS_CODEC_THREADS", "", VarType::kInt, "0", "0..64", false,
+     "How many threads of a rank encode and decode gradients; results do not depend on it. On links of 10 Gbit/s and "
+     "more, one takes longer than the network. 0 = one for every four cores that a rank has, at most four."},
     {Var::kCpuOperations, "PERSEUS_CPU_OPERATIONS", "", VarType::kChoice, "perseus", "perseus|mpi", true,
      "What carries out collectives of all ranks on CPU tensors: perseus = Perseus itself, mpi = the MPI library of the "
      "mpirun that has started the ranks (perseusrun --mpi), where it can do the same; then Perseus treats all ranks "

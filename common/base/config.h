@@ -48,6 +48,7 @@ enum class Var {
   kInterfaces,
   kTransport,
   kChecksum,
+  kCodecThreads,
   kCpuOperations,
   kGpuOperations,
   kNcclLibrary,

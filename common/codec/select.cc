@@ -2,6 +2,7 @@
 #include "codec/select.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -41,8 +42,8 @@ uint32_t magnitude_of(float value) {
 
 class Selection {
  public:
-  Selection(SelectFrom* chunks, size_t n, std::vector<uint16_t>* indices)
-      : chunks_(chunks), n_(n), indices_(indices), first_(indices->size()) {
+  Selection(SelectFrom* chunks, size_t n, ThreadPool* threads, std::vector<uint16_t>* indices)
+      : chunks_(chunks), n_(n), threads_(*threads), indices_(indices), first_(indices->size()) {
     for (size_t i = 0; i < n; ++i) count_ += chunks[i].count;
   }
 
@@ -70,8 +71,9 @@ class Selection {
 
  private:
   size_t count_at_least(uint32_t magnitude) const {
-    size_t found = 0;
-    for (size_t i = 0; i < n_; ++i) found += kernels::count_at_least(chunks_[i].v, chunks_[i].count, magnitude);
+    std::atomic<size_t> found{0};
+    threads_.parallel_for(
+        n_, [&](size_t i, size_t) { found += kernels::count_at_least(chunks_[i].v, chunks_[i].count, magnitude); });
     return found;
   }
 
@@ -105,12 +107,23 @@ class Selection {
   void find(uint32_t magnitude) {
     indices_->resize(first_);
     found_.clear();
-    uint16_t indices[kWireChunk];
-    for (size_t i = 0; i < n_; ++i) {
-      SelectFrom& chunk = chunks_[i];
-      chunk.selected = kernels::find_at_least(chunk.v, chunk.count, magnitude, indices);
-      indices_->insert(indices_->end(), indices, indices + chunk.selected);
-      for (size_t s = 0; s < chunk.selected; ++s) found_.push_back(chunk.v[indices[s]]);
+    const size_t tasks = threads_.threads() == 1 ? 1 : std::min(n_, 3 * static_cast<size_t>(threads_.threads()));
+    parts_.resize(tasks);
+    threads_.parallel_for(tasks, [&](size_t task, size_t) {
+      Part& part = parts_[task];
+      part.indices.clear();
+      part.values.clear();
+      uint16_t indices[kWireChunk];
+      for (size_t i = task * n_ / tasks; i < (task + 1) * n_ / tasks; ++i) {
+        SelectFrom& chunk = chunks_[i];
+        chunk.selected = kernels::find_at_least(chunk.v, chunk.count, magnitude, indices);
+        part.indices.insert(part.indices.end(), indices, indices + chunk.selected);
+        for (size_t s = 0; s < chunk.selected; ++s) part.values.push_back(chunk.v[indices[s]]);
+      }
+    });
+    for (const Part& part : parts_) {
+      indices_->insert(indices_->end(), part.indices.begin(), part.indices.end());
+      found_.insert(found_.end(), part.values.begin(), part.values.end());
     }
   }
 
@@ -132,19 +145,28 @@ class Selection {
     indices_->resize(to);
   }
 
+  // Of the elements found, those of some chunks that follow each other.
+  struct Part {
+    std::vector<uint16_t> indices;
+    std::vector<float> values;
+  };
+
   SelectFrom* const chunks_;
   const size_t n_;
+  ThreadPool& threads_;
   std::vector<uint16_t>* const indices_;
   const size_t first_;  // of what is appended to the indices
   size_t count_ = 0;
   std::vector<float> found_;  // the sample, then the values that reach the threshold
+  std::vector<Part> parts_;
 };
 
 }  // namespace
 
-void select_largest(SelectFrom* chunks, size_t n, size_t k, uint32_t largest, std::vector<uint16_t>* indices) {
+void select_largest(SelectFrom* chunks, size_t n, size_t k, uint32_t largest, ThreadPool* threads,
+                    std::vector<uint16_t>* indices) {
   for (size_t i = 0; i < n; ++i) chunks[i].selected = 0;
-  if (largest != 0) Selection(chunks, n, indices).run(k, largest);
+  if (largest != 0) Selection(chunks, n, threads, indices).run(k, largest);
 }
 
 }  // namespace perseus

@@ -85,29 +85,33 @@ size_t TopKFormat::elements_sent(size_t count, uint64_t step) const {
 size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const {
   ChunkSelection chunk{x, residual, count};
   std::vector<uint16_t> indices;
-  select(&chunk, 1, step, &indices);
+  select(&chunk, 1, step, &ThreadPool::none(), &indices);
   return encode_selected(chunk, indices.data(), to);
 }
 
-void TopKFormat::select(ChunkSelection* chunks, size_t n, uint64_t step, std::vector<uint16_t>* indices) const {
+void TopKFormat::select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadPool* threads,
+                        std::vector<uint16_t>* indices) const {
+  std::vector<uint32_t> magnitudes(n);
+  threads->parallel_for(n, [&](size_t i, size_t) {
+    const ChunkSelection& chunk = chunks[i];
+    magnitudes[i] = chunk.residual != nullptr ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
+                                              : kernels::largest_magnitude(chunk.x, chunk.count);
+  });
   std::vector<SelectFrom> finite;
   finite.reserve(n);
   size_t count = 0;
   uint32_t largest = 0;
   for (size_t i = 0; i < n; ++i) {
     ChunkSelection& chunk = chunks[i];
-    const uint32_t magnitude = chunk.residual != nullptr
-                                   ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
-                                   : kernels::largest_magnitude(chunk.x, chunk.count);
-    chunk.selected = magnitude >= kernels::kNotFinite ? ChunkSelection::kAll : 0;
+    chunk.selected = magnitudes[i] >= kernels::kNotFinite ? ChunkSelection::kAll : 0;
     if (chunk.selected == ChunkSelection::kAll) continue;
     finite.push_back({chunk.residual != nullptr ? chunk.residual : chunk.x, chunk.count});
     count += chunk.count;
-    largest = std::max(largest, magnitude);
+    largest = std::max(largest, magnitudes[i]);
   }
   if (finite.empty()) return;
   size_t first = indices->size();
-  select_largest(finite.data(), finite.size(), elements_sent(count, step), largest, indices);
+  select_largest(finite.data(), finite.size(), elements_sent(count, step), largest, threads, indices);
   const SelectFrom* found = finite.data();
   for (size_t i = 0; i < n; ++i) {
     if (chunks[i].selected == ChunkSelection::kAll) continue;
@@ -166,7 +170,7 @@ size_t TopKFormat::encode_result(const float* x, float* residual, size_t count, 
   std::vector<uint16_t> indices;
   if (limit < count && kernels::count_at_least(v, count, 1) > limit) {
     SelectFrom from{v, count};
-    select_largest(&from, 1, limit, largest, &indices);
+    select_largest(&from, 1, limit, largest, &ThreadPool::none(), &indices);
     chunk.selected = from.selected;
   } else {
     indices.resize(count);

@@ -40,7 +40,8 @@ class TopKFormat : public WireFormat {
   size_t encode_result(const float* x, float* residual, size_t count, uint64_t step,
                        const std::vector<const Byte*>& parts, Byte* to) const override;
   bool selects() const override { return true; }
-  void select(ChunkSelection* chunks, size_t n, uint64_t step, std::vector<uint16_t>* indices) const override;
+  void select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadPool* threads,
+              std::vector<uint16_t>* indices) const override;
   size_t encode_selected(const ChunkSelection& chunk, const uint16_t* indices, Byte* to) const override;
   void decode(const Byte* from, size_t bytes, size_t count, float* x) const override;
   void decode_add(const Byte* from, size_t bytes, size_t count, float* x) const override;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/progress_lock.h"
+#include "base/thread_pool.h"
 #include "collective/exchange_plan.h"
 #include "collective/wire_format.h"
 
@@ -57,8 +58,9 @@ class CompressedAllreduce final : public OutputSink {
   // chunks are left alone.
   const ExchangePlan* spread(const WireFormat& format, const std::vector<Piece>& results)
       PERSEUS_REQUIRES(progress_lock);
-  // Before the first next(): nobody else uses them until the end.
-  void use(CompressedBuffers* buffers) PERSEUS_REQUIRES(progress_lock);
+  // Before the first next(): nobody else uses the buffers until the end, and `threads`, where there are some to share
+  // the chunks with, while next() runs. What is sent depends on neither.
+  void use(CompressedBuffers* buffers, ThreadPool* threads) PERSEUS_REQUIRES(progress_lock);
   // The chunks that are added next belong to another slice.
   void begin_slice() PERSEUS_REQUIRES(progress_lock) { slices_.push_back(order_.size()); }
   void add(int owner, const CompressedChunk& chunk) PERSEUS_REQUIRES(progress_lock) {
@@ -76,25 +78,34 @@ class CompressedAllreduce final : public OutputSink {
  private:
   enum class Stage { kEncode, kReduce, kFinish };
 
-  // Encoded chunks as they came, one after the other.
-  struct Reader {
-    const Byte* at;
-    const Byte* end;
-    const Byte* take(size_t* bytes);
-  };
   // A chunk in chunks_.
   struct Place {
     uint32_t owner, index;
   };
+  // Chunks of one owner that one thread works on, and where it puts their encodings.
+  struct Task {
+    int owner;
+    size_t begin, end;
+    Byte* room = nullptr;
+    size_t bytes = 0;  // that it has put there
+    size_t found = 0;  // where in encoded_ the first of them is, of results
+  };
 
   void select();
   void encode();
+  void encode(size_t thread, Task* task);
   void reduce();
+  void reduce(size_t thread, Task* task);
   void send_results(size_t bytes);
   void finish();
-  void give_out(const Byte* encoded, size_t bytes, const CompressedChunk& chunk) const;
+  void give_out(const Byte* encoded, const CompressedChunk& chunk) const;
   std::vector<Byte>& received();
-  Byte* room_for(const std::vector<CompressedChunk>& chunks, std::vector<Byte>* buffer, size_t begin) const;
+  template <class Body>
+  void in_parallel(const Body& body);
+  size_t chunks_together(size_t chunks) const;
+  void cut_into_tasks(int owner, size_t together);
+  void give_room(bool own, std::vector<Byte>* buffer);
+  float* scratch(size_t thread) const { return buffers_->scratch.data() + 2 * kWireChunk * thread; }
 
   const int members_, me_;
   const WireFormat* format_ = nullptr;
@@ -108,9 +119,11 @@ class CompressedAllreduce final : public OutputSink {
   std::vector<ChunkSelection> slice_;
   ExchangePlan plan_;
   CompressedBuffers* buffers_ = nullptr;
-  std::vector<size_t> received_bytes_;  // by member
-  std::vector<Reader> readers_;
-  std::vector<const Byte*> parts_;  // of the chunk that is being reduced, by member
+  ThreadPool* threads_ = nullptr;
+  std::vector<Task> tasks_;
+  std::vector<size_t> received_bytes_;           // by member
+  std::vector<const Byte*> encoded_;             // of the own chunks, by chunk and member; or of everybody's results
+  std::vector<std::vector<const Byte*>> parts_;  // by thread: of the chunk that it reduces, by member
   int64_t codec_ns_ = 0;
 };
 

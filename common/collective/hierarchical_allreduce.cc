@@ -49,10 +49,10 @@ void HierarchicalAllreduce::add(const Run& run) {
   staged_.push_back(run);
 }
 
-void HierarchicalAllreduce::use(CompressedBuffers* buffers) {
+void HierarchicalAllreduce::use(CompressedBuffers* buffers, ThreadPool* threads) {
   if (format_ == nullptr) return;
-  if (compressed_) compressed_->use(buffers);
-  if (inside_ != nullptr) compressed_inside_->use(buffers);
+  if (compressed_) compressed_->use(buffers, threads);
+  if (inside_ != nullptr) compressed_inside_->use(buffers, threads);
   if (!staging_.needed()) return;
   staging_.load(&buffers->staging);
   for (size_t i = 0; i < staged_.size(); ++i) {

@@ -46,7 +46,7 @@ class HierarchicalAllreduce final : public Staged {
   // Before the first next(), where there is no format: how shards are reduced across.
   void use(Algorithm algorithm) PERSEUS_REQUIRES(progress_lock) { algorithm_ = algorithm; }
   // Before the first next(), where there is a format: see CompressedAllreduce.
-  void use(CompressedBuffers* buffers) PERSEUS_REQUIRES(progress_lock);
+  void use(CompressedBuffers* buffers, ThreadPool* threads) PERSEUS_REQUIRES(progress_lock);
   bool next(Step* step) override PERSEUS_REQUIRES(progress_lock);
   int64_t codec_ns() const override PERSEUS_REQUIRES(progress_lock);
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/span.h"
+#include "base/thread_pool.h"
 
 namespace perseus {
 
@@ -49,9 +50,10 @@ class WireFormat {
 
   // Formats that choose among all elements of a slice encode its chunks in two steps, which together do to each chunk
   // what encode() does: select() for the slice, whose chunks have one step and which appends to `indices` (of elements
-  // in their chunk, rising), then encode_selected() for each chunk.
+  // in their chunk, rising), then encode_selected() for each chunk. `threads` may share the chunks of the first step.
   virtual bool selects() const { return false; }
-  virtual void select(ChunkSelection* chunks, size_t n, uint64_t step, std::vector<uint16_t>* indices) const {}
+  virtual void select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadPool* threads,
+                      std::vector<uint16_t>* indices) const {}
   virtual size_t encode_selected(const ChunkSelection& chunk, const uint16_t* indices, Byte* to) const {
     return encode(chunk.x, chunk.residual, chunk.count, 0, to);
   }

@@ -37,7 +37,7 @@ void encode_slice(const WireFormat& format, const std::vector<float>& x, std::ve
     chunks.push_back(
         {x.data() + c * kWireChunk, residual->empty() ? nullptr : residual->data() + c * kWireChunk, kWireChunk});
   std::vector<uint16_t> indices;
-  if (format.selects()) format.select(chunks.data(), chunks.size(), step, &indices);
+  if (format.selects()) format.select(chunks.data(), chunks.size(), step, &ThreadPool::none(), &indices);
   for (size_t c = 0; c < kMeasuredChunks; ++c) {
     const ChunkSelection& chunk = chunks[c];
     Byte* const to = encoded->data() + c * room;

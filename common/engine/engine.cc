@@ -53,12 +53,19 @@ ExecutionSettings settings_of(const Config& config) {
   return settings;
 }
 
+// Without a wish, most cores are left to who computes gradients. More than four only wait for memory.
+int codec_threads(const Config& config, Cores cores) {
+  const auto wanted = static_cast<int>(config.integer(Var::kCodecThreads));
+  return wanted > 0 ? wanted : std::clamp(cores.usable / cores.ranks / 4, 1, 4);
+}
+
 // Work that nobody waits for is picked up by the engine thread after a while: setting a timer costs the submitter
 // 0.5 µs, waking a thread 6–9. Without a core to spare it would only interrupt the one who is submitting.
 constexpr int64_t kPickUp = 100 * kMicrosecond;
 constexpr int64_t kPickUpWithoutCore = kMillisecond;
 
-ProgressEngine::Settings driving(const Config& config, int spare_cores) {
+ProgressEngine::Settings driving(const Config& config, Cores cores) {
+  const int spare_cores = cores.usable - cores.ranks;
   ProgressEngine::Settings settings;
   const int64_t microseconds = config.integer(Var::kSpin);
   settings.spin_ns = microseconds >= 0 ? microseconds * kMicrosecond : spare_cores >= 0 ? 200 * kMicrosecond : 0;
@@ -83,7 +90,7 @@ bool changes_groups(const Entry& entry) {
 }  // namespace
 
 Engine::Engine(const World& world, const Config& config, const Log& log, std::unique_ptr<Waker> waker,
-               std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, int spare_cores)
+               std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, Cores cores)
     : world_(world),
       log_(log),
       flight_recorder_(world, config.text(Var::kFlightRecorder)),
@@ -92,6 +99,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       stall_ns_(config.flag(Var::kStallCheckDisable) ? 0 : config.integer(Var::kStallCheckTime) * kSecond),
       stall_shutdown_ns_(config.integer(Var::kStallShutdownTime) * kSecond),
       schedules_(config.flag(Var::kOfflineNegotiation)),
+      codec_threads_(codec_threads(config, cores)),
       execution_settings_(settings_of(config)),
       waker_(std::move(waker)),
       transports_(std::move(transports)),
@@ -113,7 +121,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
           }),
       left_(static_cast<size_t>(world.size), false),
       tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),
-      progress_(*waker_, driving(config, spare_cores), *this) {
+      progress_(*waker_, driving(config, cores), *this) {
   interfaces_ = interfaces_at_once(InterfaceChoice(config));
   if (world.rank == 0 && config.flag(Var::kNcclEnable) && interfaces_ == 1)
     log_.warning(
@@ -122,6 +130,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   answer_inspections(static_cast<int>(config.integer(Var::kInspectSignal)));
   begin_tuner_log();
   execution_settings_.observer = &timeline_;
+  execution_settings_.threads = &codec_threads_;
   execution_settings_.residuals = &residuals_;
   execution_settings_.precision = gradient_codecs_.precision();
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();

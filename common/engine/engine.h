@@ -35,6 +35,11 @@
 
 namespace perseus {
 
+// Of this host: cores that this process may use, and ranks that share them.
+struct Cores {
+  int usable, ranks;
+};
+
 struct EngineStats {
   uint64_t shm_sent = 0, shm_received = 0, tcp_sent = 0, tcp_received = 0;
   uint64_t rounds = 0, buckets = 0, operations = 0, sleeps = 0, staging_bytes = 0, messages = 0;
@@ -86,9 +91,8 @@ class Engine final : private ProgressWork {
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
-  // `spare_cores`: of this host, beyond one for each rank; negative when ranks share cores.
   Engine(const World& world, const Config& config, const Log& log, std::unique_ptr<Waker> waker,
-         std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, int spare_cores);
+         std::vector<std::unique_ptr<Transport>> transports, std::vector<Transport*> route, Cores cores);
   ~Engine() override;
 
   // Throws Error(kInvalidArgument) for what this rank alone can see to be wrong, Error(kAborted) after a failure.
@@ -252,6 +256,7 @@ class Engine final : private ProgressWork {
   const int64_t timeout_ns_, cycle_ns_;
   std::atomic<int64_t> stall_ns_, stall_shutdown_ns_;
   const bool schedules_;
+  ThreadPool codec_threads_;
   ExecutionSettings execution_settings_;
 
   std::unique_ptr<Waker> waker_;

@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/progress_lock.h"
+#include "base/thread_pool.h"
 #include "codec/whole.h"
 #include "collective/adasum.h"
 #include "collective/group.h"
@@ -44,6 +45,7 @@ struct ExecutionSettings {
   std::function<void(const std::string& text)> warn;
   Residuals* residuals = nullptr;              // none = nothing is held back
   BucketObserver* observer = nullptr;          // none = nobody looks at buckets
+  ThreadPool* threads = &ThreadPool::none();   // that encode and decode
   std::function<int64_t(int rank)> silent_ns;  // how long a rank of the world has given no sign of life
 };
 

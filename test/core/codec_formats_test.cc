@@ -272,7 +272,7 @@ struct Slice {
     for (size_t c = 0; c < x.size(); ++c)
       chunks.push_back({x[c].data(), residuals[c].empty() ? nullptr : residuals[c].data(), x[c].size()});
     std::vector<uint16_t> indices = {7, 8, 9};  // of another slice
-    codec.select(chunks.data(), chunks.size(), step, &indices);
+    codec.select(chunks.data(), chunks.size(), step, &ThreadPool::none(), &indices);
     std::vector<float> all;
     for (const ChunkSelection& chunk : chunks) {
       std::vector<uint32_t> to(codec.most_bytes(chunk.count) / 4);

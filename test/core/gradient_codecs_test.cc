@@ -148,11 +148,13 @@ TEST_P(GradientCodecs, AllRanksGetTheSameBitsCloseToTheMean) {
   }
 }
 
-TEST_P(GradientCodecs, BitsDependNeitherOnBucketsNorOnStreamsNorOnOrder) {
+TEST_P(GradientCodecs, BitsDependOnNoBucketsStreamsThreadsOrOrder) {
   const int size = 3, steps = 3;
-  std::vector<std::string> narrow = settings();
-  narrow.insert(narrow.end(), {"PERSEUS_ALLREDUCE_STREAMS=1", "HOROVOD_FUSION_THRESHOLD=20000"});
-  const auto fused = reduce(medium(), size, codec(), settings(), false, steps);
+  std::vector<std::string> narrow = settings(), wide = settings();
+  narrow.insert(narrow.end(),
+                {"PERSEUS_ALLREDUCE_STREAMS=1", "PERSEUS_CODEC_THREADS=1", "HOROVOD_FUSION_THRESHOLD=20000"});
+  wide.emplace_back("PERSEUS_CODEC_THREADS=3");
+  const auto fused = reduce(medium(), size, codec(), wide, false, steps);
   const auto single = reduce(medium(), size, codec(), narrow, true, steps);
   for (size_t i = 0; i < std::size(kSizes); ++i) EXPECT_TRUE(same_bits(fused[0][i], single[0][i])) << "tensor " << i;
 }
@@ -160,6 +162,7 @@ TEST_P(GradientCodecs, BitsDependNeitherOnBucketsNorOnStreamsNorOnOrder) {
 TEST_P(GradientCodecs, WhatIsNotFinitePassesAndHarmsNobody) {
   WorldOptions options;
   options.overrides = settings();
+  options.overrides.emplace_back("PERSEUS_CODEC_THREADS=2");
   constexpr int64_t kCount = 40000;
   run_world(
       medium(), 3,

@@ -106,7 +106,7 @@ struct MediumCase {
 const MediumCase kCases[] = {{"mem", 0, {}},
                              {"shm", 1, {}},
                              {"tcp", 2, {}},
-                             {"encoded", 0, {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1"}},
+                             {"encoded", 0, {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1", "PERSEUS_CODEC_THREADS=3"}},
                              {"halving_doubling", 0, {"PERSEUS_ALLREDUCE_ALGORITHM=halving_doubling"}},
                              {"ring", 2, {"PERSEUS_ALLREDUCE_ALGORITHM=ring"}}};
 
