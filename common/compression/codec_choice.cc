@@ -31,22 +31,22 @@ double seconds_since(int64_t begun_ns) { return static_cast<double>(now_ns() - b
 
 // Encodes a slice; `encoded` has `room` for each of its chunks.
 void encode_slice(const WireFormat& format, const std::vector<float>& x, std::vector<float>* residual, uint64_t step,
-                  size_t room, std::vector<Byte>* encoded, std::vector<size_t>* sizes) {
+                  size_t room, ThreadPool* threads, std::vector<Byte>* encoded, std::vector<size_t>* sizes) {
   std::vector<ChunkSelection> chunks;
   for (size_t c = 0; c < kMeasuredChunks; ++c)
     chunks.push_back(
         {x.data() + c * kWireChunk, residual->empty() ? nullptr : residual->data() + c * kWireChunk, kWireChunk});
   std::vector<uint16_t> indices;
-  if (format.selects()) format.select(chunks.data(), chunks.size(), step, &ThreadPool::none(), &indices);
-  for (size_t c = 0; c < kMeasuredChunks; ++c) {
+  if (format.selects()) format.select(chunks.data(), chunks.size(), step, threads, &indices);
+  threads->parallel_for(kMeasuredChunks, [&](size_t c, size_t) {
     const ChunkSelection& chunk = chunks[c];
     Byte* const to = encoded->data() + c * room;
     (*sizes)[c] = format.selects() ? format.encode_selected(chunk, indices.data(), to)
                                    : format.encode(chunk.x, chunk.residual, chunk.count, step, to);
-  }
+  });
 }
 
-CodecCost measure(const WireFormat& format, const std::vector<float>& x) {
+CodecCost measure(const WireFormat& format, const std::vector<float>& x, ThreadPool* threads) {
   const size_t room = format.most_bytes(kWireChunk);
   std::vector<float> residual(format.keeps_residual() ? x.size() : 0), out(x.size());
   std::vector<Byte> encoded(room * kMeasuredChunks);
@@ -55,11 +55,12 @@ CodecCost measure(const WireFormat& format, const std::vector<float>& x) {
   // The first time touches all memory, and finds a residual that is still zero.
   for (int time = 0; time <= kMeasuredTimes; ++time) {
     int64_t begun = now_ns();
-    encode_slice(format, x, &residual, kWarm + static_cast<uint64_t>(time), room, &encoded, &sizes);
+    encode_slice(format, x, &residual, kWarm + static_cast<uint64_t>(time), room, threads, &encoded, &sizes);
     const double encoding = seconds_since(begun);
     begun = now_ns();
-    for (size_t c = 0; c < kMeasuredChunks; ++c)
+    threads->parallel_for(kMeasuredChunks, [&](size_t c, size_t) {
       format.decode(encoded.data() + c * room, sizes[c], kWireChunk, out.data() + c * kWireChunk);
+    });
     const double decoding = seconds_since(begun);
     encode = time <= 1 ? encoding : std::min(encode, encoding);
     decode = time <= 1 ? decoding : std::min(decode, decoding);
@@ -121,12 +122,13 @@ std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kA
   return text.str();
 }
 
-std::array<CodecCost, kAutoCodecs> measure_codecs(const std::array<CodecSpec, kAutoCodecs>& specs) {
+std::array<CodecCost, kAutoCodecs> measure_codecs(const std::array<CodecSpec, kAutoCodecs>& specs,
+                                                  ThreadPool* threads) {
   std::array<CodecCost, kAutoCodecs> costs;
   const std::vector<float> x = sample();
   for (size_t i = 0; i < specs.size(); ++i) {
     const std::unique_ptr<WireFormat> format = make_codec(specs[i]);
-    if (format) costs[i] = measure(*format, x);
+    if (format) costs[i] = measure(*format, x, threads);
   }
   return costs;
 }

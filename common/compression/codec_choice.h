@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/thread_pool.h"
 #include "codec/codec.h"
 #include "topology/link_speed.h"
 
@@ -40,8 +41,8 @@ int choose_codec(const Speeds& speeds, uint64_t bytes);
 // "…: exact, from 9 KiB int8, from 20 KiB int4": for the log.
 std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kAutoCodecs>& specs);
 
-// Encodes and decodes some megabytes with every codec on this thread, for about 20 ms.
-std::array<CodecCost, kAutoCodecs> measure_codecs(const std::array<CodecSpec, kAutoCodecs>& specs);
+// Encodes and decodes some megabytes with every codec on these threads, for about 20 ms.
+std::array<CodecCost, kAutoCodecs> measure_codecs(const std::array<CodecSpec, kAutoCodecs>& specs, ThreadPool* threads);
 
 // Conversion to values that ranks agree on, and back.
 std::vector<double> to_values(const std::array<CodecCost, kAutoCodecs>& costs);

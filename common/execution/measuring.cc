@@ -21,7 +21,7 @@ bool Execution::waits_for_speeds(const std::vector<Entry*>& ready) {
 void Execution::begin_probe() {
   const bool first = automatic_->speeds().link.number == 0;
   const auto measure = [this, first] {
-    return first ? to_values(measure_codecs(settings_.auto_codecs)) : std::vector<double>();
+    return first ? to_values(measure_codecs(settings_.auto_codecs, settings_.threads)) : std::vector<double>();
   };
   probe_ = std::make_unique<LinkProbe>(levels(false), settings_.link_seconds_per_byte, measure);
   std::unique_ptr<Bucket> bucket = fresh_bucket();
