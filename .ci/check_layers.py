@@ -19,7 +19,7 @@ CXX_LAYERS: dict[str, set[str]] = {
     "glibc": set(),
     "base": set(),
     "kernels": set(),
-    "net": set(),
+    "net": {"kernels"},
     "topology": set(),
     "mpi": set(),  # the library, opened at run time
     "cuda": set(),  # the driver, likewise

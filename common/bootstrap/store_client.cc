@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <optional>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -42,6 +44,12 @@ struct Call {
   int64_t ask_at_ns = now_ns() + kSlice;  // where parts of an answer come so often that no wait takes a slice
 };
 
+// To the server, which has proved itself.
+struct Connection {
+  Socket socket;
+  AuthenticationCode of_requests, of_replies;
+};
+
 // One connection attempt's failure. `final`: trying again would not help.
 struct Failure {
   bool final = false;
@@ -57,8 +65,8 @@ class TcpStore : public Store {
   void connect(int64_t deadline_ns, const Interrupted& interrupted) {
     for (;;) {
       Failure failure;
-      Socket socket = try_connect(deadline_ns, interrupted, &failure);
-      if (socket) return give_back(std::move(socket));
+      std::optional<Connection> connection = try_connect(deadline_ns, interrupted, &failure);
+      if (connection) return give_back(std::move(*connection));
       if (failure.final) fail(ErrorKind::kIo, "[rendezvous] " + failure.why);
       if (now_ns() + kRetryPause >= deadline_ns)
         fail(ErrorKind::kIo, "[rendezvous] no store server at " + where_ + " in time (" + failure.why +
@@ -93,16 +101,19 @@ class TcpStore : public Store {
   std::string request(uint32_t op, const std::string& key, const std::string& value, int64_t deadline_ns,
                       const Interrupted& interrupted) {
     Call call{[&key] { return key; }, deadline_ns, interrupted};
-    Socket socket = take(deadline_ns, interrupted);
-    if (!send_request(socket, op, key, value, call)) late(call);
+    Connection connection = take(deadline_ns, interrupted);
+    if (!send_request(&connection, op, key, value, call)) late(call);
     std::string head, result;
     while (head.size() < 4)
-      if (!receive(socket, 4 - head.size(), &head, call)) late(call);
+      if (!receive(connection.socket, 4 - head.size(), &head, call)) late(call);
     const size_t size = checked_size(head.data());
-    result.reserve(size);
-    while (result.size() < size)
-      if (!receive(socket, size - result.size(), &result, call)) late(call);
-    give_back(std::move(socket));
+    result.reserve(size + kCode);
+    while (result.size() < size + kCode)
+      if (!receive(connection.socket, size + kCode - result.size(), &result, call)) late(call);
+    const std::string code = result.substr(size);
+    result.resize(size);
+    if (connection.of_replies.behind(head, result) != code) nonsense(AuthenticationCode::refusal(head.size() + size));
+    give_back(std::move(connection));
     return result;
   }
 
@@ -118,39 +129,43 @@ class TcpStore : public Store {
     std::string body, in;
     for (const int number : numbers) put_u32(&body, static_cast<uint32_t>(number));
     Call call{[&unanswered] { return unanswered.first_missing(); }, deadline_ns, interrupted};
-    Socket socket = take(deadline_ns, interrupted);
-    bool in_time = send_request(socket, op, prefix, body, call);
+    Connection connection = take(deadline_ns, interrupted);
+    bool in_time = send_request(&connection, op, prefix, body, call);
     while (in_time && !unanswered.all_came()) {
-      in_time = receive(socket, kPiece, &in, call);
-      in.erase(0, take_entries(in, op == kGetPresent ? &absent : nullptr, &unanswered, on_value));
+      in_time = receive(connection.socket, kPiece, &in, call);
+      std::vector<int>* const may_lack = op == kGetPresent ? &absent : nullptr;
+      in.erase(0, take_entries(in, &connection.of_replies, may_lack, &unanswered, on_value));
     }
     if (!in_time && op == kGetAll) return unanswered.missing();
     if (!in_time) late(call);
     if (!in.empty()) nonsense(std::to_string(in.size()) + " bytes after the last value");
-    give_back(std::move(socket));
+    give_back(std::move(connection));
     return absent;
   }
 
   // Those that are complete; returns how many bytes they have. Where `absent` is null, no key may be.
-  size_t take_entries(const std::string& in, std::vector<int>* absent, NumberedKeys* unanswered,
-                      const OnValue& on_value) {
+  size_t take_entries(const std::string& in, AuthenticationCode* of_replies, std::vector<int>* absent,
+                      NumberedKeys* unanswered, const OnValue& on_value) {
     size_t at = 0;
-    while (!unanswered->all_came() && in.size() - at >= kEntryHeader) {
+    while (!unanswered->all_came() && in.size() - at >= kEntryHeader + kCode) {
       const int number = static_cast<int>(get_u32(&in[at]));
       if (!unanswered->is_missing(number)) nonsense("number " + std::to_string(number) + " was not asked for");
       const bool has_value = absent == nullptr || get_u32(&in[at + 4]) != kAbsent;
       const size_t size = has_value ? checked_size(&in[at + 4]) : 0;
-      if (in.size() - at < kEntryHeader + size) break;
+      const std::string_view rest = std::string_view(in).substr(at);
+      if (rest.size() < kEntryHeader + size + kCode) break;
+      if (of_replies->behind(rest.substr(0, kEntryHeader + size)) != rest.substr(kEntryHeader + size, kCode))
+        nonsense(AuthenticationCode::refusal(kEntryHeader + size));
       unanswered->mark(number);
       if (has_value) on_value(number, in.substr(at + kEntryHeader, size));
       else absent->push_back(number);
-      at += kEntryHeader + size;
+      at += kEntryHeader + size + kCode;
     }
     return at;
   }
 
   // False when it has not left by the deadline.
-  bool send_request(const Socket& socket, uint32_t op, const std::string& key, const std::string& body, Call& call) {
+  bool send_request(Connection* connection, uint32_t op, const std::string& key, const std::string& body, Call& call) {
     if (key.empty() || key.size() > kMaxKey)
       fail(ErrorKind::kInvalidArgument,
            "[rendezvous] a key of " + std::to_string(key.size()) + " bytes: expected 1 to " + std::to_string(kMaxKey));
@@ -159,6 +174,8 @@ class TcpStore : public Store {
     put_u32(&message, op);
     put_u32(&message, static_cast<uint32_t>(key.size()));
     message += key + body;
+    message += connection->of_requests.behind(message);
+    const Socket& socket = connection->socket;
     for (size_t sent = 0; sent < message.size();) {
       const ssize_t n = send_some(socket.fd(), message.data() + sent, message.size() - sent);
       if (n < 0) gone(call.key(), std::strerror(errno));
@@ -216,28 +233,29 @@ class TcpStore : public Store {
     if (interrupted && interrupted()) fail(ErrorKind::kAborted, "[rendezvous] interrupted while connecting");
   }
 
-  Socket take(int64_t deadline_ns, const Interrupted& interrupted) {
+  Connection take(int64_t deadline_ns, const Interrupted& interrupted) {
     {
       const MutexLock lock(mutex_);
       if (!idle_.empty()) {
-        Socket socket = std::move(idle_.back());
+        Connection connection = std::move(idle_.back());
         idle_.pop_back();
-        return socket;
+        return connection;
       }
     }
     Failure failure;
     // Whoever set up the first connection found a server: give a busy one time even if the caller has none.
-    Socket socket = try_connect(std::max(deadline_ns, now_ns() + kSecond), interrupted, &failure);
-    if (!socket) fail(ErrorKind::kIo, "[rendezvous] " + failure.why + ": the store server is gone");
-    return socket;
+    std::optional<Connection> connection =
+        try_connect(std::max(deadline_ns, now_ns() + kSecond), interrupted, &failure);
+    if (!connection) fail(ErrorKind::kIo, "[rendezvous] " + failure.why + ": the store server is gone");
+    return std::move(*connection);
   }
 
-  void give_back(Socket socket) {
+  void give_back(Connection connection) {
     const MutexLock lock(mutex_);
-    idle_.push_back(std::move(socket));
+    idle_.push_back(std::move(connection));
   }
 
-  Socket try_connect(int64_t deadline_ns, const Interrupted& interrupted, Failure* failure) {
+  std::optional<Connection> try_connect(int64_t deadline_ns, const Interrupted& interrupted, Failure* failure) {
     std::string why;
     const std::vector<SocketAddress> addresses = resolve(host_, port_, &why);
     if (addresses.empty()) failure->why = "cannot resolve '" + host_ + "': " + why;
@@ -255,15 +273,17 @@ class TcpStore : public Store {
         failure->why = address.text() + ": " + error_text(code);
         continue;
       }
-      if (shake_hands(socket, address.text(), std::min(deadline_ns, now_ns() + kHandshakeLimit), interrupted, failure))
-        return socket;
+      const int64_t handshake_limit = std::min(deadline_ns, now_ns() + kHandshakeLimit);
+      const std::string session = shake_hands(socket, address.text(), handshake_limit, interrupted, failure);
+      if (!session.empty()) return Connection{std::move(socket), code_of_requests(session), code_of_replies(session)};
       if (failure->final) break;
     }
-    return Socket();
+    return std::nullopt;
   }
 
-  bool shake_hands(const Socket& socket, const std::string& where, int64_t deadline_ns, const Interrupted& interrupted,
-                   Failure* failure) {
+  // Returns the session; "" where it failed.
+  std::string shake_hands(const Socket& socket, const std::string& where, int64_t deadline_ns,
+                          const Interrupted& interrupted, Failure* failure) {
     Handshake handshake(Handshake::Side::kConnector, secret_, "", opening(), Versions::kAny);
     bool greeted = false;
     char buffer[kOpeningSize];
@@ -281,13 +301,13 @@ class TcpStore : public Store {
       greeted = true;
       if (send_some(socket.fd(), reply.data(), reply.size()) != static_cast<ssize_t>(reply.size())) break;
     }
-    if (handshake.proven()) return true;
+    if (handshake.proven()) return handshake.session();
     // A server may have been too busy for us; one that has answered will not answer otherwise.
     failure->final = static_cast<bool>(handshake.refusal());
     failure->why = handshake.refusal() ? refusal_text(handshake, where)
                    : greeted           ? where + ": closed or silent during the handshake"
                                        : where + ": no greeting from a store server";
-    return false;
+    return "";
   }
 
   static std::string refusal_text(const Handshake& handshake, const std::string& where) {
@@ -312,7 +332,7 @@ class TcpStore : public Store {
   const std::string secret_;
   const std::string where_;
   Mutex mutex_;
-  std::vector<Socket> idle_ PERSEUS_GUARDED_BY(mutex_);
+  std::vector<Connection> idle_ PERSEUS_GUARDED_BY(mutex_);
 };
 
 }  // namespace

@@ -20,7 +20,7 @@ StoreConnection::StoreConnection(uint64_t id, Socket socket, const std::string& 
 
 bool StoreConnection::start() {
   poller_.add(socket_.fd(), interest_ = EPOLLIN, this);
-  return send(handshake_->open(), nullptr);
+  return send(handshake_->open(), nullptr, "");
 }
 
 void StoreConnection::stop() {
@@ -47,12 +47,15 @@ bool StoreConnection::receive(const OnRequest& on_request) {
 bool StoreConnection::shake_hands(const char* bytes, size_t size) {
   std::string answer = handshake_->feed(bytes, size);
   if (handshake_->proven()) {
+    const std::string session = handshake_->session();
+    of_requests_ = code_of_requests(session);
+    of_replies_ = code_of_replies(session);
     handshake_.reset();
   } else if (handshake_->refusal()) {
     close_when_sent_ = true;
     if (answer.empty()) return false;
   }
-  return answer.empty() || send(std::move(answer), nullptr);
+  return answer.empty() || send(std::move(answer), nullptr, "");
 }
 
 bool StoreConnection::read_requests(const OnRequest& on_request) {
@@ -61,13 +64,16 @@ bool StoreConnection::read_requests(const OnRequest& on_request) {
     if (waits() || to_send() != 0) return false;
     const size_t size = get_u32(in_.data());
     if (size < kRequestHeader || size > kMaxRequest) return false;
-    if (in_.size() < 4 + size) return true;
+    if (in_.size() < 4 + size + kCode) return true;
+    if (of_requests_->behind(std::string_view(in_).substr(0, 4 + size)) !=
+        std::string_view(in_).substr(4 + size, kCode))
+      return false;
     const size_t key_size = get_u32(in_.data() + 8);
     if (key_size == 0 || key_size > kMaxKey || key_size > size - kRequestHeader) return false;
     const size_t body_at = 4 + kRequestHeader + key_size;
     StoreRequest request{get_u32(in_.data() + 4), in_.substr(4 + kRequestHeader, key_size),
                          in_.substr(body_at, 4 + size - body_at)};
-    in_.erase(0, 4 + size);
+    in_.erase(0, 4 + size + kCode);
     if (!on_request(std::move(request))) return false;
   }
   return !waits() || in_.empty();
@@ -77,7 +83,8 @@ bool StoreConnection::reply(Value value) {
   awaited_key_.clear();
   std::string head;
   put_u32(&head, static_cast<uint32_t>(value->size()));
-  return send(std::move(head), std::move(value));
+  std::string tail = of_replies_->behind(head, *value);
+  return send(std::move(head), std::move(value), std::move(tail));
 }
 
 bool StoreConnection::take_missing(const std::string& key, const Value& value) {
@@ -93,9 +100,10 @@ bool StoreConnection::send_entries() {
   return to_send() != 0 || flush();
 }
 
-bool StoreConnection::send(std::string head, Value value) {
+bool StoreConnection::send(std::string head, Value value, std::string tail) {
   head_ = std::move(head);
   value_ = std::move(value);
+  tail_ = std::move(tail);
   sent_ = 0;
   return flush();
 }
@@ -105,24 +113,36 @@ bool StoreConnection::refill() {
   due_ns_ = 0;
   head_.clear();
   value_.reset();
+  tail_.clear();
   sent_ = 0;
   while (!entries_.empty() && !value_ && head_.size() < kPiece) {
     const auto [number, value] = std::move(entries_.front());
     entries_.pop_front();
-    put_u32(&head_, static_cast<uint32_t>(number));
-    put_u32(&head_, value ? static_cast<uint32_t>(value->size()) : kAbsent);
-    if (!value) continue;
-    if (value->size() < kPiece) head_ += *value;
-    else value_ = value;
+    std::string entry;
+    put_u32(&entry, static_cast<uint32_t>(number));
+    put_u32(&entry, value ? static_cast<uint32_t>(value->size()) : kAbsent);
+    const std::string code = value ? of_replies_->behind(entry, *value) : of_replies_->behind(entry);
+    head_ += entry;
+    if (value && value->size() >= kPiece) {
+      value_ = value;
+      tail_ = code;
+    } else {
+      head_ += (value ? *value : "") + code;
+    }
   }
   return !head_.empty();
 }
 
 bool StoreConnection::flush() {
   while (to_send() != 0 || refill()) {
-    const bool in_head = sent_ < head_.size();
-    const std::string& part = in_head ? head_ : *value_;
-    const size_t at = in_head ? sent_ : sent_ - head_.size();
+    const std::string_view value = value_ ? std::string_view(*value_) : std::string_view();
+    size_t at = sent_;
+    std::string_view part = head_;
+    for (const std::string_view next : {value, std::string_view(tail_)}) {
+      if (at < part.size()) break;
+      at -= part.size();
+      part = next;
+    }
     const ssize_t n = send_some(socket_.fd(), part.data() + at, part.size() - at);
     if (n < 0) return false;
     if (n == 0) break;

@@ -12,6 +12,7 @@
 
 #include "bootstrap/numbered_keys.h"
 #include "net/handshake.h"
+#include "net/message_check.h"
 #include "net/poller.h"
 #include "net/socket.h"
 
@@ -68,10 +69,10 @@ class StoreConnection : public PollHandler {
   bool shake_hands(const char* bytes, size_t size);
   bool read_requests(const OnRequest& on_request);
   bool waits() const { return !awaited_key_.empty() || !missing_.all_came(); }
-  bool send(std::string head, Value value);
+  bool send(std::string head, Value value, std::string tail);
   bool flush();
   bool refill();
-  size_t to_send() const { return head_.size() + (value_ ? value_->size() : 0) - sent_; }
+  size_t to_send() const { return head_.size() + (value_ ? value_->size() : 0) + tail_.size() - sent_; }
 
   const uint64_t id_;
   Socket socket_;
@@ -79,14 +80,18 @@ class StoreConnection : public PollHandler {
   const OnEvent on_event_;
   uint32_t interest_ = 0;               // what the poller watches
   std::optional<Handshake> handshake_;  // until the client has proved itself
+  // From then on.
+  std::optional<AuthenticationCode> of_requests_, of_replies_;
   bool close_when_sent_ = false;
   std::string in_;  // received, not read
   std::string awaited_key_;
   NumberedKeys missing_;
   std::deque<std::pair<int, Value>> entries_;  // not in the reply yet
   int64_t due_ns_ = 0;
-  std::string head_;  // the reply on its way: head, then value
+  // The reply on its way.
+  std::string head_;
   Value value_;
+  std::string tail_;
   size_t sent_ = 0;
 };
 

@@ -1,11 +1,13 @@
 // What store server and client say to each other. Numbers are little-endian.
 //
 //   connection = opening opening answer verdict request*   ; net/handshake.h; the server opens
-//   request    = size:u32 op:u32 key_size:u32 key body    ; size counts what follows it; one at a time
+//   request    = size:u32 op:u32 key_size:u32 key body code   ; size: from op to body; one at a time
 //   body       = value | *number                 ; of set | of get_all and get_present, ascending; else empty
-//   reply      = size:u32 value | *entry         ; to set: empty; to get: once the key exists | one for each number
-//   entry      = number:u32 size:u32 value       ; of key followed by the number in decimal; to get_all: once that
+//   reply      = size:u32 value code | *entry    ; to set: empty; to get: once the key exists | one for each number
+//   entry      = number:u32 size:u32 value code  ; of key followed by the number in decimal; to get_all: once that
 //                                                ; exists; to get_present: at once, size kAbsent where it does not
+//   code       = u64                             ; net/message_check.h; of the request, the reply or the entry before
+//   it
 //
 // Openings name no job, epoch 0 and rank 0, since a store serves all of them. `format` numbers this grammar. It changes
 // more seldom than what ranks say to each other, so that ranks of different versions of Perseus can meet here and tell
@@ -19,11 +21,12 @@
 #include "base/clock.h"
 #include "base/little_endian.h"
 #include "net/handshake.h"
+#include "net/message_check.h"
 
 namespace perseus::store_protocol {
 
 constexpr uint32_t kMagic = 0x54535350;  // "PSST"
-constexpr uint32_t kFormat = 4;
+constexpr uint32_t kFormat = 5;
 constexpr int64_t kHandshakeLimit = 5 * kSecond;
 
 constexpr uint32_t kSet = 1;
@@ -38,7 +41,16 @@ constexpr size_t kMaxValue = 16 * 1024 * 1024;
 constexpr size_t kMaxNumbers = kMaxValue / 4;
 constexpr size_t kRequestHeader = 8;  // op and key_size
 constexpr size_t kEntryHeader = 8;    // number and size
+constexpr size_t kCode = AuthenticationCode::kBytes;
 constexpr size_t kMaxRequest = kRequestHeader + kMaxKey + kMaxValue;
+
+// Of requests and of replies on a connection whose sides have this session.
+inline AuthenticationCode code_of_requests(const std::string& session) {
+  return AuthenticationCode(message_key(session, 1, 0, "store"));
+}
+inline AuthenticationCode code_of_replies(const std::string& session) {
+  return AuthenticationCode(message_key(session, 0, 1, "store"));
+}
 
 inline Opening opening() { return Opening{kMagic, kFormat, this_version(), 0, 0, 0, ""}; }
 

@@ -1,6 +1,6 @@
 // Messages over one direction of a link: an optional header, then messages whose sizes both ends know. Hides whether
 // the link lends windows of memory that both ends share, or carries a stream of bytes, and adds and verifies what links
-// want behind every header and every message (transport/message_check.h). Resumable: no call blocks, and what a call
+// want behind every header and every message (net/message_check.h). Resumable: no call blocks, and what a call
 // could not move, the next one moves.
 #pragma once
 
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/progress_lock.h"
-#include "transport/message_check.h"
+#include "net/message_check.h"
 #include "transport/pieces.h"
 #include "transport/transport.h"
 

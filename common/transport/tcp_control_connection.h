@@ -6,9 +6,9 @@
 #include <string>
 
 #include "base/progress_lock.h"
+#include "net/message_check.h"
 #include "net/poller.h"
 #include "net/socket.h"
-#include "transport/message_check.h"
 #include "transport/tcp_link.h"
 
 namespace perseus {

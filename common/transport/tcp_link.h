@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "base/progress_lock.h"
+#include "net/message_check.h"
 #include "net/socket.h"
-#include "transport/message_check.h"
 #include "transport/transport.h"
 
 namespace perseus {

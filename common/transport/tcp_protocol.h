@@ -7,7 +7,7 @@
 //   frame     = size:u32 byte* code:u64   ; size <= kMaxControlText; 0 = a heartbeat, else a control message
 // Both sides may send frames as soon as they have sent or seen the verdict. The session of the control connection
 // makes the tickets of the pair's data connections, which so cost no further round trip, and the keys of the codes
-// behind the frames and behind what control streams carry (transport/message_check.h).
+// behind the frames and behind what control streams carry (net/message_check.h).
 #pragma once
 
 #include <cstddef>

@@ -13,6 +13,7 @@
 #include <iterator>
 #include <map>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -124,8 +125,18 @@ class RawMember : public RawPeer {
     verdict = receive(&closed, kProofSize);
     handshake.feed(verdict.data(), verdict.size());
     EXPECT_EQ(handshake.proven(), format == kFormat) << handshake.refusal().why;
+    if (!handshake.proven()) return;
+    of_requests_ = code_of_requests(handshake.session());
+    of_replies_ = code_of_replies(handshake.session());
   }
+  // A request of ours, as it goes over the connection, and what is expected of the server.
+  std::string coded(const std::string& request) { return request + of_requests_->behind(request); }
+  std::string coded_reply(const std::string& reply) { return reply + of_replies_->behind(reply); }
+  void ask(const std::string& request) { say(coded(request)); }
   std::string verdict;
+
+ private:
+  std::optional<AuthenticationCode> of_requests_, of_replies_;
 };
 
 std::string numbers_text(const std::vector<uint32_t>& numbers) {
@@ -148,10 +159,16 @@ std::string entry(uint32_t number, const std::string& value) {
   return numbers_text({number, static_cast<uint32_t>(value.size())}) + value;
 }
 
-// A server that knows the secret and then says whatever the test wants to its one client.
+// A server that knows the secret and then says whatever the test wants to its one client: messages with their codes,
+// and bytes behind them.
 class PlayedServer {
  public:
-  explicit PlayedServer(const std::string& says, uint32_t format = kFormat) {
+  struct Words {
+    std::vector<std::string> messages;
+    std::string rest;
+    size_t wrong = SIZE_MAX;  // the message that has another code
+  };
+  explicit PlayedServer(const Words& says, uint32_t format = kFormat) {
     SocketAddress any;
     parse_address("127.0.0.1", 0, &any);
     listener_ = listen_on(any);
@@ -163,7 +180,7 @@ class PlayedServer {
   int port() const { return local_address(listener_.fd()).port(); }
 
  private:
-  void play(const std::string& says, uint32_t format) {
+  void play(const Words& says, uint32_t format) {
     await(listener_.fd());
     const Socket client = accept_one(listener_.fd());
     Opening ours = opening();
@@ -175,7 +192,13 @@ class PlayedServer {
     if (answer.size() == handshake.wanted()) {
       send(client, handshake.feed(answer.data(), answer.size()));
       receive(client, 4 + kRequestHeader + 1);  // a request has begun
-      send(client, says);
+      AuthenticationCode of_replies = code_of_replies(handshake.session());
+      std::string bytes;
+      for (size_t i = 0; i < says.messages.size(); ++i) {
+        bytes += says.messages[i] + of_replies.behind(says.messages[i]);
+        if (i == says.wrong) bytes.back() = static_cast<char>(bytes.back() ^ 1);
+      }
+      send(client, bytes + says.rest);
     }
     receive(client, SIZE_MAX);  // until it hangs up
   }
@@ -373,13 +396,15 @@ TEST(TcpStore, ManyKeysThatKeepAppearingCanBeInterrupted) {
 
 TEST(TcpStore, ServerThatAnswersNonsenseIsNamed) {
   const std::string too_long = numbers_text({1, static_cast<uint32_t>(kMaxValue) + 1});
-  const std::pair<std::string, std::string> cases[] = {
-      {entry(2, "not asked for"), "number 2 was not asked for"},
-      {entry(0xffffffff, ""), "was not asked for"},
-      {entry(1, "") + entry(1, "again"), "number 1 was not asked for"},
-      {too_long, "expected at most 16777216 bytes, got 16777217"},
-      {numbers_text({1, kAbsent}), "expected at most 16777216 bytes, got 4294967295"},
-      {entry(1, "one") + entry(3, "three") + "!", "1 bytes after the last value"},
+  const std::pair<PlayedServer::Words, std::string> cases[] = {
+      {{{entry(2, "not asked for")}, ""}, "number 2 was not asked for"},
+      {{{entry(0xffffffff, "")}, ""}, "was not asked for"},
+      {{{entry(1, ""), entry(1, "again")}, ""}, "number 1 was not asked for"},
+      {{{too_long}, ""}, "expected at most 16777216 bytes, got 16777217"},
+      {{{numbers_text({1, kAbsent})}, ""}, "expected at most 16777216 bytes, got 4294967295"},
+      {{{entry(1, "one"), entry(3, "three")}, "!"}, "1 bytes after the last value"},
+      {{{entry(1, "one"), entry(3, "three")}, "", 0}, "a message of 11 bytes with a wrong authentication code"},
+      {{{entry(1, "one"), entry(3, "three")}, "", 1}, "a message of 13 bytes with a wrong authentication code"},
   };
   for (const auto& [says, why] : cases) {
     const PlayedServer server(says);
@@ -394,7 +419,7 @@ TEST(TcpStore, ServerThatAnswersNonsenseIsNamed) {
 }
 
 TEST(TcpStore, ServerOfAnotherFormatIsNamedWithItsVersion) {
-  const PlayedServer server("", kFormat - 1);
+  const PlayedServer server({}, kFormat - 1);
   const Error error = error_of([&] { connect_store("127.0.0.1", server.port(), "secret", in_ms(kPatienceMs)); });
   EXPECT_EQ(error.kind(), ErrorKind::kIo);
   EXPECT_TRUE(contains(error, "runs Perseus 1.2.3+old, this rank Perseus ")) << error.what();
@@ -628,32 +653,65 @@ TEST(StoreServer, AnEmptySecretIsRefused) {
 TEST(StoreServer, ImpossibleSizesCloseTheConnection) {
   const auto server = serve();
   const auto store = client_of(*server);
-  const std::string bad[] = {
-      frame(0xffffffff, kSet, 1, "k"),
-      frame(4, kSet, 1, "k"),
-      frame(9, kSet, 2, "k"),
-      frame(9, 77, 1, "k"),
-      frame(9, kSet, 0xffffffff, "k"),
-      frame(8, kGet, 0, ""),
-      frame(8 + kMaxKey + 1, kGet, kMaxKey + 1, std::string(kMaxKey + 1, 'k')),
-      frame(9, kGet, 1, "z") + frame(9, kGet, 1, "z"),
-      request(kGetAll, "z/", "123"),
-      request(kGetAll, "z/", numbers_text({2, 1})),
-      request(kGetPresent, "z/", numbers_text({1, 1})),
-      request(kGetAll, "z/", numbers_text({0x80000000})),
-      request(kGetAll, "z/", numbers_text({1, 0xffffffff})),
-      request(kGetAll, "z/", numbers_text({1})) + request(kGetAll, "z/", numbers_text({2})),
-      request(kGetAll, "", numbers_text({1})),
+  const std::vector<std::string> bad[] = {
+      {frame(0xffffffff, kSet, 1, "k")},
+      {frame(4, kSet, 1, "k")},
+      {frame(9, kSet, 2, "k")},
+      {frame(9, 77, 1, "k")},
+      {frame(9, kSet, 0xffffffff, "k")},
+      {frame(8, kGet, 0, "")},
+      {frame(8 + kMaxKey + 1, kGet, kMaxKey + 1, std::string(kMaxKey + 1, 'k'))},
+      {frame(9, kGet, 1, "z"), frame(9, kGet, 1, "z")},
+      {request(kGetAll, "z/", "123")},
+      {request(kGetAll, "z/", numbers_text({2, 1}))},
+      {request(kGetPresent, "z/", numbers_text({1, 1}))},
+      {request(kGetAll, "z/", numbers_text({0x80000000}))},
+      {request(kGetAll, "z/", numbers_text({1, 0xffffffff}))},
+      {request(kGetAll, "z/", numbers_text({1})), request(kGetAll, "z/", numbers_text({2}))},
+      {request(kGetAll, "", numbers_text({1}))},
   };
-  for (const std::string& bytes : bad) {
+  for (const std::vector<std::string>& requests : bad) {
     RawMember peer(server->port());
     bool closed = false;
+    std::string bytes;
+    for (const std::string& each : requests) bytes += peer.coded(each);
     peer.say(bytes);
     peer.receive(&closed);
-    EXPECT_TRUE(closed) << "request " << &bytes - bad;
+    EXPECT_TRUE(closed) << "request " << &requests - bad;
   }
   store->set("k", "v");
   EXPECT_EQ(store->get("k", in_ms(kPatienceMs)), "v");
+}
+
+// Whoever can inject packets into a connection knows neither its key nor how often it was used.
+TEST(StoreServer, OnlyTheClientCanAsk) {
+  const auto server = serve();
+  const auto store = client_of(*server);
+  const std::string set = request(kSet, "k", "hostile");
+  for (size_t at = 0; at < set.size() + kCode; ++at) {
+    RawMember peer(server->port());
+    std::string bytes = peer.coded(set);
+    bytes[at] = static_cast<char>(bytes[at] ^ 4);
+    bool closed = false;
+    peer.say(bytes + std::string(20, '\0'));  // whatever the size says now, up to there
+    if (at < 4) continue;                     // it may wait for more
+    peer.receive(&closed);
+    EXPECT_TRUE(closed) << "byte " << at;
+  }
+  RawMember peer(server->port()), other(server->port());
+  const std::string once = peer.coded(request(kSet, "k2", "v"));
+  bool closed = false;
+  other.say(once);
+  other.receive(&closed);
+  EXPECT_TRUE(closed) << "a request of another connection";
+  peer.say(once);
+  const std::string done = peer.coded_reply(numbers_text({0}));
+  EXPECT_EQ(peer.receive(&closed, done.size()), done);
+  peer.say(once);
+  peer.receive(&closed);
+  EXPECT_TRUE(closed) << "the same request again";
+  EXPECT_EQ(store->get("k2", in_ms(kPatienceMs)), "v");
+  EXPECT_EQ(error_of([&] { store->get("k", in_ms(50)); }).kind(), ErrorKind::kTimeout) << "nobody has set it";
 }
 
 // What exists goes out at once; what appears later, though others are still missing.
@@ -663,15 +721,18 @@ TEST(StoreServer, AnswersTheKeysThatExistBeforeTheOthers) {
   store->set("k/5", "five");
   RawMember peer(server->port());
   bool closed = false;
-  peer.say(request(kGetAll, "k/", numbers_text({2, 5, 9})));
-  EXPECT_EQ(peer.receive(&closed, entry(5, "five").size()), entry(5, "five"));
+  const auto expect_next = [&](const std::string& coded) { EXPECT_EQ(peer.receive(&closed, coded.size()), coded); };
+  peer.ask(request(kGetAll, "k/", numbers_text({2, 5, 9})));
+  expect_next(peer.coded_reply(entry(5, "five")));
   store->set("k/9", "nine");
-  EXPECT_EQ(peer.receive(&closed, entry(9, "nine").size()), entry(9, "nine"));
+  expect_next(peer.coded_reply(entry(9, "nine")));
   store->set("k/2", "");
-  EXPECT_EQ(peer.receive(&closed, entry(2, "").size()), entry(2, ""));
-  peer.say(request(kGetPresent, "k/", numbers_text({1, 2, 9})));
-  const std::string rest = numbers_text({1, kAbsent}) + entry(2, "") + entry(9, "nine");
-  EXPECT_EQ(peer.receive(&closed, rest.size()), rest);
+  expect_next(peer.coded_reply(entry(2, "")));
+  peer.ask(request(kGetPresent, "k/", numbers_text({1, 2, 9})));
+  std::string rest;
+  for (const std::string& each : {numbers_text({1, kAbsent}), entry(2, ""), entry(9, "nine")})
+    rest += peer.coded_reply(each);
+  expect_next(rest);
   EXPECT_FALSE(closed);
 }
 
@@ -682,8 +743,8 @@ TEST(StoreServer, ClientsThatLeaveWhileTheyWaitForManyKeysDisturbNobody) {
   {
     RawMember waits(server->port()), gathers(server->port()), reads_nothing(server->port());
     const uint64_t before = server->requests();
-    for (RawMember* peer : {&waits, &gathers}) peer->say(request(kGetAll, "k/", numbers_text({2, 3})));
-    reads_nothing.say(request(kGetAll, "k/", numbers_text({1, 2})));
+    for (RawMember* peer : {&waits, &gathers}) peer->ask(request(kGetAll, "k/", numbers_text({2, 3})));
+    reads_nothing.ask(request(kGetAll, "k/", numbers_text({1, 2})));
     while (server->requests() < before + 3) std::this_thread::yield();
     store->set("k/2", "two");
   }

@@ -146,12 +146,13 @@ TEST(Version, OfAStoreThatIsNotUnderstoodIsNamed) {
 // Whoever changes one of these numbers gives the store's grammar another number: store_protocol.h says why.
 TEST(Version, TheStoresFormatHasItsNumber) {
   using namespace store_protocol;
-  EXPECT_EQ(kFormat, 4u);
+  EXPECT_EQ(kFormat, 5u);
   EXPECT_EQ(kMagic, 0x54535350u);
   EXPECT_EQ(kOpeningHead, 40u);
   EXPECT_EQ(kOpeningSize, 88u);
   EXPECT_EQ(kProofSize, 32u);
   EXPECT_EQ(kRequestHeader, 8u);
+  EXPECT_EQ(kCode, 8u);
   EXPECT_EQ(kSet, 1u);
   EXPECT_EQ(kGet, 2u);
 }

@@ -16,8 +16,8 @@ namespace {
 
 const std::string kSecret = "the secret of the job";
 
-// Moves what either side has sent of the handshake.
-void shake_hands(StoreConnection* server, int client) {
+// Moves what either side has sent of the handshake; returns the session.
+std::string shake_hands(StoreConnection* server, int client) {
   Handshake handshake(Handshake::Side::kConnector, kSecret, "", opening(), Versions::kAny);
   char bytes[512];
   while (!handshake.proven()) {
@@ -28,7 +28,30 @@ void shake_hands(StoreConnection* server, int client) {
     while (!handshake.proven() && server->pending() && ::recv(client, bytes, 1, MSG_DONTWAIT | MSG_PEEK) < 0)
       expect(server->serve(EPOLLIN, [](const StoreRequest&) { return false; }), "the store goes on");
   }
+  return handshake.session();
 }
+
+// Puts the right codes behind requests: whoever cannot is closed before anything is parsed.
+class Signer {
+ public:
+  explicit Signer(const std::string& session) : of_requests_(code_of_requests(session)) {}
+
+  std::string sign(const std::vector<uint8_t>& piece) {
+    std::string out;
+    for (const uint8_t byte : piece) {
+      request_.push_back(static_cast<char>(byte));
+      out.push_back(static_cast<char>(byte));
+      if (request_.size() < 4 || request_.size() < 4 + size_t{get_u32(request_.data())}) continue;
+      out += of_requests_.behind(request_);
+      request_.clear();
+    }
+    return out;
+  }
+
+ private:
+  AuthenticationCode of_requests_;
+  std::string request_;
+};
 
 }  // namespace
 
@@ -39,7 +62,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Socket client([&] { return ends[0]; });
   StoreConnection connection(1, Socket([&] { return ends[1]; }), kSecret, poller, [](uint32_t) {});
   expect(connection.start(), "the store opens");
-  shake_hands(&connection, client.fd());
+  Signer signer(shake_hands(&connection, client.fd()));
   std::map<std::string, StoreConnection::Value> values;
   const auto on_request = [&](StoreRequest request) {
     expect(!request.key.empty() && request.key.size() <= kMaxKey && request.body.size() <= kMaxRequest,
@@ -61,7 +84,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   perseus_fuzz::Input input(data, size);
   bool alive = true;
   while (alive && input.left() > 0) {
-    const std::vector<uint8_t> piece = input.take(1 + input.choice(300));
+    const std::string piece = signer.sign(input.take(1 + input.choice(300)));
     if (!piece.empty() && ::send(client.fd(), piece.data(), piece.size(), MSG_DONTWAIT | MSG_NOSIGNAL) < 0) break;
     alive = connection.serve(EPOLLIN, on_request);
     char replies[4096];

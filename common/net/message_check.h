@@ -1,10 +1,11 @@
-// What follows headers and messages of a link, so that their receiver notices when they have changed on the way. One
+// What follows messages of a connection, so that their receiver notices when they have changed on the way. One
 // direction of a connection has one on each end, which sees the same messages in the same order; not thread-safe.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "net/siphash.h"
 
@@ -52,6 +53,8 @@ class AuthenticationCode final : public MessageCheck {
   [[noreturn]] void refuse(size_t n, const std::string& peer, uint64_t found, uint64_t sent) const override;
   // What refuse() says, for those that end a connection in their own way.
   static std::string refusal(size_t n);
+  // What follows the next message, which is `first` and then `second`.
+  std::string behind(std::string_view first, std::string_view second = {});
 
  private:
   SipHash hash_;

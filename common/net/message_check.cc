@@ -1,6 +1,7 @@
-#include "transport/message_check.h"
+#include "net/message_check.h"
 
 #include "base/error.h"
+#include "base/little_endian.h"
 #include "kernels/crc32c.h"
 
 namespace perseus {
@@ -18,6 +19,15 @@ void Checksum::refuse(size_t n, const std::string& peer, uint64_t found, uint64_
 void AuthenticationCode::begin(size_t n) {
   const uint64_t head[2] = {number_++, n};
   hash_.add(head, sizeof head);
+}
+
+std::string AuthenticationCode::behind(std::string_view first, std::string_view second) {
+  begin(first.size() + second.size());
+  add(first.data(), first.size());
+  add(second.data(), second.size());
+  std::string code;
+  put_u64(&code, finish());
+  return code;
 }
 
 std::string AuthenticationCode::refusal(size_t n) {
