@@ -149,10 +149,10 @@ constexpr Variable kTable[] = {
      "What carries out collectives of all ranks on CPU tensors: perseus = Perseus itself, mpi = the MPI library of the "
      "mpirun that has started the ranks (perseusrun --mpi), where it can do the same; then Perseus treats all ranks "
      "alike. Other process sets than the global one use Perseus' own transports in any case."},
-    {Var::kGpuOperations, "PERSEUS_GPU_OPERATIONS", "", VarType::kChoice, "auto", "auto|perseus", true,
-     "What sums tensors on GPUs inside a host: auto = NCCL, if it joins the ranks of each host (2.18 or newer, one "
-     "rank for each GPU), perseus = Perseus itself, in host memory. Between hosts Perseus exchanges the sums in any "
-     "case."},
+    {Var::kGpuOperations, "PERSEUS_GPU_OPERATIONS", "", VarType::kChoice, "auto", "auto|perseus|nccl", true,
+     "What sums tensors on GPUs: auto = NCCL inside a host, if it joins the ranks of each host (2.18 or newer, one "
+     "rank for each GPU), and Perseus between hosts. perseus = Perseus itself, in host memory. nccl = NCCL between "
+     "hosts as well, for networks with RDMA, and as float32 unless a codec is chosen."},
     {Var::kNcclLibrary, "PERSEUS_NCCL_LIBRARY", "", VarType::kString, "", "", false,
      "Path of the libnccl.so.2 that Perseus opens. Unset = the one that the process has loaded, or else one that pip "
      "or the system has installed."},
@@ -258,7 +258,8 @@ static_assert(agree<AllreduceAlgorithm>({{AllreduceAlgorithm::kAuto, "auto"},
 static_assert(agree<TransportChoice>(
     {{TransportChoice::kAuto, "auto"}, {TransportChoice::kShm, "shm"}, {TransportChoice::kTcp, "tcp"}}));
 static_assert(agree<CpuOperations>({{CpuOperations::kPerseus, "perseus"}, {CpuOperations::kMpi, "mpi"}}));
-static_assert(agree<GpuOperations>({{GpuOperations::kAuto, "auto"}, {GpuOperations::kPerseus, "perseus"}}));
+static_assert(agree<GpuOperations>(
+    {{GpuOperations::kAuto, "auto"}, {GpuOperations::kPerseus, "perseus"}, {GpuOperations::kNccl, "nccl"}}));
 static_assert(agree<Simd>({{Simd::kAuto, "auto"},
                            {Simd::kAvx512, "avx512"},
                            {Simd::kAvx2, "avx2"},

@@ -45,7 +45,8 @@ ExecutionSettings settings_of(const Config& config) {
   const double gbit = config.number(Var::kLinkGbit);
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
   settings.link_check_ns = config.integer(Var::kLinkCheck) * kSecond;
-  settings.nccl = config.choice<GpuOperations>() == GpuOperations::kAuto;
+  settings.gpu_operations = config.choice<GpuOperations>();
+  settings.precision_chosen = config.choice<AllreduceDtype>() != AllreduceDtype::kAuto;
   settings.nccl_library = config.text(Var::kNcclLibrary);
   settings.algorithm = AlgorithmChoice(wanted_algorithm(config.choice<AllreduceAlgorithm>()));
   // A ring's bits depend on buckets, and trials may change none.

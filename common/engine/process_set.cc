@@ -58,12 +58,12 @@ ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_
       silent_ns_(settings.silent_ns),
       link_to_(std::move(link_to)),
       topology_(settings.topology),
-      nccl_(settings.nccl),
+      gpu_operations_(settings.gpu_operations),
       nccl_channel_(static_cast<uint32_t>(streams(settings))),
       communicator_(
-          settings.nccl_library, [this]() PERSEUS_REQUIRES(progress_lock) { return letters_inside(); },
+          settings.nccl_library, [this]() PERSEUS_REQUIRES(progress_lock) { return letters_about_nccl(); },
           [this, warn = settings.warn](const std::string& text) {
-            if (levels().inner_me == 0) warn(text);
+            if (nccl_members()[0] == me_) warn(text);
           }),
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to_), dissemination_links(ranks_, me_, -1, id, link_to_),
@@ -76,19 +76,27 @@ int ProcessSet::streams(const ExecutionSettings& settings) {
   return static_cast<int>(aside(settings).first_stream) + 1;
 }
 
-bool ProcessSet::keeps_on(int device) { return nccl_ && levels().inner.size() > 1 && communicator_.takes(device); }
+bool ProcessSet::keeps_on(int device) {
+  return gpu_operations_ != GpuOperations::kPerseus && nccl_members().size() > 1 && communicator_.takes(device);
+}
 
 const Levels& ProcessSet::levels() const {
   std::call_once(levels_known_, [this] { levels_ = topology_->of(ranks_, me_); });
   return levels_;
 }
 
-std::unique_ptr<Letters> ProcessSet::letters_inside() const {
+// Those whose GPUs NCCL joins.
+std::vector<int> ProcessSet::nccl_members() const {
+  return levels().members_of(gpu_operations_ == GpuOperations::kNccl ? Level::kAll : Level::kInner);
+}
+
+std::unique_ptr<Letters> ProcessSet::letters_about_nccl() const {
+  const std::vector<int> members = nccl_members();
   std::vector<Link*> links;
-  for (int member : levels().inner)
+  for (int member : members)
     links.push_back(member == me_ ? nullptr
                                   : &link_to_(ranks_[static_cast<size_t>(member)], Channel{id_, nccl_channel_}));
-  return std::make_unique<Letters>(links, levels().inner_me, epoch_);
+  return std::make_unique<Letters>(links, index_in(members, me_), epoch_);
 }
 
 Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
@@ -103,7 +111,7 @@ Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
       for (int member : members)
         links.push_back(member == me_ ? nullptr : &link_to_(ranks_[static_cast<size_t>(member)], channel));
       auto host = std::make_unique<LinkGroup>(std::move(links), index_in(members, me_), epoch_, channel);
-      if (nccl_ && level != Level::kAcross && members == levels.inner)
+      if (gpu_operations_ != GpuOperations::kPerseus && level != Level::kAcross && members == nccl_members())
         groups.push_back(std::make_unique<NcclGroup>(&communicator_, host.get(), channel.stream));
       groups.push_back(std::move(host));
       return groups;

@@ -97,7 +97,8 @@ class ProcessSet {
       PERSEUS_REQUIRES(progress_lock);
   void keep_schedule(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
   const Levels& levels() const;  // any thread, once something is submitted
-  std::unique_ptr<Letters> letters_inside() const PERSEUS_REQUIRES(progress_lock);
+  std::vector<int> nccl_members() const;
+  std::unique_ptr<Letters> letters_about_nccl() const PERSEUS_REQUIRES(progress_lock);
   void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
 
@@ -109,7 +110,7 @@ class ProcessSet {
   const std::function<int64_t(int rank)> silent_ns_;
   const LinkTo link_to_;
   const Topology* const topology_;
-  const bool nccl_;
+  const GpuOperations gpu_operations_;
   const uint32_t nccl_channel_;
   mutable std::once_flag levels_known_;
   mutable Levels levels_;

@@ -420,7 +420,8 @@ int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<Proces
   if (s.gradient_of != 0 && holds(s)) return done_handle(GradientOutcome::kHeld, s.done, nullptr);
 
   if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
-  if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !warned_about_precision_)
+  const bool for_nccl = execution_settings_.gpu_operations == GpuOperations::kNccl && staging && staging->kept();
+  if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !for_nccl && !warned_about_precision_)
     warn_about_precision(group->ranks());
   if (s.gradient_of != 0 && may_cost_accuracy(compression.codec) && !warned_about_accuracy_)
     warn_about_accuracy(compression.codec, group->ranks());

@@ -211,7 +211,7 @@ Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
 bool Execution::reduces_on_device(const Entry& entry) {
   const Description& d = entry.description;
   if (!d.stays_on_device || d.prescale != 1.0 || d.flush != Flush::kNone) return false;
-  const Levels& levels = this->levels(false);
+  const Levels& levels = device_levels();
   // Parts of a collective of NCCL are alike: each rank of each host carries a shard.
   if (levels.groups > 1 && levels.members != levels.groups * levels.shards) return false;
   for (size_t i = 0; i < d.tensors.size(); ++i) {
@@ -233,7 +233,7 @@ void Execution::place(Entry* entry) {
   const bool on_device = reduces_on_device(*entry);
   for (Entry::Buffers& buffers : entry->buffers) buffers.device = on_device ? Device{Device::Kind::kCuda, 0} : Device();
   if (!entry->staging || (!on_device && !entry->staging->kept())) return;
-  if (on_device) entry->staging->stay(levels(false).groups > 1);
+  if (on_device) entry->staging->stay(device_levels().groups > 1);
   else entry->staging->fetch();
   for (size_t i = 0; i < entry->buffers.size(); ++i) {
     entry->buffers[i].in = entry->staging->in(i);
@@ -247,7 +247,8 @@ void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& code
   const size_t bytes = t.bytes();
   if (bytes == 0) return;
   const kernels::ReduceSpec reduction = reduction_of(d, t.dtype, ranks_.size());
-  const Levels& levels = this->levels(false);
+  const bool on_device = !(entry->buffers[tensor].device == Device());
+  const Levels& levels = on_device ? device_levels() : this->levels(false);
   const bool stages = settings_.topology->stages(bytes);
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
   if (codec.kind == CodecKind::kInside && !flushes) return add_inside(entry, tensor, codec);
@@ -319,9 +320,15 @@ const Levels& Execution::levels(bool undivided) {
   if (levels_.empty()) {
     levels_.push_back(perseus::undivided(static_cast<int>(ranks_.size()), me_));
     levels_.push_back(settings_.topology->of(ranks_, me_));
+    levels_.push_back(together(static_cast<int>(ranks_.size()), me_));
     link_cost_ = settings_.topology->spans_nodes(ranks_) ? kTcpCost : kSharedMemoryCost;
   }
   return levels_[undivided ? 0 : 1];
+}
+
+const Levels& Execution::device_levels() {
+  const Levels& divided = levels(false);
+  return settings_.gpu_operations == GpuOperations::kNccl ? levels_[2] : divided;
 }
 
 // The bucket's stages, begun where this is their first piece.

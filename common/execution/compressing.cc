@@ -119,6 +119,11 @@ CodecSpec Execution::codec_of(const Entry& entry, size_t tensor) {
   if (!between && !d.compression.inside) return CodecSpec();
   if (d.compression.codec.kind == CodecKind::kInside) return between ? d.compression.codec : CodecSpec();
   if (!d.compression.serves(t.dtype)) return CodecSpec();
+  // NCCL sums floats as they are between hosts, too, unless somebody wants something else.
+  const bool by_default = !d.compression.doubles && !settings_.precision_chosen;
+  if (settings_.gpu_operations == GpuOperations::kNccl && d.stays_on_device && by_default &&
+      d.compression.codec == settings_.precision)
+    return CodecSpec();
   const bool low_rank = d.compression.codec.kind == CodecKind::kLowRank;
   const uint64_t narrow = low_rank ? narrow_bytes(t.shape, d.compression.codec.matrix_rank) : 0;
   if (d.compression.automatic) {

@@ -35,13 +35,14 @@ struct ExecutionSettings {
   const Topology* topology = nullptr;                // asked when the first allreduce comes
   CodecSpec precision;                               // PERSEUS_ALLREDUCE_DTYPE's: of gradients inside a host, if asked
                                                      // for, and of those too small for the codec they ask for
+  bool precision_chosen = false;                     // by the user
   std::array<CodecSpec, kAutoCodecs> auto_codecs;    // what auto chooses among, ordered as kAutoKinds
   bool measures = true;                              // else speeds are as told, and without them auto is exact
   double link_seconds_per_byte = 0;                  // 0 = measured
   int64_t link_check_ns = 0;                         // a measurement is repeated after this time; 0 = never
   std::function<void(const std::string& text)> log;  // for news
-  bool nccl = false;                                 // may sum inside a host what stays on its GPUs
-  std::string nccl_library;                          // see nccl::Library::get()
+  GpuOperations gpu_operations = GpuOperations::kPerseus;  // who sums what stays on its GPUs
+  std::string nccl_library;                                // see nccl::Library::get()
   std::function<void(const std::string& text)> warn;
   Residuals* residuals = nullptr;              // none = nothing is held back
   BucketObserver* observer = nullptr;          // none = nobody looks at buckets
@@ -161,6 +162,8 @@ class Execution {
   void finish_probe(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
 
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
+  // Those of tensors that are reduced on their devices: one where NCCL has all ranks.
+  const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce, which stay on their devices, reduced there?
   bool reduces_on_device(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   void place(Entry* entry) PERSEUS_REQUIRES(progress_lock);
@@ -222,7 +225,8 @@ class Execution {
   AutoCodecs* const automatic_;
 
   Tuner tuner_ PERSEUS_GUARDED_BY(progress_lock);
-  std::vector<Levels> levels_ PERSEUS_GUARDED_BY(progress_lock);  // [0] undivided, [1] divided; made when first needed
+  // [0] undivided, [1] divided, [2] together; made when first needed.
+  std::vector<Levels> levels_ PERSEUS_GUARDED_BY(progress_lock);
   // Between members of the group that are far apart; set with them.
   LinkCost link_cost_ PERSEUS_GUARDED_BY(progress_lock);
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_ PERSEUS_GUARDED_BY(progress_lock);

@@ -43,6 +43,10 @@ Levels divide(const std::vector<int>& node_of, int me, const LevelSettings& sett
   return levels;
 }
 
+Levels together(int members, int me) {
+  return divide(std::vector<int>(static_cast<size_t>(members)), me, LevelSettings());
+}
+
 Levels undivided(int members, int me) {
   std::vector<int> nodes;
   for (int i = 0; i < members; ++i) nodes.push_back(i);

@@ -33,6 +33,8 @@ struct Levels {
 
 // node_of[i]: any number that tells the nodes (hosts) of a group's members apart. `me`: our index.
 Levels divide(const std::vector<int>& node_of, int me, const LevelSettings& settings);
+// All members as one inner group.
+Levels together(int members, int me);
 // Every member by itself.
 Levels undivided(int members, int me);
 // Which chunks of an encoded tensor this member sends and owns (see hierarchical_allreduce.cc), as a number: up to

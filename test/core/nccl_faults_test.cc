@@ -6,16 +6,20 @@ namespace {
 
 using namespace perseus_test;
 
-const Medium kOneHost{"shm", "shm"};
+const Medium kOneHost{"shm", "shm"}, kHosts{"tcp", "tcp"};
+const Medium kPlaces[] = {kOneHost, kHosts};
 
 // Two ranks whose communicator is there begin a sum that NCCL does not end: what they do meanwhile, and what they are
 // told.
-void hold_a_sum(const WorldOptions& options, const std::function<void()>& meanwhile,
+void hold_a_sum(const Medium& medium, std::vector<std::string> settings, const std::function<void()>& meanwhile,
                 const std::function<void(const Outcome&)>& check) {
+  WorldOptions options;
+  options.overrides = std::move(settings);
+  options.overrides.emplace_back("PERSEUS_GPU_OPERATIONS=nccl");  // which makes no difference on one host
   const auto first = sum_of("first", 2, 1000), second = sum_of("second", 2, 1000);
   Barrier barrier(2);
   run_world(
-      kOneHost, 2,
+      medium, 2,
       [&](int rank, perseus_context* context) {
         Gpu gpu(rank);
         DeviceCall warm(*first, rank, &gpu);
@@ -48,17 +52,19 @@ void expect_in(const Outcome& outcome, const char* text) {
 }
 
 TEST(NcclFaults, AnErrorOfNcclEndsTheWorld) {
-  hold_a_sum({}, break_nccl,
-             [](const Outcome& outcome) { expect_in(outcome, "[nccl] a collective inside this host"); });
-  EXPECT_EQ(standin_nccl_communicators(), 0);
+  for (const Medium& medium : kPlaces) {
+    hold_a_sum(medium, {}, break_nccl, [](const Outcome& outcome) { expect_in(outcome, "[nccl] a collective"); });
+    EXPECT_EQ(standin_nccl_communicators(), 0) << medium.name;
+  }
 }
 
 // Work that NCCL never ends meets the time limit, and nothing touches its memory after that.
 TEST(NcclFaults, ACollectiveThatHangsIsGivenUp) {
-  WorldOptions options;
-  options.overrides = {"GLOO_TIMEOUT_SECONDS=1"};
-  hold_a_sum(options, [] {}, [](const Outcome& outcome) { expect_in(outcome, "no data to or from rank"); });
-  EXPECT_EQ(standin_nccl_communicators(), 0);
+  for (const Medium& medium : kPlaces) {
+    const auto check = [](const Outcome& outcome) { expect_in(outcome, "no data to or from rank"); };
+    hold_a_sum(medium, {"GLOO_TIMEOUT_SECONDS=1"}, [] {}, check);
+    EXPECT_EQ(standin_nccl_communicators(), 0) << medium.name;
+  }
 }
 
 // NCCL cannot be ended either, because something else on the GPU never ends: nobody waits for that for long.
@@ -67,8 +73,8 @@ TEST(NcclFaults, AnAbortThatHangsHoldsNobody) {
     standin_nccl_hold_aborts(1);
     break_nccl();
   };
-  hold_a_sum({}, hold_aborts_and_break, [](const Outcome& outcome) {
-    expect_in(outcome, "[nccl] a collective inside this host");
+  hold_a_sum(kOneHost, {}, hold_aborts_and_break, [](const Outcome& outcome) {
+    expect_in(outcome, "[nccl] a collective");
     EXPECT_EQ(standin_nccl_communicators(), 2);
   });
   while (standin_nccl_communicators() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -182,6 +182,30 @@ TEST(Nccl, GradientsBetweenHostsAreThoseOfTheirMemory) {
   }
 }
 
+// Where NCCL has all ranks, hosts make no difference.
+TEST(Nccl, SumsBetweenHostsIfAsked) {
+  const std::string everywhere = "PERSEUS_GPU_OPERATIONS=nccl";
+  WorldOptions options;
+  options.overrides = {everywhere};
+  run_steps(kOneHost, 4, sums_and_others(4, kIntegers, 700), hosts_of_two({everywhere}));
+  run_steps(all_media()[2], 4, sums_and_others(4, kFloats, 800), options);
+  const std::vector<int64_t> counts = {7, 70'000, 16'384, 100'001};
+  const Training on_one = train(4, counts, WorldOptions(), 2), on_two = train(4, counts, hosts_of_two({everywhere}), 2);
+  EXPECT_GT(on_two.nccl_calls, 0);
+  EXPECT_TRUE(on_two.results == on_one.results);
+}
+
+// A codec that the user has chosen is worth more there, and NCCL has none.
+TEST(Nccl, LeavesToTheHostsWhatIsToBeCompressed) {
+  for (const char* chosen : {"PERSEUS_ALLREDUCE_DTYPE=2", "PERSEUS_ALLREDUCE_CODEC=int8"}) {
+    const std::vector<int64_t> counts = {70'000, 50'000};
+    const Training asked = train(4, counts, hosts_of_two({chosen, "PERSEUS_GPU_OPERATIONS=nccl"}), 2);
+    const Training without = train(4, counts, hosts_of_two({chosen, "PERSEUS_GPU_OPERATIONS=perseus"}), 2);
+    EXPECT_EQ(asked.nccl_calls, 0) << chosen;
+    EXPECT_TRUE(asked.results == without.results) << chosen;
+  }
+}
+
 // What auto chooses depends on times, but all ranks end up with the same.
 TEST(Nccl, AutoGivesAllRanksTheSame) {
   const Training training =
@@ -252,8 +276,7 @@ TEST(Nccl, RanksOfOneGpuGoThroughTheHost) {
     return;
   }
   EXPECT_EQ(calls, 0);
-  EXPECT_NE(said.find("NCCL does not join the ranks of this host, whose tensors go through its memory: two ranks of "
-                      "this host use the same GPU"),
+  EXPECT_NE(said.find("NCCL does not join the ranks, whose tensors go through host memory: two ranks use the same GPU"),
             std::string::npos)
       << said;
   EXPECT_EQ(said.find("NCCL does not join"), said.rfind("NCCL does not join")) << "said more than once: " << said;
@@ -274,7 +297,7 @@ TEST(Nccl, ARankThatCannotJoinIsNotWaitedFor) {
   standin_nccl_fail_init(0);
   const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_EQ(calls, 0);
-  EXPECT_NE(said.find("NCCL does not join the ranks of this host"), std::string::npos) << said;
+  EXPECT_NE(said.find("NCCL does not join the ranks"), std::string::npos) << said;
 }
 
 // One rank has no room for a bucket on its GPU: all do that one in host memory.

@@ -18,7 +18,7 @@ namespace {
 
 constexpr unsigned kNonBlockingStream = 1;
 constexpr int kHighestPriority = -5;
-constexpr const char* kInside = "a collective inside this host";
+constexpr const char* kCollective = "a collective";
 constexpr int64_t kPatience = kSecond;  // with members that do not take leave, too
 constexpr std::chrono::seconds kAbortPatience{5};
 // May two ranks share a GPU? Whether they do is NCCL's own variable to say.
@@ -190,7 +190,7 @@ void NcclCommunicator::on_letter(int from, const Letter& letter) {
   }
   if (letter.stream >= kMostStreams)
     fail(ErrorKind::kInternal,
-         "[nccl] member " + std::to_string(from) + " of this host speaks of stream " + std::to_string(letter.stream));
+         "[nccl] member " + std::to_string(from) + " speaks of stream " + std::to_string(letter.stream));
   if (letter.kind == Letter::Kind::kReady) note_ready(from, letter.stream, letter.code == 0);
   else turns_.push_back({letter.stream, letter.code == 0});
 }
@@ -201,7 +201,7 @@ void NcclCommunicator::join() {
   for (size_t a = 0; a < hellos_.size() && !shares; ++a)
     for (size_t b = 0; b < a; ++b)
       if (std::memcmp(hellos_[a].gpu, hellos_[b].gpu, sizeof hellos_[a].gpu) == 0)
-        return refuse("two ranks of this host use the same GPU");
+        return refuse("two ranks use the same GPU");
   state_ = State::kJoining;
   const cuda::Device::Current current(*device_);
   nccl::CommunicatorConfig config;
@@ -221,7 +221,7 @@ void NcclCommunicator::conclude(nccl::Result result) {
 
 void NcclCommunicator::refuse(const std::string& why) {
   abort();
-  if (me() == 0) log_("[nccl] NCCL does not join the ranks of this host, whose tensors go through its memory: " + why);
+  if (me() == 0) log_("[nccl] NCCL does not join the ranks, whose tensors go through host memory: " + why);
 }
 
 nccl::Result NcclCommunicator::ask() {
@@ -232,7 +232,7 @@ nccl::Result NcclCommunicator::ask() {
 }
 
 void NcclCommunicator::check() {
-  if (const nccl::Result result = ask(); result != nccl::kRemoteError) library().check(result, kInside, handle_);
+  if (const nccl::Result result = ask(); result != nccl::kRemoteError) library().check(result, kCollective, handle_);
 }
 
 void NcclCommunicator::note_ready(int member, uint32_t stream, bool able) {
@@ -275,7 +275,7 @@ NcclCommunicator::Turn NcclCommunicator::turn(uint32_t stream) {
 
 bool NcclCommunicator::enqueued() {
   const nccl::Result result = ask();
-  library().check(result, kInside, handle_);
+  library().check(result, kCollective, handle_);
   if (result == nccl::kInProgress) return false;
   in_turn_ = false;
   return true;

@@ -1,4 +1,4 @@
-// The NCCL communicator of those members of a process set that share a host, and the order in which they give it work.
+// The NCCL communicator of members of a process set, of one host or of all, and the order in which they give it work.
 // NCCL needs that order to be the same on all of them, whatever became ready first on each: two collectives that begin
 // in different orders may wait for each other inside the GPUs. So every member tells member 0 what it could begin, and
 // begins what member 0 says once all could. It is made when the first tensors come that stay on their GPUs, without
@@ -24,7 +24,7 @@ class NcclCommunicator {
  public:
   using MakeLetters = std::function<std::unique_ptr<Letters>()>;
   using Log = std::function<void(const std::string& text)>;
-  // `library`: see nccl::Library::get(). `make_letters`: to those on this host, called when first needed. `log`: for
+  // `library`: see nccl::Library::get(). `make_letters`: to all of them, called when first needed. `log`: for
   // why NCCL is not used, on member 0.
   NcclCommunicator(std::string library, MakeLetters make_letters, Log log);
   ~NcclCommunicator();

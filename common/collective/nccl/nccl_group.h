@@ -1,4 +1,4 @@
-// The Group of members that share a host, for tensors that stay on their GPUs: NCCL sums them there. Of an allreduce in
+// The Group of members that NCCL joins, for tensors that stay on their GPUs: NCCL sums them there. Of an allreduce in
 // stages every member's shard of the sum then goes to the image in host memory, where the exchange between hosts reads
 // it, and what comes back is spread by NCCL again. Where NCCL does not join the members, the same work is done on
 // images of everything by another Group.
