@@ -59,7 +59,6 @@ ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_
       link_to_(std::move(link_to)),
       topology_(settings.topology),
       gpu_operations_(settings.gpu_operations),
-      nccl_channel_(static_cast<uint32_t>(streams(settings))),
       communicator_(
           settings.nccl_library, [this]() PERSEUS_REQUIRES(progress_lock) { return letters_about_nccl(); },
           [this, warn = settings.warn](const std::string& text) {
@@ -95,7 +94,7 @@ std::unique_ptr<Letters> ProcessSet::letters_about_nccl() const {
   std::vector<Link*> links;
   for (int member : members)
     links.push_back(member == me_ ? nullptr
-                                  : &link_to_(ranks_[static_cast<size_t>(member)], Channel{id_, nccl_channel_}));
+                                  : &link_to_(ranks_[static_cast<size_t>(member)], Channel{id_, kLettersStream}));
   return std::make_unique<Letters>(links, index_in(members, me_), epoch_);
 }
 

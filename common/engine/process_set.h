@@ -111,7 +111,6 @@ class ProcessSet {
   const LinkTo link_to_;
   const Topology* const topology_;
   const GpuOperations gpu_operations_;
-  const uint32_t nccl_channel_;
   mutable std::once_flag levels_known_;
   mutable Levels levels_;
   NcclCommunicator communicator_;  // outlives groups, which use it

@@ -32,8 +32,9 @@ struct Channel {
   static Channel of_key(uint64_t key) { return {static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key)}; }
 };
 
-// Streams at or above this number carry negotiation, not data: small rings suffice.
-constexpr uint32_t kControlStream = 0x100;
+// Streams at or above this number carry what ranks agree on, not data: small rings suffice.
+constexpr uint32_t kControlStream = 0x100;               // rounds of negotiation
+constexpr uint32_t kLettersStream = kControlStream + 1;  // see collective/nccl/letters.h
 // No send_window/recv_window call asks for more at once, but for what MessageCheck puts behind it.
 constexpr size_t kMaxMessage = 256 * 1024;
 constexpr size_t kMaxControlMessage = 4 * 1024;
