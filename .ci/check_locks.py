@@ -87,7 +87,7 @@ def main(root: Path) -> int:
         print(text)
     files = sum(count for _, count in read)
     print(
-        f"locks: offences in {len(said)} of {len(read)} compilations"
+        f"locks: clang complains in {len(said)} of {len(read)} compilations"
         if said
         else f"locks: held in {files} files"
     )

@@ -480,7 +480,7 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """0, although NCCL may sum inside hosts: scripts multiply Adasum's learning rate by it.
+    """0, although NCCL may be summing: scripts multiply Adasum's learning rate by it.
 
     Horovod built with NCCL averages inside a host before Adasum, so its examples scale the rate by
     local_size() then. Perseus does Adasum among all ranks, as Horovod does on CPUs. `perseusrun

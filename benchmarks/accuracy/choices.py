@@ -45,6 +45,7 @@ CHOICES: dict[str, Choice] = {
         Choice("topk:0.01", _TOP_K),
         Choice("topk:0.01, no warm-up", {**_TOP_K, "LIGHT_TOPK_WARMUP_STEPS": "0"}),
         Choice("topk:0.01, float16", {**_TOP_K, "LIGHT_TOPK_FP16": "1"}),
+        Choice("topk:0.01, corrected", {**_TOP_K, "LIGHT_TOPK_MOMENTUM_CORRECTION": "1"}),
         Choice("topk:0.1", {**_TOP_K, "LIGHT_TOPK_RATIO": "0.1"}),
         Choice("powersgd:4", {"PERSEUS_ALLREDUCE_CODEC": "powersgd"}),
         Choice(

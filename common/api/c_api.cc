@@ -366,6 +366,7 @@ perseus_code perseus_request_submit(perseus_context* context, const perseus_requ
     submission.rank_count = r.ranks == nullptr ? 0 : r.rank_count;
     submission.gradient_of = r.gradient_of;
     submission.learning_rate = r.learning_rate;
+    submission.momentum = r.momentum;
     submission.codec = {r.codec, r.codec_argument};
     submission.done = {r.done, r.done_arg};
     submission.tag = r.tag;

@@ -14,6 +14,7 @@ enum class AllreduceMode : int64_t { kAuto, kFlat, kOneRankPerHost };
 enum class TwoD : int64_t { kAuto, kOff, kOn };
 enum class AllreduceAlgorithm : int64_t { kAuto, kPairwise, kHalvingDoubling, kRing, kRecursiveDoubling };
 enum class CpuOperations : int64_t { kPerseus, kMpi };
+enum class MomentumCorrection : int64_t { kNone, kWhole, kMasking };
 enum class GpuOperations : int64_t { kAuto, kPerseus, kNccl };
 enum class TransportChoice : int64_t { kAuto, kShm, kTcp };
 enum class Simd : int64_t { kAuto, kAvx512, kAvx2, kNeon, kPortable };

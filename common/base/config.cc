@@ -78,6 +78,10 @@ constexpr Variable kTable[] = {
     {Var::kTopKWarmUp, "LIGHT_TOPK_WARMUP_STEPS", "", VarType::kInt, "100", "0..1000000000", true,
      "Steps in which the fraction of the elements that are sent falls from 0.25 to LIGHT_TOPK_RATIO, or to the "
      "fraction that a script asks for, if that is below 0.05: gradients change fastest at first. 0 = none."},
+    {Var::kTopKMomentum, "LIGHT_TOPK_MOMENTUM_CORRECTION", "", VarType::kChoice, "0", "0|1|masking", true,
+     "1 = top-k holds back what the optimizer's momentum makes of a gradient instead of the gradient, so that waiting "
+     "costs less. masking = the momentum of what is sent also begins anew (Deep Gradient Compression). Both act for "
+     "torch.optim.SGD with momentum, but not Nesterov's, in perseus.torch.DistributedOptimizer. 0 = neither."},
     {Var::kPowerSgdRank, "PERSEUS_POWERSGD_RANK", "", VarType::kInt, "4", "1..1024", true,
      "The rank r of the matrices that PowerSGD sends: r (n + m) numbers instead of n m for a gradient with n rows and "
      "m columns. Gradients that this would not halve travel as PERSEUS_ALLREDUCE_DTYPE says. Training may end with a "
@@ -144,7 +148,8 @@ constexpr Variable kTable[] = {
      "computing time on faster networks: see docs/reliability.md."},
     {Var::kCodecThreads, "PERSEUS_CODEC_THREADS", "", VarType::kInt, "0", "0..64", false,
      "How many threads of a rank encode and decode gradients; results do not depend on it. On links of 10 Gbit/s and "
-     "more, one takes longer than the network. 0 = one for every four cores that a rank has, at most four."},
+     "more, one thread takes longer than the network. 0 = a quarter of the cores that the process may use, divided by "
+     "the ranks of its host, and at most four."},
     {Var::kCpuOperations, "PERSEUS_CPU_OPERATIONS", "", VarType::kChoice, "perseus", "perseus|mpi", true,
      "What carries out collectives of all ranks on CPU tensors: perseus = Perseus itself, mpi = the MPI library of the "
      "mpirun that has started the ranks (perseusrun --mpi), where it can do the same; then Perseus treats all ranks "
@@ -258,6 +263,8 @@ static_assert(agree<AllreduceAlgorithm>({{AllreduceAlgorithm::kAuto, "auto"},
 static_assert(agree<TransportChoice>(
     {{TransportChoice::kAuto, "auto"}, {TransportChoice::kShm, "shm"}, {TransportChoice::kTcp, "tcp"}}));
 static_assert(agree<CpuOperations>({{CpuOperations::kPerseus, "perseus"}, {CpuOperations::kMpi, "mpi"}}));
+static_assert(agree<MomentumCorrection>(
+    {{MomentumCorrection::kNone, "0"}, {MomentumCorrection::kWhole, "1"}, {MomentumCorrection::kMasking, "masking"}}));
 static_assert(agree<GpuOperations>(
     {{GpuOperations::kAuto, "auto"}, {GpuOperations::kPerseus, "perseus"}, {GpuOperations::kNccl, "nccl"}}));
 static_assert(agree<Simd>({{Simd::kAuto, "auto"},

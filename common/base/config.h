@@ -29,6 +29,7 @@ enum class Var {
   kTopKThreshold,
   kTopKHalf,
   kTopKWarmUp,
+  kTopKMomentum,
   kPowerSgdRank,
   kPowerSgdWarmUp,
   kDownsample,
@@ -108,6 +109,8 @@ template <>
 inline constexpr Var kVarOf<TransportChoice> = Var::kTransport;
 template <>
 inline constexpr Var kVarOf<CpuOperations> = Var::kCpuOperations;
+template <>
+inline constexpr Var kVarOf<MomentumCorrection> = Var::kTopKMomentum;
 template <>
 inline constexpr Var kVarOf<GpuOperations> = Var::kGpuOperations;
 template <>

@@ -2,7 +2,6 @@
 #include "base/write_aside.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <chrono>
 #include <cstdint>
@@ -11,6 +10,7 @@
 #include <system_error>
 #include <thread>
 
+#include "base/blocked_signals.h"
 #include "base/fork_guard.h"
 #include "base/mutex.h"
 
@@ -23,10 +23,7 @@ constexpr auto kFarewell = std::chrono::seconds(10);
 class Writer {
  public:
   Writer() {
-    // Signals belong to the program's own threads.
-    sigset_t all, old;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &old);
+    const BlockedSignals blocked;
     try {
       std::thread thread([this] { run(); });
       id_ = thread.get_id();
@@ -35,7 +32,6 @@ class Writer {
     } catch (const std::system_error&) {
       process_ = kNobody;  // no thread is to be had: callers write themselves
     }
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
   }
 
   // Never destroyed: the thread lives as long as the process.

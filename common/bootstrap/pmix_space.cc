@@ -1,13 +1,12 @@
 // PMIx through its library, of which only what is called here is declared: what the PMIx Standard gives these names has
 // been the same since its version 2. Written from the standard, https://pmix.github.io.
 #include <dlfcn.h>
-#include <pthread.h>
-#include <signal.h>
 
 #include <chrono>
 #include <cstring>
 #include <vector>
 
+#include "base/blocked_signals.h"
 #include "base/error.h"
 #include "base/look_up.h"
 #include "base/mutex.h"
@@ -133,12 +132,11 @@ class PmixSpace final : public LauncherSpace {
           ErrorKind::kInvalidArgument,
           std::string("[rendezvous] this launcher has not set PMIX_RANK, through which its ranks bootstrap") + kRemedy);
     library_ = load();
-    // Signals are for the application's threads.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    const int code = library_.init(&self_, nullptr, 0);
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    int code = 0;
+    {
+      const BlockedSignals blocked;  // for its threads
+      code = library_.init(&self_, nullptr, 0);
+    }
     check("PMIx_Init", code);
     if (self_.rank != static_cast<uint32_t>(options.identity.rank))
       fail(ErrorKind::kIo, "[rendezvous] PMIx says that this is rank " + std::to_string(self_.rank) +

@@ -84,6 +84,7 @@ bool StoreConnection::reply(Value value) {
   std::string head;
   put_u32(&head, static_cast<uint32_t>(value->size()));
   std::string tail = of_replies_->behind(head, *value);
+  if (value->size() < kPiece) return send(head + *value + tail, nullptr, "");
   return send(std::move(head), std::move(value), std::move(tail));
 }
 
@@ -127,7 +128,8 @@ bool StoreConnection::refill() {
       value_ = value;
       tail_ = code;
     } else {
-      head_ += (value ? *value : "") + code;
+      if (value) head_ += *value;
+      head_ += code;
     }
   }
   return !head_.empty();

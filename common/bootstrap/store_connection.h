@@ -78,10 +78,9 @@ class StoreConnection : public PollHandler {
   Socket socket_;
   Poller& poller_;
   const OnEvent on_event_;
-  uint32_t interest_ = 0;               // what the poller watches
-  std::optional<Handshake> handshake_;  // until the client has proved itself
-  // From then on.
-  std::optional<AuthenticationCode> of_requests_, of_replies_;
+  uint32_t interest_ = 0;                                       // what the poller watches
+  std::optional<Handshake> handshake_;                          // until the client has proved itself
+  std::optional<AuthenticationCode> of_requests_, of_replies_;  // once the client has proved itself
   bool close_when_sent_ = false;
   std::string in_;  // received, not read
   std::string awaited_key_;

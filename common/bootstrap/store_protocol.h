@@ -6,8 +6,7 @@
 //   reply      = size:u32 value code | *entry    ; to set: empty; to get: once the key exists | one for each number
 //   entry      = number:u32 size:u32 value code  ; of key followed by the number in decimal; to get_all: once that
 //                                                ; exists; to get_present: at once, size kAbsent where it does not
-//   code       = u64                             ; net/message_check.h; of the request, the reply or the entry before
-//   it
+//   code       = u64                             ; of what comes before it in the message; net/message_check.h
 //
 // Openings name no job, epoch 0 and rank 0, since a store serves all of them. `format` numbers this grammar. It changes
 // more seldom than what ranks say to each other, so that ranks of different versions of Perseus can meet here and tell

@@ -1,7 +1,5 @@
 // The store's server: one thread and one poller. Nothing a client sends is looked at before it has proved the
 // secret; a client that misbehaves is closed, without effect on others. Public calls are thread-safe.
-#include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -18,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/blocked_signals.h"
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
@@ -65,12 +64,8 @@ class TcpStoreServer : public StoreServer {
           [this, fd = listener.fd()](uint32_t) { survive(kNobody, [&] { accept_from(fd); }); }));
       poller_.add(listener.fd(), EPOLLIN, on_connection_.back().get());
     }
-    // Signals are for the application's threads.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const BlockedSignals blocked;
     thread_ = std::thread([this] { serve(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   ~TcpStoreServer() override {

@@ -72,8 +72,11 @@ class Selection {
  private:
   size_t count_at_least(uint32_t magnitude) const {
     std::atomic<size_t> found{0};
-    threads_.parallel_for(
-        n_, [&](size_t i, size_t) { found += kernels::count_at_least(chunks_[i].v, chunks_[i].count, magnitude); });
+    threads_.for_parts(n_, count_, [&](size_t begin, size_t end, size_t) {
+      size_t here = 0;
+      for (size_t i = begin; i < end; ++i) here += kernels::count_at_least(chunks_[i].v, chunks_[i].count, magnitude);
+      found += here;
+    });
     return found;
   }
 
@@ -107,23 +110,29 @@ class Selection {
   void find(uint32_t magnitude) {
     indices_->resize(first_);
     found_.clear();
-    const size_t tasks = threads_.threads() == 1 ? 1 : std::min(n_, 3 * static_cast<size_t>(threads_.threads()));
+    const size_t tasks = std::min(threads_.tasks_for(count_), n_);
+    if (tasks <= 1) return find(magnitude, 0, n_, indices_, &found_);
     parts_.resize(tasks);
     threads_.parallel_for(tasks, [&](size_t task, size_t) {
       Part& part = parts_[task];
       part.indices.clear();
       part.values.clear();
-      uint16_t indices[kWireChunk];
-      for (size_t i = task * n_ / tasks; i < (task + 1) * n_ / tasks; ++i) {
-        SelectFrom& chunk = chunks_[i];
-        chunk.selected = kernels::find_at_least(chunk.v, chunk.count, magnitude, indices);
-        part.indices.insert(part.indices.end(), indices, indices + chunk.selected);
-        for (size_t s = 0; s < chunk.selected; ++s) part.values.push_back(chunk.v[indices[s]]);
-      }
+      find(magnitude, task * n_ / tasks, (task + 1) * n_ / tasks, &part.indices, &part.values);
     });
     for (const Part& part : parts_) {
       indices_->insert(indices_->end(), part.indices.begin(), part.indices.end());
       found_.insert(found_.end(), part.values.begin(), part.values.end());
+    }
+  }
+
+  // Appends those of some chunks.
+  void find(uint32_t magnitude, size_t begin, size_t end, std::vector<uint16_t>* all, std::vector<float>* values) {
+    uint16_t indices[kWireChunk];
+    for (size_t i = begin; i < end; ++i) {
+      SelectFrom& chunk = chunks_[i];
+      chunk.selected = kernels::find_at_least(chunk.v, chunk.count, magnitude, indices);
+      all->insert(all->end(), indices, indices + chunk.selected);
+      for (size_t s = 0; s < chunk.selected; ++s) values->push_back(chunk.v[indices[s]]);
     }
   }
 

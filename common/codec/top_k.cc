@@ -83,7 +83,7 @@ size_t TopKFormat::elements_sent(size_t count, uint64_t step) const {
 }
 
 size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const {
-  ChunkSelection chunk{x, residual, count};
+  ChunkSelection chunk{x, residual, nullptr, count};
   std::vector<uint16_t> indices;
   select(&chunk, 1, step, &ThreadPool::none(), &indices);
   return encode_selected(chunk, indices.data(), to);
@@ -91,23 +91,29 @@ size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_
 
 void TopKFormat::select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadPool* threads,
                         std::vector<uint16_t>* indices) const {
-  std::vector<uint32_t> magnitudes(n);
-  threads->parallel_for(n, [&](size_t i, size_t) {
-    const ChunkSelection& chunk = chunks[i];
-    magnitudes[i] = chunk.residual != nullptr ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
+  size_t count = 0;
+  for (size_t i = 0; i < n; ++i) count += chunks[i].count;
+  threads->for_parts(n, count, [&](size_t begin, size_t end, size_t) {
+    for (size_t i = begin; i < end; ++i) {
+      ChunkSelection& chunk = chunks[i];
+      // The largest magnitude stands there until the first index is known.
+      chunk.first = chunk.residual != nullptr ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
                                               : kernels::largest_magnitude(chunk.x, chunk.count);
+    }
   });
   std::vector<SelectFrom> finite;
   finite.reserve(n);
-  size_t count = 0;
   uint32_t largest = 0;
   for (size_t i = 0; i < n; ++i) {
     ChunkSelection& chunk = chunks[i];
-    chunk.selected = magnitudes[i] >= kernels::kNotFinite ? ChunkSelection::kAll : 0;
-    if (chunk.selected == ChunkSelection::kAll) continue;
+    const auto magnitude = static_cast<uint32_t>(chunk.first);
+    chunk.selected = magnitude >= kernels::kNotFinite ? ChunkSelection::kAll : 0;
+    if (chunk.selected == ChunkSelection::kAll) {
+      count -= chunk.count;
+      continue;
+    }
     finite.push_back({chunk.residual != nullptr ? chunk.residual : chunk.x, chunk.count});
-    count += chunk.count;
-    largest = std::max(largest, magnitudes[i]);
+    largest = std::max(largest, magnitude);
   }
   if (finite.empty()) return;
   size_t first = indices->size();
@@ -126,9 +132,12 @@ size_t TopKFormat::encode_selected(const ChunkSelection& chunk, const uint16_t* 
   float* const residual = chunk.residual;
   const float* v = residual != nullptr ? residual : chunk.x;
   const size_t count = chunk.count, n = chunk.selected;
-  if (n == ChunkSelection::kAll) return encode_dense(v, residual, count, to);
-  const size_t bytes = sparse_bytes(n, count);
-  if (bytes >= dense_bytes(count)) return encode_dense(v, residual, count, to);
+  const size_t bytes = n == ChunkSelection::kAll ? dense_bytes(count) : sparse_bytes(n, count);
+  if (bytes >= dense_bytes(count)) {
+    const size_t written = encode_dense(v, residual, count, to);
+    if (chunk.masked != nullptr) std::memset(chunk.masked, 0, count * sizeof(float));
+    return written;
+  }
   if (n == 0) return put_header(to, bytes, 0);
 
   const uint16_t* const indices = all_indices + chunk.first;
@@ -150,6 +159,9 @@ size_t TopKFormat::encode_selected(const ChunkSelection& chunk, const uint16_t* 
   if (residual != nullptr) {
     for (size_t i = 0; i < n; ++i) residual[indices[i]] = values[i];
   }
+  if (chunk.masked != nullptr) {
+    for (size_t i = 0; i < n; ++i) chunk.masked[indices[i]] = 0.0F;
+  }
   return put_header(to, bytes, static_cast<uint32_t>(n) | kind_of(n, count) << 16);
 }
 
@@ -164,7 +176,7 @@ size_t TopKFormat::encode_result(const float* x, float* residual, size_t count, 
   const float* v = residual != nullptr ? residual : x;
   const uint32_t largest =
       residual != nullptr ? kernels::add_to_residual(x, 1.0f, residual, count) : kernels::largest_magnitude(x, count);
-  ChunkSelection chunk{x, residual, count, ChunkSelection::kAll};
+  ChunkSelection chunk{x, residual, nullptr, count, ChunkSelection::kAll};
   if (largest >= kernels::kNotFinite) return encode_selected(chunk, nullptr, to);
   const size_t limit = kResultGrowth * most;
   std::vector<uint16_t> indices;

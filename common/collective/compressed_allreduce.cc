@@ -2,10 +2,12 @@
 #include "collective/compressed_allreduce.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "kernels/codec_kernels.h"
 
 namespace perseus {
 namespace {
@@ -28,7 +30,17 @@ size_t size_of(const Byte* encoded) {
   return size;
 }
 
-// Where so many chunks are that came one after the other; found[i * stride] is the i-th.
+// See Momenta. Returns the largest magnitude.
+uint32_t accumulate(const CompressedChunk& chunk, const float* x) {
+  return kernels::add_to_residual(x, chunk.momenta.momentum, chunk.momenta.velocity, chunk.count);
+}
+
+// What is not finite is sent once.
+void forget_not_finite(float* x, size_t count) {
+  std::replace_if(x, x + count, [](float value) { return !std::isfinite(value); }, 0.0F);
+}
+
+// Finds `chunks` chunks in the bytes that a peer has sent: found[i * stride] is the i-th.
 void find_chunks(const Byte* at, size_t bytes, size_t chunks, size_t stride, const Byte** found) {
   const Byte* const end = at + bytes;
   for (size_t i = 0; i < chunks; ++i) {
@@ -98,10 +110,16 @@ const ExchangePlan* CompressedAllreduce::spread(const WireFormat& format, const 
   return &plan_;
 }
 
-// Of so many. One thread does them all; several have enough tasks to end at about the same time.
-size_t CompressedAllreduce::chunks_together(size_t chunks) const {
-  const auto threads = static_cast<size_t>(threads_->threads());
-  return std::max(threads == 1 ? chunks : chunks / (3 * threads), size_t{1});
+CompressedAllreduce::Load CompressedAllreduce::load_of(int owner) const {
+  Load load;
+  for (const CompressedChunk& chunk : chunks_[static_cast<size_t>(owner)]) load.add({1, chunk.count});
+  return load;
+}
+
+// How many chunks make a task, where so much is to be shared.
+size_t CompressedAllreduce::chunks_in_task(const Load& load) const {
+  const size_t tasks = threads_->tasks_for(load.floats);
+  return std::max((load.chunks + tasks - 1) / tasks, size_t{1});
 }
 
 void CompressedAllreduce::cut_into_tasks(int owner, size_t together) {
@@ -138,37 +156,42 @@ void CompressedAllreduce::in_parallel(const Body& body) {
 void CompressedAllreduce::select() {
   buffers_->selected.clear();
   slices_.push_back(order_.size());
-  const size_t together = chunks_together(order_.size());
-  threads_->parallel_for((order_.size() + together - 1) / together, [&](size_t task, size_t) {
-    for (size_t i = task * together; i < std::min((task + 1) * together, order_.size()); ++i) {
-      CompressedChunk& chunk = chunks_[order_[i].owner][order_[i].index];
-      // Its place for the result serves: a selected chunk is looked at more than once.
-      if (prescale_ != 1.0F) {
-        scale(prescale_, chunk.in, chunk.out, chunk.count);
-        chunk.in = chunk.out;
-      }
-      carry(chunk.carry, chunk.residual, chunk.count);
-    }
-  });
   for (size_t i = 0; i + 1 < slices_.size(); ++i) {
     const Place *const begin = order_.data() + slices_[i], *const end = order_.data() + slices_[i + 1];
     if (begin == end) continue;
+    size_t floats = 0;
+    for (const Place* place = begin; place != end; ++place) floats += chunk_at(*place).count;
+    threads_->for_parts(static_cast<size_t>(end - begin), floats, [=](size_t from, size_t to, size_t) {
+      for (const Place* place = begin + from; place != begin + to; ++place) prepare_to_select(&chunk_at(*place));
+    });
     slice_.clear();
     for (const Place* place = begin; place != end; ++place) {
-      const CompressedChunk& chunk = chunks_[place->owner][place->index];
-      slice_.push_back({chunk.in, chunk.residual, chunk.count});
+      const CompressedChunk& chunk = chunk_at(*place);
+      slice_.push_back({chunk.in, chunk.residual, chunk.momenta.masked(), chunk.count});
     }
-    format_->select(slice_.data(), slice_.size(), chunks_[begin->owner][begin->index].step, threads_,
-                    &buffers_->selected);
-    for (size_t c = 0; c < slice_.size(); ++c) chunks_[begin[c].owner][begin[c].index].selection = slice_[c];
+    format_->select(slice_.data(), slice_.size(), chunk_at(*begin).step, threads_, &buffers_->selected);
+    for (size_t c = 0; c < slice_.size(); ++c) chunk_at(begin[c]).selection = slice_[c];
   }
 }
 
+void CompressedAllreduce::prepare_to_select(CompressedChunk* chunk) const {
+  // Its place for the result serves: a selected chunk is looked at more than once.
+  if (prescale_ != 1.0F) {
+    scale(prescale_, chunk->in, chunk->out, chunk->count);
+    chunk->in = chunk->out;
+  }
+  if (chunk->momenta.velocity != nullptr) {
+    accumulate(*chunk, chunk->in);
+    chunk->in = chunk->momenta.velocity;
+  }
+  carry(chunk->carry, chunk->residual, chunk->count);
+}
+
 void CompressedAllreduce::encode() {
-  size_t total = 0;
-  for (const std::vector<CompressedChunk>& chunks : chunks_) total += chunks.size();
+  Load all;
+  for (int owner = 0; owner < members_; ++owner) all.add(load_of(owner));
   tasks_.clear();
-  for (int owner = 0; owner < members_; ++owner) cut_into_tasks(owner, chunks_together(total));
+  for (int owner = 0; owner < members_; ++owner) cut_into_tasks(owner, chunks_in_task(all));
   give_room(true, &buffers_->own);
   give_room(false, &buffers_->sent);
   encoded_.resize(chunks_[static_cast<size_t>(me_)].size() * static_cast<size_t>(members_));
@@ -192,6 +215,8 @@ void CompressedAllreduce::encode(size_t thread, Task* task) {
     if (task->owner == me_) encoded_[i * static_cast<size_t>(members_) + static_cast<size_t>(me_)] = at;
     if (format_->selects()) {
       at += format_->encode_selected(chunk.selection, buffers_->selected.data(), at);
+      if (chunk.momenta.velocity != nullptr && chunk.selection.selected == ChunkSelection::kAll)
+        forget_not_finite(chunk.momenta.velocity, chunk.count);
       continue;
     }
     const float* x = chunk.in;
@@ -199,8 +224,15 @@ void CompressedAllreduce::encode(size_t thread, Task* task) {
       scale(prescale_, x, scratch(thread), chunk.count);
       x = scratch(thread);
     }
+    uint32_t largest = 0;
+    if (chunk.momenta.velocity != nullptr) {
+      largest = accumulate(chunk, x);
+      x = chunk.momenta.velocity;
+    }
     carry(chunk.carry, chunk.residual, chunk.count);
     at += format_->encode(x, chunk.residual, chunk.count, chunk.step, at);
+    if (float* const masked = chunk.momenta.masked()) std::memset(masked, 0, chunk.count * sizeof(float));
+    else if (largest >= kernels::kNotFinite) forget_not_finite(chunk.momenta.velocity, chunk.count);
   }
   task->bytes = static_cast<size_t>(at - task->room);
 }
@@ -214,7 +246,7 @@ void CompressedAllreduce::reduce() {
     from += bytes;
   }
   tasks_.clear();
-  cut_into_tasks(me_, chunks_together(own));
+  cut_into_tasks(me_, chunks_in_task(load_of(me_)));
   if (!sums_only_) give_room(true, &buffers_->sent);
   in_parallel([this](size_t thread, Task* task) { reduce(thread, task); });
   if (sums_only_) return;
@@ -243,7 +275,7 @@ void CompressedAllreduce::reduce(size_t thread, Task* task) {
     if (factor_ != 1.0F) scale(factor_, sum, sum, chunk.count);
     carry(chunk.carry, chunk.result_residual, chunk.count);
     const size_t bytes = format_->encode_result(sum, chunk.result_residual, chunk.count, chunk.step, parts, at);
-    give_out(at, chunk);
+    give_out(at, chunk, thread);
     at += bytes;
   }
   task->bytes = static_cast<size_t>(at - task->room);
@@ -254,18 +286,27 @@ void CompressedAllreduce::send_results(size_t bytes) {
   plan_.send_rows.push_back(bytes);
 }
 
-void CompressedAllreduce::give_out(const Byte* encoded, const CompressedChunk& chunk) const {
+void CompressedAllreduce::give_out(const Byte* encoded, const CompressedChunk& chunk, size_t thread) const {
   const size_t bytes = size_of(encoded);
   if (results_ != nullptr) (*results_)[chunk.result] = Piece{encoded, nullptr, bytes};
+  if (float* const last_result = chunk.momenta.last_result) {
+    float* const result = scratch(thread);
+    format_->decode(encoded, bytes, chunk.count, result);
+    const uint32_t largest = kernels::add_to_residual(result, -chunk.momenta.momentum, last_result, chunk.count);
+    std::memcpy(chunk.out, last_result, chunk.count * sizeof(float));
+    if (largest >= kernels::kNotFinite) forget_not_finite(result, chunk.count);
+    std::memcpy(last_result, result, chunk.count * sizeof(float));
+    return;
+  }
   if (last_) format_->decode_streamed(encoded, bytes, chunk.count, chunk.out);
   else format_->decode(encoded, bytes, chunk.count, chunk.out);
 }
 
 void CompressedAllreduce::finish() {
-  size_t total = 0;
-  for (const std::vector<CompressedChunk>& chunks : chunks_) total += chunks.size();
-  total -= chunks_[static_cast<size_t>(me_)].size();
-  encoded_.resize(total);
+  Load others;
+  for (int owner = 0; owner < members_; ++owner)
+    if (owner != me_) others.add(load_of(owner));
+  encoded_.resize(others.chunks);
   tasks_.clear();
   const Byte* from = received().data();
   size_t found = 0;
@@ -276,13 +317,14 @@ void CompressedAllreduce::finish() {
     if (owner == me_) continue;
     const size_t chunks = chunks_[static_cast<size_t>(owner)].size(), first = tasks_.size();
     find_chunks(begin, bytes, chunks, 1, encoded_.data() + found);
-    cut_into_tasks(owner, chunks_together(total));
+    cut_into_tasks(owner, chunks_in_task(others));
     for (size_t i = first; i < tasks_.size(); ++i) tasks_[i].found = found + tasks_[i].begin;
     found += chunks;
   }
-  in_parallel([this](size_t, Task* task) {
+  in_parallel([this](size_t thread, Task* task) {
     const std::vector<CompressedChunk>& chunks = chunks_[static_cast<size_t>(task->owner)];
-    for (size_t i = task->begin; i < task->end; ++i) give_out(encoded_[task->found + i - task->begin], chunks[i]);
+    for (size_t i = task->begin; i < task->end; ++i)
+      give_out(encoded_[task->found + i - task->begin], chunks[i], thread);
   });
 }
 

@@ -15,16 +15,33 @@
 
 namespace perseus {
 
+// Momentum correction, where `velocity` is not null: instead of a gradient, velocity = momentum * velocity + gradient
+// is encoded, of which what is sent becomes zero if it `masks`. The output is the result without momentum *
+// last_result, so that an optimizer that keeps v = momentum * v + output has the result as its v.
+struct Momenta {
+  float* velocity = nullptr;
+  float* last_result = nullptr;  // of all members
+  float momentum = 0.0F;
+  bool masks = false;
+
+  Momenta from(size_t begin) const {
+    return velocity == nullptr ? Momenta() : Momenta{velocity + begin, last_result + begin, momentum, masks};
+  }
+  // Null where it does not mask.
+  float* masked() const { return masks ? velocity : nullptr; }
+};
+
 struct CompressedChunk {
   const float* in = nullptr;
   float* out = nullptr;              // may be `in`
   float* residual = nullptr;         // of what this rank sends; null = none is kept
   float* result_residual = nullptr;  // of what the owner sends; null = none is kept
   float carry = 1.0F;                // what both residuals are multiplied by first
-  uint32_t count = 0;                // <= kWireChunk
-  uint32_t result = 0;               // see CompressedAllreduce::note_results
-  uint64_t step = 0;                 // see WireFormat::encode
-  ChunkSelection selection = {};     // where the format selects
+  Momenta momenta;
+  uint32_t count = 0;             // <= kWireChunk
+  uint32_t result = 0;            // see CompressedAllreduce::note_results
+  uint64_t step = 0;              // see WireFormat::encode
+  ChunkSelection selection = {};  // where the format selects
 };
 
 // What an operation needs beside its tensors while it is under way; they can take turns.
@@ -91,18 +108,28 @@ class CompressedAllreduce final : public OutputSink {
     size_t found = 0;  // where in encoded_ the first of them is, of results
   };
 
+  CompressedChunk& chunk_at(const Place& place) { return chunks_[place.owner][place.index]; }
   void select();
+  void prepare_to_select(CompressedChunk* chunk) const;
   void encode();
   void encode(size_t thread, Task* task);
   void reduce();
   void reduce(size_t thread, Task* task);
   void send_results(size_t bytes);
   void finish();
-  void give_out(const Byte* encoded, const CompressedChunk& chunk) const;
+  void give_out(const Byte* encoded, const CompressedChunk& chunk, size_t thread) const;
   std::vector<Byte>& received();
   template <class Body>
   void in_parallel(const Body& body);
-  size_t chunks_together(size_t chunks) const;
+  struct Load {
+    size_t chunks = 0, floats = 0;
+    void add(const Load& more) {
+      chunks += more.chunks;
+      floats += more.floats;
+    }
+  };
+  Load load_of(int owner) const;
+  size_t chunks_in_task(const Load& load) const;
   void cut_into_tasks(int owner, size_t together);
   void give_room(bool own, std::vector<Byte>* buffer);
   float* scratch(size_t thread) const { return buffers_->scratch.data() + 2 * kWireChunk * thread; }

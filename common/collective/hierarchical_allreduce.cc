@@ -81,6 +81,7 @@ void HierarchicalAllreduce::add_floats(const Run& run) {
     if (run.residual != nullptr) chunk.residual = run.residual + begin;
     if (run.result_residual != nullptr) chunk.result_residual = run.result_residual + begin;
     chunk.carry = run.carry;
+    chunk.momenta = run.momenta.from(begin);
     chunk.step = run.step;
     if (inside_ != nullptr) {
       chunk.result = static_cast<uint32_t>(results_.size());

@@ -37,6 +37,7 @@ class HierarchicalAllreduce final : public Staged {
     float* residual = nullptr;  // of the run's elements; null = none is kept
     float* result_residual = nullptr;
     float carry = 1.0F;  // see CompressedChunk
+    Momenta momenta;     // likewise
     uint64_t number = 0;
     uint64_t salt = 0;
     uint64_t step = 0;

@@ -20,6 +20,7 @@ constexpr size_t kWireChunk = 16 * 1024;  // elements; 64 KiB of floats, so pass
 struct ChunkSelection {
   const float* x;
   float* residual;  // may be null
+  float* masked;    // may be null: what is sent becomes zero there
   size_t count;
   // What select() found: so many elements, at these places among the indices; kAll: every element.
   static constexpr size_t kAll = SIZE_MAX;

@@ -34,8 +34,8 @@ void encode_slice(const WireFormat& format, const std::vector<float>& x, std::ve
                   size_t room, ThreadPool* threads, std::vector<Byte>* encoded, std::vector<size_t>* sizes) {
   std::vector<ChunkSelection> chunks;
   for (size_t c = 0; c < kMeasuredChunks; ++c)
-    chunks.push_back(
-        {x.data() + c * kWireChunk, residual->empty() ? nullptr : residual->data() + c * kWireChunk, kWireChunk});
+    chunks.push_back({x.data() + c * kWireChunk, residual->empty() ? nullptr : residual->data() + c * kWireChunk,
+                      nullptr, kWireChunk});
   std::vector<uint16_t> indices;
   if (format.selects()) format.select(chunks.data(), chunks.size(), step, threads, &indices);
   threads->parallel_for(kMeasuredChunks, [&](size_t c, size_t) {

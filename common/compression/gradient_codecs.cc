@@ -23,6 +23,7 @@ GradientCodecs::GradientCodecs(const Config& config) {
   defaults_.ratio = config.number(Var::kTopKRatio);
   defaults_.half_values = config.flag(Var::kTopKHalf);
   defaults_.warm_up = static_cast<int>(config.integer(Var::kTopKWarmUp));
+  correction_ = config.choice<MomentumCorrection>();
   low_rank_warm_up_ = static_cast<int>(config.integer(Var::kPowerSgdWarmUp));
   defaults_.every = static_cast<int>(config.integer(Var::kDownsample));
   defaults_.momentum = config.number(Var::kGradientMomentum);
@@ -103,7 +104,17 @@ CompressionTerms GradientCodecs::automatic() const {
   return terms;
 }
 
-CompressionTerms GradientCodecs::choose(bool sums, bool gradient, const CodecWish& wish) const {
+CompressionTerms GradientCodecs::choose(bool sums, bool gradient, const CodecWish& wish, double momentum) const {
+  CompressionTerms terms = chosen(sums, gradient, wish);
+  // With float16 inside hosts, ranks get results that others have encoded, and know nothing of momentum.
+  const bool can = gradient && terms.codec.kind == CodecKind::kTopK && !terms.inside && momentum > 0 && momentum < 1;
+  if (!can || correction_ == MomentumCorrection::kNone) return terms;
+  terms.momentum = momentum;
+  terms.masks_momentum = correction_ == MomentumCorrection::kMasking;
+  return terms;
+}
+
+CompressionTerms GradientCodecs::chosen(bool sums, bool gradient, const CodecWish& wish) const {
   CompressionTerms terms;
   if (!sums) {
     if (wish.kind > CodecWish::kExact)

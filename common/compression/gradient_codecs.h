@@ -41,11 +41,13 @@ class GradientCodecs {
   // Throws Error(kInvalidArgument) for settings that exclude each other.
   explicit GradientCodecs(const Config& config);
 
-  // `sums`: the request sums or averages. Throws Error(kInvalidArgument) for a wish that makes no sense.
-  CompressionTerms choose(bool sums, bool gradient, const CodecWish& wish) const;
+  // `sums`: the request sums or averages. `momentum`: see perseus_request. Throws Error(kInvalidArgument) for a wish
+  // that makes no sense.
+  CompressionTerms choose(bool sums, bool gradient, const CodecWish& wish, double momentum) const;
   // The codec of gradients that are too small for another one, and of all gradients inside a host if the settings ask
   // for it.
   const CodecSpec& precision() const { return precision_; }
+  bool precision_chosen() const { return chosen_; }  // by the user
   // The codecs that auto chooses among, ordered as kAutoKinds.
   std::array<CodecSpec, kAutoCodecs> auto_codecs() const;
   // The message for a user who has chosen no compression; "" for others. `between_hosts`: else between groups of a
@@ -53,6 +55,7 @@ class GradientCodecs {
   std::string news(bool between_hosts) const;
 
  private:
+  CompressionTerms chosen(bool sums, bool gradient, const CodecWish& wish) const;
   CompressionTerms automatic() const;
   CodecSpec spec(CodecWish::Kind kind, double argument) const;
 
@@ -63,6 +66,7 @@ class GradientCodecs {
   bool auto_ = false;    // for gradients, by the settings
   bool chosen_ = false;  // PERSEUS_ALLREDUCE_DTYPE is set
   bool inside_ = false;
+  MomentumCorrection correction_ = MomentumCorrection::kNone;  // of top-k
   uint64_t from_ = 0;
   uint64_t sparse_from_ = 0;  // bytes
 };

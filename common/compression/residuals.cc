@@ -36,7 +36,8 @@ float carry_of(const Residuals::Record& record, double learning_rate) {
 }  // namespace
 
 Residuals::Record::~Record() {
-  if (bytes != nullptr) bytes->fetch_sub(2 * begins.back() * sizeof(float), std::memory_order_relaxed);
+  const size_t blocks = momenta == nullptr ? 1 : 2;
+  if (bytes != nullptr) bytes->fetch_sub(blocks * 2 * begins.back() * sizeof(float), std::memory_order_relaxed);
 }
 
 bool Residuals::Record::has_vectors() const {
@@ -72,12 +73,16 @@ std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::ve
   made->owner = key.owner;
   made->begins.assign(1, 0);
   for (size_t size : sizes) made->begins.push_back(made->begins.back() + size);
-  const size_t elements = 2 * made->begins.back();
-  made->memory.reset(static_cast<float*>(std::calloc(elements, sizeof(float))));
-  if (!made->memory) fail(ErrorKind::kIo, "[codec] out of memory for what is held back of '" + key.name + "'");
+  made->memory = zeros(key, 2 * made->begins.back());
   made->bytes = &bytes_;
-  bytes_.fetch_add(elements * sizeof(float), std::memory_order_relaxed);
   return made;
+}
+
+std::unique_ptr<float[], Residuals::Record::Free> Residuals::zeros(const Key& key, size_t count) {
+  std::unique_ptr<float[], Record::Free> memory(static_cast<float*>(std::calloc(count, sizeof(float))));
+  if (!memory) fail(ErrorKind::kIo, "[codec] out of memory for what is held back of '" + key.name + "'");
+  bytes_.fetch_add(count * sizeof(float), std::memory_order_relaxed);
+  return memory;
 }
 
 Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms,
@@ -128,6 +133,7 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
     return Lease(record);
   }
   if (!record) records_[key_] = record = make(key, sizes);
+  if (terms.momentum != 0 && record->momenta == nullptr) record->momenta = zeros(key, 2 * record->begins.back());
   record->terms = terms;
   record->layout = division(terms, layout);
   record->loaded = false;
@@ -172,12 +178,15 @@ size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layou
 
 void Residuals::write(const Key& key, const float* data, size_t room, uint64_t layout) {
   const MutexLock lock(mutex_);
-  const Record* before = idle(key);
+  Record* before = idle(key);
   if (room == 0 || room % 2 != 0)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' cannot hold back " + std::to_string(room) +
                                           " numbers: expected two for each element");
   const uint64_t steps = before == nullptr ? 0 : before->steps;
-  const std::shared_ptr<Record> record = records_[key_] = make(key, {room / 2});
+  const bool same_size = before != nullptr && before->begins.back() == room / 2;
+  const std::shared_ptr<Record> record = make(key, {room / 2});
+  if (same_size) record->momenta = std::move(before->momenta);
+  records_[key_] = record;
   std::memcpy(record->memory.get(), data, room * sizeof(float));
   record->steps = steps;
   record->layout = layout;

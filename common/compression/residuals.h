@@ -34,6 +34,10 @@ class Residuals {
     // For the elements of tensor i; pages that no codec touches take no memory.
     float* sent(size_t i) const { return memory.get() + begins[i]; }
     float* result(size_t i) const { return memory.get() + begins[i] + begins.back(); }
+    // The same for momentum correction, once there is one: what this rank's gradients have accumulated, and the last
+    // results. Not in what read() gives, and kept by write(): all ranks begin with zeros at the same step.
+    float* velocity(size_t i) const { return momenta.get() + begins[i]; }
+    float* last_result(size_t i) const { return momenta.get() + begins[i] + begins.back(); }
     // Did this rank send a low-rank sum since the last flush? Not while a reduction is under way.
     bool has_vectors() const;
     // Makes `memory` say what is held back, also of low-rank sums.
@@ -47,7 +51,7 @@ class Residuals {
     };
     uint64_t owner = 0;
     std::vector<size_t> begins;  // of each tensor, then the end of the last one
-    std::unique_ptr<float[], Free> memory;
+    std::unique_ptr<float[], Free> memory, momenta;
     std::vector<kernels::LowRankMemory> low_rank;  // of each tensor, see LowRankAllreduce
     uint64_t steps = 0;                            // times it was taken
     float carry = 1.0F;                            // what it is multiplied by in the reduction under way, see take()
@@ -122,6 +126,7 @@ class Residuals {
   std::shared_ptr<Record> find(const Key& key) PERSEUS_REQUIRES(mutex_);
   Record* idle(const Key& key) PERSEUS_REQUIRES(mutex_);
   std::shared_ptr<Record> make(const Key& key, const std::vector<size_t>& sizes);
+  std::unique_ptr<float[], Record::Free> zeros(const Key& key, size_t count);
 
   std::atomic<size_t> bytes_{0};
   Mutex mutex_;

@@ -46,7 +46,6 @@ ExecutionSettings settings_of(const Config& config) {
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
   settings.link_check_ns = config.integer(Var::kLinkCheck) * kSecond;
   settings.gpu_operations = config.choice<GpuOperations>();
-  settings.precision_chosen = config.choice<AllreduceDtype>() != AllreduceDtype::kAuto;
   settings.nccl_library = config.text(Var::kNcclLibrary);
   settings.algorithm = AlgorithmChoice(wanted_algorithm(config.choice<AllreduceAlgorithm>()));
   // A ring's bits depend on buckets, and trials may change none.
@@ -54,7 +53,7 @@ ExecutionSettings settings_of(const Config& config) {
   return settings;
 }
 
-// Without a wish, most cores are left to who computes gradients. More than four only wait for memory.
+// By default, most cores are left to the computation of gradients. More than four threads would only wait for memory.
 int codec_threads(const Config& config, Cores cores) {
   const auto wanted = static_cast<int>(config.integer(Var::kCodecThreads));
   return wanted > 0 ? wanted : std::clamp(cores.usable / cores.ranks / 4, 1, 4);
@@ -134,6 +133,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.threads = &codec_threads_;
   execution_settings_.residuals = &residuals_;
   execution_settings_.precision = gradient_codecs_.precision();
+  execution_settings_.precision_chosen = gradient_codecs_.precision_chosen();
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
   execution_settings_.log = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
   execution_settings_.warn = [this](const std::string& text) { log_.warning(text); };

@@ -79,6 +79,7 @@ class Engine final : private ProgressWork {
     int rank_count = 0;
     uint64_t gradient_of = 0;
     double learning_rate = 0;  // see perseus_request
+    double momentum = 0;       // likewise
     CodecWish codec;
     Completion done;
     int64_t tag = 0;                // of a send or receive, whose other rank is `root`

@@ -59,11 +59,7 @@ ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_
       link_to_(std::move(link_to)),
       topology_(settings.topology),
       gpu_operations_(settings.gpu_operations),
-      communicator_(
-          settings.nccl_library, [this]() PERSEUS_REQUIRES(progress_lock) { return letters_about_nccl(); },
-          [this, warn = settings.warn](const std::string& text) {
-            if (nccl_members()[0] == me_) warn(text);
-          }),
+      communicator_(nccl_settings(settings), [this]() PERSEUS_REQUIRES(progress_lock) { return letters_about_nccl(); }),
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to_), dissemination_links(ranks_, me_, -1, id, link_to_),
              static_cast<int>(ranks_.size()), me_, epoch, id),
@@ -80,17 +76,33 @@ bool ProcessSet::keeps_on(int device) {
 }
 
 const Levels& ProcessSet::levels() const {
-  std::call_once(levels_known_, [this] { levels_ = topology_->of(ranks_, me_); });
+  std::call_once(levels_known_, [this] {
+    levels_ = topology_->of(ranks_, me_);
+    nccl_members_ = levels_.members_of(gpu_operations_ == GpuOperations::kNccl ? Level::kAll : Level::kInner);
+  });
   return levels_;
 }
 
+NcclSettings ProcessSet::nccl_settings(const ExecutionSettings& settings) const {
+  NcclSettings nccl;
+  nccl.library = settings.nccl_library;
+  nccl.of_whom = gpu_operations_ == GpuOperations::kNccl ? "of all hosts" : "of this host";
+  nccl.join_ns = settings.timeout_ns / 2;
+  // What keeps it from NCCL is mostly the same for all ranks of a host.
+  nccl.log = [this, warn = settings.warn](const std::string& text) {
+    if (levels().inner_me == 0) warn(text);
+  };
+  return nccl;
+}
+
 // Those whose GPUs NCCL joins.
-std::vector<int> ProcessSet::nccl_members() const {
-  return levels().members_of(gpu_operations_ == GpuOperations::kNccl ? Level::kAll : Level::kInner);
+const std::vector<int>& ProcessSet::nccl_members() const {
+  levels();
+  return nccl_members_;
 }
 
 std::unique_ptr<Letters> ProcessSet::letters_about_nccl() const {
-  const std::vector<int> members = nccl_members();
+  const std::vector<int>& members = nccl_members();
   std::vector<Link*> links;
   for (int member : members)
     links.push_back(member == me_ ? nullptr

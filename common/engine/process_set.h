@@ -97,7 +97,8 @@ class ProcessSet {
       PERSEUS_REQUIRES(progress_lock);
   void keep_schedule(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
   const Levels& levels() const;  // any thread, once something is submitted
-  std::vector<int> nccl_members() const;
+  NcclSettings nccl_settings(const ExecutionSettings& settings) const;
+  const std::vector<int>& nccl_members() const;  // any thread, once something is submitted
   std::unique_ptr<Letters> letters_about_nccl() const PERSEUS_REQUIRES(progress_lock);
   void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
@@ -113,6 +114,7 @@ class ProcessSet {
   const GpuOperations gpu_operations_;
   mutable std::once_flag levels_known_;
   mutable Levels levels_;
+  mutable std::vector<int> nccl_members_;
   NcclCommunicator communicator_;  // outlives groups, which use it
   Negotiation negotiation_;
   Round round_ PERSEUS_GUARDED_BY(progress_lock);

@@ -405,7 +405,7 @@ int64_t Engine::submit(const Submission& s) {
   if (s.refusal == nullptr) check_operation(s, *group);
   check_group_change(s, world_.size);
   const bool sums = s.kind == Kind::kAllreduce && (s.op == ReduceOp::kSum || s.op == ReduceOp::kAverage);
-  const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec);
+  const CompressionTerms compression = gradient_codecs_.choose(sums, s.gradient_of != 0, s.codec, s.momentum);
   check_codec_suits(s);
   if (!s.on_cuda) return submit_checked(s, group, compression, nullptr);
   if (is_result(s, *group)) return pass_on(s);

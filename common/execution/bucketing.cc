@@ -130,9 +130,7 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
     switch (d.kind) {
       case Kind::kAllreduce:
         give_up_other_sizes(*entry);
-        codecs_.clear();
-        for (size_t i = 0; i < d.tensors.size(); ++i)
-          codecs_.push_back(d.tensors[i].bytes() == 0 ? CodecSpec() : codec_of(*entry, i));
+        choose_codecs(*entry);
         place(entry);
         for (size_t i = 0; i < d.tensors.size(); ++i) add_reduction(entry, i, codecs_[i]);
         break;

@@ -48,6 +48,10 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
       run.residual = entry->residuals->sent(tensor) + begin / element;
       run.result_residual = entry->residuals->result(tensor) + begin / element;
       run.carry = entry->residuals->carry;
+      if (d.compression.momentum != 0)
+        run.momenta = Momenta{entry->residuals->velocity(tensor), entry->residuals->last_result(tensor),
+                              static_cast<float>(d.compression.momentum), d.compression.masks_momentum}
+                          .from(begin / element);
       run.step = entry->residuals->steps;
       if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
         bucket.residuals.push_back(entry->residuals);
@@ -110,6 +114,21 @@ void Execution::give_up_other_sizes(const Entry& entry) {
   settings_.residuals->agreed({entry.gradient_of, number_, *entry.text}, sizes_);
 }
 
+// Those of an allreduce's tensors. NCCL sums floats as they are between hosts, too, unless somebody wants something
+// else.
+void Execution::choose_codecs(const Entry& entry) {
+  const Description& d = entry.description;
+  const bool by_default = !d.compression.automatic && !d.compression.doubles && !settings_.precision_chosen &&
+                          d.compression.codec == settings_.precision;
+  if (settings_.gpu_operations == GpuOperations::kNccl && by_default) {
+    codecs_.assign(d.tensors.size(), CodecSpec());
+    if (reduces_on_device(entry)) return;
+  }
+  codecs_.clear();
+  for (size_t i = 0; i < d.tensors.size(); ++i)
+    codecs_.push_back(d.tensors[i].bytes() == 0 ? CodecSpec() : codec_of(entry, i));
+}
+
 // By what all ranks know of the tensor, never by what it shares a bucket with. What leaves elements out does so between
 // groups only; where there is one group, so does everything but PERSEUS_ALLREDUCE_DTYPE=0.
 CodecSpec Execution::codec_of(const Entry& entry, size_t tensor) {
@@ -119,11 +138,6 @@ CodecSpec Execution::codec_of(const Entry& entry, size_t tensor) {
   if (!between && !d.compression.inside) return CodecSpec();
   if (d.compression.codec.kind == CodecKind::kInside) return between ? d.compression.codec : CodecSpec();
   if (!d.compression.serves(t.dtype)) return CodecSpec();
-  // NCCL sums floats as they are between hosts, too, unless somebody wants something else.
-  const bool by_default = !d.compression.doubles && !settings_.precision_chosen;
-  if (settings_.gpu_operations == GpuOperations::kNccl && d.stays_on_device && by_default &&
-      d.compression.codec == settings_.precision)
-    return CodecSpec();
   const bool low_rank = d.compression.codec.kind == CodecKind::kLowRank;
   const uint64_t narrow = low_rank ? narrow_bytes(t.shape, d.compression.codec.matrix_rank) : 0;
   if (d.compression.automatic) {

@@ -162,7 +162,7 @@ class Execution {
   void finish_probe(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
 
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
-  // Those of tensors that are reduced on their devices: one where NCCL has all ranks.
+  // The levels of tensors that are reduced on their devices: where NCCL has all ranks, those are one inner group.
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce, which stay on their devices, reduced there?
   bool reduces_on_device(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
@@ -178,6 +178,7 @@ class Execution {
   void take_residuals(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   void give_up_other_sizes(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   void set_sizes(const Description& description) PERSEUS_REQUIRES(progress_lock);
+  void choose_codecs(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   CodecSpec codec_of(const Entry& entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
   const WireFormat* format_of(const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
   Algorithm algorithm_of(int stages, size_t bytes) PERSEUS_REQUIRES(progress_lock);

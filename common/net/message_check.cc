@@ -32,7 +32,7 @@ std::string AuthenticationCode::behind(std::string_view first, std::string_view 
 
 std::string AuthenticationCode::refusal(size_t n) {
   return "a message of " + std::to_string(n) +
-         " bytes with a wrong authentication code: it has changed on its way, or is not from that rank; look for " +
+         " bytes with a wrong authentication code: it has changed on its way, or somebody else has sent it; look for " +
          "errors of the network cards and of memory on both hosts (ethtool -S, dmesg), and for who else can send " +
          "packets there (docs/security.md)";
 }

@@ -2,12 +2,12 @@
 #include "observe/recording.h"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 
+#include "base/blocked_signals.h"
 #include "base/clock.h"
 
 namespace perseus {
@@ -30,12 +30,8 @@ Recording::Recording(const std::string& path, int rank, int size, const Log& log
       ring_(std::make_unique<TraceRecord[]>(kSlots)) {
   format_.header(&events_);
   flush();
-  // Signals belong to the program's own threads.
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
+  const BlockedSignals blocked;
   thread_ = std::thread([this] { write_loop(); });
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
 }
 
 Recording::~Recording() {

@@ -18,6 +18,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/blocked_signals.h"
 #include "base/clock.h"
 #include "base/descriptors.h"
 #include "base/fork_guard.h"
@@ -57,12 +58,8 @@ ProgressEngine::ProgressEngine(Waker& waker, const Settings& settings, ProgressW
     : waker_(waker), settings_(settings), work_(work) {
   standby_timer_ = open_guarded([] { return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
   if (standby_timer_ < 0) fail(ErrorKind::kIo, "[engine] timerfd_create: " + error_text(errno));
-  // Signals belong to the program's own threads.
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
+  const BlockedSignals blocked;
   thread_ = std::thread([this] { engine_loop(); });
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
 }
 
 ProgressEngine::~ProgressEngine() {

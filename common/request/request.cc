@@ -121,7 +121,11 @@ std::string shape_mismatch(Kind kind, const std::vector<int64_t>& x, const std::
          ", but another rank sent a tensor with dimension " + text_of(d) + " equal to " + text_of(y[d]) + ".";
 }
 
-std::string wish_name(const CompressionTerms& terms) { return terms.automatic ? "auto" : codec_name(terms.codec); }
+std::string wish_name(const CompressionTerms& terms) {
+  std::string name = terms.automatic ? "auto" : codec_name(terms.codec);
+  if (terms.momentum != 0) name += " with momentum " + text_of(terms.momentum);
+  return name;
+}
 
 // Of "Mismatched …: One rank did this": " did this".
 std::string what_it_did(const std::string& mismatch) {

@@ -236,6 +236,7 @@ PyObject* submit(PyObject* self, PyObject* const* given, Py_ssize_t positional, 
   gradient.codec = static_cast<int>(PyLong_AsLong(arguments[kCodec]));
   gradient.codec_argument = PyFloat_AsDouble(arguments[kCodecArgument]);
   gradient.learning_rate = PyFloat_AsDouble(arguments[kLearningRate]);
+  gradient.momentum = PyFloat_AsDouble(arguments[kMomentum]);
   if (PyErr_Occurred()) return nullptr;
   const bool submitted = PyTuple_Check(arguments[kInput])
                              ? submit_group(context, &state.reader, arguments, unnamed, gradient, &pending)
@@ -346,7 +347,7 @@ PyMethodDef kMethods[] = {
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL | METH_KEYWORDS,
      "submit($self, kind, name, input, output=None, /, *, op=0, prescale=1.0, postscale=1.0, root=0,\n"
      "       splits=None, group=0, gradient_of=0, codec=0, codec_argument=0.0, tag=0,\n"
-     "       learning_rate=0.0)\n--\n\n"
+     "       learning_rate=0.0, momentum=0.0)\n--\n\n"
      "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None.\n"
      "An allgather of one tensor writes to output if that has room for as many bytes of each rank as input has.\n"
      "A receive writes to input; the other rank of a send or receive is root, -1 for a receive from any."},

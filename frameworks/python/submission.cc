@@ -215,6 +215,7 @@ void state(const GradientArguments& gradient, perseus_request* request, Pending*
   request->codec = gradient.codec;
   request->codec_argument = gradient.codec_argument;
   request->learning_rate = gradient.learning_rate;
+  request->momentum = gradient.momentum;
 }
 
 // Interned, so that a caller's keyword is mostly found by its address. They live as long as the process.
@@ -235,8 +236,9 @@ int position_of(PyObject* keyword) {
 }  // namespace
 
 bool SubmitArguments::prepare() {
-  constexpr const char* kKeywords[] = {"op",          "prescale", "postscale",      "root", "splits",       "group",
-                                       "gradient_of", "codec",    "codec_argument", "tag",  "learning_rate"};
+  constexpr const char* kKeywords[] = {
+      "op",          "prescale", "postscale",      "root", "splits",        "group",
+      "gradient_of", "codec",    "codec_argument", "tag",  "learning_rate", "momentum"};
   PyObject* zero = PyLong_FromLong(0);
   PyObject* one = PyFloat_FromDouble(1.0);
   if (zero == nullptr || one == nullptr) return false;

@@ -32,6 +32,7 @@ enum SubmitArgument : int {
   kCodecArgument,
   kTag,
   kLearningRate,
+  kMomentum,
   kSubmitArguments
 };
 
@@ -56,6 +57,7 @@ struct GradientArguments {
   int codec = 0;
   double codec_argument = 0;
   double learning_rate = 0;
+  double momentum = 0;
 };
 
 // Both fill in all of `pending` but its number; false with an exception set.

@@ -76,10 +76,16 @@ class HandleReducer(Reducer):
         self._codec_argument = plan.compression.argument
         _living.add(self)
 
-    def begin(self, reduction: Reduction, gradients: list[Any], learning_rate: float = 0.0) -> None:
+    def begin(
+        self,
+        reduction: Reduction,
+        gradients: list[Any],
+        learning_rate: float = 0.0,
+        momentum: float = 0.0,
+    ) -> None:
         """Start reducing dense gradients, in place or as the tensors that compression returns.
 
-        learning_rate: see perseus_request.
+        learning_rate, momentum: see perseus_request.
         """
         reduction.gradients = gradients
         if not self._plain:
@@ -93,7 +99,7 @@ class HandleReducer(Reducer):
             _ALLREDUCE, reduction.name, tensors, tensors, op=self._op, prescale=self._prescale,
             postscale=self._postscale, group=self.plan.process_set.process_set_id,
             gradient_of=self.number, codec=self._codec, codec_argument=self._codec_argument,
-            learning_rate=learning_rate,
+            learning_rate=learning_rate, momentum=momentum,
         )  # fmt: skip
 
     def finish(self, reductions: Iterable[Reduction], failures: Failures) -> bool:

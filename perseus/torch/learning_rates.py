@@ -1,24 +1,28 @@
-"""The learning rates by which codecs weigh what they have held back. Pure functions."""
+"""What codecs know of the steps that apply gradients: rates and momenta. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from weakref import ref
 
 import torch
 
+_UNKNOWN = (0.0, 0.0)
 
-def learning_rates(
+
+def steps_of(
     optimizer: torch.optim.Optimizer, kind: type
-) -> Callable[[list[torch.Tensor]], float]:
-    """Return a function that returns the rate of the parameters' next step.
+) -> Callable[[list[torch.Tensor]], tuple[float, float]]:
+    """Return a function that returns the rate and the momentum of the parameters' next step.
 
     kind: the class whose step() is taken. The optimizer's own, which may also be collected, and may
         load other rates, is derived from it.
 
-    It returns 0, for a rate that is not known, if the parameters' rates differ or their group has
-    been removed, and if steps are not proportional to both the rate and the gradient: those of
-    torch.optim.SGD are, but others may not be, even if they are derived from it.
+    It returns 0 for a rate that is not known: if the parameters' rates differ or their group has
+    been removed, and if steps are not proportional to both the rate and the gradient. Those of
+    torch.optim.SGD are, but others may not be, even if they are derived from it. The momentum is 0
+    as well if it is not the one of perseus_request: of Nesterov's kind, or dampened.
     """
     if kind is not torch.optim.SGD:
         return _unknown
@@ -30,19 +34,35 @@ def learning_rates(
     }
     known = ref(optimizer)
 
-    def rate_of(parameters: list[torch.Tensor]) -> float:
+    def step_of(parameters: list[torch.Tensor]) -> tuple[float, float]:
         alive = known()
         if alive is None:
-            return 0.0
+            return _UNKNOWN
         groups = alive.param_groups  # which load_state_dict() replaces
         places = {group_of[id(parameter)] for parameter in parameters}
         if max(places) >= len(groups):
-            return 0.0
+            return _UNKNOWN
         rates = {float(groups[place]["lr"]) for place in places}
-        return rates.pop() if len(rates) == 1 else 0.0
+        momenta = {_momentum(groups[place]) for place in places}
+        return (
+            rates.pop() if len(rates) == 1 else 0.0,
+            momenta.pop() if len(momenta) == 1 else 0.0,
+        )
 
-    return rate_of
+    return step_of
 
 
-def _unknown(_: list[torch.Tensor]) -> float:
-    return 0.0
+def learning_rates(
+    optimizer: torch.optim.Optimizer, kind: type
+) -> Callable[[list[torch.Tensor]], float]:
+    """Return a function that returns the rate alone; see steps_of()."""
+    step_of = steps_of(optimizer, kind)
+    return lambda parameters: step_of(parameters)[0]
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    return 0.0 if group["nesterov"] or group["dampening"] != 0 else float(group["momentum"])
+
+
+def _unknown(_: list[torch.Tensor]) -> tuple[float, float]:
+    return _UNKNOWN

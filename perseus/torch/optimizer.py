@@ -33,7 +33,7 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, initial_state, parameters_of
-from perseus.torch.learning_rates import learning_rates
+from perseus.torch.learning_rates import steps_of
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import as_buffers, as_tensors
 from perseus.torch.rotation import TorchRotation
@@ -285,7 +285,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
         names,
         plan,
         backward_passes_per_step,
-        learning_rates(made, wrapped),
+        steps_of(made, wrapped),
     )
     return made
 

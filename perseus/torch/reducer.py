@@ -46,7 +46,8 @@ class GradientReducer(HandleReducer):
     parameters: those whose gradients are reduced; with [], every method does nothing.
     names: the names of at least these parameters, equal on all ranks.
     passes: the number of backward passes that complete a gradient.
-    rate_of: returns the learning rate of some parameters' next step; see perseus_request.
+    step_of: returns the learning rate and the momentum of some parameters' next step; see
+        perseus_request.
     applies: whether the gradients of the last finish_begun() may be applied. They may not if they
         are part of an incomplete sum over steps, or contain a NaN that is to be skipped.
     """
@@ -59,12 +60,12 @@ class GradientReducer(HandleReducer):
         names: dict[torch.Tensor, str],
         plan: Plan,
         passes: int,
-        rate_of: Callable[[list[torch.Tensor]], float],
+        step_of: Callable[[list[torch.Tensor]], tuple[float, float]],
     ) -> None:
         super().__init__(plan, session)
         self.names = names
         self.passes = passes
-        self._rate_of = rate_of
+        self._step_of = step_of
         self.reductions = _make_bundles(parameters, names, plan)
         # The number of sparse dimensions, for parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
@@ -132,7 +133,7 @@ class GradientReducer(HandleReducer):
                 gradients = self._start_sparse(bundle, gradients)
                 break
         if gradients:
-            self.begin(bundle, gradients, self._rate_of(bundle.parameters))
+            self.begin(bundle, gradients, *self._step_of(bundle.parameters))
 
     def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad

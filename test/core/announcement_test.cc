@@ -30,6 +30,8 @@ Description unusual() {
   d.compression.codec = {CodecKind::kTopK, 0.25, true, 7, 4, 0.5, 3, 2.0};
   d.compression.automatic = d.compression.inside = d.compression.doubles = true;
   d.compression.from = uint64_t{1} << 50;
+  d.compression.momentum = 0.75;
+  d.compression.masks_momentum = true;
   d.priority = -5;
   d.transient = true;
   d.nans = {1, 0};
@@ -75,14 +77,13 @@ TEST(Announcement, RoundTripsEveryField) {
 }
 
 TEST(Announcement, PrintsEveryFieldWithItsValue) {
-  EXPECT_EQ(
-      to_text(unusual()),
-      "kind=ALLTOALL tensors=[{dtype=bool shape=[]}, {dtype=float16 shape=[0, 1099511627776, 3]}] "
-      "prescale=-0.125 postscale=1e+300 op=5 gradient=true root=77 ranks=[0, 5, 1000] "
-      "compression={codec={kind=top-k ratio=0.25 half_values=true warm_up=7 every=4 momentum=0.5 "
-      "matrix_rank=3 scale=2} automatic=true inside=true doubles=true from=1125899906842624} priority=-5 "
-      "transient=true nans=[1, 0] times=[7, 4294967295] flush=2 warms_up=true stays_on_device=true outdated=1073741824 "
-      "refusal='läuft nicht'");
+  EXPECT_EQ(to_text(unusual()),
+            "kind=ALLTOALL tensors=[{dtype=bool shape=[]}, {dtype=float16 shape=[0, 1099511627776, 3]}] "
+            "prescale=-0.125 postscale=1e+300 op=5 gradient=true root=77 ranks=[0, 5, 1000] "
+            "compression={codec={kind=top-k ratio=0.25 half_values=true warm_up=7 every=4 momentum=0.5 "
+            "matrix_rank=3 scale=2} automatic=true inside=true doubles=true from=1125899906842624 momentum=0.75 "
+            "masks_momentum=true} priority=-5 transient=true nans=[1, 0] times=[7, 4294967295] flush=2 warms_up=true "
+            "stays_on_device=true outdated=1073741824 refusal='läuft nicht'");
 }
 
 // Calls change(field name, description) for a description that differs from unusual() in just this field.

@@ -270,7 +270,7 @@ struct Slice {
   std::vector<float> over_the_wire(const WireFormat& codec, uint64_t step) {
     std::vector<ChunkSelection> chunks;
     for (size_t c = 0; c < x.size(); ++c)
-      chunks.push_back({x[c].data(), residuals[c].empty() ? nullptr : residuals[c].data(), x[c].size()});
+      chunks.push_back({x[c].data(), residuals[c].empty() ? nullptr : residuals[c].data(), nullptr, x[c].size()});
     std::vector<uint16_t> indices = {7, 8, 9};  // of another slice
     codec.select(chunks.data(), chunks.size(), step, &ThreadPool::none(), &indices);
     std::vector<float> all;

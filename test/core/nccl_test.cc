@@ -1,4 +1,5 @@
-// Tensors that stay on their GPUs until NCCL has summed them inside a host, on stand-ins for the driver and for NCCL.
+// Tensors that stay on their GPUs until NCCL has summed them, inside a host or everywhere, on stand-ins for the driver
+// and for NCCL.
 #include "nccl.h"
 
 #include <algorithm>
@@ -190,12 +191,14 @@ TEST(Nccl, SumsBetweenHostsIfAsked) {
   run_steps(kOneHost, 4, sums_and_others(4, kIntegers, 700), hosts_of_two({everywhere}));
   run_steps(all_media()[2], 4, sums_and_others(4, kFloats, 800), options);
   const std::vector<int64_t> counts = {7, 70'000, 16'384, 100'001};
+  testing::internal::CaptureStderr();
   const Training on_one = train(4, counts, WorldOptions(), 2), on_two = train(4, counts, hosts_of_two({everywhere}), 2);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << "nothing is float16";
   EXPECT_GT(on_two.nccl_calls, 0);
   EXPECT_TRUE(on_two.results == on_one.results);
 }
 
-// A codec that the user has chosen is worth more there, and NCCL has none.
+// NCCL compresses nothing, so what the user wants compressed does not go there.
 TEST(Nccl, LeavesToTheHostsWhatIsToBeCompressed) {
   for (const char* chosen : {"PERSEUS_ALLREDUCE_DTYPE=2", "PERSEUS_ALLREDUCE_CODEC=int8"}) {
     const std::vector<int64_t> counts = {70'000, 50'000};
@@ -276,7 +279,8 @@ TEST(Nccl, RanksOfOneGpuGoThroughTheHost) {
     return;
   }
   EXPECT_EQ(calls, 0);
-  EXPECT_NE(said.find("NCCL does not join the ranks, whose tensors go through host memory: two ranks use the same GPU"),
+  EXPECT_NE(said.find("NCCL does not join the ranks of this host, whose tensors go through host memory: two ranks use "
+                      "the same GPU"),
             std::string::npos)
       << said;
   EXPECT_EQ(said.find("NCCL does not join"), said.rfind("NCCL does not join")) << "said more than once: " << said;
@@ -300,6 +304,28 @@ TEST(Nccl, ARankThatCannotJoinIsNotWaitedFor) {
   EXPECT_NE(said.find("NCCL does not join the ranks"), std::string::npos) << said;
 }
 
+// As where a firewall is between hosts: NCCL itself would try for ever.
+TEST(Nccl, AJoinThatNeverEndsIsGivenUp) {
+  const auto operation = sum_of("unjoined", 2, 30'000);
+  WorldOptions options;
+  options.overrides = {"GLOO_TIMEOUT_SECONDS=2", "PERSEUS_GPU_OPERATIONS=nccl"};
+  testing::internal::CaptureStderr();
+  standin_nccl_fail_init(ncclInProgress);
+  const auto sum = [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    DeviceCall call(*operation, rank, &gpu);
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    call.finish(context);
+  };
+  EXPECT_EQ(with_nccl(all_media()[2], 2, sum, options), 0);
+  standin_nccl_fail_init(0);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("NCCL does not join the ranks of all hosts, whose tensors go through host memory: it cannot "
+                      "connect them: see NCCL_SOCKET_IFNAME"),
+            std::string::npos)
+      << said;
+}
+
 // One rank has no room for a bucket on its GPU: all do that one in host memory.
 TEST(Nccl, MemoryOfAGpuIsUsedUp) {
   const auto small = sum_of("small", 2, 1000), large = sum_of("large", 2, 200'000);
@@ -319,6 +345,29 @@ TEST(Nccl, MemoryOfAGpuIsUsedUp) {
     third.finish(context);
   });
   EXPECT_EQ(calls, 2 * 2);
+}
+
+// Where that does not change, tensors go the way that they would without NCCL.
+TEST(Nccl, AGpuThatIsFullIsLeftToTheFramework) {
+  const auto operation = sum_of("large", 2, 200'000);
+  testing::internal::CaptureStderr();
+  Barrier barrier(2);
+  const int calls = with_nccl(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    std::deque<DeviceCall> sums;
+    for (int step = 0; step < 12; ++step) sums.emplace_back(*operation, rank, &gpu);
+    for (int step = 0; step < 12; ++step) {
+      barrier.wait();
+      standin_allow_device_memory(step < 10 ? 0 : 1 << 30);
+      barrier.wait();
+      DeviceCall& call = sums[static_cast<size_t>(step)];
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+      call.finish(context);
+    }
+  });
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(calls, 0);
+  EXPECT_NE(said.find("a GPU has too little memory for NCCL"), std::string::npos) << said;
 }
 
 // A rank that has joined gives zeros from its host.

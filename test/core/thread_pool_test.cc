@@ -53,6 +53,26 @@ TEST_P(ThreadPoolTest, ThrowsWhatTheFirstTaskThrew) {
 
 INSTANTIATE_TEST_SUITE_P(Threads, ThreadPoolTest, testing::Values(1, 2, 3, 8));
 
+// Parts cover everything once, and what is over before a thread wakes up is not shared.
+TEST(ThreadPoolParts, AreAsManyAsPayOff) {
+  ThreadPool pool(3);
+  EXPECT_EQ(ThreadPool(1).tasks_for(SIZE_MAX), 1U);
+  EXPECT_EQ(pool.tasks_for(0), 1U);
+  EXPECT_EQ(pool.tasks_for(100'000), 1U);
+  EXPECT_EQ(pool.tasks_for(300'000), 4U);
+  EXPECT_EQ(pool.tasks_for(SIZE_MAX), 9U);
+  for (const size_t items : {0, 1, 5, 100}) {
+    std::vector<std::atomic<int>> seen(items);
+    std::atomic<size_t> parts{0};
+    pool.for_parts(items, 10'000'000, [&](size_t begin, size_t end, size_t) {
+      ++parts;
+      for (size_t i = begin; i < end; ++i) ++seen[i];
+    });
+    EXPECT_EQ(parts, std::min<size_t>(items, 9));
+    for (const auto& times : seen) EXPECT_EQ(times, 1);
+  }
+}
+
 // As many at once as there are threads: each waits for all others.
 TEST(ThreadPoolTogether, UsesAllItsThreads) {
   ThreadPool pool(4);

@@ -60,7 +60,7 @@ def test_one_process_that_cannot_join_is_not_waited_for(nccl: Path) -> None:
     result = run_ranks(3, nccl.with_name("libcuda.so.1"), **variables)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "has called NCCL" not in result.stdout
-    said = "NCCL does not join the ranks, whose tensors go through host memory: "
+    said = "NCCL does not join the ranks of this host, whose tensors go through host memory: "
     worlds = 2
     said += "unhandled system error (standin_nccl_fail_init())"
     assert result.stderr.count(said) == worlds, result.stderr

@@ -64,7 +64,9 @@ def test_every_gradient_that_failed_is_told(monkeypatch):
     names = {torch.nn.Parameter(torch.ones(i + 1)): f"gradient.{i}" for i in range(3)}
     hvd.init()
     plan = reducers.Plan(compression=hvd.Compression.none)
-    reducer = reducers.GradientReducer(list(names), names, plan, passes=1, rate_of=lambda _: 0.0)
+    reducer = reducers.GradientReducer(
+        list(names), names, plan, passes=1, step_of=lambda _: (0.0, 0.0)
+    )
     waited = []
 
     def fails(handle: int) -> None:

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from perseus.torch.learning_rates import learning_rates
+from perseus.torch.learning_rates import learning_rates, steps_of
 
 
 def _optimizer(kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -46,3 +46,24 @@ def test_steps_that_may_not_be_proportional_have_no_rate() -> None:
     for kind in (torch.optim.Adam, Own):
         optimizer = _optimizer(kind)
         assert learning_rates(optimizer, kind)([optimizer.param_groups[0]["params"][0]]) == 0.0
+
+
+def test_the_momentum_is_known_where_it_is_the_plain_one() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    for options, expected in (
+        ({}, 0.0),
+        ({"momentum": 0.9}, 0.9),
+        ({"momentum": 0.9, "weight_decay": 0.1, "maximize": True}, 0.9),
+        ({"momentum": 0.9, "dampening": 0.5}, 0.0),
+        ({"momentum": 0.9, "nesterov": True}, 0.0),
+    ):
+        optimizer = torch.optim.SGD([parameter], lr=0.5, **options)
+        assert steps_of(optimizer, torch.optim.SGD)([parameter]) == (0.5, expected), options
+    first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    groups = [{"params": [first]}, {"params": [second], "momentum": 0.5}]
+    step_of = steps_of(torch.optim.SGD(groups, lr=0.5, momentum=0.9), torch.optim.SGD)
+    assert step_of([first, second]) == (0.0, 0.0)  # the optimizer is gone
+    optimizer = torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+    step_of = steps_of(optimizer, torch.optim.SGD)
+    assert step_of([first, second]) == (0.5, 0.0)
+    assert step_of([second]) == (0.5, 0.5)

@@ -47,8 +47,8 @@ void write(const std::string& text, Letter* letter) {
 
 }  // namespace
 
-NcclCommunicator::NcclCommunicator(std::string library, MakeLetters make_letters, Log log)
-    : path_(std::move(library)), make_letters_(std::move(make_letters)), log_(std::move(log)) {}
+NcclCommunicator::NcclCommunicator(NcclSettings settings, MakeLetters make_letters)
+    : settings_(std::move(settings)), make_letters_(std::move(make_letters)) {}
 
 NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
   if (state() == State::kJoined) take_leave();
@@ -78,12 +78,13 @@ bool NcclCommunicator::claims(int device) {
 }
 
 bool NcclCommunicator::takes(int device) {
-  if (missing_.load(std::memory_order_relaxed) || state() == State::kRefused || !claims(device)) return false;
+  if (missing_.load(std::memory_order_relaxed) || state() == State::kRefused || unable_ >= kMostUnable) return false;
+  if (!claims(device)) return false;
   try {
     library();
     return true;
   } catch (const Error& error) {
-    if (!missing_.exchange(true)) log_(error.what());
+    if (!missing_.exchange(true)) settings_.log(error.what());
     return false;
   }
 }
@@ -106,10 +107,10 @@ bool NcclCommunicator::step(cuda::Device* device) {
     if (asked != nccl::kSuccess) result = asked;
     // NCCL would wait for ever for one that cannot join.
     if (result == nccl::kInProgress && failed() != nullptr) result = nccl::kRemoteError;
-    if (result != nccl::kInProgress) {
-      conclude(result);
-      moved = true;
-    }
+    const bool late = settings_.join_ns > 0 && now_ns() - joining_since_ns_ > settings_.join_ns;
+    if (result != nccl::kInProgress) conclude(result);
+    else if (late) conclude(result, "it cannot connect them: see NCCL_SOCKET_IFNAME, and NCCL_DEBUG=INFO");
+    moved |= result != nccl::kInProgress || late;
   }
   if (state() == State::kConcluding && all(concluded_)) {
     if (const Letter* why = failed(); why != nullptr) refuse(why->text);
@@ -143,8 +144,8 @@ void NcclCommunicator::greet() {
     driver.check(driver.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                  "cuStreamCreateWithPriority");
   if (device_->copy_kernel() == nullptr)
-    log_("[cuda] GPU " + std::to_string(device_->index()) +
-         " packs tensors with a copy each, which takes the host longer: " + device_->no_kernels());
+    settings_.log("[cuda] GPU " + std::to_string(device_->index()) +
+                  " packs tensors with a copy each, which takes the host longer: " + device_->no_kernels());
   Letter hello;
   hello.kind = Letter::Kind::kHello;
   const std::array<char, 16> gpu = device_->uuid();
@@ -203,17 +204,18 @@ void NcclCommunicator::join() {
       if (std::memcmp(hellos_[a].gpu, hellos_[b].gpu, sizeof hellos_[a].gpu) == 0)
         return refuse("two ranks use the same GPU");
   state_ = State::kJoining;
+  joining_since_ns_ = now_ns();
   const cuda::Device::Current current(*device_);
   nccl::CommunicatorConfig config;
   const nccl::Result result = library().call().join(&handle_, members(), hellos_[0].id, me(), &config);
   if (result != nccl::kSuccess && result != nccl::kInProgress) conclude(result);
 }
 
-void NcclCommunicator::conclude(nccl::Result result) {
+void NcclCommunicator::conclude(nccl::Result result, const std::string& why) {
   Letter outcome;
   outcome.kind = Letter::Kind::kOutcome;
   outcome.code = result;
-  if (result != nccl::kSuccess) write(library().text_of(result, handle_), &outcome);
+  if (result != nccl::kSuccess) write(why.empty() ? library().text_of(result, handle_) : why, &outcome);
   state_ = State::kConcluding;
   letters_->send_to_all(outcome);
   on_letter(me(), outcome);
@@ -221,7 +223,9 @@ void NcclCommunicator::conclude(nccl::Result result) {
 
 void NcclCommunicator::refuse(const std::string& why) {
   abort();
-  if (me() == 0) log_("[nccl] NCCL does not join the ranks, whose tensors go through host memory: " + why);
+  if (me() == 0)
+    settings_.log("[nccl] NCCL does not join the ranks " + settings_.of_whom +
+                  ", whose tensors go through host memory: " + why);
 }
 
 nccl::Result NcclCommunicator::ask() {
@@ -270,6 +274,9 @@ NcclCommunicator::Turn NcclCommunicator::turn(uint32_t stream) {
   const bool by_nccl = turns_.front().by_nccl;
   turns_.pop_front();
   in_turn_ = by_nccl;
+  if (!by_nccl && ++unable_ == kMostUnable && me() == 0)
+    settings_.log("[nccl] a GPU has too little memory for NCCL: the tensors of the ranks " + settings_.of_whom +
+                  " go through host memory from now on");
   return by_nccl ? Turn::kNccl : Turn::kHost;
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -20,13 +21,18 @@
 
 namespace perseus {
 
+struct NcclSettings {
+  std::string library;                               // see nccl::Library::get()
+  std::string of_whom;                               // "of this host": for messages
+  int64_t join_ns = 0;                               // that joining may take; 0 = any time
+  std::function<void(const std::string& text)> log;  // for why NCCL is not used
+};
+
 class NcclCommunicator {
  public:
   using MakeLetters = std::function<std::unique_ptr<Letters>()>;
-  using Log = std::function<void(const std::string& text)>;
-  // `library`: see nccl::Library::get(). `make_letters`: to all of them, called when first needed. `log`: for
-  // why NCCL is not used, on member 0.
-  NcclCommunicator(std::string library, MakeLetters make_letters, Log log);
+  // `make_letters`: to all of them, called when first needed.
+  NcclCommunicator(NcclSettings settings, MakeLetters make_letters);
   ~NcclCommunicator();
 
   // May tensors of this GPU wait there for NCCL, as far as this member knows? Any thread. Of a GPU, one communicator of
@@ -63,7 +69,7 @@ class NcclCommunicator {
   cuda::Handle to_host() const PERSEUS_REQUIRES(progress_lock) { return to_host_; }
   int members() const PERSEUS_REQUIRES(progress_lock) { return letters_->members(); }
   int me() const PERSEUS_REQUIRES(progress_lock) { return letters_->me(); }
-  const nccl::Library& library() const { return nccl::Library::get(path_); }
+  const nccl::Library& library() const { return nccl::Library::get(settings_.library); }
   // Members that are not known to have come as far as this one; for messages.
   std::vector<int> waiting_for(uint32_t stream) const PERSEUS_REQUIRES(progress_lock);
   // Ends whatever is under way: when it returns true, nothing of it touches memory any more. False where the GPU does
@@ -72,13 +78,15 @@ class NcclCommunicator {
 
  private:
   static constexpr int kNoDevice = -1;
+  // Buckets for which some member was not able: more than by chance.
+  static constexpr int kMostUnable = 8;
 
   void greet() PERSEUS_REQUIRES(progress_lock);
   bool read() PERSEUS_REQUIRES(progress_lock);
   void on_letter(int from, const Letter& letter) PERSEUS_REQUIRES(progress_lock);
   void join() PERSEUS_REQUIRES(progress_lock);
   const Letter* failed() const PERSEUS_REQUIRES(progress_lock);
-  void conclude(nccl::Result result) PERSEUS_REQUIRES(progress_lock);
+  void conclude(nccl::Result result, const std::string& why = "") PERSEUS_REQUIRES(progress_lock);
   void refuse(const std::string& why) PERSEUS_REQUIRES(progress_lock);
   bool claims(int device);
   nccl::Result ask() PERSEUS_REQUIRES(progress_lock);
@@ -86,12 +94,12 @@ class NcclCommunicator {
   void note_ready(int member, uint32_t stream, bool able) PERSEUS_REQUIRES(progress_lock);
   void give_turns() PERSEUS_REQUIRES(progress_lock);
 
-  const std::string path_;
+  const NcclSettings settings_;
   const MakeLetters make_letters_;
-  const Log log_;
   std::atomic<int> claimed_{kNoDevice};  // the GPU whose tensors it takes, alone in this process
   std::atomic<bool> missing_{false};     // there is no library that would do
   std::atomic<State> state_{State::kNew};
+  std::atomic<int> unable_{0};  // turns that were not NCCL's
 
   std::unique_ptr<Letters> letters_ PERSEUS_GUARDED_BY(progress_lock);
   std::vector<Letter> hellos_ PERSEUS_GUARDED_BY(progress_lock);    // by member
@@ -108,6 +116,7 @@ class NcclCommunicator {
     bool by_nccl;
   };
   std::deque<Given> turns_ PERSEUS_GUARDED_BY(progress_lock);
+  int64_t joining_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   bool stuck_ PERSEUS_GUARDED_BY(progress_lock) = false;  // abort() was in vain
   bool in_turn_ PERSEUS_GUARDED_BY(progress_lock) = false;
   // Of member 0, by stream: how many members could begin, and whether all of them with NCCL.

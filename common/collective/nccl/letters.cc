@@ -55,9 +55,8 @@ bool Letters::receive(int member, Letter* letter) {
   std::memcpy(letter, window.data, sizeof *letter);
   from.release(sizeof *letter);
   if (letter->magic != Letter::kMagic || letter->epoch != epoch_)
-    fail(ErrorKind::kInternal, "[nccl] member " + std::to_string(member) +
-                                   " of this host sent something else than a "
-                                   "letter of this world");
+    fail(ErrorKind::kInternal,
+         "[nccl] member " + std::to_string(member) + " sent something else than a letter of this world");
   letter->text[sizeof letter->text - 1] = '\0';
   return true;
 }

@@ -316,6 +316,11 @@ typedef struct perseus_request {
    * rate and to the gradient; 0, or what is not finite = not known. What a codec has held back is multiplied by the
    * rate of the step that held it back, and divided by this. */
   double learning_rate;
+  /* Gradients: the momentum m of an optimizer that keeps v = m v + gradient and steps by v times the learning rate, in
+   * 0 to 1 exclusive and equal on all ranks; 0, or any other value = none, or not known. By it, top-k accumulates what
+   * it holds back as the optimizer would have, and the results are such that v becomes what was exchanged (momentum
+   * correction; see docs/algorithms.md). */
+  double momentum;
   /* All tensors are in this memory; ranks may differ. PERSEUS_CUDA: they are read after what `stream` (a CUstream of
    * the GPU `device`; NULL = its legacy default stream) has to do when the request is submitted. Gradients, up to
    * 1 MiB of them together, may also wait for what it is given until the next of them is submitted. Nothing waits for

@@ -116,6 +116,40 @@ def check_what_is_held_moves_parameters_as_when_it_was_held() -> None:
                 assert (moved - exact).abs().max() > 1e-3, (codec, make, groups)
 
 
+def check_top_k_corrects_what_it_holds_by_the_momentum() -> None:
+    """Everything has moved the parameters as far as without top-k once it has been sent."""
+    rate, steps = 0.125, 8
+
+    def end(compression: object, **options: object) -> torch.Tensor:
+        parameter = nn.Parameter(torch.zeros(COUNT))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=rate, momentum=0.75, **options),
+            named_parameters=[("corrected", parameter)],
+            compression=compression,
+        )
+        for step in range(steps):
+            if step == steps - 1:
+                hvd.flush_residuals()
+            optimizer.zero_grad()
+            (parameter * _gradient(hvd.rank(), step)).sum().backward()
+            optimizer.step()
+        return parameter.detach()
+
+    expected = end(hvd.Compression.none)
+    for correction, options, equal in (
+        ("1", {}, True),
+        ("1", {"nesterov": True}, False),
+        ("0", {}, False),
+    ):
+        with apart(LIGHT_TOPK_MOMENTUM_CORRECTION=correction, LIGHT_TOPK_WARMUP_STEPS=0):
+            actual = end(hvd.Compression.topk(0.05), **options)
+            assert _same_everywhere(actual)
+        assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3) == equal, (
+            correction,
+            options,
+        )
+
+
 def check_bfloat16_keeps_eight_bits() -> None:
     with apart():
         (got,) = _steps(hvd.Compression.bf16, 1)
