@@ -120,15 +120,15 @@ def test_a_bundle_travels_as_its_plan_says():
     reducer = HandleReducer(plan, session)
     first, second = _reductions(2)
     reducer.begin(first, [[1.0]])
-    reducer.begin(second, [[2.0], [3.0, 4.0]])
+    reducer.begin(second, [[2.0], [3.0, 4.0]], 0.5, 0.75)
     expected = {
         "op": ReduceOp.Sum, "prescale": 0.25, "postscale": 4.0, "group": 0,
         "gradient_of": reducer.number, "codec": TOP_K, "codec_argument": 0.25,
-        "learning_rate": 0.0,
     }  # fmt: skip
+    step = {"learning_rate": 0.5, "momentum": 0.75}
     assert session.submitted == [
-        ("scope/0", [1.0], expected),
-        ("scope/1", ([2.0], [3.0, 4.0]), expected),
+        ("scope/0", [1.0], expected | dict.fromkeys(step, 0.0)),
+        ("scope/1", ([2.0], [3.0, 4.0]), expected | step),
     ]
 
 
