@@ -1,5 +1,5 @@
-// Signals belong to the program's own threads: while one of these lives, its thread blocks all of them, and so does for
-// ever what it starts meanwhile. Belongs to one thread.
+// Blocks all signals in the calling thread while it lives, and so for ever in threads that are started meanwhile:
+// signals belong to the program's own threads.
 #pragma once
 
 #include <signal.h>

@@ -42,7 +42,7 @@ void ThreadPool::start() {
     while (workers_.size() + 1 < static_cast<size_t>(threads_))
       workers_.emplace_back([this, thread = workers_.size() + 1] { work_along(thread); });
   } catch (const std::system_error&) {
-    // Those that there are have to do.
+    // The pool makes do with fewer.
   }
 }
 
@@ -57,14 +57,14 @@ void ThreadPool::run(Work work) {
     const MutexLock lock(mutex_);
     work.number = work_.number + 1;
     work_ = work;
-    next_.store(place(work.number, 0), std::memory_order_release);
+    next_.store(place(work.number, 0), std::memory_order_release);  // with begin_task()
   }
   for (size_t i = 0; i < std::min<size_t>(work.tasks - 1, workers_.size()); ++i) begins_.notify_one();
   do_tasks(work, 0);
   std::exception_ptr failure;
   {
     const MutexLock lock(mutex_);
-    while (left_.load(std::memory_order_acquire) > 0) ends_.wait(mutex_);
+    while (left_.load(std::memory_order_acquire) > 0) ends_.wait(mutex_);  // with end_tasks()
     failure = std::exchange(failure_, nullptr);
   }
   if (failure) std::rethrow_exception(failure);
@@ -100,7 +100,8 @@ void ThreadPool::do_tasks(const Work& work, size_t thread) {
       work.call(work.body, task, thread);
     } catch (...) {
       // Those before this task have begun. Others are not begun any more, and count as ended.
-      const auto begun = static_cast<uint32_t>(next_.exchange(place(work.number, work.tasks)));
+      const auto begun =
+          static_cast<uint32_t>(next_.exchange(place(work.number, work.tasks), std::memory_order_acq_rel));
       ended += work.tasks - std::min(begun, work.tasks);
       const MutexLock lock(mutex_);
       if (!failure_ || task < failed_) {

@@ -29,8 +29,8 @@ class ThreadPool {
 
   int threads() const { return threads_; }
 
-  // Into how many tasks work on so many floats should be cut: enough for all threads to end at about the same time, but
-  // none that is over before a thread has woken up for it. 1 where it is not worth sharing.
+  // The number of tasks for work on `floats` floats: enough for all threads to end at about the same time, but none so
+  // small that waking a thread takes longer. 1 = sharing does not pay off.
   size_t tasks_for(size_t floats) const {
     const auto most = static_cast<size_t>(threads_ == 1 ? 1 : 3 * threads_);
     return std::clamp(floats / kLeastFloats, size_t{1}, most);

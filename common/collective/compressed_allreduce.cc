@@ -35,7 +35,7 @@ uint32_t accumulate(const CompressedChunk& chunk, const float* x) {
   return kernels::add_to_residual(x, chunk.momenta.momentum, chunk.momenta.velocity, chunk.count);
 }
 
-// What is not finite is sent once.
+// An element that is not finite is sent once, and forgotten.
 void forget_not_finite(float* x, size_t count) {
   std::replace_if(x, x + count, [](float value) { return !std::isfinite(value); }, 0.0F);
 }
@@ -147,10 +147,11 @@ void CompressedAllreduce::give_room(bool own, std::vector<Byte>* buffer) {
     if ((task.owner == me_) == own) task.room = buffer->data() + task.found;
 }
 
-// Calls body(thread, task) for all tasks.
+// Calls body(thread, task) for all tasks, on several threads if so much is to be shared.
 template <class Body>
-void CompressedAllreduce::in_parallel(const Body& body) {
-  threads_->parallel_for(tasks_.size(), [&](size_t task, size_t thread) { body(thread, &tasks_[task]); });
+void CompressedAllreduce::in_parallel(const Load& load, const Body& body) {
+  ThreadPool& threads = threads_->tasks_for(load.floats) > 1 ? *threads_ : ThreadPool::none();
+  threads.parallel_for(tasks_.size(), [&](size_t task, size_t thread) { body(thread, &tasks_[task]); });
 }
 
 void CompressedAllreduce::select() {
@@ -159,11 +160,16 @@ void CompressedAllreduce::select() {
   for (size_t i = 0; i + 1 < slices_.size(); ++i) {
     const Place *const begin = order_.data() + slices_[i], *const end = order_.data() + slices_[i + 1];
     if (begin == end) continue;
+    // Otherwise there is nothing to prepare; all chunks of a slice are alike in that.
+    const CompressedChunk& one = chunk_at(*begin);
     size_t floats = 0;
-    for (const Place* place = begin; place != end; ++place) floats += chunk_at(*place).count;
-    threads_->for_parts(static_cast<size_t>(end - begin), floats, [=](size_t from, size_t to, size_t) {
-      for (const Place* place = begin + from; place != begin + to; ++place) prepare_to_select(&chunk_at(*place));
-    });
+    if (prescale_ != 1.0F || one.carry != 1.0F || one.momenta.velocity != nullptr)
+      for (const Place* place = begin; place != end; ++place) floats += chunk_at(*place).count;
+    threads_->for_parts(floats == 0 ? 0 : static_cast<size_t>(end - begin), floats,
+                        [=](size_t from, size_t to, size_t) {
+                          for (const Place* place = begin + from; place != begin + to; ++place)
+                            prepare_to_select(&chunk_at(*place));
+                        });
     slice_.clear();
     for (const Place* place = begin; place != end; ++place) {
       const CompressedChunk& chunk = chunk_at(*place);
@@ -195,7 +201,7 @@ void CompressedAllreduce::encode() {
   give_room(true, &buffers_->own);
   give_room(false, &buffers_->sent);
   encoded_.resize(chunks_[static_cast<size_t>(me_)].size() * static_cast<size_t>(members_));
-  in_parallel([this](size_t thread, Task* task) { encode(thread, task); });
+  in_parallel(all, [this](size_t thread, Task* task) { encode(thread, task); });
   plan_.clear();
   plan_.collective = Collective::kAlltoall;
   plan_.send_bytes.resize(static_cast<size_t>(members_));
@@ -246,9 +252,10 @@ void CompressedAllreduce::reduce() {
     from += bytes;
   }
   tasks_.clear();
-  cut_into_tasks(me_, chunks_in_task(load_of(me_)));
+  const Load load = load_of(me_);
+  cut_into_tasks(me_, chunks_in_task(load));
   if (!sums_only_) give_room(true, &buffers_->sent);
-  in_parallel([this](size_t thread, Task* task) { reduce(thread, task); });
+  in_parallel(load, [this](size_t thread, Task* task) { reduce(thread, task); });
   if (sums_only_) return;
   plan_.clear();
   size_t bytes = 0;
@@ -294,7 +301,10 @@ void CompressedAllreduce::give_out(const Byte* encoded, const CompressedChunk& c
     format_->decode(encoded, bytes, chunk.count, result);
     const uint32_t largest = kernels::add_to_residual(result, -chunk.momenta.momentum, last_result, chunk.count);
     std::memcpy(chunk.out, last_result, chunk.count * sizeof(float));
-    if (largest >= kernels::kNotFinite) forget_not_finite(result, chunk.count);
+    if (largest >= kernels::kNotFinite) {
+      forget_not_finite(result, chunk.count);
+      chunk.momenta.spoilt->store(true, std::memory_order_relaxed);
+    }
     std::memcpy(last_result, result, chunk.count * sizeof(float));
     return;
   }
@@ -321,7 +331,7 @@ void CompressedAllreduce::finish() {
     for (size_t i = first; i < tasks_.size(); ++i) tasks_[i].found = found + tasks_[i].begin;
     found += chunks;
   }
-  in_parallel([this](size_t thread, Task* task) {
+  in_parallel(others, [this](size_t thread, Task* task) {
     const std::vector<CompressedChunk>& chunks = chunks_[static_cast<size_t>(task->owner)];
     for (size_t i = task->begin; i < task->end; ++i)
       give_out(encoded_[task->found + i - task->begin], chunks[i], thread);

@@ -5,6 +5,7 @@
 // elsewhere.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -23,9 +24,10 @@ struct Momenta {
   float* last_result = nullptr;  // of all members
   float momentum = 0.0F;
   bool masks = false;
+  std::atomic<bool>* spoilt = nullptr;  // set by a result that is not finite, which no optimizer should apply
 
   Momenta from(size_t begin) const {
-    return velocity == nullptr ? Momenta() : Momenta{velocity + begin, last_result + begin, momentum, masks};
+    return velocity == nullptr ? Momenta() : Momenta{velocity + begin, last_result + begin, momentum, masks, spoilt};
   }
   // Null where it does not mask.
   float* masked() const { return masks ? velocity : nullptr; }
@@ -119,8 +121,6 @@ class CompressedAllreduce final : public OutputSink {
   void finish();
   void give_out(const Byte* encoded, const CompressedChunk& chunk, size_t thread) const;
   std::vector<Byte>& received();
-  template <class Body>
-  void in_parallel(const Body& body);
   struct Load {
     size_t chunks = 0, floats = 0;
     void add(const Load& more) {
@@ -128,6 +128,8 @@ class CompressedAllreduce final : public OutputSink {
       floats += more.floats;
     }
   };
+  template <class Body>
+  void in_parallel(const Load& load, const Body& body);
   Load load_of(int owner) const;
   size_t chunks_in_task(const Load& load) const;
   void cut_into_tasks(int owner, size_t together);

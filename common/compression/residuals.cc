@@ -133,7 +133,6 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
     return Lease(record);
   }
   if (!record) records_[key_] = record = make(key, sizes);
-  if (terms.momentum != 0 && record->momenta == nullptr) record->momenta = zeros(key, 2 * record->begins.back());
   record->terms = terms;
   record->layout = division(terms, layout);
   record->loaded = false;
@@ -143,6 +142,26 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
   if (!record->holds) record->flushes = false;
   ++record->steps;
   return Lease(record);
+}
+
+bool Residuals::has_momenta(const Key& key) {
+  const MutexLock lock(mutex_);
+  const std::shared_ptr<Record> record = find(key);
+  return record && record->momenta && !record->momenta_spoilt;
+}
+
+void Residuals::spoil_momenta() {
+  const MutexLock lock(mutex_);
+  for (auto& [key, record] : records_) record->momenta_spoilt = true;
+}
+
+void Residuals::begin_momenta(const Key& key, bool anew) {
+  const MutexLock lock(mutex_);
+  const std::shared_ptr<Record> record = find(key);
+  const size_t count = 2 * record->begins.back();
+  if (!record->momenta) record->momenta = zeros(key, count);
+  else if (anew) std::fill_n(record->momenta.get(), count, 0.0F);
+  record->momenta_spoilt = false;
 }
 
 void Residuals::flush() {
@@ -178,15 +197,12 @@ size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layou
 
 void Residuals::write(const Key& key, const float* data, size_t room, uint64_t layout) {
   const MutexLock lock(mutex_);
-  Record* before = idle(key);
+  const Record* before = idle(key);
   if (room == 0 || room % 2 != 0)
     fail(ErrorKind::kInvalidArgument, "[codec] '" + key.name + "' cannot hold back " + std::to_string(room) +
                                           " numbers: expected two for each element");
   const uint64_t steps = before == nullptr ? 0 : before->steps;
-  const bool same_size = before != nullptr && before->begins.back() == room / 2;
-  const std::shared_ptr<Record> record = make(key, {room / 2});
-  if (same_size) record->momenta = std::move(before->momenta);
-  records_[key_] = record;
+  const std::shared_ptr<Record> record = records_[key_] = make(key, {room / 2});
   std::memcpy(record->memory.get(), data, room * sizeof(float));
   record->steps = steps;
   record->layout = layout;

@@ -35,7 +35,7 @@ class Residuals {
     float* sent(size_t i) const { return memory.get() + begins[i]; }
     float* result(size_t i) const { return memory.get() + begins[i] + begins.back(); }
     // The same for momentum correction, once there is one: what this rank's gradients have accumulated, and the last
-    // results. Not in what read() gives, and kept by write(): all ranks begin with zeros at the same step.
+    // results. Not in what read() gives. All ranks begin with zeros at the same step, which has_momenta() is for.
     float* velocity(size_t i) const { return momenta.get() + begins[i]; }
     float* last_result(size_t i) const { return momenta.get() + begins[i] + begins.back(); }
     // Did this rank send a low-rank sum since the last flush? Not while a reduction is under way.
@@ -55,6 +55,7 @@ class Residuals {
     std::vector<kernels::LowRankMemory> low_rank;  // of each tensor, see LowRankAllreduce
     uint64_t steps = 0;                            // times it was taken
     float carry = 1.0F;                            // what it is multiplied by in the reduction under way, see take()
+    std::atomic<bool> momenta_spoilt{false};       // not every optimizer has applied the last result, most likely
     std::atomic<size_t>* bytes = nullptr;
     std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
     // Guarded by Residuals::mutex_:
@@ -106,6 +107,12 @@ class Residuals {
   // held back stays as it is.
   Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
              Flush flush, double learning_rate);
+  // Does the record know the momenta of the last step? If some rank's does not, all begin anew: see begin_momenta().
+  bool has_momenta(const Key& key);
+  // All records of this rank forget them.
+  void spoil_momenta();
+  // For a reduction with momentum correction under way; with `anew`, from zeros.
+  void begin_momenta(const Key& key, bool anew);
   // Has the next reduction of every known name send its residual.
   void flush();
   // The same of this name.

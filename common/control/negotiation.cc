@@ -220,12 +220,13 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
                                                               : find_mismatch_but_joined(*name);
   std::vector<Entry::Nan> nans;
   Flush flush = Flush::kNone;
-  bool warms_up = false, stay_on_device = true;
+  bool warms_up = false, new_momenta = false, stay_on_device = true;
   int outdated = 0;
   for (int rank = 0; rank < size_; ++rank) {
     for (uint32_t tensor : name->announced[rank].nans) nans.push_back({ranks_[rank], tensor});
     flush = std::max(flush, name->announced[rank].flush);
     warms_up |= name->announced[rank].warms_up;
+    new_momenta |= name->announced[rank].new_momenta;
     if (name->announced_by[rank]) stay_on_device &= name->announced[rank].stays_on_device;
     outdated = std::max(outdated, name->announced[rank].outdated);
   }
@@ -235,7 +236,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     name->agreed = std::move(name->announced[first]);
     name->agreed.nans.clear();
     name->agreed.flush = Flush::kNone;
-    name->agreed.warms_up = false;
+    name->agreed.warms_up = name->agreed.new_momenta = false;
     name->agreed.stays_on_device = stay_on_device;
     name->agreed.outdated = 0;
     for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
@@ -245,6 +246,8 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     entry->nans = std::move(nans);
     entry->description.flush = flush;
     entry->description.warms_up = warms_up;
+    // Those who have joined have none.
+    entry->description.new_momenta = new_momenta || joined_count_ > 0;
     entry->description.stays_on_device = stay_on_device && joined_count_ == 0;
     entry->description.outdated = outdated;
     // The lowest rank's priority goes for all, so that all run in one order.
@@ -268,6 +271,7 @@ Entry* Negotiation::take_entry(Name* name) {
     bits_[name->slot / 64] &= ~(uint64_t{1} << name->slot % 64);
     entry->description.priority = name->agreed.priority;
     entry->description.stays_on_device = name->agreed.stays_on_device && joined_count_ == 0;
+    entry->description.new_momenta = joined_count_ > 0;
   }
   --pending_;
   return entry;

@@ -166,7 +166,7 @@ void describe(const Engine::Submission& s, Description* d) {
   d->ranks.assign(s.ranks, s.ranks + s.rank_count);
   d->nans.clear();
   d->flush = Flush::kNone;
-  d->warms_up = d->stays_on_device = false;
+  d->warms_up = d->new_momenta = d->stays_on_device = false;
   d->outdated = 0;
   d->times = s.times;
   d->refusal = s.refusal == nullptr ? "" : s.refusal;
@@ -239,6 +239,8 @@ void Engine::fill_collective(const Submission& s, const ProcessSet& group, const
   if (s.gradient_of != 0) nan_check_.scan(entry);
   if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
   entry->description.warms_up = warms_up(s, group, entry->description);
+  entry->description.new_momenta =
+      compression.momentum != 0 && !residuals_.has_momenta({s.gradient_of, group.id(), s.name});
   if (compression.automatic) entry->description.outdated = group.outdated_measurement(entry->submitted_ns);
   entry->splits.assign(s.splits, s.splits + s.split_count);
   const size_t ranks = group.ranks().size();
@@ -425,6 +427,7 @@ int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<Proces
     warn_about_precision(group->ranks());
   if (s.gradient_of != 0 && may_cost_accuracy(compression.codec) && !warned_about_accuracy_)
     warn_about_accuracy(compression.codec, group->ranks());
+  if (s.kind == Kind::kJoin) residuals_.spoil_momenta();  // others step while this rank does not
   Entry* entry = take_entry();
   fill_collective(s, *group, compression, entry);
   entry->description.stays_on_device = staging && staging->kept();

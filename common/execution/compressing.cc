@@ -35,6 +35,9 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   const WireFormat* inside = fit.compressed_inside ? format_of(settings_.precision) : nullptr;
   if (format->keeps_residual()) take_residuals(entry);
   if (entry->residuals) entry->residuals->settle(tensor);
+  // Among all, chunks are divided otherwise than last results.
+  const bool corrects = codec.kind == CodecKind::kTopK && d.compression.momentum != 0 && entry->residuals &&
+                        entry->residuals->momenta && d.flush != Flush::kAmongAll;
   HierarchicalAllreduce::Run run;
   run.salt = salt_of(*entry->text) + tensor;
   const size_t bytes = t.bytes();
@@ -48,9 +51,10 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
       run.residual = entry->residuals->sent(tensor) + begin / element;
       run.result_residual = entry->residuals->result(tensor) + begin / element;
       run.carry = entry->residuals->carry;
-      if (d.compression.momentum != 0)
+      if (corrects)
         run.momenta = Momenta{entry->residuals->velocity(tensor), entry->residuals->last_result(tensor),
-                              static_cast<float>(d.compression.momentum), d.compression.masks_momentum}
+                              static_cast<float>(d.compression.momentum), d.compression.masks_momentum,
+                              &entry->residuals->momenta_spoilt}
                           .from(begin / element);
       run.step = entry->residuals->steps;
       if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
@@ -98,6 +102,9 @@ void Execution::take_residuals(Entry* entry) {
   entry->residuals = settings_.residuals->take({entry->gradient_of, number_, *entry->text}, sizes_, d.compression,
                                                settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)),
                                                d.flush, entry->learning_rate);
+  if (entry->residuals && d.compression.momentum != 0)
+    settings_.residuals->begin_momenta({entry->gradient_of, number_, *entry->text},
+                                       d.new_momenta || d.flush == Flush::kAmongAll);
   if (!entry->residuals || d.flush != Flush::kAmongAll) return;
   const kernels::ReduceSpec reduction = reduction_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(reduction.postscale / reduction.divisor));

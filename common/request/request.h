@@ -108,6 +108,7 @@ struct RequestNotes {
   std::vector<uint32_t> times;   // of the tuner's trials; once agreed, the longest of all ranks
   Flush flush = Flush::kNone;    // what this rank wants; once all are ready, the most that any does
   bool warms_up = false;         // PowerSGD must not begin yet, on this rank; once all are ready, on any
+  bool new_momenta = false;      // this rank knows no momenta of earlier steps; once all are ready, some rank does not
   bool stays_on_device = false;  // this rank's tensors can be reduced there; once all are ready, everybody's can
   int outdated = 0;              // number of the measurement of links that this rank wants to be repeated, or 0; once
                                  // all are ready, the largest
@@ -117,11 +118,14 @@ struct RequestNotes {
     return std::make_tuple(field("priority", &RequestNotes::priority), field("transient", &RequestNotes::transient),
                            field("nans", &RequestNotes::nans), field("times", &RequestNotes::times),
                            field("flush", &RequestNotes::flush), field("warms_up", &RequestNotes::warms_up),
+                           field("new_momenta", &RequestNotes::new_momenta),
                            field("stays_on_device", &RequestNotes::stays_on_device),
                            field("outdated", &RequestNotes::outdated), field("refusal", &RequestNotes::refusal));
   }
   // Must the other ranks learn of it, so that a readiness bit is not enough?
-  bool tells() const { return !nans.empty() || flush != Flush::kNone || warms_up || outdated != 0 || !refusal.empty(); }
+  bool tells() const {
+    return !nans.empty() || flush != Flush::kNone || warms_up || new_momenta || outdated != 0 || !refusal.empty();
+  }
 };
 
 struct Description : RequestTerms, RequestNotes {

@@ -19,8 +19,8 @@ def steps_of(
     kind: the class whose step() is taken. The optimizer's own, which may also be collected, and may
         load other rates, is derived from it.
 
-    It returns 0 for a rate that is not known: if the parameters' rates differ or their group has
-    been removed, and if steps are not proportional to both the rate and the gradient. Those of
+    It returns 0 for what is not known: if the parameters' rates or momenta differ or their group
+    has been removed, and if steps are not proportional to both the rate and the gradient. Those of
     torch.optim.SGD are, but others may not be, even if they are derived from it. The momentum is 0
     as well if it is not the one of perseus_request: of Nesterov's kind, or dampened.
     """
@@ -42,6 +42,9 @@ def steps_of(
         places = {group_of[id(parameter)] for parameter in parameters}
         if max(places) >= len(groups):
             return _UNKNOWN
+        if len(places) == 1:
+            group = groups[places.pop()]
+            return float(group["lr"]), _momentum(group)
         rates = {float(groups[place]["lr"]) for place in places}
         momenta = {_momentum(groups[place]) for place in places}
         return (

@@ -151,6 +151,48 @@ TEST(MomentumCorrection, GivesTheSameBitsHoweverItIsCut) {
   }
 }
 
+// The last result of a rank that has joined is not the others', nor are its outputs while it gives nothing.
+TEST(MomentumCorrection, RanksAgreeWhileOneHasJoinedAndAfterwards) {
+  constexpr int kAll = 4, kJoins = 3;
+  std::vector<std::vector<Floats>> results(kAll, std::vector<Floats>(6));
+  WorldOptions options;
+  options.overrides = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=2", "LIGHT_TOPK_WARMUP_STEPS=0",
+                       "LIGHT_TOPK_MOMENTUM_CORRECTION=1", "PERSEUS_OFFLINE_NEG=0"};
+  run_world(
+      all_media()[0], kAll,
+      [&](int rank, perseus_context* context) {
+        const auto join = [&] {
+          const Outcome outcome = run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0));
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+        };
+        for (int step = 0; step < 6; ++step) {
+          if (rank == kJoins && (step == 2 || step == 3)) {
+            if (step == 2) join();
+            continue;
+          }
+          if (rank != kJoins && step == 4) join();
+          Floats x = gradient(rank, step);
+          const int64_t count = kCount;
+          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+          perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
+          request.op = PERSEUS_AVERAGE;
+          request.gradient_of = 1;
+          request.codec = PERSEUS_CODEC_TOP_K;
+          request.codec_argument = 0.05;
+          request.momentum = kMomentum;
+          const Outcome outcome = run(context, request);
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          results[static_cast<size_t>(rank)][static_cast<size_t>(step)] = x;
+        }
+      },
+      options);
+  for (size_t step = 0; step < 6; ++step)
+    for (size_t rank = 1; rank < kAll; ++rank) {
+      if (rank == kJoins && (step == 2 || step == 3)) continue;
+      EXPECT_TRUE(results[rank][step] == results[0][step]) << "rank " << rank << " step " << step;
+    }
+}
+
 // The optimizer is given it once, and then finite numbers again.
 TEST(MomentumCorrection, ForgetsWhatIsNotFinite) {
   for (const char* correction : {"1", "masking"}) {

@@ -109,7 +109,8 @@ bool NcclCommunicator::step(cuda::Device* device) {
     if (result == nccl::kInProgress && failed() != nullptr) result = nccl::kRemoteError;
     const bool late = settings_.join_ns > 0 && now_ns() - joining_since_ns_ > settings_.join_ns;
     if (result != nccl::kInProgress) conclude(result);
-    else if (late) conclude(result, "it cannot connect them: see NCCL_SOCKET_IFNAME, and NCCL_DEBUG=INFO");
+    else if (late)
+      conclude(result, "not done within half of GLOO_TIMEOUT_SECONDS: see NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO");
     moved |= result != nccl::kInProgress || late;
   }
   if (state() == State::kConcluding && all(concluded_)) {
@@ -274,7 +275,8 @@ NcclCommunicator::Turn NcclCommunicator::turn(uint32_t stream) {
   const bool by_nccl = turns_.front().by_nccl;
   turns_.pop_front();
   in_turn_ = by_nccl;
-  if (!by_nccl && ++unable_ == kMostUnable && me() == 0)
+  if (by_nccl) unable_ = 0;
+  else if (++unable_ == kMostUnable && me() == 0)
     settings_.log("[nccl] a GPU has too little memory for NCCL: the tensors of the ranks " + settings_.of_whom +
                   " go through host memory from now on");
   return by_nccl ? Turn::kNccl : Turn::kHost;

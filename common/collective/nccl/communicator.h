@@ -78,7 +78,7 @@ class NcclCommunicator {
 
  private:
   static constexpr int kNoDevice = -1;
-  // Buckets for which some member was not able: more than by chance.
+  // Buckets in a row for which some member was not able.
   static constexpr int kMostUnable = 8;
 
   void greet() PERSEUS_REQUIRES(progress_lock);
