@@ -65,9 +65,20 @@ def _difference(verdict: Verdict, places: int) -> str:
     return f"{mean} ± {error}, at least {verdict.least:+.{places}f}"
 
 
-def _rows(group: Iterable[Cell], scores: Scores) -> Iterator[str]:
+def _seeds(row: str) -> int:
+    """Return the number of seeds that a row of a table tells."""
+    number = row.split("|")[4].strip()
+    return int(number) if number else 0
+
+
+def _rows(group: Iterable[Cell], scores: Scores, earlier: dict[str, str]) -> Iterator[str]:
+    """Yield the rows of a table; those of earlier scores stay if they are of more seeds."""
     for cell in group:
         values = scores.get(cell, {})
+        before = earlier.get(cell.choice)
+        if before is not None and _seeds(before) > len(values):
+            yield before
+            continue
         if not values:
             yield f"| {cell.choice} | | | | not measured |"
             continue
@@ -84,7 +95,8 @@ def _rows(group: Iterable[Cell], scores: Scores) -> Iterator[str]:
 def tables(scores: Scores, before: str = "") -> str:
     """Return a table for each set of conditions that has scores, in the order of the plan.
 
-    before: the tables of earlier scores; those of conditions that have none now stay.
+    before: the tables of earlier scores; those of conditions that have none now stay, and so do
+        rows of more seeds.
     """
     split = re.split(r"(?m)^(?=\*\*)", before)
     earlier = {table.partition("** (margin ")[0]: table.strip() for table in split}
@@ -103,10 +115,15 @@ def tables(scores: Scores, before: str = "") -> str:
                 parts.append(earlier[title])
             continue
         margin = _margin(exact, scores)
+        rows = {
+            row.split("|")[1].strip(): row
+            for row in earlier.get(title, "").splitlines()[4:]
+            if row.startswith("|")
+        }
         parts.append(
             f"{title}** (margin {margin:.{_places(margin)}f})\n\n"
             f"| gradients travel as | {task.score} | difference | seeds | |\n"
-            f"|---|---|---|---|---|\n" + "\n".join(_rows(group, scores))
+            f"|---|---|---|---|---|\n" + "\n".join(_rows(group, scores, rows))
         )
     return "\n\n".join(parts)
 
@@ -149,10 +166,11 @@ def plot(path: Path, scores: Scores) -> None:
 def write(page: Path, scores: Scores) -> None:
     """Replace the tables that have scores between the page's markers.
 
-    And the plot beside it, if there are scores of every task that it shows.
+    And the plot beside it, if there are scores of every task and choice that it shows.
     """
     before, _, rest = page.read_text().partition(_BEGIN)
     earlier, _, after = rest.partition(_END)
-    if not (page.with_name(_PLOT).exists() and {cell.task for cell in scores} < set(TASKS)):
+    lacking = {Cell(task, choice) for task in TASKS for choice in CHOICES} - scores.keys()
+    if not (page.with_name(_PLOT).exists() and lacking):
         plot(page.with_name(_PLOT), scores)
     page.write_text(f"{before}{_BEGIN}\n{tables(scores, earlier)}\n{_END}{after}")
