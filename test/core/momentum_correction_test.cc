@@ -37,6 +37,20 @@ struct Training {
   std::vector<std::string> more = {};
 };
 
+// Averages a gradient in place by top-k.
+void average(perseus_context* context, double ratio, double momentum, Floats* x) {
+  const int64_t count = kCount;
+  const perseus_tensor tensor{x->data(), x->data(), &count, 1, PERSEUS_FLOAT32};
+  perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
+  request.op = PERSEUS_AVERAGE;
+  request.gradient_of = 1;
+  request.codec = PERSEUS_CODEC_TOP_K;
+  request.codec_argument = ratio;
+  request.momentum = momentum;
+  const Outcome outcome = run(context, request);
+  ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+}
+
 // What rank 0 is given in each step. change(rank, step, &x) may change a gradient.
 template <class Change>
 std::vector<Floats> results_of(const Training& training, const Change& change) {
@@ -51,17 +65,8 @@ std::vector<Floats> results_of(const Training& training, const Change& change) {
         for (int step = 0; step < training.steps; ++step) {
           Floats x = gradient(rank, step);
           change(rank, step, &x);
-          const int64_t count = kCount;
-          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
-          perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
-          request.op = PERSEUS_AVERAGE;
-          request.gradient_of = 1;
-          request.codec = PERSEUS_CODEC_TOP_K;
-          request.codec_argument = training.ratio;
-          request.momentum = training.momentum;
           if (step + 1 == training.steps) perseus_residuals_flush(context);
-          const Outcome outcome = run(context, request);
-          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          average(context, training.ratio, training.momentum, &x);
           if (rank == 0) results[static_cast<size_t>(step)] = x;
         }
       },
@@ -172,16 +177,7 @@ TEST(MomentumCorrection, RanksAgreeWhileOneHasJoinedAndAfterwards) {
           }
           if (rank != kJoins && step == 4) join();
           Floats x = gradient(rank, step);
-          const int64_t count = kCount;
-          const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
-          perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
-          request.op = PERSEUS_AVERAGE;
-          request.gradient_of = 1;
-          request.codec = PERSEUS_CODEC_TOP_K;
-          request.codec_argument = 0.05;
-          request.momentum = kMomentum;
-          const Outcome outcome = run(context, request);
-          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+          average(context, 0.05, kMomentum, &x);
           results[static_cast<size_t>(rank)][static_cast<size_t>(step)] = x;
         }
       },
