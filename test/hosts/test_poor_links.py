@@ -34,9 +34,10 @@ print(server.port, flush=True)
 sys.stdin.read()
 """
 
-# Tells of every step whether each sum is right. Then rank 1 dies in the middle of the next one.
+# Tells of every step whether each sum is right. Then rank 1 dies in the middle of the next one, when
+# it is told to: had it died at once, what it sent last could have been lost with it.
 _RANK = f"""
-import json, os, signal, time
+import json, os, signal, sys, time
 import numpy as np
 import perseus.arrays as hvd
 hvd.init()
@@ -49,6 +50,7 @@ for step in range({_STEPS}):
              for found, size in zip(sums, sizes)]
     print(json.dumps(right), flush=True)
 if rank == 1:
+    sys.stdin.read()
     os.kill(os.getpid(), signal.SIGKILL)
 begun = time.monotonic()
 try:
@@ -96,12 +98,13 @@ def test_ranks_compute_the_right_bits_and_name_who_dies(hosts: VirtualHosts) -> 
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    steps = [ranks[0].stdout.readline() for _ in range(_STEPS)]
+    said = [rank.communicate(timeout=120) for rank in reversed(ranks)]
     store.communicate(timeout=60)
-    lines = [[json.loads(line) for line in out.splitlines()] for out, _ in said]
-    assert lines[1] == [[True] * 3] * _STEPS, said
-    assert lines[0][:-1] == [[True] * 3] * _STEPS, said
-    text, seconds = lines[0][-1]
+    right = [json.dumps([True] * 3)] * _STEPS
+    assert said[0][0].splitlines() == right, said
+    assert [step.strip() for step in steps] == right, said
+    text, seconds = json.loads(said[1][0])
     assert "lost rank 1: " in text
     assert seconds < 7.0
     assert ranks[0].returncode == 0
