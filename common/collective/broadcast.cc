@@ -1,4 +1,4 @@
-// Broadcast: the root scatters parts, which their owners pass on to all others (van de Geijn 1994), or sends a small
+// Broadcast: the root scatters parts, which their owners pass on to each other (van de Geijn 1994), or sends a small
 // buffer whole.
 #include "collective/exchange.h"
 
@@ -12,12 +12,14 @@ void Exchange::plan_broadcast() {
   if (at_root)
     for (const Piece& piece : plan_->pieces)
       if (piece.out != piece.in && piece.bytes > 0) kernels::copy(piece.out, piece.in, piece.bytes, stream_out_);
-  // Small: the root sends everything to everybody. Large: it scatters parts, which their owners pass on (the root's own
-  // part goes out directly), so no link carries more than the buffer.
+  // Small: the root sends everything to everybody. Large: it scatters parts among the others, which pass them on. So
+  // nobody sends more than the buffer, nor receives more: a part of the root's own would leave it once for each of
+  // them.
   const bool whole = bytes <= kChunkBytes || ranks == 2;
-  if (whole) even_.assign(ranks, bytes);
-  else even_parts(bytes, &even_);
-  const std::vector<size_t>& parts = even_;
+  std::vector<size_t>& parts = even_;
+  parts.assign(ranks, whole ? bytes : 0);
+  for (size_t i = 0; i + 1 < ranks && !whole; ++i)
+    parts[i < static_cast<size_t>(root) ? i : i + 1] = even_part(bytes, ranks - 1, i).bytes;
   reduces_ = !at_root;
   results_follow_ = !at_root && !whole;
   only_contributor_ = at_root ? -1 : root;

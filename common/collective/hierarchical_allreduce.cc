@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "collective/steps.h"
-
 namespace perseus {
 
 HierarchicalAllreduce::HierarchicalAllreduce(const Levels& levels)
@@ -148,28 +146,8 @@ bool HierarchicalAllreduce::next_encoded(Step* step, CompressedAllreduce* compre
 
 // Of all pieces in a row; where a ring goes across, in which an element's place counts, of every tensor by itself.
 void HierarchicalAllreduce::cut_into_shards() {
-  if (algorithm_ != Algorithm::kRing) return cut_into_shards(pieces_.data(), pieces_.size());
-  for (const Piece& piece : pieces_) cut_into_shards(&piece, 1);
-}
-
-void HierarchicalAllreduce::cut_into_shards(const Piece* pieces, size_t count) {
-  size_t bytes = 0;
-  for (size_t i = 0; i < count; ++i) bytes += pieces[i].bytes;
-  sizes_.resize(shards_.size());
-  even_parts(bytes, &sizes_);
-  size_t at = 0, offset = 0;  // a piece, and how much of it is already in a shard
-  for (size_t s = 0; s < shards_.size(); ++s) {
-    for (size_t left = sizes_[s]; left > 0;) {
-      const Piece& piece = pieces[at];
-      const size_t run = std::min(left, piece.bytes - offset);
-      shards_[s].push_back(Piece{piece.in + offset, piece.out + offset, run});
-      left -= run;
-      offset += run;
-      if (offset < piece.bytes) continue;
-      ++at;
-      offset = 0;
-    }
-  }
+  if (algorithm_ != Algorithm::kRing) return perseus::cut_into_shards(pieces_.data(), pieces_.size(), &shards_);
+  for (const Piece& piece : pieces_) perseus::cut_into_shards(&piece, 1, &shards_);
 }
 
 void HierarchicalAllreduce::plan_inner() {

@@ -59,7 +59,6 @@ class HierarchicalAllreduce final : public Staged {
   void add_floats(const Run& run) PERSEUS_REQUIRES(progress_lock);
   bool next_encoded(Step* step, CompressedAllreduce* compressed, Level level) const PERSEUS_REQUIRES(progress_lock);
   void cut_into_shards();
-  void cut_into_shards(const Piece* pieces, size_t count);
   void plan_inner();
   void plan_across();
   void reduce_alone() const;
@@ -75,7 +74,6 @@ class HierarchicalAllreduce final : public Staged {
   Algorithm algorithm_ = Algorithm::kPairwise;
   Stage stage_ = Stage::kInner;
   std::vector<Piece> pieces_;
-  std::vector<size_t> sizes_;  // of the shards of what is being cut
   Shards shards_;
   std::unique_ptr<CompressedAllreduce> compressed_;         // across; where we carry a shard
   std::unique_ptr<CompressedAllreduce> compressed_inside_;  // its owners are those that carry a shard

@@ -1,6 +1,10 @@
 // Shards as exchanges among the members of a group.
 #include "collective/inner_exchanges.h"
 
+#include <algorithm>
+
+#include "collective/steps.h"
+
 namespace perseus {
 namespace {
 
@@ -11,6 +15,24 @@ std::vector<size_t> bytes_of(const Levels& levels, const Shards& shards) {
 }
 
 }  // namespace
+
+void cut_into_shards(const Piece* pieces, size_t count, Shards* shards) {
+  size_t bytes = 0;
+  for (size_t i = 0; i < count; ++i) bytes += pieces[i].bytes;
+  size_t at = 0, offset = 0;  // a piece, and how much of it is already in a shard
+  for (size_t s = 0; s < shards->size(); ++s) {
+    for (size_t left = even_part(bytes, shards->size(), s).bytes; left > 0;) {
+      const Piece& piece = pieces[at];
+      const size_t run = std::min(left, piece.bytes - offset);
+      (*shards)[s].push_back(Piece{piece.in + offset, piece.out + offset, run});
+      left -= run;
+      offset += run;
+      if (offset < piece.bytes) continue;
+      ++at;
+      offset = 0;
+    }
+  }
+}
 
 void plan_inner_sum(const Levels& levels, const Shards& shards, const kernels::ReduceSpec& reduction,
                     ExchangePlan* plan) {

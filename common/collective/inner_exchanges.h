@@ -1,4 +1,4 @@
-// What an allreduce in stages exchanges inside a group: a sum of which some members get a shard each, and the way back.
+// What collectives in stages exchange inside a group: a sum of which some members get a shard each, and the way back.
 // Pure functions.
 #pragma once
 
@@ -13,6 +13,8 @@ namespace perseus {
 // The pieces of every inner member that carries a shard, in order; `in` and `out` of the whole buffer.
 using Shards = std::vector<std::vector<Piece>>;
 
+// Appends an even part of the pieces in a row to every shard.
+void cut_into_shards(const Piece* pieces, size_t count, Shards* shards);
 // Sums all shards into `out` of the members that carry them.
 void plan_inner_sum(const Levels& levels, const Shards& shards, const kernels::ReduceSpec& reduction,
                     ExchangePlan* plan);

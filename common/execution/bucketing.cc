@@ -349,9 +349,19 @@ void Execution::add_broadcast(Entry* entry) {
   bytes_only.dtype = DType::kUInt8;
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     const size_t bytes = d.tensors[i].bytes();
-    if (bytes == 0) continue;
-    Bucket& bucket = bucket_for(entry, bytes, Fit(entry->buffers[i].device, Collective::kBroadcast, bytes_only, root));
-    bucket.add_piece(*entry, i, 0, bytes);
+    Fit fit(entry->buffers[i].device, Collective::kBroadcast, bytes_only, root);
+    fit.stages = levels(false).divided() && bytes > kFlatBytes ? 1 : -1;
+    fit.most_bytes = run_bytes(bytes);
+    for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
+      const size_t size = std::min(fit.most_bytes, bytes - begin);
+      Bucket& bucket = bucket_for(entry, size, fit);
+      bucket.add_piece(*entry, i, begin, size);
+      if (fit.stages < 0) continue;
+      if (!bucket.broadcast) bucket.broadcast = std::make_unique<HierarchicalBroadcast>(levels(false));
+      if (bucket.staged == nullptr) bucket.broadcast->start(root);
+      bucket.staged = bucket.broadcast.get();
+      bucket.broadcast->add(bucket.plan.pieces.back());
+    }
   }
 }
 

@@ -34,7 +34,7 @@ void Execution::begin(Stream* stream, uint32_t index) {
   stream->begun_ns = now;
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
-  if (bucket.stages >= 0 && !bucket.low_rank)
+  if (bucket.stages >= 0 && bucket.staged == bucket.hierarchical[bucket.stages].get())
     bucket.hierarchical[bucket.stages]->use(&stream->compressed, settings_.threads);
   if (!stream->group) stream->group = make_group_(settings_.first_stream + index, levels(false));
   Work work;

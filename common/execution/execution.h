@@ -14,6 +14,7 @@
 #include "collective/adasum.h"
 #include "collective/group.h"
 #include "collective/hierarchical_allreduce.h"
+#include "collective/hierarchical_broadcast.h"
 #include "collective/low_rank_allreduce.h"
 #include "compression/residuals.h"
 #include "execution/auto_codecs.h"
@@ -57,9 +58,10 @@ class Bucket final : public OutputSink {
   std::unique_ptr<Adasum> adasum;
   std::unique_ptr<HierarchicalAllreduce> hierarchical[2];  // made when first needed: undivided, divided
   std::unique_ptr<LowRankAllreduce> low_rank;
-  Staged* staged = nullptr;  // one of these: then several exchanges take the place of `plan`
-  int stages = -1;           // which of `hierarchical`, or the levels of `low_rank`; -1 = none
-  Device device;             // of all its tensors
+  std::unique_ptr<HierarchicalBroadcast> broadcast;  // likewise
+  Staged* staged = nullptr;                          // one of these: then several exchanges take the place of `plan`
+  int stages = -1;                                   // which of `hierarchical`, or the levels of `low_rank`; -1 = none
+  Device device;                                     // of all its tensors
   CodecSpec codec;
   bool compressed_inside = false;  // with stages: not only between groups
   bool flushes = false;            // all that was held back goes along: then no codec

@@ -9,6 +9,7 @@ namespace perseus {
 Levels divide(const std::vector<int>& node_of, int me, const LevelSettings& settings) {
   std::vector<std::vector<int>> groups;
   std::vector<int> nodes;  // of each group
+  std::vector<int> home;
   const int members = static_cast<int>(node_of.size());
   for (int i = 0; i < members; ++i) {
     // The last group of the node is the one that is being filled.
@@ -21,9 +22,11 @@ Levels divide(const std::vector<int>& node_of, int me, const LevelSettings& sett
       g = groups.size();
     }
     groups[g - 1].push_back(i);
+    home.push_back(static_cast<int>(g - 1));
   }
   Levels levels;
   levels.members = members;
+  levels.home = std::move(home);
   levels.groups = static_cast<int>(groups.size());
   size_t fewest = groups[0].size();
   for (const std::vector<int>& group : groups) {

@@ -20,6 +20,7 @@ struct Levels {
   int groups = 1;           // inner ones
   std::vector<int> inner;   // indices in the group of those in our inner group, ascending
   int inner_me = 0;         // our index in it
+  std::vector<int> home;    // of each member, its inner group's number, by which `across` is ordered
   int shards = 1;           // members of each inner group that take part across
   std::vector<int> across;  // indices in the group of those that carry our shard, one for each inner group
   int across_me = 0;

@@ -1,4 +1,4 @@
-// Allreduces in stages (inside groups, across them, back) and gradients that are encoded on the way.
+// Allreduces and broadcasts in stages: inside groups, across them, back.
 #include "operation.h"
 #include "reduce_order.h"
 #include "topology/levels.h"
@@ -21,6 +21,7 @@ TEST(Levels, UnevenHostsHaveAsManyShardsAsTheSmallest) {
     EXPECT_EQ(levels.inner, me < 3 ? (std::vector<int>{0, 1, 2}) : std::vector<int>{3});
     EXPECT_EQ(levels.across, me == 0 || me == 3 ? (std::vector<int>{0, 3}) : std::vector<int>{});
     EXPECT_EQ(levels.carries(), me == 0 || me == 3);
+    EXPECT_EQ(levels.home, (std::vector<int>{0, 0, 0, 1}));
     EXPECT_TRUE(levels.divided());
   }
 }
@@ -32,6 +33,7 @@ TEST(Levels, RanksOfAHostNeedNotBeNeighbours) {
   EXPECT_EQ(levels.inner_me, 1);
   EXPECT_EQ(levels.across, (std::vector<int>{2, 3}));
   EXPECT_EQ(levels.across_me, 1);
+  EXPECT_EQ(levels.home, (std::vector<int>{0, 1, 0, 1}));
   EXPECT_EQ(levels.shards, 2);
 }
 
@@ -198,6 +200,33 @@ TEST_P(Hierarchical, FusedAndGroupedTensorsAndProcessSetsWork) {
           ASSERT_EQ(calls.emplace_back(operations[turned], rank).submit(context).code, PERSEUS_OK);
         }
         for (Call& call : calls) call.finish(context);
+      },
+      options());
+}
+
+// Small tensors go among all ranks alike, and a large one goes in parts over several streams.
+TEST_P(Hierarchical, BroadcastsReachEverybodyFromEveryRoot) {
+  const Shape2D shape = this->shape();
+  std::deque<Operation> operations;
+  for (int root = 0; root < shape.size; ++root)
+    for (const bool in_place : {false, true}) {
+      Operation& o = operations.emplace_back(PERSEUS_BROADCAST, "b" + std::to_string(operations.size()),
+                                             ranks_up_to(shape.size), std::vector<Operation::Tensor>());
+      o.tensors = {{PERSEUS_FLOAT32, {11}}, {PERSEUS_UINT8, {40009}}, {PERSEUS_FLOAT64, {30011}}, {PERSEUS_BOOL, {0}}};
+      if (root == 1) o.tensors.push_back({PERSEUS_FLOAT16, {5 * 1024 * 1024 + 3}});
+      o.root = root;
+      o.in_place = in_place;
+      o.seed = operations.size();
+    }
+  run_world(
+      medium(), shape.size,
+      [&](int rank, perseus_context* context) {
+        for (int step = 0; step < 2; ++step) {
+          std::deque<Call> calls;
+          for (const Operation& operation : operations)
+            ASSERT_EQ(calls.emplace_back(operation, rank).submit(context).code, PERSEUS_OK);
+          for (Call& call : calls) call.finish(context);
+        }
       },
       options());
 }

@@ -34,8 +34,8 @@ print(server.port, flush=True)
 sys.stdin.read()
 """
 
-# Tells of every step whether each sum is right. Then rank 1 dies in the middle of the next one, when
-# it is told to: had it died at once, what it sent last could have been lost with it.
+# Tells of every step whether each sum is right. Then rank 1 dies in the middle of the next one, but
+# only when told to: at once, what it sent last could be lost with it.
 _RANK = f"""
 import json, os, signal, sys, time
 import numpy as np

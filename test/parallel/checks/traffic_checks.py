@@ -98,6 +98,19 @@ def check_precision_by_mode_and_threshold() -> None:
                 _expect(times, codec, (form, dtype))
 
 
+def check_a_broadcast_goes_to_the_other_host_once() -> None:
+    """From any root, both ranks of its host send half of it; the other host sends nothing back."""
+    for root in (0, 3):
+        tensor = _gradient(hvd.rank())
+        control.gather_lines("", "ready")
+        before = perseus.stats()["tcp_bytes_sent"]
+        hvd.broadcast_(tensor, root)
+        sent = (perseus.stats()["tcp_bytes_sent"] - before) / BYTES
+        expected = 1 / 2 if hvd.rank() // 2 == root // 2 else 0.0
+        assert abs(sent - expected) < 0.006, (root, sent, expected)
+        assert torch.equal(tensor, _gradient(root)), root
+
+
 def _wishes() -> Iterator[tuple[object, tuple[float, float | None]]]:
     yield hvd.Compression.none, EXACT
     yield hvd.Compression.fp16, HALF
