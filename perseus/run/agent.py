@@ -28,9 +28,11 @@ frames.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import queue
+import resource
 import selectors
 import signal
 import socket
@@ -38,6 +40,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -52,6 +55,7 @@ CONTROL, STATE = b"c", b"s"
 ANSWER_VARIABLE = "PERSEUS_ANSWER_FD"
 GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
+DESCRIPTORS = 65536  # that an agent and perseusrun may have open, if the hard limit allows it
 _CHUNK = 65536
 
 
@@ -67,8 +71,20 @@ def cores() -> int:
     return count
 
 
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the agent dies; runs between fork and exec."""
+def raise_descriptor_limit() -> int:
+    """Let this process open as many files as a large job needs; return how many it could before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return soft
+
+
+def _become_rank(parent: int, descriptors: int) -> None:
+    """Take back what is the agent's only, and have the kernel kill this process when the agent
+    dies. Runs between fork and exec."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
     try:
         import ctypes
 
@@ -131,18 +147,35 @@ class Rank:
         return b"%s %d" % (fields[0], int(fields[11]) + int(fields[12]))
 
     def running(self) -> Iterator[int]:
-        """Yield the processes of its group that run."""
+        """Yield the processes of its session that run, whatever their groups."""
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 try:
                     fields = _stat(int(entry))
                 except OSError:
                     continue
-                if int(fields[2]) == self.process.pid and fields[0] not in (b"Z", b"X"):
+                if int(fields[3]) == self.process.pid and fields[0] not in (b"Z", b"X"):
                     yield int(entry)
 
+    def signal(self, number: int) -> None:
+        """Send a signal to all its processes, those that `timeout` or a shell has put into groups
+        of their own included."""
+        # A stopped process does not handle SIGTERM until it continues.
+        for each in (number, signal.SIGCONT):
+            try:
+                os.killpg(self.process.pid, each)
+            except OSError:
+                pass
+        for pid in self.running():
+            try:
+                if os.getpgid(pid) != self.process.pid:
+                    os.kill(pid, number)
+                    os.kill(pid, signal.SIGCONT)
+            except OSError:
+                pass
+
     def has_leftovers(self) -> bool:
-        """Return whether processes of its group still run besides the leader, which has ended."""
+        """Return whether processes of its session still run besides the leader, which has ended."""
         return any(pid != self.process.pid for pid in self.running())
 
     def inspect(self, number: int) -> None:
@@ -194,7 +227,8 @@ class Agent:
         if job is None:
             return 0
         self._grace = job["grace"]
-        started = self._start(job)
+        soft = raise_descriptor_limit()
+        started = self._start(job, soft)
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
         if self._silence:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -247,12 +281,12 @@ class Agent:
         signal.setitimer(signal.ITIMER_REAL, 0)
         return json.loads(line) if line.startswith(b"{") else None
 
-    def _start(self, job: dict[str, Any]) -> bool:
+    def _start(self, job: dict[str, Any], descriptors: int) -> bool:
         base = dict(os.environ) if job["keep_environment"] else {}
         base.update(job["environment"])
         for entry in job["ranks"]:
             try:
-                self._ranks.append(_start_rank(job, entry, base))
+                self._ranks.append(_start_rank(job, entry, base, descriptors))
             except (OSError, ValueError) as error:
                 self._report(FAILED, entry["rank"], _explain(error, job).encode())
                 return False
@@ -316,12 +350,7 @@ class Agent:
     def _signal(self, number: int, only: Rank | None = None) -> None:
         for rank in self._ranks:
             if only in (None, rank):
-                try:
-                    os.killpg(rank.process.pid, number)
-                    # A stopped process does not handle SIGTERM until it continues.
-                    os.killpg(rank.process.pid, signal.SIGCONT)
-                except OSError:
-                    pass
+                rank.signal(number)
 
     def _wait_for(self, rank: Rank) -> None:
         # WNOWAIT leaves the leader a zombie, so that no other process gets its pid.
@@ -334,7 +363,7 @@ class Agent:
         os.write(self._waker, b"x")
 
     def _forward(self) -> None:
-        """Forward output until every rank has exited and no process of its group is left.
+        """Forward output until every rank has exited and no process of its session is left.
 
         Processes that are left after the grace period are killed.
         """
@@ -375,25 +404,29 @@ class Agent:
         self._end_one(rank)  # child processes that it left running
 
     def _drain(self, only: Rank | None = None) -> None:
+        """Pass on what the pipes hold now, but not what a process that was left running adds."""
         for key in list(self._selector.get_map().values()):
             if key.data is not None and only in (None, key.data[1]):
-                while self._pass_on(key.fileobj, *key.data):
-                    pass
+                left, size = _held(key.fd), 1
+                while left > 0 and size > 0:
+                    size = self._pass_on(key.fileobj, *key.data)
+                    left -= size
 
-    def _pass_on(self, pipe: Any, kind: bytes, rank: Rank) -> bool:
+    def _pass_on(self, pipe: Any, kind: bytes, rank: Rank) -> int:
+        """Report what there is to read, and return its size; 0 if there is nothing, or no more."""
         if pipe not in self._selector.get_map():  # _drain has read its end in the same round
-            return False
+            return 0
         try:
             data = os.read(pipe.fileno(), _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         except ConnectionResetError:  # of a socket whose rank has ended without reading everything
             data = b""
         if data:
             self._report(kind, rank.rank, data)
         else:
             self._selector.unregister(pipe)
-        return bool(data)
+        return len(data)
 
     def _report(self, kind: bytes, rank: int, data: bytes) -> None:
         self._write(FRAME.pack(kind, rank, len(data)) + data)
@@ -408,7 +441,14 @@ class Agent:
                 self._muted = True
 
 
-def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]) -> Rank:
+def _held(descriptor: int) -> int:
+    """Return how many bytes a pipe or socket has for its reader."""
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4), sys.byteorder)
+
+
+def _start_rank(
+    job: dict[str, Any], entry: dict[str, Any], base: dict[str, str], descriptors: int
+) -> Rank:
     environment = {**base, **entry["environment"]}
     call = None if job["call"] is None else _file_with(base64.b64decode(job["call"]))
     inherited: list[int] = []
@@ -435,7 +475,7 @@ def _start_rank(job: dict[str, Any], entry: dict[str, Any], base: dict[str, str]
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=inherited,
-            preexec_fn=lambda: _die_with_parent(parent),  # noqa: PLW1509
+            preexec_fn=lambda: _become_rank(parent, descriptors),  # noqa: PLW1509
         )
     finally:
         if call is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _SLOTS = r"(?P<slots>[0-9]{1,9})"
 _HOST = re.compile(rf"(?P<name>\[[^\]\s]+\]|[^\s:\[\],=#-][^\s:\[\],=#]*)(?::{_SLOTS})?")
-_HOSTFILE_LINE = re.compile(rf"(?P<host>\S+)(?:\s+slots\s*=\s*{_SLOTS})?(?:\s+\S+=\S+)*")
+_HOSTFILE_LINE = re.compile(r"(?P<host>\S+)(?P<keys>(?:\s+[^\s=]+\s*=\s*[^\s=]+)*)")
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,9 @@ def parse_hostfile(path: str) -> list[Host]:
                 f"{where}: '{_shown(content)}': expected 'host', 'host:2' or 'host slots=2'"
             )
         host = _parse_host(match["host"], where)
-        if match["slots"] is not None:
-            host = Host(host.name, _slots(match["slots"], where))
+        for key, value in re.findall(r"([^\s=]+)\s*=\s*([^\s=]+)", match["keys"]):
+            if key == "slots":  # other keys are those of other launchers
+                host = Host(host.name, _slots(value, where))
         hosts.append(host)
     if not hosts:
         raise ValueError(f"--hostfile {path}: names no host")
@@ -151,7 +152,7 @@ def _shown(text: str) -> str:
 
 
 def _slots(text: str, where: str) -> int:
-    if int(text) < 1:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
         raise ValueError(f"Invalid host input in {where}: slots={text}: expected 1 or more")
     return int(text)
 

@@ -6,8 +6,10 @@ thread sends heartbeats, because the first one blocks while nobody reads the ran
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import secrets
 import selectors
 import shlex
@@ -23,7 +25,7 @@ from typing import IO, Any
 from perseus.compat.common.command import HOROVOD_HINT, WITHOUT_HOROVOD
 from perseus.run import agent, environment, host_start, signals
 from perseus.run.job import Job, LaunchError, checked_core
-from perseus.run.link import HostLink, is_local, local_command, ssh_command
+from perseus.run.link import KILL_SECONDS, HostLink, is_local, local_command, ssh_command
 from perseus.run.output import STDERR, STDOUT, Console, Stream
 
 __all__ = ["Job", "LaunchError", "Launcher"]
@@ -31,6 +33,8 @@ __all__ = ["Job", "LaunchError", "Launcher"]
 _CHUNK = 1 << 16
 _UNTRUSTED = "Host key verification failed"  # how ssh's message about a rejected host key begins
 _AGENT_GRACE = 5.0  # seconds that agents get to end, beyond the grace period of their ranks
+# Terminals that close, and service managers, send a second signal right behind the first.
+_SAME_REQUEST_SECONDS = 1.0
 
 
 class Launcher:
@@ -43,6 +47,7 @@ class Launcher:
     """
 
     def __init__(self, job: Job, on_answer: Callable[[int, bytes], None] | None = None) -> None:
+        _occupy_standard_descriptors()
         self._job = job
         self._on_answer = on_answer
         self._hosts: list[HostLink] = []
@@ -51,6 +56,7 @@ class Launcher:
         self._console = Console(lambda: self.signalled is not None, self._wake)
         self._streams: dict[tuple[int, bytes], Stream] = {}
         self.signalled: int | None = None
+        self._signalled_at = 0.0
         self.first_failure: tuple[int, int] | None = None
         self._failed_at = 0.0
         self._succeeded: list[tuple[int, float]] = []  # ranks with exit code 0, and when they ended
@@ -63,6 +69,7 @@ class Launcher:
         self._core: Any = None
         self._server: Any = None
         self._secret = secrets.token_hex(32)
+        self._descriptors = 0  # this process's limit before it was raised
 
     def run(self) -> int:
         """Run the job and return the launcher's exit status.
@@ -73,6 +80,7 @@ class Launcher:
         restore_signals = signals.catch(
             self._on_signal, self._on_stop, self._on_inspect, self._waker
         )
+        self._descriptors = agent.raise_descriptor_limit()
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             self._run()
@@ -80,6 +88,8 @@ class Launcher:
         finally:
             restore_signals()
             self._release()
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._descriptors, hard))
 
     def _run(self) -> None:
         try:
@@ -164,12 +174,17 @@ class Launcher:
         self._loop(lambda: False)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self.signalled is not None:
+            if number != signal.SIGINT and now < self._signalled_at + _SAME_REQUEST_SECONDS:
+                return
             for host in self._hosts:
-                host.kill_ranks()
+                host.order_to_kill()
+            for host in self._hosts:
+                host.wait_or_kill(now + KILL_SECONDS)
             if self._job.call is None:  # perseus.run() must not end its caller's process
                 os._exit(128 + number)
-        self.signalled = number
+        self.signalled, self._signalled_at = number, now
 
     def _on_inspect(self, number: int, frame: FrameType | None) -> None:
         self._inspected = number
@@ -197,7 +212,7 @@ class Launcher:
                     directory.mkdir(parents=True, exist_ok=True)
                     file = (directory / name).open("wb", buffering=0)
                 except OSError as error:
-                    raise LaunchError(f"--output-filename {directory}: {error.strerror}") from None
+                    raise LaunchError(f"--output-filename {directory}: {_cause(error)}") from None
             look = self._look_for_horovod if fd == STDERR else None
             stream = Stream(self._console, rank, fd, self._job.timestamps, file, look=look)
             self._streams[number, kind] = stream
@@ -212,9 +227,10 @@ class Launcher:
         if self._job.verbose:
             self._print(f"{name}: ranks {numbers[0]}-{numbers[-1]}: {shlex.join(command)}")
         try:
-            host = HostLink(name, numbers, local, command)
+            host = HostLink(name, numbers, local, command, self._descriptors)
         except OSError as error:
-            raise LaunchError(f"{command[0]}: {error.strerror}", 127) from None
+            status = 127 if isinstance(error, FileNotFoundError) else 1
+            raise LaunchError(f"{command[0]}: {_cause(error)}", status) from None
         host.start_by = time.monotonic() + self._job.start_timeout
         self._hosts.append(host)
         for pipe, act in (
@@ -459,6 +475,20 @@ class Launcher:
 
     def _print(self, text: str, prefix: str = "perseusrun: ") -> None:
         self._console.show(STDERR, f"{prefix}{text}\n".encode())
+
+
+def _occupy_standard_descriptors() -> None:
+    """Open those of 0, 1 and 2 that are closed, or what is opened next would be taken for them."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _cause(error: OSError) -> str:
+    advice = f": raise the limit (ulimit -n) of {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
+    return f"{error.strerror}{advice if error.errno == errno.EMFILE else ''}"
 
 
 def _is_signal(status: int) -> bool:

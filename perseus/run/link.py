@@ -6,6 +6,7 @@ Single-threaded, except for send_heartbeat().
 from __future__ import annotations
 
 import os
+import resource
 import select
 import shlex
 import signal
@@ -13,21 +14,33 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import IO, Any
 
 from perseus.run import agent
 from perseus.run.bootstrap.addresses import is_own_address
 
-_KILL_SECONDS = 2.0
+KILL_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
 
 
 class HostLink:
     """The connection to the agent of one host, and what is known about it and its ranks."""
 
-    def __init__(self, name: str, numbers: list[int], local: bool, command: list[str]) -> None:
-        """Start an agent by a command. numbers: those of the processes that it will run."""
+    def __init__(
+        self,
+        name: str,
+        numbers: list[int],
+        local: bool,
+        command: list[str],
+        descriptors: int | None = None,
+    ) -> None:
+        """Start an agent by a command.
+
+        numbers: those of the processes that it will run. descriptors: how many files it may open
+        at first; None = as many as this process.
+        """
         self.name = name
         self.local = local
         self.hello: dict[str, Any] | None = None
@@ -50,6 +63,8 @@ class HostLink:
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches the launcher only
         )
+        if descriptors is not None:
+            self._limit(descriptors)
         if not local:
             source = Path(agent.__file__).read_bytes()
             self.send(b"%d\n" % len(source) + source)
@@ -84,7 +99,7 @@ class HostLink:
         Returns whether the agent was told; resume() must follow if so. May be called in a signal
         handler, and returns false if the handler has interrupted code that was sending.
         """
-        if not self._sending.acquire(timeout=_KILL_SECONDS / 4):
+        if not self._sending.acquire(timeout=KILL_SECONDS / 4):
             return False
         try:
             os.write(_present(self.process.stdin).fileno(), b"WAIT\n")
@@ -117,12 +132,31 @@ class HostLink:
         self._received = self._received[start:]
         return frames
 
-    def kill_ranks(self) -> None:
-        """Kill the ranks at once. May be called in a signal handler."""
+    def _limit(self, descriptors: int) -> None:
         try:
-            os.write(_present(self.process.stdin).fileno(), b"\nKILL\n")
-            self.process.wait(_KILL_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (descriptors, hard))
+        except OSError:  # it has ended, or this process may not do so: then it has ours
+            pass
+
+    def order_to_kill(self) -> None:
+        """Have the agent kill its ranks at once. Never blocks, even in a signal handler."""
+        try:
+            pipe = _present(self.process.stdin)
+            room = select.poll()
+            room.register(pipe, select.POLLOUT)
+            if not room.poll(0):
+                self.kill()
+            else:
+                os.write(pipe.fileno(), b"\nKILL\n")
+        except (OSError, ValueError):
+            self.kill()
+
+    def wait_or_kill(self, deadline: float) -> None:
+        """Wait until the agent has ended, or kill it at this time.monotonic()."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
             self.kill()
 
     def close(self) -> None:
@@ -154,7 +188,7 @@ def is_local(name: str) -> bool:
 def local_command() -> list[str]:
     """Return the command that starts an agent on this host."""
     # It needs no heartbeats (0): the kernel closes its standard input when the launcher ends.
-    return [sys.executable, "-S", "-E", agent.__file__, "0"]
+    return [sys.executable, "-I", "-S", agent.__file__, "0"]
 
 
 def ssh_command(
@@ -175,9 +209,10 @@ def ssh_command(
         configuration decides.
     silence: seconds without a sign of life after which agent and launcher count each other as lost.
     """
+    # -I: files in the home directory, where ssh starts it, must not take the place of modules.
     bootstrap = "import sys;r=sys.stdin.buffer;exec(r.read(int(r.readline())))"
     shell = f'p={shlex.quote(sys.executable)}; [ -x "$p" ] || p=python3; '
-    shell += f'exec "$p" -S -E -c "{bootstrap}" {silence:g}'
+    shell += f'exec "$p" -I -S -c "{bootstrap}" {silence:g}'
     command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
     command += ["-o", "ServerAliveInterval=15", "-o", f"ConnectTimeout={timeout}"]
     if accept_new_keys:

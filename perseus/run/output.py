@@ -9,6 +9,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from math import inf
 from typing import BinaryIO
 
 STDOUT, STDERR = 1, 2
@@ -18,6 +19,8 @@ _LONGEST_LINE = 1 << 20  # longer ones are printed in pieces, so that memory sta
 _STEP = 4096  # bytes that a pipe accepts without blocking when select() reports it as writable
 _PATIENCE = 0.2  # seconds after which a terminal shows an unfinished line
 _RETURN_PATIENCE = 0.02  # seconds in which \n may follow \r
+_LOOK_SECONDS = 0.2  # after which a write that blocks asks again whether to stop
+_LAST_SECONDS = 2.0  # that the reader has in all, once the job ends
 _CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -31,7 +34,8 @@ class Console:
     def __init__(self, stop: Callable[[], bool], wake: int) -> None:
         """Initialise with a way to interrupt writes that block.
 
-        stop: is called while a write blocks; if it returns true, the rest of the data is dropped.
+        stop: is called while a write blocks; once it returns true, what the reader does not take
+            within two seconds is dropped.
         wake: a descriptor that becomes readable when stop() is to be called.
         """
         self._stop = stop
@@ -41,6 +45,7 @@ class Console:
         self._bar: tuple[int, int] | None = None  # rank and stream that own the unfinished line
         self._torn: set[int] = set()  # descriptors to which only a part of a line was written
         self._warned = False
+        self._drop_at = 0.0  # when to give up on the reader
         self.broken = False  # whether the reader has gone; all further output is dropped
 
     def is_terminal(self, fd: int) -> bool:
@@ -93,12 +98,18 @@ class Console:
 
     def _is_writable(self, fd: int) -> bool:
         """Wait until a descriptor is writable; return false if the data is to be dropped."""
+        wake, patience = [self._wake], inf
         while not self.broken:
-            readable, writable, _ = select.select([self._wake], [fd], [])
-            if writable:
+            if self._stop():
+                self._drop_at = self._drop_at or time.monotonic() + _LAST_SECONDS
+                wake, patience = [], max(0.0, self._drop_at - time.monotonic())
+            found = select.select(wake, [fd], [], None if patience == inf else patience)
+            if found[1]:
                 return True
-            if readable and self._stop():
+            if patience == 0.0:
                 return False
+            if found[0]:  # of which the main loop is to learn, too
+                wake, patience = [], _LOOK_SECONDS
         return False
 
     def _put(self, fd: int, name: str, data: bytes, is_writable: Callable[[], bool]) -> None:

@@ -19,6 +19,7 @@ reset: rank 0 of the third world kills itself before it has taken part in state.
 late: the first process that comes after another one was killed ends before it joins.
 start, pause: rank 2 kills or stops itself when it has its place in the first world, and the others
     wait for it.
+slow: the third process takes 5 s to load.
 thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks and their sum.
 status: rank 1 ends with exit status 7 after its last step, 2 s before the others.
@@ -126,6 +127,8 @@ if QUIRK == "late" and (DIRECTORY / "event.0").exists() and not marked("late"):
 if QUIRK in ("start", "pause") and os.environ["HOROVOD_LOCAL_RANK"] == "2":
     number = signal.SIGKILL if QUIRK == "start" else signal.SIGSTOP
     basics._connect = lambda *_: os.kill(os.getpid(), number)
+if QUIRK == "slow" and os.environ["HOROVOD_LOCAL_RANK"] == "2" and not marked("slow"):
+    time.sleep(5)
 if QUIRK == "thread" and os.environ["HOROVOD_HOSTNAME"] == "localhost":
     threading.Thread(target=time.sleep, args=[600]).start()
 sets = [hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 2])] if QUIRK == "sets" else []

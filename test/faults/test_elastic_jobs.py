@@ -258,6 +258,12 @@ def test_a_rank_that_dies_as_a_world_begins_is_not_waited_for(tmp_path: Path) ->
     assert "world 0 did not begin" in job.output
 
 
+def test_extra_rank_that_loads_slowly_does_not_end_a_job_that_has_enough(tmp_path: Path) -> None:
+    flags = ["-np", 2, "--min-np", 2, "--start-timeout", 3, "-H", "localhost:3"]
+    job = run(tmp_path, *flags, quirk="slow", size=3, worlds=2)
+    expect_success(job, 2, 3)
+
+
 def test_a_rank_that_stops_as_a_world_begins_is_not_waited_for(tmp_path: Path) -> None:
     begun = time.monotonic()
     job = run(tmp_path, "-np", 3, "--min-np", 2, quirk="pause")

@@ -215,7 +215,8 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.host.kill_ranks()
+        self.host.order_to_kill()
+        self.host.wait_or_kill(time.monotonic() + 2.0)
         self.host.kill()
         self.host.process.wait()
         self.host.close()

@@ -355,6 +355,20 @@ def test_script_that_does_not_answer_is_given_up(
         HostDiscoveryScript(script("exec sleep 30"), 1).find()
 
 
+def test_script_that_did_not_answer_once_is_asked_again(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    found = HostDiscoveryScript(script(f"if [ -e {slow} ]; then exec sleep 30; fi; echo a:2"), None)
+    monkeypatch.setattr(discovery, "_SCRIPT_SECONDS", 0.2)
+    with pytest.raises(ValueError, match="no answer"):
+        found.find()
+    slow.unlink()
+    monkeypatch.setattr(discovery, "_SCRIPT_SECONDS", 60.0)
+    assert found.find() == [Host("a", 2)]
+
+
 def test_function_tells_the_hosts() -> None:
     assert HostDiscoveryFunction(lambda: {"a": 2, "b": 1}).find() == [Host("a", 2), Host("b", 1)]
 

@@ -41,6 +41,20 @@ def test_hostfile_takes_all_three_forms_and_comments(tmp_path: Path) -> None:
     assert parse_hostfile(str(file)) == expected
 
 
+def test_slots_count_wherever_they_stand_in_a_line_of_a_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("a max_slots=4 slots=2\nb port = 22 slots = 3 x=y\n")
+    assert parse_hostfile(str(file)) == [Host("a", 2), Host("b", 3)]
+
+
+@pytest.mark.parametrize("slots", ["two", "-3", "0", "4,", "1.5"])
+def test_slots_that_are_no_number_are_named(tmp_path: Path, slots: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"a slots=1\nb max_slots=9 slots={slots}\n")
+    with pytest.raises(ValueError, match=rf"hosts, line 2: slots={slots}: expected 1 or more"):
+        parse_hostfile(str(file))
+
+
 def test_option_of_ssh_is_no_host_in_a_hostfile_either(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a\n[-oProxyCommand=x] slots=2\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from perseusrun_command import COMMAND, PATIENT, Running, alive, environment, eventually, perseusrun
 
 from perseus.run import agent
+from perseus.run.link import ssh_command
 
 SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
 
@@ -241,6 +243,18 @@ def test_second_interrupt_kills_what_the_first_did_not_end(tmp_path: Path) -> No
     assert eventually(lambda: not any(alive(pid) for pid in processes))
 
 
+def test_second_signal_of_the_same_event_lets_ranks_end_by_themselves(tmp_path: Path) -> None:
+    # As when a terminal closes: the shell and the kernel tell perseusrun one after the other.
+    script = f"trap 'sleep 0.5; touch {tmp_path}/$$.saved; exit 0' TERM; {announce(tmp_path)}"
+    with Running("-np", "2", "sh", "-c", f"{script}; sleep 600 & wait", command=PATIENT) as job:
+        ranks = pids(tmp_path, 2)
+        job.signal(signal.SIGTERM)
+        time.sleep(0.05)
+        job.signal(signal.SIGHUP)
+        assert job.finish()[0] == 143
+    assert all((tmp_path / f"{pid}.saved").exists() for pid in ranks)
+
+
 def test_ranks_that_ignore_the_end_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
     wait_for_both = f"while [ $(ls {tmp_path} | wc -l) -lt 2 ]; do sleep 0.05; done"
     script = (
@@ -263,7 +277,7 @@ def test_killed_launcher_takes_its_ranks_along(tmp_path: Path) -> None:
 
 
 def test_agent_that_hears_nothing_before_it_has_a_job_ends() -> None:
-    command = [sys.executable, "-S", "-E", agent.__file__, "1"]
+    command = [sys.executable, "-I", "-S", agent.__file__, "1"]
     for sign_of_life, status in ((b"", -signal.SIGALRM), (b"\n", 0)):
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         assert process.stdin is not None
@@ -287,6 +301,60 @@ def test_what_a_rank_leaves_running_ends_with_it(tmp_path: Path) -> None:
     result = perseusrun("-np", "1", "sh", "-c", script + " >/dev/null 2>&1")
     assert result.returncode == 0
     assert not alive(pids(tmp_path, 1)[0])
+
+
+def test_processes_in_groups_of_their_own_end_with_the_job(tmp_path: Path) -> None:
+    script = f"timeout 600 sh -c '{announce(tmp_path)}; exec sleep 600'; echo done"
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with Running("-np", "2", "sh", "-c", script) as job:
+            processes = pids(tmp_path, 2)
+            job.signal(number)
+            assert eventually(lambda pids=processes: not any(alive(pid) for pid in pids), 30)
+        for file in tmp_path.iterdir():
+            file.unlink()
+
+
+def test_what_a_rank_leaves_running_cannot_hide_its_end_by_talking() -> None:
+    result = perseusrun("-np", "2", "sh", "-c", "yes & exit 3", timeout=60)
+    assert result.returncode == 3
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_closed_standard_descriptors_do_no_harm(tmp_path: Path, closed: str) -> None:
+    job = " ".join([*COMMAND, "-np", "2", "sh", "-c", f"'echo hi; touch {tmp_path}/$PERSEUS_RANK'"])
+    done = subprocess.run(["sh", "-c", f"exec {job} {closed}"], timeout=60, check=False)
+    assert done.returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_job_that_needs_many_descriptors_raises_its_own_limit(tmp_path: Path) -> None:
+    limit = "ulimit -Sn"
+    command = f"{limit} 64; exec {' '.join(COMMAND)} -np 40 --output-filename {tmp_path}"
+    done = subprocess.run(
+        ["sh", "-c", f"{command} sh -c '{limit}'"], env=environment(),
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(f"[{n}]<stdout>:64" for n in range(40))
+
+
+def test_too_few_descriptors_are_named_with_what_to_do(tmp_path: Path) -> None:
+    command = f"ulimit -n 64; exec {' '.join(COMMAND)} -np 40 --output-filename {tmp_path} true"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert b"Too many open files: raise the limit (ulimit -n) of 64" in done.stderr
+
+
+def test_files_in_the_directory_where_an_agent_starts_are_no_modules(tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('a file of the user')")
+    shell = shlex.split(ssh_command("host", 5)[-1])[-1]
+    source = Path(agent.__file__).read_bytes()
+    started = subprocess.run(
+        ["sh", "-c", shell], cwd=tmp_path, input=b"%d\n" % len(source) + source,
+        capture_output=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (started.returncode, started.stderr) == (0, b"")
+    assert started.stdout.startswith(agent.MARK)
 
 
 def test_reader_that_goes_away_ends_the_job() -> None:

@@ -6,6 +6,7 @@ import os
 import pty
 import resource
 import select
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,6 +214,34 @@ def test_output_that_nobody_takes_is_given_up_when_the_job_is_interrupted() -> N
     started = time.monotonic()
     console._write(writer, b"x" * (1 << 20))  # far more than a pipe holds
     assert time.monotonic() - started < 30
+    for fd in (reader, writer, wake, waker):
+        os.close(fd)
+
+
+def test_reader_that_stops_when_the_end_is_known_already_is_given_up() -> None:
+    reader, writer = os.pipe()
+    wake, waker = os.pipe()  # without a byte: the main loop has read it
+    console = Console(lambda: True, wake)
+    started = time.monotonic()
+    console._write(writer, b"x" * (1 << 20))
+    console._write(writer, b"y" * (1 << 20))
+    assert time.monotonic() - started < 30
+    for fd in (reader, writer, wake, waker):
+        os.close(fd)
+
+
+def test_news_for_the_main_loop_do_not_make_a_blocked_write_spin() -> None:
+    reader, writer = os.pipe()
+    wake, waker = os.pipe()
+    os.write(waker, b"x")
+    asked = []
+    console = Console(lambda: bool(asked.append(time.monotonic())), wake)
+    threading.Timer(1.0, lambda: os.read(reader, 1 << 20)).start()
+    os.write(writer, b"x" * (1 << 16))  # full
+    console._write(writer, b"text\n")
+    assert len(asked) < 100
+    assert os.read(wake, 1) == b"x"  # is still there
+    assert os.read(reader, 100) == b"text\n"
     for fd in (reader, writer, wake, waker):
         os.close(fd)
 

@@ -94,12 +94,12 @@ class HostDiscoveryScript:
         )
         self._process = process
         if self._closed:
-            self.close()
+            self._kill()
         what = f"--host-discovery-script {self._command}"
         try:
             output, errors = process.communicate(timeout=_SCRIPT_SECONDS)
         except subprocess.TimeoutExpired:
-            self.close()
+            self._kill()
             process.communicate()
             raise ValueError(f"{what}: no answer within {_SCRIPT_SECONDS:g} s") from None
         finally:
@@ -112,6 +112,9 @@ class HostDiscoveryScript:
     def close(self) -> None:
         """End the script, if it runs, with all processes that it has started."""
         self._closed = True
+        self._kill()
+
+    def _kill(self) -> None:
         if (process := self._process) is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -17,6 +17,7 @@ from math import inf
 from typing import Any
 
 from perseus.run import agent, environment, host_start
+from perseus.run.bootstrap.addresses import source_address
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.elastic.late import Questions
@@ -26,7 +27,7 @@ from perseus.run.elastic.slots import Place, UsableSlots
 from perseus.run.hosts import Host, Slot
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
-from perseus.run.link import HostLink, is_local
+from perseus.run.link import HostLink, is_local, real_name
 
 _START_SECONDS = 2.0  # after which ranks are looked at that have not met the others of a new world
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
@@ -53,6 +54,7 @@ class ElasticLauncher(Launcher):
         self._elasticity = elasticity
         self._slots = UsableSlots(elasticity.cooldown)
         self._watch: Watch | None = None
+        self._address = ""  # of the store
         self._complaint = ""
         self._processes: dict[int, Process] = {}  # those that live
         self._started = 0
@@ -71,15 +73,18 @@ class ElasticLauncher(Launcher):
 
     def _prepare(self) -> None:
         self._watch = Watch(self._elasticity.discovery, self._waker)
-        self._serve(self._store_address())
+        self._address = self._store_address()
+        self._serve(self._address)
 
     def _store_address(self) -> str:
+        """Return the address at which all hosts reach the store; "" = each by its own."""
         interfaces, discovery = self._job.interfaces, self._elasticity.discovery
         if interfaces:
             return host_start.store_address([], interfaces)
-        if not discovery.may_change and all(is_local(host.name) for host in discovery.find()):
-            return "127.0.0.1"
-        return ""  # every address: who knows by which one later hosts will come
+        if discovery.may_change:  # who knows from where later hosts will come
+            return ""
+        others = [host.name for host in discovery.find() if not is_local(host.name)]
+        return source_address(real_name(others[0])) or "" if others else "127.0.0.1"
 
     def _start_and_wait(self) -> None:
         assert self._watch is not None
@@ -226,9 +231,7 @@ class ElasticLauncher(Launcher):
                 self._on_lost_hosts([host], error)
 
     def _start_all(self, host: HostLink) -> None:
-        address = "127.0.0.1"
-        if not host.local or self._job.interfaces:
-            address = host_start.store_address([host], self._job.interfaces)
+        address = self._address or host_start.store_address([host], [])
         common = environment.of_job(
             address, self._server.port, self._secret, self._job.interfaces, self._job.flags
         )
@@ -329,10 +332,12 @@ class ElasticLauncher(Launcher):
     def _may_begin(self) -> bool:
         count = len(self._candidates())
         if self._epoch < 0:
-            # Those that start together begin together, as long as they live.
-            wanted = set(self._wanted(time.monotonic()))
+            # Those that start together begin together, as long as they live and are not too slow.
+            now = time.monotonic()
+            wanted = set(self._wanted(now))
             awaited = [each for each in self._processes.values() if each.place in wanted]
-            return count >= self._elasticity.start and count == len(awaited)
+            too_slow = self._give_up_at is not None and now >= self._give_up_at
+            return count >= self._elasticity.start and (count == len(awaited) or too_slow)
         members = self._members()
         waits = all(each.request is not None for each in members)
         if not members:
@@ -465,7 +470,7 @@ class ElasticLauncher(Launcher):
         change = (_REMOVED if removed else 0) | (_ADDED if added else 0)
         for process in members:
             if process.request is None:
-                self._tell(process, {"news": [time.time(), change]})
+                self._tell(process, {"news": [time.monotonic(), change]})
 
     def _late(self) -> list[Process]:
         """Return the ranks for which others wait that have left the world, or cannot begin it."""
