@@ -47,14 +47,15 @@ void Accumulation::lay_out(Sum* sum, const char* name, const std::vector<Tensor>
          "[accumulation] the gradient '" + std::string(name) + "' has changed its size or dtype after " +
              std::to_string(sum->taken) + " of " + std::to_string(steps_) +
              " steps (PERSEUS_ACCUMULATE_N_STEPS): make a new optimizer, or change it between sums");
-  sum->layout.clear();
+  decltype(sum->layout) layout;
   size_t size = 0;
   for (const Tensor& tensor : tensors) {
-    sum->layout.emplace_back(tensor.dtype, tensor.count);
+    layout.emplace_back(tensor.dtype, tensor.count);
     size += padded(tensor.count * kernels::sum_size(tensor.dtype));
   }
-  // Not filled with anything: the first step writes it.
+  // Not filled with anything: the first step writes it. If there is no memory for it, the old layout stays true.
   sum->data.reset(new Byte[size]);
+  sum->layout = std::move(layout);
   advise_huge_pages(sum->data.get(), size);
   bytes_.fetch_add(size - sum->size, std::memory_order_relaxed);
   sum->size = size;

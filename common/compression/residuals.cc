@@ -123,6 +123,7 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
   std::shared_ptr<Record> record = find(key);
   if (record) {
     record->carry = carry_of(*record, learning_rate);
+    record->low_rank.resize(sizes.size());
     if (flush != Flush::kNone) {
       record->settle();
       for (kernels::LowRankMemory& each : record->low_rank) each.q.clear();
@@ -132,16 +133,25 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
     records_.erase(key_);
     return Lease(record);
   }
-  if (!record) records_[key_] = record = make(key, sizes);
+  if (!record) {
+    records_[key_] = record = make(key, sizes);
+    record->low_rank.resize(sizes.size());
+  }
   record->terms = terms;
   record->layout = division(terms, layout);
   record->loaded = false;
+  record->rate_before = record->learning_rate;
   if (learning_rate != 0) record->learning_rate = learning_rate;
   record->holds = flush == Flush::kNone;
-  record->low_rank.resize(sizes.size());
   if (!record->holds) record->flushes = false;
   ++record->steps;
   return Lease(record);
+}
+
+void Residuals::give_back(const Lease& lease) {
+  const MutexLock lock(mutex_);
+  --lease->steps;
+  lease->learning_rate = lease->rate_before;
 }
 
 bool Residuals::has_momenta(const Key& key) {

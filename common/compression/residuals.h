@@ -60,6 +60,7 @@ class Residuals {
     std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
     // Guarded by Residuals::mutex_:
     double learning_rate = 0;  // of the last step that had one
+    double rate_before = 0;    // the same of the step before
     CompressionTerms terms;
     uint64_t layout = 0;   // identifies the division of chunks that `memory` belongs to
     bool holds = false;    // otherwise it is all zeros
@@ -107,6 +108,8 @@ class Residuals {
   // held back stays as it is.
   Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
              Flush flush, double learning_rate);
+  // What was taken counts as not taken: the reduction did not begin.
+  void give_back(const Lease& lease);
   // Does the record know the momenta of the last step? If some rank's does not, all begin anew: see begin_momenta().
   bool has_momenta(const Key& key);
   // All records of this rank forget them.

@@ -33,7 +33,8 @@ void Schedule::learn(const std::vector<Entry*>& ready) {
   bool any = false;
   for (const Entry* entry : ready) {
     // It may make the group measure: that is over some steps later, on all ranks, and so before an order is frozen.
-    if (entry->description.compression.automatic && !entry->name->expected) same_ = 0;
+    const Description& d = entry->description;
+    if (d.compression.automatic && (!entry->name->expected || d.outdated != 0)) same_ = 0;
     if (!can_be_scheduled(*entry->name)) continue;
     see(entry->name);
     any = true;

@@ -213,19 +213,24 @@ void ProcessSet::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entr
   // Trials and a schedule would not know of each other: what is tried changes with rounds, and a schedule has none.
   negotiation_.learn_order(!execution_.tuner().trying());
   negotiation_.apply(round_.content(), &ready_, failed);
-  if (!ready_.empty()) {
-    execution.add(ready_, finished);
-    ready_.clear();
-  }
+  if (!ready_.empty()) add_ready(&execution, Batch(), finished);
   if (negotiation_.broken()) end_schedule(finished, failed);
+}
+
+// Where that fails, the execution has them all the same.
+void ProcessSet::add_ready(Execution* execution, const Batch& batch, std::vector<Entry*>* finished) {
+  try {
+    execution->add(ready_, finished, batch);
+  } catch (...) {
+    ready_.clear();
+    throw;
+  }
+  ready_.clear();
 }
 
 void ProcessSet::keep_schedule(std::vector<Entry*>* finished) {
   Batch batch;
-  while (negotiation_.begin_batch(&batch, &ready_)) {
-    execution_.add(ready_, finished, batch);
-    ready_.clear();
-  }
+  while (negotiation_.begin_batch(&batch, &ready_)) add_ready(&execution_, batch, finished);
   const int64_t now = now_ns();
   negotiation_.watch_schedule(now);
   if (execution_.waits_since(now - kTellAfter)) negotiation_.break_schedule();
@@ -234,10 +239,7 @@ void ProcessSet::keep_schedule(std::vector<Entry*>* finished) {
 void ProcessSet::end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed) {
   // The order of buckets stays the same on all ranks: what others have begun has its place here too.
   Batch batch;
-  while (negotiation_.stand_in_batch(&batch, &ready_)) {
-    execution_.add(ready_, finished, batch);
-    ready_.clear();
-  }
+  while (negotiation_.stand_in_batch(&batch, &ready_)) add_ready(&execution_, batch, finished);
   std::vector<Entry*> rolled_back, own;
   execution_.roll_back(negotiation_.begun(), &rolled_back);
   for (Entry* entry : rolled_back) {
@@ -248,6 +250,8 @@ void ProcessSet::end_schedule(std::vector<Entry*>* finished, std::vector<std::pa
 }
 
 void ProcessSet::abandon(std::vector<Entry*>* entries) {
+  entries->insert(entries->end(), ready_.begin(), ready_.end());
+  ready_.clear();
   execution_.abandon(entries);
   aside_.abandon(entries);
 }

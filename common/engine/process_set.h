@@ -95,6 +95,8 @@ class ProcessSet {
   void check_round(int64_t now, int64_t since_ns) const PERSEUS_REQUIRES(progress_lock);
   void apply(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
+  void add_ready(Execution* execution, const Batch& batch, std::vector<Entry*>* finished)
+      PERSEUS_REQUIRES(progress_lock);
   void keep_schedule(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
   const Levels& levels() const;  // any thread, once something is submitted
   NcclSettings nccl_settings(const ExecutionSettings& settings) const;

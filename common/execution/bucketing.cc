@@ -17,6 +17,9 @@ bool same_reduction(const kernels::ReduceSpec& a, const kernels::ReduceSpec& b) 
 
 // Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
 constexpr size_t kFlatBytes = 32 * 1024;
+// Of one exact exchange in stages: a rank that takes no part in the stage between hosts moves nothing meanwhile, and
+// must not be taken for one that hangs.
+constexpr size_t kMostStaged = 64 * 1024 * 1024;
 
 }  // namespace
 
@@ -36,8 +39,10 @@ Byte* Bucket::allocate(const std::vector<size_t>& sizes, const std::vector<uint6
   size_t total = 0;
   int64_t total_rows = 0;
   for (size_t i = 0; i < sizes.size(); ++i) {
+    constexpr uint64_t kMost = uint64_t{1} << 48;
     const uint64_t row = static_cast<uint64_t>(row_bytes);
-    if (rows[i] > (uint64_t{1} << 48) || sizes[i] != rows[i] * row)
+    // Beyond kMost, products and sums could wrap.
+    if (rows[i] > kMost || sizes[i] > kMost || (row > 0 && rows[i] > kMost / row) || sizes[i] != rows[i] * row)
       fail(ErrorKind::kIo, "[collective] a peer announced " + std::to_string(sizes[i]) + " bytes for " +
                                std::to_string(rows[i]) + " rows of " + std::to_string(row) + " bytes");
     total += sizes[i];
@@ -120,12 +125,25 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
     waiting_.push_back(ready);
     return;
   }
+  const size_t had_ended = finished->size();
+  try {
+    place_in_buckets(ready, finished);
+    close_all(batch);
+  } catch (...) {
+    const auto ended = finished->begin() + static_cast<ptrdiff_t>(had_ended);
+    for (Entry* entry : ready)
+      if (std::find(ended, finished->end(), entry) == finished->end()) refused_.push_back(entry);
+    throw;
+  }
+}
+
+void Execution::place_in_buckets(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
   const int64_t now = now_ns();
   const bool across = levels(false).groups > 1;
   tuner_.agreed(ready, across, across ? slice_bytes(CodecKind::kNone) : SIZE_MAX, now);
+  for (Entry* entry : ready) entry->executions_left = 0;
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
-    entry->executions_left = 0;
     const Description& d = entry->description;
     switch (d.kind) {
       case Kind::kAllreduce:
@@ -156,7 +174,6 @@ void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finis
     }
     if (entry->executions_left == 0) finished->push_back(entry);
   }
-  close_all(batch);
 }
 
 std::unique_ptr<Bucket> Execution::fresh_bucket() {
@@ -261,8 +278,9 @@ void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& code
   Fit fit(entry->buffers[tensor].device, Collective::kAllreduce, reduction);
   fit.stages = staged ? 1 : -1;
   fit.algorithm = algorithm_of(fit.stages, bytes);
-  fit.most_bytes = run_bytes(bytes);
-  // Every element is reduced by itself: where a tensor is cut changes no bits.
+  // Every element is reduced by itself, so where a tensor is cut changes no bits, but in a ring, where its place
+  // counts.
+  if (fit.algorithm != Algorithm::kRing) fit.most_bytes = std::min(run_bytes(bytes), staged ? kMostStaged : SIZE_MAX);
   for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
     const size_t size = std::min(fit.most_bytes, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
@@ -351,7 +369,7 @@ void Execution::add_broadcast(Entry* entry) {
     const size_t bytes = d.tensors[i].bytes();
     Fit fit(entry->buffers[i].device, Collective::kBroadcast, bytes_only, root);
     fit.stages = levels(false).divided() && bytes > kFlatBytes ? 1 : -1;
-    fit.most_bytes = run_bytes(bytes);
+    fit.most_bytes = std::min(run_bytes(bytes), fit.stages < 0 ? SIZE_MAX : kMostStaged);
     for (size_t begin = 0; begin < bytes; begin += fit.most_bytes) {
       const size_t size = std::min(fit.most_bytes, bytes - begin);
       Bucket& bucket = bucket_for(entry, size, fit);

@@ -34,7 +34,8 @@ void Execution::begin(Stream* stream, uint32_t index) {
   stream->begun_ns = now;
   for (Entry* entry : bucket.entries)
     if (entry->started_ns == 0) entry->started_ns = now;
-  if (bucket.stages >= 0 && bucket.staged == bucket.hierarchical[bucket.stages].get())
+  const bool rolled_back = !bucket.begun_by.empty();  // then its tensors may be gone
+  if (!rolled_back && bucket.stages >= 0 && bucket.staged == bucket.hierarchical[bucket.stages].get())
     bucket.hierarchical[bucket.stages]->use(&stream->compressed, settings_.threads);
   if (!stream->group) stream->group = make_group_(settings_.first_stream + index, levels(false));
   Work work;
@@ -51,8 +52,8 @@ void Execution::begin(Stream* stream, uint32_t index) {
   }
   if (!stream->group->serves(work)) fail(ErrorKind::kInternal, "[execution] nothing moves tensors of this device");
   stream->operation = &stream->group->plan(work);
-  if (!bucket.begun_by.empty()) stream->operation->roll_back(bucket.begun_by);
-  stream->open = bucket.batch.schedule != 0 && bucket.begun_by.empty();
+  if (rolled_back) stream->operation->roll_back(bucket.begun_by);
+  stream->open = bucket.batch.schedule != 0 && !rolled_back;
   stream->moved_ns = 0;
   stream->first_byte_ns = 0;
 }
@@ -129,8 +130,8 @@ void Execution::roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       for (uint64_t batches : begun) bucket.begun_by.push_back(batches > bucket.batch.number);
       for (Entry* entry : bucket.entries) {
         if (--entry->executions_left > 0) continue;
-        // It counts as not taken: ranks that had not begun it have not taken it either, and all count alike.
-        if (entry->residuals) --entry->residuals->steps;
+        // Ranks that had not begun it have not taken it either, and all count alike.
+        if (entry->residuals) settings_.residuals->give_back(entry->residuals);
         entry->residuals.reset();
         entry->started_ns = 0;
         entries->push_back(entry);
@@ -194,15 +195,23 @@ void Execution::report_silence(const Stream& stream) const {
 }
 
 void Execution::abandon(std::vector<Entry*>* entries) {
+  const auto give_up = [entries](const std::vector<Entry*>& found) {
+    for (Entry* entry : found) {
+      if (entry->executions_left < 0) continue;  // in another bucket, too
+      entries->push_back(entry);
+      entry->executions_left = -1;
+    }
+  };
   for (Stream& stream : streams_) {
     if (stream.operation != nullptr) stream.operation->abort();
     stream.operation = nullptr;
-    for (auto& bucket : stream.queue)
-      for (Entry* entry : bucket->entries)
-        if (--entry->executions_left == 0) entries->push_back(entry);
+    for (auto& bucket : stream.queue) give_up(bucket->entries);
     stream.queue.clear();
   }
-  for (const std::vector<Entry*>& ready : waiting_) entries->insert(entries->end(), ready.begin(), ready.end());
+  open_.clear();
+  give_up(refused_);
+  refused_.clear();
+  for (const std::vector<Entry*>& ready : waiting_) give_up(ready);
   waiting_.clear();
   in_flight_ = 0;
 }

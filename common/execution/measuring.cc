@@ -45,7 +45,14 @@ void Execution::finish_probe(std::vector<Entry*>* finished) {
     settings_.log("[codec] " + describe_choice(speeds, settings_.auto_codecs));
   std::vector<std::vector<Entry*>> rounds;
   rounds.swap(waiting_);
-  for (const std::vector<Entry*>& ready : rounds) add(ready, finished);
+  for (size_t i = 0; i < rounds.size(); ++i) {
+    try {
+      add(rounds[i], finished);
+    } catch (...) {
+      waiting_.insert(waiting_.end(), rounds.begin() + static_cast<ptrdiff_t>(i) + 1, rounds.end());
+      throw;
+    }
+  }
 }
 
 }  // namespace perseus

@@ -241,6 +241,32 @@ TEST(AlgorithmSettings, AllGiveWhatFloat64GivesWhereNothingIsRounded) {
     }
 }
 
+// A large tensor may be cut into parts for several streams, but not so that it changes the bits.
+TEST(AlgorithmSettings, BitsDoNotDependOnTheNumberOfStreams) {
+  const Medium tcp = all_media()[2];
+  constexpr int64_t kCount = 9 * 1024 * 1024 / 4 + 5;
+  for (const char* algorithm : {"pairwise", "halving_doubling", "ring"}) {
+    Bytes results[2];
+    for (const bool several : {false, true}) {
+      WorldOptions options;
+      options.overrides = setting(algorithm);
+      options.overrides.push_back(several ? "PERSEUS_ALLREDUCE_STREAMS=4" : "PERSEUS_ALLREDUCE_STREAMS=1");
+      run_world(
+          tcp, 3,
+          [&](int rank, perseus_context* context) {
+            Bytes values(kCount * 4);
+            fill(PERSEUS_FLOAT32, 5, rank, 0, kCount, values.data());
+            const perseus_tensor tensor{values.data(), values.data(), &kCount, 1, PERSEUS_FLOAT32};
+            const Outcome outcome = run(context, request_of(PERSEUS_ALLREDUCE, "t", &tensor, 1));
+            ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+            if (rank == 1) results[several] = values;
+          },
+          options);
+    }
+    EXPECT_TRUE(results[0] == results[1]) << algorithm;
+  }
+}
+
 TEST(AlgorithmSettings, WhatIsNoneIsRefused) {
   perseus_context* context = nullptr;
   EXPECT_EQ(create_context(all_media()[0], unique_name(), 0, 1, 0, setting("tree"), &context),

@@ -1,9 +1,13 @@
 // What lossy codecs hold back when something changes: it is sent once, bit for bit, or carried to another world.
 #include "compression/residuals.h"
 
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <fstream>
 #include <limits>
 #include <map>
 #include <thread>
@@ -236,6 +240,84 @@ TEST(Residual, IsSentByARankAlone) {
   });
 }
 
+TEST(Residual, ThatWasLoadedIsSentByACodecThatKeepsNone) {
+  for (const Codec& codec : {kExact, kHalf})
+    run_world(
+        all_media()[0], 2,
+        [&](int rank, perseus_context* context) {
+          Held held;
+          held.data.assign(2 * kCount, 0.0F);
+          held.data[3] = static_cast<float>(4 * (rank + 1));
+          if (rank == 0) held.data[kCount + 4] = 7;  // of a mean
+          give(context, held);
+          Floats expected = gradient(0, 0);
+          const Floats other = gradient(0, 1);
+          for (size_t i = 0; i < kCount; ++i) expected[i] = (expected[i] + other[i]) / 2;
+          expected[3] += 6;
+          expected[4] += 7;
+          EXPECT_EQ(reduce(context, gradient(0, rank), codec), expected);
+          EXPECT_TRUE(held_by(context).data.empty());
+        },
+        in_groups_of(1));
+}
+
+// Of a process's addresses, so that not even memory that nobody touches can be had.
+class LittleMemory {
+ public:
+  explicit LittleMemory(size_t more) {
+    size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    getrlimit(RLIMIT_AS, &before_);
+    const rlimit now{pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)) + more, before_.rlim_max};
+    setrlimit(RLIMIT_AS, &now);
+  }
+  ~LittleMemory() { setrlimit(RLIMIT_AS, &before_); }
+  LittleMemory(const LittleMemory&) = delete;
+  LittleMemory& operator=(const LittleMemory&) = delete;
+
+ private:
+  rlimit before_{};
+};
+
+TEST(Residual, ThatGetsNoMemoryEndsAllThatWasReady) {
+  if (kSanitizer) GTEST_SKIP() << "sanitizers have an address space of their own";
+  WorldOptions options = in_groups_of(1);
+  // So that both become ready in one round.
+  options.overrides.insert(options.overrides.end(), {"HOROVOD_CYCLE_TIME=200", "PERSEUS_FLIGHT_RECORDER="});
+  Barrier barrier(2);
+  std::unique_ptr<LittleMemory> little;
+  run_world(
+      all_media()[0], 2,
+      [&](int rank, perseus_context* context) {
+        Floats large(24 << 20), small(5000);
+        perseus_handle handles[2];
+        std::vector<std::pair<const char*, Floats*>> given{{"large", &large}, {"small", &small}};
+        reduce(context, gradient(0, rank), kInt8);
+        barrier.wait();
+        if (rank == 0) little = std::make_unique<LittleMemory>(size_t{64} << 20);
+        barrier.wait();
+        for (size_t i = 0; i < 2; ++i) {
+          const auto& [name, values] = given[i];
+          const int64_t count = static_cast<int64_t>(values->size());
+          const perseus_tensor tensor{values->data(), values->data(), &count, 1, PERSEUS_FLOAT32};
+          perseus_request request = request_of(PERSEUS_ALLREDUCE, name, &tensor, 1);
+          request.gradient_of = 1;
+          request.codec = PERSEUS_CODEC_INT8;
+          ASSERT_EQ(submit(context, request, &handles[i]).code, PERSEUS_OK);
+        }
+        for (const perseus_handle handle : handles) {
+          const Outcome outcome = wait(context, handle);
+          EXPECT_NE(outcome.code, PERSEUS_OK);
+          EXPECT_NE(outcome.message.find("out of memory for what is held back of 'large'"), std::string::npos)
+              << outcome.message;
+        }
+        barrier.wait();
+        if (rank == 0) little.reset();
+        barrier.wait();
+      },
+      options);
+}
+
 TEST(Residual, OfOtherSizesIsGivenUp) {
   run_world(
       all_media()[0], 2,
@@ -376,6 +458,23 @@ TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
   residuals.write({1, 0, name}, data.data(), 14, 17);
   EXPECT_EQ(carry(0.5), 1.0F) << "a loaded one has no rate";
   EXPECT_EQ(carry(0.25), 2.0F);
+}
+
+TEST(Residual, OfAReductionThatDidNotBeginIsCarriedAsBefore) {
+  perseus::Residuals residuals;
+  const std::string name = "g";
+  perseus::CompressionTerms terms;
+  terms.codec.kind = perseus::CodecKind::kInt8;
+  const auto take = [&](double rate) {
+    return residuals.take({1, 0, name}, {3, 4}, terms, 17, perseus::Flush::kNone, rate);
+  };
+  EXPECT_EQ(take(0.5)->steps, 1U);
+  const perseus::Residuals::Lease lease = take(0.125);
+  EXPECT_EQ(lease->carry, 4.0F);
+  residuals.give_back(lease);
+  EXPECT_EQ(lease->steps, 1U);
+  EXPECT_EQ(take(0.125)->carry, 4.0F);
+  EXPECT_EQ(take(0.125)->carry, 1.0F);
 }
 
 // ThreadSanitizer sees the order: what an operation has written happened before it is read.
