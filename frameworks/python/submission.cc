@@ -182,6 +182,10 @@ bool read_tensor(TensorReader* reader, PyObject* input, PyObject* output, Layout
       PyErr_SetString(PyExc_ValueError, "[python] input and output are not on the same device and stream");
       return false;
     }
+    if (target.dtype != view->dtype) {
+      PyErr_SetString(PyExc_ValueError, "[python] input and output are not of the same dtype");
+      return false;
+    }
     tensor->output = target.data;
   }
   return true;

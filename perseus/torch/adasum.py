@@ -22,6 +22,7 @@ from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet
 from perseus.torch.functions import buffer_of, initial_state
+from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.session import Adasum, session
 
 
@@ -92,6 +93,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
         )
         yield
 
+    @calls_hooked_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the wrapped optimizer's step, then combine the steps of all ranks by Adasum.

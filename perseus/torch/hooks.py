@@ -1,15 +1,28 @@
-"""Hooks of parameters, which autograd calls when it has accumulated a gradient. Stateless."""
+"""Hooks of parameters, which autograd calls when it has accumulated a gradient, and of steps.
+
+Stateless.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 Owner = TypeVar("Owner")
 Known = TypeVar("Known")
+Step = TypeVar("Step", bound=Callable[..., Any])
+
+
+def calls_hooked_step(step: Step) -> Step:
+    """Mark a step() that calls a wrapped optimizer's, where torch runs the hooks of steps.
+
+    Else load_state_dict() lets torch run them around this one, too.
+    """
+    cast(Any, step).hooked = True
+    return step
 
 
 def on_gradient(

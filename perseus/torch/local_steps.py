@@ -34,6 +34,7 @@ from perseus.gradients.participation import alone
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.compression import Compression
 from perseus.torch.functions import parameters_of
+from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.host_session import HostSession
 from perseus.torch.local_averages import LocalAverages
 from perseus.torch.local_exchanges import TorchLocalSteps
@@ -81,6 +82,7 @@ class _LocalOptimizer(_DistributedOptimizer):
         if self._reducer.applies:
             self._local_steps.begin_step()
 
+    @calls_hooked_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step with the host's gradients, and exchange what is due after it."""
         result = super().step(closure)

@@ -33,6 +33,7 @@ from perseus.process_sets import ProcessSet, global_process_set
 from perseus.torch.adasum import AdasumOptimizer, adasum_optimizer
 from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, initial_state, parameters_of
+from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.learning_rates import steps_of
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.residuals import as_buffers, as_tensors
@@ -45,6 +46,14 @@ _RACE = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
 )
+
+
+class _NotApplied(Exception):  # noqa: N818 - it ends a step and reaches no caller
+    """A closure's gradients are not to be applied, so the wrapped optimizer takes no step."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.loss = loss
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -152,8 +161,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         finally:
             self._should_synchronize = True
 
+    @calls_hooked_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call synchronize(), then the wrapped optimizer's step(closure).
+
+        A closure may compute gradients: whatever it begins to reduce is reduced when it returns. It
+        must do so on all ranks or on none.
 
         While PERSEUS_ACCUMULATE_N_STEPS sums gradients, or if a NaN is to be skipped, no rank takes
         a step; a closure is called nevertheless. Raises MismatchError if
@@ -163,35 +176,76 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             names = self._reducer.names
             self._check.compare((names[p], buffer_of(p)) for p in parameters_of(self))
         synchronizes = self._should_synchronize
-        if synchronizes:
-            if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() called without optimizer.skip_synchronize() context after "
-                    "optimizer.synchronize(). This can cause training slowdown.",
-                    stacklevel=2,
-                )
-            self._steps_now = True
+        if synchronizes and self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). This can cause training slowdown.",
+                stacklevel=2,
+            )
+        # A closure is about to compute gradients, unless backward passes have done so.
+        waits_for_closure = synchronizes and closure is not None and not self._reducer.has_begun()
+        if synchronizes and not waits_for_closure:
+            self._synchronize_in_step()
+        applies = self._take_result()
+        if not applies and closure is None:
+            return None
+        if closure is None:
+            result = super().step(None)
+        else:
+            evaluate = self._reducing(closure, waits_for_closure)
             try:
-                self.synchronize()
-            finally:
-                self._steps_now = False
+                if not applies:
+                    with torch.enable_grad():
+                        return evaluate()
+                result = super().step(evaluate)
+            except _NotApplied as stopped:
+                return stopped.loss
+        if synchronizes:  # then the step's own change is averaged, too
+            self._take_turn()
+        return result
+
+    def _synchronize_in_step(self) -> None:
+        self._steps_now = True
+        try:
+            self.synchronize()
+        finally:
+            self._steps_now = False
+
+    def _take_result(self) -> bool:
+        """Return whether the gradients that have been reduced may be applied."""
         self._synchronized = False
         applies, self._reducer.applies = self._reducer.applies, True
-        if applies:
-            result = super().step(closure)
-            if synchronizes:  # then the step's own change is averaged, too
-                self._take_turn()
-            return result
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+        return applies
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def _reducing(self, closure: Callable[[], Any], first: bool) -> Callable[[], Any]:
+        """Return a closure that has reduced its gradients by the time it returns.
+
+        first: the first call reduces, whether or not it has computed gradients here: other ranks
+        may have computed some.
+        """
+
+        def evaluate() -> Any:
+            nonlocal first
+            loss = closure()
+            if first:
+                first = False
+                self._synchronize_in_step()
+            elif self._reducer.has_begun():
+                self._reducer.synchronize()
+            if not self._take_result():
+                raise _NotApplied(loss)
+            return loss
+
+        return evaluate
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Call the wrapped optimizer. Raises AssertionError while gradients are being reduced."""
         if self._reducer.busy():
             raise AssertionError(_RACE)
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
+
+    # Shows torch's signature; the wrapped optimizer may have another, and defaults of its own.
+    cast(Any, zero_grad).__wrapped__ = torch.optim.Optimizer.zero_grad
 
     @staticmethod
     def find_duplicates(lst: Iterable[Any]) -> set[Any]:

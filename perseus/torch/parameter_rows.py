@@ -8,7 +8,9 @@ from perseus.gradients.turns import rows_of
 
 
 class ParameterRows:
-    """Dense parameters of any floating dtype, whose parts travel as float32 (of float64: float64).
+    """Dense parameters, whose parts travel as float32, or as float64 if some are that wide.
+
+    Complex parameters are pairs of numbers.
 
     parameters: those that are trained, in the same order on all ranks. parts: how many there are.
     A flat tensor has the rows of one part of all parameters, and a 1 at its end: in a sum over
@@ -18,7 +20,7 @@ class ParameterRows:
     def __init__(self, parameters: list[torch.Tensor], parts: int) -> None:
         self._parameters = parameters
         self._parts = parts
-        wide = any(parameter.dtype == torch.float64 for parameter in parameters)
+        wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         self._dtype = torch.float64 if wide else torch.float32
 
     def read(self, part: int) -> torch.Tensor | None:
@@ -41,6 +43,8 @@ class ParameterRows:
         views = []
         for parameter in self._parameters:
             rows = parameter.detach()
+            if rows.is_complex():
+                rows = torch.view_as_real(rows)  # else only the real parts would travel
             rows = rows.reshape(1) if rows.dim() == 0 else rows
             view = rows[rows_of(rows.shape[0], part, self._parts)]
             if view.numel() > 0:

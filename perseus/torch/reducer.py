@@ -85,6 +85,13 @@ class GradientReducer(HandleReducer):
             bundle.passes_left = [self.passes] * len(bundle.parameters)
             bundle.waiting = len(bundle.parameters)
 
+    def has_begun(self) -> bool:
+        """Return whether a backward pass has computed gradients since the last synchronize()."""
+        return any(
+            bundle.is_under_way() or any(left < self.passes for left in bundle.passes_left)
+            for bundle in self.reductions
+        )
+
     def forget_begun(self) -> None:
         """See HandleReducer."""
         super().forget_begun()

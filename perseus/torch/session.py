@@ -45,15 +45,20 @@ DTYPES = {
 }
 
 
-def wrap(
-    buffer: Any, shape: tuple[int, ...], like: torch.Tensor, received: tuple[int, ...] | None
-) -> Any:
-    """A tensor over memory that the core allocated; with the received splits if asked."""
+def tensor_over(buffer: Any, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """A tensor over memory that the core allocated."""
     if 0 in shape:
         output = torch.empty(shape, dtype=like.dtype)
     else:
         output = torch.frombuffer(buffer, dtype=like.dtype).view(shape)
-    output = output.to(like.device)
+    return output.to(like.device)
+
+
+def wrap(
+    buffer: Any, shape: tuple[int, ...], like: torch.Tensor, received: tuple[int, ...] | None
+) -> Any:
+    """A tensor over memory that the core allocated; with the received splits if asked."""
+    output = tensor_over(buffer, shape, like)
     if received is None:
         return output
     return output, torch.tensor(received, dtype=torch.int32)

@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -14,9 +17,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 import perseus.torch.distributed
 from perseus.errors import InitializationError
+from perseus.torch import session
+from perseus.torch.distributed import backend, world
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _BESIDE_OTHERS = pytest.mark.skipif(
@@ -66,6 +72,103 @@ def test_one_rank_alone_is_a_group():
 def test_a_tensor_that_cannot_be_reduced_is_refused(tensor, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         dist.all_reduce(tensor)
+
+
+def _ours():
+    """What c10d calls, past the checks of torch.distributed."""
+    return backend._group_of(dist.group.WORLD, "cpu")
+
+
+@pytest.mark.usefixtures("_alone")
+@pytest.mark.parametrize(
+    "call",
+    [
+        dist.all_gather_into_tensor,
+        dist.reduce_scatter_tensor,
+        lambda o, i: _ours().all_to_all_single(o, i, [], []),
+        lambda o, i: _ours().allgather([[o]], [i]),
+        lambda o, i: _ours().allgather_coalesced([[o]], [i]),
+        lambda o, i: _ours().all_gather_single_coalesced([o], [i]),
+        lambda o, i: _ours().reduce_scatter([o], [[i]], dist.ReduceScatterOptions()),
+        lambda o, i: _ours().reduce_scatter_single_coalesced([o], [i], dist.ReduceScatterOptions()),
+        lambda o, i: _ours().gather([[o]], [i], dist.GatherOptions()),
+        lambda o, i: _ours().scatter([o], [[i]], dist.ScatterOptions()),
+        lambda o, i: _ours().alltoall([o], [i]),
+    ],
+)
+def test_an_output_of_another_dtype_is_refused(call):
+    output = torch.full((3,), 7, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"the same dtype, got torch\.float64 and"):
+        call(output, torch.arange(3.0, dtype=torch.float64))
+    assert output.tolist() == [7, 7, 7]
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_completed_work_has_written_its_output():
+    given, output = torch.arange(3), torch.full((3,), -1)
+    work = dist.reduce_scatter_tensor(output, given, op=dist.ReduceOp.BXOR, async_op=True)
+    _wait_until(work.is_completed)
+    assert torch.equal(output, given)
+    assert work.is_success() and work.exception() is None
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_callback_may_add_callbacks_to_its_own_future():
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    future.wait()
+    called, order = threading.Event(), []
+
+    def call(left):
+        def callback(completed):
+            order.append(left)
+            if left == 0:
+                called.set()
+            else:
+                completed.add_done_callback(call(left - 1))
+
+        return callback
+
+    future.add_done_callback(call(3))
+    assert called.wait(30), "the thread that runs callbacks waits for itself"
+    assert order == [3, 2, 1, 0]
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_works_that_nobody_waits_for_leave_nothing_behind():
+    operations = _ours().world.operations
+    given = torch.ones(3)
+    reference = weakref.ref(given)
+    for tensor in (given, torch.ones(3), torch.ones(3)):
+        dist.all_reduce(tensor, async_op=True)
+    del given, tensor
+
+    def is_released():
+        dist.all_reduce(torch.ones(3), async_op=True)  # where others are looked at again
+        return reference() is None and operations.open_handles() <= 2
+
+    _wait_until(is_released)
+    # One work in place of several, which must not give up the operations.
+    outputs = [torch.empty(3), torch.empty(3)]
+    options = _distributed_c10d.AllgatherOptions()
+    work = _ours().all_gather_single_coalesced(outputs, [torch.ones(3), torch.ones(3)], options)
+    work.wait()
+    assert all(torch.equal(output, torch.ones(3)) for output in outputs)
+
+
+def test_counts_of_what_was_received_may_exceed_32_bits():
+    buffer = bytearray(torch.arange(3.0).numpy().tobytes())
+    counts = (2**31, 2**40)
+    output, received = world.wrap(buffer, (3,), torch.empty(0), counts)
+    assert torch.equal(output, torch.arange(3.0)) and received == counts
+    _, received = session.wrap(buffer, (3,), torch.empty(0), (1, 2))
+    assert received.dtype == torch.int32 and received.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1, 2"), (1, "rank 0")])

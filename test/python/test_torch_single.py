@@ -132,6 +132,65 @@ def test_schedulers_and_step_hooks_see_each_step_once():
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
+def _diloco(optimizer):
+    return hvd.DiLoCo(optimizer, every=2)
+
+
+def _adasum(optimizer):
+    from perseus.compression import NoneCompressor
+    from perseus.torch.adasum import adasum_optimizer
+    from perseus.torch.functions import parameters_of
+
+    names = {p: str(number) for number, p in enumerate(parameters_of(optimizer))}
+    return adasum_optimizer(optimizer, names, NoneCompressor, 1, hvd.global_process_set)
+
+
+@pytest.mark.parametrize("wrap", [hvd.DistributedOptimizer, _diloco, _adasum])
+def test_step_hooks_run_once_after_a_state_has_been_loaded(wrap):
+    model = torch.nn.Linear(1, 1)
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=1.0))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    model(torch.ones(1, 1)).backward()
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+class _OwnZeros(torch.optim.SGD):
+    """Keeps gradients, as zeros."""
+
+    def zero_grad(self):
+        super().zero_grad(set_to_none=False)
+
+
+class _NamedZeros(torch.optim.SGD):
+    """Has an option of its own."""
+
+    def zero_grad(self, set_to_none=False, *, to=0.0):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None if set_to_none else torch.full_like(p, to)
+
+
+def test_zero_grad_passes_on_what_it_is_given():
+    def gradient_after(kind, *args, **kwargs):
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=1.0))
+        model(torch.ones(1, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad(*args, **kwargs)
+        return None if model.weight.grad is None else model.weight.grad.item()
+
+    assert gradient_after(_OwnZeros) == 0.0
+    assert gradient_after(_NamedZeros) == 0.0
+    assert gradient_after(_NamedZeros, to=3.0) == 3.0
+    assert gradient_after(_NamedZeros, True) is None
+    assert gradient_after(torch.optim.SGD, set_to_none=False) == 0.0
+    assert gradient_after(torch.optim.SGD) is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
-_ANNOUNCED = "perseus/announced"  # the key that rank 0 of the latest round has set
+ANNOUNCED = "perseus/announced"  # the key that rank 0 of the latest round has set
 _LOOK_AGAIN_SECONDS = 0.02
 
 
@@ -32,7 +32,7 @@ def announce(store: Any, text: str, size: int, deadline: float, late: str) -> No
     """
     number = secrets.token_hex(16)
     answers = [_answer(number, rank) for rank in range(1, size)]
-    store.set(_ANNOUNCED, json.dumps([number, text]))
+    store.set(ANNOUNCED, json.dumps([number, text]))
     while not store.check(answers):
         if time.monotonic() > deadline:
             missing = [str(i + 1) for i, key in enumerate(answers) if not store.check([key])]
@@ -66,8 +66,8 @@ def await_announcement(
             if problem or found is None:
                 raise ValueError(problem)
             return found
-        if store.check([_ANNOUNCED]):
-            number, text = json.loads(store.get(_ANNOUNCED))
+        if store.check([ANNOUNCED]):
+            number, text = json.loads(store.get(ANNOUNCED))
             if number != answered:
                 problem = ""
                 try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import sys
 import time
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch._C import _distributed_c10d as c10d
 
 from perseus import basics, ddp
 from perseus.errors import HorovodInternalError
+from perseus.run.bootstrap.torch_round import ANNOUNCED
 from perseus.torch.distributed.collectives import Collectives
 from perseus.torch.distributed.direct import shorten_calls
 from perseus.torch.distributed.gradients import take_models
@@ -132,7 +134,7 @@ class _Life(Collectives):
         """
         limit = getattr(opts, "timeout", None) or timedelta(seconds=self.world.seconds)
         self._barriers += 1
-        prefix = f"perseus/barrier {self._barriers}/"
+        prefix = f"perseus/{self._token()}/barrier {self._barriers}/"
         deadline = time.monotonic() + limit.total_seconds()
         if self.world.rank != 0:
             self._store.set(f"{prefix}{self.world.rank}", "")
@@ -150,6 +152,14 @@ class _Life(Collectives):
         self._store.set(f"{prefix}end", problem if missing else "")
         if missing:
             raise RuntimeError(problem)
+
+    def _token(self) -> str:
+        """Return what tells this group from earlier ones, whose keys the store may still have."""
+        if self.world.size == 1:
+            return ""
+        # The number of the announcement by which exactly these ranks have come together.
+        number: str = json.loads(self._store.get(ANNOUNCED))[0]
+        return number
 
     def _get_sequence_number_for_group(self) -> int:
         """Return how many collectives this rank has started; torch's debug mode compares them."""

@@ -87,6 +87,16 @@ def _same_elements(outputs: Sequence[torch.Tensor], given: int, what: str) -> No
         raise ValueError(f"[torch] {what}: the output has {wanted} elements, expected {given}")
 
 
+def _same_dtype(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], what: str) -> None:
+    # The core writes as many bytes as are given, and would overrun a narrower output.
+    dtypes = {str(tensor.dtype) for tensor in (*outputs, *given)}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"[torch] {what}: input and output must have the same dtype, got "
+            f"{' and '.join(sorted(dtypes))}"
+        )
+
+
 def _combined(parts: torch.Tensor, combine: Any) -> torch.Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
@@ -207,6 +217,7 @@ class Collectives:
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
         """Reduce `given` over all ranks; this rank gets its part, in rank order, as `output`."""
         _checked([output, given])
+        _same_dtype([output], [given], "reduce_scatter")
         size = self.world.size
         if given.numel() != output.numel() * size:
             _same_elements([output], given.numel() // size, "reduce_scatter")
@@ -237,6 +248,7 @@ class Collectives:
         """Reduce a list of tensors over all ranks; this rank gets the one of its own index."""
         output, parts = _only(outputs), _only(given)
         _checked([output, *parts])
+        _same_dtype([output], parts, "reduce_scatter")
         if len(parts) != self.world.size or any(p.numel() != output.numel() for p in parts):
             raise ValueError(
                 f"[torch] reduce_scatter: expected {self.world.size} tensors of "
@@ -265,6 +277,7 @@ class Collectives:
     ) -> Work:
         """Join the tensors of all ranks, which are of one size, in `output`."""
         _checked([output, given])
+        _same_dtype([output], [given], "all_gather")
         _same_elements([output], given.numel() * self.world.size, "all_gather")
         return self._gather([output], given)
 
@@ -272,6 +285,7 @@ class Collectives:
         """Copy the tensors of all ranks, which are of one size, into a list of tensors."""
         own, parts = _only(given), _only(outputs)
         _checked([own, *parts])
+        _same_dtype(parts, [own], "all_gather")
         _same_elements(parts, own.numel() * self.world.size, "all_gather")
         return self._gather(parts, own)
 
@@ -306,6 +320,7 @@ class Collectives:
         own = _only(given)
         parts = _only(outputs) if opts.rootRank == self.world.rank else []
         _checked([own, *parts])
+        _same_dtype(parts, [own], "gather")
         if parts:
             _same_elements(parts, own.numel() * self.world.size, "gather")
         flat = _movable(own)
@@ -324,6 +339,7 @@ class Collectives:
         root = opts.rootRank == self.world.rank
         parts = _only(given) if root else []
         _checked([output, *parts])
+        _same_dtype([output], parts, "scatter")
         if root:
             _same_elements([output] * self.world.size, sum(p.numel() for p in parts), "scatter")
         flat = _flattened(parts) if root else _movable(output)[:0]
@@ -335,6 +351,7 @@ class Collectives:
     def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
         """Send one tensor to each rank; any sizes that agree in pairs."""
         _checked([*outputs, *given])
+        _same_dtype(outputs, given, "all_to_all")
         splits = [_movable(tensor).numel() for tensor in given]
         return self._exchange(_flattened(given), splits, outputs)
 
@@ -348,6 +365,7 @@ class Collectives:
     ) -> Work:
         """Send a part of the first dimension to each rank; equal parts if splits are empty."""
         _checked([output, given])
+        _same_dtype([output], [given], "all_to_all")
         size = self.world.size
         for tensor, splits in ((given, input_splits), (output, output_splits)):
             rows = tensor.shape[0] if tensor.dim() else 0

@@ -46,9 +46,13 @@ class Future(torch.futures.Future[Any]):
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Run callback(self) once this future is complete."""
         with self._lock:
-            if not self._ends or completer.is_this_thread():
+            if not self._ends:
                 super().add_done_callback(callback)
                 return
+        # torch runs the callback at once, which may add another: without the lock.
+        if completer.is_this_thread():
+            super().add_done_callback(callback)
+            return
         # It is complete by then, so torch runs the callback, and on a GPU orders its stream.
         completer.call(partial(super().add_done_callback, callback))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from math import prod
 from typing import Any, Protocol
 from weakref import ref
 
@@ -31,6 +32,12 @@ from perseus.torch.distributed.world import World
 from perseus.torch.residuals import as_buffers, as_tensors
 from perseus.torch.wrapped import wrapper_residuals
 
+# A module's attributes with the hooks that Gradients registers.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+)
 _SAVED = "perseus_residuals"  # in the metadata of the wrapper's state_dict
 _BY_THE_RANKS_LEFT = (
     "[torch] join(divide_by_initial_world_size=False) divides by the number of ranks that are "
@@ -56,28 +63,61 @@ class Group(Protocol):
 
 
 class Gradients:
-    """The gradients of one model, for as long as it lives."""
+    """The gradients of one model, for as long as it lives.
 
-    def __init__(self, model: Any, group: Group) -> None:
+    is_copy: whether the model was copied or loaded from a file, as some ranks may do alone. It then
+    gets its number, and what depends on that, when all ranks reduce its gradients.
+    """
+
+    _residuals: ModelResiduals
+    _steps: OptimizerSteps
+
+    def __init__(self, model: Any, group: Group, is_copy: bool = False) -> None:
         self._model = model
         self._group = group
-        self._number = group.new_gradients()
-        self._keys = {p: name for name, p in model.module.named_parameters() if p.requires_grad}
-        self._names = {p: self._name_of(key) for p, key in self._keys.items()}
-        names = {key: self._names[p] for p, key in self._keys.items()}
-        self._residuals = ModelResiduals(group.world, self._number, names)
-        self._turns = self._begin_turns()
-        self._steps = OptimizerSteps(self._keys, self._after_steps)
+        self._keys = _names_of_trained(model)
+        self._names: dict[torch.Tensor, str] = {}
+        self._number = 0  # = it has not begun
+        self._turns: ModelTurns | None = None
+        self._loaded: dict[str, Any] = {}  # what _load() was given before it began
         keep_freed_memory(group.world.context.setting)
         # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
         self._failure: Exception | None = None
-        of_module = wrapper_residuals(model.module)
-        of_module.begin(self._residuals, group.world)
-        group.world.keepers.add(of_module)
-        model._register_state_dict_hook(self._save)
-        model.register_load_state_dict_pre_hook(self._load)
+        if not is_copy:
+            self._begin()
         self._first = model.register_forward_pre_hook(self._take_over)
+        self._hooks = [
+            self._first,
+            model._register_state_dict_hook(self._save),
+            model.register_load_state_dict_pre_hook(self._load),
+        ]
+
+    def _begin(self) -> None:
+        """Take the model's number, unless it has one. All ranks do so in the same order."""
+        if self._number != 0:
+            return
+        world = self._group.world
+        self._number = self._group.new_gradients()
+        self._names = {p: self._name_of(key) for p, key in self._keys.items()}
+        names = {key: self._names[p] for p, key in self._keys.items()}
+        self._residuals = ModelResiduals(world, self._number, names)
+        self._turns = self._begin_turns()
+        self._steps = OptimizerSteps(self._keys, self._after_steps)
+        of_module = wrapper_residuals(self._model.module)
+        of_module.begin(self._residuals, world)
+        world.keepers.add(of_module)
+        if self._loaded:
+            self._go_on_with(self._loaded)
+
+    def leave_out(self, state: dict[str, Any]) -> None:
+        """Take what belongs to this group out of a copy of the model's attributes."""
+        state.pop("_perseus", None)
+        state["_comm_hooks"] = [pair for pair in state["_comm_hooks"] if pair[0] is not _reduce]
+        ours = {hook.id for hook in self._hooks}
+        for name in _HOOKS:
+            hooks = state[name]
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
 
     def _begin_turns(self) -> ModelTurns | None:
         """What averages parameters, where settings say that gradients stay within hosts."""
@@ -89,11 +129,13 @@ class Gradients:
 
     @property
     def averages_parameters(self) -> bool:
-        """Whether replicas differ between steps."""
+        """Whether replicas differ between steps. All ranks ask."""
+        self._begin()
         return self._turns is not None
 
     def make_parameters_equal(self) -> None:
         """Give them the average of all ranks, if they are averaged in turn. A collective."""
+        self._begin()
         if self._turns is not None:
             with torch.no_grad():
                 self._turns.make_equal()
@@ -119,6 +161,7 @@ class Gradients:
         future = Future(device)
         in_pass = _in_pass()
         try:
+            self._begin()
             if bucket.index() == 0:
                 self._failure = None
             if bucket.is_last() and in_pass:
@@ -154,9 +197,12 @@ class Gradients:
     ) -> None:
         submit = self._group.world.operations.submit
         codec = SETTINGS if self._turns is None else INSIDE
-        parts = torch.split(buffer, [parameter.numel() for parameter in parameters])
-        for parameter, flat in zip(parameters, parts, strict=True):
-            part = flat.view(parameter.shape)  # which PowerSGD takes as a matrix
+        if buffer.is_complex():  # newer versions of DDP hand over the parts of complex numbers
+            buffer = torch.view_as_real(buffer).view(-1)
+        shapes = [(*p.shape, 2) if p.is_complex() else tuple(p.shape) for p in parameters]
+        parts = torch.split(buffer, [prod(shape) for shape in shapes])
+        for parameter, shape, flat in zip(parameters, shapes, parts, strict=True):
+            part = flat.view(shape)  # which PowerSGD takes as a matrix
             handles.append(
                 submit(Kind.ALLREDUCE, self._names[parameter], part, part, op=ReduceOp.Average,
                        gradient_of=self._number, codec=codec,
@@ -193,7 +239,7 @@ class Gradients:
         if failure is not None:
             raise failure
         if not applies:
-            for parameter in self._names:
+            for parameter in self._keys:
                 parameter.grad = None
         if applies:
             self._steps.begin_step()
@@ -209,7 +255,9 @@ class Gradients:
 
     def _save(self, _: Any, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
         """In the metadata, where it is no key that another model would not expect."""
-        found = self._residuals.residuals()
+        if self._loaded:
+            metadata[_SAVED] = self._loaded
+        found = self._residuals.residuals() if self._number != 0 else {}
         if found:
             metadata[_SAVED] = {"rank": self._group.world.rank, "held": as_tensors(found)}
 
@@ -218,7 +266,28 @@ class Gradients:
         if self._turns is not None:
             self._turns.drop()
         saved = metadata.get(_SAVED) or {"rank": None, "held": {}}
+        if self._number == 0:
+            self._loaded = saved
+        else:
+            self._go_on_with(saved)
+
+    def _go_on_with(self, saved: dict[str, Any]) -> None:
+        self._loaded = {}
         self._residuals.go_on_with(as_buffers(saved["held"]), saved["rank"])
+
+
+def _names_of_trained(model: Any) -> dict[torch.Tensor, str]:
+    """The parameters that DDP reduces, now or later, with their names."""
+    # As torch matches names: it does reduce an ignored parameter of the outermost module itself.
+    reduced = {
+        parameter
+        for place, module in model.module.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if f"{place}.{name}" not in model.parameters_to_ignore
+    }
+    reduced.update(getattr(model, "_delay_all_reduce_params", ()))
+    named = model.module.named_parameters()
+    return {p: name for name, p in named if p.requires_grad and p in reduced}
 
 
 def _reduce(reference, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
@@ -278,6 +347,24 @@ def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
             model._perseus = Gradients(model, group)
 
     models.__init__ = make
+    get_state, set_state = models.__getstate__, models.__setstate__
+
+    @wraps(get_state)
+    def without_ours(model: Any) -> Any:
+        state = get_state(model)
+        gradients = getattr(model, "_perseus", None)
+        if gradients is not None:
+            gradients.leave_out(state)
+        return state
+
+    @wraps(set_state)
+    def with_ours(model: Any, state: Any) -> None:
+        set_state(model, state)
+        group = group_of(model.process_group, model.device_type)
+        if group is not None:
+            model._perseus = Gradients(model, group, is_copy=True)
+
+    models.__getstate__, models.__setstate__ = without_ours, with_ours
     joins: Any = Join
     notify = joins.notify_join_context
 

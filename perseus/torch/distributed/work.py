@@ -67,9 +67,7 @@ class Work(dist.Work):
         """
         if timeout is not None and timeout > _NO_LIMIT:
             self._await_end(timeout.total_seconds())
-        self._settle()
-        if self._mark is not None:
-            self._mark.join(self._result)
+        self._settle_here()
         if self._error is not None:
             raise self._error
         return True
@@ -88,8 +86,11 @@ class Work(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether wait() would return at once."""
-        return all(_is_done(self._world, handle) for handle, _ in self._pieces)
+        """Whether wait() would return at once. Its tensors can then be used as after wait()."""
+        if not all(_is_done(self._world, handle) for handle, _ in self._pieces):
+            return False
+        self._settle_here()
+        return True
 
     def is_success(self) -> bool:
         """Whether the operation is done without an error."""
@@ -97,8 +98,7 @@ class Work(dist.Work):
 
     def exception(self) -> BaseException | None:
         """The error of an operation that is done; None without one."""
-        if self.is_completed():
-            self._settle()
+        self.is_completed()
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -119,9 +119,16 @@ class Work(dist.Work):
             completer.call(self._complete_future)
         return self._future
 
-    def pieces(self) -> list[Piece]:
-        """The operations that are not known to be done."""
-        return self._pieces
+    def take_pieces(self) -> list[Piece]:
+        """The operations that are not known to be done, for a work that takes this one's place."""
+        taken, self._pieces = self._pieces, []
+        return taken
+
+    def __del__(self) -> None:
+        """Let the world release operations for which nobody waits, with their tensors."""
+        pieces: list[Piece] = getattr(self, "_pieces", [])
+        if pieces:
+            self._world.abandon(handle for handle, _ in pieces)
 
     @property
     def device(self) -> torch.device | None:
@@ -130,11 +137,14 @@ class Work(dist.Work):
 
     def _complete_future(self) -> None:
         with aside(self._device):
-            self._settle()
-            if self._mark is not None:
-                self._mark.join(self._result)
+            self._settle_here()
             assert self._future is not None
             self._future.complete(self._result, self._error)
+
+    def _settle_here(self) -> None:
+        self._settle()
+        if self._mark is not None:
+            self._mark.join(self._result)
 
     def _settle(self) -> None:
         if not self._pieces:
@@ -187,7 +197,7 @@ class Receive(Work):
 def joined(world: World, works: list[Work]) -> Work:
     """One work for several that nobody waits for yet."""
     device = next((work.device for work in works if work.device is not None), None)
-    work = Work(world, [piece for work in works for piece in work.pieces()], device)
+    work = Work(world, [piece for work in works for piece in work.take_pieces()], device)
     work._error = next((work._error for work in works if work._error is not None), None)
     return work
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
@@ -21,7 +24,7 @@ from perseus.errors import HorovodInternalError
 from perseus.group_context import group_context
 from perseus.operations import Kind
 from perseus.torch.distributed.launched import raise_if_ended
-from perseus.torch.session import describe, wrap
+from perseus.torch.session import describe, tensor_over
 
 # By perseus_code; what is not here is a lost connection or worse.
 _ERRORS = {
@@ -42,6 +45,17 @@ def _timeline_of(number: int) -> list[str]:
     stem, suffix = os.path.splitext(path)
     process = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return [f"HOROVOD_TIMELINE={stem}.process{process}.group{number}{suffix}"]
+
+
+def wrap(
+    buffer: Any, shape: tuple[int, ...], like: torch.Tensor, received: tuple[int, ...] | None
+) -> Any:
+    """A tensor over memory that the core allocated; with the received splits if asked.
+
+    Splits count elements here, and not rows, so that they may exceed 32 bits.
+    """
+    output = tensor_over(buffer, shape, like)
+    return output if received is None else (output, received)
 
 
 class Keeper(Protocol):
@@ -68,6 +82,7 @@ class World:
             store, rank, size, self.seconds, settings=settings, interrupted=raise_if_ended
         )
         self.operations = _core.Operations(self.context, wrap, describe)
+        self._abandoned: deque[int] = deque()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait for ranks that live no longer than this from now on, also for what is under way."""
@@ -89,6 +104,25 @@ class World:
         """Return once every rank has called this, or the world has failed."""
         with contextlib.suppress(HorovodInternalError):
             self.operations.synchronize(self.operations.submit(Kind.BARRIER, "leave", None))
+
+    def abandon(self, handles: Iterable[int]) -> None:
+        """Release operations for which nobody waits, once they are done.
+
+        Those that are not done yet are looked at again when others are abandoned. It does not block
+        and takes no lock, because the garbage collector may call it anywhere.
+        """
+        self._abandoned.extend(handles)
+        for _ in range(len(self._abandoned)):
+            try:
+                handle = self._abandoned.popleft()
+            except IndexError:  # another thread does the same
+                return
+            # What it raises would have been for those who wait; an unknown handle is done.
+            with contextlib.suppress(Exception):
+                if self.operations.poll(handle):
+                    self.operations.synchronize(handle)
+                else:
+                    self._abandoned.append(handle)
 
     def shutdown(self) -> None:
         """End the world on every rank: operations that are pending there fail."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import perseus.torch.distributed
 import perseus.torch.horovod as hvd
+from perseus.torch.distributed import backend
 
 SIZES = [(0,), (1,), (17,), (5, 7), (1031,), ()]
 # Moved but not reduced by the core, as bytes or pairs of numbers.
@@ -557,6 +558,24 @@ def check_split_groups() -> None:
         dist.all_reduce(tensor, group=part)
         total = sum(of(other, (5,), torch.int64) for other in parts[rank == 0])
         assert_same(tensor, total)
+
+
+def check_a_barrier_of_a_group_made_again_is_not_met_by_the_last_ones() -> None:
+    """Though both have the same store, with what the first one has left there."""
+    store = dist.PrefixStore("again", dist.FileStore(f"{shared_folder()}/store", hvd.size()))
+    options = _distributed_c10d.BarrierOptions()
+    for _ in range(2):
+        group = backend._create(store, hvd.rank(), hvd.size(), datetime.timedelta(seconds=60))
+        options.timeout = datetime.timedelta(seconds=1)
+        barrier = functools.partial(group.monitored_barrier, options)
+        if hvd.rank() == 0:
+            assert "rank" in raised(RuntimeError, barrier)
+        group.barrier().wait()
+        if hvd.rank() != 0:  # too late
+            assert "did not come within 1 s" in raised(RuntimeError, barrier)
+        options.timeout = datetime.timedelta(seconds=30)
+        group.monitored_barrier(options)
+        group.shutdown()
 
 
 def check_monitored_barriers_name_all_missing_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import itertools
@@ -17,12 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from c10d_checks import process_group
-from ddp_checks import assert_trained_alike, batches, details, network, train
+from ddp_checks import WIDTH, assert_trained_alike, batches, details, network, train
 from patterns import assert_same, let_gloo_finish, nan_check, shared_folder, world_with
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import perseus.torch.horovod as hvd
+from perseus.torch.distributed import synchronize_parameters
 
 
 @contextmanager
@@ -136,6 +139,167 @@ def check_gradients_are_summed_over_steps() -> None:
                 expected = _mean_gradients([first, first + 1])
                 for ours, theirs in zip(sums, expected, strict=True):
                     torch.testing.assert_close(ours, theirs)
+
+
+class _Partly(torch.nn.Module):
+    """A network with a layer that DDP ignores, and one whose gradients it reduces later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        self.own = torch.nn.Linear(WIDTH, WIDTH)
+        self._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.own(self.network(given))
+
+
+def check_parameters_that_ddp_ignores_keep_their_gradients() -> None:
+    with apart(PERSEUS_ACCUMULATE_N_STEPS=2):
+        model = DistributedDataParallel(_Partly())
+        for number, batch in enumerate(batches(hvd.rank())[:2]):
+            model.zero_grad()
+            model(batch).square().mean().backward()
+            assert all((p.grad is None) == (number == 0) for p in model.module.network.parameters())
+            assert all(p.grad is not None for p in model.module.own.parameters())
+
+
+class _Complex(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.b = torch.nn.Parameter(torch.randn((), dtype=torch.complex64))
+        self.real = torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return (given.to(self.w.dtype) @ self.w + self.b).abs().sum() + (given @ self.real).sum()
+
+
+def _complex_batch(rank: int) -> torch.Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+
+
+def check_complex_parameters() -> None:
+    expected = _Complex()
+    for rank in range(hvd.size()):
+        (expected(_complex_batch(rank)) / hvd.size()).backward()
+    with apart(PERSEUS_ALLREDUCE_DTYPE=1):
+        for form in ({}, {"gradient_as_bucket_view": True}):
+            model = DistributedDataParallel(_Complex(), **form)
+            for _ in range(2):
+                model.zero_grad()
+                model(_complex_batch(hvd.rank())).backward()
+                for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class _ComplexBucket:
+    """As versions of torch hand it over that do not make it real."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._buffer = torch.cat([p.grad.reshape(-1) for p in parameters])
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def check_a_complex_buffer_is_reduced_as_its_parts() -> None:
+    with apart(PERSEUS_ALLREDUCE_DTYPE=1):
+        model = DistributedDataParallel(_Complex())
+        parameters = [model.module.w, model.module.b]
+        for parameter in parameters:
+            parameter.grad = parameter.detach() * (1j + hvd.rank())
+        bucket = _ComplexBucket(parameters)
+        reduced = model._perseus.reduce(bucket).wait()
+        assert reduced.data_ptr() == bucket.buffer().data_ptr()
+        mean = 1j + (hvd.size() - 1) / 2
+        expected = torch.cat([p.detach().reshape(-1) * mean for p in parameters])
+        torch.testing.assert_close(reduced, expected)
+
+
+def _loaded_from_file(model: DistributedDataParallel) -> DistributedDataParallel:
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"perseus" not in file.getvalue(), "which a script without Perseus could not load"
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def check_a_copy_of_a_model_trains_as_the_model_does() -> None:
+    for copied in (copy.deepcopy, _loaded_from_file):
+        for trained_before in (False, True):
+            with apart(PERSEUS_ALLREDUCE_DTYPE=1):
+                model = _model()
+                given = batches(hvd.rank())
+                if trained_before:
+                    _step(model, given[0])
+                if hvd.rank() == 0:  # which must not change how ranks number models
+                    copied(model)
+                other = copied(model)
+                assert type(other) is DistributedDataParallel
+                assert len(other._forward_pre_hooks) == 1
+                for each in (model, other):
+                    optimizer = torch.optim.SGD(each.parameters(), lr=0.01)
+                    for batch in given:
+                        each.zero_grad()
+                        each(batch).square().mean().backward()
+                        optimizer.step()
+                for ours, theirs in zip(details(other), details(model), strict=True):
+                    assert_same(ours, theirs)
+                _assert_same_on_all_ranks(details(other))
+                third = _model()
+                _step(third, given[0])
+                _assert_same_on_all_ranks(details(third))
+
+
+def check_a_copy_of_a_model_goes_on_with_what_a_codec_holds_back() -> None:
+    lossy = {"LIGHT_TOPK_ALLREDUCE": 1, "LIGHT_TOPK_RATIO": 0.1, "LIGHT_TOPK_THRESHOLD": 1024}
+    with apart(**lossy):
+        model = _model()
+        _step(model, batches(hvd.rank())[0])
+        copied, again = copy.deepcopy(model), copy.deepcopy(model)
+        copied.load_state_dict(model.state_dict())
+        again.load_state_dict(copied.state_dict())
+        expected = model.state_dict()._metadata[""]["perseus_residuals"]["held"]
+        assert expected
+        for _ in range(2):
+            found = again.state_dict()._metadata[""]["perseus_residuals"]["held"]
+            assert found.keys() == expected.keys()
+            for key, (_, data) in found.items():
+                assert_same(data, expected[key][1])
+            synchronize_parameters(again)  # from here on it has a number, and residuals in the core
+
+
+def check_averages_of_a_model() -> None:
+    with apart():
+        model = _model()
+        averaged = AveragedModel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sums = [torch.zeros_like(parameter) for parameter in details(model)]
+        for batch in batches(hvd.rank()):
+            model.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            averaged.update_parameters(model)
+            for total, parameter in zip(sums, details(model), strict=True):
+                total.add_(parameter)
+        for ours, total in zip(averaged.parameters(), sums, strict=True):
+            torch.testing.assert_close(ours.detach(), total / len(batches(0)))
+        if hvd.rank() == 0:
+            with torch.no_grad():
+                averaged.eval()(batches(0)[0])
+        _step(_model(), batches(hvd.rank())[0])
 
 
 def check_a_step_with_a_nan_is_skipped_as_a_whole() -> None:

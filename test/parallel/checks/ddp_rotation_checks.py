@@ -100,6 +100,52 @@ def check_backward_passes_without_exchange_take_no_turn() -> None:
             simulation.expect(training.values(), 1e-5)
 
 
+def check_parameters_that_ddp_ignores_are_not_averaged() -> None:
+    """Those of which it reduces the gradients itself, but later, are."""
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        layers = nn.ModuleDict({name: nn.Linear(3, 3) for name in ("own", "late", "first")})
+        layers._ddp_params_and_buffers_to_ignore = ["own.weight", "own.bias"]
+        model = DistributedDataParallel(
+            layers,
+            delay_all_reduce_named_params=[
+                (f"late.{name}", p) for name, p in layers.late.named_parameters()
+            ],
+            param_to_hook_all_reduce=layers.first.weight,
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(hvd.rank()))
+        synchronize_parameters(model)
+        mean = (hvd.size() - 1) / 2
+        for name, layer in layers.items():
+            expected = float(hvd.rank()) if name == "own" else mean
+            assert all(torch.all(p == expected) for p in layer.parameters()), name
+
+
+def check_complex_parameters_are_averaged_in_both_parts() -> None:
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        module = nn.ParameterList([torch.zeros(5, 2, dtype=torch.complex64)])
+        model = DistributedDataParallel(module)
+        with torch.no_grad():
+            module[0].fill_(complex(hvd.rank(), 2 * hvd.rank()))
+        synchronize_parameters(model)
+        mean = (hvd.size() - 1) / 2
+        assert torch.all(module[0] == complex(mean, 2 * mean))
+
+
+def check_a_copy_of_a_model_is_averaged_in_turn() -> None:
+    with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=2):
+        training, simulation = _Training(), Simulation(2)
+        training.model = copy.deepcopy(training.model)
+        training.optimizer = torch.optim.SGD(training.model.parameters(), lr=RATE)
+        for _ in range(5):
+            training.step()
+            simulation.step()
+            simulation.expect(training.values(), 1e-5)
+        synchronize_parameters(training.model)
+        assert training.equal_everywhere()
+
+
 def check_the_turn_of_a_step_without_a_hook_comes_with_the_next_pass() -> None:
     """The script steps by hand, then by an optimizer, and by hand again."""
     with apart(PERSEUS_DOWNSAMPLE_N_ELEMENTS=3):

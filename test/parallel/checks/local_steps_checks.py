@@ -40,6 +40,26 @@ def check_local_sgd_gives_the_values_of_a_simulation() -> None:
                 assert training.equal_everywhere()
 
 
+def check_a_closure_may_compute_the_gradients() -> None:
+    """Also several times in a step, which remains one of the steps between exchanges."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure):
+            closure()
+            return super().step(closure)
+
+    for wrap, options in ((hvd.LocalSGD, {}), (hvd.DiLoCo, {"compression": hvd.Compression.none})):
+        for calls, inner in ((1, torch.optim.SGD), (2, Twice)):
+            with apart():
+                training = Training(wrap, inner=inner, every=3, delay=1, **options)
+                other = Training(wrap, every=3, delay=1, **options)
+                for _ in range(7):
+                    training.optimizer.step(training.compute)
+                    other.taken += calls - 1  # those of the last call are applied
+                    other.step()
+                    same(training.values(), other.values(), rounding())
+
+
 def check_diloco_gives_the_values_of_a_simulation() -> None:
     cases = [(1, 1, 0), (1, 1, 1), (4, 1, 4), (4, 1, 0), (4, 2, 2), (6, 3, 1), (5, 3, 5), (4, 4, 0)]
     for every, fragments, delay in cases:

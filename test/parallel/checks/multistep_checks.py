@@ -181,6 +181,27 @@ def check_a_closure_runs_in_every_step() -> None:
         assert not torch.equal(model.weight, before)
 
 
+def check_gradients_that_a_closure_computes_are_summed_over_steps() -> None:
+    with world_with(**_accumulate(2)):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = _named(_sgd(model), model, op=hvd.Sum)
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+
+        def closure(scale: float) -> float:
+            optimizer.zero_grad()
+            (model(torch.ones(1, 1)).sum() * scale * (hvd.rank() + 1)).backward()
+            return scale
+
+        ranks = sum(range(1, hvd.size() + 1))
+        for step, scale in enumerate((1.0, 2.0, 4.0, 8.0)):
+            before = model.weight.detach().clone()
+            assert optimizer.step(lambda scale=scale: closure(scale)) == scale
+            total = {1: 3.0, 3: 12.0}.get(step, 0.0) * ranks
+            torch.testing.assert_close(model.weight.detach(), before - 0.1 * total)
+        assert calls == ["step"] * 2
+
+
 def check_two_optimizers_with_equal_names_take_turns() -> None:
     with world_with(**_accumulate(2)):
         models = [nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)]

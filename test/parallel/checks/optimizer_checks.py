@@ -252,6 +252,93 @@ def check_closure_runs_after_the_reduction() -> None:
     assert abs(seen[0] - (hvd.size() - 1) / 2) < 1e-6
 
 
+def _rows(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.rand(5, 3, generator=generator, dtype=torch.float64)
+
+
+def _train_by_closures(
+    make: Callable[[Any], torch.optim.Optimizer], steps: int = 4, passes: int = 1
+) -> None:
+    """Closures that compute gradients of different data, against one rank with all data."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    reference = copy.deepcopy(model)
+    optimizer = _named(make(model.parameters()), model, backward_passes_per_step=passes)
+    plain = make(reference.parameters())
+    losses = []
+    for step in range(steps):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(_rows(step, hvd.rank())).square().mean()
+            for _ in range(passes):
+                (loss / passes).backward(retain_graph=True)
+            # LBFGS decides by the loss how often it calls this.
+            losses.append(hvd.allreduce(loss.detach()))
+            return losses[-1]
+
+        def on_all_data(step: int = step) -> torch.Tensor:
+            plain.zero_grad()
+            rows = torch.cat([_rows(step, rank) for rank in range(hvd.size())])
+            loss = reference(rows).square().mean()
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        torch.testing.assert_close(loss, plain.step(on_all_data).detach())
+        _assert_equal_on_all_ranks(model)
+    for mine, right in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-6, atol=1e-8)
+    assert not optimizer._reducer.busy()
+    assert len(losses) >= steps
+
+
+def check_a_closure_may_compute_the_gradients() -> None:
+    _train_by_closures(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    _train_by_closures(lambda p: torch.optim.AdamW(p, lr=0.01), passes=2)
+
+
+def check_lbfgs_calls_its_closure_several_times() -> None:
+    _train_by_closures(lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4), steps=2)
+    _train_by_closures(
+        lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"), steps=2
+    )
+
+
+def check_a_closure_may_reach_no_parameter_on_some_ranks() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    weight = model.weight.detach().clone()
+    optimizer = _named(torch.optim.SGD(model.parameters(), lr=1.0), model)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        if hvd.rank() == 0:
+            model(torch.ones(1, 2)).sum().backward()
+
+    optimizer.step(closure)
+    torch.testing.assert_close(model.weight.detach(), weight - 1 / hvd.size())
+
+
+def check_what_a_closure_begins_is_reduced_though_the_step_skips_its_own() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    weight = model.weight.detach().clone()
+    optimizer = _named(torch.optim.SGD(model.parameters(), lr=1.0), model)
+
+    def compute(scale: float) -> None:
+        optimizer.zero_grad()
+        (model(torch.ones(1, 2)).sum() * scale * hvd.rank()).backward()
+
+    compute(1.0)
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step(lambda: compute(3.0))
+    torch.testing.assert_close(model.weight.detach(), weight - 3.0 * (hvd.size() - 1) / 2)
+    compute(1.0)
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), weight - 4.0 * (hvd.size() - 1) / 2)
+
+
 def check_requires_grad_may_change_between_steps() -> None:
     model = _net()
     optimizer = _named(_sgd(model), model)
