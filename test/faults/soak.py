@@ -162,12 +162,14 @@ def run(soak: Soak, count: int, interval: float, seed: int) -> list[Fault]:
     generator = random.Random(seed)
     faults: list[Fault] = []
     await_step(soak, 0.0)
-    for _ in tqdm(range(count), unit="fault", disable=not sys.stderr.isatty()):
-        time.sleep(interval * (0.5 + generator.random()))
-        kind = generator.choice(KINDS)
-        if (at := disturb(soak, kind, generator)) is not None:
-            faults.append(Fault(kind, at))
-            await_step(soak, time.time())
+    with tqdm(total=count, unit="fault", disable=not sys.stderr.isatty()) as bar:
+        while len(faults) < count:
+            time.sleep(interval * (0.5 + generator.random()))
+            kind = generator.choice(KINDS)
+            if (at := disturb(soak, kind, generator)) is not None:
+                faults.append(Fault(kind, at))
+                await_step(soak, time.time())
+                bar.update()
     time.sleep(interval)
     (soak.directory / "stop").touch()
     soak.expect_end()
