@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from perseus import basics, config, control
 
@@ -56,6 +56,12 @@ class ProcessSet:
     def included(self) -> bool | None:
         """Whether this process belongs to it; None when the ranks are unknown."""
         return None if self.ranks is None else basics.rank() in self.ranks
+
+    def __reduce_ex__(self, protocol: SupportsIndex, /) -> str | tuple[Any, ...]:
+        # A copy of the global set would keep the ranks of the world that pickled it.
+        if self is global_process_set:
+            return "global_process_set"
+        return super().__reduce_ex__(protocol)
 
     def __str__(self) -> str:
         return (

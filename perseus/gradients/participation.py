@@ -22,3 +22,12 @@ def takes_part(process_set: ProcessSet) -> bool:
     return bool(process_set.included()) and (
         process_set.size() != 1 or config.elastic() or basics.settings_act_on_gradients()
     )
+
+
+def sums_over_steps() -> bool:
+    """Return whether the core sums gradients over steps.
+
+    A missing gradient must then be zeros: the core counts the steps of each gradient by itself, and
+    a step is applied only when all of them are complete.
+    """
+    return basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1

@@ -25,7 +25,7 @@ class Reducer:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.number = basics.new_gradients()
-        self.residuals = Residuals(self.number, plan.process_set.process_set_id)
+        self.residuals = Residuals(self.number, plan.process_set)
         weakref.finalize(self, basics.forget_gradients, self.number).atexit = False
 
     def forget(self) -> None:

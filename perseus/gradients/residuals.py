@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from perseus import basics
+from perseus.process_sets import ProcessSet
 
 # The residuals of one reduction: (layout, data). The layout is the core's number for the placement
 # of ranks, combined with the name by mark(). The data is a buffer of float32 of shape (2, n) for n
@@ -24,15 +25,16 @@ Held = tuple[int, Any]
 class Residuals:
     """The residuals of one reducer's gradients.
 
-    number: identifies the gradients; see basics.new_gradients. group: the number of their process
-    set. waiting: residuals that the core has not been given yet, by key.
+    number: identifies the gradients; see basics.new_gradients. process_set: the ranks that reduce
+    them; it may be removed, and get another number later. waiting: residuals that the core has not
+    been given yet, by key.
 
     The core raises ValueError while one of the reductions is in flight.
     """
 
-    def __init__(self, number: int, group: int | None) -> None:
+    def __init__(self, number: int, process_set: ProcessSet) -> None:
         self._number = number
-        self._group = group or 0
+        self._process_set = process_set
         self._reductions: dict[str, tuple[str, bool]] = {}
         self.waiting: dict[str, Held] = {}
         _living.add(self)
@@ -40,8 +42,14 @@ class Residuals:
     def know(self, key: str, name: str, grouped: bool) -> None:
         """Record the name under which the gradients with this key in checkpoints are reduced.
 
-        grouped: whether one operation reduces several gradients.
+        grouped: whether one operation reduces several gradients. If the name has changed, since
+        another world gave it another number, what the core has under the old name waits again.
         """
+        known = self._reductions.get(key)
+        if known is not None and known[0] != name and key not in self.waiting:
+            found = self._read(key)
+            if found is not None:
+                self.waiting[key] = found
         self._reductions[key] = name, grouped
 
     def forget_names(self) -> None:
@@ -51,14 +59,20 @@ class Residuals:
     def read(self) -> dict[str, Held]:
         """Return copies of all residuals, by key."""
         held = {key: (layout, bytearray(data)) for key, (layout, data) in self.waiting.items()}
-        if not basics.is_initialized():
-            return held
-        for key, (name, grouped) in self._reductions.items():
-            if key not in held:
-                found = basics.read_residual(self._number, self._group, name, grouped)
-                if found is not None:
-                    held[key] = found[0] ^ mark(key, name), found[1]
+        for key in self._reductions.keys() - held.keys():
+            found = self._read(key)
+            if found is not None:
+                held[key] = found
         return held
+
+    def _read(self, key: str) -> Held | None:
+        """Return a copy of what the core has for a key; None if it has nothing."""
+        group = self._present_group()
+        if group is None:
+            return None
+        name, grouped = self._reductions[key]
+        found = basics.read_residual(self._number, group, name, grouped)
+        return None if found is None else (found[0] ^ mark(key, name), found[1])
 
     def replace(self, held: Mapping[str, Held]) -> None:
         """Replace all residuals by a result of read(). The core must have dropped the old ones."""
@@ -66,18 +80,28 @@ class Residuals:
 
     def hand_over(self, key: str) -> None:
         """Give the core the waiting residuals of a key, if any, before its next reduction."""
+        group = self._process_set.process_set_id
+        if group is None:
+            return
         layout, data = self.waiting.pop(key, (0, None))
         if data is not None:
             name, grouped = self._reductions[key]
             held = layout ^ mark(key, name), data
-            basics.write_residual(self._number, self._group, name, grouped, held)
+            basics.write_residual(self._number, group, name, grouped, held)
 
     def hand_over_known(self) -> None:
         """Give the core all waiting residuals whose reductions have names, if this rank takes part
         in the present world."""
-        if basics.rank() in (basics.group_ranks(self._group) or ()):
+        if self._present_group() is not None:
             for key in self._reductions.keys() & self.waiting.keys():
                 self.hand_over(key)
+
+    def _present_group(self) -> int | None:
+        """Return the number of the process set; None if this rank has no core state in it."""
+        group = self._process_set.process_set_id
+        if group is None or not basics.is_initialized():
+            return None
+        return group if basics.rank() in (basics.group_ranks(group) or ()) else None
 
     def carry_over(self) -> None:
         """Keep the residuals for the next world, because the present one is about to end."""

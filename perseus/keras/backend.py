@@ -15,6 +15,7 @@ import numpy as np
 from perseus.compression import Compressor
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
+from perseus.gradients.scopes import Scope
 from perseus.installed import missing, require
 from perseus.process_sets import ProcessSet
 
@@ -85,8 +86,8 @@ class Backend(Protocol):
     Sum: int
     Adasum: int
 
-    def make_reducer(self, scope: str, plan: Plan) -> BackendReducer:
-        """scope: a prefix of all names."""
+    def make_reducer(self, scope: Scope, plan: Plan) -> BackendReducer:
+        """scope: its prefix begins all names."""
 
     def compared(
         self,
@@ -99,6 +100,9 @@ class Backend(Protocol):
 
     def dense(self, gradient: Any) -> Any:
         """A gradient as a dense tensor."""
+
+    def zeros_like(self, variable: Any) -> Any:
+        """A gradient of zeros."""
 
     def divided_by_size(self, gradient: Any, process_set: ProcessSet) -> Any:
         """Return a gradient, dense or sparse, divided by the number of ranks."""

@@ -104,8 +104,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces an epoch's metrics by their mean over all ranks, for the callbacks that follow.
 
-    Put it before ReduceLROnPlateau, TensorBoard and others that read metrics. All ranks must
-    have the same metrics; MismatchError on every rank where their number differs.
+    Put it before ReduceLROnPlateau, TensorBoard and others that read metrics. A metric with several
+    values is averaged element by element and becomes a float64 array. All ranks must have the same
+    metrics; MismatchError on every rank where the number of values differs.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -118,9 +119,18 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not logs:
             return
         names = sorted(logs)
-        values = np.array([float(logs[name]) for name in names], dtype=np.float64)
-        mean = backend.average(values, "MetricAverageCallback")
-        logs.update(zip(names, mean.tolist(), strict=True))
+        values = [_metric(logs[name]) for name in names]
+        joined = np.concatenate([value.reshape(-1) for value in values])
+        mean = backend.average(joined, "MetricAverageCallback")
+        ends = np.cumsum([value.size for value in values])
+        for name, value, part in zip(names, values, np.split(mean, ends[:-1]), strict=True):
+            logs[name] = part.reshape(value.shape) if value.ndim else float(part[0])
+
+
+def _metric(value: Any) -> np.ndarray[Any, Any]:
+    if not KERAS_2 and keras.ops.is_tensor(value):
+        value = keras.ops.convert_to_numpy(value)
+    return np.asarray(value, dtype=np.float64)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -130,7 +140,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     or a number m for m ** (epoch - start_epoch). start_epoch, end_epoch: acts in this range,
     without its end; None = no end. staircase: once per epoch; otherwise in every batch, with a
     fractional epoch.
-    momentum_correction: scale momentum by new / old rate, which keeps its next step's length.
+    momentum_correction: scale momentum by new / old rate, which keeps its next step's length; in
+        SGD, RMSprop and classes derived from them, whose momentum contains the rate.
     steps_per_epoch: batches per epoch, if Keras does not know. ValueError without initial_lr.
     """
 
@@ -206,11 +217,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         if not self.momentum_correction or before in (0.0, rate):
             return
-        if _value(getattr(optimizer, "momentum", None)):
+        if isinstance(optimizer, _WITH_RATE) and _value(getattr(optimizer, "momentum", None)):
             # Keras has the coefficient as a constant in its graphs. Its factor is a
             # variable, and contains the old rate.
             for velocity in _velocities(optimizer, self.model.trainable_weights):
                 _multiply(velocity, rate / before)
+
+
+def _optimizers_with_rate() -> tuple[type, ...]:
+    kinds = [keras.optimizers, *([keras.optimizers.legacy] if KERAS_2 else [])]
+    return tuple(kind for each in kinds for kind in (each.SGD, each.RMSprop))
+
+
+# Their momentum contains the learning rate; that of others, as Muon, consists of gradients alone.
+_WITH_RATE = _optimizers_with_rate()
 
 
 def _value(variable: Any) -> Any:
@@ -236,7 +256,8 @@ def _velocities(optimizer: Any, weights: Iterable[Any]) -> list[Any]:
         has_them = "momentum" in optimizer.get_slot_names()
         return [optimizer.get_slot(weight, "momentum") for weight in weights if has_them]
     name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
-    return list(getattr(optimizer, name, ()))
+    # None: of a variable that its gradient overwrites.
+    return [velocity for velocity in getattr(optimizer, name, ()) if velocity is not None]
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from perseus.elastic.variables_state import optimizer_variables
-from perseus.keras.backend import backend, keras
+from perseus.keras.backend import KERAS_2, backend, keras
 from perseus.keras.wrapping import distribute, is_distributed, make_options
 from perseus.process_sets import global_process_set
 
@@ -23,6 +23,9 @@ def load_model(
     The optimizer continues from its saved state. filepath: a .keras or .h5 file. custom_optimizers:
     classes of optimizers that the file may name. custom_objects: other things that it may name.
     compression: as for DistributedOptimizer. legacy_opts: accepted and not needed.
+
+    Keras 3 on TensorFlow does not compile the model by XLA, whatever the file says; set
+    model.jit_compile = True to have it do that.
     """
     named = {custom.__name__: custom for custom in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
@@ -34,6 +37,8 @@ def load_model(
         )  # fmt: skip
         optimizer_variables(optimizer, model.trainable_weights)  # Keras 2 restores what it makes
         model.optimizer = distribute(optimizer, options)
+        if not KERAS_2 and keras.backend.backend() == "tensorflow":
+            model.jit_compile = False  # Keras has chosen XLA for the plain optimizer, or the file
         optimizer_variables(model.optimizer, model.trainable_weights)
         inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         if hasattr(inner, "perseus_residuals") and str(filepath).endswith(".keras"):

@@ -60,6 +60,7 @@ class DistributedMixin(Reducing):
             self._apply_local(grads, trainable_variables)
             return
         variables = list(trainable_variables or optimizer._trainable_variables)
+        optimizer._check_variables_are_known(variables)
         grads = list(grads)
         if self._agg_helper is not None:
             self._apply_aggregated(grads, variables)
@@ -115,6 +116,8 @@ class DistributedMixin(Reducing):
         """
         optimizer: Any = self
         steps = optimizer.gradient_accumulation_steps
+        # Keras divides gradients by it before it adds them to the sums, and the result again.
+        scale = optimizer.loss_scale_factor or 1.0
         sums = [
             optimizer._accumulated_gradients[optimizer._get_variable_index(variable)]
             for variable in variables
@@ -126,7 +129,7 @@ class DistributedMixin(Reducing):
                 if gradient is None:
                     taken.append(None)
                     continue
-                taken.append(keras.ops.add(backend.dense(gradient), total))
+                taken.append(keras.ops.add(backend.dense(gradient), total * scale))
                 total.assign(keras.ops.zeros(total.shape, total.dtype))
             reduced, applies = self._reducer.reduce(taken, variables, self, self._rate())
             self._apply_where(applies, reduced, variables, self._count)

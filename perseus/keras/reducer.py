@@ -5,7 +5,6 @@ Belongs to the thread that applies gradients, or that traces the function which 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,14 +14,13 @@ from perseus.gradients.bundles import bundles
 from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.names import unnumbered
 from perseus.gradients.parameter_check import ParameterCheck
-from perseus.gradients.participation import takes_part
+from perseus.gradients.participation import sums_over_steps, takes_part
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import LateReducer
 from perseus.gradients.rotation import parts_of
+from perseus.gradients.scopes import Scope
 from perseus.keras.backend import backend
 from perseus.keras.learning_rate import learning_rate
-
-_used_names: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class GradientReducer(LateReducer):
         self.plan = options.plan
         divided = partial(backend.divided_by_size, process_set=options.plan.process_set)
         self.local = LocalSources(_key, divided if options.scale_local_gradients else None)
-        self._name = options.name or name
-        self._prefix = ""
+        self._scope = Scope(options.name or name, options.plan.process_set)
         self._check = ParameterCheck(options.plan.process_set)
 
     def active(self) -> bool:
@@ -83,7 +80,9 @@ class GradientReducer(LateReducer):
         optimizer: Any,
         learning_rate: Any,
     ) -> tuple[list[Any], Any]:
-        """Reduce the gradients of an optimizer's variables over all ranks; None stays None.
+        """Reduce the gradients of an optimizer's variables over all ranks.
+
+        None stays None, but counts as zeros while PERSEUS_ACCUMULATE_N_STEPS sums gradients.
 
         learning_rate: of the step that applies them, a scalar tensor; None is not known.
 
@@ -117,7 +116,7 @@ class GradientReducer(LateReducer):
         optimizer: Any,
         learning_rate: Any,
     ) -> tuple[list[Any], Any]:
-        results = list(gradients)
+        results = gradients = _with_zeros(gradients, variables)
         sent = [index for index, gradient in enumerate(gradients) if gradient is not None]
         if not sent:
             return results, None
@@ -130,7 +129,7 @@ class GradientReducer(LateReducer):
         )
         numbers = [optimizer._get_variable_index(variables[index]) for index in sent]
         if self._reducer is None:
-            self._reducer = backend.make_reducer(self.prefix(), self.plan)
+            self._reducer = backend.make_reducer(self._scope, self.plan)
             self.go_on_with(*self._loaded)
         found = self._bundles(numbers, optimizer)
         reduced, applies = self._reducer.reduce(gradients, names, found, learning_rate)
@@ -140,19 +139,7 @@ class GradientReducer(LateReducer):
 
     def everywhere(self, flag: Any) -> Any:
         """Return whether a scalar boolean tensor is true on all ranks."""
-        return backend.everywhere(flag, f"{self.prefix()}/finite", self.plan.process_set)
-
-    def prefix(self) -> str:
-        """Return the prefix of all names of this optimizer.
-
-        Prefixes are numbered in the order of first use, so that an optimizer which only some ranks
-        create and none use, such as that of a model they inspect, does not shift the numbers.
-        """
-        if not self._prefix:
-            number = _used_names[self._name]
-            _used_names[self._name] += 1
-            self._prefix = f"{self._name}_{number}" if number else self._name
-        return self._prefix
+        return backend.everywhere(flag, f"{self._scope.prefix()}/finite", self.plan.process_set)
 
     def _bundles(self, numbers: list[int], optimizer: Any) -> tuple[tuple[int, ...], ...]:
         """Return bundles of positions in `numbers`, the variables' indices in the optimizer."""
@@ -192,6 +179,18 @@ class Reducing:
     def _rate(self) -> Any:
         """Return the `learning_rate` of GradientReducer.reduce() for the next step."""
         return learning_rate(self, self._kind)
+
+
+def _with_zeros(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """Return gradients with zeros for missing ones while the core sums them over steps."""
+    if not sums_over_steps():
+        return list(gradients)
+    return [
+        backend.zeros_like(variable)
+        if gradient is None and not getattr(variable, "overwrite_with_gradient", False)
+        else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
 
 
 def _key(variable: Any) -> Any:

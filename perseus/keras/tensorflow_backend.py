@@ -10,10 +10,12 @@ import tensorflow as tf
 
 from perseus.compression import Compressor
 from perseus.gradients.plan import Plan
+from perseus.gradients.scopes import Scope
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow import functions, mpi_ops, ops, reductions
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.elastic import run
+from perseus.tensorflow.modes import tf_variable
 from perseus.tensorflow.ops import Adasum, Average, Min, Sum
 from perseus.tensorflow.parameter_check import compared
 from perseus.tensorflow.reducer import GradientReducer
@@ -24,7 +26,7 @@ __all__ = ["Adasum", "Average", "Compression", "Sum", "compared", "run"]
 class _Reducer(GradientReducer):
     """See BackendReducer."""
 
-    def __init__(self, scope: str, plan: Plan) -> None:
+    def __init__(self, scope: Scope, plan: Plan) -> None:
         super().__init__(scope, plan, lasting=True)
 
     def before_backward(
@@ -49,7 +51,7 @@ class _Reducer(GradientReducer):
         return super().reduce(list(gradients), tuple(names), dense_bundles, learning_rate)
 
 
-def make_reducer(scope: str, plan: Plan) -> _Reducer:
+def make_reducer(scope: Scope, plan: Plan) -> _Reducer:
     """See Backend."""
     return _Reducer(scope, plan)
 
@@ -57,6 +59,11 @@ def make_reducer(scope: str, plan: Plan) -> _Reducer:
 def dense(gradient: Any) -> Any:
     """See Backend."""
     return tf.convert_to_tensor(gradient)
+
+
+def zeros_like(variable: Any) -> Any:
+    """See Backend."""
+    return tf.zeros_like(tf_variable(variable))
 
 
 def divided_by_size(gradient: Any, process_set: ProcessSet) -> Any:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from perseus.compression import Compressor, InsideCompressor
+from perseus import basics
+from perseus.compression import SETTINGS, Compressor, InsideCompressor
 from perseus.failures import Failures
 from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.gradients.rotation import parts_of
+from perseus.gradients.scopes import Scope
 from perseus.keras.torch_overlap import Overlap
 from perseus.process_sets import ProcessSet
 from perseus.torch import data_movement, functions, gather, reductions, scatter
@@ -25,25 +27,30 @@ from perseus.torch.session import Adasum, Average, Min, Sum, session
 
 __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 
+_WITHOUT_RESIDUALS = (0, 5)  # of PERSEUS_ALLREDUCE_CODEC: dtype and lossless
+
 
 class _Reducer(HandleReducer):
     """See BackendReducer. Sparse gradients are made dense; dense ones are reduced in place."""
 
-    def __init__(self, scope: str, plan: Plan) -> None:
+    def __init__(self, scope: Scope, plan: Plan) -> None:
         self._parts = parts_of(plan.compression)
         if self._parts > 1:
             plan = replace(plan, compression=InsideCompressor)
         super().__init__(plan, session)
         self._scope = scope
         self._rate = 0.0  # of the step that is being taken; see perseus_request
-        self._rotation: TorchRotation | None = None
+        self._rotation: tuple[str, TorchRotation] | None = None
         self._overlap = Overlap(self._begin)
 
     def before_backward(
         self, variables: Sequence[Any], names: Sequence[str], rate_of: Callable[[], Any]
     ) -> None:
         """See BackendReducer."""
-        if self.plan.compression.in_core:
+        # A gradient that the script changes afterwards is reduced again, as its optimizer expects.
+        # That is not possible where the core has already added the first one to what it keeps.
+        keeps = basics.may_withhold_gradients() or _keeps_residuals(self.plan.compression)
+        if self.plan.compression.in_core and not keeps:
             self._rate = _number(rate_of())
             self._overlap.announce([variable.value for variable in variables], names)
 
@@ -79,24 +86,30 @@ class _Reducer(HandleReducer):
         """See BackendReducer."""
         if self._parts == 1:
             return
-        if self._rotation is None:
-            self._rotation = TorchRotation(
-                [variable.value for variable in variables],
-                f"{self._scope}/{name}",
-                self.plan.process_set,
-                self._parts,
-            )
-        self._rotation.take_turn()
+        whole = f"{self._scope.prefix()}/{name}"
+        if self._rotation is None or self._rotation[0] != whole:
+            values = [variable.value for variable in variables]
+            made = TorchRotation(values, whole, self.plan.process_set, self._parts)
+            self._rotation = whole, made
+        self._rotation[1].take_turn()
 
     def forget_begun(self) -> None:
         """See HandleReducer."""
         self._overlap.forget()
 
     def _begin(self, name: str, tensors: list[torch.Tensor]) -> Reduction:
-        reduction = Reduction(f"{self._scope}/{name}", key=name.partition("/")[0])
+        reduction = Reduction(f"{self._scope.prefix()}/{name}", key=name.partition("/")[0])
         self.residuals.know(reduction.key, reduction.name, len(tensors) > 1)
         self.begin(reduction, tensors, self._rate)
         return reduction
+
+
+def _keeps_residuals(compression: type[Compressor]) -> bool:
+    """Return whether the core may add a part of each gradient to the next one."""
+    if compression.codec != SETTINGS:
+        return compression.stateful
+    codec = basics.setting("PERSEUS_ALLREDUCE_CODEC")
+    return codec not in _WITHOUT_RESIDUALS or basics.setting("LIGHT_TOPK_ALLREDUCE") > 0
 
 
 def _number(rate: torch.Tensor | None) -> float:
@@ -104,7 +117,7 @@ def _number(rate: torch.Tensor | None) -> float:
     return 0.0 if rate is None else float(rate)
 
 
-def make_reducer(scope: str, plan: Plan) -> _Reducer:
+def make_reducer(scope: Scope, plan: Plan) -> _Reducer:
     """See Backend."""
     return _Reducer(scope, plan)
 
@@ -125,6 +138,11 @@ def compared(
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """See Backend."""
     return gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+
+def zeros_like(variable: Any) -> torch.Tensor:
+    """See Backend."""
+    return torch.zeros_like(variable.value, requires_grad=False)
 
 
 def divided_by_size(gradient: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mxnet as mx
@@ -20,6 +21,7 @@ from perseus import basics
 from perseus.arguments import checked_compression
 from perseus.compression import Compressor
 from perseus.gradients.arguments import checked_predivide_factor
+from perseus.gradients.outcome import Outcome
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.mxnet import ops, residuals
@@ -60,7 +62,8 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
     and step() waits for them; PERSEUS_ACCUMULATE_N_STEPS refuses them (MXNetError).
     step(…, ignore_stale_grad=True) updates a parameter with a new gradient on any rank; the other
     ranks contribute zeros, so ranks may use different layers. No rank updates while
-    PERSEUS_ACCUMULATE_N_STEPS sums gradients up, or if a NaN is to be skipped.
+    PERSEUS_ACCUMULATE_N_STEPS sums gradients up, or if a NaN is to be skipped, which lowers the
+    loss scale of mx.contrib.amp on all ranks.
 
     Raises ValueError for inconsistent arguments.
     """
@@ -107,6 +110,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         self._prefix = prefix or ""
         self._num_groups = num_groups
         self._applies = True
+        self._skipped = False
         self._steps_now = False
         self._turning: list[int] = []  # the weights that take a turn after this step
         self._check = ParameterCheck(process_set)
@@ -176,7 +180,10 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         )  # fmt: skip
         # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
-        self._applies = outcomes.applies() and all(usable)
+        outcome = outcomes.together()
+        if not all(usable):
+            outcome = Outcome.SKIPPED
+        self._applies, self._skipped = outcome == Outcome.REDUCED, outcome == Outcome.SKIPPED
         if not self._applies or not dense:
             return
         if self._steps_now:
@@ -196,13 +203,24 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         applies, self._applies = self._applies, True
+        skipped, self._skipped = self._skipped, False
         if ignore_stale_grad:
             self._agree_on_fresh()
         if applies:
             super()._update(ignore_stale_grad)
-        else:
-            for _, parameter in self._trained():
-                parameter.data()._fresh_grad = False
+            return
+        for _, parameter in self._trained():
+            parameter.data()._fresh_grad = False
+        if skipped:
+            self._lower_loss_scale()
+
+    def _lower_loss_scale(self) -> None:
+        """Let the loss scaler of mx.contrib.amp, if any, act as after an overflow."""
+        scaler = getattr(self, "_amp_loss_scaler", None)
+        if scaler is not None:
+            # Only the rank with the NaN has it in its own gradients.
+            infinite = SimpleNamespace(_grad=[mx.nd.full((1,), np.inf)])
+            scaler.has_overflow([infinite])
 
     def _agree_on_fresh(self) -> None:
         """Mark gradients as new that are new on any rank: all ranks update the same ones."""

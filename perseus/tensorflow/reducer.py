@@ -20,10 +20,11 @@ from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.names import unnumbered
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.parameter_check import ParameterCheck
-from perseus.gradients.participation import takes_part
+from perseus.gradients.participation import sums_over_steps, takes_part
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import Reducer
 from perseus.gradients.rotation import parts_of
+from perseus.gradients.scopes import Scope
 from perseus.process_sets import ProcessSet
 from perseus.tensorflow import ops
 from perseus.tensorflow.modes import name_of, on_device, tf_variable
@@ -50,21 +51,26 @@ def reference_of(variable: Any) -> Any:
 class GradientReducer(Reducer):
     """Reduces lists of gradients according to a plan.
 
-    scope: the prefix of the names of its reductions.
+    scope: the prefix of the names of its reductions, or what has it in each world.
     lasting: use names that do not depend on the function in which a dense gradient is reduced, so
         that `residuals` can be saved. The scope must then belong to this reducer alone. The keys of
         the residuals are the names up to the first slash.
     """
 
-    def __init__(self, scope: str, plan: Plan, lasting: bool = False) -> None:
+    def __init__(self, scope: str | Scope, plan: Plan, lasting: bool = False) -> None:
         super().__init__(plan)
-        self._scope = scope
+        self._scope_or_name = scope
         self._turns: weakref.WeakKeyDictionary[Any, int] | None = None
         if lasting:
             self._turns = weakref.WeakKeyDictionary()
         self._checks: dict[tuple[str, ...], ParameterCheck] = {}
-        self._rotations: dict[str, tuple[tuple[Any, ...], VariableRotation]] = {}
+        self._rotations: dict[tuple[Any, ...], VariableRotation] = {}
         self._traced: dict[Any, Callable[..., tuple[list[Any], Any]]] = {}
+
+    @property
+    def _scope(self) -> str:
+        scope = self._scope_or_name
+        return scope if isinstance(scope, str) else scope.prefix()
 
     def __call__(
         self,
@@ -75,7 +81,8 @@ class GradientReducer(Reducer):
     ) -> tuple[list[Any], Any]:
         """Return the reduced gradients, and whether to apply them.
 
-        gradients: tensors, tf.IndexedSlices or None, which stays None.
+        gradients: tensors, tf.IndexedSlices or None, which stays None, but counts as zeros while
+            PERSEUS_ACCUMULATE_N_STEPS sums gradients.
         sources: the variables or tensors of which they are the gradients.
         generic_names: name gradients `grad_<i>`, without the names of the sources.
         learning_rate: see ops.allreduce.
@@ -84,7 +91,14 @@ class GradientReducer(Reducer):
         bool tensor, equal on all ranks; if it is false, the gradients must not be used.
         """
         gradients = list(gradients)
-        if not takes_part(self.plan.process_set) or all(g is None for g in gradients):
+        if not takes_part(self.plan.process_set):
+            return gradients, None
+        if sums_over_steps():
+            gradients = [
+                tf.zeros_like(tf_variable(source)) if gradient is None else gradient
+                for gradient, source in zip(gradients, sources, strict=True)
+            ]
+        if all(gradient is None for gradient in gradients):
             return gradients, None
         names = tuple(
             f"grad_{index}" if generic_names else _name(index, source)
@@ -129,14 +143,14 @@ class GradientReducer(Reducer):
                 "[tensorflow] Compression.rotate and PERSEUS_DOWNSAMPLE_N_ELEMENTS average "
                 "variables: take the gradients with respect to tf.Variables, not to tensors"
             )
-        key = tuple(variable.ref() for variable in variables)
-        known = self._rotations.get(name)
-        if known is None or known[0] != key or known[1].parts != parts:
-            made = VariableRotation(
-                variables, f"{self._scope}/{name}", self.plan.process_set, parts
-            )
-            self._rotations[name] = known = (key, made)
-        return known[1]
+        name = f"{self._scope}/{name}"
+        # Of several models, whose variables may be named alike.
+        key = name, *(variable.ref() for variable in variables)
+        known = self._rotations.get(key)
+        if known is None or known.parts != parts:
+            known = VariableRotation(variables, name, self.plan.process_set, parts)
+            self._rotations[key] = known
+        return known
 
     def reduce(
         self,
@@ -154,6 +168,8 @@ class GradientReducer(Reducer):
         # A tensor, so that another rate does not trace another graph.
         rate = None if learning_rate is None else tf.cast(learning_rate, tf.float64)
         if not tf.executing_eagerly():
+            if isinstance(self._scope_or_name, Scope):
+                self._scope_or_name.keep()
             return self._reduce(gradients, names, bundles, rate)
         reduced, applies = self._as_graph(names, bundles)(gradients, rate)
         return list(reduced), applies
@@ -172,6 +188,7 @@ class GradientReducer(Reducer):
         members = self.plan.process_set
         # Everything that a trace depends on, besides dtypes and shapes.
         key = (
+            self._scope,
             names,
             bundles,
             members.process_set_id,

@@ -11,7 +11,7 @@ process_set: the ranks that take part.
 ignore_name_scope: leave the name scope out of the name.
 
 Errors are TensorFlow's: InvalidArgumentError for what cannot be served, FailedPreconditionError on
-every rank where shapes, dtypes or arguments differ, AbortedError where the world has broken.
+every rank where shapes, dtypes or arguments differ, UnknownError where the world has broken.
 Source of behaviour: Horovod 0.28.1, horovod.tensorflow.
 """
 

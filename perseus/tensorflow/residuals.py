@@ -5,7 +5,6 @@ Belongs to the thread that trains.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import tensorflow as tf
@@ -15,9 +14,8 @@ from perseus import basics
 from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import LateReducer
 from perseus.gradients.residuals import Source, pack, unpack
+from perseus.gradients.scopes import Scope
 from perseus.tensorflow.reducer import GradientReducer
-
-_used_names: Counter[str] = Counter()
 
 
 class ResidualState(tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -53,14 +51,13 @@ class GradientResiduals(LateReducer, ResidualState):
     def __init__(self, name: str = "gradients") -> None:
         LateReducer.__init__(self)
         ResidualState.__init__(self, self)
-        number = _used_names[name]
-        _used_names[name] += 1
-        self._scope = f"{name}_{number}_Allreduce" if number else f"{name}_Allreduce"
+        self._name = name
 
     def reducer(self, plan: Plan) -> GradientReducer:
         """Return the reducer. Raises ValueError if an earlier call had another plan."""
         if self._reducer is None:
-            self._reducer = GradientReducer(self._scope, plan, lasting=True)
+            scope = Scope(f"{self._name}_Allreduce", plan.process_set)
+            self._reducer = GradientReducer(scope, plan, lasting=True)
             self.go_on_with(*self._loaded)
         elif self._reducer.plan != plan:
             raise ValueError(

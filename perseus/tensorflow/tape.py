@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import tensorflow as tf
@@ -20,6 +20,7 @@ from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow.compression import Compression
+from perseus.tensorflow.modes import belongs_to_program, tf_variable
 from perseus.tensorflow.ops import Average
 from perseus.tensorflow.reducer import (
     GradientReducer,
@@ -37,9 +38,27 @@ _WITHHELD = (
 
 
 @functools.cache
-def _reducer(plan: Plan) -> GradientReducer:
-    # Scripts create a new tape in every step; the core's state of its gradients continues.
+def _reducer_without_variables(plan: Plan) -> GradientReducer:
     return GradientReducer("DistributedGradientTape_Allreduce", plan)
+
+
+def _reducer(plan: Plan, sources: Sequence[Any]) -> GradientReducer:
+    """Return the reducer of these sources.
+
+    Scripts create a new tape in every step; the core's state of its gradients continues. Gradients
+    of two models may have the same names, so each has a state of its own, which lives as long as
+    its first variable.
+    """
+    variables = [tf_variable(source) for source in sources]
+    # Not a function's arguments, which are other variables in each call and end with the trace.
+    variables = [v for v in variables if isinstance(v, tf.Variable) and belongs_to_program(v)]
+    if not variables:
+        return _reducer_without_variables(plan)
+    made: dict[Any, GradientReducer] = variables[0].__dict__.setdefault("_perseus_reducers", {})
+    key = plan, *(variable.ref() for variable in variables)
+    if key not in made:
+        made[key] = GradientReducer("DistributedGradientTape_Allreduce", plan)
+    return made[key]
 
 
 @functools.cache
@@ -73,7 +92,9 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
         use_generic_names: bool = False,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """Return the gradients of tf.GradientTape, reduced over all ranks; None stays None.
+        """Return the gradients of tf.GradientTape, reduced over all ranks.
+
+        None stays None, but counts as zeros while PERSEUS_ACCUMULATE_N_STEPS sums gradients.
 
         use_generic_names: name the reductions by position only, for ranks whose variables have
             different names. Raises ValueError and NotImplementedError for sparse gradients that the
@@ -100,12 +121,14 @@ class _DistributedGradientTape(tf.GradientTape):  # type: ignore[misc]
             [pair for pair in pairs if not self._local.is_local(pair[0])],
         )
 
-    def _reducer(self) -> GradientReducer:
-        return _reducer(self._plan) if self._kept is None else self._kept.reducer(self._plan)
+    def _reducer(self, sources: Sequence[Any]) -> GradientReducer:
+        if self._kept is not None:
+            return self._kept.reducer(self._plan)
+        return _reducer(self._plan, sources)
 
     def _reduced(self, sources: list[Any], gradients: list[Any], generic: bool) -> list[Any]:
         reduced, applies = self._local.around(
-            lambda g, s: self._reducer()(g, s, generic), gradients, sources
+            lambda g, s: self._reducer(s)(g, s, generic), gradients, sources
         )
         self.applies = True if applies is None else applies
         if applies is None:

@@ -16,6 +16,7 @@ from keras_training import (
     arrays_of,
     assert_close,
     assert_same_everywhere,
+    count_operations,
     make_data,
     make_model,
     message_of,
@@ -70,6 +71,19 @@ def check_metrics_are_means_over_ranks() -> None:
     message_of(Exception, callbacks.MetricAverageCallback().on_epoch_end, 0, mine)
 
 
+def check_metrics_with_several_values_are_means_over_ranks() -> None:
+    rank, mean = hvd.rank(), (hvd.size() - 1) / 2
+    scores = keras.ops.convert_to_tensor([float(rank), 1.0, 3.0 * rank])
+    table = np.full((2, 2), rank, np.float32)
+    logs = {"loss": np.float32(rank), "f1": scores, "table": table, "val_loss": 2.0}
+    count = count_operations(lambda: callbacks.MetricAverageCallback().on_epoch_end(0, logs))
+    assert count == 1
+    assert (logs["loss"], logs["val_loss"]) == (mean, 2.0)
+    assert isinstance(logs["loss"], float)
+    assert logs["f1"].tolist() == [mean, 1.0, 3 * mean]
+    assert logs["table"].tolist() == [[mean, mean], [mean, mean]]
+
+
 def check_the_learning_rate_warms_up() -> None:
     size = hvd.size()
     watch, _ = _fit(callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2))
@@ -116,6 +130,45 @@ def check_momentum_is_corrected() -> None:
                 velocities[i] = momentum * velocities[i] - rate * gradients[i]
                 weight.assign(before[i] + velocities[i])
         assert_close(model.weights, reference.weights, 1e-4)
+
+
+def _scaled(optimizer, variable) -> list[float]:
+    """What a step leaves in an optimizer's momenta, divided into that after the rate is halved."""
+    model = make_model()
+    model.compile(optimizer, "mse")
+    optimizer.build([variable, *model.trainable_variables])
+    gradients = [keras.ops.ones(v.shape) for v in model.trainable_variables]
+    optimizer.apply(gradients, model.trainable_variables)
+    momenta = getattr(optimizer, "momentums", None) or optimizer._momentums
+    before = arrays_of(each for each in momenta if each is not None)
+    change = callbacks.LearningRateScheduleCallback(0.25, 0.5)
+    change.set_model(model)
+    change.current_epoch = 1
+    change.on_batch_begin(0)
+    after = arrays_of(each for each in momenta if each is not None)
+    assert len(after) == len(model.trainable_variables)
+    return [float((b / a).max()) for a, b in zip(before, after, strict=True)]
+
+
+class Derived(keras.optimizers.SGD):
+    pass
+
+
+def check_only_momentum_that_contains_the_rate_is_corrected() -> None:
+    for make, factor in (
+        (keras.optimizers.SGD, 0.5),
+        (Derived, 0.5),
+        (keras.optimizers.RMSprop, 0.5),
+        (getattr(keras.optimizers, "Muon", None), 1.0),
+    ):
+        for wrap in (lambda optimizer: optimizer, hvd.DistributedOptimizer):
+            # Has no momentum, since its gradients are its values.
+            overwritten = keras.Variable(np.zeros(2, "float32"), trainable=True)
+            overwritten.overwrite_with_gradient = True
+            if make is not None:
+                optimizer = wrap(make(0.25, momentum=0.9))
+                found = _scaled(optimizer, overwritten)
+                np.testing.assert_allclose(found, factor)
 
 
 def check_the_best_model_is_kept() -> None:

@@ -133,6 +133,23 @@ def check_accumulated_gradients_travel_once_a_step() -> None:
     assert int(optimizer.iterations) == 2
 
 
+def check_accumulated_gradients_of_scaled_losses() -> None:
+    scale = 1024.0
+
+    def make():
+        return keras.optimizers.SGD(
+            0.1, momentum=0.9, gradient_accumulation_steps=3, loss_scale_factor=scale
+        )
+
+    optimizer, plain = hvd.DistributedOptimizer(make()), make()
+    variables, reference = make_variables(), make_variables()
+    for step in range(6):
+        optimizer.apply([gradient * scale for gradient in make_gradients(step)], variables)
+        plain.apply([gradient * scale for gradient in make_gradients(step, -1)], reference)
+    assert_close(variables, reference)
+    assert_same_everywhere([*variables, *optimizer.variables])
+
+
 def check_backward_passes_are_summed_up() -> None:
     for average in (False, True):
         optimizer = hvd.DistributedOptimizer(
@@ -166,6 +183,48 @@ def check_the_core_sums_up_over_steps() -> None:
             sums = zip(*(make_gradients(step - back, -1) for back in (2, 1, 0)), strict=True)
             plain.apply([a + b + c for a, b, c in sums], reference)
             assert_close(variables, reference)
+        assert int(optimizer.iterations) == 2
+
+
+def check_optimizers_of_old_and_new_ranks_find_each_other() -> None:
+    """In a later world, in which a new process has used fewer optimizers before."""
+    make = keras.optimizers.SGD
+    first, second = hvd.DistributedOptimizer(make(0.1)), hvd.DistributedOptimizer(make(0.1))
+    variables, reference = make_variables(), make_variables()
+    plain = make(0.1)
+    for number, optimizer in enumerate((first, second)):
+        optimizer.apply(make_gradients(number), variables)
+        plain.apply(make_gradients(number, -1), reference)
+    with world_with():
+        if hvd.rank() == hvd.size() - 1:
+            second = hvd.DistributedOptimizer(make(0.1))  # as a new process
+        second.apply(make_gradients(2), variables)
+        plain.apply(make_gradients(2, -1), reference)
+        assert_close(variables, reference)
+        assert_same_everywhere(variables)
+
+
+def check_missing_gradients_count_as_zeros_in_sums_over_steps() -> None:
+    """Each rank may miss others, also in the first step, or all."""
+    rank, last = hvd.rank(), hvd.size() - 1
+    missing = [{0: {1}, last: {2}}, {last: {0, 1, 2, 3}}, {0: {0}, last: {0}}, {}]
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        optimizer, plain = (keras.optimizers.SGD(0.1, momentum=0.9) for _ in range(2))
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        variables, reference = make_variables(), make_variables()
+        sums = [np.zeros(variable.shape, "float32") for variable in variables]
+        for step, absent in enumerate(missing):
+            mine = absent.get(rank, set())
+            given = [None if i in mine else g for i, g in enumerate(make_gradients(step))]
+            optimizer.apply(given, variables)
+            for each in range(hvd.size()):
+                for i, gradient in enumerate(arrays_of(make_gradients(step, each))):
+                    if i not in absent.get(each, set()):
+                        sums[i] += gradient / hvd.size()
+            if step % 2:
+                plain.apply(list(map(keras.ops.convert_to_tensor, sums)), reference)
+                assert_close(variables, reference)
+                sums = [np.zeros_like(total) for total in sums]
         assert int(optimizer.iterations) == 2
 
 
@@ -246,6 +305,11 @@ def check_arguments_that_do_not_fit() -> None:
     assert "backward_passes" in message_of(ValueError, make, sgd(), backward_passes_per_step=0)
     assert "groups" in message_of(ValueError, make, sgd(), groups=-1)
     assert "built" in message_of(ValueError, make(sgd()).apply, [keras.ops.ones(2)])
+    for steps in (None, 2):
+        optimizer = make(sgd(gradient_accumulation_steps=steps))
+        optimizer.build(make_variables())
+        text = message_of(ValueError, optimizer.apply, make_gradients(0), make_variables())
+        assert "Unknown variable" in text
     text = message_of(ValueError, hvd.allreduce, 1.0, average=True, op=hvd.Sum)
     assert "supersedes" in text
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tensorflow")
 
+import gradient_settings as settings
 import keras
 import numpy as np
+import pytest
 from keras_training import arrays_of, assert_close, assert_same_everywhere, make_data, make_model
 
 import perseus.keras as hvd
@@ -83,6 +85,21 @@ def check_local_variables_are_not_broadcast() -> None:
     assert np.array_equal(arrays_of([local])[0], np.full(3, hvd.rank()))
     assert np.array_equal(arrays_of([model.layers[0].kernel])[0], kernel)
     assert_same_everywhere([model.layers[0].bias, model.layers[1].kernel])
+
+
+def check_loaded_models_do_not_keep_the_choice_of_xla() -> None:
+    if keras.backend.backend() != "tensorflow":
+        pytest.skip("Keras chooses XLA on TensorFlow only")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.keras"
+        model = make_model()
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)  # as if on a GPU
+        model.save(path)
+        assert keras.models.load_model(path).jit_compile
+        again = hvd.load_model(path)
+        assert not again.jit_compile
+        again.fit(*make_data(hvd.rank()), batch_size=8, verbose=0)
+        assert_same_everywhere(again.weights)
 
 
 def check_saved_models_go_on() -> None:
@@ -184,3 +201,29 @@ def check_reductions_begin_before_backward_ends() -> None:
             each.optimizer.apply(gradients, each.trainable_variables)
     assert_close(model.weights, reference.weights, 1e-4)
     assert_same_everywhere([*model.weights, *model.optimizer.variables])
+
+
+def check_gradients_that_are_changed_are_counted_once() -> None:
+    """What the core sums or holds back has the changed ones alone; the last step sends the rest."""
+    if keras.backend.backend() != "torch":
+        pytest.skip("only on PyTorch do reductions begin before the optimizer has the gradients")
+    import torch
+
+    slopes = [settings.normal(hvd.rank(), step)[0] for step in range(4)]
+    for world in ({"PERSEUS_ACCUMULATE_N_STEPS": 2}, {"PERSEUS_ALLREDUCE_CODEC": "int8"}):
+        with settings.apart(PERSEUS_ALLREDUCE_DTYPE=1, **world):
+            variable = keras.Variable(np.zeros(slopes[0].shape, "float32"), name="v")
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
+            for slope in slopes:
+                variable.value.grad = None
+                loss = (variable.value * torch.from_numpy(slope)).sum()
+                optimizer.scale_loss(loss).backward()
+                variable.value.grad.mul_(0.5)  # as clipping does
+                optimizer.apply([variable.value.grad], [variable])
+            if "PERSEUS_ALLREDUCE_CODEC" in world:
+                hvd.flush_residuals()
+                optimizer.apply([torch.zeros_like(variable.value)], [variable])
+            every = [settings.normal(r, step)[0] for r in range(hvd.size()) for step in range(4)]
+            np.testing.assert_allclose(
+                arrays_of([variable])[0], -0.5 * sum(every), rtol=1e-3, atol=1e-3
+            )

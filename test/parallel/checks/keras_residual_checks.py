@@ -17,7 +17,7 @@ from keras_training import arrays_of, assert_same_everywhere, make_data, make_mo
 
 import perseus.keras as hvd
 from perseus.elastic.loop import reset
-from perseus.keras import reducer
+from perseus.gradients import scopes
 
 
 def _compiled(compression, **options):
@@ -50,7 +50,7 @@ def check_a_saved_model_goes_on_with_what_it_held() -> None:
             (hvd.Compression.int8, {"gradient_accumulation_steps": 2}),
         ):
             path, weights = Path(folder) / "all.keras", Path(folder) / "all.weights.h5"
-            reducer._used_names.clear()  # names begin anew, as in another process
+            scopes._taken.clear()  # names begin anew, as in another process
             model = _compiled(compression, **options)
             _fit(model)
             held = _held(model)
@@ -67,11 +67,40 @@ def check_a_saved_model_goes_on_with_what_it_held() -> None:
                 assert _held(model) == after
             assert_same_everywhere(model.weights)
             if not options:
-                reducer._used_names.clear()
+                scopes._taken.clear()
                 again = hvd.load_model(path, compression=compression)
                 assert _held(again) == held
                 _assert_bits(_fit(again), expected)
                 assert _held(again) == after
+
+
+def check_a_process_set_may_go_and_come_back() -> None:
+    """Its number is another one then; nobody looks for what it held under the old one."""
+    held_somewhere = {"HOROVOD_DYNAMIC_PROCESS_SETS": 1, "PERSEUS_ALLREDUCE_NANCHECK": 1}
+    with settings.apart(**held_somewhere):
+        first, other = hvd.add_process_set([0]), hvd.ProcessSet([1])
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), process_set=first, compression=hvd.Compression.topk(0.02)
+        )
+        variables = [keras.Variable(np.zeros(shape, "float32")) for shape in settings.SHAPES]
+
+        def step() -> None:
+            gradients = map(keras.ops.convert_to_tensor, settings.whole(hvd.rank(), 0))
+            optimizer.apply(list(gradients), variables)
+
+        source = optimizer.perseus_residuals
+        step()
+        source.go_on_with(source.residuals())
+        hvd.remove_process_set(first)
+        assert source.residuals() == {}
+        source.go_on_with({})
+        hvd.add_process_set(other)
+        hvd.add_process_set(first)
+        assert first.process_set_id == 2
+        step()
+        source.residuals()
+        hvd.remove_process_set(first)
+        hvd.remove_process_set(other)
 
 
 def check_files_of_others_and_files_for_others() -> None:

@@ -97,3 +97,5 @@ def check_an_optimizer_is_the_one_it_wraps() -> None:
         assert again._optimizer is not inner and again.lr == 0.125
         assert (again._reducer.plan.predivide_factor, again._num_groups) == (2.0, 3)
         assert again._reducer.takes_part()
+        # Not a copy, which would keep the ranks of the world that pickled it.
+        assert again._reducer.plan.process_set is hvd.global_process_set

@@ -10,6 +10,7 @@ import mxnet as mx
 import numpy as np
 from mx_training import raised
 from mxnet import autograd
+from mxnet.contrib.amp.loss_scaler import LossScaler
 from worlds import world_with
 
 import perseus.mxnet as hvd
@@ -160,6 +161,26 @@ def check_a_step_with_a_nan_is_skipped() -> None:
             ones = mx.nd.ones((1,))
             message = raised(ValueError, lambda: optimizer.update(0, ones, ones, None))  # noqa: B023
             assert "DistributedTrainer" in message
+
+
+def check_a_nan_lowers_the_loss_scale_on_all_ranks() -> None:
+    """As an overflow, which is an Inf on all ranks, since MXNet adds it up."""
+    with (
+        world_with(PERSEUS_ALLREDUCE_NANCHECK=1, PERSEUS_ALLREDUCE_NANCHECK_ACTION="skip"),
+        settings.captured_stderr(),
+    ):
+        stepper = _Stepper()
+        # As amp.init_trainer does.
+        scaler = stepper.trainer._amp_loss_scaler = LossScaler()
+        first, scales = scaler.loss_scale, []
+        for step in range(4):
+            stepper.backward((_with_nan if step < 2 else _whole)(step))
+            stepper.trainer.step(1)
+            scales.append(scaler._next_loss_scale / first)
+        assert scales == [0.5, 0.25, 0.25, 0.25], scales
+        assert (scaler.loss_scale, scaler._unskipped) == (first / 4, 2)
+        total = [-a - b for a, b in zip(_mean(2), _mean(3), strict=True)]
+        assert all(map(np.array_equal, stepper.values(), total))
 
 
 def _whole(step: int) -> settings.Arrays:

@@ -12,7 +12,7 @@ from keras2_checks import KINDS, _fit, _model
 
 import perseus.tensorflow.horovod as hvd_tf
 import perseus.tensorflow.horovod.keras as hvd
-from perseus.keras import reducer
+from perseus.gradients import scopes
 from perseus.keras.backend import keras
 
 
@@ -50,7 +50,7 @@ def _check(kind) -> None:
 
 
 def _compiled(make, **options):
-    reducer._used_names.clear()  # names begin anew, as in another process
+    scopes._taken.clear()  # names begin anew, as in another process
     model = _model()
     optimizer = hvd.DistributedOptimizer(make(), compression=hvd.Compression.topk(0.1))
     if options.pop("scales", False):
@@ -127,7 +127,7 @@ def check_what_is_held_has_no_loss_scale() -> None:
 
 def _train(kind, scales: bool, **options):
     """Six steps by losses whose gradients are given, and one that a rank's Inf leaves out."""
-    reducer._used_names.clear()  # the same names: the same rank owns a result
+    scopes._taken.clear()  # the same names: the same rank owns a result
     variables = [tf.Variable(np.zeros(shape, "float32")) for shape in settings.SHAPES]
     distributed = hvd.DistributedOptimizer(kind.SGD(0.5, momentum=0.5), **options)
     optimizer = distributed

@@ -7,8 +7,8 @@ import numpy as np
 import tensorflow as tf
 
 import perseus.tensorflow.horovod as hvd
+from perseus.gradients import scopes
 from perseus.keras.backend import KERAS_2, keras
-from perseus.tensorflow import residuals as residual_states
 
 STEPS = 6
 UNSCALED = (hvd.Compression.none, hvd.Compression.settings, hvd.Compression.bf16)
@@ -24,7 +24,7 @@ class _Training:
         self.variables = [tf.Variable(np.zeros(shape, "float32")) for shape in settings.SHAPES]
         self.scales: list[float] = []
         self._compression = compression
-        residual_states._used_names.clear()  # the same names: the same rank owns a result
+        scopes._taken.clear()  # the same names: the same rank owns a result
         self._residuals = hvd.GradientResiduals("scaled")
         self._optimizer = keras.optimizers.SGD(0.5, momentum=0.5)
         if KERAS_2:

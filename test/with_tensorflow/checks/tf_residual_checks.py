@@ -13,15 +13,15 @@ from tf_training import raised
 
 import perseus.tensorflow.horovod as hvd
 from perseus import control
-from perseus.tensorflow import residuals as residual_states
+from perseus.gradients import scopes
 
 v1 = tf.compat.v1
 CODECS = (hvd.Compression.topk(0.1), hvd.Compression.int8)
 
 
-def _new() -> hvd.GradientResiduals:
-    residual_states._used_names.clear()  # names begin anew, as in another process
-    return hvd.GradientResiduals("model")
+def _new(name: str = "model") -> hvd.GradientResiduals:
+    scopes._taken.clear()  # names begin anew, as in another process
+    return hvd.GradientResiduals(name)
 
 
 def _held(residuals) -> dict[str, bytes]:
@@ -31,8 +31,8 @@ def _held(residuals) -> dict[str, bytes]:
 class _Taped:
     """Variables and what trains them by a tape."""
 
-    def __init__(self, compression, compiled: bool) -> None:
-        self.residuals = _new()
+    def __init__(self, compression, compiled: bool, name: str = "model") -> None:
+        self.residuals = _new(name)
         self.variables = [tf.Variable(np.zeros(shape, "float32")) for shape in settings.SHAPES]
         self.optimizer = v1.train.MomentumOptimizer(0.5, 0.5)
         self.checkpoint = tf.train.Checkpoint(
@@ -131,12 +131,16 @@ class _session:  # noqa: N801 - used as a function
 def check_elastic_states_keep_what_each_rank_held() -> None:
     """From the last commit on the next world trains as if nothing had happened."""
     with settings.apart():
-        for compression in CODECS:
-            expected = _Taped(compression, True).train(range(6))
+        for number, compression in enumerate(CODECS):
             for of_model in (False, True):
-                taped = _Taped(compression, not of_model)
+                name = f"model_{number}_{of_model}"  # graphs of others keep their names
+                expected = _Taped(compression, True, name).train(range(6))
+                taped = _Taped(compression, not of_model, name)
                 taped.train([0])
-                assert _trained(taped, _state(taped, of_model)) == expected
+                weights, held = _trained(taped, _state(taped, of_model))
+                assert weights == expected[0], name
+                assert sorted(held) == sorted(expected[1])
+                assert all(held[key] == expected[1][key] for key in held), name
 
 
 def _state(taped: _Taped, of_model: bool):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
+import gradient_settings as settings
 import numpy as np
 import tensorflow as tf
 from tf_training import (
@@ -245,6 +247,62 @@ def check_steps_that_are_not_applied_give_zeros() -> None:
         gradient, applies = _gradient_of_ranks(variable, 2.0)
         assert bool(applies)
         np.testing.assert_allclose(gradient, [2.0, 2.0], rtol=1e-6)
+
+
+def check_missing_gradients_count_as_zeros_in_sums_over_steps() -> None:
+    used, other = tf.Variable([1.0]), tf.Variable([1.0])
+
+    def run(both: bool, factor: float):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(used * factor)
+            if both:
+                loss += tf.reduce_sum(other * factor)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+        return tape.gradient(loss, [used, other]), tape.applies
+
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        for wrap in (lambda function: function, tf.function):
+            reduced = wrap(run)
+            # Each rank misses one in another step.
+            _, applies = reduced(hvd.rank() == 0, tf.constant(2.0))
+            assert not bool(applies)
+            gradients, applies = reduced(hvd.rank() != 0, tf.constant(5.0))
+            assert bool(applies)
+            size = hvd.size()
+            np.testing.assert_allclose(gradients, [[7.0 * size], [2.0 + 5.0 * (size - 1)]])
+
+
+def check_models_with_equal_names_have_sums_of_their_own() -> None:
+    """As in a GAN, whose tapes may take turns."""
+    for make in (lambda: tf.Variable([1.0]), lambda: tf.Variable([1.0], name="weight")):
+        models = [make(), make()]
+        with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+            for wrap in (lambda function: function, tf.function):
+                runs = [wrap(partial(_gradient_of_ranks, variable)) for variable in models]
+                for step in range(4):
+                    for number, run in enumerate(runs):
+                        gradient, applies = run(tf.constant(hvd.rank() + 10.0 * number))
+                        assert bool(applies) == (step % 2 == 1), (step, number)
+                        if step % 2:
+                            total = 2 * (_mean_rank() + 10 * number)
+                            np.testing.assert_allclose(gradient, [total], rtol=1e-6)
+
+
+def check_models_with_equal_names_rotate_apart() -> None:
+    def step(variable: tf.Variable, slope: float) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable * slope)
+        tape = hvd.DistributedGradientTape(tape, compression=hvd.Compression.rotate(2))
+        tape.gradient(loss, variable)
+
+    with settings.apart():
+        models = [tf.Variable(tf.fill([4], hvd.rank() + 10.0 * number)) for number in range(2)]
+        for _ in range(2):
+            for variable in models:
+                step(variable, 0.0)
+        hvd.synchronize_parameters()
+        for number, variable in enumerate(models):
+            np.testing.assert_allclose(variable, [_mean_rank() + 10 * number] * 4)
 
 
 def check_arguments_that_do_not_fit() -> None:
