@@ -133,6 +133,20 @@ def test_a_callback_may_add_callbacks_to_its_own_future():
     assert order == [3, 2, 1, 0]
 
 
+_ENDING = """
+import torch
+from perseus.torch.distributed.future import completer
+x = torch.ones(700, 700)
+completer.call(lambda: [torch.mm(x, x) for _ in range(30)])
+"""
+
+
+def test_a_process_ends_in_peace_while_a_callback_computes():
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
 def _wait_until(condition):
     deadline = time.monotonic() + 30
     while not condition():

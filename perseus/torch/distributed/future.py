@@ -7,6 +7,7 @@ and else on one of several: ranks then start collectives in different orders.
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import queue
 import threading
@@ -16,6 +17,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+_REST_SECONDS = 2.0
 
 
 class Future(torch.futures.Future[Any]):
@@ -109,7 +112,18 @@ class _Completer:
                     target=self._run, name="perseus futures", daemon=True
                 )
                 self._thread.start()
+                atexit.register(self._rest)
         self._jobs.put(job)
+
+    def _rest(self) -> None:
+        """Wait until the thread is idle, unless a job waits for other ranks.
+
+        If it is in torch's code when the interpreter ends, Python ends the thread there, which C++
+        answers by aborting the process.
+        """
+        idle = threading.Event()
+        self._jobs.put(idle.set)
+        idle.wait(_REST_SECONDS)
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
