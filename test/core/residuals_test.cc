@@ -436,15 +436,22 @@ TEST(Residual, CannotBeReadWhileItIsInUse) {
   EXPECT_EQ(residuals.bytes(), 0U);
 }
 
-// Its own step's learning rate decides how much a gradient moves, whenever it arrives.
-TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
+// What reductions of seven numbers take, one after the other.
+struct Taken {
   perseus::Residuals residuals;
   const std::string name = "g";
-  perseus::CompressionTerms terms;
-  terms.codec.kind = perseus::CodecKind::kInt8;
-  const auto carry = [&](double learning_rate) {
-    return residuals.take({1, 0, name}, {3, 4}, terms, 17, perseus::Flush::kNone, learning_rate)->carry;
-  };
+
+  perseus::Residuals::Lease take(double learning_rate) {
+    perseus::CompressionTerms terms;
+    terms.codec.kind = perseus::CodecKind::kInt8;
+    return residuals.take({1, 0, name}, {3, 4}, terms, 17, perseus::Flush::kNone, learning_rate);
+  }
+};
+
+// Its own step's learning rate decides how much a gradient moves, whenever it arrives.
+TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
+  Taken taken;
+  const auto carry = [&](double learning_rate) { return taken.take(learning_rate)->carry; };
   EXPECT_EQ(carry(0.5), 1.0F) << "nothing is held";
   EXPECT_EQ(carry(0.5), 1.0F);
   EXPECT_EQ(carry(0.125), 4.0F);
@@ -455,26 +462,20 @@ TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
   EXPECT_EQ(carry(-0.25), -1.0F);
   EXPECT_EQ(carry(0.25), -1.0F);
   const Floats data(14, 1.0F);
-  residuals.write({1, 0, name}, data.data(), 14, 17);
+  taken.residuals.write({1, 0, taken.name}, data.data(), 14, 17);
   EXPECT_EQ(carry(0.5), 1.0F) << "a loaded one has no rate";
   EXPECT_EQ(carry(0.25), 2.0F);
 }
 
 TEST(Residual, OfAReductionThatDidNotBeginIsCarriedAsBefore) {
-  perseus::Residuals residuals;
-  const std::string name = "g";
-  perseus::CompressionTerms terms;
-  terms.codec.kind = perseus::CodecKind::kInt8;
-  const auto take = [&](double rate) {
-    return residuals.take({1, 0, name}, {3, 4}, terms, 17, perseus::Flush::kNone, rate);
-  };
-  EXPECT_EQ(take(0.5)->steps, 1U);
-  const perseus::Residuals::Lease lease = take(0.125);
+  Taken taken;
+  EXPECT_EQ(taken.take(0.5)->steps, 1U);
+  const perseus::Residuals::Lease lease = taken.take(0.125);
   EXPECT_EQ(lease->carry, 4.0F);
-  residuals.give_back(lease);
+  taken.residuals.give_back(lease);
   EXPECT_EQ(lease->steps, 1U);
-  EXPECT_EQ(take(0.125)->carry, 4.0F);
-  EXPECT_EQ(take(0.125)->carry, 1.0F);
+  EXPECT_EQ(taken.take(0.125)->carry, 4.0F);
+  EXPECT_EQ(taken.take(0.125)->carry, 1.0F);
 }
 
 // ThreadSanitizer sees the order: what an operation has written happened before it is read.

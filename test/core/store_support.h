@@ -10,28 +10,13 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "bootstrap/store.h"
+#include "error_of.h"
 
 namespace perseus {
 
 constexpr int64_t kPatienceMs = 30'000;  // for what comes at once, on however busy a machine
 
 inline int64_t in_ms(int64_t ms) { return now_ns() + ms * kMillisecond; }
-
-// What a call throws; fails the test when it throws nothing.
-template <class Call>
-Error error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "no error";
-  return Error(ErrorKind::kInternal, "no error");
-}
-
-inline bool contains(const Error& error, const std::string& part) {
-  return std::string(error.what()).find(part) != std::string::npos;
-}
 
 inline std::unique_ptr<StoreServer> serve(const std::string& secret = "secret") {
   return StoreServer::listen("127.0.0.1", 0, false, secret);

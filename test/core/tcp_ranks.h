@@ -16,6 +16,7 @@
 #include "base/config.h"
 #include "base/error.h"
 #include "bootstrap/store.h"
+#include "error_of.h"
 #include "net/waker.h"
 #include "transport/transport.h"
 
@@ -83,21 +84,6 @@ inline void run_ranks(int size, const std::function<void(Rank&)>& body) {
       }
     });
   for (std::thread& thread : threads) thread.join();
-}
-
-template <class Call>
-Error error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  ADD_FAILURE() << "no error";
-  return Error(ErrorKind::kInternal, "no error");
-}
-
-inline bool contains(const Error& error, const std::string& part) {
-  return std::string(error.what()).find(part) != std::string::npos;
 }
 
 inline Byte value_at(int from, int to, uint64_t channel, uint64_t index) {

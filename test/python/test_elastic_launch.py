@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -353,6 +354,41 @@ def test_starts_of_other_epochs_and_jobs_go_on(server: _core.StoreServer) -> Non
 
 
 # ---- news about hosts ----
+
+
+def test_news_stay_in_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = driver.ElasticLauncher.__new__(driver.ElasticLauncher)
+    told: list[float] = []
+    member = SimpleNamespace(number=3, place=("a", 0), request=None, epoch=0)
+    monkeypatch.setattr(launcher, "_members", lambda: [member], raising=False)
+    monkeypatch.setattr(launcher, "_wanted", lambda _: [], raising=False)
+    monkeypatch.setattr(launcher, "_candidates", list, raising=False)
+    monkeypatch.setattr(
+        launcher, "_tell", lambda _, said: told.append(said["news"][0]), raising=False
+    )
+    days = iter([1e9, 1e9 - 3600])
+    monkeypatch.setattr(time, "time", lambda: next(days))
+    for _ in range(2):
+        launcher._news, launcher._news_at = (frozenset(), frozenset()), 0.0
+        launcher._send_news(0.0)
+    assert 0 < told[0] < told[1]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "address"),
+    [("localhost", "127.0.0.1"), ("localhost,b", "10.1.2.3"), ("localhost,lost", "")],
+)
+def test_store_of_fixed_hosts_listens_where_they_see_this_host(
+    hosts: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "is_local", lambda name: name == "localhost")
+    monkeypatch.setattr(driver, "real_name", lambda name: f"{name}.example")
+    monkeypatch.setattr(driver, "source_address", {"b.example": "10.1.2.3"}.get)
+    launcher = driver.ElasticLauncher.__new__(driver.ElasticLauncher)
+    launcher._job = SimpleNamespace(interfaces=[])
+    fixed = FixedHosts([Host(name, 1) for name in hosts.split(",")])
+    launcher._elasticity = SimpleNamespace(discovery=fixed)
+    assert launcher._store_address() == address
 
 
 def test_launcher_and_ranks_mean_the_same_change() -> None:
