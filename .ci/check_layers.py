@@ -37,6 +37,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "codec",
         "collective",
         "compression",
+        "cuda",
         "kernels",
         "request",
         "topology",

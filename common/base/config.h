@@ -52,6 +52,7 @@ enum class Var {
   kCodecThreads,
   kCpuOperations,
   kGpuOperations,
+  kGpuCodecs,
   kNcclLibrary,
   kSpin,
   kSimd,

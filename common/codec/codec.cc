@@ -89,6 +89,11 @@ std::unique_ptr<WireFormat> make_codec(const CodecSpec& spec) {
   return entry(spec.kind).make(spec);
 }
 
+bool encoded_by_gpus(CodecKind kind) {
+  return kind == CodecKind::kFloat16 || kind == CodecKind::kBFloat16 || kind == CodecKind::kInt8 ||
+         kind == CodecKind::kInt4 || kind == CodecKind::kInt2;
+}
+
 bool keeps_residual(const CodecSpec& spec) {
   if (spec.kind == CodecKind::kLowRank) return true;
   const std::unique_ptr<WireFormat> format = make_codec(spec);

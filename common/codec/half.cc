@@ -9,15 +9,6 @@ namespace perseus {
 
 using kernels::Arrival;
 
-float half_scale(uint32_t largest_magnitude) {
-  // The largest value goes to [2^14, 2^15): rounding cannot carry it past f16's end at 2^16. Both the factor and its
-  // inverse are to be normal floats.
-  int exponent = static_cast<int>(largest_magnitude >> 23) - 127;
-  int shift = largest_magnitude == 0 ? 0 : 14 - exponent;
-  if (shift > 126) shift = 126;
-  return float_from_bits(static_cast<uint32_t>(shift + 127) << 23);
-}
-
 bool is_half_unscale(float unscale) { return unscale >= kSmallestHalfScale && unscale <= kLargestHalfScale; }
 
 HalfFormat::HalfFormat(DType dtype, double scale) : dtype_(dtype), scale_(static_cast<float>(scale)) {}
@@ -41,12 +32,18 @@ size_t HalfFormat::encode(const float* x, float* residual, size_t count, uint64_
   return put_header(to, bytes, float_bits(1.0f / scale));
 }
 
-void HalfFormat::decode_as(Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) const {
+void HalfFormat::check(const Byte* from, size_t bytes, size_t count) const {
   const char* name = dtype_name(dtype_);
   const float unscale = float_from_bits(read_header(name, from, bytes, count).form);
   const bool possible = dtype_ == DType::kFloat16 ? is_half_unscale(unscale) : unscale == 1.0f;
   if (bytes != most_bytes(count) || !possible) bad_chunk(name, bytes, count);
-  kernels::decode_halves(dtype_, from + sizeof(ChunkHeader), unscale, count, x, arrival);
+}
+
+void HalfFormat::decode_as(Arrival arrival, const Byte* from, size_t bytes, size_t count, float* x) const {
+  check(from, bytes, count);
+  ChunkHeader header;
+  std::memcpy(&header, from, sizeof header);
+  kernels::decode_halves(dtype_, from + sizeof header, float_from_bits(header.form), count, x, arrival);
 }
 
 }  // namespace perseus

@@ -14,8 +14,6 @@ namespace perseus {
 
 // Factors before rounding to f16, and their inverses, lie between these.
 constexpr float kSmallestHalfScale = 0x1p-126f, kLargestHalfScale = 0x1p126f;
-// The power of two for a chunk whose largest finite magnitude (see kernels/codec_kernels.h) is this.
-float half_scale(uint32_t largest_magnitude);
 bool is_half_unscale(float unscale);
 
 class HalfFormat : public EveryElementFormat {
@@ -25,6 +23,7 @@ class HalfFormat : public EveryElementFormat {
 
   size_t most_bytes(size_t count) const override;
   size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const override;
+  void check(const Byte* from, size_t bytes, size_t count) const override;
   bool keeps_residual() const override { return false; }
 
  private:

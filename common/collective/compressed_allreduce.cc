@@ -225,6 +225,10 @@ void CompressedAllreduce::encode(size_t thread, Task* task) {
         forget_not_finite(chunk.momenta.velocity, chunk.count);
       continue;
     }
+    if (chunk.slot != nullptr) {
+      at += format_->take_over(chunk.slot, chunk.residual, chunk.count, at);
+      continue;
+    }
     const float* x = chunk.in;
     if (prescale_ != 1.0F) {
       scale(prescale_, x, scratch(thread), chunk.count);
@@ -296,6 +300,11 @@ void CompressedAllreduce::send_results(size_t bytes) {
 void CompressedAllreduce::give_out(const Byte* encoded, const CompressedChunk& chunk, size_t thread) const {
   const size_t bytes = size_of(encoded);
   if (results_ != nullptr) (*results_)[chunk.result] = Piece{encoded, nullptr, bytes};
+  if (chunk.slot != nullptr) {
+    format_->check(encoded, bytes, chunk.count);
+    std::memcpy(chunk.slot, encoded, bytes);
+    return;
+  }
   if (float* const last_result = chunk.momenta.last_result) {
     float* const result = scratch(thread);
     format_->decode(encoded, bytes, chunk.count, result);

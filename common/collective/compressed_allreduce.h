@@ -39,6 +39,7 @@ struct CompressedChunk {
   float* residual = nullptr;         // of what this rank sends; null = none is kept
   float* result_residual = nullptr;  // of what the owner sends; null = none is kept
   float carry = 1.0F;                // what both residuals are multiplied by first
+  Byte* slot = nullptr;  // not null: a GPU has encoded it here, and will find the result here, instead of in and out
   Momenta momenta;
   uint32_t count = 0;             // <= kWireChunk
   uint32_t result = 0;            // see CompressedAllreduce::note_results

@@ -21,6 +21,7 @@ void HierarchicalAllreduce::start(const kernels::ReduceSpec& reduction, const Wi
   pieces_.clear();
   for (std::vector<Piece>& shard : shards_) shard.clear();
   staged_.clear();
+  encoding_ = nullptr;
   staging_.start(format != nullptr ? reduction.dtype : DType::kFloat32);
   if (format != nullptr) reduction_.dtype = DType::kFloat32;
   results_.clear();
@@ -80,6 +81,7 @@ void HierarchicalAllreduce::add_floats(const Run& run) {
     if (run.result_residual != nullptr) chunk.result_residual = run.result_residual + begin;
     chunk.carry = run.carry;
     chunk.momenta = run.momenta.from(begin);
+    if (run.slots != nullptr) chunk.slot = run.slots + begin / kWireChunk * cuda::kSlotBytes;
     chunk.step = run.step;
     if (inside_ != nullptr) {
       chunk.result = static_cast<uint32_t>(results_.size());

@@ -12,6 +12,7 @@
 #include "collective/float_staging.h"
 #include "collective/inner_exchanges.h"
 #include "collective/staged.h"
+#include "cuda/encoding.h"
 
 namespace perseus {
 
@@ -36,8 +37,9 @@ class HierarchicalAllreduce final : public Staged {
     Piece piece;
     float* residual = nullptr;  // of the run's elements; null = none is kept
     float* result_residual = nullptr;
-    float carry = 1.0F;  // see CompressedChunk
-    Momenta momenta;     // likewise
+    float carry = 1.0F;     // see CompressedChunk
+    Momenta momenta;        // likewise
+    Byte* slots = nullptr;  // of its chunks, where a GPU encodes it
     uint64_t number = 0;
     uint64_t salt = 0;
     uint64_t step = 0;
@@ -48,6 +50,9 @@ class HierarchicalAllreduce final : public Staged {
   void use(Algorithm algorithm) PERSEUS_REQUIRES(progress_lock) { algorithm_ = algorithm; }
   // Before the first next(), where there is a format: see CompressedAllreduce.
   void use(CompressedBuffers* buffers, ThreadPool* threads) PERSEUS_REQUIRES(progress_lock);
+  // Who encodes runs with slots.
+  void use(cuda::Encoding* encoding) PERSEUS_REQUIRES(progress_lock) { encoding_ = encoding; }
+  bool ready() override PERSEUS_REQUIRES(progress_lock) { return encoding_ == nullptr || encoding_->encoded(); }
   bool next(Step* step) override PERSEUS_REQUIRES(progress_lock);
   int64_t codec_ns() const override PERSEUS_REQUIRES(progress_lock);
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override
@@ -78,6 +83,7 @@ class HierarchicalAllreduce final : public Staged {
   std::unique_ptr<CompressedAllreduce> compressed_;         // across; where we carry a shard
   std::unique_ptr<CompressedAllreduce> compressed_inside_;  // its owners are those that carry a shard
   std::vector<Piece> results_;                              // encoded, of our shard's chunks in order
+  cuda::Encoding* encoding_ = nullptr;
   FloatStaging staging_;
   std::vector<Run> staged_;  // of other types than float32, until there is memory
   ExchangePlan plan_;

@@ -20,7 +20,7 @@ void HierarchicalGroup::begin(Level level, const Work& work) {
 
 Operation& HierarchicalGroup::plan(const Work& work) {
   work_ = work;
-  plan_follows_ = rolled_back_ = done_ = false;
+  plan_follows_ = waits_ = rolled_back_ = done_ = false;
   first_ = true;
   const bool scheduled = work.schedule != 0;
   if (work.staged == nullptr && (!scheduled || group_for(Level::kAll, work).rolls_back(work))) {
@@ -34,14 +34,19 @@ Operation& HierarchicalGroup::plan(const Work& work) {
     group_for(level_, agreement);
     current_ = &groups_[static_cast<int>(level_)].back()->plan(agreement);
   } else {
-    done_ = !begin_next();
+    done_ = !go_on();
   }
   return *this;
 }
 
-// Begins what follows the operation that has just ended; false when nothing does.
-bool HierarchicalGroup::begin_next() {
+// After each operation, and before the first of several; false when nothing follows.
+bool HierarchicalGroup::go_on() {
   if (rolled_back_) return false;
+  waits_ = work_.staged != nullptr && !work_.staged->ready();
+  return waits_ || begin_next();
+}
+
+bool HierarchicalGroup::begin_next() {
   if (plan_follows_) {
     plan_follows_ = false;
     work_.schedule = 0;
@@ -68,16 +73,22 @@ size_t HierarchicalGroup::staging_bytes() const {
 
 bool HierarchicalGroup::step() {
   if (done_) return false;
+  if (waits_) {
+    if (!work_.staged->ready()) return false;
+    waits_ = false;
+    done_ = !begin_next();
+    return true;
+  }
   const bool moved = current_->step();
   if (current_->done()) {
-    done_ = !begin_next();
+    done_ = !go_on();
     first_ = false;
   }
   return moved;
 }
 
 void HierarchicalGroup::abort() noexcept {
-  if (!done_) current_->abort();
+  if (!done_ && !waits_) current_->abort();
   done_ = true;
 }
 
@@ -87,7 +98,7 @@ void HierarchicalGroup::roll_back(const std::vector<bool>& began) {
 }
 
 std::vector<int> HierarchicalGroup::waiting_for() const {
-  if (done_) return {};
+  if (done_ || waits_) return {};
   const std::vector<int> all = levels_.members_of(level_);
   std::vector<int> members;
   for (int member : current_->waiting_for()) members.push_back(all[static_cast<size_t>(member)]);

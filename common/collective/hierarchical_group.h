@@ -32,13 +32,14 @@ class HierarchicalGroup final : public Group, private Operation {
   bool step() override PERSEUS_REQUIRES(progress_lock);
   bool done() const override PERSEUS_REQUIRES(progress_lock) { return done_; }
   void abort() noexcept override PERSEUS_REQUIRES(progress_lock);
-  bool agreed() const override PERSEUS_REQUIRES(progress_lock) { return !first_ || current_->agreed(); }
+  bool agreed() const override PERSEUS_REQUIRES(progress_lock) { return !first_ || waits_ || current_->agreed(); }
   void roll_back(const std::vector<bool>& began) override PERSEUS_REQUIRES(progress_lock);
-  bool wakes() const override PERSEUS_REQUIRES(progress_lock) { return done_ || current_->wakes(); }
+  bool wakes() const override PERSEUS_REQUIRES(progress_lock) { return done_ || (!waits_ && current_->wakes()); }
   std::vector<int> waiting_for() const override PERSEUS_REQUIRES(progress_lock);
 
   Group& group_for(Level level, const Work& work) PERSEUS_REQUIRES(progress_lock);
   void begin(Level level, const Work& work) PERSEUS_REQUIRES(progress_lock);
+  bool go_on() PERSEUS_REQUIRES(progress_lock);
   bool begin_next() PERSEUS_REQUIRES(progress_lock);
 
   const Levels levels_;
@@ -51,6 +52,7 @@ class HierarchicalGroup final : public Group, private Operation {
   Level level_ PERSEUS_GUARDED_BY(progress_lock) = Level::kAll;     // of the current one
   bool first_ PERSEUS_GUARDED_BY(progress_lock) = false;            // the current one is the first
   bool plan_follows_ PERSEUS_GUARDED_BY(progress_lock) = false;     // once all have agreed
+  bool waits_ PERSEUS_GUARDED_BY(progress_lock) = false;            // until the work is ready; no operation is current
   bool rolled_back_ PERSEUS_GUARDED_BY(progress_lock) = false;
   bool done_ PERSEUS_GUARDED_BY(progress_lock) = true;
 };

@@ -15,6 +15,8 @@ class Staged : public OutputSink {
     bool sizes_vary = false;  // members announce what they send: allocate() is told
   };
 
+  // False while a GPU computes what the first next() needs. Whoever asks begins that, and asks again.
+  virtual bool ready() PERSEUS_REQUIRES(progress_lock) { return true; }
   // Before the first collective and after each: computes with what has come, and says which is the next one to run.
   // False when all outputs are written.
   virtual bool next(Step* step) PERSEUS_REQUIRES(progress_lock) = 0;

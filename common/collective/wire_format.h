@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "base/span.h"
@@ -58,6 +59,17 @@ class WireFormat {
   virtual size_t encode_selected(const ChunkSelection& chunk, const uint16_t* indices, Byte* to) const {
     return encode(chunk.x, chunk.residual, chunk.count, 0, to);
   }
+
+  // Of formats that GPUs know, too (cuda/kernels.cu). What one has encoded instead of encode(): writes to `to` what
+  // encode() would have, and returns how many bytes that took.
+  virtual size_t take_over(const Byte* encoded, float* residual, size_t count, Byte* to) const {
+    uint32_t bytes;
+    std::memcpy(&bytes, encoded, sizeof bytes);
+    std::memcpy(to, encoded, bytes);
+    return bytes;
+  }
+  // Before a GPU decodes it: throws Error(kIo) where decode() would.
+  virtual void check(const Byte* from, size_t bytes, size_t count) const {}
 
   // The chunk's elements, or those added to x. `bytes` is what the chunk's first four bytes say, and lies in memory.
   // Throws Error(kIo) for bytes that no encode() of `count` elements writes.

@@ -49,6 +49,12 @@ void Residuals::Record::settle() {
   for (size_t i = 0; i < low_rank.size(); ++i) settle(i);
 }
 
+void Residuals::Record::move_to(std::shared_ptr<float[]> elsewhere) {
+  std::memcpy(elsewhere.get(), memory.get(), 2 * begins.back() * sizeof(float));
+  memory = std::move(elsewhere);
+  page_locked = true;
+}
+
 void Residuals::Record::join_parts(float factor) {
   const size_t count = begins.back();
   float *const mine = memory.get(), *const owned = mine + count;

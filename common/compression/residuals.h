@@ -43,6 +43,8 @@ class Residuals {
     // Makes `memory` say what is held back, also of low-rank sums.
     void settle(size_t tensor) { low_rank[tensor].settle(sent(tensor)); }
     void settle();
+    // To page-locked memory, which a GPU reads and writes: of 2 * begins.back() floats.
+    void move_to(std::shared_ptr<float[]> elsewhere);
     // Moves an owner's residual of results into the residual of its own gradient; a result is `factor` times a sum.
     void join_parts(float factor);
 
@@ -51,7 +53,9 @@ class Residuals {
     };
     uint64_t owner = 0;
     std::vector<size_t> begins;  // of each tensor, then the end of the last one
-    std::unique_ptr<float[], Free> memory, momenta;
+    std::shared_ptr<float[]> memory;
+    bool page_locked = false;  // it is
+    std::unique_ptr<float[], Free> momenta;
     std::vector<kernels::LowRankMemory> low_rank;  // of each tensor, see LowRankAllreduce
     uint64_t steps = 0;                            // times it was taken
     float carry = 1.0F;                            // what it is multiplied by in the reduction under way, see take()

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "cuda/chunk_list.h"
 #include "cuda/copy_list.h"
 
 namespace perseus::cuda {
@@ -21,9 +22,13 @@ constexpr int64_t kAskAgain = 10 * kMicrosecond;
 constexpr int64_t kPatience = kSecond;  // for copies under way when a device is given up
 
 // What kernels.cu is for whatever device: its driver compiles the rest, and keeps that for the next time.
-constexpr const char kKernels[] =
+constexpr const char kSource[] =
 #include "cuda/kernels.ptx.inc"
     ;
+
+// Ordered as Kernel.
+constexpr const char* kNames[kKernels] = {"perseus_copy", "perseus_largest", "perseus_encode_halves",
+                                          "perseus_encode_integers", "perseus_decode"};
 
 // Four sizes for each doubling, so that blocks serve again for other tensors, and a quarter at most is wasted.
 size_t rounded(size_t bytes) {
@@ -123,9 +128,9 @@ void Copies::give(Way way, Handle stream) {
 
 // The driver's own copies inside a device cost the host as much as one launch each, and batches of them no less.
 void Copies::move(const Device& device, Handle stream) {
-  if (device.copy_kernel() == nullptr || bytes_.size() < 2) return give(Way::kOnDevice, stream);
+  if (!device.has_kernels() || bytes_.size() < 2) return give(Way::kOnDevice, stream);
   try {
-    launch(device.copy_kernel(), stream);
+    launch(device, stream);
   } catch (...) {
     clear();
     throw;
@@ -133,16 +138,12 @@ void Copies::move(const Device& device, Handle stream) {
   clear();
 }
 
-void Copies::launch(Handle kernel, Handle stream) const {
-  const Driver& driver = Driver::get();
+void Copies::launch(const Device& device, Handle stream) const {
   CopyList list;
   list.count = list.unused = 0;
   uint32_t blocks = 0;
   const auto flush = [&] {
-    void* parameters[] = {&list};
-    if (blocks > 0)
-      driver.check(driver.call().launch(kernel, blocks, 1, 1, kBlockThreads, 1, 1, 0, stream, parameters, nullptr),
-                   "cuLaunchKernel");
+    if (blocks > 0) device.launch(Kernel::kCopy, blocks, &list, stream);
     list.count = blocks = 0;
   };
   for (size_t i = 0; i < bytes_.size(); ++i) {
@@ -174,17 +175,26 @@ Device::Device(int index) : driver_(Driver::get()), index_(index) {
 // NCCL that waits for another rank.
 void Device::load_kernels() {
   try {
-    driver_.check(driver_.call().load_module(&module_, kKernels), "cuModuleLoadData");
-    driver_.check(driver_.call().find_function(&copy_kernel_, module_, "perseus_copy"), "cuModuleGetFunction");
-    CopyList nothing;
-    nothing.count = nothing.unused = 0;
-    void* parameters[] = {&nothing};
-    driver_.check(driver_.call().launch(copy_kernel_, 1, 1, 1, kBlockThreads, 1, 1, 0, to_device_, parameters, nullptr),
-                  "cuLaunchKernel");
+    driver_.check(driver_.call().load_module(&module_, kSource), "cuModuleLoadData");
+    for (size_t i = 0; i < kKernels; ++i)
+      driver_.check(driver_.call().find_function(&kernels_[i], module_, kNames[i]), "cuModuleGetFunction");
+    CopyList no_copies;
+    no_copies.count = no_copies.unused = 0;
+    launch(Kernel::kCopy, 1, &no_copies, to_device_);
+    ChunkList no_chunks;
+    no_chunks.count = no_chunks.unused = 0;
+    for (const Kernel kernel : {Kernel::kLargest, Kernel::kEncodeHalves, Kernel::kEncodeIntegers, Kernel::kDecode})
+      launch(kernel, 1, &no_chunks, to_device_);
   } catch (const Error& error) {
-    copy_kernel_ = nullptr;
     no_kernels_ = error.what();
   }
+}
+
+void Device::launch(Kernel kernel, uint32_t blocks, void* list, Handle stream) const {
+  void* parameters[] = {list};
+  driver_.check(driver_.call().launch(kernels_[static_cast<size_t>(kernel)], blocks, 1, 1, kBlockThreads, 1, 1, 0,
+                                      stream, parameters, nullptr),
+                "cuLaunchKernel");
 }
 
 Device::~Device() {

@@ -58,12 +58,16 @@ class Copies {
  private:
   enum class Way { kToHost, kToDevice, kOnDevice };
   void give(Way way, Handle stream);
-  void launch(Handle kernel, Handle stream) const;
+  void launch(const Device& device, Handle stream) const;
 
   std::vector<Address> to_, from_;
   std::vector<size_t> bytes_;
   size_t total_ = 0;
 };
+
+// Of kernels.cu. All but the first have a ChunkList.
+enum class Kernel : uint8_t { kCopy, kLargest, kEncodeHalves, kEncodeIntegers, kDecode };
+constexpr size_t kKernels = 5;
 
 class Device {
  public:
@@ -88,9 +92,11 @@ class Device {
   };
 
   int index() const { return index_; }
-  // That takes a CopyList; null = the driver cannot have it, and why.
-  Handle copy_kernel() const { return copy_kernel_; }
+  // Does the driver have our kernels? All or none of them; and why not.
+  bool has_kernels() const { return no_kernels_.empty(); }
   const std::string& no_kernels() const { return no_kernels_; }
+  // With so many blocks of kBlockThreads. The device must be current.
+  void launch(Kernel kernel, uint32_t blocks, void* list, Handle stream) const;
   // 16 bytes by which every process of a host tells GPUs apart.
   std::array<char, 16> uuid() const;
 
@@ -165,7 +171,8 @@ class Device {
   const int index_;
   Ordinal ordinal_ = 0;
   Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr, fetching_ = nullptr;
-  Handle module_ = nullptr, copy_kernel_ = nullptr;
+  Handle module_ = nullptr;
+  std::array<Handle, kKernels> kernels_{};
   std::string no_kernels_;
   std::atomic<bool> given_up_{false};
   mutable Mutex mutex_;
@@ -191,6 +198,7 @@ class DeviceMemory {
   // At least so many bytes; what was there is lost where it grows. The device, always the same one, must be current and
   // outlive this, and nothing may be under way with what was given before.
   Byte* at_least(size_t bytes, Device* device);
+  const Byte* data() const { return block_.data; }
   size_t bytes() const { return block_.bytes; }
 
  private:

@@ -4,12 +4,14 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "cuda/chunk_list.h"
 
 namespace perseus::cuda {
 namespace {
 
 constexpr size_t kLine = 64;
 constexpr size_t kPiece = 4 * 1024 * 1024;
+constexpr size_t kChunkBytes = kChunkElements * sizeof(float);
 // CU_STREAM_PER_THREAD: one handle for a stream of each thread.
 const Handle kPerThread = reinterpret_cast<Handle>(uintptr_t{2});
 // Copies are not put off any more for so many bytes, or looks.
@@ -25,11 +27,16 @@ Staging::~Staging() {
     std::vector<Staging*>& requests = device_.burst().requests;
     requests.erase(std::remove(requests.begin(), requests.end(), this), requests.end());
   }
+  give_back_block();
+}
+
+void Staging::give_back_block() {
   if (block_.data == nullptr) return;
   // The last event comes after all copies that use the block.
   std::shared_ptr<const Event> last = stored_;
   if (!last && !marks_.empty()) last = marks_.back().event;
   device_.free(block_, std::move(last));
+  block_ = Device::Block();
 }
 
 void Staging::add(const void* in, size_t in_bytes, void* out, size_t out_bytes, bool apart) {
@@ -96,13 +103,44 @@ void Staging::attempt(const Body& body) {
 
 void Staging::stay(bool with_image) {
   kept_ = true;
+  encodes_ = false;
   if (with_image && block_.data == nullptr) attempt([this] { block_ = device_.allocate(bytes_); });
+}
+
+// Where it has an image, that becomes free once nobody uses it.
+bool Staging::stay_encoded() {
+  give_back_block();
+  size_t bytes = 0;
+  for (Tensor& tensor : tensors_) {
+    tensor.in_at = tensor.out_at = bytes;
+    const size_t chunks = tensor.in_bytes / kChunkBytes, rest = tensor.in_bytes % kChunkBytes;
+    bytes += chunks * kSlotBytes + (rest == 0 ? 0 : (rest + kSlotBytes - kChunkBytes + kLine - 1) / kLine * kLine);
+  }
+  bytes_ = std::max(bytes_, bytes);
+  try {
+    const Device::Current current(device_);
+    block_ = device_.allocate(bytes_);
+    encodes_ = true;
+  } catch (const Error&) {
+    encodes_ = false;
+  }
+  return encodes_;
+}
+
+Byte* Staging::slots(size_t i, size_t begin) const {
+  return block_.data + tensors_[i].in_at + begin / kChunkBytes * kSlotBytes;
+}
+
+void Staging::wrote(size_t i, size_t bytes) {
+  tensors_[i].stored += bytes;
+  stores_ = true;
+  device_.note_store();
 }
 
 void Staging::fetch() {
   if (!kept_) return;
   stay(true);
-  kept_ = false;
+  kept_ = encodes_ = false;
   if (!failure_.empty()) return;
   attempt([this] {
     Copies copies;
@@ -210,9 +248,7 @@ void Staging::store(size_t i, size_t begin, size_t bytes, Copies* copies) {
   Tensor& tensor = tensors_[i];
   if (tensor.out == nullptr || bytes == 0) return;
   copies->add(static_cast<Byte*>(tensor.out) + begin, block_.data + tensor.out_at + begin, bytes);
-  tensor.stored += bytes;
-  stores_ = true;
-  device_.note_store();
+  wrote(i, bytes);
 }
 
 void Staging::end(bool wholly) {

@@ -39,8 +39,14 @@ class Staging {
   // they are loaded after all. Where that fails, loaded() says so.
   void stay(bool with_image);
   void fetch();
+  // Likewise: they stay, with a slot for each of their chunks, and an Encoding does the rest. False where there is no
+  // memory for that.
+  bool stay_encoded();
+  // That of the chunk with this byte of tensor i.
+  Byte* slots(size_t i, size_t begin) const;
   // Then whoever reduced the tensors has read and written the device's memory.
   bool kept() const { return kept_; }
+  bool encodes() const { return encodes_; }
   static void launch(Device* device);
   // For whoever looks again soon: what has grown since the last look may grow on, and is not launched yet. False then.
   static bool launch_settled(Device* device);
@@ -61,6 +67,8 @@ class Staging {
 
   // Adds a part of tensor i, if that is written, to what is copied to its device.
   void store(size_t i, size_t begin, size_t bytes, Copies* copies);
+  // Our stream to the device writes so much of tensor i by itself.
+  void wrote(size_t i, size_t bytes);
   Device& of() const { return device_; }
   // Ends storing. With `wholly`, outputs of which nothing was stored yet are stored as a whole.
   void end(bool wholly);
@@ -88,6 +96,7 @@ class Staging {
   template <typename Body>
   void attempt(const Body& body);
   static void give(Device* device, Device::Burst* burst);
+  void give_back_block();
   bool reached(size_t position) const;
 
   Device& device_;
@@ -99,7 +108,7 @@ class Staging {
   std::string failure_;
   std::atomic<bool> launched_{false};
   mutable size_t happened_ = 0;  // marks
-  bool kept_ = false;
+  bool kept_ = false, encodes_ = false;
   bool stores_ = false;  // something
   std::shared_ptr<const Event> stored_;
 };

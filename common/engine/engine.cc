@@ -46,6 +46,7 @@ ExecutionSettings settings_of(const Config& config) {
   if (gbit > 0) settings.link_seconds_per_byte = 8e-9 / gbit;
   settings.link_check_ns = config.integer(Var::kLinkCheck) * kSecond;
   settings.gpu_operations = config.choice<GpuOperations>();
+  settings.gpu_codecs = config.flag(Var::kGpuCodecs);
   settings.nccl_library = config.text(Var::kNcclLibrary);
   settings.algorithm = AlgorithmChoice(wanted_algorithm(config.choice<AllreduceAlgorithm>()));
   // A ring's bits depend on buckets, and trials may change none.

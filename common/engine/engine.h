@@ -89,6 +89,7 @@ class Engine final : private ProgressWork {
     bool on_cuda = false;
     int device = 0;
     void* stream = nullptr;
+    bool stays_on_device = false;  // as far as this rank knows, until NCCL has summed them
   };
 
   // `route[peer]` is the transport that reaches it (null for this rank); all connected to all peers.
@@ -170,6 +171,7 @@ class Engine final : private ProgressWork {
   int64_t pass_on(const Submission& submission);
   bool looks_at(const Submission& submission) const;
   bool may_stay(const Submission& submission, const CompressionTerms& compression, int device, ProcessSet* group) const;
+  bool may_be_encoded(const Submission& submission, const CompressionTerms& compression, int device, ProcessSet* group);
   // What is said where negotiation has not taken an entry.
   Error not_taken(Negotiation::Submitted submitted, const std::string& name) const;
   // Forgets an entry that nobody took.

@@ -36,6 +36,8 @@ class ProcessSet {
   int index() const { return me_; }  // of this rank in ranks()
   // May this rank leave tensors on this GPU until they are reduced? What all ranks say decides. Any thread.
   bool keeps_on(int device);
+  // Any thread, once something is submitted.
+  bool spans_hosts() const { return levels().groups > 1; }
   Negotiation& negotiation() { return negotiation_; }
   const Negotiation& negotiation() const { return negotiation_; }
   Tuner& tuner() PERSEUS_REQUIRES(progress_lock) { return execution_.tuner(); }

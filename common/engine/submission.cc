@@ -357,6 +357,14 @@ bool Engine::may_stay(const Submission& s, const CompressionTerms& compression, 
          std::all_of(s.tensors, s.tensors + s.tensor_count, known) && group->keeps_on(device);
 }
 
+// What a GPU may encode before the host sees it. Other ranks need not know: the bytes that travel are the same.
+bool Engine::may_be_encoded(const Submission& s, const CompressionTerms& compression, int device, ProcessSet* group) {
+  if (!execution_settings_.gpu_codecs || s.kind != Kind::kAllreduce || looks_at(s) || compression.inside) return false;
+  const auto floats = [](const Submission::Tensor& tensor) { return tensor.dtype == DType::kFloat32; };
+  return encoded_by_gpus(compression.codec.kind) && s.prescale == 1.0 && s.refusal == nullptr && group->spans_hosts() &&
+         std::all_of(s.tensors, s.tensors + s.tensor_count, floats) && devices_.at(device).has_kernels();
+}
+
 // An image is reduced, spread or sent like any tensor of a CPU. NaN checks and sums over steps read it now, so they
 // wait for it; nothing else does.
 std::unique_ptr<cuda::Staging> Engine::stage(ProcessSet* group, const CompressionTerms& compression, Submission* s,
@@ -365,7 +373,8 @@ std::unique_ptr<cuda::Staging> Engine::stage(ProcessSet* group, const Compressio
   const int device = device_of(*s);
   auto staging = std::make_unique<cuda::Staging>(&devices_.at(device));
   const int64_t ranks = group == nullptr ? 1 : static_cast<int64_t>(group->ranks().size());
-  if (group != nullptr && may_stay(*s, compression, device, group)) staging->keep();
+  s->stays_on_device = group != nullptr && may_stay(*s, compression, device, group);
+  if (s->stays_on_device || (group != nullptr && may_be_encoded(*s, compression, device, group))) staging->keep();
   for (int i = 0; i < s->tensor_count; ++i) {
     const Submission::Tensor& t = s->tensors[i];
     int64_t row = static_cast<int64_t>(dtype_size(t.dtype));
@@ -422,7 +431,7 @@ int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<Proces
   if (s.gradient_of != 0 && holds(s)) return done_handle(GradientOutcome::kHeld, s.done, nullptr);
 
   if (s.times.empty()) callers_.submits();  // else it is the tuner, on whatever thread
-  const bool for_nccl = execution_settings_.gpu_operations == GpuOperations::kNccl && staging && staging->kept();
+  const bool for_nccl = execution_settings_.gpu_operations == GpuOperations::kNccl && s.stays_on_device;
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !for_nccl && !warned_about_precision_)
     warn_about_precision(group->ranks());
   if (s.gradient_of != 0 && may_cost_accuracy(compression.codec) && !warned_about_accuracy_)
@@ -430,7 +439,7 @@ int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<Proces
   if (s.kind == Kind::kJoin) residuals_.spoil_momenta();  // others step while this rank does not
   Entry* entry = take_entry();
   fill_collective(s, *group, compression, entry);
-  entry->description.stays_on_device = staging && staging->kept();
+  entry->description.stays_on_device = s.stays_on_device;
   entry->staging = std::move(staging);
   return announce(s, group, entry);
 }

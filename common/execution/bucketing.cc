@@ -90,6 +90,7 @@ void Bucket::store() {
     const cuda::Device::Current current(*target);
     copies.store(target->to_device());
   };
+  encoding.decode();
   for (const Image& image : images) {
     if (!image.stores) continue;
     if (target != &image.staging->of()) give();
@@ -113,6 +114,7 @@ void Bucket::clear() {
   residuals.clear();
   images.clear();
   on_device.clear();
+  encoding.clear();
   device = Device();
   output = nullptr;
   place = nullptr;
@@ -249,11 +251,19 @@ void Execution::place(Entry* entry) {
   for (Entry::Buffers& buffers : entry->buffers) buffers.device = on_device ? Device{Device::Kind::kCuda, 0} : Device();
   if (!entry->staging || (!on_device && !entry->staging->kept())) return;
   if (on_device) entry->staging->stay(device_levels().groups > 1);
-  else entry->staging->fetch();
+  else if (!encodes_on_device(entry)) entry->staging->fetch();
   for (size_t i = 0; i < entry->buffers.size(); ++i) {
     entry->buffers[i].in = entry->staging->in(i);
     entry->buffers[i].out = entry->staging->out(i);
   }
+}
+
+// Of a tensor that travels encoded.
+const Levels& Execution::levels_of_encoded(const Entry& entry, size_t tensor) {
+  const Description& d = entry.description;
+  const bool alike = levels(false).groups == 1 || !settings_.topology->stages(d.tensors[tensor].bytes()) ||
+                     d.flush == Flush::kAmongAll;
+  return levels(alike);
 }
 
 void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& codec) {
@@ -268,10 +278,9 @@ void Execution::add_reduction(Entry* entry, size_t tensor, const CodecSpec& code
   const bool flushes = d.flush != Flush::kNone && dtype_is_float(t.dtype);
   if (codec.kind == CodecKind::kInside && !flushes) return add_inside(entry, tensor, codec);
   if (flushes || codec.kind != CodecKind::kNone) {
-    const bool alike = levels.groups == 1 || !stages || d.flush == Flush::kAmongAll;
+    const Levels& of_encoded = levels_of_encoded(*entry, tensor);
     const bool low_rank = codec.kind == CodecKind::kLowRank && !flushes;
-    return low_rank ? add_low_rank(entry, tensor, this->levels(alike), codec)
-                    : add_compressed(entry, tensor, this->levels(alike), codec);
+    return low_rank ? add_low_rank(entry, tensor, of_encoded, codec) : add_compressed(entry, tensor, of_encoded, codec);
   }
   if (reduction.op == ReduceOp::kAdasum) return add_adasum(entry, tensor, reduction);
   const bool staged = levels.divided() && stages && !is_flat(d, bytes);

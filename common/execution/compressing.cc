@@ -1,6 +1,7 @@
 // Allreduces that are encoded: which tensors, in what form, and what was held back of them.
 #include <algorithm>
 
+#include "base/error.h"
 #include "base/hash.h"
 #include "codec/low_rank.h"
 #include "codec/top_k.h"
@@ -19,7 +20,64 @@ bool keeps_every_bit(const Description& d, const TensorDescription& t) {
   return (narrow || t.dtype == DType::kFloat32) && !is_flat(d, t.bytes());
 }
 
+static_assert(cuda::kChunkElements == kWireChunk, "GPUs and CPUs encode the same chunks");
+
+// Of a codec that GPUs know.
+cuda::ChunkForm form_of(CodecKind kind) {
+  switch (kind) {
+    case CodecKind::kBFloat16:
+      return cuda::ChunkForm::kBFloat16;
+    case CodecKind::kInt8:
+      return cuda::ChunkForm::kInt8;
+    case CodecKind::kInt4:
+      return cuda::ChunkForm::kInt4;
+    case CodecKind::kInt2:
+      return cuda::ChunkForm::kInt2;
+    default:
+      return cuda::ChunkForm::kFloat16;
+  }
+}
+
 }  // namespace
+
+// Where each host has one member, so that nothing is summed before it is encoded. What was held back moves to
+// page-locked memory for that.
+bool Execution::encodes_on_device(Entry* entry) {
+  const Description& d = entry->description;
+  if (!settings_.gpu_codecs || !entry->staging->of().has_kernels()) return false;
+  if (d.prescale != 1.0 || d.flush != Flush::kNone || d.compression.inside) return false;
+  size_t tensors = 0, with_residual = 0;
+  for (size_t i = 0; i < d.tensors.size(); ++i) {
+    if (d.tensors[i].bytes() == 0) continue;
+    if (d.tensors[i].dtype != DType::kFloat32 || !encoded_by_gpus(codecs_[i].kind)) return false;
+    if (levels_of_encoded(*entry, i).inner.size() > 1) return false;
+    ++tensors;
+    if (format_of(codecs_[i])->keeps_residual()) ++with_residual;
+  }
+  if (with_residual > 0) {
+    if (with_residual < tensors) return false;  // a CPU encodes all of them with what is held back
+
+    take_residuals(entry);
+    if (!entry->residuals || !lock_pages(entry)) return false;
+  }
+  return entry->staging->stay_encoded();
+}
+
+// False where there is no memory for that.
+bool Execution::lock_pages(Entry* entry) const {
+  Residuals::Record& record = *entry->residuals.operator->();
+  if (record.page_locked) return true;
+  cuda::Device* const device = &entry->staging->of();
+  try {
+    const cuda::Device::Current current(*device);
+    const cuda::Device::Block block = device->allocate(2 * record.begins.back() * sizeof(float));
+    record.move_to(std::shared_ptr<float[]>(reinterpret_cast<float*>(block.data),
+                                            [device, block](float*) { device->free(block, nullptr); }));
+  } catch (const Error&) {
+    return false;
+  }
+  return true;
+}
 
 void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels, const CodecSpec& codec) {
   const Description& d = entry->description;
@@ -41,11 +99,20 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   HierarchicalAllreduce::Run run;
   run.salt = salt_of(*entry->text) + tensor;
   const size_t bytes = t.bytes();
+  const bool on_device = entry->staging && entry->staging->encodes();
   for (size_t begin = 0; begin < bytes; begin += slice) {
     const size_t size = std::min(slice, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
-    bucket.add_piece(*entry, tensor, begin, size);
-    run.piece = bucket.plan.pieces.back();
+    HierarchicalAllreduce& all_stages = open_stages(&bucket, levels, format, inside);
+    if (on_device) {
+      run.slots = entry->staging->slots(tensor, begin);
+      run.piece = Piece{run.slots, run.slots, size};
+      if (bucket.encoding.empty()) bucket.encoding.start(form_of(codec.kind), static_cast<float>(codec.scale));
+      all_stages.use(&bucket.encoding);
+    } else {
+      bucket.add_piece(*entry, tensor, begin, size);
+      run.piece = bucket.plan.pieces.back();
+    }
     run.number = begin / element / kWireChunk;
     if (entry->residuals) {
       run.residual = entry->residuals->sent(tensor) + begin / element;
@@ -60,7 +127,10 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
       if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
         bucket.residuals.push_back(entry->residuals);
     }
-    open_stages(&bucket, levels, format, inside).add(run);
+    if (on_device)
+      bucket.encoding.add(entry->staging.get(), tensor, begin, size, format->keeps_residual() ? run.residual : nullptr,
+                          run.carry);
+    all_stages.add(run);
   }
 }
 

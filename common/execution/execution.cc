@@ -188,6 +188,9 @@ void Execution::report_silence(const Stream& stream) const {
     if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
   }
   if (!dead.empty()) who = dead;
+  if (who.empty())
+    fail(ErrorKind::kTimeout, "[cuda] this rank's GPU has not encoded gradients for " +
+                                  std::to_string(settings_.timeout_ns / kSecond) + " s (GLOO_TIMEOUT_SECONDS)");
   const std::vector<Entry*>& entries = stream.queue.front()->entries;
   const Kind kind = entries.empty() ? Kind::kAllreduce : entries.front()->description.kind;
   fail(ErrorKind::kTimeout, std::string("[collective] ") + kind_name(kind) + ": no data to or from rank " + who +

@@ -17,6 +17,7 @@
 #include "collective/hierarchical_broadcast.h"
 #include "collective/low_rank_allreduce.h"
 #include "compression/residuals.h"
+#include "cuda/encoding.h"
 #include "execution/auto_codecs.h"
 #include "execution/bucket_observer.h"
 #include "execution/link_probe.h"
@@ -43,6 +44,7 @@ struct ExecutionSettings {
   int64_t link_check_ns = 0;                         // a measurement is repeated after this time; 0 = never
   std::function<void(const std::string& text)> log;  // for news
   GpuOperations gpu_operations = GpuOperations::kPerseus;  // who sums what stays on its GPUs
+  bool gpu_codecs = false;                                 // GPUs encode what stays on them for that
   std::string nccl_library;                                // see nccl::Library::get()
   std::function<void(const std::string& text)> warn;
   Residuals* residuals = nullptr;              // none = nothing is held back
@@ -85,7 +87,8 @@ class Bucket final : public OutputSink {
   };
   std::vector<Image> images;
   cuda::Copies copies;
-  cuda::Images on_device;  // of all of them, where `device` says that they are reduced there
+  cuda::Images on_device;   // of all of them, where `device` says that they are reduced there
+  cuda::Encoding encoding;  // of those that GPUs encode, which have no images
 
   // A part of a tensor that is read and, changed, written; where the two differ, written for the first time, most
   // likely.
@@ -169,9 +172,13 @@ class Execution {
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
   // The levels of tensors that are reduced on their devices: where NCCL has all ranks, those are one inner group.
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
+  // Are the tensors of an allreduce that stay on their device here encoded by it? Other ranks need not know.
+  bool encodes_on_device(Entry* entry) PERSEUS_REQUIRES(progress_lock);
+  bool lock_pages(Entry* entry) const PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce, which stay on their devices, reduced there?
   bool reduces_on_device(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   void place(Entry* entry) PERSEUS_REQUIRES(progress_lock);
+  const Levels& levels_of_encoded(const Entry& entry, size_t tensor) PERSEUS_REQUIRES(progress_lock);
   void add_reduction(Entry* entry, size_t tensor, const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
   void add_inside(Entry* entry, size_t tensor, const CodecSpec& codec) PERSEUS_REQUIRES(progress_lock);
   void add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpec& reduction) PERSEUS_REQUIRES(progress_lock);

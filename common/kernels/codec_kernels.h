@@ -35,19 +35,11 @@ void encode_halves(DType dtype, const float* v, float scale, float unscale, size
 // x = from * unscale.
 void decode_halves(DType dtype, const unsigned char* from, float unscale, size_t count, float* x, Arrival arrival);
 
-// Blocks of so many elements, the last one of what is left, have a scale each, or of each eighth with 2 bits: elements
+// Blocks of kIntegerBlock elements (base/integer_blocks.h) have a scale each, or of each eighth with 2 bits: elements
 // are its multiples by integers of 8, 4 or 2 bits, that is by -n to n with n = 127, 7 or 1, rounded to nearest even. A
 // scale is the largest magnitude / n cut to 16 significant bits, or to a bf16 with 2 bits, and 0 where that magnitude
 // is below 2^-118. False where an element is not finite: what was written means nothing then. `residual` as above, and
 // exact; where it is given, v is finite.
-constexpr size_t kIntegerBlock = 256;
-constexpr size_t integer_scales_bytes(size_t bits, size_t count) {
-  return (count + kIntegerBlock - 1) / kIntegerBlock * (bits == 2 ? 8 * sizeof(uint16_t) : sizeof(float));
-}
-constexpr size_t integer_bytes(size_t bits, size_t count) {
-  const size_t in_word = 32 / bits;
-  return (count + in_word - 1) / in_word * 4;
-}
 bool encode_integers(size_t bits, const float* v, size_t count, unsigned char* scales, unsigned char* to,
                      float* residual);
 void decode_integers(size_t bits, const unsigned char* scales, const unsigned char* from, size_t count, float* x,

@@ -1,48 +1,18 @@
 // Blocks of integers of few bits with a scale each. Internal linkage, see variant.h; no threads.
-//
-// A block's elements lie in as many parts as a word has integers, and word w of it holds the w-th element of each:
-// packing and unpacking are shifts within lanes then, for vectors of every width.
 #pragma once
 
+#include "base/integer_blocks.h"
 #include "kernels/codec_loops.h"
 
 namespace perseus::kernels {
 namespace {
 
 template <size_t kBits>
-constexpr size_t kInWord = 32 / kBits;
-template <size_t kBits>
-constexpr size_t kPartOf = kIntegerBlock / kInWord<kBits>;  // elements
-template <size_t kBits>
 constexpr size_t kBlockBytes = kIntegerBlock * kBits / 8;
-// With few bits the largest element of those that share a scale must not be far from the others.
 template <size_t kBits>
 using Scale = std::conditional_t<kBits == 2, uint16_t, uint32_t>;  // the upper bits of a float
 template <size_t kBits>
-constexpr size_t kScalesBytes = integer_scales_bytes(kBits, kIntegerBlock);
-template <size_t kBits>
-constexpr size_t kScales = kScalesBytes<kBits> / sizeof(Scale<kBits>);
-template <size_t kBits>
-constexpr size_t kOfScale = kInWord<kBits> / kScales<kBits>;  // parts
-template <size_t kBits>
-constexpr uint32_t kLargest = (1U << (kBits - 1)) - 1;
-// Added to a float below 2^22, it leaves the integer nearest to it in the lowest bits (ties to even).
-constexpr float kRounder = 0x1.8p23f;
-
-struct BlockScale {
-  float scale, inverse;
-};
-
-// The scale keeps few bits, so that its multiples by the integers are floats, and what rounding leaves of an element is
-// one too. Below 2^-118 there is no inverse to use: such blocks are zero, all of it stays in the residual.
-template <size_t kBits>
-PERSEUS_INLINE BlockScale block_scale(uint32_t largest) {
-  constexpr uint32_t kSmallest = (127 - 118) << 23, kScaleBits = kBits == 2 ? 0xffff0000 : 0xffffff00;
-  if (largest < kSmallest) return {0.0f, 0.0f};
-  float scale = same_bits<float>(same_bits<uint32_t>(same_bits<float>(largest) / static_cast<float>(kLargest<kBits>)) &
-                                 kScaleBits);
-  return {scale, 1.0f / scale};
-}
+constexpr size_t kScalesBytes = kScales<kBits> * kScaleBytes<kBits>;
 
 template <size_t kBits>
 PERSEUS_INLINE void put_scale(float scale, unsigned char* to) {

@@ -11,6 +11,7 @@
 #endif
 
 #include "base/half.h"
+#include "base/integer_blocks.h"
 #include "codec_cases.h"
 #include "kernels/kernels.h"
 #include "variants.h"
@@ -100,7 +101,8 @@ TEST_P(CodecKernels, IntegersLieInPartsOfTheirBlock) {
     for (size_t i = 0; i < x.size(); ++i)
       x[i] = static_cast<float>(static_cast<int>(i * 37 % (2 * largest + 1)) - largest);
     x[0] = x[256] = static_cast<float>(largest);  // with 2 bits, every scale has one
-    std::vector<unsigned char> scales(integer_scales_bytes(bits, x.size())), to(integer_bytes(bits, x.size()));
+    std::vector<unsigned char> scales(perseus::integer_scales_bytes(bits, x.size())),
+        to(perseus::integer_bytes(bits, x.size()));
     ASSERT_TRUE(encode_integers(bits, x.data(), x.size(), scales.data(), to.data(), nullptr));
     const size_t in_word = 32 / bits;
     for (size_t i = 0; i < x.size(); ++i) {
@@ -121,7 +123,8 @@ TEST_P(CodecKernels, IntegersRefuseWhatIsNotFinite) {
       for (size_t place = 0; place < count; ++place) {
         for (float special : {kInf, -std::nanf("")}) {
           std::vector<float> x(count, 1.0f);
-          std::vector<unsigned char> scales(integer_scales_bytes(bits, count)), to(integer_bytes(bits, count));
+          std::vector<unsigned char> scales(perseus::integer_scales_bytes(bits, count)),
+              to(perseus::integer_bytes(bits, count));
           EXPECT_TRUE(encode_integers(bits, x.data(), count, scales.data(), to.data(), nullptr));
           x[place] = special;
           EXPECT_FALSE(encode_integers(bits, x.data(), count, scales.data(), to.data(), nullptr));

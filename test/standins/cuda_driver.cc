@@ -575,6 +575,11 @@ void* standin_view(unsigned long long address) {
   return driver().view(address, 0);
 }
 
+void* standin_kernel_memory(unsigned long long address, size_t bytes) {
+  void* const view = memory_of({address, true}, bytes);
+  return view != nullptr ? view : memory_of({address, false}, bytes);
+}
+
 void standin_break(int code) { broken = code; }
 void standin_allow_host_memory(int allocations) { host_memory_left = allocations; }
 void standin_allow_device_memory(int allocations) { device_memory_left = allocations; }

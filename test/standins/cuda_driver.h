@@ -25,6 +25,9 @@ int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t 
 // The memory behind an address of a device: what a kernel reads and writes. The address itself is protected, so that a
 // host that touches it ends with a segmentation fault.
 void* standin_view(unsigned long long address);
+// The memory behind so many bytes from an address on that a kernel may use: of a device, or page-locked memory of the
+// host. Null: they are not all of one allocation.
+void* standin_kernel_memory(unsigned long long address, size_t bytes);
 // From now on every call and every event of the device fails with this code, as after a kernel's illegal access; 0 ends
 // that.
 void standin_break(int code);
@@ -46,4 +49,6 @@ void* standin_per_thread_stream();
 // How often functions were called that record an event, wait for one, copy or launch a kernel.
 int standin_calls();
 void standin_note_call();
+// How often kernels were launched that encode chunks of gradients.
+int standin_chunk_launches();
 }

@@ -1,6 +1,7 @@
 // The kernels of common/cuda/kernels.cu for the stand-in's streams: compiled for the host, where the threads of a grid
 // take turns, in an order that kernels must not count on.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -13,11 +14,12 @@
 
 namespace {
 
-// The memory that stands for so many bytes of a device's; a kernel that leaves what was allocated ends the process.
+// The memory that stands for so many bytes of a device's, or page-locked memory of the host; a kernel that leaves what
+// was allocated ends the process.
 void* translated(uint64_t address, uint64_t bytes) {
-  unsigned char* const view = static_cast<unsigned char*>(standin_view(address));
-  if (bytes > 0 && (view == nullptr || standin_view(address + bytes - 1) != view + bytes - 1)) std::abort();
-  return view;
+  void* const memory = standin_kernel_memory(address, bytes);
+  if (bytes > 0 && memory == nullptr) std::abort();
+  return memory;
 }
 
 struct Position {
@@ -46,8 +48,18 @@ struct Kernel {
   size_t parameter_bytes;
   void (*run)(const void* parameters);
 };
+template <void (*kKernel)(ChunkList)>
+void on_chunks(const void* list) {
+  kKernel(*static_cast<const ChunkList*>(list));
+}
 Kernel kernels[] = {
-    {"perseus_copy", sizeof(CopyList), [](const void* list) { perseus_copy(*static_cast<const CopyList*>(list)); }}};
+    {"perseus_copy", sizeof(CopyList), [](const void* list) { perseus_copy(*static_cast<const CopyList*>(list)); }},
+    {"perseus_largest", sizeof(ChunkList), on_chunks<perseus_largest>},
+    {"perseus_encode_halves", sizeof(ChunkList), on_chunks<perseus_encode_halves>},
+    {"perseus_encode_integers", sizeof(ChunkList), on_chunks<perseus_encode_integers>},
+    {"perseus_decode", sizeof(ChunkList), on_chunks<perseus_decode>}};
+
+std::atomic<int> chunk_launches{0};
 
 struct Launch {
   const Kernel* kernel;
@@ -72,6 +84,8 @@ void run(void* argument) {
 }  // namespace
 
 extern "C" {
+
+int standin_chunk_launches() { return chunk_launches; }
 
 int cuModuleLoadData(void** module, const void* image) {
   static int loaded;
@@ -98,8 +112,11 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
       block_z != 1 || extra != nullptr)
     return kInvalidValue;
   standin_note_call();
+  const Kernel* const kernel = static_cast<const Kernel*>(function);
+  const bool encodes = std::strncmp(kernel->name, "perseus_encode", std::strlen("perseus_encode")) == 0;
+  if (encodes && static_cast<const ChunkList*>(parameters[0])->count > 0) ++chunk_launches;
   auto launch = std::make_unique<Launch>();
-  launch->kernel = static_cast<const Kernel*>(function);
+  launch->kernel = kernel;
   launch->blocks = grid_x;
   launch->threads = block_x;
   const unsigned char* const first = static_cast<const unsigned char*>(parameters[0]);

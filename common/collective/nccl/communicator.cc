@@ -144,7 +144,7 @@ void NcclCommunicator::greet() {
   for (cuda::Handle* stream : {&stream_, &to_host_})
     driver.check(driver.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                  "cuStreamCreateWithPriority");
-  if (device_->copy_kernel() == nullptr)
+  if (!device_->has_kernels())
     settings_.log("[cuda] GPU " + std::to_string(device_->index()) +
                   " packs tensors with a copy each, which takes the host longer: " + device_->no_kernels());
   Letter hello;

@@ -1,0 +1,59 @@
+// What devices encode of one bucket's tensors, for an exchange between hosts, and decode of its results. Encoded chunks
+// lie in slots of page-locked memory (Staging::stay_encoded), with the bytes that the CPU's codecs give them: so ranks
+// whose tensors are on a CPU take part, and who owns a chunk sums it on its CPU. Belongs to one thread at a time.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "cuda/chunk_list.h"
+#include "cuda/device.h"
+#include "cuda/staging.h"
+
+namespace perseus::cuda {
+
+class Encoding {
+ public:
+  Encoding() = default;
+  ~Encoding() { clear(); }
+  Encoding(const Encoding&) = delete;
+  Encoding& operator=(const Encoding&) = delete;
+
+  // Begins anew. `scale`: of float16, 0 = of each chunk's own.
+  void start(ChunkForm form, float scale);
+  // A part of a tensor: whole chunks, but for its end. `residual`: of its elements, in page-locked memory, where the
+  // form is one of integers.
+  void add(Staging* staging, size_t tensor, size_t begin, size_t bytes, float* residual, float carry);
+  bool empty() const { return parts_.empty(); }
+  // Is everything in the slots? Devices begin with the first call, when what they encode has been computed. Throws
+  // Error(kIo) where a device has failed.
+  bool encoded();
+  // Instead of them, the slots have results, which devices decode into the tensors.
+  void decode();
+  // Waits for what may still be encoded.
+  void clear();
+
+ private:
+  struct Run {
+    Staging* staging;
+    size_t tensor, bytes;
+    ChunkRun chunks;
+    uint64_t out;
+  };
+  // What one device does.
+  struct Part {
+    Device* device;
+    std::vector<Run> runs;
+    size_t shares = 0;
+    DeviceMemory largest;
+    std::shared_ptr<const Event> encoded;
+  };
+  void launch(const Part& part, std::initializer_list<Kernel> kernels, Handle stream, bool to_tensors) const;
+
+  ChunkForm form_ = ChunkForm::kFloat16;
+  float scale_ = 0;
+  bool begun_ = false;
+  std::vector<std::unique_ptr<Part>> parts_;
+};
+
+}  // namespace perseus::cuda
