@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "base/clock.h"
@@ -221,20 +223,55 @@ Device::~Device() {
       const MutexLock giving(giving_), lock(order_);
       for (const Burst* burst : {&burst_, &given_}) give_event(burst->ready);
     }
-    const MutexLock lock(mutex_);
-    // Freeing waits for whatever the device does: a stream of the user's that never ends must not hold us.
-    if (all_free && !given_up_) {
-      for (const auto& [bytes, data] : blocks_) driver_.call().host_free(data);
-      for (const auto& [bytes, data] : device_blocks_)
-        driver_.call().free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
-      if (module_ != nullptr) driver_.call().unload_module(module_);
-    }
-    for (Handle event : events_) driver_.call().event_destroy(event);
-    for (Handle stream : {to_host_, to_device_, fetching_}) driver_.call().stream_destroy(stream);
+    give_back(all_free && !given_up_);
   } catch (const std::exception&) {
-    // The process ends, and the driver has ended before it.
+    // The process ends, and the driver has ended before it; or there is no thread to be had.
   }
-  driver_.call().release_primary(ordinal_);
+}
+
+// To the driver, what is in use excepted. Freeing memory waits for whatever the device does: a stream of the user's, or
+// a kernel of another library that never ends, must not hold us. So a thread does it, which may be left alone.
+void Device::give_back(bool with_memory) {
+  struct Belongings {
+    std::vector<Byte*> blocks, device_blocks;
+    std::vector<Handle> events, streams;
+    Handle context = nullptr, module = nullptr;
+    Ordinal ordinal = 0;
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool returned = false;
+  };
+  const auto belongings = std::make_shared<Belongings>();
+  belongings->context = context_;
+  belongings->ordinal = ordinal_;
+  belongings->streams = {to_host_, to_device_, fetching_};
+  {
+    const MutexLock lock(mutex_);
+    belongings->events = events_;
+    if (with_memory) {
+      for (const auto& [bytes, data] : blocks_) belongings->blocks.push_back(data);
+      for (const auto& [bytes, data] : device_blocks_) belongings->device_blocks.push_back(data);
+      belongings->module = module_;
+    }
+  }
+  std::thread([belongings] {
+    const Functions& call = Driver::get().call();
+    Handle context = nullptr;
+    call.push_context(belongings->context);
+    for (Byte* data : belongings->blocks) call.host_free(data);
+    for (Byte* data : belongings->device_blocks)
+      call.free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
+    if (belongings->module != nullptr) call.unload_module(belongings->module);
+    for (Handle event : belongings->events) call.event_destroy(event);
+    for (Handle stream : belongings->streams) call.stream_destroy(stream);
+    call.pop_context(&context);
+    call.release_primary(belongings->ordinal);
+    const std::lock_guard<std::mutex> lock(belongings->mutex);
+    belongings->returned = true;
+    belongings->changed.notify_all();
+  }).detach();
+  std::unique_lock<std::mutex> lock(belongings->mutex);
+  belongings->changed.wait_for(lock, std::chrono::nanoseconds(kPatience), [&] { return belongings->returned; });
 }
 
 void Device::collect(std::vector<Retiring>* over) {
@@ -373,17 +410,27 @@ void DeviceMemory::give_back() {
 }
 
 Device& Devices::at(int index) {
+  const auto place = [&]() -> Place& {
+    const MutexLock lock(mutex_);
+    return devices_[index];
+  };
+  const auto made = [&]() -> Device* {
+    const MutexLock lock(mutex_);
+    return devices_[index].device.get();
+  };
+  if (Device* const device = made(); device != nullptr) return *device;
+  const MutexLock making(place().making);
+  if (Device* const device = made(); device != nullptr) return *device;
+  auto device = std::make_unique<Device>(index);
   const MutexLock lock(mutex_);
-  std::unique_ptr<Device>& device = devices_[index];
-  if (!device) device = std::make_unique<Device>(index);
-  return *device;
+  return *(devices_[index].device = std::move(device));
 }
 
 void Devices::for_each(const std::function<void(Device&)>& body) {
   const auto next_after = [this](int index) -> Device* {
     const MutexLock lock(mutex_);
     for (auto found = devices_.upper_bound(index); found != devices_.end(); ++found)
-      if (found->second) return found->second.get();
+      if (found->second.device) return found->second.device.get();
     return nullptr;
   };
   for (Device* device = next_after(-1); device != nullptr; device = next_after(device->index())) body(*device);
@@ -392,8 +439,8 @@ void Devices::for_each(const std::function<void(Device&)>& body) {
 size_t Devices::pinned_bytes() const {
   const MutexLock lock(mutex_);
   size_t bytes = 0;
-  for (const auto& [index, device] : devices_)
-    if (device) bytes += device->pinned_bytes();
+  for (const auto& [index, place] : devices_)
+    if (place.device) bytes += place.device->pinned_bytes();
   return bytes;
 }
 

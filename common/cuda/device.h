@@ -158,6 +158,7 @@ class Device {
     std::shared_ptr<const Event> event;
   };
   void load_kernels();
+  void give_back(bool with_memory);
   // An event without timing.
   Handle take_event();
   void give_event(Handle event);
@@ -216,8 +217,13 @@ class Devices {
   size_t pinned_bytes() const;
 
  private:
+  // Making a device may take the driver seconds: who asks for others, or for all, does not wait for that.
+  struct Place {
+    Mutex making;                    // before mutex_
+    std::unique_ptr<Device> device;  // guarded by mutex_
+  };
   mutable Mutex mutex_;
-  std::map<int, std::unique_ptr<Device>> devices_ PERSEUS_GUARDED_BY(mutex_);
+  std::map<int, Place> devices_ PERSEUS_GUARDED_BY(mutex_);
 };
 
 }  // namespace perseus::cuda

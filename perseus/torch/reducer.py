@@ -19,7 +19,7 @@ from perseus.gradients.plan import Plan
 from perseus.memory import keep_freed_memory
 from perseus.torch.functions import broadcast_object
 from perseus.torch.hooks import on_gradient
-from perseus.torch.session import session
+from perseus.torch.session import keep, session
 from perseus.torch.sparse import empty_like, start_sparse_allreduce
 
 _TOO_MANY = (
@@ -113,6 +113,11 @@ class GradientReducer(HandleReducer):
             bundle.gradients = []
         self.reset()
         failures.raise_first()
+
+    def _decompress(self, reduction: Reduction) -> None:
+        super()._decompress(reduction)
+        for tensor in reduction.sent:  # which a hook has made, maybe on another stream
+            keep(tensor)
 
     def written(self, gradient: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Write a decompressed result into p.grad."""

@@ -116,6 +116,13 @@ session = _Session()
 basics.at_init(session.attach)
 
 
+def keep(tensor: torch.Tensor) -> None:
+    """Let its memory be used again only after what the current stream has been given."""
+    if tensor.is_cuda:
+        # Else the allocator might give the memory to the stream that it belongs to.
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once.
 
@@ -132,7 +139,14 @@ def synchronize(handle: int) -> Any:
     operation. Raises HorovodInternalError when the operation failed: MismatchError where ranks
     disagree about the tensor (the job goes on), others where the world has broken.
     """
-    return session.synchronize(handle)
+    result = session.synchronize(handle)
+    # A new tensor belongs to the stream that was current when the operation began.
+    if isinstance(result, torch.Tensor):
+        keep(result)
+    elif isinstance(result, (tuple, list)):
+        for tensor in result:
+            keep(tensor)
+    return result
 
 
 def place(process_set: ProcessSet) -> tuple[int, int]:

@@ -143,6 +143,27 @@ TEST(CudaFaults, TheWorldEndsWhileAGpuComputes) {
   });
 }
 
+// Another library's kernel never ends, and nothing of ours is behind it: freeing memory would wait for it.
+TEST(CudaFaults, AKernelThatNeverEndsHoldsNobody) {
+  Gpu gpu(0), other(0);
+  std::atomic<bool> go{false};
+  const auto operation = sum_of("alone", 1, 1000);
+  operation->reduction.prescale = 2.0;  // else it is the result
+  DeviceCall call(*operation, 0, &gpu);  // whose memory is freed in the end
+  const auto begun = std::chrono::steady_clock::now();
+  run_world(all_media()[0], 1, [&](int, perseus_context* context) {
+    const Gpu of_thread(0);
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    call.finish(context);
+    other.launch([&go] {
+      while (!go) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+    perseus_context_shutdown(context);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(30));
+  go = true;
+}
+
 // A request that waits to be loaded with others, alone.
 struct Waiting {
   Waiting(cuda::Device* device, const DeviceArray& array) : staging(std::make_unique<cuda::Staging>(device)) {

@@ -80,6 +80,44 @@ TEST(NcclFaults, AnAbortThatHangsHoldsNobody) {
   while (standin_nccl_communicators() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
+// Nor does it end before the world is gone: what its thread waits for stays.
+TEST(NcclFaults, AnAbortOutlivesTheWorld) {
+  const auto operation = sum_of("held", 2, 1000);
+  Barrier barrier(2);
+  run_world(kOneHost, 2, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    DeviceCall warm(*operation, rank, &gpu), call(*operation, rank, &gpu);
+    ASSERT_EQ(warm.submit(context).code, PERSEUS_OK);
+    warm.finish(context);
+    barrier.wait();
+    standin_nccl_hold(1);
+    standin_nccl_hold_aborts(1);
+    ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    standin_nccl_break(1);
+    EXPECT_NE(wait(context, call.handle(), 30'000).code, PERSEUS_OK);
+    EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    barrier.wait();
+    standin_nccl_hold(0);  // so that the GPU's streams end
+  });
+  standin_nccl_break(0);
+  EXPECT_EQ(standin_nccl_communicators(), 2);
+  standin_nccl_hold_aborts(0);
+  while (standin_nccl_communicators() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // the thread goes on to its stream
+}
+
+// A network fails, as NCCL says, while all ranks live: without a time limit, too, that is not waited for.
+TEST(NcclFaults, ANetworkOfNcclFails) {
+  const auto fail_network = [] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    standin_nccl_break(6);
+  };
+  hold_a_sum(kHosts, {"GLOO_TIMEOUT_SECONDS=0"}, fail_network,
+             [](const Outcome& outcome) { expect_in(outcome, "[nccl] a collective"); });
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
 // Another rank's tensor turns out to be on its CPU, and the GPU fails when its own is to be loaded after all.
 TEST(NcclFaults, AGpuFailsBeforeItsTensorIsLoaded) {
   const auto operation = sum_of("unloaded", 2, 100'000);

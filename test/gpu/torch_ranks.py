@@ -76,6 +76,26 @@ def check_streams() -> None:
     same_bits(result, 3 * torch.stack(sums).sum(0))
 
 
+def check_memory_of_results() -> None:
+    """A result that another stream still reads is not given to the next operation's result."""
+    if DEVICE.type != "cuda":
+        return
+    side = torch.cuda.Stream()
+    own = [values_of(hvd.rank() + i, (300_000,), torch.float32) for i in range(6)]
+    torch.cuda.synchronize()
+    read = []
+    for i, tensor in enumerate(own):
+        with torch.cuda.stream(side):
+            handle = hvd.allreduce_async(tensor, name=f"memory{i}", op=hvd.Sum)
+        result = hvd.synchronize(handle)
+        torch.cuda._sleep(20_000_000)
+        read.append(result + 0)
+        del result, handle
+    for i, copy in enumerate(read):
+        sums = [values_of(r + i, (300_000,), torch.float32) for r in range(hvd.size())]
+        same_bits(copy, torch.stack(sums).sum(0))
+
+
 def check_other_collectives() -> None:
     own = values_of(hvd.rank(), (hvd.rank() + 2, 3), torch.float32)
     parts = [values_of(r, (r + 2, 3), torch.float32) for r in range(hvd.size())]

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -161,6 +162,7 @@ struct Driver {
   std::map<uintptr_t, size_t> host_memory;        // page-locked
   std::map<void*, std::shared_ptr<Event>> events;
   std::map<void*, std::shared_ptr<Stream>> streams;
+  std::set<void*> destroyed_streams;
   std::shared_ptr<Stream> legacy[kDevices];
   int retained[kDevices] = {};
   unsigned streams_made = 0;
@@ -182,6 +184,7 @@ struct Driver {
   std::shared_ptr<Stream> made_stream(int device) {
     std::shared_ptr<Stream> stream = Stream::make(++streams_made, device);
     streams[stream.get()] = stream;
+    destroyed_streams.erase(stream.get());
     return stream;
   }
 };
@@ -218,6 +221,7 @@ int current_device() {
 std::shared_ptr<Stream> stream_of(void* handle) {
   const std::lock_guard<std::mutex> lock(driver().mutex);
   if (handle != nullptr) {
+    if (driver().destroyed_streams.count(handle) > 0) std::abort();  // what the driver then does is undefined
     const auto found = driver().streams.find(handle);
     return found == driver().streams.end() ? nullptr : found->second;
   }
@@ -233,6 +237,12 @@ std::vector<std::shared_ptr<Stream>> all_streams() {
   std::vector<std::shared_ptr<Stream>> streams;
   for (const auto& [handle, stream] : driver().streams) streams.push_back(stream);
   return streams;
+}
+
+// As the driver does before it frees memory.
+void wait_for_all_of(int device) {
+  for (const std::shared_ptr<Stream>& stream : all_streams())
+    if (stream->device == device) stream->synchronize();
 }
 
 std::shared_ptr<Event> event_of(void* handle) {
@@ -327,6 +337,7 @@ int cuStreamDestroy_v2(void* handle) {
   if (stream == nullptr || handle == nullptr) return kInvalidHandle;
   const std::lock_guard<std::mutex> lock(driver().mutex);
   driver().streams.erase(handle);
+  driver().destroyed_streams.insert(handle);
   stream->destroy();
   return kSuccess;
 }
@@ -469,8 +480,7 @@ int cuMemFree_v2(unsigned long long address) {
   return in_context([&] {
     int device = -1;
     cuPointerGetAttribute(&device, kDeviceOrdinal, address);
-    for (const std::shared_ptr<Stream>& stream : all_streams())
-      if (stream->device == device) stream->synchronize();  // as the driver does
+    wait_for_all_of(device);
     const std::lock_guard<std::mutex> lock(driver().mutex);
     const auto found = driver().device_memory.find(address);
     if (found == driver().device_memory.end()) return static_cast<int>(kInvalidValue);
@@ -495,6 +505,7 @@ int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
 
 int cuMemFreeHost(void* memory) {
   return in_context([&] {
+    wait_for_all_of(current_device());
     const std::lock_guard<std::mutex> lock(driver().mutex);
     if (driver().host_memory.erase(reinterpret_cast<uintptr_t>(memory)) == 0) return static_cast<int>(kInvalidValue);
     std::free(memory);

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -47,21 +48,36 @@ void write(const std::string& text, Letter* letter) {
 
 }  // namespace
 
+// Of ncclCommAbort, on its thread.
+struct NcclCommunicator::Ending {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::function<void()> then;  // what follows, where nobody waits any more
+  bool over = false;
+};
+
 NcclCommunicator::NcclCommunicator(NcclSettings settings, MakeLetters make_letters)
     : settings_(std::move(settings)), make_letters_(std::move(make_letters)) {}
 
 NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
   if (state() == State::kJoined) take_leave();
   abort();
-  if (const int claimed = claimed_; claimed != kNoDevice) {
+  const auto give_back = [claimed = claimed_.load(), streams = std::vector<cuda::Handle>{stream_, to_host_}] {
+    for (cuda::Handle stream : streams)
+      if (stream != nullptr) cuda::Driver::get().call().stream_destroy(stream);
+    if (claimed == kNoDevice) return;
     const MutexLock lock(taken_gpus().mutex);
     taken_gpus().numbers.erase(claimed);
+  };
+  if (ending_) {
+    const std::lock_guard<std::mutex> lock(ending_->mutex);
+    ending_->then = give_back;  // for the thread that still waits for the GPU
+    if (!ending_->over) return;
   }
-  if (device_ == nullptr) return;
   try {
-    const cuda::Device::Current current(*device_);
-    for (cuda::Handle stream : {stream_, to_host_})
-      if (stream != nullptr) cuda::Driver::get().call().stream_destroy(stream);
+    std::optional<cuda::Device::Current> current;
+    if (device_ != nullptr) current.emplace(*device_);
+    give_back();
   } catch (const std::exception&) {
     // The process ends, and the driver has ended before it.
   }
@@ -237,7 +253,13 @@ nccl::Result NcclCommunicator::ask() {
 }
 
 void NcclCommunicator::check() {
-  if (const nccl::Result result = ask(); result != nccl::kRemoteError) library().check(result, kCollective, handle_);
+  const nccl::Result result = ask();
+  if (result == nccl::kRemoteError) {
+    const int64_t now = now_ns();
+    if (remote_error_since_ns_ == 0) remote_error_since_ns_ = now;
+    if (now - remote_error_since_ns_ < 2 * kPatience) return;
+  }
+  library().check(result, kCollective, handle_);
 }
 
 void NcclCommunicator::note_ready(int member, uint32_t stream, bool able) {
@@ -287,6 +309,7 @@ bool NcclCommunicator::enqueued() {
   library().check(result, kCollective, handle_);
   if (result == nccl::kInProgress) return false;
   in_turn_ = false;
+  remote_error_since_ns_ = 0;
   return true;
 }
 
@@ -328,18 +351,16 @@ bool NcclCommunicator::abort() noexcept {
   in_turn_ = false;
   if (handle_ == nullptr) return !stuck_;
   // On a thread of its own: it may wait for all that the GPU does, such as another library's kernel that never ends.
-  struct Ending {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool over = false;
-  };
   try {
-    const auto ending = std::make_shared<Ending>();
+    const auto ending = ending_ = std::make_shared<Ending>();
     std::thread([ending, device = device_, handle = handle_, stream = stream_, library = &library()] {
       try {
         const cuda::Device::Current current(*device);
         library->call().abort(handle);
         cuda::Driver::get().call().stream_synchronize(stream);
+        const std::lock_guard<std::mutex> lock(ending->mutex);
+        if (ending->then) ending->then();
+        ending->over = true;
       } catch (const std::exception&) {
         // The process ends, and the driver has ended before it.
       }

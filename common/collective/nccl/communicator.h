@@ -58,8 +58,8 @@ class NcclCommunicator {
   Turn turn(uint32_t stream) PERSEUS_REQUIRES(progress_lock);
   // Has NCCL taken what it was given in this turn? Then the turn ends.
   bool enqueued() PERSEUS_REQUIRES(progress_lock);
-  // Of what NCCL has taken: throws Error(kIo) where the communicator has failed. Not where another member has left it,
-  // which it does once its part is done; whether it has died is found in other ways.
+  // Of what NCCL has taken and does not end: throws Error(kIo) where the communicator has failed. NCCL says the same of a
+  // member that has left, which it does once its part is done, and of a network that has failed: the first is over soon.
   void check() PERSEUS_REQUIRES(progress_lock);
 
   nccl::Handle handle() const PERSEUS_REQUIRES(progress_lock) { return handle_; }
@@ -111,6 +111,8 @@ class NcclCommunicator {
                                                                     PERSEUS_GUARDED_BY(progress_lock) = nullptr;
   nccl::Handle handle_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
 
+  struct Ending;
+  std::shared_ptr<Ending> ending_ PERSEUS_GUARDED_BY(progress_lock);  // null = nothing had to be ended
   struct Given {
     uint32_t stream;
     bool by_nccl;
@@ -119,6 +121,7 @@ class NcclCommunicator {
   int64_t joining_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   bool stuck_ PERSEUS_GUARDED_BY(progress_lock) = false;  // abort() was in vain
   bool in_turn_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  int64_t remote_error_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // during the last collective; 0 = none
   // Of member 0, by stream: how many members could begin, and whether all of them with NCCL.
   std::vector<std::vector<bool>> waiting_ PERSEUS_GUARDED_BY(progress_lock);  // by stream and member
   std::vector<bool> able_ PERSEUS_GUARDED_BY(progress_lock);

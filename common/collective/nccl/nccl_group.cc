@@ -46,6 +46,18 @@ bool NcclGroup::step() {
     }
     case Phase::kEnqueued:
       if (!communicator_.enqueued()) return false;
+      {
+        const cuda::Device::Current current(device());
+        last_ = device().record(communicator_.stream());
+      }
+      phase_ = Phase::kSummed;
+      return true;
+    case Phase::kSummed:
+      // Not earlier: what is given to the stream behind a collective that fails would be written whenever that ends.
+      if (!last_->poll()) {
+        communicator_.check();
+        return false;
+      }
       take_results();
       phase_ = Phase::kFinish;
       return true;

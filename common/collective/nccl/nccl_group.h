@@ -27,7 +27,7 @@ class NcclGroup final : public Group, private Operation {
   size_t staging_bytes() const override PERSEUS_REQUIRES(progress_lock) { return memory_.bytes(); }
 
  private:
-  enum class Phase : uint8_t { kJoin, kTurn, kEnqueued, kFinish, kLoad, kHost, kDone };
+  enum class Phase : uint8_t { kJoin, kTurn, kEnqueued, kSummed, kFinish, kLoad, kHost, kDone };
 
   bool step() override PERSEUS_REQUIRES(progress_lock);
   bool done() const override PERSEUS_REQUIRES(progress_lock) { return phase_ == Phase::kDone; }

@@ -28,10 +28,10 @@ from perseus.torch.distributed.reductions import (
     core_reduction,
     kind_of,
 )
-from perseus.torch.distributed.streams import gpu_of, keep
+from perseus.torch.distributed.streams import gpu_of
 from perseus.torch.distributed.work import Done, Receive, Work, joined
 from perseus.torch.distributed.world import World
-from perseus.torch.session import DTYPES
+from perseus.torch.session import DTYPES, keep
 from perseus.torch.sparse import header_and_indices, sparse_total
 
 Tensors = list[torch.Tensor]

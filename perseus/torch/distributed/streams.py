@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from perseus.torch.session import keep
+
 # Of the completer's thread, which neither waits for the script's streams nor holds them up.
 _aside: dict[torch.device, Any] = {}
 
@@ -37,13 +39,6 @@ def aside(device: torch.device | None) -> Iterator[None]:
         _aside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(_aside[device]):
         yield
-
-
-def keep(tensor: torch.Tensor) -> None:
-    """Let its memory be used again only after what the current stream has been given."""
-    if tensor.is_cuda:
-        # Else the allocator might give the memory to the stream that it belongs to.
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class Mark:
