@@ -103,6 +103,7 @@ class Operations:
         context: Context,
         wrap: Callable[..., Any],
         describe: Callable[[Any], tuple[Any, ...]] | None = None,
+        last_handle: int = 0,
     ) -> None: ...
     def submit(
         self,

@@ -162,7 +162,8 @@ def allreduce(
 
     array: any shape and memory order without gaps, equal on all ranks; float16, bfloat16, float32,
     float64, (u)int8, int16, int32, int64 or bool. name: pairs the operation across ranks; None =
-    by the order of unnamed ones. out: an array of the same shape, dtype and device.
+    by the order of unnamed ones. out: an array of the same shape, memory order, dtype and device,
+    with memory of its own.
 
     Raises ValueError for an array that cannot be served, TypeError for what is no array, and
     HorovodInternalError if the operation fails.
@@ -185,9 +186,8 @@ def allreduce_async(
     out: Any = None,
 ) -> int:
     """Start allreduce(), and return a handle for synchronize()."""
-    result = _writable(array if out is None else out)
     return _running().submit(
-        Kind.ALLREDUCE, name, array, result, op=checked_op(op, "arrays"),
+        Kind.ALLREDUCE, name, array, _target(array, out), op=checked_op(op, "arrays"),
         prescale=prescale_factor, postscale=postscale_factor, group=number_of(process_set),
     )  # fmt: skip
 
@@ -197,9 +197,11 @@ def broadcast(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    *,
+    out: Any = None,
 ) -> Any:
-    """Give every rank the elements of the root's array, in place. The rest: see allreduce()."""
-    return synchronize(broadcast_async(array, root_rank, name, process_set))
+    """Give every rank the elements of the root's array, in place or in `out`. See allreduce()."""
+    return synchronize(broadcast_async(array, root_rank, name, process_set, out=out))
 
 
 def broadcast_async(
@@ -207,31 +209,33 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
+    *,
+    out: Any = None,
 ) -> int:
     """Start broadcast(), and return a handle for synchronize()."""
     return _running().submit(
-        Kind.BROADCAST, name, array, _writable(array), root=checked_root(root_rank, "arrays"),
+        Kind.BROADCAST, name, array, _target(array, out), root=checked_root(root_rank, "arrays"),
         group=number_of(process_set),
     )  # fmt: skip
 
 
 def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once. ValueError for an unknown handle."""
-    return _running().poll(handle)
+    return _latest().poll(handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation, and return the array that has its result.
+    """Wait for an operation, and return the array that has its result; also after shutdown().
 
     On a GPU, the result is there for what the array's stream does from now on.
     """
-    return _running().synchronize(handle)
+    return _latest().synchronize(handle)
 
 
 class _Running:
-    """The handles of the running world."""
+    """The handles of the running world, or of the last one."""
 
-    operations: _core.Operations
+    operations: _core.Operations | None = None
 
     def attach(self) -> None:
         operations = basics.operations(_refuse_result, _describe)
@@ -245,6 +249,12 @@ basics.at_init(_world.attach)
 
 def _running() -> _core.Operations:
     if not basics.is_initialized():
+        raise HorovodInternalError(NOT_INITIALIZED)
+    return _latest()
+
+
+def _latest() -> _core.Operations:
+    if _world.operations is None:
         raise HorovodInternalError(NOT_INITIALIZED)
     return _world.operations
 
@@ -261,8 +271,7 @@ def _describe(array: Any) -> tuple[Any, ...]:
     address = interface["data"][0]
     shape = tuple(interface["shape"])
     dtype, width = _dtype(array, interface["typestr"])
-    strides = interface.get("strides")
-    steps = _by_rows(shape) if strides is None else tuple(stride // width for stride in strides)
+    steps = _steps(shape, interface.get("strides"), width)
     if not hasattr(array, "__cuda_array_interface__"):
         return address, shape, steps, dtype
     return address, shape, steps, dtype, _gpu(array), _stream(interface)
@@ -273,6 +282,16 @@ def _by_rows(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def _steps(shape: tuple[int, ...], strides: Any, width: int) -> tuple[int, ...]:
+    """Strides in elements of `width` bytes, where None stands for an array by rows."""
+    if strides is None:
+        return _by_rows(shape)
+    # Of a field of a structured array, elements may be anywhere.
+    if any(n > 1 and stride % width for n, stride in zip(shape, strides, strict=True)):
+        raise ValueError("Tensor is required to be contiguous.")
+    return tuple(stride // width for stride in strides)
+
+
 def _interface(array: Any) -> Any:
     """The interface that tells where the elements are; None if that is DLPack, or nothing."""
     try:
@@ -280,26 +299,55 @@ def _interface(array: Any) -> Any:
     except RuntimeError:  # PyTorch's, of a tensor that requires gradients
         on_gpu = None
     if on_gpu is None:
-        return getattr(array, "__array_interface__", None)
+        return _host_interface(array)
     # Before version 3 it tells of no stream, and who knows when the elements are there is DLPack.
     return on_gpu if "stream" in on_gpu or not hasattr(array, "__dlpack__") else None
+
+
+def _host_interface(array: Any) -> Any:
+    """NumPy's interface; None without one, TypeError if it does not tell of the array's memory."""
+    interface = getattr(array, "__array_interface__", None)
+    if interface is None:
+        return None
+    kind = type(array).__name__
+    if "__ref" in interface:  # to a copy, of which it tells
+        raise TypeError(
+            f"[arrays] expected an array, got {kind}, a scalar without memory of its own: pass "
+            "np.array(x)"
+        )
+    if not isinstance(interface.get("data"), tuple):  # (address, whether it is read-only)
+        raise TypeError(
+            f"[arrays] expected an array, got {kind}, which does not tell where its elements are: "
+            "pass numpy.asarray(x)"
+        )
+    return interface
+
+
+def _no_array(given: Any) -> TypeError:
+    return TypeError(
+        f"[arrays] expected an array, got {type(given).__name__}, which has neither "
+        "__cuda_array_interface__ nor __array_interface__ nor __dlpack__"
+    )
 
 
 def _exported(array: Any) -> tuple[_DlTensor, bool, Any]:
     """(what DLPack tells, whether it is read-only, the capsule that keeps both)."""
     if not hasattr(array, "__dlpack__"):
-        raise TypeError(
-            f"[arrays] expected an array, got {type(array).__name__}, which has neither "
-            "__cuda_array_interface__ nor __array_interface__ nor __dlpack__"
-        )
+        raise _no_array(array)
     kind = int(array.__dlpack_device__()[0])
     if kind not in {_CPU, _CUDA, _CUDA_HOST}:
         raise ValueError(f"[arrays] DLPack's device {kind} is neither a CPU nor NVIDIA's")
     arguments = {"stream": _LEGACY_STREAM} if kind == _CUDA else {}
     try:
-        capsule = array.__dlpack__(max_version=(1, 0), **arguments)
-    except TypeError:  # from before DLPack 1.0
-        capsule = array.__dlpack__(**arguments)
+        try:
+            capsule = array.__dlpack__(max_version=(1, 0), **arguments)
+        except TypeError:  # from before DLPack 1.0
+            capsule = array.__dlpack__(**arguments)
+    except (BufferError, RuntimeError) as error:  # PyTorch's were RuntimeErrors once
+        raise ValueError(
+            f"[arrays] {type(array).__name__} does not share its memory: {error}; pass what does, "
+            "for example x.detach() or x.to_dense()"
+        ) from error
     name = _name_of(capsule)
     pointer = _pointer_of(capsule, name)
     if name == b"dltensor":
@@ -320,26 +368,39 @@ def _described_by_dlpack(array: Any) -> tuple[Any, ...]:
     return (*layout, tensor.device, 0) if tensor.device_type == _CUDA else layout
 
 
-def _writable(array: Any) -> Any:
-    """The array; ValueError if it must not be changed, as far as it says so."""
+def _target(array: Any, out: Any) -> Any:
+    """Where the result goes: `out`, or the array itself if that is None.
+
+    ValueError if it must not be changed, as far as it says so; TypeError for what is no array.
+    """
+    if array is None or isinstance(array, tuple):  # means something else to the core
+        raise _no_array(array)
+    if out is None:
+        if _read_only(array):
+            raise ValueError("[arrays] the array is read-only: pass out=, which gets the result")
+        return array
+    if _read_only(out):
+        raise ValueError("[arrays] out is read-only: pass an array that may be changed")
+    return out
+
+
+def _read_only(array: Any) -> bool:
+    # JAX's arrays never change, but neither their interface nor an older capsule tells.
+    if type(array).__module__.startswith("jax"):
+        return True
     interface = _interface(array)
     if interface is not None:
-        read_only = interface["data"][1]
-    else:
-        read_only = hasattr(array, "__dlpack__") and _exported(array)[1]
-    if read_only:
-        raise ValueError("[arrays] the array is read-only: pass out=, which gets the result")
-    return array
+        return bool(interface["data"][1])
+    return hasattr(array, "__dlpack__") and _exported(array)[1]
 
 
 def _dtype(array: Any, text: str) -> tuple[int, int]:
     """(enum perseus_dtype, bytes) of a NumPy type string."""
-    width = int(text[2:])
     if str(getattr(array, "dtype", "")) == "bfloat16":  # NumPy has no letter for it
-        return _BFLOAT16, width
+        return _BFLOAT16, 2
     if text[0] == ">" or text[1:] not in _DTYPES:
         raise ValueError(f"[arrays] arrays of {text} are not supported")
-    return _DTYPES[text[1:]], width
+    return _DTYPES[text[1:]], int(text[2:])
 
 
 def _gpu(array: Any) -> int:

@@ -280,7 +280,8 @@ def operations(
         return None
     from perseus import _core
 
-    made = _core.Operations(_world.context, wrap, describe)
+    # A handle of an earlier world must not name an operation of this one.
+    made = _core.Operations(_world.context, wrap, describe, (_world.epoch - 1) << 32)
     _world.users.append(made)
     return made
 

@@ -158,7 +158,10 @@ std::string tensor_mismatch(const RequestTerms& a, const RequestTerms& b) {
            " tensors, but another rank sent " + text_of(b.tensors.size()) + ".";
   size_t i = 0;
   while (same_shape(a.kind, a.tensors[i].shape, b.tensors[i].shape)) ++i;
-  return shape_mismatch(a.kind, a.tensors[i].shape, b.tensors[i].shape);
+  const std::vector<int64_t>&x = a.tensors[i].shape, &y = b.tensors[i].shape;
+  // The shapes are in the order of memory, so that they may differ by that alone.
+  if (a.ranks != b.ranks && std::is_permutation(x.begin(), x.end(), y.begin(), y.end())) return ranks_mismatch(a, b);
+  return shape_mismatch(a.kind, x, y);
 }
 
 std::string factor_mismatch(const RequestTerms& a, const RequestTerms& b) {
@@ -178,8 +181,15 @@ std::string root_mismatch(const RequestTerms& a, const RequestTerms& b) {
          ", but another rank specified root rank " + text_of(b.root) + ".";
 }
 
-std::string member_mismatch(const RequestTerms&, const RequestTerms&) {
-  return "Mismatched process sets: ranks do not name the same members.";
+std::string ranks_mismatch(const RequestTerms& a, const RequestTerms& b) {
+  if (a.kind != Kind::kAllreduce && a.kind != Kind::kBroadcast)
+    return "Mismatched process sets: ranks do not name the same members.";
+  const auto order = [](const RequestTerms& terms) {
+    return terms.ranks.empty() ? "by rows" : "with its dimensions in the order " + text_of(terms.ranks);
+  };
+  return std::string("Mismatched ") + kind_name(a.kind) + " memory layouts: One rank's tensor lies in memory " +
+         order(a) + ", but another rank's " + order(b) + ". Use one memory format on all ranks, for example by " +
+         ".contiguous().";
 }
 
 bool same_request(const Description& a, const Description& b) {

@@ -77,7 +77,7 @@ std::string tensor_mismatch(const RequestTerms& a, const RequestTerms& b);
 std::string factor_mismatch(const RequestTerms& a, const RequestTerms& b);
 std::string gradient_mismatch(const RequestTerms& a, const RequestTerms& b);
 std::string root_mismatch(const RequestTerms& a, const RequestTerms& b);
-std::string member_mismatch(const RequestTerms& a, const RequestTerms& b);
+std::string ranks_mismatch(const RequestTerms& a, const RequestTerms& b);
 
 struct RequestTerms {
   Kind kind = Kind::kAllreduce;
@@ -85,8 +85,9 @@ struct RequestTerms {
   double prescale = 1.0, postscale = 1.0;
   ReduceOp op = ReduceOp::kSum;
   bool gradient = false;
-  int root = 0;            // global rank
-  std::vector<int> ranks;  // kAddGroup: members, kRemoveGroup: group id
+  int root = 0;  // global rank
+  // kAddGroup: members, kRemoveGroup: group id; kAllreduce, kBroadcast: orders of dimensions in memory, if not by rows
+  std::vector<int> ranks;
 
   // In the order in which Horovod checks them.
   static constexpr auto fields() {
@@ -97,7 +98,7 @@ struct RequestTerms {
         compared("postscale", &RequestTerms::postscale, factor_mismatch),
         compared("op", &RequestTerms::op, "Mismatched reduction operation: One rank sent reduction op"),
         compared("gradient", &RequestTerms::gradient, gradient_mismatch),
-        compared("root", &RequestTerms::root, root_mismatch), compared("ranks", &RequestTerms::ranks, member_mismatch));
+        compared("root", &RequestTerms::root, root_mismatch), compared("ranks", &RequestTerms::ranks, ranks_mismatch));
   }
 };
 

@@ -3,8 +3,8 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
-#include <thread>
 #include <utility>
 
 #include "errors.h"
@@ -107,6 +107,7 @@ void ContextOwner::shutdown() {
 }
 
 void ContextOwner::abort(const std::string& reason) {
+  get();
   const ContextUse use(*this);
   perseus_code code = PERSEUS_OK;
   {
@@ -132,12 +133,26 @@ void ContextOwner::close() {
     py::gil_scoped_release release;
     perseus_context_shutdown(context);  // ends the waits of the threads that use it
   }
-  while (uses_ > 0) {
+  const auto is_other = [self = std::this_thread::get_id()](std::thread::id user) { return user != self; };
+  while (std::any_of(users_.begin(), users_.end(), is_other)) {
     py::gil_scoped_release release;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
+  if (!users_.empty()) {
+    left_over_ = context;
+    return;
+  }
   py::gil_scoped_release release;
   perseus_context_destroy(context);
+}
+
+void ContextOwner::end_use() {
+  users_.erase(std::find(users_.begin(), users_.end(), std::this_thread::get_id()));
+  if (!users_.empty()) return;
+  if (perseus_context* context = std::exchange(left_over_, nullptr)) {
+    py::gil_scoped_release release;
+    perseus_context_destroy(context);
+  }
 }
 
 std::optional<std::string> ContextOwner::failure() const {

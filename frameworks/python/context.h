@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "perseus/perseus.h"
@@ -47,7 +48,8 @@ class ContextOwner {
   void shutdown();
   void abort(const std::string& reason);
   void set_stall_limits(int check_s, int shutdown_s) const;
-  // Shuts down, waits for threads inside a ContextUse, frees; idempotent.
+  // Shuts down, waits for other threads inside a ContextUse, frees; idempotent. If this thread is inside of one,
+  // because Python that runs there calls this, the last use frees.
   void close();
 
   std::optional<std::string> failure() const;
@@ -64,16 +66,23 @@ class ContextOwner {
 
  private:
   friend class ContextUse;
+  void end_use();
+
   const perseus_api api_;
   perseus_context* raw_ = nullptr;
-  int uses_ = 0;  // under the GIL
+  // Under the GIL:
+  std::vector<std::thread::id> users_;    // the thread of each ContextUse
+  perseus_context* left_over_ = nullptr;  // for the last use to free
 };
 
-// Keeps the context from being freed while its thread does not hold the GIL. Created and destroyed with the GIL.
+// Keeps the context from being freed while its thread may not hold the GIL, also because it runs Python. Created and
+// destroyed with the GIL.
 class ContextUse {
  public:
-  explicit ContextUse(ContextOwner& owner) : owner_(owner), context_(owner.raw()) { ++owner_.uses_; }
-  ~ContextUse() { --owner_.uses_; }
+  explicit ContextUse(ContextOwner& owner) : owner_(owner), context_(owner.raw()) {
+    owner_.users_.push_back(std::this_thread::get_id());
+  }
+  ~ContextUse() { owner_.end_use(); }
   ContextUse(const ContextUse&) = delete;
   ContextUse& operator=(const ContextUse&) = delete;
   perseus_context* context() const { return context_; }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -26,8 +27,12 @@ constexpr int kSliceMs = 100;  // longest time between two checks of Python's si
 constexpr double kLongestWaitSeconds = 1e9;
 
 struct State {
-  State(std::shared_ptr<ContextOwner> context, PyObject* wrap_output, PyObject* describe)
-      : owner(std::move(context)), wrap(Py_NewRef(wrap_output)), described_by(Py_NewRef(describe)), reader(describe) {}
+  State(std::shared_ptr<ContextOwner> context, PyObject* wrap_output, PyObject* describe, int64_t number)
+      : owner(std::move(context)),
+        wrap(Py_NewRef(wrap_output)),
+        described_by(Py_NewRef(describe)),
+        reader(describe),
+        last_number(number) {}
   ~State() {
     Py_DECREF(wrap);
     Py_DECREF(described_by);
@@ -40,7 +45,9 @@ struct State {
   PyObject* buffer_type = nullptr;
   TensorReader reader;
   HandleTable handles;
-  int64_t last_number = 0;
+  int64_t last_number;
+  int64_t being_kept = 0;  // the handle that close() has taken out of the table, to put it back with its outcome
+  std::thread::id keeper;  // the thread that does so
 };
 
 struct OperationsObject {
@@ -72,8 +79,7 @@ PyObject* to_tuple(const int64_t* values, int count) {
 }
 
 // wrap(buffer, shape, like, received splits or None): the adapter makes a tensor of it.
-PyObject* take_output(State& state, const Pending& pending, int index, PyObject* like) {
-  perseus_context* context = state.owner->raw();
+PyObject* take_output(State& state, perseus_context* context, const Pending& pending, int index, PyObject* like) {
   perseus_output output = {};
   output.struct_size = sizeof(output);
   const perseus_code code = perseus_handle_output(context, pending.handle, index, &output);
@@ -93,21 +99,21 @@ PyObject* take_output(State& state, const Pending& pending, int index, PyObject*
   return wrapped;
 }
 
-PyObject* take_result(State& state, const Pending& pending) {
+PyObject* take_result(State& state, perseus_context* context, const Pending& pending) {
   if (pending.kind == PERSEUS_SEND) return Py_NewRef(Py_None);
   if (pending.kind == PERSEUS_ADD_GROUP || pending.kind == PERSEUS_JOIN ||
       pending.kind == PERSEUS_RECEIVE) {  // a number
     perseus_output output = {};
     output.struct_size = sizeof(output);
-    const perseus_code code = perseus_handle_output(state.owner->raw(), pending.handle, 0, &output);
+    const perseus_code code = perseus_handle_output(context, pending.handle, 0, &output);
     return code == PERSEUS_OK ? PyLong_FromSize_t(output.size) : raise(code);
   }
   if (pending.input == nullptr) return Py_NewRef(Py_None);
-  if (!PyTuple_Check(pending.input)) return take_output(state, pending, 0, pending.input);
+  if (!PyTuple_Check(pending.input)) return take_output(state, context, pending, 0, pending.input);
   const Py_ssize_t count = PyTuple_GET_SIZE(pending.input);
   PyObject* results = PyTuple_New(count);
   for (Py_ssize_t i = 0; results != nullptr && i < count; ++i) {
-    PyObject* item = take_output(state, pending, static_cast<int>(i), PyTuple_GET_ITEM(pending.input, i));
+    PyObject* item = take_output(state, context, pending, static_cast<int>(i), PyTuple_GET_ITEM(pending.input, i));
     if (item == nullptr) Py_CLEAR(results);
     else PyTuple_SET_ITEM(results, i, item);
   }
@@ -115,11 +121,11 @@ PyObject* take_result(State& state, const Pending& pending) {
 }
 
 // Is the result where the caller wanted it? Not so if ranks had tensors of different sizes.
-bool is_in_place(State& state, const Pending& pending) {
+bool is_in_place(perseus_context* context, const Pending& pending) {
   if (pending.kind != PERSEUS_ALLGATHER || PyTuple_Check(pending.input)) return true;
   perseus_output output = {};
   output.struct_size = sizeof(output);
-  return perseus_handle_output(state.owner->raw(), pending.handle, 0, &output) != PERSEUS_OK || output.data == nullptr;
+  return perseus_handle_output(context, pending.handle, 0, &output) != PERSEUS_OK || output.data == nullptr;
 }
 
 using Clock = std::chrono::steady_clock;
@@ -131,8 +137,18 @@ enum class Wait {
   kClosed,  // its context has been closed
 };
 
+// NULL if there is no such handle (any more).
+Pending* find(State& state, int64_t number) {
+  while (number != 0 && number == state.being_kept && state.keeper != std::this_thread::get_id()) {
+    PyThreadState* saved = PyEval_SaveThread();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    PyEval_RestoreThread(saved);
+  }
+  return state.handles.find(number);
+}
+
 Wait wait_until(State& state, int64_t number, Clock::time_point deadline, perseus_code* code) {
-  Pending* pending = state.handles.find(number);
+  Pending* pending = find(state, number);
   if (pending == nullptr) return Wait::kGone;
   *code = PERSEUS_OK;
   if (pending->handle == 0) return Wait::kOver;
@@ -154,7 +170,7 @@ Wait wait_until(State& state, int64_t number, Clock::time_point deadline, perseu
     }
     if (*code == PERSEUS_IN_PROGRESS && PyErr_CheckSignals() != 0) return Wait::kGone;
     // Another thread may have been first, or may have closed the context.
-    pending = state.handles.find(number);
+    pending = find(state, number);
     if (pending == nullptr) return Wait::kGone;
     if (pending->handle == 0) return Wait::kOver;
     if (state.owner->raw() == nullptr) return Wait::kClosed;
@@ -174,27 +190,28 @@ bool wait_and_extract(State& state, int64_t number, Pending* extracted, perseus_
 }
 
 // Results on a GPU: the stream on which its framework works now waits until they are written.
-perseus_code join(State& state, const Pending& pending) {
+perseus_code join(perseus_context* context, const Pending& pending) {
   void* stream = pending.stream;
   constexpr int32_t kDlCuda = 2;
   if (pending.current_stream != nullptr && pending.current_stream(kDlCuda, pending.device, &stream) != 0) {
     PyErr_Clear();
     stream = pending.stream;
   }
-  return perseus_handle_join(state.owner->raw(), pending.handle, stream);
+  return perseus_handle_join(context, pending.handle, stream);
 }
 
 // Turns the outcome into a result or an error inside `pending`, which no table holds now, and releases the core's
-// handle.
+// handle. The context must not have been closed since the handle was found.
 void settle(State& state, perseus_code code, Pending* pending) {
   if (pending->handle == 0) return;
+  const ContextUse use(*state.owner);  // wrapping a result runs Python
   const bool on_gpu = pending->device != kHost;
-  if (code == PERSEUS_OK && on_gpu) code = join(state, *pending);
+  if (code == PERSEUS_OK && on_gpu) code = join(use.context(), *pending);
   if (code != PERSEUS_OK) {
     pending->error = make_exception(code, perseus_error_message());
-    if (on_gpu) join(state, *pending);  // parts of the result may be on their way
-  } else if (pending->result == nullptr || !is_in_place(state, *pending)) {
-    Py_XSETREF(pending->result, take_result(state, *pending));
+    if (on_gpu) join(use.context(), *pending);  // parts of the result may be on their way
+  } else if (pending->result == nullptr || !is_in_place(use.context(), *pending)) {
+    Py_XSETREF(pending->result, take_result(state, use.context(), *pending));
   }
   if (pending->error == nullptr && pending->result == nullptr) {
     PyObject *type, *value, *traceback;
@@ -206,9 +223,9 @@ void settle(State& state, perseus_code code, Pending* pending) {
   }
   // What is no reduction is not handed out as one.
   if (pending->gradient_of != 0 && pending->error == nullptr &&
-      perseus_handle_gradient(state.owner->raw(), pending->handle) != PERSEUS_GRADIENT_REDUCED)
+      perseus_handle_gradient(use.context(), pending->handle) != PERSEUS_GRADIENT_REDUCED)
     Py_SETREF(pending->result, Py_NewRef(Py_None));
-  perseus_handle_release(state.owner->raw(), pending->handle);
+  perseus_handle_release(use.context(), pending->handle);
   pending->handle = 0;
 }
 
@@ -220,8 +237,9 @@ PyObject* submit(PyObject* self, PyObject* const* given, Py_ssize_t positional, 
   if (!read_arguments.read(given, positional, names)) return nullptr;
   PyObject* const* arguments = read_arguments.all();
   const int64_t number = ++state.last_number;
-  perseus_context* context = state.owner->raw();
-  if (context == nullptr) return raise(PERSEUS_ABORTED, state.owner->closed_text());
+  if (state.owner->raw() == nullptr) return raise(PERSEUS_ABORTED, state.owner->closed_text());
+  const ContextUse use(*state.owner);  // arguments may run Python
+  perseus_context* context = use.context();
   // Ranks must agree on the numbers in names, so only unnamed requests count, refused ones included.
   int64_t unnamed = 0;
   if (arguments[kName] == Py_None && arguments[kGroup] != Py_None && !is_point_to_point(arguments[kKind])) {
@@ -250,9 +268,9 @@ PyObject* poll(PyObject* self, PyObject* handle) {
   State& state = state_of(self);
   const int64_t number = PyLong_AsLongLong(handle);
   if (number == -1 && PyErr_Occurred()) return nullptr;
-  const Pending* pending = state.handles.find(number);
+  const Pending* pending = find(state, number);
   if (pending == nullptr) return unknown_handle(handle);
-  if (pending->handle == 0) Py_RETURN_TRUE;
+  if (pending->handle == 0 || state.owner->raw() == nullptr) Py_RETURN_TRUE;
   const ContextUse use(*state.owner);
   const perseus_handle core_handle = pending->handle;
   PyThreadState* saved = PyEval_SaveThread();
@@ -300,7 +318,10 @@ PyObject* close(PyObject* self, PyObject*) {
     Pending pending;
     perseus_code code;
     if (wait_and_extract(state, number, &pending, &code)) {
+      state.being_kept = number;
+      state.keeper = std::this_thread::get_id();
       settle(state, code, &pending);
+      state.being_kept = 0;
       state.handles.insert(pending);
     } else if (PyErr_Occurred()) {
       return nullptr;
@@ -312,12 +333,15 @@ PyObject* close(PyObject* self, PyObject*) {
 PyObject* open_handles(PyObject* self, PyObject*) { return PyLong_FromSize_t(state_of(self).handles.size()); }
 
 PyObject* create(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-  static const char* names[] = {"context", "wrap", "describe", nullptr};
+  static const char* names[] = {"context", "wrap", "describe", "last_handle", nullptr};
   PyObject *context, *wrap, *describe = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO|O", const_cast<char**>(names), &context, &wrap, &describe))
+  long long last_handle = 0;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO|OL", const_cast<char**>(names), &context, &wrap, &describe,
+                                   &last_handle))
     return nullptr;
   try {
-    auto state = std::make_unique<State>(py::cast<std::shared_ptr<ContextOwner>>(py::handle(context)), wrap, describe);
+    auto state = std::make_unique<State>(py::cast<std::shared_ptr<ContextOwner>>(py::handle(context)), wrap, describe,
+                                         last_handle);
     state->buffer_type = make_owned_buffer_type();
     if (state->buffer_type == nullptr) return nullptr;
     PyObject* self = type->tp_alloc(type, 0);
@@ -365,12 +389,15 @@ PyMethodDef kMethods[] = {
 }  // namespace
 
 bool bind_operations(PyObject* module) {
-  static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(create)},
-                                {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
-                                {Py_tp_methods, kMethods},
-                                {Py_tp_doc, const_cast<char*>("Operations(context, wrap, describe=None)\n--\n\n"
-                                                              "Submits tensors to a context and waits for them.")},
-                                {0, nullptr}};
+  static PyType_Slot slots[] = {
+      {Py_tp_new, reinterpret_cast<void*>(create)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc)},
+      {Py_tp_methods, kMethods},
+      {Py_tp_doc, const_cast<char*>("Operations(context, wrap, describe=None, last_handle=0)\n"
+                                    "--\n\n"
+                                    "Submits tensors to a context and waits for them.\n"
+                                    "Handles count up from last_handle + 1.")},
+      {0, nullptr}};
   static PyType_Spec spec = {"perseus._core.Operations", sizeof(OperationsObject), 0, Py_TPFLAGS_DEFAULT, slots};
   PyObject* type = PyType_FromSpec(&spec);
   if (type == nullptr || !SubmitArguments::prepare()) return false;

@@ -5,6 +5,7 @@
 #include <array>
 #include <charconv>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -168,6 +169,22 @@ struct Parsed {
   }
 };
 
+size_t width_of(perseus_dtype dtype) {
+  constexpr size_t kWidths[] = {2, 2, 4, 8, 1, 1, 2, 4, 8, 1};
+  return kWidths[dtype];
+}
+
+// Is every element of the result where its own input is, or where no input is? A view in memory order has no gaps.
+bool elementwise(const TensorView& input, const TensorView& output) {
+  if (output.ndim != input.ndim || !std::equal(input.shape, input.shape + input.ndim, output.shape) ||
+      output.order != input.order)
+    return false;
+  size_t bytes = width_of(input.dtype);
+  for (int i = 0; i < input.ndim; ++i) bytes *= static_cast<size_t>(input.shape[i]);
+  const auto from = reinterpret_cast<uintptr_t>(input.data), to = reinterpret_cast<uintptr_t>(output.data);
+  return from == to || (from < to ? to - from : from - to) >= bytes;
+}
+
 // Reads one tensor and where its result goes.
 bool read_tensor(TensorReader* reader, PyObject* input, PyObject* output, Layout layout, TensorView* view,
                  perseus_tensor* tensor) {
@@ -186,9 +203,28 @@ bool read_tensor(TensorReader* reader, PyObject* input, PyObject* output, Layout
       PyErr_SetString(PyExc_ValueError, "[python] input and output are not of the same dtype");
       return false;
     }
+    if (layout == Layout::kDense && !elementwise(*view, target)) {
+      PyErr_SetString(PyExc_ValueError,
+                      "[python] input and output differ in shape or memory order, or overlap: pass an output that is "
+                      "like the input and has memory of its own, as empty_like makes it");
+      return false;
+    }
     tensor->output = target.data;
   }
   return true;
+}
+
+// Says in which order the tensors' dimensions lie in memory, unless all are by rows.
+void state_orders(const TensorView* views, size_t count, std::vector<int>* orders, perseus_request* request) {
+  if (std::all_of(views, views + count, [](const TensorView& view) { return view.order.empty(); })) return;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t before = orders->size();
+    orders->resize(before + static_cast<size_t>(views[i].ndim));
+    if (views[i].order.empty()) std::iota(orders->begin() + before, orders->end(), 0);
+    else std::copy(views[i].order.begin(), views[i].order.end(), orders->begin() + before);
+  }
+  request->ranks = orders->data();
+  request->rank_count = static_cast<int>(orders->size());
 }
 
 // Says where the tensors are, and notes how their results can be waited for.
@@ -288,6 +324,7 @@ bool submit_one(perseus_context* context, TensorReader* reader, PyObject* const*
     if (parsed.request.kind == PERSEUS_RECEIVE) tensor.output = view.data;
     parsed.request.tensors = &tensor;
     parsed.request.tensor_count = 1;
+    state_orders(&view, 1, &parsed.ranks, &parsed.request);
     place(view, &parsed.request, pending);
     state(gradient, &parsed.request, pending);
   }
@@ -319,6 +356,7 @@ bool submit_group(perseus_context* context, TensorReader* reader, PyObject* cons
     }
   parsed.request.tensors = tensors.data();
   parsed.request.tensor_count = static_cast<int>(count);
+  state_orders(views.data(), views.size(), &parsed.ranks, &parsed.request);
   if (count > 0) place(views[0], &parsed.request, pending);
   state(gradient, &parsed.request, pending);
   return submit_request(context, arguments, parsed.request, pending);

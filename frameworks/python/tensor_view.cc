@@ -63,9 +63,9 @@ bool row_major(const TensorView& view, const int64_t* strides) {
   return matches;
 }
 
-// Sorts the dimensions by stride; false when the elements are not densely packed. The shape in memory order goes into
-// the request, so that ranks whose layouts differ get a mismatch instead of shuffled numbers. The stride of a dimension
-// of one element means nothing and may differ between ranks: such dimensions come last.
+// Sorts the dimensions by stride; false when the elements are not densely packed. Shape and order go into the request,
+// so that ranks whose layouts differ get a mismatch instead of shuffled numbers. The stride of a dimension of one
+// element means nothing and may differ between ranks: such dimensions come last.
 bool to_memory_order(TensorView* view, const int64_t* strides) {
   std::vector<int> order(view->ndim);
   std::iota(order.begin(), order.end(), 0);
@@ -80,6 +80,7 @@ bool to_memory_order(TensorView* view, const int64_t* strides) {
   }
   view->storage = std::move(shape);
   view->shape = view->storage.data();
+  view->order = std::move(order);
   return true;
 }
 

@@ -28,6 +28,7 @@ struct TensorView {
   void* data = nullptr;
   const int64_t* shape = nullptr;  // the tensor's own, or `storage`; in memory order when the layout is not row-major
   int ndim = 0;
+  std::vector<int> order;  // of the dimensions in memory, the slowest first; empty = by rows
   perseus_dtype dtype = PERSEUS_FLOAT32;
   int device = kHost;
   void* stream = nullptr;                  // of the GPU, that computes the tensor

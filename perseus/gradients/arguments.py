@@ -6,8 +6,10 @@ begins with.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Hashable
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -32,15 +34,17 @@ def checked_passes(passes: Any, where: str) -> int:
 def checked_predivide_factor(factor: Any, op: int, where: str) -> float:
     """Return gradient_predivide_factor.
 
-    Raises ValueError if it is 0 or not a number, or if it is not 1 and op is not Average.
+    Raises ValueError if it is 0, infinite or not a number, or if it is not 1 and op is not Average.
     """
-    if not isinstance(factor, int | float) or not factor:
+    number = isinstance(factor, Real) and not isinstance(factor, bool)
+    if not number or not math.isfinite(factor) or factor == 0:
         raise ValueError(
-            f"[{where}] gradient_predivide_factor={factor!r}: expected a number other than 0"
+            f"[{where}] gradient_predivide_factor={factor!r}: expected a number other than 0 that "
+            "is finite"
         )
     if factor != 1.0 and OPS[op] != "Average":
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    return factor
+    return float(factor)
 
 
 def checked_reduction(

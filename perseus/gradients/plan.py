@@ -32,9 +32,9 @@ class Plan:
     @property
     def prescale(self) -> float:
         """The factor by which gradients are multiplied before the reduction."""
-        return 1.0 / self.predivide_factor
+        return 1.0 / float(self.predivide_factor)
 
     @property
     def postscale(self) -> float:
         """The factor by which results are multiplied after the reduction."""
-        return self.predivide_factor
+        return float(self.predivide_factor)

@@ -176,6 +176,70 @@ def test_rows_must_be_slowest_where_they_are_cut(single, kind):
         single.submit(kind, "x", torch.ones(2, 3).t())
 
 
+def flat(count: int) -> torch.Tensor:
+    return torch.arange(float(count))
+
+
+@pytest.mark.parametrize("kind", [ALLREDUCE, BROADCAST])
+@pytest.mark.parametrize(
+    ("tensor", "output"),
+    [
+        (flat(8), torch.zeros(2)),
+        (flat(6), torch.zeros(2, 3)),
+        (flat(6).view(2, 3), torch.zeros(3, 2)),
+        (flat(4).view(2, 2), torch.zeros(2, 2).t()),
+        (flat(54).view(2, 3, 3, 3), torch.zeros(2, 3, 3, 3).to(memory_format=torch.channels_last)),
+    ],
+)
+def test_an_output_that_is_not_like_the_input_is_refused(single, kind, tensor, output):
+    before = output.clone()
+    for given in ((tensor, output), ((flat(1), tensor), (flat(1), output))):
+        with pytest.raises(ValueError, match=r"differ in shape or memory order.*empty_like"):
+            single.submit(kind, "x", *given)
+    assert torch.equal(output, before) and single.operations.open_handles() == 0
+
+
+@pytest.mark.parametrize("kind", [ALLREDUCE, BROADCAST])
+def test_an_output_in_a_part_of_the_input_is_refused(single, kind):
+    memory = flat(8)
+    for given, output in ((memory[:6], memory[2:]), (memory[2:], memory[:6])):
+        with pytest.raises(ValueError, match="or overlap: pass an output"):
+            single.submit(kind, "x", given, output)
+    assert torch.equal(memory, flat(8))
+    # Beside it and in all of it there is room.
+    assert single.operations.synchronize(
+        single.submit(kind, "beside", memory[:4], memory[4:])
+    ).tolist() == [0, 1, 2, 3]
+    single.operations.synchronize(single.submit(kind, "same", memory[:4], memory[:4].view(4)))
+    assert memory.tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def in_order(order: tuple[int, ...], rank: int) -> torch.Tensor:
+    """A tensor of 3 x 3 x 3 whose dimensions lie in this order in memory; ranks' values differ."""
+    tensor = torch.empty(3, 3, 3).permute(order)
+    return torch.empty_like(tensor).copy_(flat(27).view(3, 3, 3) + rank)
+
+
+@pytest.mark.parametrize("kind", [ALLREDUCE, BROADCAST])
+@pytest.mark.parametrize("orders", [[(0, 1, 2), (2, 1, 0)], [(1, 2, 0), (2, 0, 1)]])
+def test_ranks_with_other_memory_layouts_are_a_mismatch(kind, orders):
+    def body(rank: Rank) -> None:
+        index = rank.context.rank
+        own = in_order(orders[index], index)
+        # In a group it matters which tensor lies how.
+        pair = (own, in_order(orders[1 - index], index))
+        for name, given in (("one", own), ("pair", pair)):
+            with pytest.raises(errors.MismatchError, match=r"memory layouts.*one memory format"):
+                rank.operations.synchronize(rank.submit(kind, name, given, given))
+        assert torch.equal(own, in_order((0, 1, 2), index))
+        alike = in_order(orders[0], index)
+        rank.operations.synchronize(rank.submit(kind, "one", alike, alike))
+        expected = 2 * flat(27) + 1 if kind == ALLREDUCE else flat(27)
+        assert torch.equal(alike, expected.view(3, 3, 3))
+
+    in_threads(2, body)
+
+
 def test_extents_of_one_may_have_any_stride(single):
     tensor = torch.arange(3.0).as_strided((1, 3, 1), (77, 1, 5))
     assert single.reduce("odd", tensor).tolist() == [[[0.0], [1.0], [2.0]]]
@@ -216,6 +280,10 @@ def test_handles_count_up_and_are_forgotten(single):
     assert single.operations.poll(first) in (True, False)
     single.operations.synchronize(first)
     assert single.operations.open_handles() == 0
+    later = _core.Operations(single.context, wrap, describe, last_handle=first + 40)
+    tensor = torch.ones(1)
+    assert later.submit(ALLREDUCE, "c", tensor, tensor) == first + 41
+    assert later.synchronize(first + 41) is tensor
 
 
 def test_thousands_of_open_handles_in_any_order(single):
@@ -368,6 +436,92 @@ def test_closing_ends_another_threads_wait():
             waiting.result(timeout=60)
         assert limited.result(timeout=30) is True
         second.close()
+
+
+def test_closing_waits_for_another_threads_submission_and_result():
+    begun, rank = threading.Event(), None
+
+    def until_closed() -> None:
+        begun.set()
+        deadline = time.monotonic() + 60
+        while not rank.context.closed:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def wrap_late(*arguments: Any) -> Any:
+        until_closed()
+        return wrap(*arguments)
+
+    def describe_late(tensor: torch.Tensor) -> tuple[Any, ...]:
+        until_closed()
+        return describe(tensor)
+
+    class Old:
+        """Is described, as it has no exchange table."""
+
+    def gather() -> Any:
+        handle = rank.submit(ALLGATHER, "g", torch.arange(3.0))
+        return rank.operations.synchronize(handle)
+
+    with ThreadPoolExecutor(1) as pool:
+        rank = Rank(0, 1, uuid.uuid4().hex)
+        rank.operations = _core.Operations(rank.context, wrap_late, describe)
+        result = pool.submit(gather)
+        assert begun.wait(60)
+        rank.close()
+        assert result.result(timeout=60).tolist() == [0, 1, 2]
+
+        begun.clear()
+        rank = Rank(0, 1, uuid.uuid4().hex, describe=lambda _: describe_late(torch.ones(3)))
+        refused = pool.submit(rank.submit, ALLREDUCE, "r", Old(), Old())
+        assert begun.wait(60)
+        rank.close()
+        with pytest.raises(errors.AbortedError, match="has been shut down"):
+            refused.result(timeout=60)
+        assert rank.operations.open_handles() == 0
+
+
+def test_what_runs_in_a_submission_or_for_a_result_may_close_the_context():
+    rank = Rank(0, 1, uuid.uuid4().hex, describe=lambda _: rank.close() or describe(torch.ones(3)))
+    with pytest.raises(errors.AbortedError, match="has been shut down"):
+        rank.submit(ALLREDUCE, "r", object(), object())
+    rank = Rank(0, 1, uuid.uuid4().hex)
+    rank.operations = _core.Operations(
+        rank.context, lambda *arguments: rank.close() or wrap(*arguments), describe
+    )
+    result = rank.operations.synchronize(rank.submit(ALLGATHER, "g", torch.arange(3.0)))
+    assert result.tolist() == [0, 1, 2]
+
+
+def test_an_outcome_that_is_being_kept_is_waited_for():
+    begun, collecting = threading.Event(), threading.Event()
+
+    def wrap_late(*arguments: Any) -> Any:
+        begun.set()
+        collecting.wait(60)
+        time.sleep(0.05)
+        return wrap(*arguments)
+
+    rank = Rank(0, 1, uuid.uuid4().hex)
+    rank.operations = _core.Operations(rank.context, wrap_late, describe)
+    handle = rank.submit(ALLGATHER, "g", torch.arange(3.0))
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(rank.close)
+        assert begun.wait(60)
+        collecting.set()
+        assert rank.operations.synchronize(handle).tolist() == [0, 1, 2]
+        closing.result(timeout=60)
+
+
+def test_handles_of_a_context_that_is_closed_without_them():
+    rank = Rank(0, 1, uuid.uuid4().hex)
+    handle = rank.submit(ALLREDUCE, "a", torch.ones(1), torch.ones(1))
+    rank.context.close()
+    assert rank.operations.poll(handle) is True
+    with pytest.raises(errors.AbortedError, match="Horovod has been shut down"):
+        rank.operations.synchronize(handle)
+    with pytest.raises(errors.AbortedError, match="Horovod has been shut down"):
+        rank.context.abort("too late")
 
 
 def test_contexts_answer_what_they_are_asked(single):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import perseus.torch.horovod as hvd
+from perseus.gradients.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +58,10 @@ def test_what_is_no_optimizer_is_named_with_an_example(given, got):
         ({"backward_passes_per_step": "2"}, r"backward_passes_per_step='2': expected a whole"),
         ({"backward_passes_per_step": 1.5}, r"backward_passes_per_step=1\.5: expected a whole"),
         ({"gradient_predivide_factor": 0}, r"gradient_predivide_factor=0: expected a number oth"),
+        ({"gradient_predivide_factor": True}, r"gradient_predivide_factor=True: expected a num"),
+        ({"gradient_predivide_factor": "2"}, r"gradient_predivide_factor='2': expected a number"),
+        ({"gradient_predivide_factor": math.nan}, r"gradient_predivide_factor=nan: expected a n"),
+        ({"gradient_predivide_factor": -math.inf}, r"=-inf: .* other than 0 that is finite$"),
         ({"named_parameters": ["a", "b"]}, r"sequence of tuples \(name, parameter\)"),
         ({"named_parameters": torch.nn.Linear(2, 2)}, r"model\.named_parameters\(\)"),
         ({"named_parameters": [("a", 1, 2)]}, r"sequence of tuples \(name, parameter\)"),
@@ -62,6 +71,14 @@ def test_what_is_no_optimizer_is_named_with_an_example(given, got):
 def test_arguments_of_the_optimizer(optimizer, arguments, message):
     with pytest.raises(ValueError, match=message):
         hvd.DistributedOptimizer(optimizer, **arguments)
+
+
+@pytest.mark.parametrize("factor", [4, np.float32(3), np.int64(-2), Fraction(1, 2)])
+def test_a_predivide_factor_is_any_real_number(optimizer, factor):
+    hvd.DistributedOptimizer(optimizer, gradient_predivide_factor=factor)
+    plan = Plan(predivide_factor=factor)
+    assert (plan.prescale, plan.postscale) == (1.0 / float(factor), float(factor))
+    assert type(plan.prescale) is type(plan.postscale) is float
 
 
 @pytest.mark.parametrize("process_set", [0, 1, [0], None])

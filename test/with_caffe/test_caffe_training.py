@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from caffe_jobs import (
     CAFFE,
@@ -13,6 +14,7 @@ from caffe_jobs import (
     distance,
     finish,
     launched,
+    replicas,
     start,
     train,
     weights,
@@ -51,6 +53,21 @@ def test_two_processes_learn_what_one_learns(
         for iteration in (15, 30)
         for kind in ("caffemodel", "solverstate")
     }
+
+
+@pytest.mark.parametrize("name", ["", "same"])
+def test_layers_may_have_the_same_name_or_none(name: str, digits: Path, tmp_path: Path) -> None:
+    trained = []
+    for renamed in ((), ("conv1", "ip1", "ip2")):
+        net = lenet(digits, 32)
+        for layer in renamed:
+            net = net.replace(f'layer {{ name: "{layer}"', f'layer {{ name: "{name}"')
+        folder = tmp_path / str(len(renamed))
+        folder.mkdir()
+        write_solver(folder, net, max_iter=5, snapshot_after_train="false")
+        trained.append(replicas(folder, 2, "float"))
+    assert np.array_equal(*trained)
+    assert np.array_equal(trained[0][0], trained[0][1])
 
 
 def test_shared_and_frozen_weights_and_clipping(

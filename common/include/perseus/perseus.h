@@ -289,9 +289,11 @@ typedef struct perseus_request {
   int root;                   /* broadcast, SEND, RECEIVE: a GLOBAL rank */
   const int64_t* splits;      /* alltoall: rows of dimension 0 for every rank of the group; NULL = equal parts */
   int split_count;
-  int priority;     /* requests that become ready together run in descending priority */
-  int transient;    /* non-zero: the name will not be used again, so it is not remembered */
-  const int* ranks; /* PERSEUS_ADD_GROUP: members; PERSEUS_REMOVE_GROUP: ranks[0] = group id */
+  int priority;  /* requests that become ready together run in descending priority */
+  int transient; /* non-zero: the name will not be used again, so it is not remembered */
+  /* PERSEUS_ADD_GROUP: members; PERSEUS_REMOVE_GROUP: ranks[0] = group id. Allreduce and broadcast: in which order the
+   * dimensions of the tensors lie in memory, if not by rows; it must be the same on all ranks. */
+  const int* ranks;
   int rank_count;
   /* 0 = an ordinary operation. Otherwise this is a gradient of the optimizer (tape, store, …) to which the caller has
    * given this number: an allreduce of floating-point tensors, or an allgather of a sparse gradient's values, which

@@ -245,11 +245,15 @@ def check_channels_last_tensors_keep_their_layout() -> None:
     assert_same(hvd.allreduce_(mine, op=hvd.Sum, name="channels_last_"), expected)
     copied = hvd.broadcast(expected.to(memory_format=torch.channels_last) + hvd.rank(), 0)
     assert_same(copied, expected)
-    mixed = values(shape, torch.float32, hvd.rank())
-    if hvd.rank() == 0:
-        mixed = mixed.to(memory_format=torch.channels_last)
-    text = raised(hvd.HorovodInternalError, lambda: hvd.allreduce(mixed, name="mixed_layout"))
-    assert "Mismatched ALLREDUCE tensor shapes" in text
+    for shape in ((2, 3, 4, 5), (3, 3, 3, 3)):
+        mixed = values(shape, torch.float32, hvd.rank())
+        if hvd.rank() == 0:
+            mixed = mixed.to(memory_format=torch.channels_last)
+        text = raised(hvd.HorovodInternalError, lambda m=mixed: hvd.allreduce(m, name="mixed"))
+        assert "Mismatched ALLREDUCE memory layouts: One rank's tensor" in text
+        state = {"mixed": mixed}
+        text = raised(hvd.HorovodInternalError, lambda s=state: hvd.broadcast_parameters(s, 0))
+        assert "Mismatched BROADCAST memory layouts" in text
 
 
 def check_tensors_with_gaps_are_refused() -> None:
