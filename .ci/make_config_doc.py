@@ -36,6 +36,17 @@ Perseus warns of a name that differs only slightly from one of these:
 Yes/no variables take 1, true, on, yes and 0, false, off, no.
 """
 
+TAIL = """\
+## Also read
+
+Perseus reads these variables outside of the table. HOROVOD_DYNAMIC_PROCESS_SETS=1 lets scripts
+add and remove process sets after init(), as `init(process_sets="dynamic")` does.
+HOROVOD_ELASTIC_TIMEOUT is the number of seconds that perseusrun waits for enough slots in an
+elastic job without `--elastic-timeout`; default 600 ([elastic.md](elastic.md)). PERSEUS_SECRET is
+the job's secret, of at least 16 bytes, if PERSEUS_SECRET_FILE is unset; perseusrun makes one for
+each job and ignores both ([security.md](security.md)).
+"""
+
 
 class Variable(NamedTuple):
     """One line of the table, as text."""
@@ -97,7 +108,7 @@ def document(table: list[Variable]) -> str:
             names = ", ".join(f"`{alias}`" for alias in variable.aliases.split(","))
             lines.append(f"- Also read from: {names}.")
         lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, TAIL])
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ constexpr Variable kTable[] = {
      "gradients, the more so the smaller the fraction, and a warning says so: see docs/accuracy.md."},
     {Var::kTopKThreshold, "LIGHT_TOPK_THRESHOLD", "", VarType::kInt, "1048576", "0..1099511627776", true,
      "Size in bytes below which LIGHT_TOPK_ALLREDUCE sends gradients whole: as PERSEUS_ALLREDUCE_DTYPE says, and "
-     "below 8 KiB unchanged. Where a script asks for top-k itself, gradients below the smaller one of this size and 8 "
-     "KiB are sent whole."},
+     "below 8 KiB unchanged. With `Compression.topk` in the script, gradients below 8 KiB are sent whole, or below "
+     "this size if it is smaller."},
     {Var::kTopKHalf, "LIGHT_TOPK_FP16", "", VarType::kBool, "0", "", true,
      "1 = the elements that LIGHT_TOPK_ALLREDUCE sends travel as float16."},
     {Var::kTopKWarmUp, "LIGHT_TOPK_WARMUP_STEPS", "", VarType::kInt, "100", "0..1000000000", true,
@@ -183,7 +183,8 @@ constexpr Variable kTable[] = {
      "files, or four for each rank. off = write nothing."},
     {Var::kInspectSignal, "PERSEUS_INSPECT_SIGNAL", "", VarType::kInt, "43", "0..64", false,
      "Number of the signal at which a process says what it waits for and where its threads are; `perseusrun --inspect` "
-     "sends it to all. 0 = none. A signal that the script handles is left to it."},
+     "sends it to all. It is 0, 10, 12, or 34 to 64, since others have a meaning; 0 = none. A signal that the script "
+     "handles is left to it."},
     {Var::kTimeline, "HOROVOD_TIMELINE", "", VarType::kString, "", "", false,
      "File into which rank 0 writes a Chrome trace of every operation from init() on; Perfetto opens it at any time. "
      "DYNAMIC = record only between start_timeline() and stop_timeline(), which need this variable."},

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kLine = 64;
 constexpr size_t kPiece = 4 * 1024 * 1024;
-constexpr size_t kChunkBytes = kChunkElements * sizeof(float);
+constexpr size_t kWholeChunk = kChunkElements * sizeof(float);
 // CU_STREAM_PER_THREAD: one handle for a stream of each thread.
 const Handle kPerThread = reinterpret_cast<Handle>(uintptr_t{2});
 // Copies are not put off any more for so many bytes, or looks.
@@ -113,8 +113,8 @@ bool Staging::stay_encoded() {
   size_t bytes = 0;
   for (Tensor& tensor : tensors_) {
     tensor.in_at = tensor.out_at = bytes;
-    const size_t chunks = tensor.in_bytes / kChunkBytes, rest = tensor.in_bytes % kChunkBytes;
-    bytes += chunks * kSlotBytes + (rest == 0 ? 0 : (rest + kSlotBytes - kChunkBytes + kLine - 1) / kLine * kLine);
+    const size_t chunks = tensor.in_bytes / kWholeChunk, rest = tensor.in_bytes % kWholeChunk;
+    bytes += chunks * kSlotBytes + (rest == 0 ? 0 : (rest + kSlotBytes - kWholeChunk + kLine - 1) / kLine * kLine);
   }
   bytes_ = std::max(bytes_, bytes);
   try {
@@ -128,7 +128,7 @@ bool Staging::stay_encoded() {
 }
 
 Byte* Staging::slots(size_t i, size_t begin) const {
-  return block_.data + tensors_[i].in_at + begin / kChunkBytes * kSlotBytes;
+  return block_.data + tensors_[i].in_at + begin / kWholeChunk * kSlotBytes;
 }
 
 void Staging::wrote(size_t i, size_t bytes) {

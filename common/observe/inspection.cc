@@ -44,8 +44,8 @@ bool handle(int number) {
 void answer_inspections(int number) {
   if (number != 0 && number != SIGUSR1 && number != SIGUSR2 && number < SIGRTMIN)
     fail(ErrorKind::kInvalidArgument, "[config] PERSEUS_INSPECT_SIGNAL=" + std::to_string(number) +
-                                          ": expected 0, 10, 12 or a number from " + std::to_string(SIGRTMIN) +
-                                          " on, since others have a meaning");
+                                          ": expected 0, 10, 12, or " + std::to_string(SIGRTMIN) + " to " +
+                                          std::to_string(SIGRTMAX) + ", since others have a meaning");
   const MutexLock lock(mutex());
   if (number == 0 || answered.load() != 0 || handler_of(number) != SIG_DFL) return;
   if (handle(number)) answered.store(number);

@@ -47,15 +47,33 @@ _CASES = {
     "ddp-training": "DDP's training steps, on Perseus and on gloo with torch's hooks",
     "collectives": "every operation over a range of sizes",
 }
+# Options that the suite has no use for.
+_OF_CASES = (
+    "num_proc", "sizes", "gpu", "peer", "model", "codec", "seconds", "timeout", "placement",
+    "hosts", "rate", "links", "compute",
+)  # fmt: skip
+_SECONDS = 3.0
 _WITH_CODECS = ("gradients", "training", "ddp-training")
 _USAGE_ERROR = 2
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; return the exit status.
 
-    It is 0 on success, 1 if a job failed or a result was wrong, 2 for wrong usage.
+    It is 0 on success, 1 if a job failed or a result was wrong, 2 for wrong usage, and 128 + n if
+    signal n ended it.
     """
+    for number in _ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP, which must remain so
+            signal.signal(number, _ended)
+    try:
+        return _measure(arguments)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _measure(arguments: Sequence[str] | None) -> int:
     try:
         given = _parser().parse_args(arguments)
         _check_outputs(given)
@@ -69,11 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log_other_sizes(job)
     load_before = os.getloadavg()[0]
     records: list[Record] = []
-    signal.signal(signal.SIGTERM, _ended)
-    try:
-        problems, complete = _run_all(jobs, records)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+    problems, complete = _run_all(jobs, records)
     if not given.cases:
         print(f"\n{report.summary(records)}")
     if given.json:
@@ -126,8 +140,8 @@ def _log_other_sizes(job: Job) -> None:
 
 def _advise(given: argparse.Namespace) -> int:
     """Run a job that measures links, and print which settings to use; return the exit status."""
-    others = (given.codec, given.sizes, given.plot, given.readme, given.bars, given.gpu)
-    if given.cases or any(others):
+    others = ("codec", "sizes", "plot", "readme", "bars", "gpu", "peer", "seconds")
+    if given.cases or _has_any(given, others):
         raise ValueError("--advise takes models, ranks, hosts and --compute, and measures no case")
     if given.framework != TORCH:
         raise ValueError(f"--framework {given.framework}: --advise computes with torch")
@@ -140,7 +154,7 @@ def _advise(given: argparse.Namespace) -> int:
         print(advice.show(advice.Advice.from_json(line)), flush=True)
 
     models = _names(given.model, MODELS, "--model")
-    plan = Plan([], models=models, links=given.links, advise=True, compute_s=given.compute)
+    plan = Plan([], models=models, links=given.links or 1, advise=True, compute_s=given.compute)
     try:
         run(_job(given, plan), _log, show)
     except (JobError, HostsUnavailableError) as error:
@@ -152,6 +166,9 @@ def _advise(given: argparse.Namespace) -> int:
 
 
 def _ended(number: int, frame: FrameType | None) -> None:
+    # A terminal that closes sends two: the second must not interrupt what the first one began.
+    for each in _ENDING:
+        signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)  # an exception, so that `finally` clauses end the ranks
 
 
@@ -186,14 +203,10 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
     if given.framework == TENSORFLOW and given.cases != ["training"]:
         raise ValueError(f"--framework {TENSORFLOW}: it has the case training")
     if not given.cases:
-        fixed = [
-            name
-            for name in ("num_proc", "sizes", "hosts", "rate", "placement", "codec", "gpu")
-            if getattr(given, name)
-        ]
-        if fixed:
+        if _has_any(given, _OF_CASES):
             raise ValueError(
-                "the suite has its own ranks, sizes and hosts: name a case, such as memory"
+                "the suite has its own ranks, hosts, sizes, peers and times: name a case, such as "
+                "memory"
             )
         return suite()
     unknown = [case for case in given.cases if case not in _CASES]
@@ -208,15 +221,24 @@ def _jobs(given: argparse.Namespace) -> list[Job]:
         sizes=parse_sizes(given.sizes) if given.sizes else [],
         models=_names(given.model, TRAINED if trains else MODELS, "--model"),
         codecs=_codecs(given),
-        seconds=given.seconds,
-        links=given.links,
+        seconds=given.seconds or _SECONDS,
+        links=given.links or 1,
         framework=given.framework,
         gpu=given.gpu,
         here=not given.placement,
     )
     if plan.gpu:
         _check_gpus(plan)
-    return [_job(given, plan)]
+    job = _job(given, plan)
+    if "network" in plan.cases and job.ranks < 2:
+        raise ValueError("network -np 1: expected two ranks or more, which exchange their bytes")
+    return [job]
+
+
+def _has_any(given: argparse.Namespace, names: Collection[str]) -> bool:
+    """Return whether the command line sets one of these options."""
+    parser = _parser()
+    return any(getattr(given, name) != parser.get_default(name) for name in names)
 
 
 def _check_gpus(plan: Plan) -> None:
@@ -236,13 +258,14 @@ def _job(given: argparse.Namespace, plan: Plan) -> Job:
     if given.hosts and given.placement:
         raise ValueError("--hosts makes virtual hosts, -H names real ones: give one of them")
     hosts = given.hosts or 1
+    links = given.links or 1
     ranks = given.num_proc or max(2, hosts)
     if hosts > ranks:
         raise ValueError(f"--hosts {hosts}: more hosts than ranks (-np {ranks})")
-    if hosts == 1 and (given.rate or given.links > 1):
+    if hosts == 1 and (given.rate or links > 1):
         raise ValueError("--rate and --links are of virtual hosts: add --hosts 2")
     if hosts > 1:
-        VirtualHosts(hosts, given.rate, given.links)  # raises ValueError for wrong arguments
+        VirtualHosts(hosts, given.rate, links)  # raises ValueError for wrong arguments
     long = any("training" in case for case in given.cases)
     timeout = given.timeout or (3600.0 if long else 600.0)
     return Job(plan, ranks, hosts, given.rate, given.placement, timeout=timeout)
@@ -326,12 +349,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="LIST",
         help="such as int8,int4,int2,topk:0.01,powersgd:4,rotate:8,auto",
     )
-    add("--seconds", type=_seconds, default=3.0, help="per size, all contenders together (3)")
+    add("--seconds", type=_seconds, help=f"per size, all contenders together ({_SECONDS:g})")
     add("--timeout", type=_seconds, metavar="SECONDS", help="for a job (600; training 3600)")
     add("-H", dest="placement", metavar="host:slots,...", help="real hosts, as for perseusrun")
     add("--hosts", type=_positive, metavar="N", help="spread the ranks over N virtual hosts (root)")
     add("--rate", metavar="RATE", help="of each virtual link, such as 1gbit; default unlimited")
-    add("--links", type=_positive, default=1, metavar="K", help="links per virtual host (1)")
+    add("--links", type=_positive, metavar="K", help="links per virtual host (1)")
     add("--advise", action="store_true", help="no case: measure links, say what settings to use")
     add("--compute", type=_seconds, metavar="SECONDS", help="that a step computes (--advise)")
     add("--json", type=Path, metavar="FILE", help="write one JSON record a line")

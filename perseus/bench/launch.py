@@ -59,27 +59,28 @@ def run(job: Job, log: Callable[[str], None], on_record: Callable[[str], None]) 
     launcher, peers = _launcher(job, log)
     plan = replace(job.plan, peers=peers)
     worker = [sys.executable, "-m", "perseus.bench.worker"]
-    cores = len(os.sched_getaffinity(0))
-    threads = str(max(1, cores // job.ranks))
-    usual = {
-        **dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"), threads),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
-    warm_ups = {"topk": "LIGHT_TOPK", "powersgd": "PERSEUS_POWERSGD", "auto": "PERSEUS_POWERSGD"}
-    for label in job.plan.codecs:
-        if prefix := warm_ups.get(label.partition(":")[0]):
-            usual[f"{prefix}_WARMUP_STEPS"] = "0"  # a run is shorter than the warm-up
-    environment = {**usual, **os.environ, **job.environment}
     with _place(job) as (start, plan_of_place):
         command = [*launcher, *worker, plan_of_place(plan).to_json()]
-        process = start(command, environment)
+        process = start(command, _environment(job))
         try:
             status = _listen(process, job.timeout, log, on_record)
         finally:
             _end(process)
     if status != 0:
         raise JobError(f"the job ended with status {status}")
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """Return the launcher's environment, from which the ranks have theirs."""
+    usual = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if job.placement is None:
+        # Virtual hosts share the cores of this machine; those of real hosts perseusrun divides.
+        usual["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // job.ranks))
+    warm_ups = {"topk": "LIGHT_TOPK", "powersgd": "PERSEUS_POWERSGD", "auto": "PERSEUS_POWERSGD"}
+    for label in job.plan.codecs:
+        if prefix := warm_ups.get(label.partition(":")[0]):
+            usual[f"{prefix}_WARMUP_STEPS"] = "0"  # a run is shorter than the warm-up
+    return {**usual, **os.environ, **job.environment}
 
 
 def _launcher(job: Job, log: Callable[[str], None]) -> tuple[list[str], list[str]]:
@@ -98,8 +99,9 @@ def _launcher(job: Job, log: Callable[[str], None]) -> tuple[list[str], list[str
     if job.placement is not None:
         launcher += ["-H", job.placement]
     elif job.hosts > 1:
-        share = -(-job.ranks // job.hosts)
-        launcher += ["-H", ",".join(f"host{i}:{share}" for i in range(job.hosts))]
+        least, more = divmod(job.ranks, job.hosts)
+        shares = [least + (i < more) for i in range(job.hosts)]
+        launcher += ["-H", ",".join(f"host{i}:{share}" for i, share in enumerate(shares))]
         if job.plan.links > 1:
             names = [f"eth{link}" for link in range(job.plan.links)]
             launcher += ["--network-interface", ",".join(names)]

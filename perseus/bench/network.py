@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from perseus.run.bootstrap.addresses import interface_address, source_address
+from perseus.run.bootstrap.addresses import interface_address, named_interfaces, source_address
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +34,11 @@ def own_address() -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return the address of each interface of the job (perseusrun --network-interface).
+    """Return the address of each interface that the job names (perseusrun --network-interface).
 
     Without any, returns own_address() alone.
     """
-    names = os.environ.get("PERSEUS_GLOO_NETWORK_INTERFACE", "").split(",")
-    return [interface_address(name) for name in names if name] or [own_address()]
+    return [interface_address(name) for name in named_interfaces()] or [own_address()]
 
 
 class RawExchange:

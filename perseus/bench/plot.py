@@ -36,7 +36,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def figure(records: Sequence[Record]) -> Any:
-    """Return a matplotlib Figure with one panel for each case, number of ranks and hosts.
+    """Return a matplotlib Figure with one panel for each title, see _title().
 
     Contenders are lines on logarithmic axes, or bars. Raises ValueError without records.
     """
@@ -64,12 +64,15 @@ def figure(records: Sequence[Record]) -> Any:
 
 
 def _title(record: Record) -> str:
-    what = record.settings.get("model") or record.case
+    """Return what was measured, apart from the contender and the size, and where."""
+    settings = record.settings
+    what = " ".join(filter(None, (record.case, settings.get("model"))))
+    what += f", {settings['bucket']} buckets" if "bucket" in settings else ""
     where = f"{record.ranks} ranks"
     if record.hosts > 1:
         where += f" on {record.hosts} hosts"
         where += f", {record.rate_gbit:g} Gbit/s" if record.rate_gbit else ""
-    return f"{what}, {where}"
+    return f"{what}\n{where}"
 
 
 def _colours(records: Sequence[Record]) -> dict[str, str]:

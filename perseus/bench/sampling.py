@@ -148,11 +148,20 @@ class _Run:
         return samples
 
 
-def sent_bytes(table: Path = Path("/proc/net/dev")) -> int:
-    """Return the bytes that this host's interfaces have sent so far, without loopback."""
-    total = 0
+def sent_bytes(
+    table: Path = Path("/proc/net/dev"), interfaces: Path = Path("/sys/class/net")
+) -> int:
+    """Return the bytes that this host's interfaces have sent so far, without loopback.
+
+    What a bond, a VLAN or a bridge sends, the devices below it send and count again. So interfaces
+    with a device count alone, unless none has one, as in containers and virtual hosts.
+    """
+    sent = {}
     for line in table.read_text().splitlines()[2:]:
         name, _, counters = line.partition(":")
         if name.strip() != "lo":
-            total += int(counters.split()[8])
-    return total
+            sent[name.strip()] = int(counters.split()[8])
+    devices = [name for name in sent if (interfaces / name / "device").exists()]
+    # A process in a network of its own may see /sys of another one.
+    is_of_this_network = all((interfaces / name).exists() for name in sent)
+    return sum(sent[name] for name in (devices if devices and is_of_this_network else sent))

@@ -22,6 +22,9 @@ def main() -> int:
     plan = Plan.from_json(sys.argv[1])
     # The autotuner's trials in the first steps would distort the measurement.
     os.environ.setdefault("HOROVOD_AUTOTUNE", "0")
+    # The launcher has divided the cores among the ranks; TensorFlow reads a name of its own.
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        os.environ.setdefault("TF_NUM_INTRAOP_THREADS", threads)
     basics.init()
     if plan.advise:
         from perseus.bench import advice

@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from perseus.errors import HorovodInternalError
+from perseus.run import mpirun
+from perseus.run.job import LaunchError
 
 # Name, the framework's module, and the module of Perseus' adapter for it.
 _FRAMEWORKS = (
@@ -26,7 +28,13 @@ def report(version: str) -> str:
         ("Available Controllers", [("MPI", _found("mpi4py")), ("Gloo", native)]),
         (
             "Available Tensor Operations",
-            [("NCCL", has_nccl), ("DDL", False), ("CCL", False), ("MPI", False), ("Gloo", native)],
+            [
+                ("NCCL", has_nccl),
+                ("DDL", False),
+                ("CCL", False),
+                ("MPI", native and _has_mpirun()),
+                ("Gloo", native),
+            ],
         ),
         ("Available Transports", [("Shared memory", native), ("TCP", native)]),
         ("Available Devices", [("CPU", native), ("CUDA", has_gpus)]),
@@ -66,6 +74,15 @@ def _nccl() -> tuple[bool, str]:
     except HorovodInternalError as error:
         return False, f"No NCCL: {error}"
     return True, f"NCCL {version // 10000}.{version % 10000 // 100}.{version % 100}: {path}"
+
+
+def _has_mpirun() -> bool:
+    """Return whether `perseusrun --mpi` can start ranks, whose data may then go over its MPI."""
+    try:
+        mpirun.find()
+    except LaunchError:
+        return False
+    return True
 
 
 def _found(module: str) -> bool:

@@ -25,12 +25,12 @@ def inspect_signal() -> int:
 
     Raises ValueError for a wrong PERSEUS_INSPECT_SIGNAL.
     """
-    text = os.environ.get("PERSEUS_INSPECT_SIGNAL", "43")
+    text = os.environ.get("PERSEUS_INSPECT_SIGNAL") or "43"
     number = int(text) if text.isdecimal() else -1
     if number not in {0, signal.SIGUSR1, signal.SIGUSR2, *range(signal.SIGRTMIN, signal.NSIG)}:
         raise ValueError(
-            f"PERSEUS_INSPECT_SIGNAL={text}: expected 0, 10, 12 or a number from "
-            f"{int(signal.SIGRTMIN)} to {signal.NSIG - 1}, since others have a meaning"
+            f"PERSEUS_INSPECT_SIGNAL={text}: expected 0, 10, 12, or {int(signal.SIGRTMIN)} to "
+            f"{signal.NSIG - 1}, since others have a meaning"
         )
     return number
 

@@ -6,7 +6,8 @@ import socket
 
 import pytest
 
-from perseus.run.bootstrap.addresses import named_interface
+from perseus.run.bootstrap import addresses
+from perseus.run.bootstrap.addresses import named_interface, named_interfaces
 
 _VARIABLES = (
     "PERSEUS_GLOO_NETWORK_INTERFACE",
@@ -20,26 +21,30 @@ _VARIABLES = (
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, None),
-        ({"PERSEUS_GLOO_NETWORK_INTERFACE": " ,eth7 , eth0"}, "eth7"),
-        ({"PERSEUS_GLOO_NETWORK_INTERFACE": "", "HOROVOD_GLOO_IFACE": "eth1"}, "eth1"),
-        ({"GLOO_SOCKET_IFNAME": "ib1", "NCCL_SOCKET_IFNAME": "eth"}, "ib1"),
-        ({"NCCL_SOCKET_IFNAME": "ib,eth"}, "eth0"),
-        ({"NCCL_SOCKET_IFNAME": "eth,ib"}, "eth0"),
-        ({"NCCL_SOCKET_IFNAME": "=eth1,eth0"}, "eth1"),
-        ({"NCCL_SOCKET_IFNAME": "=eth"}, "eth"),
-        ({"NCCL_SOCKET_IFNAME": "bond"}, "bond"),
-        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, None),
-        ({"NCCL_SOCKET_IFNAME": "^=eth0"}, None),
+        ({}, []),
+        ({"PERSEUS_GLOO_NETWORK_INTERFACE": " ,eth7 , eth0"}, ["eth7", "eth0"]),
+        ({"PERSEUS_GLOO_NETWORK_INTERFACE": "", "HOROVOD_GLOO_IFACE": "eth1"}, ["eth1"]),
+        ({"GLOO_SOCKET_IFNAME": "ib1", "NCCL_SOCKET_IFNAME": "eth"}, ["ib1"]),
+        ({"NCCL_SOCKET_IFNAME": "ib,eth"}, ["eth0", "eth1"]),
+        ({"NCCL_SOCKET_IFNAME": "eth1,eth"}, ["eth1", "eth0"]),
+        ({"NCCL_SOCKET_IFNAME": "eth2"}, ["eth2"]),  # which has no address, as an error will say
+        ({"NCCL_SOCKET_IFNAME": "=eth1,eth0"}, ["eth1", "eth0"]),
+        ({"NCCL_SOCKET_IFNAME": "=eth"}, ["eth"]),
+        ({"NCCL_SOCKET_IFNAME": "bond"}, ["bond"]),
+        ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, []),
+        ({"NCCL_SOCKET_IFNAME": "^=eth0"}, []),
     ],
 )
-def test_named_interface(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: str | None
+def test_named_interfaces(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: list[str]
 ) -> None:
     for name in _VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    here = [(1, "lo"), (2, "eth1"), (3, "eth0"), (4, "docker0")]
+    here = [(1, "lo"), (2, "eth1"), (3, "eth0"), (4, "docker0"), (5, "eth2")]
     monkeypatch.setattr(socket, "if_nameindex", lambda: here)
-    assert named_interface() == expected
+    found = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "eth1": "10.1.0.1", "docker0": "172.17.0.1"}
+    monkeypatch.setattr(addresses, "_address", found.get)
+    assert named_interfaces() == expected
+    assert named_interface() == next(iter(expected), None)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from perseus.bench import __main__ as command_line
 from perseus.bench.plan import Plan
 from perseus.bench.virtual_hosts import unavailable
 
@@ -139,7 +142,16 @@ def test_peers_that_are_not_there_are_skipped_and_said(tmp_path: Path) -> None:
         (["latency", "--seconds", "-1"], "expected seconds above 0"),
         (["latency", "--framework", "jax"], "invalid choice: 'jax'"),
         (["--advise", "--framework", "tensorflow"], "--advise computes with torch"),
+        (["--advise", "--peer", "torch-gloo"], "--advise takes models, ranks, hosts and"),
+        (["--advise", "--seconds", "1"], "--advise takes models, ranks, hosts and"),
         (["-np", "4"], "name a case"),
+        (["--seconds", "3"], "name a case"),
+        (["--model", "resnet50"], "name a case"),
+        (["--peer", ""], "name a case"),
+        (["--timeout", "9"], "name a case"),
+        (["--links", "1"], "name a case"),
+        (["--compute", "1"], "name a case"),
+        (["network", "-np", "1"], "network -np 1: expected two ranks or more"),
         (["--readme", "/nonexistent/README.md"], "a directory that exists"),
         (["--readme", "no.md"], "--readme no.md: no such file"),
         (["--readme", __file__], "expected the lines <!-- bench:begin -->"),
@@ -172,6 +184,46 @@ def test_a_job_that_takes_too_long_is_ended() -> None:
     found = bench("memory", "--sizes", "256M", "--seconds", "500", "--timeout", "4", timeout=60)
     assert found.returncode == 1, found.stdout
     assert "the job was ended after 4 s" in found.stderr
+
+
+def processes_with(mark: str) -> list[str]:
+    """The numbers of the processes whose environment has this mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes():
+                found.append(process.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "perseus.bench", "memory", "--sizes", "256M"]
+    process = subprocess.Popen(
+        [*command, "--seconds", "500"],
+        env={**os.environ, "PERSEUS_BENCH_MARK": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(processes_with(str(tmp_path))) < 4:  # with perseusrun and two ranks
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert processes_with(str(tmp_path)) == []
+
+
+def test_an_interrupted_advice_has_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "run", interrupted)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert command_line.main(["--advise"]) == 128 + signal.SIGINT
 
 
 def test_a_plan_survives_its_way_to_the_ranks() -> None:

@@ -70,8 +70,9 @@ def test_a_failure_on_any_link_is_raised() -> None:
 
 
 def test_links_are_those_the_job_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PERSEUS_GLOO_NETWORK_INTERFACE", "lo,lo")
-    assert own_addresses() == ["127.0.0.1", "127.0.0.1"]
+    for name in ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "PERSEUS_GLOO_NETWORK_INTERFACE"):
+        monkeypatch.setenv(name, "lo,lo")
+        assert own_addresses() == ["127.0.0.1", "127.0.0.1"]
     monkeypatch.setenv("PERSEUS_GLOO_NETWORK_INTERFACE", "nowhere9")
     with pytest.raises(ValueError, match="nowhere9"):
         own_addresses()

@@ -94,6 +94,23 @@ def test_labels_of_sizes_do_not_touch(sizes: list[int], ticks: list[int]) -> Non
     assert plot.spread_ticks(sizes) == ticks
 
 
+def test_cases_and_buckets_have_panels_of_their_own() -> None:
+    def measured(case: str, **settings: str) -> Record:
+        settings = {"model": "resnet50", **settings}
+        return Record(case, "gloo", "allreduce", 2, 1, MIB, 1.0, 1.0, 5, True, settings=settings)
+
+    records = [
+        measured("gradients"),
+        measured("ddp", bucket="1 MiB"),
+        measured("ddp", bucket="25 MiB"),
+    ]
+    assert [axes.get_title() for axes in plot.figure(records).axes] == [
+        "gradients resnet50\n2 ranks",
+        "ddp resnet50, 1 MiB buckets\n2 ranks",
+        "ddp resnet50, 25 MiB buckets\n2 ranks",
+    ]
+
+
 def test_bandwidths_have_their_unit() -> None:
     texts = [axes_of({4: 1e-3, 64 * KIB: t}).get_legend().texts[0].get_text() for t in (1e-3, 1e-5)]
     assert texts == ["perseus (66 MB/s)", "perseus (6.6 GB/s)"]

@@ -14,6 +14,8 @@ from perseus.bench.record import Record, bus_factor, counters_match, pairwise_ra
 from perseus.bench.report import bars, results, write_page
 from perseus.bench.sizes import parse_sizes, show_bytes, show_seconds
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def record(peer: str = "perseus", median_s: float = 0.004, **changes: object) -> Record:
     fields = Record(
@@ -221,6 +223,13 @@ def test_pages_get_tables_between_their_markers(tmp_path: Path) -> None:
     assert "Not measured: virtual hosts need root." in written
     write_page("--readme", readme, text)
     assert readme.read_text() == written
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_pages_say_of_their_numbers_what_the_generator_says(page: str) -> None:
+    said = next(line for line in bars([], load_before=0.5).splitlines() if "a ratio" in line)
+    assert "beyond those of the contender `no-exchange`" in said
+    assert f"\n{said}\n" in (ROOT / page).read_text(encoding="utf-8")
 
 
 def test_only_the_page_of_bars_has_verdicts() -> None:

@@ -133,4 +133,26 @@ def test_sent_bytes_leave_loopback_out(tmp_path: Path) -> None:
         "  eth0: 100 1 0 0 0 0 0 0 2000 2 0 0 0 0 0 0\n"
         "  eth1: 100 1 0 0 0 0 0 0 30000 2 0 0 0 0 0 0\n"
     )
-    assert sent_bytes(table) == 32000
+    assert sent_bytes(table, tmp_path) == 32000
+
+
+@pytest.mark.parametrize(
+    ("devices", "others", "sent"),
+    [
+        ((), ("eth0", "eth1", "bond0", "bond0.7"), 3333),  # a container's, none with a device
+        (("eth0", "eth1"), ("bond0", "bond0.7"), 33),
+        (("eth0",), (), 3333),  # /sys of another network, which has an eth0, too
+    ],
+)
+def test_sent_bytes_count_once_below_bonds_and_vlans(
+    tmp_path: Path, devices: tuple[str, ...], others: tuple[str, ...], sent: int
+) -> None:
+    table = tmp_path / "dev"
+    sums = {"lo": 70000, "eth0": 11, "eth1": 22, "bond0": 1650, "bond0.7": 1650}
+    lines = (f"{name}: 0 0 0 0 0 0 0 0 {count} 0 0 0 0 0 0 0\n" for name, count in sums.items())
+    table.write_text("Inter-|\n face |\n" + "".join(lines))
+    for name in (*devices, *others):
+        (tmp_path / name).mkdir()
+    for name in devices:
+        (tmp_path / name / "device").mkdir()
+    assert sent_bytes(table, tmp_path) == sent

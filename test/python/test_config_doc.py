@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -35,6 +36,14 @@ def test_every_variable_of_the_table_is_documented_with_its_aliases(maker: Modul
         section = written.split(f"## {entry.name}\n")[1].split("\n## ")[0]
         assert entry.help in section
         assert all(f"`{alias}`" in section for alias in entry.aliases.split(",") if alias)
+
+
+@pytest.mark.parametrize(
+    "name", ["HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_ELASTIC_TIMEOUT", "PERSEUS_SECRET"]
+)
+def test_variables_outside_of_the_table_are_documented(name: str) -> None:
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert re.search(rf"\b{name}\b", written.split("\n## Also read\n")[1])
 
 
 def test_a_change_of_the_table_changes_the_document(maker: ModuleType) -> None:

@@ -102,6 +102,12 @@ def test_the_signal_is_the_same_everywhere() -> None:
     assert int(described["PERSEUS_INSPECT_SIGNAL"]["default"]) == inspect_signal()
 
 
+def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = inspect_signal()
+    monkeypatch.setenv("PERSEUS_INSPECT_SIGNAL", "")
+    assert inspect_signal() == usual
+
+
 def test_ranks_say_what_they_wait_for_and_go_on(tmp_path: Path) -> None:
     with hanging(tmp_path) as job:
         time.sleep(0.5)  # so that waiting has lasted for some time
@@ -175,13 +181,13 @@ def test_no_signal_asks(tmp_path: Path) -> None:
         (
             ["-np", "1", "true"],
             {"PERSEUS_INSPECT_SIGNAL": "x"},
-            "=x: expected 0, 10, 12 or a number from 34",
+            "=x: expected 0, 10, 12, or 34 to 64",
         ),
-        (["-np", "1", "true"], {"PERSEUS_INSPECT_SIGNAL": "9"}, "=9: expected 0, 10, 12 or"),
+        (["-np", "1", "true"], {"PERSEUS_INSPECT_SIGNAL": "9"}, "=9: expected 0, 10, 12, or"),
         (
             ["-np", "1", "true"],
             {"PERSEUS_INSPECT_SIGNAL": "99"},
-            "=99: expected 0, 10, 12 or a number from 34",
+            "=99: expected 0, 10, 12, or 34 to 64",
         ),
     ],
 )

@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from perseusrun_command import environment, perseusrun
 
+from perseus.run import check_build, mpirun
+from perseus.run.job import LaunchError
+from perseus.run.mpirun import Mpirun
+
 
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
@@ -94,6 +98,20 @@ def test_check_build_has_the_sections_that_scripts_look_for() -> None:
     assert {"    [X] Gloo", "    [X] CPU"} <= set(entries)
     assert ("    [X] CUDA" in entries) != lines[-2].startswith("No GPUs: [cuda] ")
     assert "Kernels for this processor: " in lines[-1]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_check_build_offers_the_operations_of_an_mpirun_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    def find() -> Mpirun:
+        if not there:
+            raise LaunchError("--mpi: there is no mpirun")
+        return Mpirun("/usr/bin/mpirun", 5)
+
+    monkeypatch.setattr(mpirun, "find", find)
+    operations = check_build.report("0.1.0").split("Available Tensor Operations:\n")[1]
+    assert f"    [{'X' if there else ' '}] MPI\n    [X] Gloo\n" in operations
 
 
 @pytest.mark.parametrize("separator", [[], ["--"]])

@@ -17,21 +17,27 @@ _NAMING = (
 )
 
 
-def named_interface() -> str | None:
-    """Return the first network interface that the user's variables name, or None.
+def named_interfaces() -> list[str]:
+    """Return the network interfaces that the user's variables name, in their order.
 
-    The rules are those of common/base/interface_choice.h: most variables list exact names. Entries
+    The rules are those of common/net/interface_choice.h: most variables list exact names. Entries
     of NCCL_SOCKET_IFNAME are prefixes of names; after a leading "=" they are exact, and after a
     leading "^" they exclude interfaces, so that none is named.
     """
     if names := _entries(setting(*_NAMING)):
-        return names[0]
+        return names
     nccl = setting("NCCL_SOCKET_IFNAME")
     entries = _entries(nccl.removeprefix("="))
-    if nccl.startswith("^") or not entries:
-        return None
+    if nccl.startswith("^"):
+        return []
     here = [] if nccl.startswith("=") else sorted(name for _, name in socket.if_nameindex())
-    return next((name for entry in entries for name in here if name.startswith(entry)), entries[0])
+    meant = dict.fromkeys(name for entry in entries for name in here if name.startswith(entry))
+    return [name for name in meant if _address(name)] or list(meant) or entries
+
+
+def named_interface() -> str | None:
+    """Return the first of named_interfaces(), or None."""
+    return next(iter(named_interfaces()), None)
 
 
 def _entries(text: str) -> list[str]:
@@ -43,16 +49,23 @@ def interface_address(name: str) -> str:
 
     Raises ValueError, which lists this host's interfaces, if it does not exist or has no address.
     """
+    address = _address(name)
+    if address is None:
+        known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
+        raise ValueError(
+            f"[rendezvous] network interface '{name}': no such interface or no IPv4 address; "
+            f"this host has {known}"
+        )
+    return address
+
+
+def _address(name: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             request = struct.pack("256s", name.encode()[:15])
             return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
         except OSError:
-            known = ", ".join(sorted(interface for _, interface in socket.if_nameindex()))
-            raise ValueError(
-                f"[rendezvous] network interface '{name}': no such interface or no IPv4 address; "
-                f"this host has {known}"
-            ) from None
+            return None
 
 
 def source_address(host: str) -> str | None:
