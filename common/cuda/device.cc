@@ -259,8 +259,7 @@ void Device::give_back(bool with_memory) {
     Handle context = nullptr;
     call.push_context(belongings->context);
     for (Byte* data : belongings->blocks) call.host_free(data);
-    for (Byte* data : belongings->device_blocks)
-      call.free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
+    for (Byte* data : belongings->device_blocks) call.free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
     if (belongings->module != nullptr) call.unload_module(belongings->module);
     for (Handle event : belongings->events) call.event_destroy(event);
     for (Handle stream : belongings->streams) call.stream_destroy(stream);

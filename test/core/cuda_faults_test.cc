@@ -148,7 +148,7 @@ TEST(CudaFaults, AKernelThatNeverEndsHoldsNobody) {
   Gpu gpu(0), other(0);
   std::atomic<bool> go{false};
   const auto operation = sum_of("alone", 1, 1000);
-  operation->reduction.prescale = 2.0;  // else it is the result
+  operation->reduction.prescale = 2.0;   // else it is the result
   DeviceCall call(*operation, 0, &gpu);  // whose memory is freed in the end
   const auto begun = std::chrono::steady_clock::now();
   run_world(all_media()[0], 1, [&](int, perseus_context* context) {

@@ -58,8 +58,9 @@ class NcclCommunicator {
   Turn turn(uint32_t stream) PERSEUS_REQUIRES(progress_lock);
   // Has NCCL taken what it was given in this turn? Then the turn ends.
   bool enqueued() PERSEUS_REQUIRES(progress_lock);
-  // Of what NCCL has taken and does not end: throws Error(kIo) where the communicator has failed. NCCL says the same of a
-  // member that has left, which it does once its part is done, and of a network that has failed: the first is over soon.
+  // Of what NCCL has taken and does not end: throws Error(kIo) where the communicator has failed. NCCL says the same of
+  // a member that has left, which it does once its part is done, and of a network that has failed: the first is over
+  // soon.
   void check() PERSEUS_REQUIRES(progress_lock);
 
   nccl::Handle handle() const PERSEUS_REQUIRES(progress_lock) { return handle_; }
