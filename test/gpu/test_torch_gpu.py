@@ -25,12 +25,14 @@ SHARES_GPUS = 23000
 BY_NCCL = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 BY_HOST = {"PERSEUS_GPU_OPERATIONS": "perseus"}
 BETWEEN_HOSTS = {"PERSEUS_TRANSPORT": "tcp"}
+BY_KERNELS = {"PERSEUS_TRANSPORT": "tcp", "PERSEUS_GPU_CODECS": "1"}
 WAYS = [
     ("cpu", {}),
     pytest.param("cpu", BETWEEN_HOSTS, marks=pytest.mark.full),
     ("cuda:0", BY_NCCL),
     ("cuda:0", BY_HOST),
     ("cuda:0", BETWEEN_HOSTS),
+    ("cuda:0", BY_KERNELS),
 ]
 
 
