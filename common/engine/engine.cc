@@ -138,6 +138,10 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   execution_settings_.auto_codecs = gradient_codecs_.auto_codecs();
   execution_settings_.log = [this](const std::string& text) { log_.write(LogLevel::kInfo, text); };
   execution_settings_.warn = [this](const std::string& text) { log_.warning(text); };
+  execution_settings_.poll = [this]() PERSEUS_REQUIRES(progress_lock) {
+    const bool woken = waker_->take_events();
+    for (auto& transport : transports_) transport->poll(woken);
+  };
   execution_settings_.topology = &topology_;
   execution_settings_.silent_ns = [this](int rank) PERSEUS_REQUIRES(progress_lock) {
     return now_ns() - route_[rank]->last_alive_ns(rank);

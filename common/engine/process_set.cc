@@ -88,6 +88,7 @@ NcclSettings ProcessSet::nccl_settings(const ExecutionSettings& settings) const 
   nccl.library = settings.nccl_library;
   nccl.of_whom = gpu_operations_ == GpuOperations::kNccl ? "of all hosts" : "of this host";
   nccl.join_ns = settings.timeout_ns / 2;
+  nccl.poll = settings.poll;
   // Ranks of a host mostly have the same reason, so one of them gives it.
   nccl.log = [this, warn = settings.warn](const std::string& text) {
     if (levels().inner_me == 0) warn(text);

@@ -47,6 +47,7 @@ struct ExecutionSettings {
   bool gpu_codecs = false;                                 // GPUs encode what stays on them for that
   std::string nccl_library;                                // see nccl::Library::get()
   std::function<void(const std::string& text)> warn;
+  std::function<void()> poll;                  // looks for bytes of peers, for who waits for them outside of a pass
   Residuals* residuals = nullptr;              // none = nothing is held back
   BucketObserver* observer = nullptr;          // none = nobody looks at buckets
   ThreadPool* threads = &ThreadPool::none();   // that encode and decode

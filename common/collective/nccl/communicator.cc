@@ -335,6 +335,7 @@ void NcclCommunicator::take_leave() noexcept {
     letters_->send_to_all(farewell);
     left_[static_cast<size_t>(me())] = true;
     for (const int64_t deadline = now_ns() + kPatience; now_ns() < deadline;) {
+      settings_.poll();
       letters_->flush();
       read();
       if (all(left_)) return;

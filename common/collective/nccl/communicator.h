@@ -25,6 +25,7 @@ struct NcclSettings {
   std::string library;                               // see nccl::Library::get()
   std::string of_whom;                               // "of this host": for messages
   int64_t join_ns = 0;                               // that joining may take; 0 = any time
+  std::function<void()> poll;                        // looks for letters, for who waits for them
   std::function<void(const std::string& text)> log;  // for why NCCL is not used
 };
 
