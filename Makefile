@@ -268,7 +268,7 @@ $(NVCC): .ci/requirements-nvcc.txt | packages-build
 	$(PYTHON) $(PIP_INSTALL) --no-deps --upgrade --target .venv/nvcc -r $<
 	@touch $@
 
-ptx: $(NVCC)  ## the kernels for GPUs, compiled into common/cuda/kernels.ptx.inc
+ptx: $(NVCC)  ## the kernels for GPUs, of common/cuda/*.cu, compiled into .ptx.inc files
 	$(PYTHON) .ci/compile_kernels.py $(NVCC)
 
 lint: build $(VENV)/.test $(NVCC)  ## layers, comments, commit messages, kernels, ruff, mypy --strict, clang-format

@@ -43,6 +43,8 @@ class Operation {
   virtual void roll_back(const std::vector<bool>& /*began*/) PERSEUS_REQUIRES(progress_lock) {}
   // Does the Waker report that it can go on? Otherwise somebody must look again soon.
   virtual bool wakes() const PERSEUS_REQUIRES(progress_lock) { return true; }
+  // Does it wait for a GPU of this rank, and for no member?
+  virtual bool computes() const PERSEUS_REQUIRES(progress_lock) { return false; }
   // Members whose bytes this one waits for, or that do not take its own: for messages.
   virtual std::vector<int> waiting_for() const PERSEUS_REQUIRES(progress_lock) = 0;
 };

@@ -35,6 +35,7 @@ class HierarchicalGroup final : public Group, private Operation {
   bool agreed() const override PERSEUS_REQUIRES(progress_lock) { return !first_ || waits_ || current_->agreed(); }
   void roll_back(const std::vector<bool>& began) override PERSEUS_REQUIRES(progress_lock);
   bool wakes() const override PERSEUS_REQUIRES(progress_lock) { return done_ || (!waits_ && current_->wakes()); }
+  bool computes() const override PERSEUS_REQUIRES(progress_lock) { return !done_ && waits_; }
   std::vector<int> waiting_for() const override PERSEUS_REQUIRES(progress_lock);
 
   Group& group_for(Level level, const Work& work) PERSEUS_REQUIRES(progress_lock);

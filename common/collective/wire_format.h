@@ -60,8 +60,8 @@ class WireFormat {
     return encode(chunk.x, chunk.residual, chunk.count, 0, to);
   }
 
-  // Of formats that GPUs know, too (cuda/kernels.cu). What one has encoded instead of encode(): writes to `to` what
-  // encode() would have, and returns how many bytes that took.
+  // Of formats that GPUs know, too (cuda/chunk_kernels.cu). What one has encoded instead of encode(): writes to `to`
+  // what encode() would have, and returns how many bytes that took.
   virtual size_t take_over(const Byte* encoded, float* residual, size_t count, Byte* to) const {
     uint32_t bytes;
     std::memcpy(&bytes, encoded, sizeof bytes);

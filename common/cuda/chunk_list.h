@@ -36,9 +36,8 @@ struct ChunkList {
   static constexpr uint32_t kMost = 100;
   uint32_t count;  // runs
   ChunkForm form;
-  float scale;  // of kFloat16; 0 = of each chunk's own, from
+  float scale;  // of kFloat16; 0 = of each chunk's own
   uint32_t unused;
-  uint64_t largest;  // on the device: two magnitudes of each share, the second of what is finite
   ChunkRun runs[kMost];
 };
 static_assert(sizeof(ChunkList) <= 4096, "CUDA before 12.1 takes no more");

@@ -23,9 +23,12 @@ constexpr const char* kWorkBefore = "the work on a GPU's stream before a tensor 
 constexpr int64_t kAskAgain = 10 * kMicrosecond;
 constexpr int64_t kPatience = kSecond;  // for copies under way when a device is given up
 
-// What kernels.cu is for whatever device: its driver compiles the rest, and keeps that for the next time.
-constexpr const char kSource[] =
+// What kernels are for whatever device: its driver compiles the rest, and keeps that for the next time.
+constexpr const char kCopySource[] =
 #include "cuda/kernels.ptx.inc"
+    ;
+constexpr const char kChunkSource[] =
+#include "cuda/chunk_kernels.ptx.inc"
     ;
 
 // Ordered as Kernel.
@@ -168,28 +171,41 @@ Device::Device(int index) : driver_(Driver::get()), index_(index) {
   for (Handle* stream : {&to_host_, &to_device_, &fetching_})
     driver_.check(driver_.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                   "cuStreamCreateWithPriority");
-  load_kernels();
+  CopyList nothing;
+  nothing.count = nothing.unused = 0;
+  no_kernels_ = load_kernels(kCopySource, {Kernel::kCopy}, &nothing, &module_);
   const MutexLock giving(giving_), lock(order_);
   for (Burst* burst : {&burst_, &given_}) burst->ready = take_event();
 }
 
-// Now: drivers put it off to the first launch, and may then wait for all that the device does, which can be a kernel of
-// NCCL that waits for another rank.
-void Device::load_kernels() {
+// Launches each, too: drivers put off loading to the first launch, and may then wait for all that the device does,
+// which can be a kernel of NCCL that waits for another rank.
+std::string Device::load_kernels(const char* source, std::initializer_list<Kernel> kernels, void* nothing,
+                                 Handle* module) {
   try {
-    driver_.check(driver_.call().load_module(&module_, kSource), "cuModuleLoadData");
-    for (size_t i = 0; i < kKernels; ++i)
-      driver_.check(driver_.call().find_function(&kernels_[i], module_, kNames[i]), "cuModuleGetFunction");
-    CopyList no_copies;
-    no_copies.count = no_copies.unused = 0;
-    launch(Kernel::kCopy, 1, &no_copies, to_device_);
-    ChunkList no_chunks;
-    no_chunks.count = no_chunks.unused = 0;
-    for (const Kernel kernel : {Kernel::kLargest, Kernel::kEncodeHalves, Kernel::kEncodeIntegers, Kernel::kDecode})
-      launch(kernel, 1, &no_chunks, to_device_);
+    driver_.check(driver_.call().load_module(module, source), "cuModuleLoadData");
+    for (const Kernel kernel : kernels) {
+      const auto number = static_cast<size_t>(kernel);
+      driver_.check(driver_.call().find_function(&kernels_[number], *module, kNames[number]), "cuModuleGetFunction");
+      launch(kernel, 1, nothing, to_device_);
+    }
   } catch (const Error& error) {
-    no_kernels_ = error.what();
+    return error.what();
   }
+  return "";
+}
+
+bool Device::encodes() {
+  std::call_once(chunk_kernels_loaded_, [this] {
+    const Current current(*this);
+    ChunkList nothing;
+    nothing.count = nothing.unused = 0;
+    const std::string why_not =
+        load_kernels(kChunkSource, {Kernel::kLargest, Kernel::kEncodeHalves, Kernel::kEncodeIntegers, Kernel::kDecode},
+                     &nothing, &chunk_module_);
+    encodes_ = why_not.empty();
+  });
+  return encodes_;
 }
 
 void Device::launch(Kernel kernel, uint32_t blocks, void* list, Handle stream) const {
@@ -234,8 +250,8 @@ Device::~Device() {
 void Device::give_back(bool with_memory) {
   struct Belongings {
     std::vector<Byte*> blocks, device_blocks;
-    std::vector<Handle> events, streams;
-    Handle context = nullptr, module = nullptr;
+    std::vector<Handle> events, streams, modules;
+    Handle context = nullptr;
     Ordinal ordinal = 0;
     std::mutex mutex;
     std::condition_variable changed;
@@ -251,7 +267,7 @@ void Device::give_back(bool with_memory) {
     if (with_memory) {
       for (const auto& [bytes, data] : blocks_) belongings->blocks.push_back(data);
       for (const auto& [bytes, data] : device_blocks_) belongings->device_blocks.push_back(data);
-      belongings->module = module_;
+      belongings->modules = {module_, chunk_module_};
     }
   }
   std::thread([belongings] {
@@ -260,7 +276,8 @@ void Device::give_back(bool with_memory) {
     call.push_context(belongings->context);
     for (Byte* data : belongings->blocks) call.host_free(data);
     for (Byte* data : belongings->device_blocks) call.free(static_cast<Address>(reinterpret_cast<uintptr_t>(data)));
-    if (belongings->module != nullptr) call.unload_module(belongings->module);
+    for (Handle module : belongings->modules)
+      if (module != nullptr) call.unload_module(module);
     for (Handle event : belongings->events) call.event_destroy(event);
     for (Handle stream : belongings->streams) call.stream_destroy(stream);
     call.pop_context(&context);
@@ -276,14 +293,16 @@ void Device::give_back(bool with_memory) {
 void Device::collect(std::vector<Retiring>* over) {
   const auto busy = [](const Retiring& retiring) {
     try {
-      return !retiring.event->happened();
+      for (const auto* event : {&retiring.event, &retiring.other})
+        if (*event && !(*event)->happened()) return true;
+      return false;
     } catch (const Error&) {
       return false;  // nothing happens on this device any more
     }
   };
   const auto first = std::stable_partition(retiring_.begin(), retiring_.end(), busy);
   for (auto retiring = first; retiring != retiring_.end(); ++retiring) {
-    blocks_.emplace(retiring->block.bytes, retiring->block.data);
+    if (retiring->block.data != nullptr) blocks_.emplace(retiring->block.bytes, retiring->block.data);
     over->push_back(std::move(*retiring));
   }
   retiring_.erase(first, retiring_.end());
@@ -336,10 +355,15 @@ Device::Block Device::allocate(size_t bytes) {
   return Block{static_cast<Byte*>(memory), wanted};
 }
 
-void Device::free(const Block& block, std::shared_ptr<const Event> event) {
+void Device::free(const Block& block, std::shared_ptr<const Event> event, std::shared_ptr<const Event> other) {
   const MutexLock lock(mutex_);
-  if (!event) blocks_.emplace(block.bytes, block.data);
-  else retiring_.push_back({block, std::move(event)});
+  if (!event && !other) blocks_.emplace(block.bytes, block.data);
+  else retiring_.push_back({block, std::move(event), std::move(other), nullptr});
+}
+
+void Device::keep(std::shared_ptr<const void> used, std::shared_ptr<const Event> event) {
+  const MutexLock lock(mutex_);
+  retiring_.push_back({Block(), std::move(event), nullptr, std::move(used)});
 }
 
 Device::Block Device::allocate_on_device(size_t bytes) {
@@ -393,6 +417,24 @@ void Device::give_event(Handle event) {
 size_t Device::pinned_bytes() const {
   const MutexLock lock(mutex_);
   return pinned_;
+}
+
+std::shared_ptr<Byte> LastingMemory::allocate(Device* device, size_t bytes) {
+  constexpr size_t kShared = 1024 * 1024, kLine = 64;
+  const auto whole = [device](size_t size) {
+    const Device::Current current(*device);
+    const Device::Block block = device->allocate(size);
+    return std::shared_ptr<Byte>(block.data, [device, block](Byte*) { device->free(block, nullptr); });
+  };
+  if (bytes > kShared / 4) return whole(bytes);
+  if (shared_ == nullptr || device_ != device || used_ + bytes > kShared) {
+    shared_ = whole(kShared);
+    device_ = device;
+    used_ = 0;
+  }
+  Byte* const piece = shared_.get() + used_;
+  used_ += (bytes + kLine - 1) / kLine * kLine;
+  return std::shared_ptr<Byte>(shared_, piece);
 }
 
 Byte* DeviceMemory::at_least(size_t bytes, Device* device) {

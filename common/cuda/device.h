@@ -6,8 +6,10 @@
 #include <atomic>
 #include <cstddef>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -65,7 +67,7 @@ class Copies {
   size_t total_ = 0;
 };
 
-// Of kernels.cu. All but the first have a ChunkList.
+// Of kernels.cu, with a CopyList, and of chunk_kernels.cu, with a ChunkList.
 enum class Kernel : uint8_t { kCopy, kLargest, kEncodeHalves, kEncodeIntegers, kDecode };
 constexpr size_t kKernels = 5;
 
@@ -92,9 +94,11 @@ class Device {
   };
 
   int index() const { return index_; }
-  // Does the driver have our kernels? All or none of them; and why not.
+  // Does the driver have our kernel that copies? And why not.
   bool has_kernels() const { return no_kernels_.empty(); }
   const std::string& no_kernels() const { return no_kernels_; }
+  // The same of those for chunks, which the first call loads.
+  bool encodes();
   // With so many blocks of kBlockThreads. The device must be current.
   void launch(Kernel kernel, uint32_t blocks, void* list, Handle stream) const;
   // 16 bytes by which every process of a host tells GPUs apart.
@@ -116,8 +120,10 @@ class Device {
     size_t bytes = 0;
   };
   Block allocate(size_t bytes);
-  // The block is free once the event has happened; null = it is.
-  void free(const Block& block, std::shared_ptr<const Event> event);
+  // The block is free once both events have happened; null = it is.
+  void free(const Block& block, std::shared_ptr<const Event> event, std::shared_ptr<const Event> other = nullptr);
+  // Until the event has happened.
+  void keep(std::shared_ptr<const void> used, std::shared_ptr<const Event> event);
   // Memory of the device. The driver would wait for all that the device does before it freed any, so what is given back
   // serves again. The device must be current.
   Block allocate_on_device(size_t bytes);
@@ -155,14 +161,16 @@ class Device {
   friend class Event;
   struct Retiring {
     Block block;
-    std::shared_ptr<const Event> event;
+    std::shared_ptr<const Event> event, other;  // null = happened
+    std::shared_ptr<const void> used;           // instead of a block
   };
-  void load_kernels();
+  // Gives the reason where the driver cannot have them.
+  std::string load_kernels(const char* source, std::initializer_list<Kernel> kernels, void* nothing, Handle* module);
   void give_back(bool with_memory);
   // An event without timing.
   Handle take_event();
   void give_event(Handle event);
-  // Makes blocks free whose events have happened, which it appends: who destroys them must not hold the mutex.
+  // Makes free what waits for events that have happened, and appends it: who destroys that must not hold the mutex.
   void collect(std::vector<Retiring>* over) PERSEUS_REQUIRES(mutex_);
   // A free one of about so many bytes; null = there is none.
   Block take_block(size_t bytes) PERSEUS_EXCLUDES(mutex_);
@@ -172,8 +180,10 @@ class Device {
   const int index_;
   Ordinal ordinal_ = 0;
   Handle context_ = nullptr, to_host_ = nullptr, to_device_ = nullptr, fetching_ = nullptr;
-  Handle module_ = nullptr;
+  Handle module_ = nullptr, chunk_module_ = nullptr;
   std::array<Handle, kKernels> kernels_{};
+  std::once_flag chunk_kernels_loaded_;
+  bool encodes_ = false;  // set with it
   std::string no_kernels_;
   std::atomic<bool> given_up_{false};
   mutable Mutex mutex_;
@@ -188,6 +198,18 @@ class Device {
   size_t pinned_ PERSEUS_GUARDED_BY(mutex_) = 0;
 };
 
+// Page-locked memory that lasts as long as who has it: small pieces share a block. Belongs to one thread at a time.
+class LastingMemory {
+ public:
+  // Of that device, which outlives it. Throws as Device::allocate() does.
+  std::shared_ptr<Byte> allocate(Device* device, size_t bytes);
+
+ private:
+  Device* device_ = nullptr;
+  std::shared_ptr<Byte> shared_;
+  size_t used_ = 0;
+};
+
 // Memory of a device that grows to what is asked for. Belongs to one thread at a time.
 class DeviceMemory {
  public:
@@ -199,7 +221,6 @@ class DeviceMemory {
   // At least so many bytes; what was there is lost where it grows. The device, always the same one, must be current and
   // outlive this, and nothing may be under way with what was given before.
   Byte* at_least(size_t bytes, Device* device);
-  const Byte* data() const { return block_.data; }
   size_t bytes() const { return block_.bytes; }
 
  private:

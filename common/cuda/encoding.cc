@@ -18,7 +18,8 @@ void Encoding::start(ChunkForm form, float scale) {
   scale_ = scale;
 }
 
-void Encoding::add(Staging* staging, size_t tensor, size_t begin, size_t bytes, float* residual, float carry) {
+void Encoding::add(Staging* staging, size_t tensor, size_t begin, size_t bytes, float* residual,
+                   std::shared_ptr<const void> owner, float carry) {
   Device* const device = &staging->of();
   auto part = std::find_if(parts_.begin(), parts_.end(),
                            [device](const std::unique_ptr<Part>& each) { return each->device == device; });
@@ -26,14 +27,13 @@ void Encoding::add(Staging* staging, size_t tensor, size_t begin, size_t bytes, 
     part = parts_.insert(parts_.end(), std::make_unique<Part>());
     (*part)->device = device;
   }
-  Run run{staging, tensor, bytes, ChunkRun(), address_of(staging->device_out(tensor) + begin)};
+  Run run{staging, tensor, bytes, ChunkRun(), address_of(staging->device_out(tensor) + begin), std::move(owner)};
   run.chunks.x = address_of(staging->device_in(tensor) + begin);
   run.chunks.residual = address_of(residual);
   run.chunks.slots = address_of(staging->slots(tensor, begin));
   run.chunks.count = static_cast<uint32_t>(bytes / sizeof(float));
   run.chunks.carry = carry;
-  (*part)->runs.push_back(run);
-  (*part)->shares += shares_of(run.chunks.count);
+  (*part)->runs.push_back(std::move(run));
 }
 
 bool Encoding::encoded() {
@@ -43,13 +43,11 @@ bool Encoding::encoded() {
       Device& device = *part->device;
       const Device::Current current(device);
       const bool halves = form_ == ChunkForm::kFloat16 || form_ == ChunkForm::kBFloat16;
-      if (form_ == ChunkForm::kFloat16 && scale_ == 0) {
-        part->largest.at_least(part->shares * 2 * sizeof(uint32_t), &device);
+      if (form_ == ChunkForm::kFloat16 && scale_ == 0)
         launch(*part, {Kernel::kLargest, Kernel::kEncodeHalves}, device.fetching(), false);
-      } else {
-        launch(*part, {halves ? Kernel::kEncodeHalves : Kernel::kEncodeIntegers}, device.fetching(), false);
-      }
+      else launch(*part, {halves ? Kernel::kEncodeHalves : Kernel::kEncodeIntegers}, device.fetching(), false);
       part->encoded = device.record(device.fetching());
+      for (const Run& run : part->runs) run.staging->note_encoding(part->encoded);
     }
   }
   return std::all_of(parts_.begin(), parts_.end(),
@@ -69,12 +67,10 @@ void Encoding::launch(const Part& part, std::initializer_list<Kernel> kernels, H
   list.count = list.unused = 0;
   list.form = form_;
   list.scale = scale_;
-  list.largest = address_of(part.largest.data());
   uint32_t shares = 0;
   const auto flush = [&] {
     if (shares == 0) return;
     for (const Kernel kernel : kernels) part.device->launch(kernel, shares / kSharesInBlock, &list, stream);
-    list.largest += shares * 2 * sizeof(uint32_t);
     list.count = shares = 0;
   };
   for (const Run& run : part.runs) {
@@ -89,13 +85,9 @@ void Encoding::launch(const Part& part, std::initializer_list<Kernel> kernels, H
 }
 
 void Encoding::clear() {
-  for (const std::unique_ptr<Part>& part : parts_) {
-    try {
-      if (part->encoded && !part->encoded->happened()) part->encoded->wait();
-    } catch (const std::exception&) {
-      // The device has failed: it touches nothing any more.
-    }
-  }
+  for (const std::unique_ptr<Part>& part : parts_)
+    for (Run& run : part->runs)
+      if (part->encoded && run.owner) part->device->keep(std::move(run.owner), part->encoded);
   parts_.clear();
   begun_ = false;
 }

@@ -21,16 +21,17 @@ class Encoding {
 
   // Begins anew. `scale`: of float16, 0 = of each chunk's own.
   void start(ChunkForm form, float scale);
-  // A part of a tensor: whole chunks, but for its end. `residual`: of its elements, in page-locked memory, where the
-  // form is one of integers.
-  void add(Staging* staging, size_t tensor, size_t begin, size_t bytes, float* residual, float carry);
+  // A part of a tensor: whole chunks, but for its end. `residual`: of its elements, in page-locked memory that belongs
+  // to `owner`, where the form is one of integers.
+  void add(Staging* staging, size_t tensor, size_t begin, size_t bytes, float* residual,
+           std::shared_ptr<const void> owner, float carry);
   bool empty() const { return parts_.empty(); }
   // Is everything in the slots? Devices begin with the first call, when what they encode has been computed. Throws
   // Error(kIo) where a device has failed.
   bool encoded();
   // Instead of them, the slots have results, which devices decode into the tensors.
   void decode();
-  // Waits for what may still be encoded.
+  // What may still be encoded keeps its slots and residuals until then.
   void clear();
 
  private:
@@ -39,13 +40,12 @@ class Encoding {
     size_t tensor, bytes;
     ChunkRun chunks;
     uint64_t out;
+    std::shared_ptr<const void> owner;  // of the residual
   };
   // What one device does.
   struct Part {
     Device* device;
     std::vector<Run> runs;
-    size_t shares = 0;
-    DeviceMemory largest;
     std::shared_ptr<const Event> encoded;
   };
   void launch(const Part& part, std::initializer_list<Kernel> kernels, Handle stream, bool to_tensors) const;

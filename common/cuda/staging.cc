@@ -35,7 +35,7 @@ void Staging::give_back_block() {
   // The last event comes after all copies that use the block.
   std::shared_ptr<const Event> last = stored_;
   if (!last && !marks_.empty()) last = marks_.back().event;
-  device_.free(block_, std::move(last));
+  device_.free(block_, std::move(last), std::move(encoded_));
   block_ = Device::Block();
 }
 

@@ -67,6 +67,8 @@ class Staging {
 
   // Adds a part of tensor i, if that is written, to what is copied to its device.
   void store(size_t i, size_t begin, size_t bytes, Copies* copies);
+  // A device writes to slots until then. One stream does that, for all.
+  void note_encoding(std::shared_ptr<const Event> until) { encoded_ = std::move(until); }
   // Our stream to the device writes so much of tensor i by itself.
   void wrote(size_t i, size_t bytes);
   Device& of() const { return device_; }
@@ -110,7 +112,7 @@ class Staging {
   mutable size_t happened_ = 0;  // marks
   bool kept_ = false, encodes_ = false;
   bool stores_ = false;  // something
-  std::shared_ptr<const Event> stored_;
+  std::shared_ptr<const Event> stored_, encoded_;
 };
 
 // Which memory of a device parts of images stand for, of tensors that were kept there; without images, which of them.

@@ -362,7 +362,7 @@ bool Engine::may_be_encoded(const Submission& s, const CompressionTerms& compres
   if (!execution_settings_.gpu_codecs || s.kind != Kind::kAllreduce || looks_at(s) || compression.inside) return false;
   const auto floats = [](const Submission::Tensor& tensor) { return tensor.dtype == DType::kFloat32; };
   return encoded_by_gpus(compression.codec.kind) && s.prescale == 1.0 && s.refusal == nullptr && group->spans_hosts() &&
-         std::all_of(s.tensors, s.tensors + s.tensor_count, floats) && devices_.at(device).has_kernels();
+         std::all_of(s.tensors, s.tensors + s.tensor_count, floats) && devices_.at(device).encodes();
 }
 
 // An image is reduced, spread or sent like any tensor of a CPU. NaN checks and sums over steps read it now, so they

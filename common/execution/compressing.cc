@@ -44,7 +44,7 @@ cuda::ChunkForm form_of(CodecKind kind) {
 // page-locked memory for that.
 bool Execution::encodes_on_device(Entry* entry) {
   const Description& d = entry->description;
-  if (!settings_.gpu_codecs || !entry->staging->of().has_kernels()) return false;
+  if (!settings_.gpu_codecs || !entry->staging->of().encodes()) return false;
   if (d.prescale != 1.0 || d.flush != Flush::kNone || d.compression.inside) return false;
   size_t tensors = 0, with_residual = 0;
   for (size_t i = 0; i < d.tensors.size(); ++i) {
@@ -64,15 +64,13 @@ bool Execution::encodes_on_device(Entry* entry) {
 }
 
 // False where there is no memory for that.
-bool Execution::lock_pages(Entry* entry) const {
+bool Execution::lock_pages(Entry* entry) {
   Residuals::Record& record = *entry->residuals.operator->();
   if (record.page_locked) return true;
-  cuda::Device* const device = &entry->staging->of();
   try {
-    const cuda::Device::Current current(*device);
-    const cuda::Device::Block block = device->allocate(2 * record.begins.back() * sizeof(float));
-    record.move_to(std::shared_ptr<float[]>(reinterpret_cast<float*>(block.data),
-                                            [device, block](float*) { device->free(block, nullptr); }));
+    const std::shared_ptr<Byte> memory =
+        page_locked_.allocate(&entry->staging->of(), 2 * record.begins.back() * sizeof(float));
+    record.move_to(std::shared_ptr<float[]>(memory, reinterpret_cast<float*>(memory.get())));
   } catch (const Error&) {
     return false;
   }
@@ -127,9 +125,9 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
       if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
         bucket.residuals.push_back(entry->residuals);
     }
-    if (on_device)
-      bucket.encoding.add(entry->staging.get(), tensor, begin, size, format->keeps_residual() ? run.residual : nullptr,
-                          run.carry);
+    if (on_device && format->keeps_residual())
+      bucket.encoding.add(entry->staging.get(), tensor, begin, size, run.residual, entry->residuals->memory, run.carry);
+    else if (on_device) bucket.encoding.add(entry->staging.get(), tensor, begin, size, nullptr, nullptr, 1.0F);
     all_stages.add(run);
   }
 }

@@ -139,6 +139,7 @@ void Execution::roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       bucket.entries.clear();
       bucket.residuals.clear();
       bucket.images.clear();
+      bucket.encoding.clear();
       if (i > 0 || stream.operation == nullptr) continue;
       stream.operation->roll_back(bucket.begun_by);
       stream.open = false;
@@ -188,7 +189,7 @@ void Execution::report_silence(const Stream& stream) const {
     if (settings_.silent_ns(rank) > settings_.timeout_ns / 2) dead += (dead.empty() ? "" : ", ") + std::to_string(rank);
   }
   if (!dead.empty()) who = dead;
-  if (who.empty())
+  if (stream.operation->computes())
     fail(ErrorKind::kTimeout, "[cuda] this rank's GPU has not encoded gradients for " +
                                   std::to_string(settings_.timeout_ns / kSecond) + " s (GLOO_TIMEOUT_SECONDS)");
   const std::vector<Entry*>& entries = stream.queue.front()->entries;

@@ -175,7 +175,7 @@ class Execution {
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce that stay on their device here encoded by it? Other ranks need not know.
   bool encodes_on_device(Entry* entry) PERSEUS_REQUIRES(progress_lock);
-  bool lock_pages(Entry* entry) const PERSEUS_REQUIRES(progress_lock);
+  bool lock_pages(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce, which stay on their devices, reduced there?
   bool reduces_on_device(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   void place(Entry* entry) PERSEUS_REQUIRES(progress_lock);
@@ -245,8 +245,9 @@ class Execution {
   LinkCost link_cost_ PERSEUS_GUARDED_BY(progress_lock);
   std::vector<std::pair<CodecSpec, std::unique_ptr<WireFormat>>> formats_ PERSEUS_GUARDED_BY(progress_lock);
   const WholeFormat whole_;
-  std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);      // of one entry's tensors
-  std::vector<CodecSpec> codecs_ PERSEUS_GUARDED_BY(progress_lock);  // likewise
+  cuda::LastingMemory page_locked_ PERSEUS_GUARDED_BY(progress_lock);  // of what is held back of gradients on GPUs
+  std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);        // of one entry's tensors
+  std::vector<CodecSpec> codecs_ PERSEUS_GUARDED_BY(progress_lock);    // likewise
 
   std::unique_ptr<LinkProbe> probe_ PERSEUS_GUARDED_BY(progress_lock);  // under way
   // For it: what each round made ready, which is never fused with the next.

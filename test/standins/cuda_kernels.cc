@@ -1,4 +1,4 @@
-// The kernels of common/cuda/kernels.cu for the stand-in's streams: compiled for the host, where the threads of a grid
+// The kernels of common/cuda/*.cu for the stand-in's streams: compiled for the host, where the threads of a grid
 // take turns, in an order that kernels must not count on.
 #include <algorithm>
 #include <atomic>
@@ -37,6 +37,7 @@ struct uint4 {
 #define __grid_constant__
 #define __launch_bounds__(threads)
 #define PERSEUS_TRANSLATED translated
+#include "cuda/chunk_kernels.cu"
 #include "cuda/kernels.cu"
 
 namespace {
