@@ -334,6 +334,9 @@ void Context::make_room(int remote) {
   constexpr size_t kOwn = 64, kOfNeighbour = 2, kOfEveryPeer = 1;
   // A control connection, and links: of each stream, of which the tuner tries twice as many, and for agreements.
   const size_t of_remote = 3 + 2 * static_cast<size_t>(config_.integer(Var::kStreams));
+  // On their way between all pairs of this host at once, to which the limit applies, too: where it is too low for that,
+  // they wait for each other.
+  static_cast<void>(make_room_for_descriptors(static_cast<size_t>(ranks_here_) * static_cast<size_t>(ranks_here_)));
   const std::string missing = make_room_for_descriptors(kOwn + kOfEveryPeer * static_cast<size_t>(world_.size) +
                                                         kOfNeighbour * static_cast<size_t>(ranks_here_) +
                                                         of_remote * static_cast<size_t>(remote));

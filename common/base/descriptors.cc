@@ -35,11 +35,13 @@ size_t open_descriptors() {
 std::string error_text(int error) {
   std::string text = std::strerror(error);
   if (error == ENFILE) return text + ": the whole machine has no descriptor left; raise sysctl fs.file-max";
-  if (error != EMFILE) return text;
+  if (error != EMFILE && error != ETOOMANYREFS) return text;
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);
-  return text + ": this process has opened all of the " + std::to_string(limit.rlim_cur) +
-         " descriptors that its limit allows (hard limit " + std::to_string(limit.rlim_max) + "); " + kRemedy;
+  const std::string allowed = std::to_string(limit.rlim_cur) + " descriptors that its limit allows (hard limit " +
+                              std::to_string(limit.rlim_max) + "); " + kRemedy;
+  if (error == EMFILE) return text + ": this process has opened all of the " + allowed;
+  return text + ": processes of this user have more on their way to each other than the " + allowed;
 }
 
 std::string make_room_for_descriptors(size_t more) {

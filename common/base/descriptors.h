@@ -7,8 +7,8 @@
 
 namespace perseus {
 
-// What an error number means, as messages say it. When it is a shortage of descriptors: whose limit it is, how high it
-// is and how to raise it.
+// What an error number means, as messages say it. When it is a shortage of descriptors, open ones or such as are on
+// their way between processes: whose limit it is, how high it is and how to raise it.
 std::string error_text(int error);
 
 // Raises the soft limit so that `more` descriptors can be opened beside those that are open, as far as the hard limit

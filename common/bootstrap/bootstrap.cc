@@ -1,13 +1,13 @@
 // One way to agree on a store for each launcher.
 #include "bootstrap/bootstrap.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <iterator>
 #include <sstream>
 
 #include "base/clock.h"
@@ -15,6 +15,7 @@
 #include "bootstrap/launcher_space.h"
 #include "net/addresses.h"
 #include "net/auth.h"
+#include "net/poller.h"
 
 namespace perseus {
 namespace {
@@ -60,24 +61,39 @@ std::string without_spaces(std::string text) {
   return text;
 }
 
-std::string secret_of_file(const std::string& path) {
+// It may be a pipe: opening it waits for nobody, and reading it no longer than a start may take.
+std::string secret_of_file(const std::string& path, int64_t limit_s) {
   const auto refuse = [&path](const std::string& why) {
     fail(ErrorKind::kInvalidArgument, "[rendezvous] PERSEUS_SECRET_FILE='" + path + "': " + why);
   };
+  const Socket file([&path] { return ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC); });
   struct stat status{};
-  if (::stat(path.c_str(), &status) != 0) refuse(std::strerror(errno));
+  if (!file || ::fstat(file.fd(), &status) != 0) refuse(std::strerror(errno));
   if (S_ISDIR(status.st_mode)) refuse(std::strerror(EISDIR));
-  std::ifstream file(path, std::ios::binary);
-  if (!file) refuse(std::strerror(errno));
   if ((status.st_mode & (S_IRWXG | S_IRWXO)) != 0) refuse("others may read it; chmod 600 it");
-  return without_spaces(std::string(std::istreambuf_iterator<char>(file), {}));
+  const int64_t deadline = now_ns() + limit_s * kSecond;
+  std::string text;
+  for (char data[4096];;) {
+    if (wait_for(file.fd(), POLLIN, deadline, {}) == Wait::kTimeout)
+      refuse("a pipe whose end did not come within " + std::to_string(limit_s) +
+             " s (HOROVOD_START_TIMEOUT): let what writes the secret close it, or name a file");
+    const ssize_t n = ::read(file.fd(), data, sizeof data);
+    if (n == 0) return without_spaces(std::move(text));
+    if (n > 0) text.append(data, static_cast<size_t>(n));
+    else if (errno != EAGAIN && errno != EINTR) refuse(std::strerror(errno));
+  }
 }
 
-// That of PERSEUS_SECRET_FILE, else of PERSEUS_SECRET, else "".
+bool gives_secret(const Environment& environment, const Config& config) {
+  return config.is_set(Var::kSecretFile) || !environment("PERSEUS_SECRET").empty();
+}
+
+// That of PERSEUS_SECRET_FILE, else of PERSEUS_SECRET, else "". Once in a bootstrap: a pipe can be read once.
 std::string given_secret(const Environment& environment, const Config& config) {
+  if (!gives_secret(environment, config)) return "";
   const bool in_file = config.is_set(Var::kSecretFile);
-  if (!in_file && environment("PERSEUS_SECRET").empty()) return "";
-  const std::string secret = in_file ? secret_of_file(config.text(Var::kSecretFile)) : environment("PERSEUS_SECRET");
+  const std::string secret = in_file ? secret_of_file(config.text(Var::kSecretFile), config.integer(Var::kStartTimeout))
+                                     : environment("PERSEUS_SECRET");
   if (secret.size() < kShortestSecret)
     fail(ErrorKind::kInvalidArgument, std::string("[rendezvous] ") +
                                           (in_file ? "PERSEUS_SECRET_FILE" : "PERSEUS_SECRET") + ": " +
@@ -211,7 +227,7 @@ Rendezvous announce(LauncherSpace& space, bool local, const Identity& identity, 
   try {
     Rendezvous rendezvous =
         serve(local ? kLoopback : own_address(other_host(space, identity.size), config), environment, config);
-    const std::string text = to_hex(announcement(rendezvous, !given_secret(environment, config).empty()));
+    const std::string text = to_hex(announcement(rendezvous, gives_secret(environment, config)));
     if (text.size() > space.most_bytes())
       fail(ErrorKind::kInvalidArgument, "[rendezvous] this host's name '" + rendezvous.host +
                                             "' is too long for this "
@@ -294,7 +310,7 @@ Rendezvous bootstrap(const Identity& identity, const Environment& environment, c
   // srun has a space too, with the right --mpi; a secret that was given says that the ranks do without.
   const bool pmi = identity.launcher == Launcher::kMpich || (slurm && !environment("PMI_FD").empty());
   const bool pmix = identity.launcher == Launcher::kOpenMpi || (slurm && !environment("PMIX_RANK").empty());
-  if (slurm && (!(pmi || pmix) || !given_secret(environment, config).empty()))
+  if (slurm && (!(pmi || pmix) || gives_secret(environment, config)))
     return through_slurm(identity, environment, config);
   const int64_t limit_s = config.integer(Var::kStartTimeout);
   const SpaceOptions options{identity, environment, now_ns() + limit_s * kSecond, limit_s};

@@ -131,7 +131,8 @@ class PmiSpace final : public LauncherSpace {
 
   void await(short events, const char* what) {
     pollfd entry{fd_, events, 0};
-    if (::poll(&entry, 1, kLookAgainMs) == 0) check_patience(options_, what);
+    // A timer's signals may end every look before its time.
+    if (::poll(&entry, 1, kLookAgainMs) <= 0) check_patience(options_, what);
   }
 
   SpaceOptions options_;

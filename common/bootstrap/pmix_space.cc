@@ -95,8 +95,13 @@ Library load() {
 
 // ---- talking to it ----
 
-// An answer that the library's thread brings; it may do so after we have given up.
+// What is asked, which the library may read until it answers, and the answer that its thread brings; it may do so after
+// we have given up.
 struct Answer {
+  Process process{};
+  std::string key;
+  Info info{};
+
   Mutex mutex;
   ConditionVariable came;
   bool done PERSEUS_GUARDED_BY(mutex) = false;
@@ -154,18 +159,21 @@ class PmixSpace final : public LauncherSpace {
   }
   size_t most_bytes() const override { return kMostValue; }
   void fence() override {
-    Info collect{};
+    const Shared answer = std::make_shared<Answer>();
+    Info& collect = answer->info;
     std::strcpy(collect.key, "pmix.collect");
     collect.value.type = kBool;
     collect.value.data.flag = true;
-    await("PMIx_Fence", "some rank",
-          [&](Shared* answer) { return library_.fence(nullptr, 0, &collect, 1, operation_done, answer); });
+    await(answer, "PMIx_Fence", "some rank",
+          [&](Shared* passed) { return library_.fence(nullptr, 0, &collect, 1, operation_done, passed); });
   }
   std::string get(int rank, const std::string& key) override {
-    Process process = self_;
-    process.rank = static_cast<uint32_t>(rank);
-    return await("PMIx_Get", "the launcher's PMIx", [&](Shared* answer) {
-      return library_.get(&process, ("perseus." + key).c_str(), nullptr, 0, value_done, answer);
+    const Shared answer = std::make_shared<Answer>();
+    answer->process = self_;
+    answer->process.rank = static_cast<uint32_t>(rank);
+    answer->key = "perseus." + key;
+    return await(answer, "PMIx_Get", "the launcher's PMIx", [&](Shared* passed) {
+      return library_.get(&answer->process, answer->key.c_str(), nullptr, 0, value_done, passed);
     });
   }
   void finish() override { check("PMIx_Finalize", library_.finalize(nullptr, 0)); }
@@ -179,8 +187,7 @@ class PmixSpace final : public LauncherSpace {
   }
 
   template <class Call>
-  std::string await(const char* name, const char* what, Call call) {
-    const Shared answer = std::make_shared<Answer>();
+  std::string await(const Shared& answer, const char* name, const char* what, Call call) {
     auto passed = std::make_unique<Shared>(answer);
     const int code = call(passed.get());
     if (code == kOperationSucceeded) return "";  // nothing will be brought

@@ -16,10 +16,10 @@
 #include <utility>
 #include <vector>
 
-#include "base/blocked_signals.h"
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
+#include "base/start_thread.h"
 #include "bootstrap/numbered_keys.h"
 #include "bootstrap/store.h"
 #include "bootstrap/store_connection.h"
@@ -64,8 +64,7 @@ class TcpStoreServer : public StoreServer {
           [this, fd = listener.fd()](uint32_t) { survive(kNobody, [&] { accept_from(fd); }); }));
       poller_.add(listener.fd(), EPOLLIN, on_connection_.back().get());
     }
-    const BlockedSignals blocked;
-    thread_ = std::thread([this] { serve(); });
+    thread_ = start_thread("rendezvous", [this] { serve(); });
   }
 
   ~TcpStoreServer() override {

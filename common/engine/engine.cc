@@ -10,7 +10,6 @@
 namespace perseus {
 namespace {
 
-constexpr int64_t kHousekeeping = 500 * kMillisecond;
 // Without sockets to read, events (a peer's death, a new ring) need no look in every pass.
 constexpr int64_t kLookForEvents = 50 * kMicrosecond;
 // What no event announces is looked at this often by a thread that sleeps.
@@ -65,12 +64,19 @@ int codec_threads(const Config& config, Cores cores) {
 constexpr int64_t kPickUp = 100 * kMicrosecond;
 constexpr int64_t kPickUpWithoutCore = kMillisecond;
 
+// A rank gives signs of life this often. The last one is never older than half of the limit.
+int64_t heartbeat_pause(const Config& config) {
+  const int64_t limit = config.integer(Var::kTimeout);
+  return limit == 0 ? kSecond : std::min(kSecond, limit * kSecond / 4);
+}
+
 ProgressEngine::Settings driving(const Config& config, Cores cores) {
   const int spare_cores = cores.usable - cores.ranks;
   ProgressEngine::Settings settings;
   const int64_t microseconds = config.integer(Var::kSpin);
   settings.spin_ns = microseconds >= 0 ? microseconds * kMicrosecond : spare_cores >= 0 ? 200 * kMicrosecond : 0;
   settings.pick_up_ns = spare_cores > 0 ? kPickUp : kPickUpWithoutCore;
+  settings.longest_sleep_ns = heartbeat_pause(config);
   return settings;
 }
 
@@ -96,6 +102,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       log_(log),
       flight_recorder_(world, config.text(Var::kFlightRecorder)),
       timeout_ns_(config.integer(Var::kTimeout) * kSecond),
+      housekeeping_pause_ns_(heartbeat_pause(config) / 2),
       cycle_ns_(static_cast<int64_t>(config.number(Var::kCycleTime) * kMillisecond)),
       stall_ns_(config.flag(Var::kStallCheckDisable) ? 0 : config.integer(Var::kStallCheckTime) * kSecond),
       stall_shutdown_ns_(config.integer(Var::kStallShutdownTime) * kSecond),
@@ -272,6 +279,7 @@ bool Engine::advance(bool eager) {
   for (auto& transport : transports_) transport->poll(woken);
   read_peer_events();
   if (!failed_.load(std::memory_order_relaxed)) {
+    if (!removed_.empty()) forget_removed();
     if (loading_.any() && now >= look_again_ns_) moved |= announce_computed(now, eager);
     else if (loading_.any()) waker_->arm_timer(kPollDevice);
     for (auto& [id, group] : groups_) {
@@ -287,7 +295,7 @@ bool Engine::advance(bool eager) {
     moved |= point_to_point_.step(now, woken);
     if (cycle_ns_ > 0 && !moved && busy()) waker_->arm_timer(cycle_ns_);
   }
-  if (now - housekeeping_ns_ > kHousekeeping) housekeeping(now);
+  if (now - housekeeping_ns_ > housekeeping_pause_ns_) housekeeping(now);
   if (closing_.load(std::memory_order_relaxed)) wind_down();
   return moved;
 }
@@ -426,6 +434,7 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
     fail_pending(group->second.get(), true, removed);
     // Its channels are never used again, so what peers still send or miss there harms nobody.
     give_up(group->second.get(), removed);
+    removed_[group->second->id()] = Removed{group->second, group->second->ranks()};
   }
   const MutexLock lock(groups_mutex_);
   groups_.erase(id);

@@ -6,7 +6,9 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/config.h"
@@ -227,6 +229,7 @@ class Engine final : private ProgressWork {
   void on_peer_event(const PeerEvent& event) PERSEUS_REQUIRES(progress_lock);
   void on_goodbye(int peer, const std::string& rounds) PERSEUS_REQUIRES(progress_lock);
   void tell_of_link(int peer) PERSEUS_REQUIRES(progress_lock);
+  void forget_removed() PERSEUS_REQUIRES(progress_lock);
   void housekeeping(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_liveness(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void answer_inspection(int64_t now) PERSEUS_REQUIRES(progress_lock);
@@ -256,7 +259,7 @@ class Engine final : private ProgressWork {
   const World world_;
   const Log log_;
   FlightRecorder flight_recorder_ PERSEUS_GUARDED_BY(progress_lock);
-  const int64_t timeout_ns_, cycle_ns_;
+  const int64_t timeout_ns_, housekeeping_pause_ns_, cycle_ns_;
   std::atomic<int64_t> stall_ns_, stall_shutdown_ns_;
   const bool schedules_;
   ThreadPool codec_threads_;
@@ -292,6 +295,15 @@ class Engine final : private ProgressWork {
   int next_id_ PERSEUS_GUARDED_BY(progress_lock) = 1;
   // Numbers channels, which are never used again.
   uint32_t groups_made_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  // A removed process set, by its channels, and the other members to which links are left: they end once both ranks
+  // have said that they use them no more.
+  struct Removed {
+    std::shared_ptr<ProcessSet> set;  // until no thread that was about to submit something holds it
+    std::vector<int> members;
+    bool told = false;
+  };
+  std::map<uint32_t, Removed> removed_ PERSEUS_GUARDED_BY(progress_lock);
+  std::set<std::pair<uint32_t, int>> unused_by_ PERSEUS_GUARDED_BY(progress_lock);  // channels, the rank that said so
   PointToPoint point_to_point_;
 
   Mutex entries_mutex_;

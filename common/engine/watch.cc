@@ -16,12 +16,13 @@ constexpr char kAbortMessage = 'A';    // followed by the cause
 constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
 constexpr char kAwaitMessage = 'W';    // the sender waits until the receiver submits: followed by what
 constexpr char kLinkMessage = 'L';     // the sender has made its end of the link for sends and receives
+constexpr char kUnusedMessage = 'U';   // the sender no longer uses these channels, of a removed process set
 constexpr int64_t kDrainTime = 10 * kSecond;
 // What has been submitted later is probably not waited for.
 constexpr int64_t kJustNow = 100 * kMillisecond;
 constexpr size_t kMostNames = 3;
 // We ourselves were stopped or starved for this long, or half of the limit: nobody else's silence proves anything.
-constexpr int64_t kOwnPause = 5 * kSecond, kLeastOwnPause = 2 * kSecond;  // signs of life come every second
+constexpr int64_t kOwnPause = 5 * kSecond;
 
 std::string seconds(int64_t ns) {
   const int64_t tenths = std::max<int64_t>(ns, 0) / (kSecond / 10);
@@ -78,10 +79,36 @@ void Engine::on_peer_event(const PeerEvent& event) {
     on_awaited(event.peer, event.text.substr(1));
   } else if (!event.text.empty() && event.text[0] == kLinkMessage) {
     if (!failed_.load(std::memory_order_relaxed)) point_to_point_.on_link_made(event.peer);
+  } else if (!event.text.empty() && event.text[0] == kUnusedMessage) {
+    unused_by_.emplace(static_cast<uint32_t>(std::strtoul(event.text.c_str() + 1, nullptr, 10)), event.peer);
   }
 }
 
 void Engine::tell_of_link(int peer) { route_[peer]->send_control_message(peer, std::string(1, kLinkMessage)); }
+
+void Engine::forget_removed() {
+  for (auto at = removed_.begin(); at != removed_.end();) {
+    const uint32_t channels = at->first;
+    Removed& removed = at->second;
+    if (removed.set.use_count() == 1) removed.set.reset();
+    if (removed.set == nullptr) {
+      if (!removed.told)
+        for (int peer : removed.members)
+          if (route_[peer] != nullptr)
+            route_[peer]->send_control_message(peer, kUnusedMessage + std::to_string(channels));
+      removed.told = true;
+      const auto over = [&](int peer) PERSEUS_REQUIRES(progress_lock) {
+        if (route_[peer] == nullptr) return true;
+        if (unused_by_.erase({channels, peer}) == 0) return false;
+        route_[peer]->forget(peer, channels);
+        return true;
+      };
+      removed.members.erase(std::remove_if(removed.members.begin(), removed.members.end(), over),
+                            removed.members.end());
+    }
+    at = removed.members.empty() ? removed_.erase(at) : std::next(at);
+  }
+}
 
 void Engine::on_goodbye(int peer, const std::string& rounds) {
   left_[peer] = true;
@@ -170,7 +197,7 @@ void Engine::on_awaited(int peer, const std::string& names) {
 // ---- clocks ----
 
 void Engine::housekeeping(int64_t now) {
-  const int64_t pause = std::max(std::min(kOwnPause, timeout_ns_ / 2), kLeastOwnPause);
+  const int64_t pause = std::min(kOwnPause, timeout_ns_ / 2);
   const bool paused = housekeeping_ns_ == 0 || now - housekeeping_ns_ > pause;
   housekeeping_ns_ = now;
   for (auto& transport : transports_) transport->send_heartbeats();

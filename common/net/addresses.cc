@@ -1,17 +1,14 @@
 // Asks the kernel's routing table and interface list; nothing is sent.
 #include "net/addresses.h"
 
-#include <net/if.h>
 #include <netinet/in.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
-#include "base/error.h"
+#include "net/interfaces.h"
 #include "net/socket.h"
 
 namespace perseus {
@@ -34,16 +31,6 @@ bool resolve_ipv4(const std::string& host, SocketAddress* found) {
   return false;
 }
 
-std::vector<std::string> interface_names() {
-  std::vector<std::string> names;
-  struct if_nameindex* list = if_nameindex();
-  for (const struct if_nameindex* entry = list; entry != nullptr && entry->if_name != nullptr; ++entry)
-    names.emplace_back(entry->if_name);
-  if (list != nullptr) if_freenameindex(list);
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
 }  // namespace
 
 std::string host_name() {
@@ -52,26 +39,13 @@ std::string host_name() {
   return name;
 }
 
-std::string interface_address(const std::string& name) {
-  ifreq request{};
-  name.copy(request.ifr_name, sizeof request.ifr_name - 1);
-  if (::ioctl(probe().fd(), SIOCGIFADDR, &request) != 0) {
-    std::string here;
-    for (const std::string& known : interface_names()) here += (here.empty() ? "" : ", ") + known;
-    fail(ErrorKind::kInvalidArgument,
-         "[rendezvous] network interface '" + name + "': no such interface or no IPv4 address; this host has " + here);
-  }
-  SocketAddress address;
-  address.size = sizeof(sockaddr_in);
-  std::memcpy(&address.storage, &request.ifr_addr, sizeof(sockaddr_in));
-  return address.host_text();
-}
-
 std::string interface_address(const InterfaceChoice& choice) {
-  for (const std::string& entry : choice.entries())
-    for (const std::string& name : interface_names())
-      if (choice.matches(entry, name)) return interface_address(name);
-  return interface_address(choice.entries().front());
+  const std::vector<InterfaceAddress> usable = usable_addresses(choice);
+  const InterfaceAddress& first = usable.front();
+  const auto ipv4 = std::find_if(usable.begin(), usable.end(), [&](const InterfaceAddress& other) {
+    return other.interface == first.interface && other.address.family() == AF_INET;
+  });
+  return (ipv4 == usable.end() ? first : *ipv4).address.host_text();
 }
 
 std::string source_address(const std::string& host) {

@@ -8,9 +8,8 @@
 namespace perseus {
 
 std::string host_name();
-// The IPv4 address of a network interface; Error(kInvalidArgument) naming those there are without one.
-std::string interface_address(const std::string& name);
-// The same of the first interface that is named, whose names_some() must hold.
+// That of the first interface which is named and has one: IPv4, else IPv6. names_some() must hold. Throws as
+// usable_addresses() does.
 std::string interface_address(const InterfaceChoice& choice);
 // The address from which this host would talk to `host`; "" without a name or route.
 std::string source_address(const std::string& host);

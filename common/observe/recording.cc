@@ -7,8 +7,8 @@
 #include <chrono>
 #include <cstring>
 
-#include "base/blocked_signals.h"
 #include "base/clock.h"
+#include "base/start_thread.h"
 
 namespace perseus {
 namespace {
@@ -30,8 +30,7 @@ Recording::Recording(const std::string& path, int rank, int size, const Log& log
       ring_(std::make_unique<TraceRecord[]>(kSlots)) {
   format_.header(&events_);
   flush();
-  const BlockedSignals blocked;
-  thread_ = std::thread([this] { write_loop(); });
+  thread_ = start_thread("timeline", [this] { write_loop(); });
 }
 
 Recording::~Recording() {

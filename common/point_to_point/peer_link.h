@@ -8,6 +8,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/progress_lock.h"
 #include "point_to_point/message.h"
 #include "request/request.h"
@@ -114,8 +115,9 @@ class PeerLink {
   bool closed_ PERSEUS_GUARDED_BY(progress_lock) = false;  // it says goodbye when there is nothing left to send
   bool ended_ PERSEUS_GUARDED_BY(progress_lock) = false;   // the peer has said goodbye
   bool made_by_peer_ PERSEUS_GUARDED_BY(progress_lock) = false;
-  bool left_ PERSEUS_GUARDED_BY(progress_lock) = false;     // the peer reads no more
-  int64_t moved_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // the last time that anything moved or nothing had to
+  bool left_ PERSEUS_GUARDED_BY(progress_lock) = false;  // the peer reads no more
+  // The last time that anything moved or nothing had to.
+  int64_t moved_ns_ PERSEUS_GUARDED_BY(progress_lock) = now_ns();
 
   MessageSender sender_ PERSEUS_GUARDED_BY(progress_lock);
   uint64_t announced_ PERSEUS_GUARDED_BY(progress_lock) = 0;

@@ -63,6 +63,7 @@ void PointToPoint::admit(Entry* entry) {
 
 void PointToPoint::admit_send(Entry* send) {
   const int peer = send->description.root;
+  if (left_.count(peer) != 0) return fail_all({send}, shutdown_text_(peer));
   PeerLink* link = find(peer);
   if (link == nullptr) link = &make_link(peer);
   if (link->ended()) return fail_all({send}, shutdown_text_(peer));
@@ -106,6 +107,7 @@ void PointToPoint::on_link_made(int peer) {
 }
 
 void PointToPoint::on_left(int peer) {
+  left_.insert(peer);
   PeerLink* link = find(peer);
   if (link != nullptr) link->on_left();
 }

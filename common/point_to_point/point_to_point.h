@@ -108,6 +108,7 @@ class PointToPoint final : private PeerLink::Listener {
 
   std::vector<Entry*> collected_ PERSEUS_GUARDED_BY(progress_lock);
   std::map<int, std::unique_ptr<PeerLink>> links_ PERSEUS_GUARDED_BY(progress_lock);
+  std::unordered_set<int> left_ PERSEUS_GUARDED_BY(progress_lock);  // peers that read no more
   Matching matching_ PERSEUS_GUARDED_BY(progress_lock);
   Ended ended_ PERSEUS_GUARDED_BY(progress_lock);
   bool closed_ PERSEUS_GUARDED_BY(progress_lock) = false;

@@ -18,17 +18,14 @@
 #include <chrono>
 #include <cstring>
 
-#include "base/blocked_signals.h"
-#include "base/clock.h"
 #include "base/descriptors.h"
-#include "base/fork_guard.h"
+#include "base/start_thread.h"
 
 namespace perseus {
 namespace {
 
 // After this long without a driving caller the engine thread takes over listening.
 constexpr int64_t kTakeOver = 2 * kMillisecond;
-constexpr int64_t kHeartbeat = kSecond;
 constexpr int64_t kSlice = 100 * kMillisecond;
 constexpr int kYields = 16;
 // A driving engine thread steps back as soon as it sees a waiter: worth waiting for awake.
@@ -56,16 +53,12 @@ class PERSEUS_SCOPED_CAPABILITY ProgressEngine::Hold {
 
 ProgressEngine::ProgressEngine(Waker& waker, const Settings& settings, ProgressWork& work)
     : waker_(waker), settings_(settings), work_(work) {
-  standby_timer_ = open_guarded([] { return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
-  if (standby_timer_ < 0) fail(ErrorKind::kIo, "[engine] timerfd_create: " + error_text(errno));
-  const BlockedSignals blocked;
-  thread_ = std::thread([this] { engine_loop(); });
+  standby_timer_ = Socket([] { return timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC); });
+  if (!standby_timer_) fail(ErrorKind::kIo, "[engine] timerfd_create: " + error_text(errno));
+  thread_ = start_thread("engine", [this] { engine_loop(); });
 }
 
-ProgressEngine::~ProgressEngine() {
-  stop();
-  close_guarded(standby_timer_);
-}
+ProgressEngine::~ProgressEngine() { stop(); }
 
 void ProgressEngine::stop() {
   if (!thread_.joinable()) return;
@@ -163,7 +156,7 @@ void ProgressEngine::arm_standby(int64_t delay_ns) {
   itimerspec when{};
   when.it_value.tv_sec = at / kSecond;
   when.it_value.tv_nsec = at % kSecond;
-  timerfd_settime(standby_timer_, TFD_TIMER_ABSTIME, &when, nullptr);
+  timerfd_settime(standby_timer_.fd(), TFD_TIMER_ABSTIME, &when, nullptr);
 }
 
 // ---- callers ----
@@ -320,7 +313,7 @@ void ProgressEngine::engine_drives() {
   while (engine_drive()) {
     give_up();
     // stop()'s kick may have been taken by the last look.
-    waker_.wait(stop_.load() ? 0 : kHeartbeat);
+    waker_.wait(stop_.load() ? 0 : settings_.longest_sleep_ns);
     if (stop_.load() || !try_take()) {
       state_.store(EngineState::kStandby, std::memory_order_seq_cst);
       return;
@@ -340,12 +333,12 @@ void ProgressEngine::engine_standby() {
       if (since >= kTakeOver || pick_up_.exchange(false, std::memory_order_relaxed)) return;
       arm_standby(kTakeOver - since);
     }
-    pollfd entry{standby_timer_, POLLIN, 0};
+    pollfd entry{standby_timer_.fd(), POLLIN, 0};
     // A driving caller sets the timer as it leaves; look again now and then all the same.
     const bool fired = ::poll(&entry, 1, 1000) > 0;
     if (fired) {
       uint64_t count;
-      [[maybe_unused]] const ssize_t got = ::read(standby_timer_, &count, sizeof count);
+      [[maybe_unused]] const ssize_t got = ::read(standby_timer_.fd(), &count, sizeof count);
       standby_at_.store(0, std::memory_order_seq_cst);
     }
     if (stop_.load()) return;

@@ -10,9 +10,11 @@
 #include <new>
 #include <thread>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/mutex.h"
 #include "base/progress_lock.h"
+#include "net/socket.h"
 #include "net/waker.h"
 
 namespace perseus {
@@ -39,7 +41,8 @@ class ProgressEngine {
   struct Settings {
     // How long a blocked caller looks for news before it sleeps; 0 also means: yield the core first.
     int64_t spin_ns = 0;
-    int64_t pick_up_ns = 0;  // how long work that nobody drives waits for the engine thread
+    int64_t pick_up_ns = 0;              // how long work that nobody drives waits for the engine thread
+    int64_t longest_sleep_ns = kSecond;  // of the engine thread
   };
   // Its thread calls `work` from here on.
   ProgressEngine(Waker& waker, const Settings& settings, ProgressWork& work);
@@ -106,7 +109,7 @@ class ProgressEngine {
   std::atomic<bool> pick_up_{false};
   std::atomic<int64_t> standby_at_{0};
   std::atomic<int64_t> left_ns_{0};  // when a caller last drove
-  int standby_timer_ = -1;
+  Socket standby_timer_;
   std::atomic<bool> stop_{false};
   std::atomic<uint64_t> sleeps_{0};
   std::thread thread_;

@@ -34,6 +34,13 @@ class MemFabric {
     }
     return memory;
   }
+  // Between two ranks, on the channels of a group. Who still has a link keeps its rings.
+  void forget(int rank, int other, uint32_t group) {
+    const MutexLock lock(mutex_);
+    for (const auto& [from, to] : {std::make_pair(rank, other), std::make_pair(other, rank)})
+      rings_.erase(rings_.lower_bound({from, to, Channel{group, 0}.key()}),
+                   rings_.upper_bound({from, to, Channel{group, UINT32_MAX}.key()}));
+  }
   void sit(int rank, Waker& waker) {
     const MutexLock lock(mutex_);
     waker.place_flag(&seats_[rank].sleeping);
@@ -163,6 +170,13 @@ class MemTransport final : public Transport {
       staging_ += ring_capacity(channel.stream);  // the outgoing ring; the other is the peer's
     }
     return *link;
+  }
+  void forget(int peer, uint32_t group) override PERSEUS_REQUIRES(progress_lock) {
+    const auto first = links_.lower_bound({peer, Channel{group, 0}.key()});
+    const auto end = links_.upper_bound({peer, Channel{group, UINT32_MAX}.key()});
+    for (auto link = first; link != end; ++link) staging_ -= ring_capacity(Channel::of_key(link->first.second).stream);
+    links_.erase(first, end);
+    fabric_->forget(rank_, peer, group);
   }
   void poll(bool) override PERSEUS_REQUIRES(progress_lock) {}
   void send_control_message(int peer, const std::string& message) override PERSEUS_REQUIRES(progress_lock) {

@@ -10,17 +10,33 @@
 #include <string>
 #include <utility>
 
+#include "base/blocked_signals.h"
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/fork_guard.h"
 
 namespace perseus {
+namespace {
+
+// Returns an error number. A reservation that a signal interrupts begins again, which a profiler's timer could do for
+// ever.
+int reserve(int fd, off_t bytes) {
+  const BlockedSignals blocked;
+  int error;
+  do error = ftruncate(fd, bytes) != 0 ? errno : 0;
+  while (error == EINTR);
+  if (error != 0) return error;
+  do error = posix_fallocate(fd, 0, bytes);
+  while (error == EINTR);
+  return error;
+}
+
+}  // namespace
 
 SharedSegment::SharedSegment(size_t bytes) : size_(bytes) {
   memory_ = Socket([] { return memfd_create("perseus", MFD_CLOEXEC); });
   int error = memory_ ? 0 : errno;
-  if (error == 0) error = ftruncate(fd(), static_cast<off_t>(bytes)) != 0 ? errno : 0;
-  if (error == 0) error = posix_fallocate(fd(), 0, static_cast<off_t>(bytes));
+  if (error == 0) error = reserve(fd(), static_cast<off_t>(bytes));
   if (error != 0) {
     const std::string what = "[shm] cannot reserve " + std::to_string(bytes / 1024) + " KiB of shared memory";
     if (error == EMFILE || error == ENFILE) fail(ErrorKind::kIo, what + ": " + error_text(error));

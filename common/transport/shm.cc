@@ -3,6 +3,7 @@
 // peers' engines.
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <deque>
 #include <iterator>
@@ -46,6 +47,7 @@ class ShmTransport final : public Transport {
   TransportKind kind() const override { return TransportKind::kShm; }
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
   Link& link(int peer, Channel channel) override PERSEUS_REQUIRES(progress_lock);
+  void forget(int peer, uint32_t group) override PERSEUS_REQUIRES(progress_lock);
   void poll(bool woken) override PERSEUS_REQUIRES(progress_lock);
   void send_control_message(int peer, const std::string& text) override PERSEUS_REQUIRES(progress_lock);
   bool next_event(PeerEvent* event) override PERSEUS_REQUIRES(progress_lock);
@@ -80,7 +82,7 @@ class ShmTransport final : public Transport {
   StatePage& state() const { return *static_cast<StatePage*>(page_.data()); }
   void send(int rank, Peer& peer, const ShmMessage& message, ShmLink* ring);
   void flush(int rank, Peer& peer);
-  void forget_unsent(Peer& peer);
+  void drop_unsent(Peer& peer);
   void read_peer(int rank, Peer& peer);
   void take_ring(Peer& peer, const ShmMessage& message, Socket memory);
 
@@ -133,6 +135,22 @@ Link& ShmTransport::link(int rank, Channel channel) {
   return *link;
 }
 
+void ShmTransport::forget(int rank, uint32_t group) {
+  Peer& peer = peers_.at(rank);
+  const uint64_t first = Channel{group, 0}.key(), last = Channel{group, UINT32_MAX}.key();
+  const auto links = peer.links.lower_bound(first), links_end = peer.links.upper_bound(last);
+  for (auto link = links; link != links_end; ++link) {
+    staging_ -= ring_capacity(static_cast<uint32_t>(link->first));
+    unconnected_ -= link->second->connected() ? 0 : 1;
+    const auto its = [&](const Unsent& unsent) { return unsent.ring == link->second.get(); };
+    const auto kept = std::remove_if(peer.unsent.begin(), peer.unsent.end(), its);
+    unsent_ -= static_cast<size_t>(peer.unsent.end() - kept);
+    peer.unsent.erase(kept, peer.unsent.end());
+  }
+  peer.links.erase(links, links_end);
+  peer.early.erase(peer.early.lower_bound(first), peer.early.upper_bound(last));
+}
+
 void ShmTransport::poll(bool woken) {
   if (!woken && unconnected_ == 0 && unsent_ == 0) return;
   for (auto& [rank, peer] : peers_) {
@@ -154,11 +172,10 @@ void ShmTransport::flush(int rank, Peer& peer) {
     const Unsent& next = peer.unsent.front();
     const int fd = next.ring == nullptr ? -1 : next.ring->fd();
     if (!send_message(peer.shared.socket.fd(), next.message, &fd, next.ring == nullptr ? 0 : 1, MSG_DONTWAIT)) {
-      // ETOOMANYREFS: others have not taken yet what is on its way to them.
-      if (errno == EAGAIN || errno == ENOBUFS || errno == ENOMEM || errno == ETOOMANYREFS) return;
+      if (may_be_sent_later(errno)) return;
       const int why = errno;
       const bool lost = next.ring != nullptr;
-      forget_unsent(peer);
+      drop_unsent(peer);
       // A dead peer shows up as gone.
       if (lost && why != EPIPE && why != ECONNRESET && why != ENOTCONN)
         fail(ErrorKind::kIo, "[shm] cannot pass memory to rank " + std::to_string(rank) + ": " + error_text(why));
@@ -170,7 +187,7 @@ void ShmTransport::flush(int rank, Peer& peer) {
   }
 }
 
-void ShmTransport::forget_unsent(Peer& peer) {
+void ShmTransport::drop_unsent(Peer& peer) {
   unsent_ -= peer.unsent.size();
   peer.unsent.clear();
 }
@@ -183,7 +200,7 @@ void ShmTransport::read_peer(int rank, Peer& peer) {
     if (got < 0) return;
     if (got == 0) {
       peer.gone = true;
-      forget_unsent(peer);
+      drop_unsent(peer);
       peer_events_.push_back(PeerEvent{rank, PeerEvent::Kind::kGone, "its process ended"});
       return;
     }

@@ -44,6 +44,10 @@ bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_coun
   return sent >= 0;
 }
 
+bool may_be_sent_later(int error) {
+  return error == EAGAIN || error == ENOBUFS || error == ENOMEM || error == ETOOMANYREFS;
+}
+
 int recv_message(int fd, ShmMessage* message, Passed* passed) {
   iovec piece{message, sizeof *message};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kMaxFds)] = {};

@@ -37,6 +37,9 @@ inline std::string text_of(const ShmMessage& message) { return std::string(messa
 // False, with the reason in errno, when the message cannot be sent, now (MSG_DONTWAIT in `flags`) or ever.
 bool send_message(int fd, const ShmMessage& message, const int* fds, int fd_count, int flags);
 
+// Does the reason why a message could not be sent go away once others have taken what is on its way to them?
+bool may_be_sent_later(int error);
+
 // Descriptors that came along with a message.
 struct Passed {
   std::array<Socket, kMaxFds> open;

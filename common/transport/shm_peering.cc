@@ -4,6 +4,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -22,7 +23,7 @@
 namespace perseus {
 namespace {
 
-// Connections that have not said who they are: of ranks, between their connect and their hello, and of anybody.
+// Connections of anybody that have not said who they are, beside those of ranks between their connect and their hello.
 constexpr size_t kMostPending = 128;
 constexpr int64_t kTryAgain = 5 * kMillisecond;
 
@@ -57,9 +58,9 @@ std::string nonce_of(const std::string& address) { return bytes_of(sha256(addres
 
 }  // namespace
 
-void report_unconnected(const std::string& ranks) {
+void report_unconnected(const std::string& ranks, const std::string& remedy) {
   fail(ErrorKind::kTimeout, "[shm] no connection with rank " + ranks + " of this host in time (" +
-                                variable(Var::kStartTimeout).name + "): look at what it printed last");
+                                variable(Var::kStartTimeout).name + "): " + remedy);
 }
 
 ShmPeering::ShmPeering(const World& world, int page_fd, int event_fd)
@@ -88,13 +89,14 @@ std::map<int, ShmPeer> ShmPeering::connect(Store& store, const std::map<int, std
                                            std::map<int, std::string>* unreachable) {
   for (const auto& [rank, address] : neighbours)
     if (rank > world_.rank) expected_.insert(rank);
+  pending_.set_most(kMostPending + expected_.size());
   // Connects downwards and serves who connects from above meanwhile: nobody waits in a circle.
   std::string missed = " ";
   for (const auto& [rank, address] : neighbours) {
     if (rank > world_.rank) break;
     const int lower = rank;
     const std::string why = connect_to(rank, address, [&] {
-      if (now_ns() >= deadline_ns) report_unconnected(std::to_string(lower));
+      if (now_ns() >= deadline_ns) report_missing(std::to_string(lower));
       serve();
       if (interrupted && interrupted()) fail(ErrorKind::kAborted, "[shm] interrupted while connecting");
       timespec pause{0, kTryAgain};
@@ -108,8 +110,7 @@ std::map<int, ShmPeer> ShmPeering::connect(Store& store, const std::map<int, std
   await_higher(store, neighbours, missed, deadline_ns, interrupted);
   pending_.clear();
   listener_.reset();
-  for (const auto& [rank, address] : neighbours)
-    if (rank < world_.rank && unreachable->count(rank) == 0) await_welcome(rank, deadline_ns, interrupted);
+  await_welcomes(deadline_ns, interrupted);
   return std::move(peers_);
 }
 
@@ -130,9 +131,12 @@ void ShmPeering::await_higher(Store& store, const std::map<int, std::string>& ne
     return interrupted && interrupted();
   };
   const std::vector<int> missing = store.get_all(prefix, higher, deadline_ns, on_met, serve_meanwhile);
-  if (!missing.empty()) report_unconnected(std::to_string(missing[0]));
-  for (serve(); !expected_.empty(); serve())
-    if (!wait_readable(listener_.fd(), deadline_ns, interrupted)) report_unconnected(awaited());
+  if (!missing.empty()) report_missing(std::to_string(missing[0]));
+  for (serve(); !expected_.empty() || !welcomes_.empty(); serve()) {
+    const int64_t until = welcomes_.empty() ? deadline_ns : std::min(deadline_ns, now_ns() + kTryAgain);
+    if (wait_readable(listener_.fd(), until, interrupted) || until < deadline_ns) continue;
+    report_missing(awaited());
+  }
 }
 
 Opening ShmPeering::opening_of(int rank) const {
@@ -163,33 +167,75 @@ std::string ShmPeering::connect_to(int rank, const std::string& name, const std:
   ShmMessage hello;
   hello.type = ShmMessageType::kHello;
   set_text(&hello, handshake->feed(bytes.data(), bytes.size()));
-  const int fds[2] = {page_fd_, event_fd_};
-  if (!send_message(to.fd(), hello, fds, 2, MSG_DONTWAIT)) fail(ErrorKind::kIo, who + error_text(errno));
+  while (!send(rank, hello)) {
+    if (shortage_ == 0) fail(ErrorKind::kIo, who + error_text(errno));
+    wait_a_little();
+  }
   return "";
 }
 
+// False where it cannot be sent: later if there is a shortage, else never, with the reason in errno.
+bool ShmPeering::send(int rank, const ShmMessage& message) {
+  const int fds[2] = {page_fd_, event_fd_};
+  const bool sent = send_message(peers_[rank].socket.fd(), message, fds, 2, MSG_DONTWAIT);
+  shortage_ = !sent && may_be_sent_later(errno) ? errno : 0;
+  return sent;
+}
+
+void ShmPeering::send_welcomes() {
+  for (auto entry = welcomes_.begin(); entry != welcomes_.end();) {
+    if (!send(entry->first, entry->second)) {
+      if (shortage_ != 0) return;
+      fail(ErrorKind::kIo, "[shm] rank " + std::to_string(entry->first) + " ended while starting");
+    }
+    entry = welcomes_.erase(entry);
+  }
+}
+
 // Lower ranks answer while they accept.
-void ShmPeering::await_welcome(int rank, int64_t deadline_ns, const Interrupted& interrupted) {
-  const int socket = peers_[rank].socket.fd();
-  const std::unique_ptr<Handshake> handshake = std::move(proofs_.at(rank));
-  ShmMessage message;
-  Passed passed;
-  if (!wait_readable(socket, deadline_ns, interrupted)) report_unconnected(std::to_string(rank));
-  const int got = recv_message(socket, &message, &passed);
-  if (got > 0 && message.type == ShmMessageType::kWelcome) handshake->feed(message.text, message.bytes);
-  if (!handshake->proven())
-    fail(ErrorKind::kIo,
-         "[shm] rank " + std::to_string(rank) + " did not prove that it belongs to this job (or ended while starting)");
-  adopt(rank, std::move(passed));
+void ShmPeering::await_welcomes(int64_t deadline_ns, const Interrupted& interrupted) {
+  for (take_welcomes(); !proofs_.empty(); take_welcomes()) {
+    // For the others, too, after a while: what they have sent takes up room.
+    const int rank = proofs_.begin()->first;
+    const int64_t until = std::min(deadline_ns, now_ns() + kTryAgain);
+    if (wait_readable(peers_[rank].socket.fd(), until, interrupted) || until < deadline_ns) continue;
+    report_missing(std::to_string(rank));
+  }
+}
+
+void ShmPeering::take_welcomes() {
+  for (auto entry = proofs_.begin(); entry != proofs_.end();) {
+    const auto& [rank, handshake] = *entry;
+    ShmMessage message;
+    Passed passed;
+    const int got = recv_message(peers_[rank].socket.fd(), &message, &passed);
+    if (got < 0) {
+      ++entry;
+      continue;
+    }
+    if (got > 0 && message.type == ShmMessageType::kWelcome) handshake->feed(message.text, message.bytes);
+    if (!handshake->proven())
+      fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) +
+                               " did not prove that it belongs to this job (or ended while starting)");
+    adopt(rank, std::move(passed));
+    entry = proofs_.erase(entry);
+  }
 }
 
 std::string ShmPeering::awaited() const {
-  std::string ranks;
-  for (int rank : expected_) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
-  return ranks;
+  std::set<int> ranks = expected_;
+  for (const auto& [rank, welcome] : welcomes_) ranks.insert(rank);
+  std::string text;
+  for (int rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+  return text;
 }
 
-// Looks at whoever has connected, without waiting for anybody.
+void ShmPeering::report_missing(const std::string& ranks) const {
+  if (shortage_ == 0) report_unconnected(ranks);
+  report_unconnected(ranks, "its descriptors cannot be passed: " + error_text(shortage_));
+}
+
+// Looks at whoever has connected and whoever has answered, without waiting for anybody.
 void ShmPeering::serve() {
   for (;;) {
     Socket socket([this] { return accept4(listener_.fd(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK); });
@@ -208,6 +254,8 @@ void ShmPeering::serve() {
     pending_.add(std::move(socket), now);
   }
   serve_pending();
+  send_welcomes();
+  take_welcomes();
 }
 
 void ShmPeering::serve_pending() {
@@ -231,12 +279,11 @@ bool ShmPeering::on_hello(Socket& socket) {
   if (got > 0 && hello.type == ShmMessageType::kHello) set_text(&welcome, handshake.feed(hello.text, hello.bytes));
   if (!handshake.proven()) return true;
   const int rank = handshake.theirs().rank;
-  const int own_fds[2] = {page_fd_, event_fd_};
   peers_[rank].socket = std::move(socket);
   adopt(rank, std::move(passed));
-  if (!send_message(peers_[rank].socket.fd(), welcome, own_fds, 2, MSG_DONTWAIT))
-    fail(ErrorKind::kIo, "[shm] rank " + std::to_string(rank) + " ended while starting");
   expected_.erase(rank);
+  welcomes_[rank] = welcome;
+  send_welcomes();
   return true;
 }
 

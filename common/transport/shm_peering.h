@@ -1,5 +1,7 @@
 // How the ranks of one host connect: each listens on an abstract UNIX socket, connects to the lower ranks and accepts
-// the higher ones. Over the socket both prove that they belong to the job, and pass each other what they share.
+// the higher ones. Over the socket both prove that they belong to the job, and pass each other what they share. Of
+// descriptors on their way the kernel allows a user no more than RLIMIT_NOFILE: a rank that has to wait for room takes
+// meanwhile what is on its way to it, so that no limit is too low.
 #pragma once
 
 #include <atomic>
@@ -57,8 +59,12 @@ class ShmPeering {
   void serve();
   void serve_pending();
   bool on_hello(Socket& socket);
-  void await_welcome(int rank, int64_t deadline_ns, const Interrupted& interrupted);
+  void await_welcomes(int64_t deadline_ns, const Interrupted& interrupted);
+  bool send(int rank, const ShmMessage& message);
+  void send_welcomes();
+  void take_welcomes();
   void adopt(int rank, Passed passed);
+  [[noreturn]] void report_missing(const std::string& ranks) const;
   std::string awaited() const;
   Opening opening_of(int rank) const;
 
@@ -68,11 +74,14 @@ class ShmPeering {
   Socket listener_;
   PendingConnections<Socket> pending_;
   std::set<int> expected_;                            // ranks that are to connect to us
+  std::map<int, ShmMessage> welcomes_;                // for which there was no room yet
+  int shortage_ = 0;                                  // the error number that the last message was put off for
   std::map<int, std::unique_ptr<Handshake>> proofs_;  // of lower ranks that have not welcomed us yet
   std::map<int, ShmPeer> peers_;
 };
 
 // Throws the Error(kTimeout) of a start that waited for these ranks of this host.
-[[noreturn]] void report_unconnected(const std::string& ranks);
+[[noreturn]] void report_unconnected(const std::string& ranks,
+                                     const std::string& remedy = "look at what it printed last");
 
 }  // namespace perseus

@@ -11,6 +11,7 @@
 namespace perseus {
 namespace {
 
+// A rank publishes the first of them, and takes no more from others.
 constexpr size_t kMaxAddresses = 256;
 
 // Lower is better.
@@ -45,9 +46,11 @@ std::vector<SocketAddress> one_per_interface(const TcpEndpoint& endpoint) {
 
 std::string TcpEndpoint::encode() const {
   std::string text = std::string("perseus-tcp 1 ") + (chosen ? "chosen" : "automatic") + "\n" + host + "\n";
-  for (const InterfaceAddress& entry : addresses)
+  for (size_t i = 0; i < std::min(addresses.size(), kMaxAddresses); ++i) {
+    const InterfaceAddress& entry = addresses[i];
     text += entry.interface + " " + entry.address.host_text() + " " + std::to_string(entry.address.port()) + " " +
             std::to_string(entry.prefix) + (entry.loopback ? " loopback\n" : " network\n");
+  }
   return text;
 }
 

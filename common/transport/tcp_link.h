@@ -36,6 +36,8 @@ class TcpLink : public Link {
         outgoing_check_(std::move(outgoing)),
         incoming_check_(std::move(incoming)) {}
 
+  ~TcpLink() override { traffic_.staging -= capacity_; }
+
   Channel channel() const { return channel_; }
   int peer() const { return peer_; }
   // Connected, and the hello has been sent or verified.

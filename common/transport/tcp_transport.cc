@@ -128,6 +128,21 @@ Link& TcpTransport::link(int rank, Channel channel) {
   return made;
 }
 
+void TcpTransport::forget(int rank, uint32_t group) {
+  Peer& peer = peer_of(rank);
+  const auto first = peer.links.lower_bound(Channel{group, 0}.key());
+  const auto last = peer.links.upper_bound(Channel{group, UINT32_MAX}.key());
+  for (auto at = first; at != last; ++at) {
+    TcpLink& link = *at->second;
+    for (size_t i = outgoing_.size(); i-- > 0;)
+      if (&outgoing_[i]->link_ == &link) end(outgoing_[i].get());
+    if (link.attached()) waker_.unwatch(link.fd());
+    else --unattached_;
+  }
+  peer.links.erase(first, last);
+  if (rank > world_.rank) peer.forgotten.insert(group);
+}
+
 TcpLink& TcpTransport::link_of(Peer& peer, int rank, Channel channel) {
   std::unique_ptr<TcpLink>& link = peer.links[channel.key()];
   if (!link) {
@@ -246,6 +261,7 @@ void TcpTransport::on_side(int rank, Socket socket, std::string session) {
 }
 
 std::string TcpTransport::on_data(int rank, Channel channel, Socket socket) {
+  if (peer_of(rank).forgotten.count(channel.group) != 0) return "";
   TcpLink& link = link_of(peer_of(rank), rank, channel);
   if (link.attached()) return "a second data connection for one channel of rank " + std::to_string(rank);
   traffic_.received += kOpeningSize;

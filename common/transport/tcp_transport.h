@@ -5,8 +5,8 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -35,6 +35,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   TransportKind kind() const override { return TransportKind::kTcp; }
   bool reaches(int peer) const override { return peers_.count(peer) != 0; }
   Link& link(int peer, Channel channel) override PERSEUS_REQUIRES(progress_lock);
+  void forget(int peer, uint32_t group) override PERSEUS_REQUIRES(progress_lock);
   void poll(bool woken) override PERSEUS_REQUIRES(progress_lock);
   void send_control_message(int peer, const std::string& message) override PERSEUS_REQUIRES(progress_lock);
   bool next_event(PeerEvent* event) override PERSEUS_REQUIRES(progress_lock);
@@ -54,7 +55,8 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
     SocketAddress address;  // data connections go to the address at which the control connection found the peer …
     std::vector<std::pair<SocketAddress, SocketAddress>> stripes;  // … or, several interfaces, to these in turn
     std::string gone;                                              // why, "" = there
-    std::unordered_map<uint64_t, std::unique_ptr<TcpLink>> links;
+    std::map<uint64_t, std::unique_ptr<TcpLink>> links;
+    std::set<uint32_t> forgotten;  // groups, of which a connection may still be on its way to us
   };
 
   Peer& peer_of(int rank);

@@ -42,7 +42,7 @@ constexpr size_t kMaxControlMessage = 4 * 1024;
 // Both directions of one channel to one peer. The two ends agree beforehand on the sequence of message sizes (it
 // follows from headers already exchanged): whatever way one end writes n bytes, the other reads them as n bytes, where
 // message boundaries are the same on both ends. A call that cannot proceed does nothing; a dead link throws Error(kIo)
-// naming the peer. References stay valid as long as the Transport.
+// naming the peer. References stay valid until the Transport forgets the group.
 class Link {
  public:
   virtual ~Link() = default;
@@ -95,6 +95,8 @@ class Transport {
   // The link to `peer` on `channel`, made at first use; both ends must use it. Never blocks: until the other end is
   // there, windows are empty or buffer.
   virtual Link& link(int peer, Channel channel) PERSEUS_REQUIRES(progress_lock) = 0;
+  // Ends the links to `peer` on the channels of a group that neither end uses any more, or ever again.
+  virtual void forget(int peer, uint32_t group) PERSEUS_REQUIRES(progress_lock) = 0;
 
   // Finish handshakes, accept, read control messages. Called in every progress pass: costs next to nothing when nothing
   // can have changed. `woken`: the waker reported an event since the last call.
@@ -106,7 +108,7 @@ class Transport {
   // Takes the next event; returns false if there is none. A peer is reported gone once.
   virtual bool next_event(PeerEvent* event) PERSEUS_REQUIRES(progress_lock) = 0;
 
-  // Tells every peer that we live; about once a second.
+  // Tells every peer that we live; about once a second, or more often where the limit is short.
   virtual void send_heartbeats() PERSEUS_REQUIRES(progress_lock) = 0;
   // When a heartbeat or data last proved that `peer` lives, in now_ns() time.
   virtual int64_t last_alive_ns(int peer) PERSEUS_REQUIRES(progress_lock) = 0;

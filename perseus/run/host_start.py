@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perseus.run import environment
-from perseus.run.bootstrap.addresses import interface_address, is_own_address, source_address
+from perseus.run.bootstrap.addresses import is_own_address, reachable_address, source_address
 from perseus.run.bootstrap.membership import CONTROL_VARIABLE
 from perseus.run.job import Job, LaunchError
 from perseus.run.link import HostLink, real_name
@@ -27,7 +27,7 @@ def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
     """
     if interfaces:
         try:
-            return interface_address(interfaces[0])
+            return reachable_address(interfaces[0])
         except ValueError as error:
             raise LaunchError(str(error)) from None
     others = [host for host in hosts if not host.local]

@@ -9,6 +9,8 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
+#include <csignal>
 #include <fstream>
 #include <map>
 #include <thread>
@@ -106,6 +108,17 @@ TEST(Bootstrap, SecretThatOthersMayReadOrThatIsShortIsRefused) {
                {"PERSEUS_SECRET_FILE=/no/such/file"});
   expect_error(ErrorKind::kInvalidArgument, kPlaced, "PERSEUS_SECRET_FILE='/tmp': Is a directory",
                {"PERSEUS_SECRET_FILE=/tmp"});
+}
+
+TEST(Bootstrap, ASecretMayComeThroughAPipe) {
+  const std::string path = testing::TempDir() + "perseus-pipe-" + std::to_string(::getpid());
+  ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+  std::thread writer([&path] { std::ofstream(path) << kSecret << '\n'; });
+  EXPECT_EQ(bootstrap_with(kPlaced, {"PERSEUS_SECRET_FILE=" + path}).secret, kSecret);
+  writer.join();
+  expect_error(ErrorKind::kInvalidArgument, kPlaced, "a pipe whose end did not come within 1 s (HOROVOD_START_TIMEOUT)",
+               {"PERSEUS_SECRET_FILE=" + path, "HOROVOD_START_TIMEOUT=1"});
+  ::unlink(path.c_str());
 }
 
 TEST(Bootstrap, WhatPerseusrunLeftOutIsNamed) {
@@ -211,6 +224,29 @@ TEST(BootstrapByPmi, RankThatStaysAwayIsATimeout) {
   PlayedPmi pmi(2);
   expect_error(ErrorKind::kTimeout, pmi.variables(0), "some rank did not arrive within 1 s (HOROVOD_START_TIMEOUT)",
                {"PERSEUS_MASTER_PORT=20400", "HOROVOD_START_TIMEOUT=1"});
+  ::close(pmi.theirs(0));
+  ::close(pmi.theirs(1));
+}
+
+TEST(BootstrapByPmi, SignalsDoNotStopTheClock) {
+  struct sigaction action{}, before{};
+  action.sa_handler = [](int) {};
+  ::sigaction(SIGUSR1, &action, &before);
+  PlayedPmi pmi(2);
+  std::atomic<bool> over{false};
+  std::thread timer([&over, rank = ::pthread_self()] {
+    for (int i = 0; i < 1000 && !over; ++i) {
+      ::pthread_kill(rank, SIGUSR1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+  });
+  const int64_t begin = now_ns();
+  expect_error(ErrorKind::kTimeout, pmi.variables(1), "some rank did not arrive within 1 s",
+               {"HOROVOD_START_TIMEOUT=1"});
+  EXPECT_LT(now_ns() - begin, 10 * kSecond);
+  over = true;
+  timer.join();
+  ::sigaction(SIGUSR1, &before, nullptr);
   ::close(pmi.theirs(0));
   ::close(pmi.theirs(1));
 }

@@ -317,6 +317,21 @@ TEST_P(Contexts, EndingWaitsForNoHeartbeat) {
   heartbeats = true;
 }
 
+TEST_P(Contexts, IdleRanksOutliveTheShortestLimit) {
+  WorldOptions options;
+  options.overrides = {"GLOO_TIMEOUT_SECONDS=1"};
+  run_world(
+      medium(), 2,
+      [](int, perseus_context* context) {
+        for (int pause = 0; pause < 2; ++pause) {
+          std::this_thread::sleep_for(milliseconds(2500));
+          const Outcome outcome = run(context, request_of(PERSEUS_BARRIER, "b", nullptr, 0));
+          EXPECT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+        }
+      },
+      options);
+}
+
 TEST_P(Contexts, SubmittingWhileTheWorldEndsNeverHangs) {
   // Requests race with the end of the world; every one of them ends with a result or with the reason.
   for (int round = 0; round < (full_grid() ? 300 : 25); ++round)

@@ -69,6 +69,7 @@ const Case kShm[] = {
     {"no_socket", "shm", refused(Call::kSocket, EMFILE, kStartUp, kAlways), Expected::kFails},
     {"no_memfd", "shm", refused(Call::kMemfd, EMFILE), Expected::kFails},
     {"no_shared_memory", "shm", refused(Call::kFallocate, ENOMEM), Expected::kFails},
+    {"interrupted_reservation", "shm", refused(Call::kFallocate, EINTR, kStartUp, 3), Expected::kSurvives},
     {"no_mapping", "shm", refused(Call::kMmap, ENOMEM), Expected::kFails},
     {"no_epoll", "shm", refused(Call::kEpollCreate, EMFILE), Expected::kFails},
     {"no_eventfd", "shm", refused(Call::kEventfd, EMFILE), Expected::kFails},
@@ -79,6 +80,9 @@ const Case kShm[] = {
     {"ring_without_descriptor", "shm", refused(Call::kMemfd, EMFILE, 0), Expected::kFails},
     {"socket_full_for_a_while", "shm", refused(Call::kSendmsg, EAGAIN, 0, 5), Expected::kSurvives},
     {"no_buffers_for_a_while", "shm", refused(Call::kSendmsg, ENOBUFS, 0, 5), Expected::kSurvives},
+    {"no_room_for_descriptors_for_a_while", "shm", refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, 5),
+     Expected::kSurvives},
+    {"no_room_for_descriptors", "shm", refused(Call::kSendmsg, ETOOMANYREFS, kStartUp, kAlways), Expected::kFails},
     {"slow_handshake", "shm", delayed(Call::kRecvmsg, kStartUp, 20), Expected::kSurvives},
     {"slow_messages", "shm", delayed(Call::kSendmsg, 0, 20), Expected::kSurvives},
 };

@@ -1,4 +1,7 @@
 // Groups that overlap, work at once and come and go: nothing waits for what it need not, nothing is mixed up.
+#include <filesystem>
+#include <fstream>
+
 #include "operation.h"
 
 namespace {
@@ -264,6 +267,47 @@ TEST_P(Groups, RequestsOfARemovedGroupEndWhateverTheirState) {
       Operation world(PERSEUS_ALLREDUCE, "world", ranks_up_to(3), {{PERSEUS_FLOAT32, {kCount}}});
       Call(world, rank).run(context);
     });
+}
+
+// Descriptors and mappings of shared memory.
+size_t held_by_this_process() {
+  const std::filesystem::directory_iterator descriptors("/proc/self/fd");
+  auto held = static_cast<size_t>(std::distance(begin(descriptors), end(descriptors)));
+  std::ifstream mappings("/proc/self/maps");
+  for (std::string line; std::getline(mappings, line);) held += line.find("memfd:perseus") != std::string::npos;
+  return held;
+}
+
+TEST_P(Groups, RemovedGroupsLeaveNothingBehind) {
+  constexpr int kRounds = 12;
+  constexpr uint64_t kStagingOfRounds = kRounds * 512 * 1024;  // with a ring or buffer for each
+  Barrier barrier(3);
+  size_t before = 0;
+  run_world(medium(), 3, [&](int rank, perseus_context* context) {
+    Operation operation(PERSEUS_ALLREDUCE, "t", {0, 1}, {{PERSEUS_FLOAT32, {100'000}}});
+    uint64_t staging = 0;
+    for (int round = 0; round <= kRounds; ++round) {
+      operation.group = add_group(context, {0, 1});
+      if (rank != 2) Call(operation, rank).run(context);
+      EXPECT_EQ(remove_group(context, operation.group).code, PERSEUS_OK);
+      if (round == 0) {
+        // What goes after the removal has gone by then: connections of the world are made meanwhile.
+        EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "warm", nullptr, 0)).code, PERSEUS_OK);
+        std::this_thread::sleep_for(milliseconds(300));
+        barrier.wait();
+        if (rank == 0) before = held_by_this_process();
+        staging = stats_of(context).staging_bytes;
+        barrier.wait();
+      }
+    }
+    EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "end", nullptr, 0)).code, PERSEUS_OK);
+    if (rank == 0) {
+      EXPECT_TRUE(comes_true([&] { return held_by_this_process() <= before; }, 20))
+          << held_by_this_process() << " descriptors and mappings instead of " << before;
+    }
+    EXPECT_LT(stats_of(context).staging_bytes, staging + kStagingOfRounds / 2);
+    barrier.wait();
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Media, Groups, each_medium(), medium_name);

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/error.h"
 #include "net/waker.h"
+#include "point_to_point/point_to_point.h"
 #include "world.h"
 
 namespace {
@@ -110,6 +111,41 @@ void expect_nonsense(Played& played, const PointToPointHeader& said, const std::
     EXPECT_EQ(error.kind(), ErrorKind::kIo);
     EXPECT_EQ(std::string(error.what()).find("[p2p] rank 1 sent " + why + " (type "), 0u) << error.what();
   }
+}
+
+TEST(PeerLink, CountsNoTimeBeforeItWasMade) {
+  Played played;
+  played.send(100);
+  played.link().check_progress(now_ns(), 0, 300 * kSecond);
+}
+
+TEST(PointToPoint, ASendToARankThatHasLeftFailsAtOnce) {
+  const auto fabric = make_mem_fabric(2);
+  Waker waker;
+  const auto transport = connect_mem(world_of(0), fabric, waker);
+  const World world = world_of(0);
+  int links = 0;
+  PointToPoint messages(
+      world, [&](int peer) -> Link& { return ++links, transport->link(peer, kPointToPointChannel); }, [](int) {},
+      [](int peer) { return "rank " + std::to_string(peer) + " has left"; });
+  Entry before, after;
+  for (Entry* send : {&before, &after}) {
+    send->description.kind = Kind::kSend;
+    send->description.root = 1;
+  }
+  ASSERT_TRUE(messages.submit(&before));
+  messages.on_left(1);
+  messages.step(now_ns(), true);
+  ASSERT_EQ(messages.ended().size(), 1u);
+  EXPECT_EQ(messages.ended()[0].first, &before);
+  EXPECT_EQ(messages.ended()[0].second.message, "rank 1 has left");
+  EXPECT_EQ(links, 0);
+  // As the last pass of this rank takes over what was submitted meanwhile.
+  ASSERT_TRUE(messages.submit(&after));
+  messages.close("this rank ends");
+  ASSERT_EQ(messages.ended().size(), 2u);
+  EXPECT_EQ(messages.ended()[1].second.message, "rank 1 has left");
+  EXPECT_FALSE(messages.moving());
 }
 
 TEST(PeerLink, TakesNoAnswerToWhatItDidNotAsk) {

@@ -55,6 +55,16 @@ TEST(TcpEndpoint, StripesPairChosenInterfacesInTurn) {
   EXPECT_TRUE(stripes(own, theirs).empty());
 }
 
+TEST(TcpEndpoint, AHostWithManyAddressesPublishesAsManyAsOthersTake) {
+  TcpEndpoint own;
+  own.host = "a";
+  for (int i = 0; i < 300; ++i)
+    own.addresses.push_back(at("eth0", "10.1." + std::to_string(i / 250) + "." + std::to_string(i % 250 + 1), 16));
+  const TcpEndpoint published = TcpEndpoint::decode(own.encode(), 3);
+  ASSERT_EQ(published.addresses.size(), 256u);
+  EXPECT_EQ(published.addresses.back().address.host_text(), own.addresses[255].address.host_text());
+}
+
 TEST(TcpEndpoint, NonsenseIsRefusedWithTheRank) {
   for (const char* text :
        {"", "perseus-tcp 2 chosen\nh\nlo 127.0.0.1 1 8 loopback\n", "perseus-tcp 1 automatic\nh\n",

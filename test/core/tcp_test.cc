@@ -153,6 +153,25 @@ TEST(Tcp, SleeperIsWokenByDataSpaceAndControlMessages) {
   });
 }
 
+TEST(Tcp, AConnectionOfAForgottenGroupIsClosed) {
+  run_ranks(2, [](Rank& self) {
+    PeerEvent event;
+    if (self.world.rank == 0) {
+      self.transport->forget(1, 5);
+      self.transport->send_control_message(1, "forgotten");
+      self.drive([&] { return self.transport->next_event(&event); });
+      EXPECT_EQ(self.transport->staging_bytes(), 0u);
+      return;
+    }
+    self.drive([&] { return self.transport->next_event(&event); });
+    Link& late = self.transport->link(0, {5, kControlStream});
+    const Error error = error_of([&] { self.drive([&] { return late.recv_window(1).size != 0; }); });
+    EXPECT_TRUE(contains(error, "cannot connect to")) << error.what();
+    self.transport->send_control_message(0, "done");
+    self.drive([&] { return self.transport->next_event(&event); });  // rank 0 has left
+  });
+}
+
 TEST(Tcp, ControlMessagesKeepTheirOrderAndHeartbeatsArrive) {
   run_ranks(2, [](Rank& self) {
     const int peer = 1 - self.world.rank;

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from live_ranks import Ranks
+from live_ranks import PATIENCE, SECRET, Ranks, clean_environment
 
 SETTINGS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "GLOO_TIMEOUT_SECONDS": "60"}
 
@@ -52,3 +55,57 @@ def test_hard_limit_that_is_too_low_is_said_once(tmp_path):
         assert [ranks.finish(rank) for rank in range(3)] == [0, 0, 0]
         said = "".join(ranks.output(rank) for rank in range(3))
         assert said.count("descriptors are needed, and the hard limit of this process is 60") == 1
+
+
+# As a user to whom the kernel's limit applies: root may pass as many as it likes. What is imported
+# later, this user may not be able to read.
+AS_A_USER = """
+import encodings.idna, os, resource, sys
+import perseus.errors
+from perseus import _core
+
+rank, size, port, soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+if os.getuid() == 0:
+    try:
+        os.setgid(65534)
+        os.setuid(65534)
+    except OSError as error:
+        sys.exit(f"cannot become another user: {error}")
+context = _core.Context(
+    rank=rank, size=size, store_host="127.0.0.1", store_port=port, secret=b"0123456789abcdef" * 2,
+    overrides=["PERSEUS_TRANSPORT=shm", "HOROVOD_START_TIMEOUT=60", "PERSEUS_LOG_LEVEL=error"],
+)
+print(context.transport((rank + 1) % size), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+context.close()
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(100, 100), (100, 4096)])
+def test_descriptors_on_their_way_wait_for_each_other(soft, hard):
+    from perseus._core import StoreServer
+
+    size = 16
+    assert size * (size - 1) > soft, "what may be on its way at once"
+    server = StoreServer("127.0.0.1", 0, False, SECRET.encode())
+    words = [str(word) for word in (size, server.port, soft, hard)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", AS_A_USER, str(rank), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=clean_environment(),
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    said = [rank.communicate(timeout=2 * PATIENCE)[0] for rank in ranks]
+    server.close()
+    if any("cannot become another user" in text for text in said):
+        pytest.skip(f"the limit is not root's: {said[0]}")
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+    limits = [int(text.removeprefix("shm ")) for text in said]
+    if hard == soft:
+        assert limits == [hard] * size
+    else:
+        assert all(size * (size - 1) < limit < hard for limit in limits)

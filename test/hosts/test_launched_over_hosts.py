@@ -100,7 +100,4 @@ def test_ranks_of_mpirun_meet(hosts: VirtualHosts, rank: str, kind: str, option:
     env = {**hosts.environment(), "HOROVOD_GLOO_IFACE": "eth7"}
     refused = hosts.run(0, command, env=env)
     assert refused.returncode != 0
-    message = (
-        "network interface 'eth7': no such interface or no IPv4 address; this host has eth0, lo"
-    )
-    assert message in refused.stderr
+    assert "HOROVOD_GLOO_IFACE names 'eth7', which does not exist" in refused.stderr

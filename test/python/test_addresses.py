@@ -1,8 +1,11 @@
-"""Which interface a user names, by Perseus' own variables and by those of NCCL and gloo."""
+"""Which interface a user names, by Perseus' own variables or another library's, and its address."""
 
 from __future__ import annotations
 
+import json
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +51,77 @@ def test_named_interfaces(
     monkeypatch.setattr(addresses, "_address", found.get)
     assert named_interfaces() == expected
     assert named_interface() == next(iter(expected), None)
+
+
+# What rank 0 of two under a PMI, which this plays, and perseusrun take as this host's address.
+_ASK = """
+import json, os, socket, threading
+from perseus import _core
+from perseus.run.bootstrap.addresses import own_address
+
+ours, theirs = socket.socketpair()
+values = {"perseus-host-1": b"other".hex()}
+
+def answer(request):
+    words = dict(word.split("=", 1) for word in request.split() if "=" in word)
+    if words["cmd"] == "put":
+        values[words["key"]] = words["value"]
+    return {
+        "init": "response_to_init rc=0",
+        "get_maxes": "maxes rc=0 vallen_max=1024",
+        "get_my_kvsname": "my_kvsname rc=0 kvsname=k",
+        "put": "put_result rc=0",
+        "get": f"get_result rc=0 value={values.get(words.get('key'))}",
+        "barrier_in": "barrier_out rc=0",
+        "finalize": "finalize_ack rc=0",
+    }[words["cmd"]]
+
+def serve():
+    stream = theirs.makefile("rw")
+    for request in stream:
+        stream.write(f"cmd={answer(request)}\\n")
+        stream.flush()
+
+threading.Thread(target=serve, daemon=True).start()
+os.environ |= {
+    "PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "PMI_FD": str(ours.fileno())
+}
+print(json.dumps([own_address(["other"]), _core.launched_store()[0]]))
+"""
+
+# eno1 is down, and without an address; six0 has only one of IPv6.
+_NETWORK = """
+set -e
+ip link set lo up
+ip link add eno1 type veth peer name ens3
+ip address add 10.0.0.1/24 dev ens3
+ip link set ens3 up
+ip link add six0 type veth peer name zz0
+ip address add fd00::2/64 dev six0 nodad
+ip link set six0 up
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("NCCL_SOCKET_IFNAME", "ens", "10.0.0.1"),
+        ("NCCL_SOCKET_IFNAME", "en", "10.0.0.1"),
+        ("NCCL_SOCKET_IFNAME", "en,six", "10.0.0.1"),
+        ("PERSEUS_GLOO_NETWORK_INTERFACE", "six0", "fd00::2"),
+    ],
+)
+def test_the_store_is_at_the_first_named_interface_with_an_address(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
+) -> None:
+    if subprocess.run(["unshare", "--net", "sh", "-c", _NETWORK], capture_output=True).returncode:
+        pytest.skip("needs root and ip: a network of its own")
+    for variable in _VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, value)
+    there = ["unshare", "--net", "sh", "-c", _NETWORK + 'exec "$@"', "sh"]
+    result = subprocess.run(
+        [*there, sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == [expected, expected]

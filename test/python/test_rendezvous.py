@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,19 @@ def test_secret_file_is_for_its_owner_only(monkeypatch: pytest.MonkeyPatch, tmp_
         given_secret()
     file.unlink()
     with pytest.raises(ValueError, match=r"PERSEUS_SECRET_FILE='.*': No such file"):
+        given_secret()
+
+
+def test_secret_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pipe = tmp_path / "secret"
+    os.mkfifo(pipe, 0o600)
+    monkeypatch.setenv("PERSEUS_SECRET_FILE", str(pipe))
+    with ThreadPoolExecutor(1) as threads:
+        written = threads.submit(pipe.write_text, SECRET + "\n")
+        assert given_secret() == SECRET.encode()
+        written.result()
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "1")
+    with pytest.raises(ValueError, match=r"a pipe whose end did not come within 1 s"):
         given_secret()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import ipaddress
 import socket
 import struct
 
 from perseus.run.bootstrap.start_settings import setting
 
 _SIOCGIFADDR = 0x8915
+_LINK_LOCAL = "20"  # a scope in /proc/net/if_inet6
 _NAMING = (
     "PERSEUS_GLOO_NETWORK_INTERFACE",
     "PERSEUS_NCCL_NETWORK_INTERFACE",
@@ -32,7 +35,8 @@ def named_interfaces() -> list[str]:
         return []
     here = [] if nccl.startswith("=") else sorted(name for _, name in socket.if_nameindex())
     meant = dict.fromkeys(name for entry in entries for name in here if name.startswith(entry))
-    return [name for name in meant if _address(name)] or list(meant) or entries
+    usable = [name for name in meant if _address(name) or _ipv6_address(name)]
+    return usable or list(meant) or entries
 
 
 def named_interface() -> str | None:
@@ -68,6 +72,23 @@ def _address(name: str) -> str | None:
             return None
 
 
+def reachable_address(name: str) -> str:
+    """Return the IPv4 address of a network interface, or its IPv6 address if it has no other.
+
+    Raises ValueError as interface_address() does.
+    """
+    return _address(name) or _ipv6_address(name) or interface_address(name)
+
+
+def _ipv6_address(name: str) -> str | None:
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as table:
+        for line in table:
+            digits, _, _, scope, _, interface = line.split()
+            if interface == name and scope != _LINK_LOCAL:
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return None
+
+
 def source_address(host: str) -> str | None:
     """Return the IPv4 address from which this host reaches `host`.
 
@@ -89,7 +110,7 @@ def own_address(hosts: list[str]) -> str:
     one of the other hosts.
     """
     if interface := named_interface():
-        return interface_address(interface)
+        return reachable_address(interface)
     here = socket.gethostname()
     others = [host for host in hosts if host != here]
     for host in [*others[:1], here]:

@@ -24,7 +24,13 @@ from perseus.run.bootstrap.addresses import (
 )
 from perseus.run.bootstrap.announcement import announcement, read_announcement
 from perseus.run.bootstrap.identity import Identity, as_texts
-from perseus.run.bootstrap.start_settings import given_secret, setting, start_timeout, whole_number
+from perseus.run.bootstrap.start_settings import (
+    given_secret,
+    gives_secret,
+    setting,
+    start_timeout,
+    whole_number,
+)
 from perseus.run.bootstrap.torch_round import announce, await_announcement
 
 _LOOPBACK = "127.0.0.1"
@@ -275,7 +281,7 @@ def _through_slurm(identity: Identity, environment: Mapping[str, str] | None) ->
         raise ValueError(
             "[rendezvous] SLURM_STEP_NODELIST is not set: start the ranks with srun or perseusrun"
         )
-    if given_secret() is None:
+    if not gives_secret():
         if setting("PMI_FD", "PMIX_RANK") and find_spec("mpi4py") is None:
             return _through_launcher(environment)
         raise ValueError(
@@ -347,8 +353,7 @@ def _master_port() -> int:
 
 
 def _to_text(rendezvous: Rendezvous) -> str:
-    given = given_secret() is not None
-    return announcement(rendezvous.host, rendezvous.port, rendezvous.secret, given)
+    return announcement(rendezvous.host, rendezvous.port, rendezvous.secret, gives_secret())
 
 
 def _from_text(

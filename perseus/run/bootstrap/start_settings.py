@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
-from pathlib import Path
+import time
 
 _SHORTEST_SECRET = 16
 
@@ -36,25 +37,25 @@ def start_timeout() -> int:
     )
 
 
+def gives_secret() -> bool:
+    """Return whether the user gives a secret; given_secret() reads it."""
+    return bool(setting("PERSEUS_SECRET_FILE", "PERSEUS_SECRET"))
+
+
 def given_secret() -> bytes | None:
     """Return the secret in PERSEUS_SECRET_FILE, else in PERSEUS_SECRET, else None.
+
+    Call it once in a bootstrap, since the file may be a pipe.
 
     Raises ValueError if the file cannot be read or is readable by others, or if the secret has
     fewer than 16 bytes.
     """
     if path := setting("PERSEUS_SECRET_FILE"):
         try:
-            mode = Path(path).stat().st_mode
-            secret = Path(path).read_bytes().strip()
+            secret, source = _read_secret(path), "PERSEUS_SECRET_FILE"
         except OSError as error:
-            raise ValueError(
-                f"[rendezvous] PERSEUS_SECRET_FILE='{path}': {error.strerror}"
-            ) from None
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ValueError(
-                f"[rendezvous] PERSEUS_SECRET_FILE='{path}': others may read it; chmod 600 it"
-            )
-        source = "PERSEUS_SECRET_FILE"
+            why = error.strerror or str(error)
+            raise ValueError(f"[rendezvous] PERSEUS_SECRET_FILE='{path}': {why}") from None
     elif text := setting("PERSEUS_SECRET"):
         secret, source = os.fsencode(text), "PERSEUS_SECRET"
     else:
@@ -65,3 +66,24 @@ def given_secret() -> bytes | None:
             f"{_SHORTEST_SECRET}; make one with: openssl rand -hex 16"
         )
     return secret
+
+
+def _read_secret(path: str) -> bytes:
+    # Opening a pipe must not wait for whoever writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb", buffering=0) as file:
+        if os.fstat(descriptor).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise OSError("others may read it; chmod 600 it")
+        limit = start_timeout()
+        deadline = time.monotonic() + limit
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        secret = b""
+        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            if (piece := file.read(4096)) == b"":
+                return secret.strip()
+            secret += piece or b""
+    raise OSError(
+        f"a pipe whose end did not come within {limit} s (HOROVOD_START_TIMEOUT): let what writes "
+        "the secret close it, or name a file"
+    )
