@@ -178,7 +178,7 @@ class Tensors {
   }
   void fill(int step) {
     for (size_t i = 0; i < values_.size(); ++i) {
-      values_[i] = values_of(Values::kNormal, values_[i].size(), static_cast<uint64_t>(rank_ * 100 + step * 10) + i);
+      values_[i] = make_values(Values::kNormal, values_[i].size(), static_cast<uint64_t>(rank_ * 100 + step * 10) + i);
       plan_.change(rank_, step, i, &values_[i]);
       if (!gpu_) continue;
       gpu_->launch([this, i, x = values_[i]] { std::memcpy(in(i).view(), x.data(), in(i).bytes()); });
