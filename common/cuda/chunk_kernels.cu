@@ -167,17 +167,29 @@ __device__ float get_scale(const unsigned char* from) {
                                     : *reinterpret_cast<const uint32_t*>(from));
 }
 
+// Where a chunk in a slot has its scales and words.
+template <uint32_t kBits>
+struct IntegerChunk {
+  uint32_t bytes;
+  unsigned char* scales;
+  uint32_t* words;
+
+  __device__ explicit IntegerChunk(const Share& share) {
+    const uint32_t count = share.chunk_elements;
+    const uint32_t scales_bytes = static_cast<uint32_t>(integer_scales_bytes(kBits, count));
+    bytes = kHeaderBytes + scales_bytes + static_cast<uint32_t>(integer_bytes(kBits, count));
+    scales = translated_to<unsigned char>(share.slot(), bytes) + kHeaderBytes;
+    words = reinterpret_cast<uint32_t*>(scales + scales_bytes);
+  }
+};
+
 // A block with an element that is not finite gets scales that are not, and leaves x + residual in the residual: the
 // host, which sees that, sends the chunk as it is (see IntegerFormat::take_over).
 template <uint32_t kBits>
 __device__ void encode_integers(const Share& share) {
   using Shape = IntegerShare<kBits>;
-  const uint32_t count = share.chunk_elements;
-  const uint32_t scales_bytes = static_cast<uint32_t>(integer_scales_bytes(kBits, count));
-  const uint32_t bytes = kHeaderBytes + scales_bytes + static_cast<uint32_t>(integer_bytes(kBits, count));
-  if (share.in_chunk == 0) put_header(share, bytes, 0);
-  unsigned char* const scales = translated_to<unsigned char>(share.slot(), bytes) + kHeaderBytes;
-  uint32_t* const words = reinterpret_cast<uint32_t*>(scales + scales_bytes);
+  const IntegerChunk<kBits> chunk(share);
+  if (share.in_chunk == 0) put_header(share, chunk.bytes, 0);
   const float* const x = share.x();
   float* const residual = share.residual();
   const float carry = share.run->carry;
@@ -213,7 +225,7 @@ __device__ void encode_integers(const Share& share) {
       }
       for (uint32_t group = 0; group < Shape::kScaleGroups; ++group)
         if (in_block == group)
-          put_scale<kBits>(scales + (number * Shape::kScaleGroups + group) * kScaleBytes<kBits>,
+          put_scale<kBits>(chunk.scales + (number * Shape::kScaleGroups + group) * kScaleBytes<kBits>,
                            finite ? float_bits(by[group].scale) : kNotFinite);
       for (uint32_t w = 0; w < Shape::kOfLane; ++w) {
         const uint32_t word_in_block = in_block + w * Shape::kLanes;
@@ -227,7 +239,7 @@ __device__ void encode_integers(const Share& share) {
           word |= (float_bits(rounded) & ((1U << kBits) - 1)) << (kBits * p);
           if (at < block.count) residual[i] = finite ? value - (rounded - kRounder) * scale.scale : value;
         }
-        words[number * Shape::kWords + word_in_block] = word;
+        chunk.words[number * Shape::kWords + word_in_block] = word;
       }
     });
   }
@@ -236,23 +248,19 @@ __device__ void encode_integers(const Share& share) {
 template <uint32_t kBits>
 __device__ void decode_integers(const Share& share) {
   using Shape = IntegerShare<kBits>;
-  const uint32_t count = share.chunk_elements;
-  const uint32_t scales_bytes = static_cast<uint32_t>(integer_scales_bytes(kBits, count));
-  const uint32_t bytes = kHeaderBytes + scales_bytes + static_cast<uint32_t>(integer_bytes(kBits, count));
-  const unsigned char* const scales = translated_to<const unsigned char>(share.slot(), bytes) + kHeaderBytes;
-  const uint32_t* const words = reinterpret_cast<const uint32_t*>(scales + scales_bytes);
+  const IntegerChunk<kBits> chunk(share);
   float* const x = share.x();
   for (uint32_t first = share.begin / kIntegerBlock; first * kIntegerBlock < share.end; first += Shape::kAtOnce)
     for_lanes([&](uint32_t lane, uint32_t) {
       const uint32_t number = first + lane / Shape::kLanes;
       const typename Shape::Block block(share, number);
       for (uint32_t w = lane % Shape::kLanes; w < block.part; w += Shape::kLanes) {
-        const uint32_t word = words[number * Shape::kWords + w];
+        const uint32_t word = chunk.words[number * Shape::kWords + w];
         for (uint32_t p = 0; p < Shape::kElements; ++p) {
           const uint32_t at = block.place(w, p);
           if (at == block.count) continue;
-          const float scale =
-              get_scale<kBits>(scales + (number * Shape::kScaleGroups + p / kOfScale<kBits>)*kScaleBytes<kBits>);
+          const uint32_t group = number * Shape::kScaleGroups + p / kOfScale<kBits>;
+          const float scale = get_scale<kBits>(chunk.scales + group * kScaleBytes<kBits>);
           const int32_t integer = static_cast<int32_t>(word << (32 - kBits * (p + 1))) >> (32 - kBits);
           x[block.begin - share.begin + at] = static_cast<float>(integer) * scale;
         }

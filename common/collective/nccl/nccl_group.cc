@@ -54,18 +54,12 @@ bool NcclGroup::step() {
       return true;
     case Phase::kSummed:
       // Not earlier: what is given to the stream behind a collective that fails would be written whenever that ends.
-      if (!last_->poll()) {
-        communicator_.check();
-        return false;
-      }
+      if (!gpu_has_come_to_last()) return false;
       take_results();
       phase_ = Phase::kFinish;
       return true;
     case Phase::kFinish:
-      if (!last_->poll()) {
-        communicator_.check();
-        return false;
-      }
+      if (!gpu_has_come_to_last()) return false;
       end();
       return true;
     case Phase::kLoad:
@@ -80,6 +74,12 @@ bool NcclGroup::step() {
     case Phase::kDone:
       break;
   }
+  return false;
+}
+
+bool NcclGroup::gpu_has_come_to_last() {
+  if (last_->poll()) return true;
+  communicator_.check();
   return false;
 }
 

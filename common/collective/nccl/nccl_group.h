@@ -44,6 +44,8 @@ class NcclGroup final : public Group, private Operation {
   void begin_exchange() PERSEUS_REQUIRES(progress_lock);
   void finish_on_host() PERSEUS_REQUIRES(progress_lock);
   void end() PERSEUS_REQUIRES(progress_lock);
+  // Throws Error(kIo) where NCCL has failed meanwhile.
+  bool gpu_has_come_to_last() PERSEUS_REQUIRES(progress_lock);
   void wait_for(cuda::Handle stream, cuda::Handle earlier) PERSEUS_REQUIRES(progress_lock);
   cuda::Device& device() const PERSEUS_REQUIRES(progress_lock) { return work_.images->device(); }
   const ExchangePlan& plan() const PERSEUS_REQUIRES(progress_lock) { return *work_.plan; }
