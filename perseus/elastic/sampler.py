@@ -21,10 +21,10 @@ class ElasticSampler:
     random.Random(seed + e), equal on all ranks.
 
     Call record_batch after each batch and set_epoch at the end of an epoch; put the sampler into
-    a state, so that progress is committed and restored. Progress takes effect when the sampler
-    is reset: by set_epoch, load_state_dict, reset, or a new world; a running iterator stays as it
-    is. Shares have equal lengths: if the samples cannot be divided evenly, the first ones are
-    repeated.
+    a state, so that progress is committed and restored. Progress takes effect with
+    load_state_dict, with reset, and in a new world; a running iterator stays as it is, and
+    set_epoch begins an epoch without any. Shares have equal lengths: if the samples cannot be
+    divided evenly, the first ones are repeated.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""`perseusrun --inspect PID`: has the ranks of a job say what they wait for. Stateless."""
+"""`perseusrun --inspect PID`: has a job's ranks, or one rank, say what they wait for. Stateless."""
 
 from __future__ import annotations
 
