@@ -74,27 +74,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if _world.context is not None:
         return
     try:
-        context = _start(comm)
+        _start(comm, process_sets)
     except (ValueError, RuntimeError, TimeoutError, OSError) as error:
         # The cause says the same, and would only repeat it.
         raise InitializationError(f"Horovod initialization failed: {error}") from None
-    _world.context = context
-    _world.rank, _world.size = context.rank, context.size
-    if not _world.exit_registered:
-        atexit.register(_at_exit)
-        _world.exit_registered = True
-    for hook in _world.init_hooks:
-        hook()
-    from perseus.process_sets import register_at_init
-
-    try:
-        register_at_init(process_sets)
-    except (ValueError, RuntimeError) as error:
-        shutdown()
-        raise InitializationError(f"Horovod initialization failed: {error}") from None
 
 
-def _start(comm: Any) -> _core.Context:
+def _start(comm: Any, process_sets: Any) -> None:
     """Join the next world. If a rank of an elastic job dies meanwhile, another one follows."""
     from perseus.run.bootstrap.identity import identify
 
@@ -109,15 +95,32 @@ def _start(comm: Any) -> _core.Context:
         epoch = _world.epoch
         _world.epoch += 1
         try:
-            context = _connect(identity, rendezvous, "world", epoch)
+            _enter(_connect(identity, rendezvous, "world", epoch), process_sets)
             if member is not None:
                 member.tell_begun()
-            return context
+            return
         except (RuntimeError, TimeoutError, OSError) as error:
             if isinstance(error, ValueError) or member is None or attempt == _ELASTIC_STARTS:
                 raise
             _log.warning("[elastic] world %d did not begin: %s", epoch, error)
-    raise AssertionError("every attempt returns or raises")
+
+
+def _enter(context: _core.Context, process_sets: Any) -> None:
+    """Make the context this process's world, with the sets that init() is given."""
+    from perseus.process_sets import register_at_init
+
+    _world.context = context
+    _world.rank, _world.size = context.rank, context.size
+    if not _world.exit_registered:
+        atexit.register(_at_exit)
+        _world.exit_registered = True
+    try:
+        for hook in _world.init_hooks:
+            hook()
+        register_at_init(process_sets)
+    except (ValueError, RuntimeError):
+        shutdown()
+        raise
 
 
 def membership() -> Membership | None:

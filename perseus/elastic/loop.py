@@ -80,7 +80,7 @@ def looped(
         notification_manager.init()
         notification_manager.register_listener(state)
         member = basics.membership()
-        if member is not None:
+        if member is not None and member.has_state is None:  # a process that has not trained yet
             member.has_state = False
         try:
             while True:
@@ -93,9 +93,12 @@ def looped(
                         if not skip_sync:
                             state.sync()
                         if member is not None:
-                            member.has_state = True
                             if isinstance(state, State) and member.place is not None:
                                 state._commits = max(state._commits, member.place.commits)
+                            if not skip_sync:
+                                # What this rank goes back to, and may then give to all as rank 0.
+                                state.save()
+                            member.has_state = True
                         return func(state, *args, **kwargs)
                     except HostsUpdatedInterrupt as interrupt:
                         _log.warning("[elastic] hosts have changed: starting anew")

@@ -139,12 +139,20 @@ class Rank:
                 pass
 
     def state(self) -> bytes:
-        """Return the state of the process and the clock ticks that it has used, as b"S 123"."""
-        try:
-            fields = _stat(self.process.pid)
-        except OSError:
-            return b"X 0"
-        return b"%s %d" % (fields[0], int(fields[11]) + int(fields[12]))
+        """Return whether a process of its session is stopped (T) or none is (S), and the clock
+        ticks that all of them have used with their children that have ended, as b"S 123".
+
+        The process that perseusrun has started may be a shell that waits for the script.
+        """
+        state, ticks = b"S", 0
+        for pid in self.running():
+            try:
+                fields = _stat(pid)
+            except OSError:
+                continue
+            state = b"T" if fields[0] == b"T" else state
+            ticks += sum(map(int, fields[11:15]))
+        return b"%s %d" % (state, ticks)
 
     def running(self) -> Iterator[int]:
         """Yield the processes of its session that run, whatever their groups."""
@@ -288,7 +296,9 @@ class Agent:
             try:
                 self._ranks.append(_start_rank(job, entry, base, descriptors))
             except (OSError, ValueError) as error:
-                self._report(FAILED, entry["rank"], _explain(error, job).encode())
+                self._report(
+                    FAILED, entry["rank"], _explain(error, job).encode("utf-8", "surrogateescape")
+                )
                 return False
         return True
 

@@ -80,6 +80,7 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
             given.config_file,
             with_controller=not (given.gloo or given.mpi or given.jsrun),
             with_hosts=given.hosts is None and given.hostfile is None,
+            is_elastic=is_elastic(given),
         )
         try:
             given = _parser().parse_args([*of_file, *arguments])

@@ -13,7 +13,9 @@ from typing import Any
 from perseus.installed import require
 
 _COOLDOWN = "--blacklist-cooldown-range"  # two values
-_SCRIPT = "--host-discovery-script"
+_SCRIPT, _SLOTS = "--host-discovery-script", "--slots-per-host"
+_LEAST = "--min-np"
+_ELASTIC = ["--max-np", "--elastic-timeout", "--reset-limit", _COOLDOWN]
 # Group -> key -> the flag with its value, or (the flag for true, the flag for false or "").
 _KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     "params": {
@@ -54,10 +56,10 @@ _KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
     },
     # Not horovodrun's, which has no keys for elastic jobs.
     "elastic": {
-        "min_num_proc": "--min-np",
+        "min_num_proc": _LEAST,
         "max_num_proc": "--max-np",
         "host_discovery_script": _SCRIPT,
-        "slots_per_host": "--slots-per-host",
+        "slots_per_host": _SLOTS,
         "timeout": "--elastic-timeout",
         "reset_limit": "--reset-limit",
         "blacklist_cooldown_range": _COOLDOWN,
@@ -66,10 +68,14 @@ _KEYS: dict[str, dict[str, str | tuple[str, str]]] = {
 _CONTROLLERS = ("gloo", "mpi")
 
 
-def arguments_of(path: str, *, with_controller: bool, with_hosts: bool) -> list[str]:
+def arguments_of(
+    path: str, *, with_controller: bool, with_hosts: bool, is_elastic: bool
+) -> list[str]:
     """Return the flags that a file stands for.
 
     with_controller, with_hosts: False where the command line chooses the controller or the hosts.
+    is_elastic: whether the command line makes the job elastic. If neither it nor the file's other
+        flags do so once a script of the file is left out, those about elastic jobs are, too.
     Raises ValueError that names the file and the key for what cannot be read or has no meaning,
     and ModuleNotFoundError without PyYAML.
     """
@@ -84,8 +90,13 @@ def arguments_of(path: str, *, with_controller: bool, with_hosts: bool) -> list[
         text = _on_one_line(error)
         raise ValueError(f"--config-file {path}: this is not valid YAML: {text}") from None
     try:
-        words = list(_arguments(found, with_controller))
-        return [word for word in words if with_hosts or not word.startswith(_SCRIPT)]
+        flags = [(words[0].split("=")[0], words) for words in _arguments(found, with_controller)]
+        names = [name for name, _ in flags]
+        left_out: list[str] = []
+        if not with_hosts and _SCRIPT in names:
+            left_out = [_SCRIPT, _SLOTS]
+            left_out += [] if is_elastic or _LEAST in names else _ELASTIC
+        return [word for name, words in flags if name not in left_out for word in words]
     except ValueError as error:
         raise ValueError(f"--config-file {path}: {_on_one_line(error)}") from None
 
@@ -94,20 +105,21 @@ def _on_one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _arguments(found: Any, with_controller: bool) -> Iterator[str]:
+def _arguments(found: Any, with_controller: bool) -> Iterator[list[str]]:
+    """Each flag with its values."""
     for group, keys in _mapping(found, "the file").items():
         if group == "controller":
             controller = None if keys is None else str(keys).lower()
             if controller not in (None, *_CONTROLLERS):
                 raise ValueError(f"controller: {keys}: expected gloo or mpi")
             if with_controller and controller is not None:
-                yield f"--{controller}"
+                yield [f"--{controller}"]
             continue
         known = _look_up(_KEYS, group, "")
         for key, value in _mapping(keys, group).items():
             flag = _look_up(known, key, f"{group}.")
-            if value is not None:
-                yield from _flag(f"{group}.{key}", flag, value)
+            if value is not None and (words := _flag(f"{group}.{key}", flag, value)):
+                yield words
 
 
 def _mapping(value: Any, what: str) -> Mapping[Any, Any]:

@@ -77,9 +77,13 @@ class Launcher:
         It is 0 if all ranks succeeded, that of the first rank that failed, or 128 + n if signal n
         ended the job. Raises LaunchError if the job could not start or a host was lost.
         """
-        restore_signals = signals.catch(
-            self._on_signal, self._on_stop, self._on_inspect, self._waker
-        )
+        try:
+            restore_signals = signals.catch(
+                self._on_signal, self._on_stop, self._on_inspect, self._waker
+            )
+        except ValueError:
+            self._release()
+            raise
         self._descriptors = agent.raise_descriptor_limit()
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
@@ -474,7 +478,7 @@ class Launcher:
                     host.send(b"END\n")
 
     def _print(self, text: str, prefix: str = "perseusrun: ") -> None:
-        self._console.show(STDERR, f"{prefix}{text}\n".encode())
+        self._console.show(STDERR, f"{prefix}{text}\n".encode("utf-8", "surrogateescape"))
 
 
 def _occupy_standard_descriptors() -> None:

@@ -228,7 +228,12 @@ def real_name(name: str) -> str:
     """Return the host name to which ssh's configuration maps `name`; `name` itself if to none."""
     try:
         output = subprocess.run(
-            ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=10, check=True
+            ["ssh", "-G", "--", name],
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=10,
+            check=True,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return name

@@ -9,7 +9,7 @@ import os
 import select
 import time
 from collections.abc import Callable
-from math import inf
+from math import ceil, inf
 from typing import BinaryIO
 
 STDOUT, STDERR = 1, 2
@@ -103,12 +103,16 @@ class Console:
             if self._stop():
                 self._drop_at = self._drop_at or time.monotonic() + _LAST_SECONDS
                 wake, patience = [], max(0.0, self._drop_at - time.monotonic())
-            found = select.select(wake, [fd], [], None if patience == inf else patience)
-            if found[1]:
+            poll = select.poll()  # select() takes no descriptors above 1023
+            poll.register(fd, select.POLLOUT)
+            for each in wake:
+                poll.register(each, select.POLLIN)
+            found = dict(poll.poll(None if patience == inf else ceil(1000 * patience)))
+            if fd in found:
                 return True
             if patience == 0.0:
                 return False
-            if found[0]:  # of which the main loop is to learn, too
+            if found:  # of which the main loop is to learn, too
                 wake, patience = [], _LOOK_SECONDS
         return False
 
@@ -139,7 +143,8 @@ class Console:
                 f"perseusrun: warning: cannot write {name}: {error.strerror}; the job goes on, and "
                 f"output that cannot be written is lost\n"
             )
-            self.show(STDOUT if name.endswith("error") else STDERR, text.encode())
+            data = text.encode("utf-8", "surrogateescape")
+            self.show(STDOUT if name.endswith("error") else STDERR, data)
 
 
 class Stream:

@@ -43,16 +43,16 @@ def catch(on_end: Handler, on_stop: Handler, on_inspect: Handler, waker: int) ->
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
+    inspection = inspect_signal()
     old_waker = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     old: dict[int, Any] = {}
     for number in (*_ENDING, signal.SIGTSTP):
-        # nohup and shells ignore a signal for background jobs, which must remain so.
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        # nohup and shells ignore a signal for background jobs, which must remain so. A handler that
+        # is not Python's (None) could not be restored.
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
             old[number] = signal.signal(number, on_end if number in _ENDING else on_stop)
-
-    # One that is not Python's, as the core's in a process with a world, could not be restored.
-    if inspect_signal() and not agent.handles(os.getpid(), inspect_signal()):
-        old[inspect_signal()] = signal.signal(inspect_signal(), on_inspect)
+    if inspection and not agent.handles(os.getpid(), inspection):  # as the core does in a world
+        old[inspection] = signal.signal(inspection, on_inspect)
 
     def restore() -> None:
         for number, before in old.items():

@@ -19,6 +19,9 @@ reset: rank 0 of the third world kills itself before it has taken part in state.
 late: the first process that comes after another one was killed ends before it joins.
 start, pause: rank 2 kills or stops itself when it has its place in the first world, and the others
     wait for it.
+meet, halt: rank 2 kills or stops itself when it has met the others of the first world, before all
+    of them know that.
+early, last: the third process ends before it joins, before or after the others have asked to join.
 slow: the third process takes 5 s to load.
 thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks and their sum.
@@ -43,7 +46,7 @@ from typing import Any
 import numpy as np
 
 import perseus.arrays as hvd
-from perseus import basics, control, elastic
+from perseus import basics, control, elastic, process_sets
 
 DIRECTORY, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
 PLACE = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
@@ -127,6 +130,14 @@ if QUIRK == "late" and (DIRECTORY / "event.0").exists() and not marked("late"):
 if QUIRK in ("start", "pause") and os.environ["HOROVOD_LOCAL_RANK"] == "2":
     number = signal.SIGKILL if QUIRK == "start" else signal.SIGSTOP
     basics._connect = lambda *_: os.kill(os.getpid(), number)
+if QUIRK in ("meet", "halt") and os.environ["HOROVOD_LOCAL_RANK"] == "2":
+    number = signal.SIGKILL if QUIRK == "meet" else signal.SIGSTOP
+    process_sets._compare = lambda _: os.kill(os.getpid(), number)
+if QUIRK in ("early", "last"):
+    is_third = os.environ["HOROVOD_LOCAL_RANK"] == "2"
+    time.sleep(1.5 if is_third == (QUIRK == "last") else 0)
+    if is_third:
+        sys.exit(0)
 if QUIRK == "slow" and os.environ["HOROVOD_LOCAL_RANK"] == "2" and not marked("slow"):
     time.sleep(5)
 if QUIRK == "thread" and os.environ["HOROVOD_HOSTNAME"] == "localhost":

@@ -258,6 +258,53 @@ def test_a_rank_that_dies_as_a_world_begins_is_not_waited_for(tmp_path: Path) ->
     assert "world 0 did not begin" in job.output
 
 
+def test_a_rank_that_dies_when_a_world_has_just_begun_is_not_waited_for(tmp_path: Path) -> None:
+    job = run(tmp_path, "-np", 3, "--min-np", 2, quirk="meet")
+    expect_success(job, 2)
+    assert "world 0 did not begin" in job.output
+
+
+def test_a_rank_that_stops_when_a_world_has_just_begun_is_not_waited_for(tmp_path: Path) -> None:
+    job = run(tmp_path, "-np", 3, "--min-np", 2, quirk="halt")
+    expect_success(job, 2)
+    assert "world 0 did not begin" in job.output
+
+
+@pytest.mark.parametrize("quirk", ["early", "last"])
+def test_a_process_that_ends_before_the_first_world_costs_its_slot(
+    tmp_path: Path, quirk: str
+) -> None:
+    job = run(tmp_path, "-np", 2, "--min-np", 2, "-H", "localhost:3", quirk=quirk)
+    expect_success(job, 2)
+    assert "process 2 on localhost ended before it asked to join a world" in job.output
+
+
+def test_a_command_that_asks_for_no_world_runs_on_all_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    late = 'sleep 1.5\nfor last; do :; done\nexec sh -c "$last"'
+    ssh.write_text(f"#!/bin/sh\n[ $1 = -G ] && exit 1\n{late}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    command = [sys.executable, "-m", "perseus.run", "-np", "2", "--min-np", "2"]
+    command += ["-H", "localhost:1,b:1", "--network-interface", "lo"]
+    command += ["sh", "-c", "echo $HOROVOD_HOSTNAME"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.partition(":")[2] for line in done.stdout.splitlines()) == ["b", "localhost"]
+
+
+def test_a_job_whose_discovery_never_answers_ends(tmp_path: Path) -> None:
+    script = tmp_path / "discover"
+    script.write_text("#!/bin/sh\nsleep 300\n")
+    script.chmod(0o755)
+    job = start(tmp_path, "-np", 2, "--elastic-timeout", 1, "--host-discovery-script", script)
+    output, _ = job.communicate(timeout=20)
+    assert job.returncode == 1, output
+    assert "the discovery of hosts has not answered within 1 s (--elastic-timeout)" in output
+
+
 def test_extra_rank_that_loads_slowly_does_not_end_a_job_that_has_enough(tmp_path: Path) -> None:
     flags = ["-np", 2, "--min-np", 2, "--start-timeout", 3, "-H", "localhost:3"]
     job = run(tmp_path, *flags, quirk="slow", size=3, worlds=2)

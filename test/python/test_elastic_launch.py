@@ -5,27 +5,32 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from perseusrun_command import environment, eventually, perseusrun
 
 from perseus import _core, errors
 from perseus.elastic import HostUpdateResult
-from perseus.run import agent, cli, host_start
+from perseus.run import agent, cli, host_start, signals
+from perseus.run.bootstrap.addresses import is_own_address, source_address
 from perseus.run.elastic import driver
 from perseus.run.elastic.discovery import FixedHosts
 from perseus.run.elastic.driver import Elasticity
 from perseus.run.elastic.flags import checked_elasticity
-from perseus.run.hosts import Host
+from perseus.run.elastic.late import Questions
+from perseus.run.elastic.process import Process
+from perseus.run.hosts import Host, Slot
 from perseus.run.job import Job
-from perseus.run.link import HostLink, local_command
+from perseus.run.launch import Launcher
+from perseus.run.link import HostLink, local_command, real_name
 
 # ---- flags ----
 
@@ -394,3 +399,115 @@ def test_store_of_fixed_hosts_listens_where_they_see_this_host(
 def test_launcher_and_ranks_mean_the_same_change() -> None:
     assert HostUpdateResult.removed == driver._REMOVED
     assert HostUpdateResult.added == driver._ADDED
+
+
+def test_state_is_that_of_all_processes_of_a_session() -> None:
+    """The process that perseusrun has started may be a shell that waits for the script."""
+    script = "while :; do [ -e $0 ] || sleep 0.02; done"
+    shell = subprocess.Popen(
+        ["sh", "-c", f"sh -c '{script}' {__file__} & wait"], start_new_session=True
+    )
+    rank = agent.Rank(0, cast(Any, shell), None, None)
+
+    def ticks() -> int:
+        return int(rank.state().split()[1])
+
+    try:
+        assert eventually(lambda: len(list(rank.running())) == 2, 10)
+        worker = next(pid for pid in rank.running() if pid != shell.pid)
+        before = ticks()
+        assert eventually(lambda: ticks() > before + 5, 20)
+        assert rank.state().startswith(b"S ")
+        os.kill(worker, signal.SIGSTOP)
+        assert eventually(lambda: rank.state().startswith(b"T "), 10)
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+
+
+# ---- ranks for which others wait ----
+
+
+def test_a_rank_is_not_late_before_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start fails after a minute of questions to one rank; then another is late, too."""
+    told: list[int] = []
+    host = SimpleNamespace(send=lambda line: told.append(int(line.split()[1])))
+    first, second = (
+        Process(number, ("a", number), cast(Any, host), heard_at=100.0) for number in (1, 2)
+    )
+    killed: list[str] = []
+    questions = Questions(lambda *_: None, killed.append)
+    now = 100.0
+    while now < 160.0:
+        assert questions.are_due([first], now)
+        first.heard_at = now  # it answers
+        questions.ask([first], False, now)
+        now += 0.25
+    for late in ([first, second], [second]):
+        assert questions.are_due(late, now)
+        questions.ask(late, True, now)
+        now += 0.25
+    assert not [line for line in killed if "is killed" in line]
+    assert not second.is_killed and told[-1] == 2
+
+
+# ---- addresses ----
+
+
+def test_addresses_of_this_host_are_its_own() -> None:
+    own = source_address("192.0.2.1")  # of the interface with a route, if there is one
+    for address in ("localhost", "127.0.0.1", "127.0.0.2", *([own] if own else [])):
+        assert is_own_address(address), address
+    assert not is_own_address("192.0.2.1") and not is_own_address("nowhere.invalid")
+
+
+def test_what_ssh_is_configured_for_may_be_no_utf_8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_bytes(b"#!/bin/sh\nprintf 'user m\\374ller\\nhostname a.example\\n'\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert real_name("a") == "a.example"
+
+
+def test_a_missing_command_whose_name_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    done = perseusrun("-np", "1", os.fsdecode(b"./caf\xe9"), cwd=tmp_path)
+    assert done.returncode == 127, done.stderr
+    assert "Traceback" not in done.stderr and "UnicodeEncodeError" not in done.stderr
+
+
+# ---- signals ----
+
+
+def _handlers() -> dict[int, Any]:
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
+    return {number: signal.getsignal(number) for number in ending}
+
+
+def test_a_wrong_signal_to_inspect_leaves_handlers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _handlers()
+    descriptors = os.listdir("/proc/self/fd")
+    monkeypatch.setenv("PERSEUS_INSPECT_SIGNAL", "9")
+    with pytest.raises(ValueError, match="PERSEUS_INSPECT_SIGNAL=9: expected 0, 10, 12"):
+        Launcher(Job(["true"], [Slot("localhost", 0, 0, 1, 0, 1)])).run()
+    assert _handlers() == before
+    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_a_handler_that_is_not_pythons_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, asked = _handlers(), signal.getsignal
+    monkeypatch.setattr(
+        signal, "getsignal", lambda number: None if number == signal.SIGHUP else asked(number)
+    )
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    try:
+        restore = signals.catch(*[lambda *_: None] * 3, writer)
+        assert asked(signal.SIGINT) is not before[signal.SIGINT]
+        assert asked(signal.SIGHUP) is before[signal.SIGHUP]
+        restore()
+    finally:
+        os.close(reader)
+        os.close(writer)
+    monkeypatch.undo()
+    assert _handlers() == before

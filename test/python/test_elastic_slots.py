@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import select
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -355,6 +357,20 @@ def test_script_that_does_not_answer_is_given_up(
         HostDiscoveryScript(script("exec sleep 30"), 1).find()
 
 
+def test_script_that_leaves_a_process_with_its_output_is_given_up(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(discovery, "_SCRIPT_SECONDS", 0.2)
+    found = HostDiscoveryScript(
+        script(f"setsid sh -c 'echo $$ > {tmp_path}/pid; exec sleep 300' & echo a:2"), None
+    )
+    try:
+        with pytest.raises(ValueError, match=r"no answer within 0\.2 s: .* has started"):
+            found.find()
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
 def test_script_that_did_not_answer_once_is_asked_again(
     script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -379,6 +395,7 @@ def test_function_tells_the_hosts() -> None:
         (lambda: {}["cloud"], r"KeyError\('cloud'\)"),
         (lambda: {"a": "many"}, "ValueError.*'many'"),
         (lambda: None, "AttributeError"),
+        (lambda: sys.exit(3), r"SystemExit\(3\)"),
     ],
 )
 def test_function_that_fails_is_a_value_error_with_its_reason(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -465,3 +466,38 @@ def test_while_the_state_is_restored_the_rank_is_known_and_the_world_is_over():
     rank, size, reason = found[0]
     assert (rank, size) == (0, 1)
     assert reason.startswith("Horovod has been shut down")
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """This process's membership in an elastic job."""
+    found = SimpleNamespace(has_state=None, will_sync=True, commits=0, place=None)
+    monkeypatch.setattr(basics, "membership", lambda: found)
+    return found
+
+
+def test_a_rank_of_an_elastic_job_goes_back_to_what_it_was_given(member: SimpleNamespace):
+    """It has the state from then on, and may give it to others, before its first commit, too."""
+    state = Recorder()
+    found = []
+
+    def train(state):
+        found.append((list(state.done), member.has_state))
+        if len(found) == 1:
+            raise HorovodInternalError("injected")
+
+    run_fn(train, lambda: state.done.append("new world"))(state)
+    first = ["sync", "save"]
+    second = [*first, "restore", "new world", "reset", "sync", "save"]
+    assert found == [(first, True), (second, True)]
+
+
+def test_a_second_loop_begins_with_the_state_of_the_first(member: SimpleNamespace):
+    class Asking(Recorder):
+        def sync(self) -> None:
+            asked.append(member.has_state)
+
+    asked: list[bool | None] = []
+    for _ in range(2):
+        run_fn(lambda state: None, lambda: None)(Asking())
+    assert asked == [False, True]

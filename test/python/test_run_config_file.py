@@ -125,12 +125,25 @@ def test_hosts_of_the_command_line_beat_a_script(written) -> None:
     assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n"), done.stderr
 
 
+def test_without_its_script_a_file_makes_no_job_elastic(written) -> None:
+    file = written(
+        "elastic:\n  host_discovery_script: ./nowhere.sh\n  slots_per_host: 4\n  timeout: 30\n"
+        "  blacklist_cooldown_range: [1, 2]\nparams: {cycle_time_ms: 3}\n"
+    )
+    done = perseusrun("-np", "1", "-H", "localhost:1", "--config-file", file, "echo", "here")
+    assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n"), done.stderr
+    for is_elastic, timeout in ((False, []), (True, ["--elastic-timeout=30"])):
+        found = arguments_of(file, with_controller=True, with_hosts=False, is_elastic=is_elastic)
+        rest = [*timeout, "--blacklist-cooldown-range", "1", "2"] if is_elastic else []
+        assert found == [*rest, "--cycle-time-ms=3"]
+
+
 def test_an_elastic_job_may_come_from_the_file(written) -> None:
     file = written(
         "elastic:\n  min_num_proc: 2\n  max_num_proc: 3\n  timeout: 30\n  reset_limit: 1\n"
         "  slots_per_host:\n  blacklist_cooldown_range: [1, 2]\n"
     )
-    assert arguments_of(file, with_controller=True, with_hosts=True) == [
+    assert arguments_of(file, with_controller=True, with_hosts=True, is_elastic=False) == [
         "--min-np=2", "--max-np=3", "--elastic-timeout=30", "--reset-limit=1",
         "--blacklist-cooldown-range", "1", "2",
     ]  # fmt: skip

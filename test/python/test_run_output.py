@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import pty
 import resource
@@ -255,3 +257,26 @@ def test_reader_that_goes_away_is_noticed() -> None:
     assert console.broken
     for fd in (writer, wake, waker):
         os.close(fd)
+
+
+def test_descriptors_may_have_large_numbers(tmp_path: Path) -> None:
+    """select() takes none above 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1500), hard))
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    wake = fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, 1400)
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_WRONLY)
+    try:
+        console = Console(lambda: False, wake)
+        console._put(file, "the file", b"text", lambda: console._is_writable(file))
+        assert (tmp_path / "file").read_bytes() == b"text"
+    finally:
+        for descriptor in (reader, writer, wake, file):
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_full_disk_is_a_warning_whatever_the_name_of_the_file(console: Recorder) -> None:
+    console._warn(os.fsdecode(b"/data/M\xfcller"), OSError(errno.ENOSPC, "No space left"))
+    ((fd, text),) = console.shown
+    assert fd == STDERR and b"cannot write /data/M\xfcller: No space left; the job goes on" in text

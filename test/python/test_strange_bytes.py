@@ -117,7 +117,9 @@ def test_config_files(tmp_path: Path, content: bytes) -> None:
     file.write_bytes(content)
 
     def flags() -> list[str]:
-        return config_file.arguments_of(str(file), with_controller=True, with_hosts=True)
+        return config_file.arguments_of(
+            str(file), with_controller=True, with_hosts=True, is_elastic=False
+        )
 
     for word in value_or_line(flags, f"--config-file {file}") or []:
         assert isinstance(word, str)

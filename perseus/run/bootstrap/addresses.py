@@ -123,12 +123,12 @@ def own_address(hosts: list[str]) -> str:
 def is_own_address(host: str) -> bool:
     """Return whether `host` is a name or an IPv4 address of this host."""
     try:
-        address = str(socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_DGRAM)[0][4][0])
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-            return True
+        address = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
     except OSError:
         return False
+    # What this host sends to itself comes from the address it goes to. (Binding tells nothing where
+    # net.ipv4.ip_nonlocal_bind allows addresses of others.)
+    return is_loopback(str(address[0])) or source_address(str(address[0])) == address[0]
 
 
 def is_loopback(host: str) -> bool:

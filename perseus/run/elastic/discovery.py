@@ -60,7 +60,7 @@ class HostDiscoveryFunction:
         """Call the function."""
         try:
             return [Host(str(name), int(slots)) for name, slots in self._function().items()]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"the function that discovers hosts failed: {error!r}") from error
 
     def close(self) -> None:
@@ -100,8 +100,17 @@ class HostDiscoveryScript:
             output, errors = process.communicate(timeout=_SCRIPT_SECONDS)
         except subprocess.TimeoutExpired:
             self._kill()
-            process.communicate()
-            raise ValueError(f"{what}: no answer within {_SCRIPT_SECONDS:g} s") from None
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_LAST_SECONDS)
+            # A process in a session of its own, which the script has left behind, may have them.
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            process.wait()
+            raise ValueError(
+                f"{what}: no answer within {_SCRIPT_SECONDS:g} s: the script, or a process that it "
+                f"has started, has not closed its output"
+            ) from None
         finally:
             self._process = None
         if process.returncode != 0:

@@ -54,6 +54,7 @@ class ElasticLauncher(Launcher):
         self._elasticity = elasticity
         self._slots = UsableSlots(elasticity.cooldown)
         self._watch: Watch | None = None
+        self._discovers_until = inf  # when to give up without a first answer
         self._address = ""  # of the store
         self._complaint = ""
         self._processes: dict[int, Process] = {}  # those that live
@@ -67,12 +68,14 @@ class ElasticLauncher(Launcher):
         self._questions = Questions(self._tell, self._print)
         self._begun_at = 0.0
         self._failures: list[tuple[Process, int]] = []
+        self._early: list[Process] = []  # that have ended without an error before the first world
         self._names: dict[int, str] = {}  # of all processes that have been in a world
 
     # ---- the job's course ------------------------------------------------------------------------
 
     def _prepare(self) -> None:
         self._watch = Watch(self._elasticity.discovery, self._waker)
+        self._discovers_until = time.monotonic() + self._elasticity.timeout
         self._address = self._store_address()
         self._serve(self._address)
 
@@ -102,6 +105,7 @@ class ElasticLauncher(Launcher):
         if self._ending or self._succeeded:
             return found
         now = time.monotonic()
+        found.append(self._discovers_until)
         if self._give_up_at is not None:
             found.append(self._give_up_at)
         if (back := self._slots.next_return(now)) is not None:
@@ -125,9 +129,12 @@ class ElasticLauncher(Launcher):
             return
         self._end_dismissed(now)
         if self._succeeded:
-            self._dismiss_spares(now)
+            if self._epoch < 0:  # a command that asks for no world runs on all hosts
+                self._start_on_ready_hosts()
+            else:
+                self._dismiss_spares(now)
             return
-        if not self._has_hosts():
+        if not self._has_hosts(now):
             return
         self._start_processes(now)
         self._start_on_ready_hosts()
@@ -138,14 +145,18 @@ class ElasticLauncher(Launcher):
         self._send_news(now)
         self._ask_late(now)
 
-    def _has_hosts(self) -> bool:
+    def _has_hosts(self, now: float) -> bool:
         """Take what has been discovered. Return whether anything has, and fail if it never will."""
         assert self._watch is not None
         hosts, complaint = self._watch.hosts(), self._watch.complaint()
         if hosts is None:
             if complaint:
                 self._fail(LaunchError(complaint))
+            elif now >= self._discovers_until:
+                limit = f"{self._elasticity.timeout:g} s (--elastic-timeout)"
+                self._fail(LaunchError(f"the discovery of hosts has not answered within {limit}"))
             return False
+        self._discovers_until = inf
         if complaint != self._complaint:
             self._complaint = complaint
             if complaint:
@@ -264,6 +275,11 @@ class ElasticLauncher(Launcher):
                 self._on_join(process)
 
     def _on_join(self, process: Process) -> None:
+        if self._epoch < 0:
+            # There will be a world, so those that have ended are missing.
+            self._succeeded.clear()
+            while self._early:
+                self._on_failure(self._early.pop(), 0)
         if self._succeeded:
             number, _ = self._succeeded[0]
             if process.epoch == self._epoch:
@@ -529,6 +545,11 @@ class ElasticLauncher(Launcher):
         process = self._processes.pop(rank, None)
         if self._ending or process is None or process.dismissed:
             return
+        if status == 0 and self._epoch < 0:
+            if any(other.request is not None for other in self._processes.values()):
+                self._on_failure(process, status)
+                return
+            self._early.append(process)
         if status == 0 and process.epoch == self._epoch:
             self._succeeded.append((rank, time.monotonic()))
             self._names.setdefault(rank, process.name)

@@ -31,6 +31,7 @@ class Questions:
         self._tell = tell
         self._show = show
         self._asked_at = self._warn_at = 0.0
+        self._known: set[int] = set()  # the numbers of those that were late when it last asked
         self.since = 0.0
 
     def next_at(self) -> float:
@@ -42,16 +43,19 @@ class Questions:
         self._asked_at = 0.0
 
     def are_due(self, late: list[Process], now: float) -> bool:
-        """Return whether to ask now. After a pause, all that is known of late ranks is forgotten.
+        """Return whether to ask now. What is known of a rank counts from when it became late.
 
         since: when the first of these questions was asked.
         """
         if not late or now < self.next_at():
             return False
         if now > self._asked_at + 3 * _ASK_SECONDS:  # nobody has been late for a while
-            for process in late:
-                process.heard_at = now
+            self._known.clear()
             self.since, self._warn_at = now, now + _WARN_SECONDS
+        for process in late:
+            if process.number not in self._known:
+                process.heard_at = now
+        self._known = {process.number for process in late}
         self._asked_at = now
         return True
 
