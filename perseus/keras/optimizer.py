@@ -56,7 +56,8 @@ class DistributedMixin(Reducing):
         no rank calls the wrapped optimizer.
         """
         optimizer: Any = self
-        if not grads or not self._reducer.active() or not _ready(optimizer, trainable_variables):
+        acts = self._reducer.active() or self._agg_helper is not None
+        if not grads or not acts or not _ready(optimizer, trainable_variables):
             self._apply_local(grads, trainable_variables)
             return
         variables = list(trainable_variables or optimizer._trainable_variables)
@@ -102,7 +103,10 @@ class DistributedMixin(Reducing):
         indices = [self._get_variable_index(variable) for variable in variables]  # type: ignore[attr-defined]
 
         def step(totals: list[Any]) -> None:
-            reduced, applies = self._reducer.reduce(totals, variables, self, self._rate())
+            reduced, applies = totals, None
+            # Passes also make one step on a rank that trains alone, so a script does not change.
+            if self._reducer.active():
+                reduced, applies = self._reducer.reduce(totals, variables, self, self._rate())
             self._apply_where(applies, reduced, variables, self._count)
 
         self._agg_helper.add_call(grads, indices, step, self._count)

@@ -169,6 +169,26 @@ def check_backward_passes_are_summed_up() -> None:
         assert int(optimizer.iterations) == 4
 
 
+def check_a_rank_that_trains_alone_sums_up_passes() -> None:
+    with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
+        first = hvd.add_process_set([0])  # rank 0 is alone in it, the others are outside of it
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, momentum=0.9), backward_passes_per_step=2, process_set=first
+        )
+        optimizer.register_local_var((variables := make_variables())[1])
+        plain, reference = keras.optimizers.SGD(0.1, momentum=0.9), make_variables()
+        for step in range(0, 4, 2):
+            before = arrays_of(variables)
+            optimizer.apply(make_gradients(step), variables)
+            assert all(map(np.array_equal, before, arrays_of(variables)))
+            assert count_operations(lambda: optimizer.apply(make_gradients(step + 1), variables)) == 0  # noqa: B023
+            pairs = zip(make_gradients(step), make_gradients(step + 1), strict=True)
+            plain.apply([a + b for a, b in pairs], reference)
+            assert_close(variables, reference)
+        assert int(optimizer.iterations) == 4
+        hvd.remove_process_set(first)
+
+
 def check_the_core_sums_up_over_steps() -> None:
     with world_with(PERSEUS_ACCUMULATE_N_STEPS=3):
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
