@@ -103,6 +103,16 @@ def check_sparse(name: str, where: str) -> None:
         )
 
 
+def check_local_sources(where: str) -> None:
+    """Raise ValueError for local variables if the settings accumulate gradients over steps."""
+    if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:
+        raise ValueError(
+            f"[{where}] PERSEUS_ACCUMULATE_N_STEPS sums gradients that are reduced, but those of "
+            "local variables are not, so only one step in N would count for them: use "
+            "DistributedOptimizer(…, backward_passes_per_step=N)"
+        )
+
+
 def check_adasum_of_steps(where: str) -> None:
     """Raise ValueError for an optimizer with op=Adasum if the settings accumulate gradients."""
     if basics.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1:

@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+from perseus.gradients.arguments import check_local_sources
+
 
 class LocalSources:
     """The set of sources whose gradients are not reduced but at most scaled.
 
     key: returns a source's identity. scale: divides a gradient by the number of ranks, which gives
     it the weight that it would have in a mean over ranks; None leaves the gradient unchanged.
+    where: the component that an error names.
     """
 
-    def __init__(self, key: Callable[[Any], Hashable], scale: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, key: Callable[[Any], Hashable], scale: Callable[[Any], Any] | None, where: str
+    ) -> None:
         self._key = key
         self._scale = scale
+        self._where = where
         # Keeps the sources alive, so that no other object gets the id() of one of them.
         self._sources: dict[Hashable, Any] = {}
 
@@ -39,9 +45,12 @@ class LocalSources:
         """Call reduce(gradients, sources) for those that are not local.
 
         Returns all gradients in their order, and the second result of `reduce`, which is whether to
-        apply them.
+        apply them. Raises ValueError for local sources while PERSEUS_ACCUMULATE_N_STEPS sums
+        gradients: the core sees only those that are reduced.
         """
         local = [self.is_local(source) for source in sources]
+        if any(local):
+            check_local_sources(self._where)
         shared = [i for i, stays in enumerate(local) if not stays]
         reduced, applies = reduce([gradients[i] for i in shared], [sources[i] for i in shared])
         results = [

@@ -158,6 +158,8 @@ class DistributedMixin(Reducing):
     def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any], steps: bool) -> list[Any]:
         """Return reduced gradients. steps: all ranks apply them right afterwards."""
         grads, vars = list(grads), list(vars)
+        if self._reducer.active():
+            self._check_clipping(vars)
         rate = None if self._state else self._rate()
         if self._agg_helper is not None:
             self._agg_helper.learning_rate = rate

@@ -62,6 +62,8 @@ class DistributedMixin(Reducing):
             return
         variables = list(trainable_variables or optimizer._trainable_variables)
         optimizer._check_variables_are_known(variables)
+        if self._reducer.active():
+            self._check_clipping(variables)
         grads = list(grads)
         if self._agg_helper is not None:
             self._apply_aggregated(grads, variables)

@@ -46,7 +46,8 @@ class GradientReducer(LateReducer):
         self.options = options
         self.plan = options.plan
         divided = partial(backend.divided_by_size, process_set=options.plan.process_set)
-        self.local = LocalSources(_key, divided if options.scale_local_gradients else None)
+        scale = divided if options.scale_local_gradients else None
+        self.local = LocalSources(_key, scale, "keras")
         self._scope = Scope(options.name or name, options.plan.process_set)
         self._check = ParameterCheck(options.plan.process_set)
 
@@ -175,6 +176,18 @@ class Reducing:
     def register_local_var(self, var: Any) -> None:
         """Leave a variable's gradients on this rank; before the first step."""
         self._reducer.local.register(var)
+
+    def _check_clipping(self, variables: Sequence[Any]) -> None:
+        """Raise ValueError if global_clipnorm sees a different norm on each rank.
+
+        The norm is that of all gradients, so local ones would scale the reduced ones differently.
+        """
+        local = [self._reducer.local.is_local(variable) for variable in variables]
+        if any(local) and not all(local) and getattr(self, "global_clipnorm", None):
+            raise ValueError(
+                "[keras] global_clipnorm with local variables lets ranks apply different "
+                "gradients of the variables that they share: use clipnorm or clipvalue"
+            )
 
     def _rate(self) -> Any:
         """Return the `learning_rate` of GradientReducer.reduce() for the next step."""

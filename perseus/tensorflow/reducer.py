@@ -319,6 +319,5 @@ def local_sources(process_set: ProcessSet, scale: bool) -> LocalSources:
 
     scale: divide the gradients of local sources by the number of ranks.
     """
-    return LocalSources(
-        _reference, partial(divided_by_size, process_set=process_set) if scale else None
-    )
+    divided = partial(divided_by_size, process_set=process_set)
+    return LocalSources(_reference, divided if scale else None, "tensorflow")

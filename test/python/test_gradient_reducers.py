@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from perseus import basics
 from perseus.compression import EXACT, TOP_K, NoneCompressor, all_applied_here, top_k
 from perseus.failures import Failures
 from perseus.gradients.adasum import AdasumOfSteps
@@ -261,13 +262,14 @@ def test_variables_go_from_the_start_to_the_combined_steps(combined, expected):
 
 
 @pytest.mark.parametrize("scales", [True, False])
-def test_gradients_of_local_sources_are_only_scaled(scales):
+def test_gradients_of_local_sources_are_only_scaled(monkeypatch, scales):
+    monkeypatch.setattr(basics, "setting", {"PERSEUS_ACCUMULATE_N_STEPS": 1}.get)
     def reduce(gradients: list[Any], sources: list[Any]) -> tuple[list[Any], Any]:
         given.append((gradients, sources))
         return [None if gradient is None else 10 * gradient for gradient in gradients], "verdict"
 
     given: list[Any] = []
-    local = LocalSources(str.lower, (lambda gradient: gradient / 4) if scales else None)
+    local = LocalSources(str.lower, (lambda gradient: gradient / 4) if scales else None, "test")
     assert local.around(reduce, [1.0, None], ["a", "b"]) == ([10.0, None], "verdict")
     for source in ("B", "D"):
         local.register(source)
@@ -276,3 +278,12 @@ def test_gradients_of_local_sources_are_only_scaled(scales):
     found = local.around(reduce, [1.0, 2.0, None, None, 5.0], ["a", "b", "c", "d", "e"])
     assert found == ([10.0, 2.0 / over, None, None, 50.0], "verdict")
     assert given[1] == ([1.0, None, 5.0], ["a", "c", "e"])
+
+
+def test_sums_over_steps_refuse_local_sources(monkeypatch):
+    monkeypatch.setattr(basics, "setting", {"PERSEUS_ACCUMULATE_N_STEPS": 2}.get)
+    local = LocalSources(str.lower, None, "test")
+    local.register("b")
+    assert local.around(lambda *_: ([1.0], None), [3.0], ["a"]) == ([1.0], None)
+    with pytest.raises(ValueError, match=r"^\[test\] PERSEUS_ACCUMULATE_N_STEPS .*backward_passes"):
+        local.around(lambda *_: ([1.0], None), [3.0, 4.0], ["a", "b"])

@@ -94,6 +94,28 @@ def check_some_gradients_stay_on_their_rank() -> None:
         np.testing.assert_allclose(start - now, (1.0 + rank) / size, rtol=1e-5, atol=1e-6)
 
 
+def check_a_norm_over_local_variables_is_refused() -> None:
+    def apply(step: int = 0, register: bool = True, **options) -> None:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, **options))
+        variables = make_variables()
+        if register:
+            optimizer.register_local_var(variables[1])
+        optimizer.apply(make_gradients(step), variables)
+
+    assert "use clipnorm or clipvalue" in message_of(ValueError, apply, global_clipnorm=0.5)
+    apply(clipnorm=0.5)
+    apply(global_clipnorm=0.5, register=False)
+
+
+def check_sums_over_steps_refuse_local_variables() -> None:
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        variables = make_variables()
+        optimizer.register_local_var(variables[1])
+        text = message_of(ValueError, optimizer.apply, make_gradients(0), variables)
+        assert text.startswith("[keras] PERSEUS_ACCUMULATE_N_STEPS"), text
+
+
 def check_a_process_set_of_ones_own_does_not_communicate() -> None:
     with world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
         first = hvd.add_process_set([0])
@@ -181,8 +203,9 @@ def check_a_rank_that_trains_alone_sums_up_passes() -> None:
             before = arrays_of(variables)
             optimizer.apply(make_gradients(step), variables)
             assert all(map(np.array_equal, before, arrays_of(variables)))
-            assert count_operations(lambda: optimizer.apply(make_gradients(step + 1), variables)) == 0  # noqa: B023
-            pairs = zip(make_gradients(step), make_gradients(step + 1), strict=True)
+            after = make_gradients(step + 1)
+            assert count_operations(lambda: optimizer.apply(after, variables)) == 0  # noqa: B023
+            pairs = zip(make_gradients(step), after, strict=True)
             plain.apply([a + b for a, b in pairs], reference)
             assert_close(variables, reference)
         assert int(optimizer.iterations) == 4

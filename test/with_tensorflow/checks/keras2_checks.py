@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
+from tf_training import raised
 from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd_tf
@@ -164,6 +166,12 @@ def check_some_gradients_stay_on_their_rank() -> None:
         optimizer.minimize(loss, [own, common], tape=tape)
         _close([own.numpy()], [np.array([1.0, 2.0]) - (rank + 1) / size])
         _close([common.numpy()], [np.array([3.0]) - (size + 1) / 2])
+        optimizer = hvd.DistributedOptimizer(kind.SGD(1.0, global_clipnorm=0.5))
+        optimizer.register_local_var(own)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(own) + tf.reduce_sum(common)
+        minimize = partial(optimizer.minimize, loss, [own, common], tape=tape)
+        assert "use clipnorm or clipvalue" in raised(ValueError, minimize)
 
 
 def check_gradients_of_the_core_may_not_be_applied() -> None:
