@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from perseus.elastic.state import ObjectState
+from perseus.gradients.aggregation import forget_passes
 from perseus.gradients.residuals import Held, Source
 
 
@@ -46,8 +47,9 @@ class VariablesState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Assign the copies."""
+        """Assign the copies. Passes since the last step of any optimizer are dropped."""
         self._write(self._variables(), self._values)
+        self._forget_passes()
         for source, held in zip(self._sources(), self._held, strict=True):
             source.go_on_with(held)
         super().restore()
@@ -55,8 +57,12 @@ class VariablesState(ObjectState):
     def sync(self) -> None:
         """Take over rank 0's variables and what it saved last, and save them. Collective."""
         self._broadcast(self._variables())
+        self._forget_passes()
         super().sync()
         self.save()
+
+    def _forget_passes(self) -> None:
+        forget_passes()
 
     def _sources(self) -> list[Source]:
         return [getattr(self, name) for name in self._source_names]

@@ -6,9 +6,12 @@ does not need it: autograd accumulates in p.grad, and hooks count passes in Pyth
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
+
+from perseus import basics
 
 
 class Variables(Protocol):
@@ -29,6 +32,9 @@ class Variables(Protocol):
     def clear(self, variable: Any) -> Any:
         """Set a variable to zeros; return the operation, for after()."""
 
+    def clear_now(self, variable: Any) -> None:
+        """Set a variable to zeros at once, unless it belongs to a graph that a session runs."""
+
     def is_zero(self, value: Any) -> Any:
         """Return whether a scalar is 0, as a condition for choose()."""
 
@@ -37,6 +43,9 @@ class Variables(Protocol):
 
     def choose(self, condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         """Return the result of then() if the condition holds, else of otherwise()."""
+
+
+_known: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 
 class Passes:
@@ -50,6 +59,12 @@ class Passes:
         self.number = number
         self.counter: Any = None
         self._variables = variables
+        _known.add(self)
+
+    def forget(self) -> None:
+        """Begin with the first pass of a step; not within a graph."""
+        if self.counter is not None:
+            self._variables.clear_now(self.counter)
 
     def begins(self) -> Any:
         """Return whether the present pass is the first of a step."""
@@ -64,11 +79,22 @@ class Passes:
 
 
 class LocalAggregation(Passes):
-    """Sums gradients over the passes of a step. average: divide sums by the number of passes."""
+    """Sums gradients over the passes of a step.
+
+    average: divide sums by the number of passes. sums: all that add() gets; the adapter creates
+    them.
+    """
 
     def __init__(self, number: int, average: bool, variables: Variables) -> None:
         super().__init__(number, variables)
         self.average = average
+        self.sums: list[Any] = []
+
+    def forget(self) -> None:
+        """Begin with the first pass of a step, and with sums of zeros; not within a graph."""
+        super().forget()
+        for total in self.sums:
+            self._variables.clear_now(total)
 
     def add(
         self,
@@ -103,3 +129,15 @@ class LocalAggregation(Passes):
                 return complete(taken)
 
         return variables.choose(due, take, lambda: otherwise(totals))
+
+
+def forget_passes() -> None:
+    """Drop the passes that all optimizers have counted since their last steps, and their sums.
+
+    Ranks that count differently would wait for one another's reductions in different calls.
+    """
+    for passes in list(_known):
+        passes.forget()
+
+
+basics.at_init(forget_passes)

@@ -85,6 +85,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
         shared = self._shared(variables)
         backend.broadcast_variables(shared, self.root_rank, "BroadcastGlobalVariablesCallback")
+        inner = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        if getattr(inner, "_agg_helper", None) is not None:
+            inner._agg_helper.forget()  # gradients of the weights before the broadcast
         self.broadcast_done = True
 
     def _shared(self, variables: Iterable[Any]) -> list[Any]:

@@ -38,6 +38,10 @@ class _Variables:
         """See Variables."""
         return variable.assign(keras.ops.zeros(variable.shape, variable.dtype))
 
+    def clear_now(self, variable: Any) -> None:
+        """See Variables."""
+        self.clear(variable)
+
     def is_zero(self, value: Any) -> Any:
         """See Variables."""
         return keras.ops.equal(value, 0)
@@ -60,12 +64,11 @@ class GradientAggregation(LocalAggregation):
 
     def __init__(self, passes: int, average: bool) -> None:
         super().__init__(passes, average, _Variables())
-        self._sums: list[Any] = []
 
     def build(self, variables: Sequence[Any]) -> None:
         """Create the counter and the sums, which are zeros of the variables' shapes and dtypes."""
         self.counter = keras.Variable(0, dtype="int32", trainable=False, name="counter")
-        self._sums = [
+        self.sums = [
             keras.Variable(
                 keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="sum"
             )
@@ -91,6 +94,6 @@ class GradientAggregation(LocalAggregation):
                 full[i] = total
             return complete(full)
 
-        sums = [self._sums[indices[i]] for i in present]
+        sums = [self.sums[indices[i]] for i in present]
         given = [gradients[i] for i in present]
         return self.add(sums, given, complete_with_none, lambda _: otherwise())

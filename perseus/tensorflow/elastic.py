@@ -21,6 +21,7 @@ from perseus.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from perseus.tensorflow.own_variables import clear_in
 
 __all__ = [
     "HorovodInternalError",
@@ -111,6 +112,11 @@ class TensorFlowState(VariablesState):
             return
         for variable, value in zip(variables, values, strict=True):
             variable.load(value, self._running())
+
+    def _forget_passes(self) -> None:
+        super()._forget_passes()
+        if not tf.executing_eagerly():
+            clear_in(self._running())
 
     def _running(self) -> Any:
         session = self.session or tf.compat.v1.get_default_session()

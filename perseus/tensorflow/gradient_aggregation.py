@@ -83,6 +83,10 @@ class LocalGradientAggregationHelper:
         """The variable that counts the passes in the sums; None before the first pass."""
         return self._passes.counter
 
+    def forget(self) -> None:
+        """Begin with the first pass of a step, except in a graph that a session runs."""
+        self._passes.forget()
+
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of this variable on its rank."""
         self._local.register(var)
@@ -142,7 +146,7 @@ class LocalGradientAggregationHelper:
             return
         self.not_none_indexes = {}
         self.num_none_grad_updates = sum(gradient is None for gradient in grads)
-        self.locally_aggregated_grads = []
+        self.locally_aggregated_grads = self._passes.sums = []
         with tf.init_scope():
             self._passes.counter = self._variable(tf.zeros([], tf.int32), "aggregation_counter")
             for index, (gradient, variable) in enumerate(zip(grads, vars, strict=True)):

@@ -9,7 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+_COLLECTION = "perseus_own_variables"  # those in a graph
 
 
 def make(initial: Any, name: str) -> Any:
@@ -19,8 +22,15 @@ def make(initial: Any, name: str) -> Any:
         trainable=False,
         use_resource=True,
         name=name,
-        collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+        collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES, _COLLECTION],
     )
+
+
+def clear_in(session: Any) -> None:
+    """Set all own variables in the graph of a session to zeros."""
+    for variable in session.graph.get_collection(_COLLECTION):
+        zeros = np.zeros(variable.shape.as_list(), variable.dtype.as_numpy_dtype)
+        variable.load(zeros, session)
 
 
 def after(done: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -53,6 +63,12 @@ class OwnVariables:
     def clear(self, variable: Any) -> Any:
         """See Variables."""
         return variable.assign(tf.zeros_like(variable), read_value=False)
+
+    def clear_now(self, variable: Any) -> None:
+        """See Variables, and clear_in() for those in graphs."""
+        if not hasattr(variable, "graph"):
+            with tf.init_scope():
+                self.clear(variable)
 
     def is_zero(self, value: Any) -> Any:
         """See Variables."""

@@ -12,7 +12,7 @@ from perseus import basics
 from perseus.compression import EXACT, TOP_K, NoneCompressor, all_applied_here, top_k
 from perseus.failures import Failures
 from perseus.gradients.adasum import AdasumOfSteps
-from perseus.gradients.aggregation import LocalAggregation, Passes
+from perseus.gradients.aggregation import LocalAggregation, Passes, forget_passes
 from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.local_sources import LocalSources
 from perseus.gradients.plan import Plan
@@ -171,6 +171,9 @@ class _Numbers:
     def clear(self, variable: Any) -> Any:
         variable[0] = 0.0
 
+    def clear_now(self, variable: Any) -> None:
+        self.clear(variable)
+
     def is_zero(self, value: Any) -> Any:
         return value == 0
 
@@ -206,6 +209,20 @@ def test_every_nth_pass_completes_a_step(average):
         ("complete", [12.0 / over, 120.0 / over], [0.0, 0.0]),
         ("sum", [6.0, 60.0]),
     ]
+
+
+def test_a_world_begins_with_no_pass_counted():
+    aggregation, passes = LocalAggregation(3, False, _Numbers()), Passes(3, _Numbers())
+    forget_passes()  # before there are variables
+    aggregation.counter, passes.counter = [0], [0]
+    aggregation.sums = [[0.0], [0.0]]
+    results = [lambda totals: ("complete", totals), lambda totals: ("sum", totals)]
+    aggregation.add(aggregation.sums, [1.0, 10.0], *results)
+    passes.count()
+    forget_passes()
+    assert passes.begins()
+    seen = [aggregation.add(aggregation.sums, [2.0, 20.0], *results) for _ in range(3)]
+    assert seen == [("sum", [2.0, 20.0]), ("sum", [4.0, 40.0]), ("complete", [6.0, 60.0])]
 
 
 def test_the_first_and_the_last_pass_of_a_step_are_known():
@@ -264,6 +281,7 @@ def test_variables_go_from_the_start_to_the_combined_steps(combined, expected):
 @pytest.mark.parametrize("scales", [True, False])
 def test_gradients_of_local_sources_are_only_scaled(monkeypatch, scales):
     monkeypatch.setattr(basics, "setting", {"PERSEUS_ACCUMULATE_N_STEPS": 1}.get)
+
     def reduce(gradients: list[Any], sources: list[Any]) -> tuple[list[Any], Any]:
         given.append((gradients, sources))
         return [None if gradient is None else 10 * gradient for gradient in gradients], "verdict"

@@ -57,6 +57,17 @@ def _fit(*what, optimizer=None, epochs: int = 3, model=None, **options):
     return watch, model
 
 
+def check_passes_of_weights_before_the_broadcast_are_dropped() -> None:
+    for scales in (False, True):
+        optimizer = inner = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.01), backward_passes_per_step=6
+        )
+        if scales:
+            optimizer = keras.optimizers.LossScaleOptimizer(inner)
+        _fit(callbacks.BroadcastGlobalVariablesCallback(0), optimizer=optimizer, epochs=1)
+        assert int(inner._agg_helper.counter) == 3
+
+
 def check_metrics_are_means_over_ranks() -> None:
     rank, size = hvd.rank(), hvd.size()
     logs = {"b": float(rank), "a": 10.0 * rank + 1, "c": np.float32(0.5)}

@@ -17,6 +17,7 @@ from keras_training import (
     count_operations,
     make_gradient,
     make_gradients,
+    make_model,
     make_variables,
     message_of,
 )
@@ -189,6 +190,40 @@ def check_backward_passes_are_summed_up() -> None:
             plain.apply([(a + b) / (2 if average else 1) for a, b in pairs], reference)
             assert_close(variables, reference)
         assert int(optimizer.iterations) == 4
+
+
+def check_no_pass_outlives_a_world_or_a_restore() -> None:
+    """Whichever pass the ranks were in."""
+    model = make_model()
+    optimizer, plain = (keras.optimizers.SGD(0.1) for _ in range(2))
+    optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=3)
+    state = hvd.elastic.KerasState(model, optimizer)
+    variables = model.trainable_variables
+    reference = [keras.Variable(value) for value in arrays_of(variables)]
+
+    def gradients(step: int, rank: int) -> list:
+        return [keras.ops.full(v.shape, float(i + rank + step)) for i, v in enumerate(variables)]
+
+    def begin() -> None:
+        for _ in range(1 + hvd.rank() % 2):
+            optimizer.apply(gradients(9, hvd.rank()), variables)
+
+    def go_on() -> None:
+        for step in range(3):
+            optimizer.apply(gradients(step, hvd.rank()), variables)
+        ranks = range(hvd.size())
+        given = [gradients(step, rank) for step in range(3) for rank in ranks]
+        means = [sum(parts) / hvd.size() for parts in zip(*given, strict=True)]
+        plain.apply(means, reference)
+        assert_close(variables, reference)
+
+    begin()
+    with world_with():
+        go_on()
+        state.save()
+        begin()
+        state.restore()
+        go_on()
 
 
 def check_a_rank_that_trains_alone_sums_up_passes() -> None:

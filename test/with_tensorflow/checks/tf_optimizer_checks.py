@@ -186,6 +186,28 @@ def check_backward_passes_per_step() -> None:
     )
 
 
+def check_a_restored_state_begins_with_the_first_pass() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    with tf.Graph().as_default(), v1.Session() as session:
+        weights = v1.get_variable("weights", initializer=np.zeros(2, np.float32))
+        optimizer = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2, op=hvd.Sum
+        )
+        factor = v1.placeholder(tf.float32)
+        train = optimizer.minimize(tf.reduce_sum(weights * [1.0, 2.0]) * factor)
+        session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+        state = hvd.elastic.TensorFlowState(session=session)
+        for begin in (state.restore, state.sync):
+            if rank == size - 1:
+                session.run(train, {factor: 9.0})
+            begin()
+            before = session.run(weights)
+            for number in (1.0, 2.0):
+                session.run(train, {factor: number + rank})
+            total = sum(3.0 + 2 * each for each in range(size))
+            np.testing.assert_allclose(before - session.run(weights), [total, 2 * total])
+
+
 def check_accumulation_in_the_core() -> None:
     """PERSEUS_ACCUMULATE_N_STEPS sums gradients; in between nothing is applied."""
     halves = [half for batch in _shares() for half in (batch[: BATCH // 2], batch[BATCH // 2 :])]
