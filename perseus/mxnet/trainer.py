@@ -8,7 +8,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ from perseus.gradients.arguments import checked_predivide_factor
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
+from perseus.gradients.residuals import Held
 from perseus.mxnet import ops, residuals
 from perseus.mxnet.compression import Compression
 from perseus.mxnet.learning_rate import learning_rate
@@ -111,6 +112,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         self._num_groups = num_groups
         self._applies = True
         self._skipped = False
+        self._summed: set[int] = set()  # parameters with gradients in a sum that is not complete
         self._steps_now = False
         self._turning: list[int] = []  # the weights that take a turn after this step
         self._check = ParameterCheck(process_set)
@@ -164,6 +166,11 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         super().load_states(fname)
         self.go_on_with(residuals.held_in(Path(fname).read_bytes()))
 
+    def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
+        """See Source."""
+        self._summed.clear()
+        super().go_on_with(residuals, owner)
+
     def _trained(self) -> list[tuple[int, Any]]:
         """Return the parameters that have gradients, with their indices."""
         return [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
@@ -204,14 +211,18 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
     def _update(self, ignore_stale_grad: bool = False) -> None:
         applies, self._applies = self._applies, True
         skipped, self._skipped = self._skipped, False
-        if ignore_stale_grad:
-            self._agree_on_fresh()
         if applies:
+            if ignore_stale_grad:
+                self._agree_on_fresh()
+            self._summed.clear()
             super()._update(ignore_stale_grad)
             return
-        for _, parameter in self._trained():
+        for index, parameter in self._trained():
+            if parameter.data()._fresh_grad:
+                self._summed.add(index)
             parameter.data()._fresh_grad = False
         if skipped:
+            self._summed.clear()
             self._lower_loss_scale()
 
     def _lower_loss_scale(self) -> None:
@@ -223,11 +234,14 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
             scaler.has_overflow([infinite])
 
     def _agree_on_fresh(self) -> None:
-        """Mark gradients as new that are new on any rank: all ranks update the same ones."""
+        """Mark gradients as new that are new on any rank: all ranks update the same ones.
+
+        A sum over steps is new if it contains a new gradient.
+        """
         members, trained = self._reducer.plan.process_set, self._trained()
         if not trained or not self._reducer.takes_part():
             return
-        fresh = mx.nd.array([parameter.data()._fresh_grad for _, parameter in trained])
+        fresh = mx.nd.array([i in self._summed or p.data()._fresh_grad for i, p in trained])
         name = f"{self._prefix}fresh"
         somewhere = allreduce(fresh, name=name, op=Max, process_set=members).asnumpy()
         for (_, parameter), is_fresh in zip(trained, somewhere, strict=True):

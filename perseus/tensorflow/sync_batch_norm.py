@@ -66,14 +66,16 @@ def joined_moments(inputs: Any, axes: list[int], mask: Any = None) -> tuple[Any,
     """Mean and variance of all ranks' inputs over `axes`, one number per channel each.
 
     mask: has the inputs' shape without the last dimension, which must be the channels; values where
-        it is false do not count.
+        it is false do not count, even if they are not finite.
     """
-    weights = None if mask is None else tf.cast(tf.expand_dims(mask, -1), inputs.dtype)
+    counted = None if mask is None else tf.cast(tf.expand_dims(mask, -1), tf.bool)
     shape = _kept_shape(inputs, axes)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def moments(values: Any) -> tuple[Any, Any]:
-        count, mean, squares = _own_statistics(values, axes, weights)
+        if counted is not None:  # a product with a weight of 0 would keep NaN and infinities
+            values = tf.where(counted, values, tf.zeros_like(values))
+        count, mean, squares = _own_statistics(values, axes, counted)
         row = tf.concat([tf.cast(part, tf.float64) for part in (mean, squares, count)], 0)
         with tf.name_scope(_SCOPE):
             (rows,) = ops.allgather([row[None]])
@@ -94,7 +96,7 @@ def joined_moments(inputs: Any, axes: list[int], mask: Any = None) -> tuple[Any,
             by_mean = tf.reshape(shares[:channels], shape)
             by_variance = tf.reshape(shares[channels:], shape)
             result = by_mean + 2.0 * by_variance * (values - tf.reshape(joined, shape))
-            return result if weights is None else result * weights
+            return result if counted is None else tf.where(counted, result, tf.zeros_like(result))
 
         return (joined, variance), gradient
 
@@ -102,19 +104,21 @@ def joined_moments(inputs: Any, axes: list[int], mask: Any = None) -> tuple[Any,
     return mean, variance
 
 
-def _own_statistics(values: Any, axes: list[int], weights: Any) -> tuple[Any, Any, Any]:
-    """([values per channel], their mean and sum of squared deviations per channel)."""
-    if weights is None:
+def _own_statistics(values: Any, axes: list[int], counted: Any) -> tuple[Any, Any, Any]:
+    """([values per channel], their mean and sum of squared deviations per channel).
+
+    counted: where values count; the others are 0. None: everywhere.
+    """
+    total = tf.reduce_sum(values, axes, keepdims=True)
+    if counted is None:
         extents = tf.gather(tf.shape(values, tf.int64), axes)
         count = tf.cast(tf.reduce_prod(extents), tf.float64)
-        total = tf.reduce_sum(values, axes, keepdims=True)
     else:
-        count = tf.reduce_sum(tf.cast(weights, tf.float64))
-        total = tf.reduce_sum(values * weights, axes, keepdims=True)
+        count = tf.reduce_sum(tf.cast(counted, tf.float64))
     mean = tf.math.divide_no_nan(total, tf.cast(count, values.dtype))
     squares = tf.math.squared_difference(values, mean)
-    if weights is not None:
-        squares *= weights
+    if counted is not None:
+        squares = tf.where(counted, squares, tf.zeros_like(squares))
     return count[None], tf.reshape(mean, [-1]), tf.reduce_sum(squares, axes)
 
 

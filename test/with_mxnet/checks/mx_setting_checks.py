@@ -98,6 +98,37 @@ def check_sums_over_steps() -> None:
             assert stepper.trainer.optimizer.num_update == 2
 
 
+def check_sums_contain_gradients_that_are_stale_in_the_last_step() -> None:
+    """Each rank uses one of two parameters, another one in the next step; nobody uses the last."""
+    rank, size = hvd.rank(), hvd.size()
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        parameters = [mx.gluon.Parameter(f"p{i}", shape=(3,)) for i in range(4)]
+        for parameter in parameters:
+            parameter.initialize(mx.init.One())
+        options = {"learning_rate": 1.0, "wd": 0.5}
+        trainer = hvd.DistributedTrainer(parameters, "sgd", options)
+
+        def step(used: int, factor: float) -> None:
+            with autograd.record():
+                loss = (parameters[used].data() * mx.nd.array([1, 2, 3])).sum() * factor
+            loss.backward()
+            trainer.step(1, ignore_stale_grad=True)
+
+        expected = np.ones((4, 3))
+        for first, last in ((rank % 2, 2), (2, 2)):  # the second sum has only the third parameter
+            step(first, rank + 1)
+            step(last, rank + 2)
+            sums = np.zeros((4, 3))
+            for each in range(size):
+                used = each % 2 if first != 2 else 2
+                sums[used] += (each + 1) * np.array([1, 2, 3]) / size
+                sums[2] += (each + 2) * np.array([1, 2, 3]) / size
+            updated = [0, 1, 2] if first != 2 else [2]
+            expected[updated] -= sums[updated] + 0.5 * expected[updated]
+            values = np.array([parameter.data().asnumpy() for parameter in parameters])
+            np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
 def check_sums_over_steps_of_an_optimizer() -> None:
     with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
         inner = mx.optimizer.create("sgd", learning_rate=1.0)

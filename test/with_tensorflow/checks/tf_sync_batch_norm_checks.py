@@ -7,6 +7,7 @@ import tensorflow as tf
 from tf_training import assert_equal_on_all_ranks, raised
 
 import perseus.tensorflow.horovod as hvd
+from perseus.tensorflow.sync_batch_norm import joined_moments
 
 keras = tf.keras
 CHANNELS = 3
@@ -93,6 +94,27 @@ def check_equals_plain_normalisation_of_the_joined_batch() -> None:
 
 def check_masked_values_do_not_count() -> None:
     _compare("uneven", 3, "float64", False, 1e-6, name="masked")
+
+
+def check_masked_values_may_be_infinite() -> None:
+    shape = (hvd.rank() + 2, 4, CHANNELS)
+    mask = np.random.default_rng(hvd.rank()).integers(0, 2, shape[:-1])
+    mask[0, 0] = 0
+    clean = _whole(shape[0], 3, salt=hvd.rank()).astype(np.float32)
+    spoilt = np.where(mask[..., None] == 0, np.float32([np.nan, np.inf, -np.inf]), clean)
+    found = []
+    for batch in (clean, spoilt):
+        inputs = tf.convert_to_tensor(batch)
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            mean, variance = joined_moments(inputs, [0, 1], tf.constant(mask))
+            loss = tf.reduce_sum(mean * [1.0, 2.0, 3.0] + variance * [4.0, 5.0, 6.0])
+        found.append([mean, variance, tape.gradient(loss, inputs)])
+    for values in found[1]:
+        assert np.isfinite(values).all()
+    for values, expected in zip(*reversed(found), strict=True):
+        np.testing.assert_array_equal(values, expected)
+    assert not found[1][2][0, 0].numpy().any()
 
 
 def check_inference_is_local() -> None:
