@@ -29,6 +29,9 @@ class Variables(Protocol):
     def add(self, variable: Any, value: Any) -> Any:
         """Add a value to a variable; return the operation, for after()."""
 
+    def mean(self, variable: Any, total: Any, number: int) -> Any:
+        """Return the mean of `number` values whose total in a variable is given."""
+
     def clear(self, variable: Any) -> Any:
         """Set a variable to zeros; return the operation, for after()."""
 
@@ -122,7 +125,10 @@ class LocalAggregation(Passes):
         def take() -> Any:
             taken = [variables.kept(total) for total in totals]
             if self.average:
-                taken = [total / self.number for total in taken]
+                taken = [
+                    variables.mean(variable, total, self.number)
+                    for variable, total in zip(sums, taken, strict=True)
+                ]
             with variables.after(taken):
                 cleared = [variables.clear(total) for total in sums]
             with variables.after(cleared):

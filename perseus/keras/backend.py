@@ -110,6 +110,9 @@ class Backend(Protocol):
     def everywhere(self, flag: Any, name: str, process_set: ProcessSet) -> Any:
         """Whether a scalar boolean tensor is true on all ranks."""
 
+    def maximum(self, values: Any, name: str, process_set: ProcessSet) -> Any:
+        """The maxima of a float32 vector over all ranks."""
+
     def average(self, values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
         """The mean of a float64 vector over all ranks."""
 

@@ -13,10 +13,14 @@ from typing import Any
 import keras
 
 from perseus.gradients.aggregation import LocalAggregation
+from perseus.keras.reducer import is_overwritten
 
 
 class _Variables:
-    """See Variables. Keras itself keeps the order of operations that change variables."""
+    """See Variables. Keras itself keeps the order of operations that change variables.
+
+    The "sum" of a variable that is overwritten with its gradients is a maximum, as in Keras.
+    """
 
     def read(self, variable: Any) -> Any:
         """See Variables."""
@@ -32,7 +36,13 @@ class _Variables:
 
     def add(self, variable: Any, value: Any) -> Any:
         """See Variables."""
+        if is_overwritten(variable):
+            return variable.assign(keras.ops.maximum(variable, value))
         return variable.assign_add(value)
+
+    def mean(self, variable: Any, total: Any, number: int) -> Any:
+        """See Variables."""
+        return total if is_overwritten(variable) else total / number
 
     def clear(self, variable: Any) -> Any:
         """See Variables."""
@@ -74,6 +84,8 @@ class GradientAggregation(LocalAggregation):
             )
             for variable in variables
         ]
+        for total, variable in zip(self.sums, variables, strict=True):
+            total.overwrite_with_gradient = is_overwritten(variable)
 
     def add_call(
         self,

@@ -15,10 +15,12 @@ import tensorflow as tf
 
 from perseus import basics
 from perseus.elastic.variables_state import optimizer_variables
+from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit
 from perseus.keras.backend import keras
 from perseus.keras.reducer import GradientReducer, Options, Reducing
 from perseus.keras.residuals import SavedResiduals
+from perseus.tensorflow.gradient_aggregation import count_step
 from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregationHelperEager
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.residuals import ResidualState
@@ -182,8 +184,8 @@ class DistributedMixin(Reducing):
     def apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the wrapped optimizer: compute_gradients reduces, unless losses are scaled.
 
-        While PERSEUS_ACCUMULATE_N_STEPS sums up, or if a NaN is to be skipped, no rank calls it;
-        while backward_passes_per_step sums up, only `iterations` advances.
+        While PERSEUS_ACCUMULATE_N_STEPS or backward_passes_per_step sums up, only `iterations`
+        advances; if a NaN is to be skipped, no rank calls it.
         """
         wrapped: Any = super()
         pairs = list(grads_and_vars)
@@ -206,7 +208,9 @@ class DistributedMixin(Reducing):
             return self._agg_helper.apply_gradients(apply, self)
         if self._applies is None or not belongs_here(self._applies):
             return apply()
-        return when(self._applies, apply, lambda: None)
+        # Schedules of the learning rate count calls, as without the sums.
+        otherwise = partial(count_step, self, None) if sums_over_steps() else lambda: None
+        return when(self._applies, apply, otherwise)
 
     def _take_over(self) -> None:
         """Go on where the wrapped optimizer was, now that there are variables."""

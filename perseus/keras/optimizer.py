@@ -11,10 +11,11 @@ from typing import Any
 
 import keras
 
+from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit, loss_scale
 from perseus.keras.backend import backend
 from perseus.keras.gradient_aggregation import GradientAggregation
-from perseus.keras.reducer import Options, Reducing
+from perseus.keras.reducer import Options, Reducing, is_overwritten
 from perseus.keras.residuals import SavedResiduals
 
 # Attributes that methods of an optimizer set, and that its config therefore lacks.
@@ -53,7 +54,7 @@ class DistributedMixin(Reducing):
 
         With gradient_accumulation_steps or backward_passes_per_step, only the sums of all passes
         are reduced. While PERSEUS_ACCUMULATE_N_STEPS sums gradients, or if a NaN is to be skipped,
-        no rank calls the wrapped optimizer.
+        no rank calls the wrapped optimizer; calls that only sum advance `iterations`.
         """
         optimizer: Any = self
         acts = self._reducer.active() or self._agg_helper is not None
@@ -71,7 +72,9 @@ class DistributedMixin(Reducing):
             self._apply_accumulated(grads, variables)
         else:
             grads, applies = self._reducer.reduce(grads, variables, self, self._rate())
-            self._apply_where(applies, grads, variables)
+            # Schedules of the learning rate count calls, as without the sums.
+            otherwise = self._count if sums_over_steps() else lambda: None
+            self._apply_where(applies, grads, variables, otherwise)
 
     def _apply_local(self, grads: Sequence[Any], variables: Sequence[Any] | None) -> None:
         super().apply(grads, variables)  # type: ignore[misc]
@@ -95,9 +98,18 @@ class DistributedMixin(Reducing):
             keras.ops.cond(applies, apply, otherwise)
 
     def _count(self) -> None:
-        """Count a call that takes no step, as Keras and Horovod do."""
+        """Count a call that takes no step, as Keras and Horovod do.
+
+        Keras begins its moving averages of variables (use_ema) only while nothing is counted.
+        """
         optimizer: Any = self
+        if optimizer.use_ema:
+            keras.ops.cond(keras.ops.equal(optimizer._iterations, 0), self._seed, lambda: None)
         optimizer._iterations.assign_add(1)
+
+    def _seed(self) -> None:
+        optimizer: Any = self
+        optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
 
     def _apply_aggregated(self, grads: list[Any], variables: list[Any]) -> None:
         """Apply gradients with Horovod's backward_passes_per_step."""
@@ -131,11 +143,14 @@ class DistributedMixin(Reducing):
 
         def step() -> None:
             taken: list[Any] = []
-            for gradient, total in zip(grads, sums, strict=True):
+            for gradient, total, variable in zip(grads, sums, variables, strict=True):
                 if gradient is None:
                     taken.append(None)
                     continue
-                taken.append(keras.ops.add(backend.dense(gradient), total * scale))
+                if is_overwritten(variable):
+                    taken.append(keras.ops.maximum(gradient, total))
+                else:
+                    taken.append(keras.ops.add(backend.dense(gradient), total * scale))
                 total.assign(keras.ops.zeros(total.shape, total.dtype))
             reduced, applies = self._reducer.reduce(taken, variables, self, self._rate())
             self._apply_where(applies, reduced, variables, self._count)

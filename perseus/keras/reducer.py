@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 from perseus.gradients.bundles import bundles
@@ -19,7 +20,7 @@ from perseus.gradients.plan import Plan
 from perseus.gradients.reducer import LateReducer
 from perseus.gradients.rotation import parts_of
 from perseus.gradients.scopes import Scope
-from perseus.keras.backend import backend
+from perseus.keras.backend import backend, keras
 from perseus.keras.learning_rate import learning_rate
 
 
@@ -67,9 +68,12 @@ class GradientReducer(LateReducer):
         """
         if self._reducer is None or self.plan.groups is not None:
             return
-        shared = [v for v in optimizer._trainable_variables if not self.local.is_local(v)]
+        shared = [v for v in optimizer._trainable_variables if self._is_reduced(v)]
         names = [self._name_of(v, optimizer) for v in shared]
         self._reducer.before_backward(shared, names, rate_of)
+
+    def _is_reduced(self, variable: Any) -> bool:
+        return not (self.local.is_local(variable) or is_overwritten(variable))
 
     def _name_of(self, variable: Any, optimizer: Any) -> str:
         return f"{optimizer._get_variable_index(variable)}/{readable(variable)}"
@@ -90,12 +94,43 @@ class GradientReducer(LateReducer):
         Gradients of local variables are left unchanged or divided by the number of ranks. Returns
         all gradients, and whether they may be applied: None means that they always may; other
         values are those of BackendReducer.reduce.
+
+        Of variables that are overwritten with their gradients, every rank gets the maximum; codecs
+        and sums over steps leave them out.
         """
-        return self.local.around(
+        results = self._largest(gradients, variables)
+        rest = [i for i, variable in enumerate(variables) if not is_overwritten(variable)]
+        reduced, applies = self.local.around(
             lambda shared, sources: self._reduce(shared, sources, optimizer, learning_rate),
-            gradients,
-            variables,
+            [gradients[i] for i in rest],
+            [variables[i] for i in rest],
         )
+        for i, gradient in zip(rest, reduced, strict=True):
+            results[i] = gradient
+        return results, applies
+
+    def _largest(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return gradients with maxima over all ranks for shared variables they overwrite."""
+        results = list(gradients)
+        chosen = [
+            index
+            for index, variable in enumerate(variables)
+            if is_overwritten(variable)
+            and not self.local.is_local(variable)
+            and gradients[index] is not None
+        ]
+        if not chosen:
+            return results
+        flat = [keras.ops.reshape(keras.ops.cast(gradients[i], "float32"), [-1]) for i in chosen]
+        name = f"{self._scope.prefix()}/overwriting"
+        largest = backend.maximum(keras.ops.concatenate(flat), name, self.plan.process_set)
+        begin = 0
+        for index in chosen:
+            shape = tuple(variables[index].shape)
+            part = largest[begin : begin + prod(shape)]
+            results[index] = keras.ops.cast(keras.ops.reshape(part, shape), variables[index].dtype)
+            begin += prod(shape)
+        return results
 
     def take_turn(self, gradients: Sequence[Any], variables: Sequence[Any], optimizer: Any) -> None:
         """Average the variables that have gradients to reduce, if the compression does that.
@@ -105,7 +140,7 @@ class GradientReducer(LateReducer):
         trained = [
             variable
             for gradient, variable in zip(gradients, variables, strict=True)
-            if gradient is not None and not self.local.is_local(variable)
+            if gradient is not None and self._is_reduced(variable)
         ]
         if trained and self.rotates():
             self._reducer.take_turn(self._name_of(trained[0], optimizer), trained)
@@ -199,11 +234,14 @@ def _with_zeros(gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]
     if not sums_over_steps():
         return list(gradients)
     return [
-        backend.zeros_like(variable)
-        if gradient is None and not getattr(variable, "overwrite_with_gradient", False)
-        else gradient
+        backend.zeros_like(variable) if gradient is None else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
+
+
+def is_overwritten(variable: Any) -> bool:
+    """Return whether a variable's gradient is its new value, as of the scales of float8."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _key(variable: Any) -> Any:

@@ -16,7 +16,7 @@ from perseus.tensorflow import functions, mpi_ops, ops, reductions
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.elastic import run
 from perseus.tensorflow.modes import tf_variable
-from perseus.tensorflow.ops import Adasum, Average, Min, Sum
+from perseus.tensorflow.ops import Adasum, Average, Max, Min, Sum
 from perseus.tensorflow.parameter_check import compared
 from perseus.tensorflow.reducer import GradientReducer
 
@@ -83,6 +83,12 @@ def everywhere(flag: Any, name: str, process_set: ProcessSet) -> Any:
     number = tf.cast(flag, tf.int32)
     outputs, _ = ops.allreduce([number], [name], op=Min, process_set=process_set)
     return tf.cast(outputs[0], tf.bool)
+
+
+def maximum(values: Any, name: str, process_set: ProcessSet) -> Any:
+    """See Backend."""
+    outputs, _ = ops.allreduce([values], [name], op=Max, process_set=process_set)
+    return outputs[0]
 
 
 def average(values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:

@@ -23,7 +23,7 @@ from perseus.torch import data_movement, functions, gather, reductions, scatter
 from perseus.torch.compression import Compression
 from perseus.torch.elastic import run
 from perseus.torch.rotation import TorchRotation
-from perseus.torch.session import Adasum, Average, Min, Sum, session
+from perseus.torch.session import Adasum, Average, Max, Min, Sum, session
 
 __all__ = ["Adasum", "Average", "Compression", "Sum", "run"]
 
@@ -154,6 +154,11 @@ def everywhere(flag: torch.Tensor, name: str, process_set: ProcessSet) -> torch.
     """See Backend."""
     number = flag.to(torch.int32).cpu()
     return reductions.allreduce(number, name=name, op=Min, process_set=process_set).bool()
+
+
+def maximum(values: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
+    """See Backend."""
+    return reductions.allreduce(values.detach(), name=name, op=Max, process_set=process_set)
 
 
 def average(values: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:

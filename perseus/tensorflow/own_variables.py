@@ -60,6 +60,11 @@ class OwnVariables:
         """See Variables."""
         return variable.assign_add(value, read_value=False)
 
+    def mean(self, variable: Any, total: Any, number: int) -> Any:
+        """See Variables."""
+        del variable
+        return total / number
+
     def clear(self, variable: Any) -> Any:
         """See Variables."""
         return variable.assign(tf.zeros_like(variable), read_value=False)

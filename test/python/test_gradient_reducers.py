@@ -171,6 +171,9 @@ class _Numbers:
     def clear(self, variable: Any) -> Any:
         variable[0] = 0.0
 
+    def mean(self, variable: Any, total: Any, number: int) -> Any:
+        return total / number
+
     def clear_now(self, variable: Any) -> None:
         self.clear(variable)
 

@@ -247,10 +247,72 @@ def check_a_rank_that_trains_alone_sums_up_passes() -> None:
         hvd.remove_process_set(first)
 
 
+def check_averages_of_variables_begin_with_their_values() -> None:
+    def train(**options) -> None:
+        momentum = 0.75
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=momentum), **options
+        )
+        variables = make_variables()
+        optimizer.build(variables)
+        for variable in variables:  # as a broadcast or a file does
+            variable.assign(variable * 3.0)
+        expected = arrays_of(variables)
+        for step in range(6):
+            optimizer.apply(make_gradients(step), variables)
+            if step % 2:
+                pairs = zip(expected, arrays_of(variables), strict=True)
+                expected = [momentum * a + (1 - momentum) * b for a, b in pairs]
+            assert_close(optimizer._model_variables_moving_average, expected)
+
+    train(backward_passes_per_step=2)
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        train()
+
+
+def check_values_in_place_of_gradients_are_maxima() -> None:
+    """As of the scales of float8: the second variable and the third."""
+    rank, size = hvd.rank(), hvd.size()
+
+    def new_values(step: int, index: int, each: int) -> np.ndarray:
+        return np.abs(make_gradient(step, each, index))
+
+    def train(passes: int, steps: int, **options) -> None:
+        accumulates = options.pop("accumulates", None)
+        plain = keras.optimizers.SGD(0.1, gradient_accumulation_steps=accumulates)
+        optimizer = hvd.DistributedOptimizer(plain, **options)
+        variables, before = make_variables(), arrays_of(make_variables())
+        for index in (1, 2):
+            variables[index].overwrite_with_gradient = True
+        for step in range(steps):
+            given = make_gradients(step)
+            for index in (1, 2):
+                given[index] = keras.ops.convert_to_tensor(new_values(step, index, rank))
+            optimizer.apply(given, variables)
+        for index in (1, 2):
+            values = [
+                new_values(step, index, each)
+                for step in range(steps - passes, steps)
+                for each in range(size)
+            ]
+            np.testing.assert_array_equal(arrays_of(variables)[index], np.max(values, axis=0))
+        assert not np.array_equal(arrays_of(variables)[0], before[0])
+        assert_same_everywhere(variables)
+
+    train(1, 2)
+    train(1, 2, groups=1, compression=hvd.Compression.int8)
+    for average in (False, True):
+        train(2, 4, backward_passes_per_step=2, average_aggregated_gradients=average)
+    train(2, 4, accumulates=2)
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        train(1, 4)
+
+
 def check_the_core_sums_up_over_steps() -> None:
     with world_with(PERSEUS_ACCUMULATE_N_STEPS=3):
-        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
-        plain = keras.optimizers.Adam(0.01)
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.1, 0.02])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(schedule, momentum=0.9))
+        plain = keras.optimizers.SGD(0.1, momentum=0.9)
         variables, reference = make_variables(), make_variables()
         for step in range(6):
             before = arrays_of(variables)
@@ -259,9 +321,11 @@ def check_the_core_sums_up_over_steps() -> None:
                 assert all(map(np.array_equal, before, arrays_of(variables)))
                 continue
             sums = zip(*(make_gradients(step - back, -1) for back in (2, 1, 0)), strict=True)
+            # The schedule counts calls, the first of which is number 0.
+            plain.learning_rate = 0.1 if step == 2 else 0.02
             plain.apply([a + b + c for a, b, c in sums], reference)
             assert_close(variables, reference)
-        assert int(optimizer.iterations) == 2
+        assert int(optimizer.iterations) == 6
 
 
 def check_optimizers_of_old_and_new_ranks_find_each_other() -> None:
@@ -303,7 +367,7 @@ def check_missing_gradients_count_as_zeros_in_sums_over_steps() -> None:
                 plain.apply(list(map(keras.ops.convert_to_tensor, sums)), reference)
                 assert_close(variables, reference)
                 sums = [np.zeros_like(total) for total in sums]
-        assert int(optimizer.iterations) == 2
+        assert int(optimizer.iterations) == 4
 
 
 def check_a_nan_on_one_rank_skips_the_step_on_all() -> None:

@@ -94,7 +94,7 @@ def check_fit_sums_up_over_steps() -> None:
         model = _trained(hvd.DistributedOptimizer(optimizer), epochs=2)
         assert_close(model.weights, expected.weights, 1e-4)
         assert_same_everywhere(model.weights)
-        assert int(model.optimizer.iterations) == STEPS
+        assert int(model.optimizer.iterations) == 2 * STEPS  # batches
 
 
 def check_a_nan_in_fit() -> None:

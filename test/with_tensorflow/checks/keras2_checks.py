@@ -198,6 +198,7 @@ def check_gradients_of_the_core_may_not_be_applied() -> None:
             both = 2 * LOCAL * hvd_tf.size()
             reference.train_on_batch(x[:both], y[:both])
             _close(model.get_weights(), reference.get_weights())
+            assert int(model.optimizer.iterations) == 3
 
 
 def check_mixed_precision_leaves_out_a_step_on_all_ranks() -> None:
