@@ -18,6 +18,7 @@ from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit
 from perseus.keras.backend import keras
+from perseus.keras.copies import copy_around, copy_of
 from perseus.keras.reducer import GradientReducer, Options, Reducing
 from perseus.keras.residuals import SavedResiduals
 from perseus.tensorflow.gradient_aggregation import count_step
@@ -270,18 +271,14 @@ def distribute(optimizer: Any, options: Options) -> Any:
             f"keras.optimizers.legacy.{wrapped.__name__}"
         )
     if isinstance(optimizer, keras.mixed_precision.LossScaleOptimizer):
-        inner = distribute(optimizer.inner_optimizer, options)
-        return wrapped(**{**optimizer.get_config(), "inner_optimizer": inner})
+        return copy_around(optimizer, distribute(optimizer.inner_optimizer, options))
     mixin = _Current if hasattr(wrapped, "build") else _Legacy
     # Saved models name the class that they need, which must also exist without Perseus.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
     made_class: Any = type(
         wrapped.__name__, (mixin, wrapped), {**copied, "_kind": wrapped, "_options": options}
     )
-    made = made_class.from_config(optimizer.get_config())
-    for name in _NOT_IN_CONFIG:
-        if hasattr(optimizer, name):
-            setattr(made, name, getattr(optimizer, name))
+    made = copy_of(optimizer, made_class, _NOT_IN_CONFIG)
     if getattr(optimizer, "_built", False) or getattr(optimizer, "_hypers_created", False):
         made._state = tuple(keras.backend.batch_get_value(optimizer_variables(optimizer)))
     return made

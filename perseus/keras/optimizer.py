@@ -14,6 +14,7 @@ import keras
 from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit, loss_scale
 from perseus.keras.backend import backend
+from perseus.keras.copies import copy_around, copy_of
 from perseus.keras.gradient_aggregation import GradientAggregation
 from perseus.keras.reducer import Options, Reducing, is_overwritten
 from perseus.keras.residuals import SavedResiduals
@@ -187,9 +188,7 @@ def distribute(optimizer: Any, options: Options) -> Any:
 
 def _without_state(optimizer: Any, options: Options) -> Any:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        made = type(optimizer).from_config(optimizer.get_config())
-        made.inner_optimizer = _without_state(optimizer.inner_optimizer, options)
-        return made
+        return copy_around(optimizer, _without_state(optimizer.inner_optimizer, options))
     wrapped = type(optimizer)
     # Saved models name this class, which plain Keras can then load without Perseus.
     copied = {"__module__": wrapped.__module__, "__qualname__": wrapped.__qualname__}
@@ -198,8 +197,4 @@ def _without_state(optimizer: Any, options: Options) -> Any:
         (DistributedMixin, wrapped),
         {**copied, "_kind": wrapped, "_options": options},
     )
-    made = made_class.from_config(optimizer.get_config())
-    for name in _NOT_IN_CONFIG:
-        if hasattr(optimizer, name):
-            setattr(made, name, getattr(optimizer, name))
-    return made
+    return copy_of(optimizer, made_class, _NOT_IN_CONFIG)

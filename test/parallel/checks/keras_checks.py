@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from importlib.util import find_spec
 
 os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tensorflow")
@@ -421,6 +422,65 @@ def check_an_infinite_gradient_on_one_rank_skips_the_step_on_all() -> None:
     outer.apply([g * 4.0 for g in make_gradients(0)], variables)
     sgd(1.0).apply(make_gradients(0, -1), reference)
     assert_close(variables, reference)
+
+
+class _Warmup(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that Keras cannot serialize, as of its tutorial on Transformers."""
+
+    def __init__(self, width: float) -> None:
+        self.width = width
+
+    def __call__(self, step):
+        return self.width / (keras.ops.cast(step, "float32") + 10.0)
+
+
+class _WithConfig(_Warmup):
+    """Keras can serialize it, but not find it."""
+
+    def get_config(self):
+        return {"width": self.width}
+
+
+class _Heavy(keras.optimizers.SGD):
+    def __init__(self, learning_rate: float = 0.1, weight: float = 1.0, **options) -> None:
+        super().__init__(learning_rate, **options)
+        self.weight = weight
+
+
+class _Forgetful(_Heavy):
+    def get_config(self):
+        raise KeyError("weight")
+
+
+def check_any_learning_rate_is_taken_over() -> None:
+    sgd = keras.optimizers.SGD
+    for rate in (_Warmup(2.0), _WithConfig(2.0), lambda: 0.3):
+        given = sgd(rate, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(given)
+        assert optimizer._learning_rate is given._learning_rate is rate
+        assert_like_plain(optimizer, given)
+        optimizer = hvd.DistributedOptimizer(given)  # which has begun
+        assert optimizer._learning_rate is rate
+        assert int(optimizer.iterations) == 3
+        inner = sgd(rate)
+        outer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0)
+        outer = hvd.DistributedOptimizer(outer)
+        assert outer.inner_optimizer._learning_rate is rate
+        assert outer.initial_scale == 4.0
+        variables, reference = make_variables(), make_variables()
+        outer.apply([g * 4.0 for g in make_gradients(0)], variables)
+        inner.apply(make_gradients(0, -1), reference)
+        assert_close(variables, reference)
+
+
+def check_a_config_that_lacks_arguments_is_told() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hvd.DistributedOptimizer(_Heavy(weight=3.0))
+    (text,) = [str(each.message) for each in caught if "[keras]" in str(each.message)]
+    assert "_Heavy.get_config() lacks weight, so" in text
+    text = message_of(ValueError, hvd.DistributedOptimizer, _Forgetful())
+    assert "could not copy the _Forgetful by its get_config(): 'weight'; let" in text
 
 
 def check_an_optimizer_that_has_begun_goes_on() -> None:

@@ -257,6 +257,35 @@ def check_saved_models_go_on() -> None:
         _same_everywhere(loaded.weights)
 
 
+class _Rate(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule that Keras cannot serialize."""
+
+    def __call__(self, step):
+        return 1.0 / (tf.cast(step, tf.float32) + 1.0)
+
+
+def check_any_learning_rate_is_taken_over() -> None:
+    rates = iter((0.5, 0.25))
+    steps = {"schedule": (1.0, 0.5), "callable": (0.5, 0.25)}
+    for kind in KINDS:
+        for what, expected in steps.items():
+            if what == "callable":
+                if kind is keras.optimizers:
+                    continue  # it makes a variable of what the callable returns at first
+                given = kind.SGD(partial(next, rates))
+            else:
+                given = kind.SGD(_Rate())
+            variable = tf.Variable(0.0)
+            optimizer = hvd.DistributedOptimizer(given)
+            for rate in expected:
+                before = variable.numpy()
+                with tf.GradientTape() as tape:
+                    loss = variable * (hvd_tf.rank() + 1.0)
+                optimizer.minimize(loss, [variable], tape=tape)
+                mean = (hvd_tf.size() + 1) / 2
+                np.testing.assert_allclose(before - variable.numpy(), rate * mean, rtol=1e-6)
+
+
 def check_an_optimizer_that_has_begun_goes_on() -> None:
     for kind in KINDS:
         model = _model()

@@ -1,0 +1,99 @@
+"""Makes optimizers of another class with the options of given ones, by Keras' get_config().
+
+Stateless. Belongs to the thread that wraps the optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from perseus.keras.backend import KERAS_2, keras
+
+_KERAS_MODULES = ("keras.", "tf_keras.")
+
+
+def copy_of(optimizer: Any, made_class: Any, not_in_config: Sequence[str]) -> Any:
+    """Return an optimizer of made_class, a subclass of the given one's, with its options.
+
+    A schedule of the learning rate, or another callable, is the same object in both.
+
+    not_in_config: attributes that methods of the optimizer set, and that its config thus lacks.
+
+    Raises ValueError if get_config() does not return what the constructor needs, and warns if it
+    lacks an argument that has a default.
+    """
+    try:
+        with _hidden_rate(optimizer) as rate:
+            config = optimizer.get_config()
+        _look_for_missing(type(optimizer), config)
+        if rate is not None and "learning_rate" in config:
+            config["learning_rate"] = rate
+        made = made_class.from_config(config)
+    except Exception as error:
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"[keras] DistributedOptimizer could not copy the {name} by its get_config(): {error}; "
+            f"let {name}.get_config() return all arguments of the constructor, as plain values"
+        ) from error
+    if rate is not None and _rates_of(made)[0].get(_rates_of(made)[1]) is not rate:
+        made.learning_rate = rate  # the constructor has another name for it
+    for name in not_in_config:
+        if hasattr(optimizer, name):
+            setattr(made, name, getattr(optimizer, name))
+    return made
+
+
+def copy_around(optimizer: Any, inner: Any) -> Any:
+    """Return a LossScaleOptimizer with the options of the given one, around another optimizer."""
+    with _hidden_rate(optimizer.inner_optimizer):  # its config has the inner one's
+        config = optimizer.get_config()
+    return type(optimizer)(**{**config, "inner_optimizer": inner})
+
+
+@contextmanager
+def _hidden_rate(optimizer: Any) -> Iterator[Any]:
+    """Replace a callable learning rate by a number, and yield it; yield None for other rates.
+
+    Keras can serialize only some of them, of which it can deserialize only those it knows.
+    """
+    values, name = _rates_of(optimizer)
+    rate = values.get(name)
+    if not callable(rate):
+        yield None
+        return
+    values[name] = 0.5
+    try:
+        yield rate
+    finally:
+        values[name] = rate
+
+
+def _rates_of(optimizer: Any) -> tuple[dict[str, Any], str]:
+    """Return where an optimizer keeps its learning rate, and under which key."""
+    if KERAS_2 and isinstance(optimizer, keras.optimizers.legacy.Optimizer):
+        return optimizer._hyper, "learning_rate"
+    return vars(optimizer), "_learning_rate"
+
+
+def _look_for_missing(kind: Any, config: dict[str, Any]) -> None:
+    """Warn if the config of a script's own class lacks arguments of its constructor."""
+    if kind.__module__.startswith(_KERAS_MODULES):
+        return
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    _, *parameters = inspect.signature(kind.__init__).parameters.values()
+    missing = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in named and parameter.name not in config
+    ]
+    if missing:
+        warnings.warn(
+            f"[keras] {kind.__name__}.get_config() lacks {', '.join(missing)}, so the "
+            "DistributedOptimizer has the constructor's defaults: let get_config() return all "
+            "arguments of the constructor",
+            stacklevel=7,
+        )
