@@ -14,31 +14,29 @@ from typing import Any
 
 import tensorflow as tf
 
-from perseus.compression import Compressor
+from perseus import basics
+from perseus.compression import Compressor, all_applied_here
 from perseus.gradients.adasum import AdasumOfSteps
 from perseus.gradients.aggregation import Passes
+from perseus.gradients.plan import Plan
+from perseus.gradients.reducer import Reducer
 from perseus.process_sets import ProcessSet, global_process_set
-from perseus.tensorflow import own_variables
+from perseus.tensorflow import ops, own_variables
 from perseus.tensorflow.compression import Compression
 from perseus.tensorflow.modes import belongs_to_program, on_device, tf_variable, when
 from perseus.tensorflow.ops import Adasum
-from perseus.tensorflow.reductions import allreduce
 
 
-class _StepReducer(AdasumOfSteps):
+class _StepReducer(Reducer, AdasumOfSteps):
     """Combines the steps of variables. scope: the prefix of the names of the reductions."""
 
-    def __init__(
-        self, compression: type[Compressor], process_set: ProcessSet, scope: str, device: str
-    ) -> None:
-        self._compression = compression
-        self._process_set = process_set
+    def __init__(self, plan: Plan, scope: str) -> None:
+        super().__init__(plan)
         self._scope = scope
-        self._device = device
 
     def combine(self, variables: Sequence[Any], starts: Sequence[Any]) -> Any:
         """See AdasumOfSteps."""
-        with on_device(self._device):
+        with on_device(self.plan.device_dense):
             return super().combine(variables, starts)
 
     def copies(self, variables: Sequence[Any]) -> list[Any]:
@@ -56,15 +54,16 @@ class _StepReducer(AdasumOfSteps):
     def reduce(self, steps: Iterable[Any]) -> list[Any]:
         """See AdasumOfSteps. It never returns None: an error ends the session's run."""
         return [
-            allreduce(
-                step,
-                compression=self._compression,
-                op=Adasum,
-                process_set=self._process_set,
-                name=f"{self._scope}/step_{index}",
-            )
-            for index, step in enumerate(steps)
+            self._reduce(step, f"{self._scope}/step_{index}") for index, step in enumerate(steps)
         ]
+
+    def _reduce(self, step: Any, name: str) -> Any:
+        plan = self.plan
+        sent, context = plan.compression.compress(step)
+        (output,), _ = ops.allreduce(
+            [sent], name, op=plan.op, process_set=plan.process_set, gradient_of=self.number
+        )
+        return plan.compression.decompress(output, context)
 
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> Any:
         """See AdasumOfSteps."""
@@ -76,6 +75,8 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """A tf.compat.v1 optimizer that wraps another one and combines its steps over all ranks.
 
     backward_passes_per_step: how many steps a rank takes alone before they are combined.
+
+    Raises ValueError if the settings skip steps with a NaN: it is found after a rank's own step.
     """
 
     def __init__(
@@ -89,10 +90,16 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         backward_passes_per_step: int = 1,
         process_set: ProcessSet = global_process_set,
     ) -> None:
+        if basics.skips_nan_gradients():
+            raise ValueError(
+                "[tensorflow] PERSEUS_ALLREDUCE_NANCHECK_ACTION=skip cannot undo the steps that "
+                "op=Adasum combines: use report or raise"
+            )
         name = name or f"DistributedDelta{type(optimizer).__name__}"
         super().__init__(name=name, use_locking=use_locking)
         self._optimizer = optimizer
-        self._reducer = _StepReducer(compression, process_set, self.get_name(), device_dense)
+        plan = Plan(Adasum, all_applied_here(compression), process_set, device_dense=device_dense)
+        self._reducer = _StepReducer(plan, self.get_name())
         self._passes = Passes(backward_passes_per_step, own_variables.OwnVariables())
         self._starts: list[Any] = []
 

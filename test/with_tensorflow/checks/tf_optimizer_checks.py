@@ -328,6 +328,35 @@ def check_adasum_combines_steps() -> None:
         np.testing.assert_allclose(variable.numpy(), [-0.5], rtol=1e-6)
 
 
+def check_adasum_compresses_steps() -> None:
+    mine = 1.0 + 2.0**-12  # which float16 rounds to 1
+    for compression, expected in ((hvd.Compression.none, mine), (hvd.Compression.fp16, 1.0)):
+        variable = tf.Variable([0.0])
+        adasum = hvd.DistributedOptimizer(
+            v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum, compression=compression
+        )
+        pairs = adasum.compute_gradients(lambda v=variable: tf.reduce_sum(mine * v), [variable])
+        adasum.apply_gradients(pairs)
+        np.testing.assert_allclose(variable.numpy(), [-expected], rtol=1e-6)
+
+
+def check_adasum_searches_steps_for_nan() -> None:
+    def make() -> Any:
+        return hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), op=hvd.Adasum)
+
+    settings = {"PERSEUS_ALLREDUCE_NANCHECK": 1, "PERSEUS_ALLREDUCE_NANCHECK_ACTION": "raise"}
+    with world_with(**settings):
+        variable, adasum = tf.Variable([0.0, 0.0]), make()
+        slope = np.array([1.0, np.nan if hvd.rank() == 1 else 2.0], np.float32)
+        pairs = adasum.compute_gradients(lambda: tf.reduce_sum(slope * variable), [variable])
+        text = raised(tf.errors.InvalidArgumentError, lambda: adasum.apply_gradients(pairs))
+        assert "[nancheck] NaN in the gradient of" in text, text
+        assert "on rank 1" in text, text
+    settings["PERSEUS_ALLREDUCE_NANCHECK_ACTION"] = "skip"
+    with world_with(**settings):
+        assert "op=Adasum combines: use report or raise" in raised(ValueError, make)
+
+
 def check_the_wrapped_optimizers_state_is_reached() -> None:
     with tf.Graph().as_default(), v1.Session():
         parameters = _graph_variables()
