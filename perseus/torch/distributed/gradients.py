@@ -163,7 +163,8 @@ class Gradients:
         try:
             self._begin()
             if bucket.index() == 0:
-                self._failure = None
+                # No _end_pass() follows a pass that join() only shadows.
+                self._applies, self._failure = True, None
             if bucket.is_last() and in_pass:
                 # DDP's own callback, which writes the gradients, is queued after this one.
                 _engine.queue_callback(lambda: _engine.queue_callback(self._end_pass))

@@ -317,6 +317,35 @@ def check_a_step_with_a_nan_is_skipped_as_a_whole() -> None:
                     torch.testing.assert_close(ours, theirs)
 
 
+def _pass_after_join(own: list[torch.Tensor], then: torch.Tensor) -> list[torch.Tensor | None]:
+    """The gradients of a pass of all ranks once each has taken its own number of batches."""
+    model = _model()
+    with Join([model]):
+        for batch in own:
+            _backward(model, batch)
+    return _backward(model, then)
+
+
+def check_a_step_that_a_joined_rank_does_not_apply_is_forgotten() -> None:
+    """Of what rank 0 shadows, nothing may be left in the first step that it takes itself."""
+    mine = batches(hvd.rank())
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2), process_group():
+        found = _pass_after_join(mine[: 2 if hvd.rank() == 0 else 3], mine[3])
+        model = network()
+        for rank in range(hvd.size()):
+            for step in (3,) if rank == 0 else (2, 3):
+                (model(batches(rank)[step]).square().mean() / hvd.size()).backward()
+        for ours, theirs in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.grad)
+    with world_with(**nan_check("skip")), process_group():
+        bad = mine[1].clone()
+        if hvd.rank() == hvd.size() - 1:
+            bad[0, 0] = float("nan")
+        found = _pass_after_join([mine[0]] if hvd.rank() == 0 else [mine[0], bad], mine[2])
+        for ours, theirs in zip(found, _mean_gradients([2]), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
 def check_what_a_codec_holds_back_is_saved_with_the_wrapper() -> None:
     lossy = {"LIGHT_TOPK_ALLREDUCE": 1, "LIGHT_TOPK_RATIO": 0.1, "LIGHT_TOPK_THRESHOLD": 1024}
     with apart(**lossy):
