@@ -59,17 +59,24 @@ class HookState:
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Return the future of the bucket's mean over the ranks. This is what hooks do."""
-        flat = bucket.buffer()
-        gradients = Gradients(flat, self._describe(bucket.parameters()), bucket.is_last())
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise ValueError(
+                "[ddp] the gradients are sparse, but this hook sends dense ones: make the layer "
+                "without sparse=True"
+            )
+        # Some versions of DDP hand over complex numbers, others their parts.
+        flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+        gradients = Gradients(flat, self._describe(bucket.parameters(), flat), bucket.is_last())
         parent, step = self._parent(), self._step
         self._step += gradients.last
         if flat.is_cuda:
-            return self._on_stream(gradients, parent, step)
+            return self._on_stream(buffer, gradients, parent, step)
         # Buckets have the same numbers on every rank; what has still to choose needs one after
         # the other.
         lane = bucket.index() % _LANES if self._exchange.is_ready() else 0
         group = self._own_groups(parent)[lane]
-        return self._workers[lane].submit(lambda: self._average(gradients, group, step))
+        return self._workers[lane].submit(lambda: self._average(buffer, gradients, group, step))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank needs to continue as if it had never stopped.
@@ -142,7 +149,10 @@ class HookState:
             self._failure = None
         return self._groups
 
-    def _average(self, gradients: Gradients, group: dist.ProcessGroup, step: int) -> torch.Tensor:
+    def _average(
+        self, buffer: torch.Tensor, gradients: Gradients, group: dist.ProcessGroup, step: int
+    ) -> torch.Tensor:
+        """Average gradients.flat, which is a view of the buffer; return the buffer."""
         if self._failure is not None:
             raise RuntimeError(f"[ddp] an earlier bucket has failed: {self._failure}")
         try:
@@ -151,33 +161,39 @@ class HookState:
         except Exception as error:
             self._failure = str(error)
             raise
-        return gradients.flat
+        return buffer
 
     def _on_stream(
-        self, gradients: Gradients, group: dist.ProcessGroup, step: int
+        self, buffer: torch.Tensor, gradients: Gradients, group: dist.ProcessGroup, step: int
     ) -> torch.futures.Future[torch.Tensor]:
         """Exchange on a stream of its own: collectives on GPUs do not block this thread.
 
         They start here in the same order on every rank, so the model's group may carry them.
         """
-        device = gradients.flat.device
+        device = buffer.device
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device])
         with torch.cuda.stream(stream), torch.no_grad():
-            future.set_result(self._average(gradients, group, step))
+            future.set_result(self._average(buffer, gradients, group, step))
         return future
 
-    def _describe(self, parameters: Iterable[torch.Tensor]) -> list[Parameter]:
+    def _describe(self, parameters: Iterable[torch.Tensor], flat: torch.Tensor) -> list[Parameter]:
         described: list[Parameter] = []
         first = 0
         for parameter in parameters:
             key = self._key(parameter)
             shape = tuple(parameter.shape)
-            described.append(Parameter(key, shape, first, parameter.numel()))
-            first += parameter.numel()
+            size = parameter.numel() * (2 if parameter.is_complex() else 1)
+            described.append(Parameter(key, shape, first, size))
+            first += size
+        if first != flat.numel():
+            raise ValueError(
+                f"[ddp] a bucket has {flat.numel()} elements, but its parameters have {first}: use "
+                f"another version of torch, or DDP without this hook"
+            )
         return described
 
     def _key(self, parameter: torch.Tensor) -> str:

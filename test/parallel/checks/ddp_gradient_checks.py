@@ -164,7 +164,7 @@ def check_parameters_that_ddp_ignores_keep_their_gradients() -> None:
             assert all(p.grad is not None for p in model.module.own.parameters())
 
 
-class _Complex(torch.nn.Module):
+class Complex(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -176,25 +176,25 @@ class _Complex(torch.nn.Module):
         return (given.to(self.w.dtype) @ self.w + self.b).abs().sum() + (given @ self.real).sum()
 
 
-def _complex_batch(rank: int) -> torch.Tensor:
+def complex_batch(rank: int) -> torch.Tensor:
     return torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
 
 
 def check_complex_parameters() -> None:
-    expected = _Complex()
+    expected = Complex()
     for rank in range(hvd.size()):
-        (expected(_complex_batch(rank)) / hvd.size()).backward()
+        (expected(complex_batch(rank)) / hvd.size()).backward()
     with apart(PERSEUS_ALLREDUCE_DTYPE=1):
         for form in ({}, {"gradient_as_bucket_view": True}):
-            model = DistributedDataParallel(_Complex(), **form)
+            model = DistributedDataParallel(Complex(), **form)
             for _ in range(2):
                 model.zero_grad()
-                model(_complex_batch(hvd.rank())).backward()
+                model(complex_batch(hvd.rank())).backward()
                 for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
                     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-class _ComplexBucket:
+class ComplexBucket:
     """As versions of torch hand it over that do not make it real."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
@@ -216,11 +216,11 @@ class _ComplexBucket:
 
 def check_a_complex_buffer_is_reduced_as_its_parts() -> None:
     with apart(PERSEUS_ALLREDUCE_DTYPE=1):
-        model = DistributedDataParallel(_Complex())
+        model = DistributedDataParallel(Complex())
         parameters = [model.module.w, model.module.b]
         for parameter in parameters:
             parameter.grad = parameter.detach() * (1j + hvd.rank())
-        bucket = _ComplexBucket(parameters)
+        bucket = ComplexBucket(parameters)
         reduced = model._perseus.reduce(bucket).wait()
         assert reduced.data_ptr() == bucket.buffer().data_ptr()
         mean = 1j + (hvd.size() - 1) / 2

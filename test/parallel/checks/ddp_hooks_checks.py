@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_checks import assert_trained_alike, batches, details, network, train
+from ddp_gradient_checks import Complex, ComplexBucket, complex_batch
 from patterns import assert_same, let_gloo_finish, raised, shared_folder
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -299,6 +300,42 @@ def check_models_of_every_float_type() -> None:
                     for got, mean in zip(applied, exact(model, 0), strict=True):
                         error = (got.double() - mean).abs().max() / mean.abs().max()
                         assert error < 0.03, (dtype, name, error)
+
+
+def check_both_parts_of_complex_gradients_are_averaged() -> None:
+    expected = Complex()
+    for rank in range(hvd.size()):
+        (expected(complex_batch(rank)) / hvd.size()).backward()
+    wanted = [parameter.grad for parameter in expected.parameters()]
+    with process_group():
+        for name in NAMES:
+            model = DistributedDataParallel(Complex())
+            state = register_comm_hook(model, name)
+            model(complex_batch(hvd.rank())).backward()
+            for parameter, mean in zip(model.parameters(), wanted, strict=True):
+                error = (parameter.grad - mean).abs().max() / mean.abs().max()
+                assert error < 0.03, (name, error)
+            # A buffer of complex numbers, as other versions of torch hand it over.
+            parameters = [model.module.w, model.module.b]
+            for parameter in parameters:
+                parameter.grad = parameter.detach() * (1j + hvd.rank())
+            bucket = ComplexBucket(parameters)
+            reduced = state.exchange(bucket).wait()
+            assert reduced.data_ptr() == bucket.buffer().data_ptr()
+            mean = torch.cat(
+                [p.detach().view(-1) * (1j + (hvd.size() - 1) / 2) for p in parameters]
+            )
+            assert ((reduced - mean).abs().max() / mean.abs().max()) < 0.03, name
+
+
+def check_sparse_gradients_are_refused() -> None:
+    for backend in BACKENDS:
+        with process_group(backend):
+            model = DistributedDataParallel(torch.nn.Embedding(10, 3, sparse=True))
+            register_comm_hook(model, "int8")
+            loss = model(torch.tensor([hvd.rank(), 9])).sum()
+            message = raised(ValueError, loss.backward)
+            assert "gradients are sparse" in message
 
 
 def check_groups_of_some_ranks() -> None:
