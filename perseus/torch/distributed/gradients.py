@@ -30,6 +30,7 @@ from perseus.torch.distributed.turns import ModelTurns
 from perseus.torch.distributed.work import as_torch_raises
 from perseus.torch.distributed.world import World
 from perseus.torch.residuals import as_buffers, as_tensors
+from perseus.torch.sparse import header_and_indices, sparse_total
 from perseus.torch.wrapped import wrapper_residuals
 
 # A module's attributes with the hooks that Gradients registers.
@@ -81,9 +82,11 @@ class Gradients:
         self._turns: ModelTurns | None = None
         self._loaded: dict[str, Any] = {}  # what _load() was given before it began
         keep_freed_memory(group.world.context.setting)
+        self._sums_steps = group.world.context.setting("PERSEUS_ACCUMULATE_N_STEPS") > 1
         # Of the backward pass:
         self._applies = True  # false: a part of a sum over steps, or a NaN that is to be skipped
         self._failure: Exception | None = None
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # over steps, in the buckets
         if not is_copy:
             self._begin()
         self._first = model.register_forward_pre_hook(self._take_over)
@@ -165,6 +168,7 @@ class Gradients:
             if bucket.index() == 0:
                 # No _end_pass() follows a pass that join() only shadows.
                 self._applies, self._failure = True, None
+                self._sums = {}
             if bucket.is_last() and in_pass:
                 # DDP's own callback, which writes the gradients, is queued after this one.
                 _engine.queue_callback(lambda: _engine.queue_callback(self._end_pass))
@@ -182,16 +186,36 @@ class Gradients:
     def _start(self, bucket: Any, buffer: torch.Tensor) -> Callable[[], Any]:
         """Start the reductions; return what waits for them."""
         if buffer.is_sparse:
-            options: Any = dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp.AVG
-            wait: Callable[[], Any] = self._group.allreduce([buffer], options).wait
-            return wait
+            return self._start_sparse(self._names[bucket.parameters()[0]], buffer)
         handles: list[int] = []
         try:
             self._submit(bucket.parameters(), buffer, handles)
         except Exception as error:
             return partial(self._await, handles, error)
         return partial(self._await, handles)
+
+    def _start_sparse(self, name: str, buffer: torch.Tensor) -> Callable[[], Any]:
+        if self._sums_steps:
+            raise ValueError(
+                f"[torch] the gradient of {name} is sparse; PERSEUS_ACCUMULATE_N_STEPS sums dense "
+                f"ones: make the layer without sparse=True"
+            )
+        own = buffer.coalesce()
+        values = own.values().contiguous()
+        operations, size = self._group.world.operations, self._group.world.size
+        # The NaN check takes real numbers.
+        number = self._number if values.is_floating_point() else 0
+        handles = [
+            operations.submit(Kind.ALLGATHER, f"{name}.indices", header_and_indices(own)),
+            operations.submit(Kind.ALLGATHER, f"{name}.values", values, gradient_of=number),
+        ]
+
+        def wait() -> None:
+            described, gathered = self._await(handles)
+            if gathered is not None:
+                buffer.copy_(sparse_total(described, gathered, own, ReduceOp.Average, size))
+
+        return wait
 
     def _submit(
         self, parameters: list[torch.Tensor], buffer: torch.Tensor, handles: list[int]
@@ -204,21 +228,27 @@ class Gradients:
         parts = torch.split(buffer, [prod(shape) for shape in shapes])
         for parameter, shape, flat in zip(parameters, shapes, parts, strict=True):
             part = flat.view(shape)  # which PowerSGD takes as a matrix
+            if self._sums_steps:
+                self._sums[parameter] = part
             handles.append(
                 submit(Kind.ALLREDUCE, self._names[parameter], part, part, op=ReduceOp.Average,
                        gradient_of=self._number, codec=codec,
                        learning_rate=self._steps.rate_of(parameter))
             )  # fmt: skip
 
-    def _await(self, handles: list[int], failure: Exception | None = None) -> None:
+    def _await(self, handles: list[int], failure: Exception | None = None) -> list[Any]:
+        """Wait for all; return the results. None: not to be applied."""
+        results = []
         for handle in handles:
             try:
-                if self._group.world.operations.synchronize(handle) is None:
-                    self._applies = False
+                results.append(self._group.world.operations.synchronize(handle))
             except Exception as error:
                 failure = failure or error
         if failure is not None:
             raise failure
+        if any(result is None for result in results):
+            self._applies = False
+        return results
 
     def _complete(
         self, future: Future, buffer: torch.Tensor, wait: Callable[[], Any], in_pass: bool
@@ -237,12 +267,14 @@ class Gradients:
         """Raise what has failed; leave optimizers nothing to step with in a step not to apply."""
         failure, self._failure = self._failure, None
         applies, self._applies = self._applies, True
+        sums, self._sums = self._sums, {}
         if failure is not None:
             raise failure
         if not applies:
             for parameter in self._keys:
                 parameter.grad = None
         if applies:
+            _give_back(sums)
             self._steps.begin_step()
         if self._turns is not None:
             _take(partial(self._turns.end_pass, owes=applies))
@@ -289,6 +321,18 @@ def _names_of_trained(model: Any) -> dict[torch.Tensor, str]:
     reduced.update(getattr(model, "_delay_all_reduce_params", ()))
     named = model.module.named_parameters()
     return {p: name for name, p in named if p.requires_grad and p in reduced}
+
+
+def _give_back(sums: dict[torch.Tensor, torch.Tensor]) -> None:
+    """Set the gradients of parameters that an earlier step of a sum has used, but not the last one.
+
+    DDP leaves those that no rank uses in a pass as they are, and an earlier pass has set them to
+    None. A sum of zeros is that of a parameter that no step has used.
+    """
+    for parameter, part in sums.items():
+        if parameter.grad is None and part.any():
+            total = part.to(parameter.dtype.to_real(), copy=True)
+            parameter.grad = torch.view_as_complex(total) if parameter.is_complex() else total
 
 
 def _reduce(reference, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from c10d_checks import process_group
 from ddp_checks import WIDTH, assert_trained_alike, batches, details, network, train
-from patterns import assert_same, let_gloo_finish, nan_check, shared_folder, world_with
+from patterns import assert_same, let_gloo_finish, nan_check, raised, shared_folder, world_with
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -139,6 +139,40 @@ def check_gradients_are_summed_over_steps() -> None:
                 expected = _mean_gradients([first, first + 1])
                 for ours, theirs in zip(sums, expected, strict=True):
                     torch.testing.assert_close(ours, theirs)
+
+
+class _Branches(torch.nn.Module):
+    """Two layers, of which a pass uses one or both, and one that no pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(WIDTH, 3), torch.nn.Linear(WIDTH, 3)
+        self.never = torch.nn.Linear(2, 2)
+        self.both = torch.nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, given: torch.Tensor, used: str) -> torch.Tensor:
+        total = sum(getattr(self, name)(given).square().mean() for name in used.split())
+        return total + self.both.abs().square().sum() if "second" in used else total
+
+
+def check_a_sum_over_steps_keeps_what_its_last_step_does_not_use() -> None:
+    steps = ["first", "second", "second", "first", "first second", "second"]
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2), process_group():
+        for options in ({}, {"gradient_as_bucket_view": True}):
+            model = DistributedDataParallel(_Branches(), find_unused_parameters=True, **options)
+            expected = _Branches()
+            for number, used in enumerate(steps):
+                model.zero_grad()
+                model(batches(hvd.rank())[number % 4], used).backward()
+                for rank in range(hvd.size()):
+                    (expected(batches(rank)[number % 4], used) / hvd.size()).backward()
+                if number % 2 == 0:
+                    assert all(parameter.grad is None for parameter in model.parameters())
+                    continue
+                for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                    torch.testing.assert_close(ours.grad, theirs.grad)
+                expected.zero_grad()
 
 
 class _Partly(torch.nn.Module):
@@ -423,6 +457,29 @@ def check_sparse_gradients_are_averaged() -> None:
         expected[: hvd.size()] += 1 / hvd.size()
         expected[9] += 1
         torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+
+
+def check_the_settings_act_on_sparse_gradients() -> None:
+    def backward(row: int, factor: float) -> torch.Tensor | None:
+        table.weight.grad = None
+        (model(torch.tensor([row, 9])) * factor).sum().backward()
+        return table.weight.grad
+
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2), process_group():
+        table = torch.nn.Embedding(10, 3, sparse=True)
+        model = DistributedDataParallel(table)
+        message = raised(dist.DistBackendError, lambda: backward(hvd.rank(), 1.0))
+        assert "the gradient of weight is sparse" in message
+    with world_with(**nan_check("skip")), process_group():
+        table = torch.nn.Embedding(10, 3, sparse=True)
+        model = DistributedDataParallel(table)
+        last = hvd.rank() == hvd.size() - 1
+        assert backward(hvd.rank(), float("nan") if last else 1.0) is None
+        found = backward(hvd.rank(), 2.0 + hvd.rank())
+        expected = torch.zeros(10, 3)
+        for rank in range(hvd.size()):
+            expected[[rank, 9]] += (2 + rank) / hvd.size()
+        torch.testing.assert_close(found.to_dense(), expected)
 
 
 def check_a_hook_of_the_script_comes_first() -> None:
