@@ -63,6 +63,11 @@ def _reducible(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     return torch.view_as_real(tensor) if reduction.in_parts else tensor
 
 
+def _one_row(flat: torch.Tensor) -> torch.Tensor:
+    """What ranks gather in parts of one size: the core lets their numbers of rows differ."""
+    return flat.view(1, flat.numel())
+
+
 def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = [_movable(tensor) for tensor in tensors]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -85,6 +90,44 @@ def _same_elements(outputs: Sequence[torch.Tensor], given: int, what: str) -> No
     wanted = sum(output.numel() for output in outputs)
     if wanted != given:
         raise ValueError(f"[torch] {what}: the output has {wanted} elements, expected {given}")
+
+
+def _of_each_rank(outputs: Sequence[torch.Tensor], size: int, given: int, what: str) -> None:
+    if [output.numel() for output in outputs] != [given] * size:
+        raise ValueError(
+            f"[torch] {what}: expected {size} tensors of {given} elements in the list, got "
+            f"{[output.numel() for output in outputs]}"
+        )
+
+
+def _take_parts(received: Any, wanted: Sequence[int], what: str) -> torch.Tensor:
+    """Return what an alltoall has received, `wanted` elements from each rank."""
+    values: torch.Tensor = received[0]
+    for rank, (came, expected) in enumerate(zip(received[1], wanted, strict=True)):
+        if came != expected:
+            width = values.element_size()
+            raise ValueError(
+                f"[torch] {what}: {came * width} bytes came from rank {rank}, but the output has "
+                f"{expected * width} for it: make sizes agree in pairs of ranks"
+            )
+    return values
+
+
+def _in_rows(tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """The elements of each rank's part of the first dimension; equal parts if splits are empty."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if not splits and rows % size:
+        raise ValueError(
+            f"[torch] all_to_all: the first dimension ({rows}) is no multiple of {size} "
+            f"ranks: pass split sizes"
+        )
+    if splits and (len(splits) != size or sum(splits) != rows):
+        raise ValueError(
+            f"[torch] all_to_all: expected {size} split sizes whose sum is the first "
+            f"dimension ({rows}), got {list(splits)}"
+        )
+    row = _movable(tensor).numel() // rows if rows else 0
+    return [row * each for each in splits or [rows // size] * size]
 
 
 def _same_dtype(outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], what: str) -> None:
@@ -199,7 +242,7 @@ class Collectives:
             keep(flat)
             return [tensor]
 
-        return self._submit(Kind.ALLGATHER, flat, finish)
+        return self._submit(Kind.ALLGATHER, _one_row(flat), finish)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce a tensor over all ranks; only the root's is overwritten."""
@@ -236,12 +279,13 @@ class Collectives:
 
     def _reduce_scatter_bits(self, output: torch.Tensor, given: torch.Tensor, combine: Any) -> Work:
         flat = _movable(output)
+        splits = [flat.numel()] * self.world.size
 
         def finish(received: Any) -> Tensors:
-            flat.copy_(_combined(received[0].view(self.world.size, -1), combine))
+            parts = _take_parts(received, splits, "reduce_scatter").view(self.world.size, -1)
+            flat.copy_(_combined(parts, combine))
             return [output]
 
-        splits = [flat.numel()] * self.world.size
         return self._submit(Kind.ALLTOALL, _movable(given), finish, splits=splits)
 
     def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any) -> Work:
@@ -286,7 +330,7 @@ class Collectives:
         own, parts = _only(given), _only(outputs)
         _checked([own, *parts])
         _same_dtype(parts, [own], "all_gather")
-        _same_elements(parts, own.numel() * self.world.size, "all_gather")
+        _of_each_rank(parts, self.world.size, own.numel(), "all_gather")
         return self._gather(parts, own)
 
     def _gather(self, outputs: Tensors, given: torch.Tensor) -> Work:
@@ -297,10 +341,10 @@ class Collectives:
 
         def finish(gathered: torch.Tensor) -> Tensors:
             if gathered is not place:
-                _spread(gathered, outputs)
+                _spread(gathered.view(-1), outputs)
             return outputs
 
-        return self._submit(Kind.ALLGATHER, own, finish, place)
+        return self._submit(Kind.ALLGATHER, _one_row(own), finish, place)
 
     def allgather_coalesced(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Work:
         """Gather several tensors; `outputs` has a list of them for each rank."""
@@ -321,17 +365,12 @@ class Collectives:
         parts = _only(outputs) if opts.rootRank == self.world.rank else []
         _checked([own, *parts])
         _same_dtype(parts, [own], "gather")
-        if parts:
-            _same_elements(parts, own.numel() * self.world.size, "gather")
-        flat = _movable(own)
-        splits = [0] * self.world.size
+        size, flat = self.world.size, _movable(own)
+        if opts.rootRank == self.world.rank:
+            _of_each_rank(parts, size, own.numel(), "gather")
+        splits = [0] * size
         splits[opts.rootRank] = flat.numel()
-
-        def finish(received: Any) -> Tensors:
-            _spread(received[0], parts)
-            return parts
-
-        return self._submit(Kind.ALLTOALL, flat, finish, splits=splits)
+        return self._exchange(flat, splits, parts, [splits[self.world.rank]] * size, "gather")
 
     def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any) -> Work:
         """Copy one of the root's tensors to each rank."""
@@ -341,10 +380,13 @@ class Collectives:
         _checked([output, *parts])
         _same_dtype([output], parts, "scatter")
         if root:
-            _same_elements([output] * self.world.size, sum(p.numel() for p in parts), "scatter")
+            _of_each_rank(parts, self.world.size, output.numel(), "scatter")
         flat = _flattened(parts) if root else _movable(output)[:0]
-        splits = [_movable(output).numel() if root else 0] * self.world.size
-        return self._exchange(flat, splits, [output])
+        size, elements = self.world.size, _movable(output).numel()
+        wanted = [0] * size
+        wanted[opts.rootRank] = elements
+        splits = [elements if root else 0] * size
+        return self._exchange(flat, splits, [output], wanted, "scatter")
 
     # ---- all to all ----
 
@@ -353,7 +395,12 @@ class Collectives:
         _checked([*outputs, *given])
         _same_dtype(outputs, given, "all_to_all")
         splits = [_movable(tensor).numel() for tensor in given]
-        return self._exchange(_flattened(given), splits, outputs)
+        wanted = [_movable(tensor).numel() for tensor in outputs]
+        if len(wanted) != self.world.size:
+            raise ValueError(
+                f"[torch] all_to_all: expected {self.world.size} output tensors, got {len(wanted)}"
+            )
+        return self._exchange(_flattened(given), splits, outputs, wanted, "all_to_all")
 
     def all_to_all_single(
         self,
@@ -366,32 +413,17 @@ class Collectives:
         """Send a part of the first dimension to each rank; equal parts if splits are empty."""
         _checked([output, given])
         _same_dtype([output], [given], "all_to_all")
-        size = self.world.size
-        for tensor, splits in ((given, input_splits), (output, output_splits)):
-            rows = tensor.shape[0] if tensor.dim() else 0
-            if not splits and rows % size:
-                raise ValueError(
-                    f"[torch] all_to_all: the first dimension ({rows}) is no multiple of {size} "
-                    f"ranks: pass split sizes"
-                )
-            if splits and (len(splits) != size or sum(splits) != rows):
-                raise ValueError(
-                    f"[torch] all_to_all: expected {size} split sizes whose sum is the first "
-                    f"dimension ({rows}), got {list(splits)}"
-                )
-        flat = _movable(given)
-        row = flat.numel() // given.shape[0] if given.numel() else 0
-        given_rows = input_splits or [given.shape[0] // size] * size
-        return self._exchange(flat, [row * rows for rows in given_rows], [output])
+        splits = _in_rows(given, input_splits, self.world.size)
+        wanted = _in_rows(output, output_splits, self.world.size)
+        return self._exchange(_movable(given), splits, [output], wanted, "all_to_all")
 
-    def _exchange(self, flat: torch.Tensor, splits: list[int], outputs: Tensors) -> Work:
+    def _exchange(
+        self, flat: torch.Tensor, splits: list[int], outputs: Tensors, wanted: list[int], what: str
+    ) -> Work:
+        """splits: the elements of `flat` for each rank. wanted: those that come from each."""
+
         def finish(received: Any) -> Tensors:
-            wanted = sum(_movable(output).numel() for output in outputs)
-            if received[0].numel() != wanted:
-                raise ValueError(
-                    f"[torch] {received[0].numel()} elements came, but the output has {wanted}"
-                )
-            _spread(received[0], outputs)
+            _spread(_take_parts(received, wanted, what), outputs)
             return outputs
 
         return self._submit(Kind.ALLTOALL, flat, finish, splits=splits)

@@ -203,6 +203,54 @@ def check_all_to_all_with_and_without_splits() -> None:
         assert "split sizes" in text
 
 
+def check_parts_of_wrong_sizes_are_errors() -> None:
+    """Also where their sum is what the output has room for."""
+    size, rank = hvd.size(), hvd.rank()
+    n = size + 1
+    given = torch.arange(n, dtype=torch.float32) + 10 * rank
+    # Rank 1 sends two elements to rank 0, which expects them from itself.
+    to_each = [2] + [1] * (size - 1) if rank == 1 else [1] * size
+    from_each = [2] + [1] * (size - 1) if rank == 0 else [1] * size
+    sent = given[: sum(to_each)]
+
+    def single() -> None:
+        dist.all_to_all_single(torch.empty(sum(from_each)), sent, from_each, to_each)
+
+    def lists() -> None:
+        dist.all_to_all([torch.empty(k) for k in from_each], list(sent.split(to_each)))
+
+    with process_group():
+        for call in (single, lists):
+            if rank == 0:
+                message = raised(dist.DistBackendError, call)
+                assert "all_to_all: 4 bytes came from rank 0, but the output has 8" in message
+            else:
+                call()
+        uneven = [torch.empty(n + (k == 0) - (k == 1)) for k in range(size)]
+        message = raised(ValueError, lambda: dist.all_gather(uneven, given))
+        assert f"all_gather: expected {size} tensors of {n} elements" in message
+        if rank == 0:
+            message = raised(ValueError, lambda: dist.gather(given, uneven))
+            assert f"gather: expected {size} tensors of {n} elements" in message
+            message = raised(ValueError, lambda: dist.scatter(given, uneven))
+            assert f"scatter: expected {size} tensors of {n} elements" in message
+        own = torch.full((rank + 1,), float(rank))
+        for dtype, op in ((torch.float32, None), (torch.int32, dist.ReduceOp.BOR)):
+            tensor = own.to(dtype)
+            outputs = [torch.empty_like(tensor) for _ in range(size)]
+            call = functools.partial(dist.all_gather, outputs, tensor)
+            if op is not None:
+                call = functools.partial(dist.all_reduce, tensor, op=op)
+            assert "Mismatched" in raised(dist.DistBackendError, call)
+        root = size - 1
+        outputs = [torch.empty_like(own) for _ in range(size)] if rank == root else None
+        if rank == root:
+            message = raised(dist.DistBackendError, lambda: dist.gather(own, outputs, dst=root))
+            assert f"gather: 4 bytes came from rank 0, but the output has {4 * size}" in message
+        else:
+            dist.gather(own, outputs, dst=root)
+
+
 def check_objects_and_barriers() -> None:
     with process_group():
         found = [None] * hvd.size()
