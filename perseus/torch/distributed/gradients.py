@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from perseus.compression import INSIDE, SETTINGS
+from perseus.errors import HorovodInternalError
 from perseus.gradients.turns import SETTING
 from perseus.memory import keep_freed_memory
 from perseus.operations import Kind, ReduceOp
@@ -301,8 +302,11 @@ class Gradients:
         saved = metadata.get(_SAVED) or {"rank": None, "held": {}}
         if self._number == 0:
             self._loaded = saved
-        else:
+            return
+        try:
             self._go_on_with(saved)
+        except HorovodInternalError:  # the world is closed, or was the parent process's
+            self._loaded = saved
 
     def _go_on_with(self, saved: dict[str, Any]) -> None:
         self._loaded = {}

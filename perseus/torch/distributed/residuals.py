@@ -6,8 +6,10 @@ the module. Belongs to the thread that trains.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
+from perseus.errors import HorovodInternalError
 from perseus.gradients.residuals import Held, mark
 from perseus.torch.distributed.world import World
 
@@ -26,19 +28,25 @@ class ModelResiduals:
         self._names = dict(names)
 
     def residuals(self) -> dict[str, Held]:
-        """Return copies of all residuals, by the parameters' names."""
+        """Return copies of all residuals, by the parameters' names.
+
+        There are none once the world is closed, and in a forked process.
+        """
         found: dict[str, Held] = {}
         read = self._world.context.read_residual
-        for key, name in self._names.items():
-            residual = read(self._number, _WHOLE_WORLD, name, False)
-            if residual is not None:
-                found[key] = residual[0] ^ mark(key, name), residual[1]
+        with contextlib.suppress(HorovodInternalError):
+            for key, name in self._names.items():
+                residual = read(self._number, _WHOLE_WORLD, name, False)
+                if residual is not None:
+                    found[key] = residual[0] ^ mark(key, name), residual[1]
         return found
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
         """Replace all residuals by a result of residuals().
 
         owner: the rank that saved them, if they come from a file; other ranks begin without any.
+
+        Raises HorovodInternalError once the world is closed, and in a forked process.
         """
         context = self._world.context
         context.forget_gradients(self._number)

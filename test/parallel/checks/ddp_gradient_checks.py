@@ -7,6 +7,7 @@ import gc
 import io
 import itertools
 import json
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -403,6 +404,31 @@ def check_what_a_codec_holds_back_is_saved_with_the_wrapper() -> None:
         other.module.load_state_dict(stripped)
         without = _after(other, rest)
         assert not all(torch.equal(o, e) for o, e in zip(without, expected, strict=True))
+
+
+def check_a_wrapper_is_saved_and_loaded_where_its_group_has_ended() -> None:
+    with apart(LIGHT_TOPK_ALLREDUCE=1, LIGHT_TOPK_RATIO=0.1, LIGHT_TOPK_THRESHOLD=1024):
+        model = _model()
+        _step(model, batches(hvd.rank())[0])
+        # Copies: the tensors of a state are the model's own.
+        living, expected = copy.deepcopy(model.state_dict()), details(network())
+        child = os.fork()
+        if child == 0:
+            try:
+                model.load_state_dict(model.state_dict())
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert living._metadata[""]["perseus_residuals"]["held"]
+    assert "perseus_residuals" not in model.state_dict()._metadata[""]
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        parameter.data.copy_(value)
+    model.load_state_dict(living)
+    again = model.state_dict()
+    assert again._metadata[""]["perseus_residuals"] is living._metadata[""]["perseus_residuals"]
+    for name, tensor in again.items():
+        assert_same(tensor, living[name])
 
 
 def _step(model: DistributedDataParallel, batch: torch.Tensor) -> None:
