@@ -26,12 +26,7 @@ def steps_of(
     """
     if kind is not torch.optim.SGD:
         return _unknown
-    # By id, so that parameters live no longer than the optimizer and its callers let them.
-    group_of = {
-        id(parameter): index
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
+    group_of = _places(optimizer)
     known = ref(optimizer)
 
     def step_of(parameters: list[torch.Tensor]) -> tuple[float, float]:
@@ -39,7 +34,11 @@ def steps_of(
         if alive is None:
             return _UNKNOWN
         groups = alive.param_groups  # which load_state_dict() replaces
-        places = {group_of[id(parameter)] for parameter in parameters}
+        try:
+            places = {group_of[id(parameter)] for parameter in parameters}
+        except KeyError:  # one has joined since
+            group_of.update(_places(alive))
+            places = {group_of[id(parameter)] for parameter in parameters}
         if max(places) >= len(groups):
             return _UNKNOWN
         if len(places) == 1:
@@ -53,6 +52,15 @@ def steps_of(
         )
 
     return step_of
+
+
+def _places(optimizer: torch.optim.Optimizer) -> dict[int, int]:
+    """The groups of parameters, by id, so that the optimizer and callers let these end."""
+    return {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
 
 
 def learning_rates(

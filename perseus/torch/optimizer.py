@@ -62,6 +62,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     _check: ParameterCheck
     _reducer: GradientReducer
     _rotation: TorchRotation | None
+    _takes_part: bool
+    # How many parameters the groups had when they were looked at, and those whose gradients are not
+    # reduced because they were frozen.
+    _counted: int
+    _frozen: list[torch.Tensor]
     _should_synchronize: bool
     _steps_now: bool
     _synchronized: bool
@@ -141,12 +146,37 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         contributes zeros. To clip gradients, call it before clipping, and then call step() within
         skip_synchronize(). Raises HorovodInternalError if a reduction failed, after all of them
         have ended.
+
+        Parameters that have joined the optimizer since the last step, or have become trainable, are
+        reduced as well, from now on. They must be the same on all ranks. Raises ValueError for them
+        if hosts average parameters instead of gradients.
         """
+        self._look_at_parameters()
         self._reducer.synchronize()
         # Before the step only if it comes later: a gradient scaler may skip it on one rank.
         if not self._steps_now:
             self._take_turn()
         self._synchronized = True
+
+    def _look_at_parameters(self) -> None:
+        """Let the reducer know those that have joined or become trainable since the last look."""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if count == self._counted and not any(p.requires_grad for p in self._frozen):
+            return
+        names, reduced = self._reducer.names, self._reducer.parameters()
+        for i, group in enumerate(self.param_groups):
+            for j, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, _name(i, j))
+        others = [p for p in parameters_of(self) if p not in reduced]
+        joining = [p for p in others if p.requires_grad]
+        if self._takes_part and joining:
+            if self._reducer.plan.compression is InsideCompressor:
+                raise ValueError(
+                    f"[torch] the parameter {names[joining[0]]} joined the optimizer, or became "
+                    "trainable, too late to be averaged between hosts: wrap the optimizer anew"
+                )
+            self._reducer.add(joining)
+        self._counted, self._frozen = count, [p for p in others if not p.requires_grad]
 
     def _take_turn(self) -> None:
         if self._rotation is not None and self._reducer.applies:
@@ -173,6 +203,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         PERSEUS_PARAMETER_CHECK_N_STEPS finds that parameters differ between ranks.
         """
         if self._check.due():
+            self._look_at_parameters()
             names = self._reducer.names
             self._check.compare((names[p], buffer_of(p)) for p in parameters_of(self))
         synchronizes = self._should_synchronize
@@ -332,6 +363,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     made._rotation = rotation
+    made._takes_part = active
+    made._counted = len(parameters)
+    made._frozen = [p for p in parameters if not p.requires_grad]
     made._should_synchronize = True
     made._synchronized = made._steps_now = False
     made._reducer = GradientReducer(
@@ -364,7 +398,7 @@ def _names(
 ) -> dict[torch.Tensor, str]:
     if named_parameters is None:
         return {
-            p: f"allreduce.noname.{i}.{j}"
+            p: _name(i, j)
             for i, group in enumerate(optimizer.param_groups)
             for j, p in enumerate(group["params"])
         }
@@ -391,6 +425,11 @@ def _names(
             f"parameters were not named. Pass named_parameters of the whole model."
         )
     return names
+
+
+def _name(group: int, place: int) -> str:
+    """The name of a parameter to which the script gives none, from its place in the optimizer."""
+    return f"allreduce.noname.{group}.{place}"
 
 
 def _identity(tensor: Any) -> int:

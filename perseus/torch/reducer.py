@@ -66,24 +66,37 @@ class GradientReducer(HandleReducer):
         self.names = names
         self.passes = passes
         self._step_of = step_of
-        self.reductions = _make_bundles(parameters, names, plan)
         # The number of sparse dimensions, for parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
-        for bundle in self.reductions:
-            self.residuals.know(bundle.key, bundle.name, len(bundle.parameters) > 1)
         self.applies = True
-        self.reset()
-        for bundle in self.reductions:
-            for index, parameter in enumerate(bundle.parameters):
-                on_gradient(parameter, self, GradientReducer._count, (bundle, index))
+        self._take(_make_bundles(parameters, names, plan))
         if parameters:
             keep_freed_memory()
+
+    def add(self, parameters: list[torch.Tensor]) -> None:
+        """Reduce more parameters, which `names` has, from now on; none of them in a group."""
+        self._take([_Bundle(self.names[p], [p]) for p in parameters])
+
+    def parameters(self) -> set[torch.Tensor]:
+        """Return those whose gradients are reduced."""
+        return {parameter for bundle in self.reductions for parameter in bundle.parameters}
+
+    def _take(self, bundles: list[_Bundle]) -> None:
+        for bundle in bundles:
+            self.residuals.know(bundle.key, bundle.name, len(bundle.parameters) > 1)
+            self._restart(bundle)
+            for index, parameter in enumerate(bundle.parameters):
+                on_gradient(parameter, self, GradientReducer._count, (bundle, index))
+        self.reductions += bundles
+
+    def _restart(self, bundle: _Bundle) -> None:
+        bundle.passes_left = [self.passes] * len(bundle.parameters)
+        bundle.waiting = len(bundle.parameters)
 
     def reset(self) -> None:
         """Restart the count of backward passes."""
         for bundle in self.reductions:
-            bundle.passes_left = [self.passes] * len(bundle.parameters)
-            bundle.waiting = len(bundle.parameters)
+            self._restart(bundle)
 
     def has_begun(self) -> bool:
         """Return whether a backward pass has computed gradients since the last synchronize()."""

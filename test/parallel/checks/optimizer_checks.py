@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from patterns import assert_job_usable, raised
+from patterns import assert_job_usable, raised, world_with
 from pytorch_mnist import Net
 from torch import nn
 
@@ -349,6 +349,56 @@ def check_requires_grad_may_change_between_steps() -> None:
         F.cross_entropy(model(_share(images)), _share(labels)).backward()
         optimizer.step()
     _assert_equal_on_all_ranks(model)
+
+
+def check_parameters_may_join_after_wrapping() -> None:
+    """By requires_grad_(), and by add_param_group() of the wrapper or of what it wraps."""
+    sizes, joins = (3, 4, 5, 6), (0, 1, 2, 3)  # the step that each parameter takes first
+
+    def gradient(rank: int, step: int, number: int) -> torch.Tensor:
+        return torch.arange(sizes[number], dtype=torch.float32) * (step + 1) + rank * (number + 1)
+
+    def train(named: bool, passes: int) -> None:
+        parameters = [
+            nn.Parameter(torch.zeros(size), number != 1) for number, size in enumerate(sizes)
+        ]
+        plain = torch.optim.SGD(parameters[:2], lr=1.0)
+        names = [(f"p{number}", p) for number, p in enumerate(parameters[:3])] if named else None
+        optimizer = hvd.DistributedOptimizer(plain, names, backward_passes_per_step=passes)
+        for step in range(5):
+            if step == 1:
+                parameters[1].requires_grad_()
+            elif step == 2:
+                optimizer.add_param_group({"params": parameters[2], "lr": 0.5})
+            elif step == 3:
+                plain.add_param_group({"params": parameters[3:]})
+            optimizer.zero_grad()
+            for _ in range(passes):
+                terms = [
+                    (p * gradient(hvd.rank(), step, number)).sum()
+                    for number, p in enumerate(parameters)
+                    if step >= joins[number]
+                ]
+                sum(terms).backward()
+            optimizer.step()
+            for number, p in enumerate(parameters):
+                total = torch.zeros(sizes[number])
+                for earlier in range(joins[number], step + 1):
+                    for rank in range(hvd.size()):
+                        total += gradient(rank, earlier, number) * passes / hvd.size()
+                torch.testing.assert_close(p.detach(), -total * (0.5 if number == 2 else 1.0))
+
+    with world_with(PERSEUS_PARAMETER_CHECK_N_STEPS=1):
+        train(named=True, passes=1)
+        train(named=False, passes=2)
+    weight, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([weight], lr=0.1), compression=hvd.Compression.rotate(2)
+    )
+    optimizer.add_param_group({"params": late})
+    (weight + late).sum().backward()
+    message = raised(ValueError, optimizer.step)
+    assert "the parameter allreduce.noname.1.0 joined the optimizer" in message
 
 
 def check_two_optimizers_take_turns_with_frozen_parameters() -> None:
