@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from perseus.config import elastic
 from perseus.failures import Failures
 from perseus.gradients.arguments import check_sparse
 from perseus.gradients.bundles import bundles
@@ -208,7 +209,7 @@ def _make_bundles(
 ) -> list[_Bundle]:
     if plan.groups is None or not parameters:
         return [_Bundle(names[p], [p]) for p in parameters]
-    ordered = _in_root_order(parameters, names, plan)
+    ordered = _in_common_order(parameters, names, plan)
     groups = plan.groups
     if not isinstance(groups, int):
         groups = [[id(p) for p in group] for group in groups]
@@ -216,12 +217,19 @@ def _make_bundles(
     return [_Bundle(names[ordered[b[0]]], [ordered[i] for i in b]) for b in found]
 
 
-def _in_root_order(
+def _in_common_order(
     parameters: list[torch.Tensor], names: dict[torch.Tensor, str], plan: Plan
 ) -> list[torch.Tensor]:
-    """Return the parameters in the order of the set's first rank, so that groups are equal on all
-    ranks. Raises ValueError if ranks have different parameters."""
+    """Return the parameters in an order of all ranks, so that groups are equal on all ranks.
+
+    It is that of the set's first rank. In an elastic job it is that of the names: survivors are
+    elsewhere when a new rank makes its optimizer, and would not answer.
+
+    Raises ValueError if ranks have different parameters, which an elastic job does not compare.
+    """
     by_name = {names[p]: p for p in parameters}
+    if elastic():
+        return [by_name[name] for name in sorted(by_name)]
     ranks = plan.process_set.ranks
     of_root = broadcast_object(
         list(by_name), ranks[0] if ranks else 0, "parameter_names", plan.process_set

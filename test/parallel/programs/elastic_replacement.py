@@ -4,7 +4,8 @@
 
 Every rank is a host of its own, and gradients travel as int8. The new rank gets the model, the
 optimizer's moments and the sampler's progress from rank 0. Survivors keep what their codecs hold
-back, and the new rank begins with nothing.
+back, and the new rank begins with nothing. It forms its groups of gradients while survivors
+wait for it in another collective.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ hvd.init()
 torch.manual_seed(10 + hvd.rank())  # sync makes them equal
 model = nn.Sequential(nn.Linear(3, 2048), nn.ReLU(), nn.Linear(2048, 4))
 optimizer = hvd.DistributedOptimizer(
-    torch.optim.Adam(model.parameters(), lr=0.001), model.named_parameters()
+    torch.optim.Adam(model.parameters(), lr=0.001), model.named_parameters(), groups=2
 )
 sampler = hvd.elastic.ElasticSampler(SAMPLES, seed=3)
 state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, step=0, taken_in=-1)
