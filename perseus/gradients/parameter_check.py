@@ -25,6 +25,7 @@ _REMEDY = (
     "hvd.callbacks.BroadcastGlobalVariablesCallback, hvd.load_model), and have an "
     "hvd.DistributedOptimizer or hvd.DistributedGradientTape average all gradients."
 )
+_JOINED = "is not supported with Join"  # what the core says of allgathers
 _SUMMARY = struct.Struct("<QQ")  # the number of parameters and the hash of their hashes
 
 
@@ -59,7 +60,8 @@ class ParameterCheck:
     def compare(self, parameters: Iterable[tuple[str, Any]]) -> None:
         """Compare parameters with all ranks. A collective, for ranks whose due() was true.
 
-        parameters: names and contiguous buffers, in the same order on all ranks.
+        parameters: names and contiguous buffers, in the same order on all ranks. Nothing is
+        compared while a rank waits in join(): it takes no steps, and its parameters are old.
 
         Raises MismatchError on all ranks, which names the first parameter that differs, unless all
         are equal.
@@ -70,7 +72,13 @@ class ParameterCheck:
         packed = struct.pack(f"<{len(hashes)}Q", *(number for _, number in hashes))
         summary = _SUMMARY.pack(len(hashes), _core.hash_bytes(packed))
         group = self._process_set.process_set_id or 0
-        if len(set(control.gather_equal(summary, self._name, group))) == 1:
+        try:
+            summaries = control.gather_equal(summary, self._name, group)
+        except MismatchError as error:
+            if _JOINED in str(error):
+                return
+            raise
+        if len(set(summaries)) == 1:
             return
         encoded = json.dumps(hashes).encode()
         gathered = [json.loads(part) for part in control.gather_bytes(encoded, self._name, group)]
@@ -86,7 +94,12 @@ class ParameterCheck:
     def begin_world(self) -> None:
         """Read the setting and restart the count, as ranks may have taken different numbers of
         steps."""
-        self.every, self._begun = basics.setting(SETTING), 0
+        self.every = basics.setting(SETTING)
+        self.restart()
+
+    def restart(self) -> None:
+        """Restart the count."""
+        self._begun = 0
 
 
 def _difference(gathered: list[list[tuple[str, int]]], ranks: list[int]) -> str:
@@ -129,6 +142,12 @@ def _listed(ranks: list[int]) -> str:
 
 
 _living: weakref.WeakSet[ParameterCheck] = weakref.WeakSet()
+
+
+def restart_all() -> None:
+    """Restart all counts, where join() returns: ranks have taken different numbers of steps."""
+    for check in _living:
+        check.restart()
 
 
 def _begin_world() -> None:

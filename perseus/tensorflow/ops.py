@@ -29,6 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from perseus.arguments import checked_op, checked_root
+from perseus.gradients import parameter_check
 from perseus.operations import ReduceOp
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow.library import native
@@ -308,7 +309,10 @@ def join() -> Any:
     Runs until all ranks have done so. Meanwhile this rank contributes zeros to the others'
     allreduces; their other collectives fail.
     """
-    return _scalar(native.perseus_join(eager=tf.executing_eagerly()))
+    last = _scalar(native.perseus_join(eager=tf.executing_eagerly()))
+    if tf.executing_eagerly():
+        parameter_check.restart_all()
+    return last
 
 
 def _scalar(number: Any) -> Any:

@@ -83,6 +83,25 @@ def check_it_is_off_by_default() -> None:
         _step(model, optimizer, step)
 
 
+def check_it_goes_with_ranks_that_join() -> None:
+    """None is due for those that still train, and all count alike afterwards."""
+    with world_with(**_every(2)):
+        model = _model()
+        optimizer = _wrapped(model)
+        for step in range(3 if hvd.rank() == 0 else 6):
+            _step(model, optimizer, step)
+        last = hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=last)
+        for step in range(3):
+            _step(model, optimizer, step)
+        _on_last(lambda: model[0].bias[0].add_(1))
+        _step(model, optimizer, 3)
+        message = raised(MismatchError, lambda: _step(model, optimizer, 4))
+        assert "after 4 steps the parameter 0.bias is not the same" in message, message
+        assert_job_usable()
+
+
 def check_every_bit_counts_whatever_the_layout() -> None:
     with world_with(**_every(1)):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
