@@ -36,9 +36,10 @@ from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.learning_rates import steps_of
 from perseus.torch.reducer import GradientReducer
+from perseus.torch.reductions import allreduce
 from perseus.torch.residuals import as_buffers, as_tensors
 from perseus.torch.rotation import TorchRotation
-from perseus.torch.session import Adasum, Average
+from perseus.torch.session import Adasum, Average, Sum
 
 _RESIDUALS = "perseus_residuals"  # the key in state_dict()
 
@@ -196,7 +197,9 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Call synchronize(), then the wrapped optimizer's step(closure).
 
         A closure may compute gradients: whatever it begins to reduce is reduced when it returns. It
-        must do so on all ranks or on none.
+        must do so on all ranks or on none. torch.optim.LBFGS is given the average of all ranks'
+        losses (their sum with op=Sum), and returns it: its line search and its stopping tests then
+        decide alike on all ranks.
 
         While PERSEUS_ACCUMULATE_N_STEPS sums gradients, or if a NaN is to be skipped, no rank takes
         a step; a closure is called nevertheless. Raises MismatchError if
@@ -265,9 +268,23 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 self._reducer.synchronize()
             if not self._take_result():
                 raise _NotApplied(loss)
-            return loss
+            return self._loss_of_all(loss) if isinstance(self, torch.optim.LBFGS) else loss
 
         return evaluate
+
+    def _loss_of_all(self, loss: Any) -> Any:
+        """The loss that belongs to the reduced gradients, by which LBFGS decides how to go on."""
+        plan = self._reducer.plan
+        # Hosts that step on their own call their closures at different times.
+        if not self._takes_part or plan.compression is InsideCompressor:
+            return loss
+        own = torch.as_tensor(loss, dtype=None if torch.is_tensor(loss) else torch.float64)
+        return allreduce(
+            own.detach(),
+            name="lbfgs_loss",
+            op=Sum if plan.op == Sum else Average,
+            process_set=plan.process_set,
+        )
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Call the wrapped optimizer. Raises AssertionError while gradients are being reduced."""

@@ -258,9 +258,15 @@ def _rows(step: int, rank: int) -> torch.Tensor:
 
 
 def _train_by_closures(
-    make: Callable[[Any], torch.optim.Optimizer], steps: int = 4, passes: int = 1
+    make: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 4,
+    passes: int = 1,
+    averages: bool = True,
 ) -> None:
-    """Closures that compute gradients of different data, against one rank with all data."""
+    """Closures that compute gradients of different data, against one rank with all data.
+
+    averages: whether a closure returns the loss of all ranks' data, or that of its own.
+    """
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     reference = copy.deepcopy(model)
@@ -274,8 +280,7 @@ def _train_by_closures(
             loss = model(_rows(step, hvd.rank())).square().mean()
             for _ in range(passes):
                 (loss / passes).backward(retain_graph=True)
-            # LBFGS decides by the loss how often it calls this.
-            losses.append(hvd.allreduce(loss.detach()))
+            losses.append(hvd.allreduce(loss.detach()) if averages else loss)
             return losses[-1]
 
         def on_all_data(step: int = step) -> torch.Tensor:
@@ -301,9 +306,13 @@ def check_a_closure_may_compute_the_gradients() -> None:
 
 def check_lbfgs_calls_its_closure_several_times() -> None:
     _train_by_closures(lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=4), steps=2)
-    _train_by_closures(
-        lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"), steps=2
-    )
+    # It decides by the loss how often it calls the closure, and how far it goes.
+    for averages in (True, False):
+        _train_by_closures(
+            lambda p: torch.optim.LBFGS(p, max_iter=4, line_search_fn="strong_wolfe"),
+            steps=2,
+            averages=averages,
+        )
 
 
 def check_a_closure_may_reach_no_parameter_on_some_ranks() -> None:
