@@ -67,9 +67,12 @@ def _returning_own(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        latest.work = None
-        result = original(*args, **kwargs)
-        work, latest.work = latest.work, None
+        latest.asked, latest.work = True, None
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            latest.asked = False
+            work, latest.work = latest.work, None
         return result if work is None else work
 
     return method

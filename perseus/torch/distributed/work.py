@@ -21,8 +21,9 @@ Piece = tuple[int, Callable[[Any], list[torch.Tensor]]]
 
 
 class _Latest(threading.local):
-    """The work that this thread has made last, for direct.py."""
+    """The work that this thread has made last, while a call of direct.py asks for it."""
 
+    asked = False
     work: Work | None = None
 
 
@@ -48,7 +49,8 @@ class Work(dist.Work):
         self._result: list[torch.Tensor] = []
         self._error: BaseException | None = None
         self._future: Future | None = None
-        latest.work = self
+        if latest.asked:  # or else its tensors would stay until the thread makes another
+            latest.work = self
 
     @staticmethod
     def failed(world: World, error: Exception) -> Work:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -575,6 +577,17 @@ def check_parts_are_gathered_into_the_tensor_that_they_lie_in() -> None:
             across = torch.zeros((n + 1) * size)[1 : n * size + 1]
             dist.all_gather_into_tensor(across, mine((n,), torch.float32, n))
             assert_same(across, expected)
+
+
+def check_a_tensor_ends_with_its_work() -> None:
+    with process_group():
+        tensor = torch.ones(1000)
+        known = weakref.ref(tensor)
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        del tensor, work
+        gc.collect()
+        assert known() is None
 
 
 def check_coalesced_forms() -> None:
