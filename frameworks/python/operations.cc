@@ -371,10 +371,11 @@ PyMethodDef kMethods[] = {
     {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(submit)), METH_FASTCALL | METH_KEYWORDS,
      "submit($self, kind, name, input, output=None, /, *, op=0, prescale=1.0, postscale=1.0, root=0,\n"
      "       splits=None, group=0, gradient_of=0, codec=0, codec_argument=0.0, tag=0,\n"
-     "       learning_rate=0.0, momentum=0.0)\n--\n\n"
+     "       learning_rate=0.0, momentum=0.0, transient=False)\n--\n\n"
      "Hands tensors to the core; returns the handle. input and output are tensors, tuples of tensors, or None.\n"
      "An allgather of one tensor writes to output if that has room for as many bytes of each rank as input has.\n"
-     "A receive writes to input; the other rank of a send or receive is root, -1 for a receive from any."},
+     "A receive writes to input; the other rank of a send or receive is root, -1 for a receive from any.\n"
+     "transient: the name is not used again, like those that are made for None."},
     {"poll", poll, METH_O, "poll($self, handle, /)\n--\n\nWhether synchronize would return at once."},
     {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(wait)), METH_FASTCALL,
      "wait($self, handle, seconds, /)\n--\n\nWhether synchronize would return at once, after at most so many seconds."},

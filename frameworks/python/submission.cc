@@ -144,6 +144,8 @@ struct Parsed {
     }
     request.kind = static_cast<perseus_kind>(kind);
     request.op = static_cast<perseus_reduce_op>(op);
+    request.transient = PyObject_IsTrue(arguments[kTransient]);
+    if (request.transient < 0) return false;
     if (arguments[kSplits] != Py_None && !parse_splits(arguments[kSplits])) return false;
     if (kind >= PERSEUS_SEND) {
       request.tag = PyLong_AsLongLong(arguments[kTag]);
@@ -276,9 +278,9 @@ int position_of(PyObject* keyword) {
 }  // namespace
 
 bool SubmitArguments::prepare() {
-  constexpr const char* kKeywords[] = {
-      "op",          "prescale", "postscale",      "root", "splits",        "group",
-      "gradient_of", "codec",    "codec_argument", "tag",  "learning_rate", "momentum"};
+  constexpr const char* kKeywords[] = {"op",          "prescale", "postscale",      "root", "splits",        "group",
+                                       "gradient_of", "codec",    "codec_argument", "tag",  "learning_rate", "momentum",
+                                       "transient"};
   PyObject* zero = PyLong_FromLong(0);
   PyObject* one = PyFloat_FromDouble(1.0);
   if (zero == nullptr || one == nullptr) return false;

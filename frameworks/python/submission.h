@@ -33,6 +33,7 @@ enum SubmitArgument : int {
   kTag,
   kLearningRate,
   kMomentum,
+  kTransient,  // bool: the name is used once, and not remembered
   kSubmitArguments
 };
 

@@ -172,7 +172,9 @@ class Collectives:
         # Whatever callbacks start comes in an order of its own on every rank.
         name = f"callback.{next(self._callback_numbers)}" if completer.is_this_thread() else None
         try:
-            handle = self.world.operations.submit(kind, name, given, output, **arguments)
+            handle = self.world.operations.submit(
+                kind, name, given, output, transient=True, **arguments
+            )
         except HorovodInternalError as error:
             return Work.failed(self.world, error)
         if not awaited:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from patterns import ALL, FLOATS, INTEGERS, assert_same, everyone, raised, shared_folder, values
 from torch._C import _distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import perseus.torch.distributed
@@ -588,6 +589,31 @@ def check_a_tensor_ends_with_its_work() -> None:
         del tensor, work
         gc.collect()
         assert known() is None
+
+
+def check_names_of_collectives_in_callbacks_are_forgotten() -> None:
+    """Each is used once; every round of the negotiation would send a bit for it from then on."""
+
+    def sent() -> int:
+        before = world.context.stats()
+        for _ in range(20):
+            dist.all_reduce(torch.ones(3))
+        after = world.context.stats()
+        return sum(after[key] - before[key] for key in ("shm_bytes_sent", "tcp_bytes_sent"))
+
+    def then(done: torch.futures.Future) -> None:
+        dist.all_reduce(done.value()[0].clone())
+
+    with process_group():
+        world = DistributedDataParallel(torch.nn.Linear(1, 1))._perseus._group.world
+        dist.barrier()
+        at_first = sent()
+        for _ in range(10):
+            works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(50)]
+            for future in [work.get_future().then(then) for work in works]:
+                future.wait()
+        dist.barrier()
+        assert sent() < 1.1 * at_first  # names that are made from a number have more digits
 
 
 def check_coalesced_forms() -> None:
