@@ -60,9 +60,6 @@ class Group(Protocol):
     def new_gradients(self) -> int:
         """Return the number of the next model, the same on all ranks."""
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Reduce a tensor in place; see Collectives."""
-
 
 class Gradients:
     """The gradients of one model, for as long as it lives.
