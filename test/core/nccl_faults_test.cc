@@ -29,6 +29,7 @@ void hold_a_sum(const Medium& medium, std::vector<std::string> settings, const s
         standin_nccl_hold(1);
         DeviceCall call(*second, rank, &gpu);
         ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+        barrier.wait();  // no rank submits to a world that has ended
         meanwhile();
         const Outcome outcome = wait(context, call.handle(), 30'000);
         EXPECT_NE(outcome.code, PERSEUS_OK);
@@ -93,6 +94,7 @@ TEST(NcclFaults, AnAbortOutlivesTheWorld) {
     standin_nccl_hold(1);
     standin_nccl_hold_aborts(1);
     ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    barrier.wait();  // no rank submits to a world that has ended
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     standin_nccl_break(1);
     EXPECT_NE(wait(context, call.handle(), 30'000).code, PERSEUS_OK);
@@ -194,6 +196,7 @@ TEST(NcclFaults, TheWorldEndsWhileNcclWorks) {
           calls.emplace_back(*operation, rank, &gpu);
           ASSERT_EQ(calls.back().submit(context).code, PERSEUS_OK);
         }
+        barrier.wait();  // no rank submits to a world that has ended
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         if (rank == 2) standin_nccl_break(3);
         for (DeviceCall& call : calls) {
