@@ -118,7 +118,7 @@ def _enter(context: _core.Context, process_sets: Any) -> None:
         for hook in _world.init_hooks:
             hook()
         register_at_init(process_sets)
-    except (ValueError, RuntimeError):
+    except Exception:
         shutdown()
         raise
 
