@@ -294,23 +294,27 @@ docs: build  ## docs/config.md from the table of variables, and the drawing of t
 soak: build packages-test $(VENV)/.test  ## 300 random faults in an elastic job on virtual hosts; about 45 minutes
 	$(PY) test/faults/soak.py --faults $(or $(FAULTS),300)
 
-# New inputs stay in build/fuzz; MERGE=1 keeps those in test/fuzz/corpus that reach code which no other reaches.
-FUZZ := $(patsubst test/fuzz/%_fuzz.cc,%,$(wildcard test/fuzz/*_fuzz.cc))
+# New inputs stay in build/fuzz; MERGE=1 keeps those in test/fuzz/corpus that reach code which no other reaches. FUZZ
+# names targets: all that have a corpus. Those without a C++ file are parsers in Python, of test/parsers.py.
+FUZZ := $(notdir $(wildcard test/fuzz/corpus/*))
+FUZZ_CXX = $(filter $(FUZZ),$(patsubst test/fuzz/%_fuzz.cc,%,$(wildcard test/fuzz/*_fuzz.cc)))
 FUZZ_SECONDS ?= 60
 # FUZZ_PLAIN=1 is without sanitizers, for as many inputs as possible: what crashes, hangs or breaks a promise is found.
 FUZZ_SANITIZERS := address,undefined
 FUZZ_BUILD := build/fuzz$(if $(FUZZ_PLAIN),-plain)
-fuzz: packages-fuzz $(VENV)/.build  ## let libFuzzer attack every parser of what peers say; FUZZ_SECONDS=… for each
+fuzz: packages-fuzz build $(VENV)/.test  ## let libFuzzer attack every parser of what others say; FUZZ_SECONDS=… for each
 	@$(CMAKE) -B $(FUZZ_BUILD) -DPERSEUS_FUZZ=ON -DPERSEUS_SANITIZE=$(if $(FUZZ_PLAIN),,$(FUZZ_SANITIZERS)) \
 	    -DCMAKE_CXX_COMPILER=clang++ >/dev/null
-	$(BIN)/cmake --build $(FUZZ_BUILD) -j $(JOBS) --target $(FUZZ:%=%_fuzz)
+	$(if $(FUZZ_CXX),$(BIN)/cmake --build $(FUZZ_BUILD) -j $(JOBS) --target $(FUZZ_CXX:%=%_fuzz))
 	for target in $(FUZZ); do \
 	    mkdir -p build/fuzz/corpus/$$target test/fuzz/corpus/$$target; \
-	    $(FUZZ_BUILD)/test/fuzz/$${target}_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 \
+	    attack="$(FUZZ_BUILD)/test/fuzz/$${target}_fuzz"; \
+	    [ -e test/fuzz/$${target}_fuzz.cc ] || attack="test/fuzz/fuzz_parsers.py --target=$$target"; \
+	    $$attack -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -print_final_stats=1 \
 	        -artifact_prefix=build/fuzz/$$target- build/fuzz/corpus/$$target test/fuzz/corpus/$$target \
 	        2>build/fuzz/$$target.log || { tail -40 build/fuzz/$$target.log; exit 1; }; \
 	    printf '%s: %s\n' $$target "$$(grep -E ' (DONE|INITED) ' build/fuzz/$$target.log | tail -1)"; \
-	    if [ -n "$(MERGE)" ]; then $(FUZZ_BUILD)/test/fuzz/$${target}_fuzz -merge=1 -use_counters=0 \
+	    if [ -n "$(MERGE)" ]; then $$attack -merge=1 -use_counters=0 \
 	        test/fuzz/corpus/$$target build/fuzz/corpus/$$target 2>>build/fuzz/$$target.log; fi; \
 	done
 

@@ -387,9 +387,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.close_connection = True
         length = self.headers.get("Content-Length", "")
-        body = (
-            self.rfile.read(int(length)) if length.isdigit() and int(length) <= _MOST_BYTES else b""
-        )
+        is_number = length.isascii() and length.isdigit() and len(length) < 9
+        body = b""
+        if is_number and int(length) <= _MOST_BYTES:
+            body = self.rfile.read(int(length))
         key, challenge = self.server.key, self._challenge.encode()
         signature = _signature(key, challenge, body)
         known = hmac.compare_digest(self.headers.get(_SIGNATURE, "").encode(), signature.encode())

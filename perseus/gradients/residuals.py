@@ -8,6 +8,7 @@ thread that steps the optimizer.
 from __future__ import annotations
 
 import json
+import struct
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -20,6 +21,11 @@ from perseus.process_sets import ProcessSet
 # of ranks, combined with the name by mark(). The data is a buffer of float32 of shape (2, n) for n
 # elements: the residuals of what this rank sends, then of the results that it owns.
 Held = tuple[int, Any]
+
+_LENGTH = struct.Struct("<Q")
+_END = b"perseus.residuals"  # of a file; the number of bytes that precede it is in front
+_FOREIGN = "[residuals] this is not what Perseus has saved"
+_TORN = "[residuals] a part of what Perseus has saved is missing"
 
 
 class Residuals:
@@ -146,14 +152,52 @@ def unpack(string: bytes) -> tuple[dict[str, Held], int]:
         index = json.loads(line)
         first = 0
         for key, layout, length in index["held"]:
-            held[str(key)] = int(layout), numbers[first : first + max(0, length)]
-            first += max(0, length)
-        rank = int(index["rank"])
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise ValueError("[residuals] this is not what Perseus has saved") from error
+            checked_entry(key, layout)
+            if type(length) is not int or length < 0:
+                raise TypeError
+            held[key] = layout, numbers[first : first + length]
+            first += length
+        rank = index["rank"]
+        if type(rank) is not int:
+            raise TypeError
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ValueError(_FOREIGN) from error
     if not found or len(numbers) != first + 1:
-        raise ValueError("[residuals] a part of what Perseus has saved is missing")
+        raise ValueError(_TORN)
     return held, rank
+
+
+def checked_entry(key: Any, layout: Any) -> None:
+    """Raise ValueError unless these are a key and a layout, as far as their types tell."""
+    if not isinstance(key, str) or type(layout) is not int or not 0 <= layout < 1 << 64:
+        raise ValueError(_FOREIGN)
+
+
+def pack_at_end(held: Mapping[str, Held], rank: int) -> bytes:
+    """Return what to append to a file so that unpack_at_end() finds these residuals in it.
+
+    It is empty without residuals, which leaves a framework's file as it is.
+    """
+    if not held:
+        return b""
+    data = pack(held, rank)
+    return data + _LENGTH.pack(len(data)) + _END
+
+
+def unpack_at_end(content: bytes) -> tuple[dict[str, Held], int] | None:
+    """Return (residuals, rank) of a file with this content; None if it has none.
+
+    Raises ValueError if what is at its end is damaged.
+    """
+    if not content.endswith(_END):
+        return None
+    end = len(content) - len(_END) - _LENGTH.size
+    if end < 0:
+        raise ValueError(_TORN)
+    (length,) = _LENGTH.unpack_from(content, end)
+    if length > end:
+        raise ValueError(_TORN)
+    return unpack(content[end - length : end])
 
 
 def mark(key: str, name: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from perseus import basics
-from perseus.gradients.residuals import Held
+from perseus.gradients.residuals import Held, checked_entry
 from perseus.keras.backend import keras
 from perseus.keras.reducer import GradientReducer
 
@@ -51,13 +51,20 @@ class SavedResiduals(keras.losses.Loss):
             store[str(number)] = np.frombuffer(data, dtype=np.float32).reshape(2, -1)
 
     def load_own_variables(self, store: Any) -> None:
-        """Continue with the stored values if this rank has saved them, else with none."""
+        """Continue with the stored values if this rank has saved them, else with none.
+
+        Raises ValueError if they are damaged.
+        """
         held: dict[str, Held] = {}
         owner: int | None = None
         if _INDEX in store.keys():  # noqa: SIM118 - stores are not dictionaries
-            index = json.loads(np.asarray(store[_INDEX]).tobytes())
-            owner = index["rank"]
-            for number, (name, layout) in enumerate(index["held"]):
-                data = np.asarray(store[str(number)], dtype=np.float32)
-                held[name] = layout, np.ascontiguousarray(data).tobytes()
+            try:
+                index = json.loads(np.asarray(store[_INDEX]).tobytes())
+                owner = int(index["rank"])
+                for number, (name, layout) in enumerate(index["held"]):
+                    checked_entry(name, layout)
+                    data = np.asarray(store[str(number)], dtype=np.float32)
+                    held[name] = layout, np.ascontiguousarray(data).tobytes()
+            except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+                raise ValueError("[residuals] this is not what Perseus has saved") from error
         self._reducer.go_on_with(held, owner)

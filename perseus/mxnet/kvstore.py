@@ -232,11 +232,12 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         """
         updater = self._states("load")
         content = Path(fname).read_bytes()
+        held = residuals.held_in(content)
         self._turns.drop()
         updater.set_states(content)
         self._wait()
         self._reducer.forget()
-        self._reducer.residuals.replace(residuals.held_in(content))
+        self._reducer.residuals.replace(held)
 
     def set_gradient_compression(self, compression_params: dict[str, Any]) -> None:
         """Set the encoding of gradients between hosts; the same on all ranks.

@@ -155,9 +155,10 @@ class DistributedOptimizer(TurningSource, mx.optimizer.Optimizer):  # type: igno
         What PERSEUS_DOWNSAMPLE_N_ELEMENTS would still correct is dropped, as the weights are loaded
         beside them.
         """
+        held = residuals.held_in(Path(fname).read_bytes())
         self._turns.drop()
         self._reducer.forget()
-        self._reducer.residuals.replace(residuals.held_in(Path(fname).read_bytes()))
+        self._reducer.residuals.replace(held)
 
     def _name_of(self, index: Any) -> str:
         """Return the name of a parameter in optimizers of gluon or Module."""

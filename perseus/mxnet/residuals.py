@@ -6,16 +6,12 @@ MXNet reads only its part, so it can load these files as well. Stateless.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from perseus import basics
-from perseus.gradients.residuals import Held, own, pack, unpack
-
-_LENGTH = struct.Struct("<Q")
-_END = b"perseus.residuals"  # of the file; the number of bytes that precede it is in front
+from perseus.gradients.residuals import Held, own, pack_at_end, unpack_at_end
 
 
 def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
@@ -25,7 +21,7 @@ def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(states + _tail(held))
+        part.write_bytes(states + pack_at_end(held, basics.rank() if held else 0))
         part.replace(path)
     finally:
         with suppress(FileNotFoundError):
@@ -33,16 +29,9 @@ def write(path: Path, states: bytes, held: Mapping[str, Held]) -> None:
 
 
 def held_in(content: bytes) -> dict[str, Held]:
-    """Return this rank's residuals in a file with this content; {} if another rank wrote it."""
-    if not content.endswith(_END):
-        return {}
-    end = len(content) - len(_END) - _LENGTH.size
-    (length,) = _LENGTH.unpack_from(content, end)
-    return own(*unpack(content[end - length : end]))
+    """Return this rank's residuals in a file with this content; {} if another rank wrote it.
 
-
-def _tail(held: Mapping[str, Held]) -> bytes:
-    if not held:
-        return b""
-    data = pack(held, basics.rank())
-    return data + _LENGTH.pack(len(data)) + _END
+    Raises ValueError if they are damaged.
+    """
+    found = unpack_at_end(content)
+    return {} if found is None else own(*found)

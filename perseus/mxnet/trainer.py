@@ -162,9 +162,10 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         Earlier residuals and sums over steps are dropped, and so is what `Compression.rotate` would
         still correct, as the parameters are loaded beside these states.
         """
+        held = residuals.held_in(Path(fname).read_bytes())
         self._turns.drop()
         super().load_states(fname)
-        self.go_on_with(residuals.held_in(Path(fname).read_bytes()))
+        self.go_on_with(held)
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
         """See Source."""

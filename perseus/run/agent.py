@@ -224,7 +224,6 @@ class Agent:
     def run(self) -> int:
         """Run the job that perseusrun sends; return the exit status once all ranks have ended."""
         hello = {
-            "hostname": socket.gethostname(),
             "cores": cores(),
             "ssh_connection": os.environ.get("SSH_CONNECTION", ""),
         }

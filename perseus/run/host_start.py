@@ -9,13 +9,13 @@ import base64
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from perseus.run import environment
 from perseus.run.bootstrap.addresses import is_own_address, reachable_address, source_address
 from perseus.run.bootstrap.membership import CONTROL_VARIABLE
 from perseus.run.job import Job, LaunchError
 from perseus.run.link import HostLink, real_name
+from perseus.run.reports import Hello
 
 
 def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
@@ -33,7 +33,7 @@ def store_address(hosts: Sequence[HostLink], interfaces: Sequence[str]) -> str:
     others = [host for host in hosts if not host.local]
     if not others:
         return "127.0.0.1"
-    seen = str(_hello(others[0])["ssh_connection"]).split(" ")[0]
+    seen = _hello(others[0]).ssh_connection.split(" ")[0]
     # sshd reports this host as the origin, unless there is a jump host between them.
     if "." in seen and is_own_address(seen):
         return seen
@@ -47,7 +47,7 @@ def threads_per_rank(host: HostLink) -> int:
 
 def cores(host: HostLink) -> int:
     """Return the number of processors that the ranks of a host may use."""
-    return int(_hello(host)["cores"])
+    return _hello(host).cores
 
 
 def start_message(
@@ -80,7 +80,7 @@ def start_message(
     return json.dumps(message).encode() + b"\n"
 
 
-def _hello(host: HostLink) -> dict[str, Any]:
+def _hello(host: HostLink) -> Hello:
     assert host.hello is not None
     return host.hello
 

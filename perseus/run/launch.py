@@ -7,7 +7,6 @@ thread sends heartbeats, because the first one blocks while nobody reads the ran
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import secrets
@@ -27,6 +26,7 @@ from perseus.run import agent, environment, host_start, signals
 from perseus.run.job import Job, LaunchError, checked_core
 from perseus.run.link import KILL_SECONDS, HostLink, is_local, local_command, ssh_command
 from perseus.run.output import STDERR, STDOUT, Console, Stream
+from perseus.run.reports import State
 
 __all__ = ["Job", "LaunchError", "Launcher"]
 
@@ -389,21 +389,26 @@ class Launcher:
                 host.kill()
 
     def _on_stdout(self, host: HostLink, data: bytes) -> None:
-        for kind, rank, content in host.frames(data):
+        for kind, number, value in host.reports.read(data):
             if kind == agent.HELLO:
-                host.hello = json.loads(content)
+                host.hello = value
             elif kind in (agent.OUT, agent.ERR):
-                self._streams[rank, kind].feed(content)
+                self._streams[number, kind].feed(value)
             elif kind == agent.ANSWER and self._on_answer is not None:
-                self._on_answer(rank, content)
+                self._on_answer(number, value)
             elif kind == agent.EXIT:
-                self._rank_exited(host, rank, int(content))
-            elif kind in (agent.CONTROL, agent.STATE):
-                self._on_word(kind, rank, content)
+                self._rank_exited(host, number, value)
+            elif kind == agent.CONTROL:
+                self._on_control(number, value)
+            elif kind == agent.STATE:
+                self._on_state(number, value)
             elif kind == agent.FAILED:
-                code, _, text = content.decode(errors="replace").partition(" ")
                 where = "" if host.local else f" (on {host.name})"
-                self._on_unstartable(LaunchError(text + where, int(code)))
+                self._on_unstartable(LaunchError(value.text + where, value.status))
+        if host.reports.problem and not host.lost:
+            self._on_lost_hosts([host], LaunchError(f"{host.name}: {host.reports.problem}"))
+            host.lost = True
+            host.kill()
         if not data:
             self._agent_ended(host)
 
@@ -458,8 +463,11 @@ class Launcher:
         """Handle that an agent could not start a process; it then ends."""
         self._fail(error)
 
-    def _on_word(self, kind: bytes, number: int, data: bytes) -> None:
-        """Handle what a process of an elastic job has written to its socket, or its state."""
+    def _on_control(self, number: int, data: bytes) -> None:
+        """Handle what a process of an elastic job has written to its socket."""
+
+    def _on_state(self, number: int, state: State) -> None:
+        """Handle the state of a process of an elastic job."""
 
     def _fail(self, error: LaunchError) -> None:
         if self._error is None and not self._ending:

@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from perseus.run import agent
 from perseus.run.bootstrap.addresses import is_own_address
+from perseus.run.reports import Hello, Reports
 
 KILL_SECONDS = 2.0
 SILENCE_SECONDS = 30.0
@@ -43,7 +44,7 @@ class HostLink:
         """
         self.name = name
         self.local = local
-        self.hello: dict[str, Any] | None = None
+        self.hello: Hello | None = None
         self.running = set(numbers)
         self.shared_by = len(numbers)  # the ranks among which the host's cores are divided
         self.start_by = float("inf")  # when the agent must have answered
@@ -54,8 +55,7 @@ class HostLink:
         self.alive_at = float("inf")  # time of the last sign of life, once the agent has a job
         self._sending = threading.Lock()
         self.last_error = ""  # the last line that ssh or the agent wrote to standard error
-        self._received = b""
-        self._marked = False
+        self.reports = Reports(numbers)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -111,26 +111,6 @@ class HostLink:
         """Let the agent expect heartbeats again."""
         self._sending.release()
         self.send_heartbeat()
-
-    def frames(self, data: bytes) -> list[tuple[bytes, int, bytes]]:
-        """Return the frames that `data` completes, as (kind, rank, content)."""
-        self._received += data
-        if not self._marked:
-            _, mark, rest = self._received.partition(agent.MARK)
-            if not mark:
-                return []
-            self._marked, self._received = True, rest
-        frames = []
-        start = 0
-        while len(self._received) - start >= agent.FRAME.size:
-            kind, rank, size = agent.FRAME.unpack_from(self._received, start)
-            end = start + agent.FRAME.size + size
-            if end > len(self._received):
-                break
-            frames.append((kind, rank, self._received[start + agent.FRAME.size : end]))
-            start = end
-        self._received = self._received[start:]
-        return frames
 
     def _limit(self, descriptors: int) -> None:
         try:

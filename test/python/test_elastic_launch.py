@@ -238,11 +238,11 @@ class Processes:
                 return False
             if not (data := os.read(output.fileno(), 1 << 16)):
                 return condition()
-            for kind, number, content in self.host.frames(data):
+            for kind, number, value in self.host.reports.read(data):
                 if kind == agent.CONTROL:
-                    self.heard[number] += content
+                    self.heard[number] += value
                 elif kind == agent.EXIT:
-                    self.exits[number] = int(content)
+                    self.exits[number] = value
         return True
 
     def answers(self, *numbers: int) -> bool:
@@ -368,9 +368,7 @@ def test_news_stay_in_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(launcher, "_members", lambda: [member], raising=False)
     monkeypatch.setattr(launcher, "_wanted", lambda _: [], raising=False)
     monkeypatch.setattr(launcher, "_candidates", list, raising=False)
-    monkeypatch.setattr(
-        launcher, "_tell", lambda _, said: told.append(said["news"][0]), raising=False
-    )
+    monkeypatch.setattr(launcher, "_tell", lambda _, said: told.append(said.at), raising=False)
     days = iter([1e9, 1e9 - 3600])
     monkeypatch.setattr(time, "time", lambda: next(days))
     for _ in range(2):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
+from perseus.run.bootstrap.words import Join
 from perseus.run.elastic import driver
 from perseus.run.elastic.discovery import HostDiscoveryFunction
 from perseus.run.elastic.elasticity import Elasticity
@@ -20,12 +21,12 @@ class Rank(NamedTuple):
     """A process on a host. wish: what it asks for the next world; None = it has not asked."""
 
     host: str
-    wish: dict[str, Any] | None = None
+    wish: Join | None = None
     epoch: int = 3
 
 
-ASKS = {"state": True, "sync": False, "commits": 7}
-NEW = {"state": False, "sync": True, "commits": 0}
+ASKS = Join(sync=False, state=True, commits=7)
+NEW = Join(sync=True, state=False, commits=0)
 
 
 def given_up(

@@ -1,30 +1,30 @@
-"""Parsers of what a file, a script or another process gives: any bytes at all, and valid ones with
-a part changed, give a value that makes sense, or a ValueError of one line that names where.
+"""Parsers of what a file, a script, another process or another host gives: any bytes at all, and
+valid ones with a part changed, do what parsers.py asks for.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
+import struct
 from typing import Any
 
+import parsers
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from perseus.gradients import residuals
-from perseus.report import trace
-from perseus.run import config_file, hosts
+from perseus.run import agent
+from perseus.run.bootstrap import words
 from perseus.run.bootstrap.announcement import announcement, read_announcement
 
-# The same examples in every run; a file for each is made in one folder of the test.
+# The same examples in every run.
 any_example = settings(
     max_examples=150,
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 NESTED = b"[" * 100_000
 VALUES = st.recursive(
@@ -32,17 +32,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
     max_leaves=12,
 )
-
-
-def value_or_line(parse: Callable[[], Any], where: str) -> Any:
-    """The parser's value; None where it refuses, which must be one line that names where."""
-    try:
-        return parse()
-    except ValueError as error:
-        text = str(error)
-        assert where in text
-        assert len(text.splitlines()) == 1
-        return None
 
 
 def changed(valid: bytes) -> st.SearchStrategy[bytes]:
@@ -71,15 +60,6 @@ def with_any_value(valid: Any) -> st.SearchStrategy[bytes]:
     )
 
 
-def assert_usable(found: list[hosts.Host]) -> None:
-    for host in found:
-        assert host.slots >= 1
-        assert host.name
-        assert not host.name.startswith("-"), "ssh would take it for an option"
-        assert host.name.split() == [host.name]
-    assert len({host.name for host in found}) == len(found)
-
-
 HOSTS = ["a", "b:2", "[::1]:3", "::1", "-oX", "u@-x", "a:0", "٣", "a:٣", "9" * 30, "9" * 5000]
 BETWEEN = [":", "=", "slots=2", "#", ",", *" \n\r\x0b\x85\u2028"]
 HOST_WORDS = st.lists(st.sampled_from(HOSTS + BETWEEN), max_size=9).map("".join)
@@ -88,21 +68,13 @@ HOST_WORDS = st.lists(st.sampled_from(HOSTS + BETWEEN), max_size=9).map("".join)
 @any_example
 @given(HOST_WORDS | st.text())
 def test_lists_of_hosts(text: str) -> None:
-    assert_usable(value_or_line(lambda: hosts.parse_hosts(text), "-H") or [])
-    found = value_or_line(
-        lambda: hosts.parse_discovered(text, 2, "find.sh"), "--host-discovery-script find.sh"
-    )
-    assert_usable(found or [])
+    parsers.host_lists(text.encode("utf-8", "surrogatepass"))
 
 
 @any_example
 @given(HOST_WORDS.map(lambda text: text.encode()) | st.binary())
-def test_hostfiles(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "hosts"
-    file.write_bytes(content)
-    found = value_or_line(lambda: hosts.parse_hostfile(str(file)), str(file))
-    assert found is None or found
-    assert_usable(found or [])
+def test_hostfiles(content: bytes) -> None:
+    parsers.hostfile(content)
 
 
 YAML = b"verbose: true\nparams:\n  fusion_threshold_mb: 32\nstall_check:\n  enabled: no\n"
@@ -112,17 +84,8 @@ YAML = b"verbose: true\nparams:\n  fusion_threshold_mb: 32\nstall_check:\n  enab
 @given(st.binary() | changed(YAML) | VALUES.map(lambda value: json.dumps(value).encode()))
 @example(NESTED)
 @example(b'{"a\\u2028b": 1}')
-def test_config_files(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_bytes(content)
-
-    def flags() -> list[str]:
-        return config_file.arguments_of(
-            str(file), with_controller=True, with_hosts=True, is_elastic=False
-        )
-
-    for word in value_or_line(flags, f"--config-file {file}") or []:
-        assert isinstance(word, str)
+def test_config_files(content: bytes) -> None:
+    parsers.configuration(content)
 
 
 JOB = {"rank": 1, "size": 2, "start_time_since_epoch_in_micros": 1_000}
@@ -141,44 +104,40 @@ TIMELINE = [
 @given(st.binary() | changed(json.dumps(TIMELINE).encode()) | with_any_value(TIMELINE))
 @example(NESTED)
 @example(json.dumps(TIMELINE).encode())
-def test_timelines(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "timeline.json"
-    file.write_bytes(content)
-    found = value_or_line(lambda: trace.read(file), str(file))
-    if found is not None:
-        begin, end = found.span
-        assert begin <= end
+def test_timelines(content: bytes) -> None:
+    parsers.timeline(content)
 
 
 HELD = {"layer.weight": (3, b"\1\2\3\4"), "layer.bias": (9, b"")}
 
 
 @any_example
-@given(st.binary() | changed(residuals.pack(HELD, 1)))
+@given(
+    st.binary() | changed(residuals.pack(HELD, 1)) | changed(b"x" + residuals.pack_at_end(HELD, 1))
+)
 @example(NESTED + b"\n.")
 @example(b'{"rank": Infinity, "held": []}\n.')
 @example(b'{"rank": 0, "held": [[[], 1, 0]]}\n.')
 @example(b'{"rank": 0, "held": [["a", 1, -1]]}\n')
 @example(b'{"rank": 0, "held": [["a", "b", 0]]}\n.')
+@example(b'{"rank": 0, "held": [["a", 18446744073709551616, 0]]}\n.')
+@example(b"perseus.residuals")
+@example(struct.pack("<Q", 1) + b"perseus.residuals")
 def test_saved_residuals(content: bytes) -> None:
-    found = value_or_line(lambda: residuals.unpack(content), "[residuals]")
-    if found is not None:
-        held, rank = found
-        assert isinstance(rank, int)
-        for key, (layout, data) in held.items():
-            assert isinstance(key, str)
-            assert isinstance(layout, int)
-            assert bytes(data) in content
+    parsers.saved_residuals(content)
 
 
-GIVEN = b"a secret of the user"
+def test_saved_residuals_are_read() -> None:
+    assert residuals.unpack(residuals.pack(HELD, 1)) == (HELD, 1)
+    assert residuals.unpack_at_end(b"states" + residuals.pack_at_end(HELD, 1)) == (HELD, 1)
+    assert residuals.unpack_at_end(b"states" + residuals.pack_at_end({}, 1)) is None
 
 
 @any_example
 @given(
     st.binary()
-    | changed(announcement("10.0.0.1", 6666, GIVEN, given=True).encode())
-    | changed(announcement("10.0.0.1", 6666, b"made", given=False).encode())
+    | changed(announcement(*parsers.ADDRESS, parsers.GIVEN, given=True).encode())
+    | changed(announcement(*parsers.ADDRESS, b"made", given=False).encode())
     | VALUES.map(lambda value: json.dumps(value).encode())
     | st.lists(VALUES, min_size=5, max_size=5).map(lambda value: json.dumps(value).encode())
 )
@@ -187,18 +146,90 @@ GIVEN = b"a secret of the user"
 @example(b'["h", 1, "", "n", "\\ud800"]')
 @example(b'["h", 1e400, "", "n", "c"]')
 def test_announcements_of_rank_0(content: bytes) -> None:
-    for own in (GIVEN, None):
-        found = value_or_line(lambda own=own: read_announcement(content, own, 3), "[rendezvous]")  # type: ignore[misc]
-        if found is not None:
-            host, port, secret = found
-            assert isinstance(host, str)
-            assert 0 < port < 65536
-            assert secret
-            assert own is None or (host, port, secret) == ("10.0.0.1", 6666, GIVEN), "not proved"
+    parsers.announced_store(content)
 
 
 @pytest.mark.parametrize("given_to_all", [True, False])
 def test_announcements_are_read(given_to_all: bool) -> None:
-    text = announcement("10.0.0.1", 6666, GIVEN, given_to_all)
-    own = GIVEN if given_to_all else None
-    assert read_announcement(text, own, 3) == ("10.0.0.1", 6666, GIVEN)
+    text = announcement(*parsers.ADDRESS, parsers.GIVEN, given_to_all)
+    own = parsers.GIVEN if given_to_all else None
+    assert read_announcement(text, own, 3) == (*parsers.ADDRESS, parsers.GIVEN)
+
+
+def frame(kind: bytes, number: int, content: bytes) -> bytes:
+    return agent.FRAME.pack(kind, number, len(content)) + content
+
+
+HELLO = {"cores": 2, "ssh_connection": "10.0.0.1 5 10.0.0.2 22"}
+REPORTS = [
+    frame(agent.HELLO, 0, json.dumps(HELLO).encode()),
+    frame(agent.ALIVE, 0, b""),
+    frame(agent.OUT, 3, b"a line\n"),
+    frame(agent.STATE, 4, b"T 12"),
+    frame(agent.FAILED, 4, b"127 a: command not found"),
+    frame(agent.EXIT, 3, b"137"),
+]
+
+
+@any_example
+@given(
+    st.binary()
+    | changed(b"\x07" + b"".join(REPORTS))
+    | st.lists(st.sampled_from(REPORTS) | st.binary(max_size=12)).map(b"\x03".join)
+    | with_any_value(HELLO).map(lambda text: b"\x20" + frame(agent.HELLO, 0, text))
+)
+@example(b"\0" + frame(agent.HELLO, 0, NESTED))
+@example(b"\0" + frame(agent.EXIT, 3, b"9" * 5000))
+@example(b"\0" + frame(agent.EXIT, 5, b"1"))
+def test_reports_of_agents(content: bytes) -> None:
+    parsers.agent_reports(content)
+
+
+WORDS = [
+    words.Join(True, None, 3),
+    words.Join(False, True, 0),
+    words.Begun(2),
+    words.Pong(),
+    words.Place(1, False, 2, {"HOROVOD_RANK": "1", "A": "\udcff"}),
+    words.Leave("the job has finished"),
+    words.Refuse("there is no next world"),
+    words.News(1.5, 3),
+    words.Ping(),
+]
+
+
+@pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__.lower())
+def test_words_of_elastic_jobs_are_read(word: words.FromRank | words.FromLauncher) -> None:
+    of_rank = isinstance(word, (words.Join, words.Begun, words.Pong))
+    read, other = words.from_rank, words.from_launcher
+    if not of_rank:
+        read, other = other, read
+    assert read(words.line_of(word)) == word
+    with pytest.raises(ValueError, match="is nothing that"):
+        other(words.line_of(word))
+
+
+@any_example
+@given(
+    st.binary()
+    | st.sampled_from(WORDS).flatmap(lambda word: changed(words.line_of(word)))
+    | st.sampled_from(WORDS).flatmap(lambda word: with_any_value(json.loads(words.line_of(word))))
+)
+@example(NESTED)
+@example(b'{"news": [%s, 1]}' % (b"9" * 400))
+@example(b'{"news": [1e400, 1]}')
+@example(b'{"begun": %s}' % (b"9" * 5000))
+@example(b'{"place": {"epoch": 1, "sync": true, "commits": 0, "environment": {"A": "\\u0000"}}}')
+@example(b'{"place": {"epoch": 1, "sync": true, "commits": 0, "environment": {"A=": "b"}}}')
+@example(b'{"place": {"epoch": 1, "sync": true, "commits": 0, "environment": {"A": "\\ud800"}}}')
+def test_words_of_elastic_jobs(content: bytes) -> None:
+    parsers.elastic_words(content)
+
+
+@any_example
+@given(
+    st.binary() | changed(b"GET / HTTP/1.1\r\n\r\nPOST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n[]")
+)
+@example("POST / HTTP/1.1\r\nContent-Length: \xb2\r\n\r\n".encode("latin-1"))
+def test_requests_to_a_compute_service(content: bytes) -> None:
+    parsers.compute_service_requests(content)

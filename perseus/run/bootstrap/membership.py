@@ -1,38 +1,24 @@
 """A rank of an elastic job asks perseusrun for its place in the next world, and hears of changes.
 
-perseusrun gives every rank a socket, over which lines of JSON go both ways. A rank writes
-{"join": …} and waits until perseusrun answers {"place": …}, {"leave": …} or {"refuse": …}. Once it
-has met the others, it writes {"begun": …}. In between, perseusrun may write {"news": …} and
-{"ping": …}. join() belongs to one thread; another one reads the socket.
+perseusrun gives every rank a socket, over which lines go both ways (words.py). join() belongs to
+one thread; another one reads the socket.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+
+from perseus.run.bootstrap import words
+from perseus.run.bootstrap.words import Place
 
 CONTROL_VARIABLE = "PERSEUS_CONTROL_FD"
 _LOOK_AGAIN_SECONDS = 0.5  # how long Ctrl-C may have to wait
 _CHUNK = 1 << 16
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place in a world. The variables of its identity are in the environment.
-
-    commits: so many have gone into the state that rank 0 has.
-    epoch: the number of the world. sync: whether a rank of it lacks the training's state.
-    """
-
-    epoch: int
-    sync: bool
-    commits: int
+_CLOSED = "[elastic] perseusrun has closed the connection"
 
 
 class Membership:
@@ -52,8 +38,8 @@ class Membership:
         self._socket.set_inheritable(False)
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        self._answer: dict[str, Any] | None = None
-        self._lost = False
+        self._answer: words.Place | words.Leave | words.Refuse | None = None
+        self._lost = ""  # why there is no connection any more
         self.place: Place | None = None
         self.will_sync = True
         self.has_state: bool | None = None
@@ -79,21 +65,19 @@ class Membership:
             )
         with self._changed:
             self._answer = None
-            wish = {"sync": self.will_sync, "state": self.has_state, "commits": self.commits}
-            self._write({"join": wish})
+            self._write(words.Join(self.will_sync, self.has_state, self.commits))
             while self._answer is None:
                 if self._lost:
-                    raise RuntimeError("[elastic] perseusrun has closed the connection")
+                    raise RuntimeError(self._lost)
                 self._changed.wait(_LOOK_AGAIN_SECONDS)
             answer = self._answer
-        if "leave" in answer:
-            print(f"[elastic] this rank leaves: {answer['leave']}", file=sys.stderr, flush=True)
+        if isinstance(answer, words.Leave):
+            print(f"[elastic] this rank leaves: {answer.why}", file=sys.stderr, flush=True)
             raise SystemExit(0)
-        if "refuse" in answer:
-            raise SystemExit(f"[elastic] {answer['refuse']}")
-        found = answer["place"]
-        os.environ.update(found["environment"])
-        self.place = Place(found["epoch"], found["sync"], found.get("commits", 0))
+        if isinstance(answer, words.Refuse):
+            raise SystemExit(f"[elastic] {answer.why}")
+        os.environ.update(answer.environment)
+        self.place = answer
         self.will_sync = True
         return self.place
 
@@ -101,40 +85,39 @@ class Membership:
         """Say that this rank has met all others of its world."""
         assert self.place is not None
         with self._changed:
-            self._write({"begun": self.place.epoch})
+            self._write(words.Begun(self.place.epoch))
 
-    def _write(self, message: dict[str, Any]) -> None:
+    def _write(self, word: words.FromRank) -> None:
         try:
-            self._socket.sendall(json.dumps(message).encode() + b"\n", socket.MSG_NOSIGNAL)
+            self._socket.sendall(words.line_of(word) + b"\n", socket.MSG_NOSIGNAL)
         except OSError:
-            self._lost = True
+            self._lost = _CLOSED
 
     def _read(self) -> None:
-        rest = b""
-        while True:
-            try:
-                data = self._socket.recv(_CHUNK)
-            except OSError:
-                data = b""
-            if not data:
-                break
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._take(json.loads(line))
+        why, rest = _CLOSED, b""
+        try:
+            while data := self._socket.recv(_CHUNK):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._take(words.from_launcher(line))
+        except OSError:
+            pass
+        except ValueError as error:  # or join() would wait for ever
+            why = str(error)
         with self._changed:
-            self._lost = True
+            self._lost = why
             self._changed.notify_all()
 
-    def _take(self, message: dict[str, Any]) -> None:
-        if "ping" in message:
+    def _take(self, word: words.FromLauncher) -> None:
+        if isinstance(word, words.Ping):
             with self._changed:
-                self._write({"pong": message["ping"]})
-        elif "news" in message:
+                self._write(words.Pong())
+        elif isinstance(word, words.News):
             if self.on_news is not None:
-                self.on_news(*message["news"])
+                self.on_news(word.at, word.change)
         else:
             with self._changed:
-                self._answer = message
+                self._answer = word
                 self._changed.notify_all()
 
 

@@ -9,14 +9,13 @@ asked, so nobody waits for them.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import inf
-from typing import Any
 
 from perseus.run import agent, environment, host_start
+from perseus.run.bootstrap import words
 from perseus.run.bootstrap.addresses import source_address
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
@@ -28,6 +27,7 @@ from perseus.run.hosts import Host, Slot
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
 from perseus.run.link import HostLink, is_local, real_name
+from perseus.run.reports import MOST_BYTES, State
 
 _START_SECONDS = 2.0  # after which ranks are looked at that have not met the others of a new world
 _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
@@ -253,26 +253,36 @@ class ElasticLauncher(Launcher):
         ]
         self._start_on(host, ranks, common, control=True)
 
-    def _on_word(self, kind: bytes, number: int, data: bytes) -> None:
+    def _on_state(self, number: int, state: State) -> None:
         process = self._processes.get(number)
         if process is None:
             return
-        if kind == agent.STATE:
-            state, ticks = data.split()
-            process.is_stopped = state == b"T"
-            if int(ticks) > process.ticks:  # it works, even if it cannot answer
-                process.ticks, process.heard_at = int(ticks), time.monotonic()
+        process.is_stopped = state.is_stopped
+        if state.ticks > process.ticks:  # it works, even if it cannot answer
+            process.ticks, process.heard_at = state.ticks, time.monotonic()
+
+    def _on_control(self, number: int, data: bytes) -> None:
+        process = self._processes.get(number)
+        if process is None or process.is_killed:
             return
         process.heard_at = time.monotonic()
         *lines, process.unread = (process.unread + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if message.get("begun") == self._epoch == process.epoch:
-                process.has_begun = True
-            if "join" in message:
-                process.request = message["join"]
-                self._state_exists = self._state_exists or process.request["state"] is True
-                self._on_join(process)
+        try:
+            for line in lines:
+                self._on_word(process, words.from_rank(line))
+            if len(process.unread) > MOST_BYTES:
+                raise ValueError(f"[elastic] no line of a rank has {len(process.unread)} bytes")
+        except ValueError as error:
+            self._print(f"{process.name}: {error}: it is killed")
+            process.kill()
+
+    def _on_word(self, process: Process, word: words.FromRank) -> None:
+        if isinstance(word, words.Begun):
+            process.has_begun |= word.epoch == self._epoch == process.epoch
+        elif isinstance(word, words.Join):
+            process.request = word
+            self._state_exists = self._state_exists or word.state is True
+            self._on_join(process)
 
     def _on_join(self, process: Process) -> None:
         if self._epoch < 0:
@@ -284,19 +294,18 @@ class ElasticLauncher(Launcher):
             number, _ = self._succeeded[0]
             if process.epoch == self._epoch:
                 why = f"there is no next world: {self.name_of(number)} has finished"
-                self._tell(process, {"refuse": why})
+                self._tell(process, words.Refuse(why))
             else:
                 self._dismiss(process, "the job has finished")
 
-    def _tell(self, process: Process, message: dict[str, Any]) -> None:
-        text = f"TELL {process.number} {json.dumps(message)}\n"
-        process.host.send(text.encode())
+    def _tell(self, process: Process, word: words.FromLauncher) -> None:
+        process.host.send(b"TELL %d %b\n" % (process.number, words.line_of(word)))
 
     def _dismiss(self, process: Process, why: str) -> None:
         """Let a process leave that waits for a world."""
         process.dismissed, process.request = True, None
         process.end_at = time.monotonic() + self._job.grace
-        self._tell(process, {"leave": why})
+        self._tell(process, words.Leave(why))
 
     def _end_dismissed(self, now: float) -> None:
         """End processes that were told to leave, and have not done so."""
@@ -389,7 +398,7 @@ class ElasticLauncher(Launcher):
         if self._state_exists and all(each.rank is None for each in candidates):
             self._give_up(_NO_STATE)
             return
-        sync = any(each.request is not None and each.request["sync"] for each in chosen)
+        sync = any(each.request is not None and each.request.sync for each in chosen)
         order = ranked(candidates)
         commits = order[0][0].commits
         self._world = [(candidate.number, slot) for candidate, slot in order]
@@ -402,8 +411,7 @@ class ElasticLauncher(Launcher):
             for kind in _OUTPUTS:
                 self._streams[number, kind].rename(slot.rank)
             variables = environment.of_rank(slot, len(self._world))
-            place = {"epoch": self._epoch, "sync": sync, "commits": commits}
-            self._tell(process, {"place": {**place, "environment": variables}})
+            self._tell(process, words.Place(self._epoch, sync, commits, variables))
         self._news = frozenset(), frozenset()
         self._give_up_at = None
         if last >= 0 or self._job.verbose:
@@ -486,7 +494,7 @@ class ElasticLauncher(Launcher):
         change = (_REMOVED if removed else 0) | (_ADDED if added else 0)
         for process in members:
             if process.request is None:
-                self._tell(process, {"news": [time.monotonic(), change]})
+                self._tell(process, words.News(time.monotonic(), change))
 
     def _late(self) -> list[Process]:
         """Return the ranks for which others wait that have left the world, or cannot begin it."""

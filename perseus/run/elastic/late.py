@@ -6,8 +6,8 @@ Single-threaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from perseus.run.bootstrap.words import FromLauncher, Ping
 from perseus.run.elastic.process import Process
 
 _ASK_SECONDS = 0.25
@@ -25,7 +25,7 @@ class Questions:
 
     def __init__(
         self,
-        tell: Callable[[Process, dict[str, Any]], None],
+        tell: Callable[[Process, FromLauncher], None],
         show: Callable[[str], None],
     ) -> None:
         self._tell = tell
@@ -77,8 +77,7 @@ class Questions:
                     f"{process.name} has not done anything for {patience:g} s while others wait "
                     f"for the next world: it is killed"
                 )
-                process.is_killed = True
-                process.host.send(b"KILL %d\n" % process.number)
+                process.kill()
             else:
-                self._tell(process, {"ping": 0})
+                self._tell(process, Ping())
                 process.host.send(b"STATE %d\n" % process.number)

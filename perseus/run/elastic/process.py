@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
+from perseus.run.bootstrap.words import Join
 from perseus.run.elastic.slots import Place
 from perseus.run.link import HostLink
 
@@ -20,7 +20,7 @@ class Process:
     host: HostLink
     epoch: int = -1  # of the last world that it was in
     rank: int = -1  # in that world
-    request: dict[str, Any] | None = None  # to join the next world
+    request: Join | None = None  # to join the next world
     has_begun: bool = False  # and met the others there
     had_state: bool = False  # when it asked for that world
     dismissed: bool = False  # told to leave
@@ -34,17 +34,22 @@ class Process:
     @property
     def has_state(self) -> bool:
         """Whether it asks to join with the training's state, as far as its script says."""
-        return self.request is not None and self.request["state"] is not False
+        return self.request is not None and self.request.state is not False
 
     @property
     def commits(self) -> int:
         """How many have gone into the training's state with which it asks to join."""
-        return 0 if self.request is None else int(self.request.get("commits", 0))
+        return 0 if self.request is None else self.request.commits
 
     @property
     def name(self) -> str:
         rank = f"rank {self.rank}" if self.epoch >= 0 else f"process {self.number}"
         return f"{rank} on {self.place[0]}"
+
+    def kill(self) -> None:
+        """Have its agent kill it."""
+        self.is_killed = True
+        self.host.send(b"KILL %d\n" % self.number)
 
 
 def what_happened(status: int) -> str:
