@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from perseus.run.bootstrap.identity import Identity
     from perseus.run.bootstrap.membership import Membership
     from perseus.run.bootstrap.rendezvous import Rendezvous
+    from perseus.run.bootstrap.words import Place
 
 
 # How long a rank that ends because of another one waits, unless its launcher ends it.
@@ -87,7 +88,7 @@ def _start(comm: Any, process_sets: Any) -> None:
     member = membership()
     for attempt in range(1, _ELASTIC_STARTS + 1):
         if member is not None:
-            _world.epoch = member.join().epoch
+            _world.epoch = _place_of(member).epoch
         identity = identify()
         _check_comm(comm, identity.size)
         rendezvous = _rendezvous(identity)
@@ -103,6 +104,16 @@ def _start(comm: Any, process_sets: Any) -> None:
             if isinstance(error, ValueError) or member is None or attempt == _ELASTIC_STARTS:
                 raise
             _log.warning("[elastic] world %d did not begin: %s", epoch, error)
+
+
+def _place_of(member: Membership) -> Place:
+    """Wait for a place in the next world of an elastic job; a new rank is fed meanwhile."""
+    from perseus import feeding
+
+    feeds = feeding.attach(member)
+    place = member.join()
+    feeds.stop()
+    return place
 
 
 def _enter(context: _core.Context, process_sets: Any) -> None:

@@ -65,6 +65,12 @@ def gather_bytes(data: bytes, name: str, group: int) -> list[bytes]:
     return parts
 
 
+def broadcast_bytes(data: bytearray, root_rank: int, name: str) -> None:
+    """Overwrite the data with the root's, which is as long."""
+    memory = (ctypes.c_char * len(data)).from_buffer(data)
+    _run(Kind.BROADCAST, name, memory, output=memory, root=root_rank)
+
+
 def broadcast_object(obj: Any, root_rank: int, name: str | None, group: int) -> Any:
     """The root's object: itself on the root, an unpickled copy elsewhere.
 

@@ -590,6 +590,10 @@ perseus_code perseus_nccl_find(perseus_nccl* out) {
 
 uint64_t perseus_hash(const void* data, uint64_t bytes) { return perseus::kernels::hash(data, bytes); }
 
+void perseus_hash_blocks(const void* data, uint64_t bytes, uint64_t block, uint64_t* hashes) {
+  perseus::kernels::hash_blocks(data, bytes, block, hashes);
+}
+
 const char* perseus_kernel_variant(void) { return perseus::kernels::variant(); }
 
 }  // extern "C"

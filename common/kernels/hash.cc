@@ -1,6 +1,7 @@
 // See hash.h. Names and steps are the specification's.
 #include "kernels/hash.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace perseus::kernels {
@@ -48,6 +49,15 @@ uint64_t hash(const void* data, size_t n) {
   result = (result ^ (result >> 33)) * kPrime2;
   result = (result ^ (result >> 29)) * kPrime3;
   return result ^ (result >> 32);
+}
+
+void hash_blocks(const void* data, size_t n, size_t block, uint64_t* hashes) {
+  const unsigned char* const bytes = static_cast<const unsigned char*>(data);
+  for (size_t at = 0; at < n; at += block) {
+    const size_t size = std::min(block, n - at), skipped = std::min<size_t>(size, 4);
+    *hashes++ = hash(bytes + at, size);
+    *hashes++ = hash(bytes + at + skipped, size - skipped);
+  }
 }
 
 }  // namespace perseus::kernels

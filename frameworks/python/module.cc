@@ -104,6 +104,20 @@ uint64_t hash_bytes(const py::buffer& data) {
   return result;
 }
 
+py::bytes hash_blocks(const py::buffer& data, uint64_t block) {
+  if (block == 0) throw py::value_error("[hash] blocks of 0 bytes");
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+  const uint64_t bytes = static_cast<uint64_t>(view.len);
+  std::vector<uint64_t> hashes(2 * (bytes / block + (bytes % block != 0)));
+  {
+    py::gil_scoped_release release;
+    perseus_hash_blocks(view.buf, bytes, block, hashes.data());
+  }
+  PyBuffer_Release(&view);
+  return py::bytes(reinterpret_cast<const char*>(hashes.data()), hashes.size() * sizeof(uint64_t));
+}
+
 py::list config_table() {
   py::list rows;
   for (int i = 0; i < perseus_config_count(); ++i) {
@@ -157,6 +171,8 @@ PYBIND11_MODULE(_core, module) {
       "core's handler comes back and calls the one that is there now.");
   module.def("kernel_variant", &perseus_kernel_variant, "The instruction set the kernels use on this processor.");
   module.def("hash_bytes", &hash_bytes, "The 64-bit hash of a contiguous buffer, equal for equal bits on every rank.");
+  module.def("hash_blocks", &hash_blocks, py::arg("data"), py::arg("block"),
+             "16 bytes for every `block` bytes of a contiguous buffer, equal for equal bits on every rank.");
   module.def("config_table", &config_table, "Every configuration variable: dicts of texts.");
   module.def(
       "config_check", [] { check(perseus_config_check()); },

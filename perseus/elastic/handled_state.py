@@ -6,7 +6,7 @@ Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.tor
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from perseus.elastic.sampler import ElasticSampler
@@ -30,6 +30,10 @@ class StateHandler:
     def sync(self) -> None:
         """Give the value rank 0's state; the saved copy stays. Collective."""
         raise NotImplementedError
+
+    def contents(self) -> Iterable[memoryview]:
+        """Yield the arrays that sync() sends; see State.contents()."""
+        return ()
 
     def mark(self) -> None:
         """Keep for keep() what a step that fails may change: by default, the value's state."""
@@ -114,6 +118,11 @@ class HandledState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+
+    def contents(self) -> Iterable[memoryview]:
+        """Yield the arrays of all handlers."""
+        for handler in self._handlers.values():
+            yield from handler.contents()
 
     def reset(self) -> None:
         """Have samplers share their samples again, since the ranks may have changed."""

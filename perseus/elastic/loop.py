@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from perseus import basics, process_sets
+from perseus import basics, feeding, process_sets
+from perseus.elastic import known_blocks
 from perseus.elastic.notification import notification_manager
 from perseus.elastic.state import State
 from perseus.errors import HorovodInternalError, HostsUpdatedInterrupt, InitializationError
@@ -82,6 +83,8 @@ def looped(
         member = basics.membership()
         if member is not None and member.has_state is None:  # a process that has not trained yet
             member.has_state = False
+        if member is not None and isinstance(state, State):
+            feeding.attach(member).contents = state.contents
         try:
             while True:
                 try:
@@ -91,7 +94,8 @@ def looped(
                         if new_world:
                             state.on_reset()
                         if not skip_sync:
-                            state.sync()
+                            with known_blocks.used_if_fed():
+                                state.sync()
                         if member is not None:
                             if isinstance(state, State) and member.place is not None:
                                 state._commits = max(state._commits, member.place.commits)

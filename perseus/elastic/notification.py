@@ -35,6 +35,8 @@ class WorkerNotificationManager:
     def __init__(self) -> None:
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
+        # Whether a survivor feeds those that have come: ranks that commit often wait for its end.
+        self.is_feeding = False
 
     def init(
         self,
@@ -59,7 +61,8 @@ class WorkerNotificationManager:
         if (member := basics.membership()) is not None:
             member.on_news = self._on_news
 
-    def _on_news(self, timestamp: float, change: int) -> None:
+    def _on_news(self, timestamp: float, change: int, feeding: bool) -> None:
+        self.is_feeding = feeding
         self.handle_hosts_updated(timestamp, HostUpdateResult(change))
 
     def register_listener(self, listener: Listener) -> None:

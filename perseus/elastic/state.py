@@ -7,12 +7,17 @@ Source of behaviour: Horovod 0.28.1, horovod.common.elastic.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Any
 
-from perseus.elastic.notification import HostUpdateResult
+from perseus.elastic.notification import HostUpdateResult, notification_manager
 from perseus.errors import HostsUpdatedInterrupt
 from perseus.gradients.rotation import synchronize_parameters
+
+# Ranks that look for new ones more often let these be fed to the end.
+_OFTEN_SECONDS = 5.0
 
 
 class State:
@@ -28,6 +33,7 @@ class State:
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._commits = 0  # so many of the training that the present values have come from
+        self._checked_at = -inf
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Call each, without arguments, when a new world has started, e.g. to scale lr."""
@@ -76,6 +82,10 @@ class State:
             if timestamp > latest:
                 latest = timestamp
                 changes |= change
+        now = time.monotonic()
+        is_often, self._checked_at = now < self._checked_at + _OFTEN_SECONDS, now
+        if changes == HostUpdateResult.added and notification_manager.is_feeding and is_often:
+            latest = before  # the news come again
         before, latest, changes = self._bcast_object((before, latest, changes))
         self._last_updated_timestamp = latest
         if latest > before:
@@ -100,6 +110,13 @@ class State:
     def sync(self) -> None:
         """Take over rank 0's values. Collective."""
         raise NotImplementedError
+
+    def contents(self) -> Iterable[memoryview]:
+        """Yield the arrays that sync() sends, as contiguous bytes, so that new ranks can be fed.
+
+        Called on other threads, while training changes the values. Nothing by default.
+        """
+        return ()
 
     def reset(self) -> None:
         """Adapt to a new world, before the reset callbacks; nothing by default."""

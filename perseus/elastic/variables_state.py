@@ -7,9 +7,10 @@ Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.ten
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from perseus.elastic import known_blocks
 from perseus.elastic.state import ObjectState
 from perseus.gradients.aggregation import forget_passes
 from perseus.gradients.residuals import Held, Source
@@ -56,10 +57,28 @@ class VariablesState(ObjectState):
 
     def sync(self) -> None:
         """Take over rank 0's variables and what it saved last, and save them. Collective."""
-        self._broadcast(self._variables())
+        variables = self._variables()
+        if not self._take_over(variables):
+            self._broadcast(variables)
         self._forget_passes()
         super().sync()
         self.save()
+
+    def contents(self) -> Iterator[memoryview]:
+        """Yield the variables' values."""
+        for variable in list(self._variables()):
+            yield from _bytes_of([_array_of(variable.numpy())])
+
+    def _take_over(self, variables: Sequence[Any]) -> bool:
+        """Give variables rank 0's values in an elastic job where most of them are known."""
+        if not known_blocks.are_used():
+            return False
+        arrays = [_array_of(value) for value in self._read(variables)]
+        views = _bytes_of(arrays)
+        if not known_blocks.take_over(views):
+            return False
+        self._write(variables, arrays)
+        return True
 
     def _forget_passes(self) -> None:
         forget_passes()
@@ -78,6 +97,20 @@ class VariablesState(ObjectState):
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
+
+
+def _array_of(value: Any) -> Any:
+    """A copy that is contiguous and can be written."""
+    import numpy as np
+
+    return np.array(value, order="C")
+
+
+def _bytes_of(arrays: Sequence[Any]) -> list[memoryview]:
+    """The memory of arrays that own it."""
+    import numpy as np
+
+    return [memoryview(array.reshape(-1).view(np.uint8)) for array in arrays]
 
 
 class ModelState(VariablesState):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from perseus import basics, control
 from perseus.arguments import checked_root
+from perseus.elastic import known_blocks
 from perseus.gradients.rotation import finish_corrections
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.torch.data_movement import broadcast_async_
@@ -39,6 +40,9 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             f"model.state_dict() or list(model.named_parameters())"
         )
     finish_corrections()
+    named = list(named)
+    if _take_over([tensor for _, tensor in named], root_rank):
+        named = [(name, tensor) for name, tensor in named if not _is_plain(tensor)]
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in named]
     for handle in handles:
         synchronize(handle)
@@ -57,6 +61,32 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
     memory = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
     memory.owner = flat  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether buffer_of() would give the memory of a tensor, rather than a copy."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.is_contiguous()
+    )
+
+
+def plain_buffers(values: Iterable[Any]) -> Iterator[memoryview]:
+    """Yield the memory of those tensors that are contiguous in host memory."""
+    return (buffer_of(value) for value in values if _is_plain(value))
+
+
+def _take_over(tensors: Sequence[torch.Tensor], root_rank: int) -> bool:
+    """Give tensors rank 0's values in an elastic job where most of them are known.
+
+    Returns whether it has, but for those that are not plain. Otherwise they are to be broadcast.
+    """
+    if root_rank != 0 or not known_blocks.are_used():
+        return False
+    arrays = [buffer_of(tensor) if _is_plain(tensor) else None for tensor in tensors]
+    return known_blocks.take_over(arrays)
 
 
 def initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, dict[str, Any]]:
@@ -201,6 +231,8 @@ def _room_for(
 
 
 def _broadcast_all(tensors: list[tuple[torch.Tensor, str]], root_rank: int) -> None:
+    if _take_over([tensor for tensor, _ in tensors], root_rank):
+        tensors = [(tensor, name) for tensor, name in tensors if not _is_plain(tensor)]
     # Memory formats of state tensors may differ between ranks, so they travel row-major.
     travelling = [tensor.contiguous() for tensor, _ in tensors]
     handles = [

@@ -40,6 +40,19 @@ TEST(HashTest, ZerosOfOtherLengthsDiffer) {
   for (size_t length = 0; length <= zeros.size(); ++length) EXPECT_TRUE(seen.insert(hash(zeros.data(), length)).second);
 }
 
+TEST(HashTest, BlocksAreHashedInTwoWays) {
+  std::vector<unsigned char> bytes(70);
+  std::iota(bytes.begin(), bytes.end(), static_cast<unsigned char>(9));
+  const unsigned char* const at = bytes.data();
+  std::vector<uint64_t> found(8, 1);
+  hash_blocks(at, 70, 32, found.data());
+  EXPECT_EQ(found, (std::vector<uint64_t>{hash(at, 32), hash(at + 4, 28), hash(at + 32, 32), hash(at + 36, 28),
+                                          hash(at + 64, 6), hash(at + 68, 2), 1, 1}));
+  hash_blocks(at, 3, 32, found.data());
+  EXPECT_EQ(found[0], hash(at, 3));
+  EXPECT_EQ(found[1], hash(nullptr, 0));
+}
+
 TEST(HashTest, NeedsNoAlignment) {
   std::vector<unsigned char> bytes(101);
   std::iota(bytes.begin(), bytes.end(), static_cast<unsigned char>(5));

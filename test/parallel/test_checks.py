@@ -34,6 +34,7 @@ MODULES = [
     "local_steps_state_checks",
     "timeline_checks",
     "elastic_checks",
+    "feeding_checks",
     "schedule_checks",
     "bench_checks",
     "c10d_checks",

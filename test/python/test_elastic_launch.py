@@ -24,6 +24,7 @@ from perseus.run.bootstrap.addresses import is_own_address, source_address
 from perseus.run.elastic import driver
 from perseus.run.elastic.discovery import FixedHosts
 from perseus.run.elastic.driver import Elasticity
+from perseus.run.elastic.feeds import Feeds
 from perseus.run.elastic.flags import checked_elasticity
 from perseus.run.elastic.late import Questions
 from perseus.run.elastic.process import Process
@@ -364,7 +365,9 @@ def test_starts_of_other_epochs_and_jobs_go_on(server: _core.StoreServer) -> Non
 def test_news_stay_in_order_when_the_clock_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = driver.ElasticLauncher.__new__(driver.ElasticLauncher)
     told: list[float] = []
-    member = SimpleNamespace(number=3, place=("a", 0), request=None, epoch=0)
+    member = SimpleNamespace(number=3, place=("a", 0), request=None, epoch=0, has_begun=True)
+    launcher._processes, launcher._is_feeding = {}, False
+    launcher._feeds = Feeds(lambda *_: None)
     monkeypatch.setattr(launcher, "_members", lambda: [member], raising=False)
     monkeypatch.setattr(launcher, "_wanted", lambda _: [], raising=False)
     monkeypatch.setattr(launcher, "_candidates", list, raising=False)

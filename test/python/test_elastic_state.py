@@ -471,7 +471,7 @@ def test_while_the_state_is_restored_the_rank_is_known_and_the_world_is_over():
 @pytest.fixture
 def member(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """This process's membership in an elastic job."""
-    found = SimpleNamespace(has_state=None, will_sync=True, commits=0, place=None)
+    found = SimpleNamespace(has_state=None, will_sync=True, commits=0, place=None, feeding=None)
     monkeypatch.setattr(basics, "membership", lambda: found)
     return found
 

@@ -190,17 +190,22 @@ WORDS = [
     words.Join(False, True, 0),
     words.Begun(2),
     words.Pong(),
-    words.Place(1, False, 2, {"HOROVOD_RANK": "1", "A": "\udcff"}),
+    words.Place(1, False, 2, True, {"HOROVOD_RANK": "1", "A": "\udcff"}),
     words.Leave("the job has finished"),
     words.Refuse("there is no next world"),
-    words.News(1.5, 3),
+    words.News(1.5, 3, False),
+    words.Feed(4, 1, 3),
+    words.Fed(4, 100),
     words.Ping(),
 ]
 
 
+PLACE = b'{"place": {"epoch": 1, "sync": true, "commits": 0, "fed": true, "environment": {%s}}}'
+
+
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: type(word).__name__.lower())
 def test_words_of_elastic_jobs_are_read(word: words.FromRank | words.FromLauncher) -> None:
-    of_rank = isinstance(word, (words.Join, words.Begun, words.Pong))
+    of_rank = isinstance(word, words.FromRank)
     read, other = words.from_rank, words.from_launcher
     if not of_rank:
         read, other = other, read
@@ -216,12 +221,13 @@ def test_words_of_elastic_jobs_are_read(word: words.FromRank | words.FromLaunche
     | st.sampled_from(WORDS).flatmap(lambda word: with_any_value(json.loads(words.line_of(word))))
 )
 @example(NESTED)
-@example(b'{"news": [%s, 1]}' % (b"9" * 400))
-@example(b'{"news": [1e400, 1]}')
+@example(b'{"news": [%s, 1, false]}' % (b"9" * 400))
+@example(b'{"news": [1e400, 1, false]}')
+@example(b'{"feed": [1, 3, 3]}')
 @example(b'{"begun": %s}' % (b"9" * 5000))
-@example(b'{"place": {"epoch": 1, "sync": true, "commits": 0, "environment": {"A": "\\u0000"}}}')
-@example(b'{"place": {"epoch": 1, "sync": true, "commits": 0, "environment": {"A=": "b"}}}')
-@example(b'{"place": {"epoch": 1, "sync": true, "commits": 0, "environment": {"A": "\\ud800"}}}')
+@example(PLACE % b'"A": "\\u0000"')
+@example(PLACE % b'"A": "\\ud800"')
+@example(PLACE % b'"A=": "b"')
 def test_words_of_elastic_jobs(content: bytes) -> None:
     parsers.elastic_words(content)
 

@@ -477,6 +477,9 @@ PERSEUS_EXPORT int perseus_inspection_signal(int chain);
 
 /* XXH64 of `bytes` bytes, with seed 0: the same bits give the same number on every rank. Not for secrets. */
 PERSEUS_EXPORT uint64_t perseus_hash(const void* data, uint64_t bytes);
+/* Two such numbers for every `block` bytes of `data`, of which the last may be fewer: that of the block, and that of
+ * the block without its first four bytes. `hashes` has room for them. */
+PERSEUS_EXPORT void perseus_hash_blocks(const void* data, uint64_t bytes, uint64_t block, uint64_t* hashes);
 
 /* ---- kernels, for benchmarks ------------------------------------------------------------------------------------ */
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from perseus.run.bootstrap import words
 from perseus.run.bootstrap.words import Place
@@ -29,8 +30,10 @@ class Membership:
         it to them. All ranks must do the same, so `place.sync` says whether one of them will.
     has_state: whether this rank has the training's state; None if the script does not say.
     commits: so many have gone into that state. The rank that has most gives its to the others.
-    on_news: called as on_news(timestamp, change) on another thread when hosts have changed, and
-        again every few seconds until the ranks come to join. change: see HostUpdateResult.
+    on_news: called as on_news(timestamp, change, feeding) on another thread when hosts have
+        changed, and again every few seconds until the ranks come to join. For change see
+        HostUpdateResult, for feeding words.News.
+    on_feed: called on that thread with this rank's part in a feed, which ends by tell(Fed(…)).
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -44,7 +47,9 @@ class Membership:
         self.will_sync = True
         self.has_state: bool | None = None
         self.commits = 0
-        self.on_news: Callable[[float, int], None] | None = None
+        self.on_news: Callable[[float, int, bool], None] | None = None
+        self.on_feed: Callable[[words.Feed], None] | None = None
+        self.feeding: Any = None  # perseus.feeding's part of it
         threading.Thread(target=self._read, daemon=True).start()
 
     def is_of_this_process(self) -> bool:
@@ -87,6 +92,11 @@ class Membership:
         with self._changed:
             self._write(words.Begun(self.place.epoch))
 
+    def tell(self, word: words.FromRank) -> None:
+        """Say something to perseusrun. Thread-safe."""
+        with self._changed:
+            self._write(word)
+
     def _write(self, word: words.FromRank) -> None:
         try:
             self._socket.sendall(words.line_of(word) + b"\n", socket.MSG_NOSIGNAL)
@@ -114,7 +124,12 @@ class Membership:
                 self._write(words.Pong())
         elif isinstance(word, words.News):
             if self.on_news is not None:
-                self.on_news(word.at, word.change)
+                self.on_news(word.at, word.change, word.feeding)
+        elif isinstance(word, words.Feed):
+            if self.on_feed is not None:
+                self.on_feed(word)
+            else:
+                self.tell(words.Fed(word.number, 0))
         else:
             with self._changed:
                 self._answer = word

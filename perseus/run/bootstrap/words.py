@@ -2,7 +2,8 @@
 
 A rank writes {"join": …} and waits until perseusrun answers {"place": …}, {"leave": …} or
 {"refuse": …}. Once it has met the others, it writes {"begun": …}. In between, perseusrun may write
-{"news": …} and {"ping": …}, which the rank answers by {"pong": …}. Pure functions, thread-safe.
+{"news": …}, {"ping": …}, which the rank answers by {"pong": …}, and {"feed": …}, which it answers
+by {"fed": …} (perseus/feeding.py). Pure functions, thread-safe.
 """
 
 from __future__ import annotations
@@ -41,17 +42,30 @@ class Pong:
 
 
 @dataclass(frozen=True)
+class Fed:
+    """A rank has done its part of a feed.
+
+    number: the feed's. blocks: how many it has sent or received.
+    """
+
+    number: int
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Place:
     """A rank has a place in a world.
 
     epoch: the world's number. sync: whether a rank of it lacks the training's state.
     commits: so many have gone into the state that rank 0 has.
+    fed: whether a rank of it has been fed.
     environment: the variables of the rank's identity.
     """
 
     epoch: int
     sync: bool
     commits: int
+    fed: bool
     environment: Mapping[str, str]
 
 
@@ -71,10 +85,15 @@ class Refuse:
 
 @dataclass(frozen=True)
 class News:
-    """Hosts have changed. at: a time. change: see perseus.elastic.HostUpdateResult."""
+    """Hosts have changed.
+
+    at: a time. change: see perseus.elastic.HostUpdateResult. feeding: whether new ranks are being
+    fed, so that it is better to wait for a while.
+    """
 
     at: float
     change: int
+    feeding: bool
 
 
 @dataclass(frozen=True)
@@ -82,8 +101,21 @@ class Ping:
     """perseusrun asks whether a rank lives."""
 
 
-FromRank = Join | Begun | Pong
-FromLauncher = Place | Leave | Refuse | News | Ping
+@dataclass(frozen=True)
+class Feed:
+    """A rank has a part in a feed.
+
+    number: the feed's. rank: 0 for the survivor that sends, others receive. size: how many there
+    are.
+    """
+
+    number: int
+    rank: int
+    size: int
+
+
+FromRank = Join | Begun | Pong | Fed
+FromLauncher = Place | Leave | Refuse | News | Ping | Feed
 
 
 def line_of(word: FromRank | FromLauncher) -> bytes:
@@ -91,8 +123,8 @@ def line_of(word: FromRank | FromLauncher) -> bytes:
     value: Any = vars(word) or 0
     if isinstance(word, (Begun, Leave, Refuse)):
         (value,) = vars(word).values()
-    elif isinstance(word, News):
-        value = [word.at, word.change]
+    elif isinstance(word, (News, Feed, Fed)):
+        value = [*vars(word).values()]
     return json.dumps({type(word).__name__.lower(): value}).encode()
 
 
@@ -107,6 +139,8 @@ def from_rank(line: bytes) -> FromRank:
         return Begun(value)
     elif kind == "pong":
         return Pong()
+    elif kind == "fed" and _are_natural(value, 2):
+        return Fed(*value)
     raise _unexpected(line, "a rank")
 
 
@@ -114,21 +148,26 @@ def from_launcher(line: bytes) -> FromLauncher:
     """Return what perseusrun says; raise ValueError if it says nothing like that."""
     kind, value = _only_item(line, "perseusrun")
     if kind == "place" and isinstance(value, dict):
-        epoch, sync, commits = (value.get(key) for key in ("epoch", "sync", "commits"))
-        variables = value.get("environment")
-        if not (_is_natural(epoch) and isinstance(sync, bool) and _is_natural(commits)):
+        epoch, commits, sync, fed = (value.get(key) for key in ("epoch", "commits", "sync", "fed"))
+        if not (_is_natural(epoch) and _is_natural(commits) and isinstance(sync, bool)):
             raise _unexpected(line, "perseusrun")
-        if isinstance(variables, dict) and all(map(_is_variable, variables.items())):
-            return Place(epoch, sync, commits, variables)
+        variables = value.get("environment")
+        if isinstance(fed, bool) and isinstance(variables, dict):
+            for item in variables.items():
+                if not _is_variable(item):
+                    raise _unexpected(line, "perseusrun")
+            return Place(epoch, sync, commits, fed, variables)
     elif kind == "leave" and isinstance(value, str):
         return Leave(value)
     elif kind == "refuse" and isinstance(value, str):
         return Refuse(value)
-    elif kind == "news" and isinstance(value, list) and len(value) == 2:
-        at, change = value
+    elif kind == "news" and isinstance(value, list) and len(value) == 3:
+        at, change, feeding = value
         is_time = _is_natural(at) or (type(at) is float and isfinite(at))
-        if is_time and _is_natural(change):
-            return News(float(at), change)
+        if is_time and _is_natural(change) and isinstance(feeding, bool):
+            return News(float(at), change, feeding)
+    elif kind == "feed" and _are_natural(value, 3) and value[1] < value[2]:
+        return Feed(*value)
     elif kind == "ping":
         return Ping()
     raise _unexpected(line, "perseusrun")
@@ -150,6 +189,10 @@ def _unexpected(line: bytes, speaker: str) -> ValueError:
 def _is_natural(value: Any) -> TypeGuard[int]:
     """Whether it is an integer that C's and other languages' types hold, too."""
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def _are_natural(value: Any, count: int) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and len(value) == count and all(map(_is_natural, value))
 
 
 def _is_variable(item: tuple[str, Any]) -> bool:

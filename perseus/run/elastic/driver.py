@@ -19,6 +19,7 @@ from perseus.run.bootstrap import words
 from perseus.run.bootstrap.addresses import source_address
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
+from perseus.run.elastic.feeds import Feeds
 from perseus.run.elastic.late import Questions
 from perseus.run.elastic.process import Process, what_happened
 from perseus.run.elastic.ranking import Candidate, ranked
@@ -66,6 +67,8 @@ class ElasticLauncher(Launcher):
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
         self._questions = Questions(self._tell, self._print)
+        self._feeds = Feeds(self._tell)
+        self._is_feeding = False  # when there were news last
         self._begun_at = 0.0
         self._failures: list[tuple[Process, int]] = []
         self._early: list[Process] = []  # that have ended without an error before the first world
@@ -283,6 +286,8 @@ class ElasticLauncher(Launcher):
             process.request = word
             self._state_exists = self._state_exists or word.state is True
             self._on_join(process)
+        elif isinstance(word, words.Fed):
+            self._feeds.on_fed(process, word)
 
     def _on_join(self, process: Process) -> None:
         if self._epoch < 0:
@@ -399,6 +404,7 @@ class ElasticLauncher(Launcher):
             self._give_up(_NO_STATE)
             return
         sync = any(each.request is not None and each.request.sync for each in chosen)
+        fed = any(each.fed for each in chosen)
         order = ranked(candidates)
         commits = order[0][0].commits
         self._world = [(candidate.number, slot) for candidate, slot in order]
@@ -406,12 +412,12 @@ class ElasticLauncher(Launcher):
             process = self._processes[number]
             process.had_state, process.has_begun = process.has_state, False
             process.epoch, process.rank, process.request = self._epoch, slot.rank, None
-            process.is_stopped = False
+            process.is_stopped = process.fed = False
             self._names[number] = process.name
             for kind in _OUTPUTS:
                 self._streams[number, kind].rename(slot.rank)
             variables = environment.of_rank(slot, len(self._world))
-            self._tell(process, words.Place(self._epoch, sync, commits, variables))
+            self._tell(process, words.Place(self._epoch, sync, commits, fed, variables))
         self._news = frozenset(), frozenset()
         self._give_up_at = None
         if last >= 0 or self._job.verbose:
@@ -483,18 +489,23 @@ class ElasticLauncher(Launcher):
         members = self._members()
         wanted = set(self._wanted(now))
         removed = frozenset(each.number for each in members if each.place not in wanted)
-        added = frozenset(each.number for each in self._candidates() if each.epoch != self._epoch)
-        news = removed, added
-        is_new = bool((removed | added) - (self._news[0] | self._news[1]))
+        new = [each for each in self._candidates() if each.epoch != self._epoch]
+        training = [each for each in members if each.request is None and each.has_begun]
+        if len(training) == len(members):
+            self._feeds.begin(training, new, now)
+        feeding = self._feeds.are_under_way(self._processes.values(), now)
+        news = removed, frozenset(each.number for each in new)
+        is_new = bool(frozenset().union(*news) - frozenset().union(*self._news))
+        is_new |= any(news) and feeding != self._is_feeding
         again = any(news) and now >= self._news_at + _REPEAT_NEWS_SECONDS
         self._news = news
         if not (is_new or again):
             return
-        self._news_at = now
-        change = (_REMOVED if removed else 0) | (_ADDED if added else 0)
+        self._news_at, self._is_feeding = now, feeding
+        change = (_REMOVED if removed else 0) | (_ADDED if new else 0)
         for process in members:
             if process.request is None:
-                self._tell(process, words.News(time.monotonic(), change))
+                self._tell(process, words.News(time.monotonic(), change, feeding))
 
     def _late(self) -> list[Process]:
         """Return the ranks for which others wait that have left the world, or cannot begin it."""

@@ -29,6 +29,8 @@ class Process:
     ticks: int = 0  # of the processor, that it had used when it was last asked
     is_stopped: bool = False
     is_killed: bool = False
+    feed: int | None = None  # the number of that in which it was to be fed
+    fed: bool = False  # and has got something
     unread: bytes = b""
 
     @property

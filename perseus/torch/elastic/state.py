@@ -6,6 +6,7 @@ Belongs to the training thread. Source of behaviour: Horovod 0.28.1, horovod.tor
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from perseus.torch.functions import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    plain_buffers,
 )
 from perseus.torch.wrapped import wrapper_residuals
 
@@ -64,6 +66,10 @@ class ModelStateHandler(_UnharmedHandler):
         """Overwrite parameters and buffers with rank 0's."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
+    def contents(self) -> Iterator[memoryview]:
+        """Yield the parameters and buffers that are contiguous in host memory."""
+        return plain_buffers(self.value.state_dict().values())
+
 
 class OptimizerStateHandler(_UnharmedHandler):
     """Keeps an optimizer's state_dict()."""
@@ -84,6 +90,11 @@ class OptimizerStateHandler(_UnharmedHandler):
     def sync(self) -> None:
         """Take over rank 0's moments and options."""
         broadcast_optimizer_state(self.value, root_rank=0)
+
+    def contents(self) -> Iterator[memoryview]:
+        """Yield the moments that are contiguous in host memory."""
+        entries = [list(entry.values()) for entry in list(self.value.state.values())]
+        return plain_buffers(value for entry in entries for value in entry)
 
 
 class SamplerStateHandler(SamplerHandler):

@@ -9,7 +9,10 @@ from tf_training import assert_equal_on_all_ranks
 
 import perseus.tensorflow.horovod as hvd
 import perseus.tensorflow.horovod.keras as hvd_keras
+from perseus import _core
+from perseus.elastic import known_blocks
 from perseus.errors import HorovodInternalError
+from perseus.feeding import BLOCK, blocks_of
 
 v1 = tf.compat.v1
 ROWS, LOCAL = 20, 8
@@ -229,6 +232,55 @@ def check_states_of_variables() -> None:
         session.run(variable.assign([10.0]))
         state.restore()
         assert session.run(variable).tolist() == [9.0]
+
+
+def _is_fed(table: np.ndarray) -> dict[bytes, bytes]:
+    """All of a table but its second block."""
+    blocks = [bytes(block) for block in blocks_of(memoryview(table.reshape(-1).view(np.uint8)))]
+    return {_core.hash_blocks(block, BLOCK): block for block in blocks if block != blocks[1]}
+
+
+def check_a_state_that_has_been_fed_gets_the_rest() -> None:
+    rank = hvd.rank()
+    table = np.arange(4 * BLOCK // 4 + 5, dtype=np.float32)
+    others = [tf.bfloat16, tf.int64, tf.bool, tf.uint32]
+    values = [tf.cast(tf.constant([[rank], [3]]), dtype) for dtype in others]
+    for fed in ({}, _is_fed(table)):
+        variables = [tf.Variable(table if rank == 0 else table * 0 - 1), *map(tf.Variable, values)]
+        variables += [tf.Variable(rank + 0.5), tf.Variable(tf.zeros((0, 3)))]
+        state = hvd.elastic.TensorFlowState(variables, step=rank)
+        assert [len(view) for view in state.contents()] == [table.nbytes, 4, 16, 2, 8, 4, 0]
+        with known_blocks.used(fed if rank > 0 else {}):
+            state.sync()
+        assert variables[0].numpy().tobytes() == table.tobytes()
+        for variable, dtype in zip(variables[1:5], others, strict=True):
+            expected = tf.cast(tf.constant([[0], [3]]), dtype)
+            assert variable.numpy().tobytes() == expected.numpy().tobytes()
+        assert (float(variables[5]), state.step) == (0.5, 0)
+    with tf.Graph().as_default(), v1.Session() as session:
+        variable = v1.get_variable("v", initializer=tf.constant(table + rank))
+        session.run(v1.global_variables_initializer())
+        state = hvd.elastic.TensorFlowState(session=session)
+        with known_blocks.used(_is_fed(table) if rank > 0 else {}):
+            state.sync()
+        assert session.run(variable).tobytes() == table.tobytes()
+
+
+def check_a_models_state_that_has_been_fed_gets_the_rest() -> None:
+    """In Keras 3 one of the variables is Dropout's seed."""
+    layers = [keras.layers.Embedding(5000, 8), keras.layers.Dropout(0.5), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.layers.Input((3,)), *layers])
+    for variable in model.variables:
+        variable.assign(tf.cast(tf.ones(variable.shape) * (hvd.rank() + 2), variable.dtype))
+    table = np.full((5000, 8), 2, dtype=np.float32)
+    optimizer = keras.optimizers.Adam()
+    state = hvd_keras.elastic.KerasState(model, optimizer, epoch=hvd.rank())
+    assert len(list(state.contents())) >= 2 * len(model.trainable_weights)
+    with known_blocks.used(_is_fed(table) if hvd.rank() > 0 else {}):
+        state.sync()
+    for variable in model.weights:
+        assert (np.array(variable) == 2).all()
+    assert state.epoch == 0
 
 
 def check_only_a_broken_world_is_an_internal_error() -> None:
