@@ -1,9 +1,9 @@
 """A survivor of an elastic job feeds new ranks, while it trains and they wait for the next world.
 
 Only what training leaves as it is can be sent early: frozen parameters, and rows of embeddings that
-few steps touch. The survivor looks at blocks of its state twice, with a step in between, and sends
-those that have not changed, over a world of its own between it and the new ranks. They keep them
-under their hashes; sync() then sends only what some rank lacks (elastic/known_blocks.py).
+few steps touch. The survivor looks at the blocks of its state before and after whole steps, and
+sends those that have not changed, over a world of its own between it and the new ranks. They keep
+them under their hashes; sync() then sends only what some rank lacks (elastic/known_blocks.py).
 
 A thread of each process does its part. A feed that fails is over, and sync() sends more.
 """
@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from perseus import basics
 from perseus.operations import Kind
 from perseus.run.bootstrap import words
 from perseus.run.bootstrap.identity import Identity
@@ -36,11 +37,14 @@ _BLOCKS_AT_ONCE = 256
 _SIZES = struct.Struct(f"<{_BLOCKS_AT_ONCE}H")  # of a message's blocks, less one; 0 is behind them
 _COUNT = struct.Struct("<H")
 _UINT8 = 4  # enum perseus_dtype
-_LOOK_AGAIN_SECONDS = 0.1
+_LOOK_AGAIN_SECONDS = 0.05
+_BYTES_AT_ONCE = 1 << 26
+_STEPS = 2  # calls of on_step() that have a whole step between them
+_LOOKS = 10  # without a change, after which nothing is thought to change
 _END_SECONDS = 10.0
 _SETTINGS = (
     "HOROVOD_START_TIMEOUT=600",  # the survivor comes once it knows what to send
-    "HOROVOD_TIMELINE=",
+    "HOROVOD_TIMELINE=DYNAMIC",  # none: "" would leave the user's file in force
     "PERSEUS_FLIGHT_RECORDER=off",
     "PERSEUS_LOG_LEVEL=fatal",
 )
@@ -59,16 +63,29 @@ class Feeding:
         self._stopped = threading.Event()
         self._exchange: _Exchange | None = None
         self._thread: threading.Thread | None = None
+        self._closed = False
+        self._steps = 0
         self.contents: Contents = list
         # What this rank has been fed, by hash.
         self.blocks: dict[bytes, bytes] = {}
-        atexit.register(self.stop)
+        atexit.register(self.close)
 
     def take_part(self, feed: words.Feed) -> None:
         """Begin this process's part of a feed. One that is still under way comes first."""
+        if self._closed:
+            raise RuntimeError("the process ends")
         given = feed, self._thread, self._stopped
         self._thread = threading.Thread(target=self._run, args=given, daemon=True)
         self._thread.start()
+
+    def on_step(self) -> None:
+        """Training has done a step, or more of them, since the last call."""
+        self._steps += 1
+
+    def close(self) -> None:
+        """The process ends."""
+        self._closed = True
+        self.stop()
 
     def stop(self) -> None:
         """Give up what is under way: the next world begins, or the process ends."""
@@ -88,7 +105,7 @@ class Feeding:
             before.join()
         try:
             if feed.rank == 0:
-                batches = _batches(resting(self.contents, stopped))
+                batches = _batches(resting(self.contents, stopped, self._await_steps))
                 first = next(batches, ())  # now it is known what to send
             with _Exchange(feed, stopped) as self._exchange:
                 if feed.rank == 0:
@@ -104,14 +121,28 @@ class Feeding:
         self._exchange = None
         self._member.tell(words.Fed(feed.number, count))
 
+    def _await_steps(self, stopped: threading.Event) -> None:
+        """Wait until a whole step has been done from now on."""
+        end = self._steps + _STEPS
+        while self._steps < end and not stopped.wait(_LOOK_AGAIN_SECONDS):
+            pass
+
 
 def attach(member: Membership) -> Feeding:
     """The process's part in feeds; from the first call on it takes part in them."""
     if member.feeding is None:
         member.feeding = Feeding(member)
         member.on_feed = member.feeding.take_part
+        basics.at_end(member.feeding.blocks.clear)
     found: Feeding = member.feeding
     return found
+
+
+def note_step() -> None:
+    """Training has done a step, or more of them, since the last call."""
+    member = basics.membership()
+    if member is not None and member.feeding is not None:
+        member.feeding.on_step()
 
 
 def blocks_of(view: memoryview) -> Iterator[memoryview]:
@@ -127,25 +158,40 @@ def _hashes(view: Any) -> bytes:
     return hashes
 
 
-def resting(contents: Contents, stopped: threading.Event) -> Iterator[bytes]:
-    """Yield copies of the blocks that do not change when others do; none while nothing changes.
+def _look(contents: Contents, stopped: threading.Event) -> list[bytes]:
+    """The hashes of all arrays; too few of them once stopped."""
+    looked: list[bytes] = []
+    for view in contents():
+        pieces = []
+        for first in range(0, len(view), _BYTES_AT_ONCE):
+            if stopped.is_set():
+                return looked
+            pieces.append(_hashes(view[first : first + _BYTES_AT_ONCE]))
+        looked.append(b"".join(pieces))
+    return looked
 
-    Half of the time it does nothing, so that training has the processor.
+
+def resting(
+    contents: Contents, stopped: threading.Event, await_step: Callable[[threading.Event], None]
+) -> Iterator[bytes]:
+    """Yield copies of the blocks that training does not change.
+
+    await_step: returns once a whole step has been done since it was called.
     """
-    before: list[bytes] = []
-    while True:
-        began = time.monotonic()
-        after = [_hashes(view) for view in contents()]
-        if stopped.is_set() or (before and before != after):
+    looks = [_look(contents, stopped)]
+    for _ in range(_LOOKS if any(looks[0]) else 0):
+        await_step(stopped)
+        looks[1:] = [_look(contents, stopped)]
+        if looks[1] != looks[0]:  # perhaps in the middle of a step
+            await_step(stopped)
+            looks.append(_look(contents, stopped))
             break
-        before = after
-        stopped.wait(max(_LOOK_AGAIN_SECONDS, time.monotonic() - began))
-    for view, first, second in zip(contents(), before, after, strict=False):
+    for view, *hashes in zip(contents(), *looks, strict=False):
         for number, block in enumerate(blocks_of(view)):
             if stopped.is_set():
                 return
             place = slice(HASH * number, HASH * (number + 1))
-            if first[place] == second[place]:
+            if len({each[place] for each in hashes}) == 1:
                 yield bytes(block)
 
 

@@ -47,16 +47,19 @@ def are_used() -> bool:
     return _fed is not None
 
 
-def take_over(arrays: Sequence[memoryview | None]) -> bool:
+def take_over(arrays: Sequence[memoryview | None], layout: Sequence[object]) -> bool:
     """Give these arrays rank 0's contents. Return false, and change nothing, if that cannot be.
 
     arrays: contiguous bytes that can be written, as many and as long on all ranks; otherwise it is
-        false on all ranks. None stands for one that the caller has to broadcast. Collective.
+        false on all ranks. None stands for one that the caller has to broadcast.
+    layout: what must be the same on all ranks, too, as it is written: shapes and dtypes.
+
+    Collective.
     """
     assert _fed is not None
-    lengths = ",".join("none" if each is None else str(len(each)) for each in arrays)
-    layout = _core.hash_bytes(lengths.encode()).to_bytes(8, "little")
-    if len(set(control.gather_equal(layout, "elastic.layout", 0))) > 1:
+    lengths = [None if each is None else len(each) for each in arrays]
+    written = _core.hash_bytes(repr((lengths, layout)).encode()).to_bytes(8, "little")
+    if len(set(control.gather_equal(written, "elastic.layout", 0))) > 1:
         return False
     views = [each for each in arrays if each is not None and len(each) > 0]
     if not views:

@@ -131,5 +131,7 @@ def looped(
                 new_world = True
         finally:
             notification_manager.remove_listener(state)
+            if member is not None:
+                feeding.attach(member).contents = list
 
     return wrapper

@@ -14,6 +14,7 @@ from typing import Any
 
 from perseus.elastic.notification import HostUpdateResult, notification_manager
 from perseus.errors import HostsUpdatedInterrupt
+from perseus.feeding import note_step
 from perseus.gradients.rotation import synchronize_parameters
 
 # Ranks that look for new ones more often let these be fed to the end.
@@ -85,7 +86,9 @@ class State:
         now = time.monotonic()
         is_often, self._checked_at = now < self._checked_at + _OFTEN_SECONDS, now
         if changes == HostUpdateResult.added and notification_manager.is_feeding and is_often:
-            latest = before  # the news come again
+            self._host_messages.put((latest, changes))  # for the next time
+            latest = before
+        note_step()
         before, latest, changes = self._bcast_object((before, latest, changes))
         self._last_updated_timestamp = latest
         if latest > before:

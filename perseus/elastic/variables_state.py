@@ -65,9 +65,14 @@ class VariablesState(ObjectState):
         self.save()
 
     def contents(self) -> Iterator[memoryview]:
-        """Yield the variables' values."""
+        """Yield the values of variables in host memory; none in graphs."""
         for variable in list(self._variables()):
-            yield from _bytes_of([_array_of(variable.numpy())])
+            if _is_on_host(variable):
+                try:
+                    value = variable.numpy()
+                except (NotImplementedError, AttributeError):
+                    return
+                yield from _bytes_of([_array_of(value)])
 
     def _take_over(self, variables: Sequence[Any]) -> bool:
         """Give variables rank 0's values in an elastic job where most of them are known."""
@@ -75,7 +80,7 @@ class VariablesState(ObjectState):
             return False
         arrays = [_array_of(value) for value in self._read(variables)]
         views = _bytes_of(arrays)
-        if not known_blocks.take_over(views):
+        if not known_blocks.take_over(views, [(each.shape, each.dtype) for each in arrays]):
             return False
         self._write(variables, arrays)
         return True
@@ -97,6 +102,13 @@ class VariablesState(ObjectState):
     def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
+
+
+def _is_on_host(variable: Any) -> bool:
+    """Whether a variable of TensorFlow or Keras is not on a GPU."""
+    inner = variable if hasattr(variable, "device") else getattr(variable, "value", None)
+    device = str(getattr(inner, "device", "")).lower()
+    return "gpu" not in device and "cuda" not in device
 
 
 def _array_of(value: Any) -> Any:

@@ -86,7 +86,7 @@ def _take_over(tensors: Sequence[torch.Tensor], root_rank: int) -> bool:
     if root_rank != 0 or not known_blocks.are_used():
         return False
     arrays = [buffer_of(tensor) if _is_plain(tensor) else None for tensor in tensors]
-    return known_blocks.take_over(arrays)
+    return known_blocks.take_over(arrays, [(tuple(t.shape), t.dtype) for t in tensors])
 
 
 def initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor, dict[str, Any]]:

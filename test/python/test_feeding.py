@@ -5,7 +5,10 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,19 +29,31 @@ def array(blocks: int, rest: int = 0) -> bytearray:
     return bytearray(secrets.token_bytes(blocks * BLOCK + rest))
 
 
-def changing(arrays: list[bytearray], places: list[tuple[int, int]]) -> Iterator[threading.Event]:
-    """A byte of each of these places (array, index) changes again and again, until the end."""
+class Training:
+    """Steps that change a byte in each of these places (array, index), one after the other."""
+
+    def __init__(self, arrays: list[bytearray], places: list[tuple[int, int]]) -> None:
+        self._arrays, self._places = arrays, places
+
+    def step(self, stopped: threading.Event | None = None) -> None:
+        for number, index in self._places:
+            self._arrays[number][index] ^= 0xFF
+
+
+@contextmanager
+def running(training: Training, part: Feeding) -> Iterator[None]:
+    """Steps are done, of which a survivor's part in a feed is told, until the end."""
     ended = threading.Event()
 
-    def change() -> None:
+    def run() -> None:
         while not ended.wait(0.01):
-            for number, index in places:
-                arrays[number][index] ^= 0xFF
+            training.step()
+            part.on_step()
 
-    thread = threading.Thread(target=change)
+    thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield ended
+        yield
     finally:
         ended.set()
         thread.join()
@@ -47,37 +62,45 @@ def changing(arrays: list[bytearray], places: list[tuple[int, int]]) -> Iterator
 def test_only_what_does_not_change_is_sent() -> None:
     arrays = [array(3, 100), array(0), array(0, 7), array(2)]
     before = [bytes(each) for each in arrays]
-    places = [(0, BLOCK + 5), (0, 3 * BLOCK + 99), (3, 0)]
-    for _ in changing(arrays, places):
-        found = list(resting(lambda: map(memoryview, arrays), threading.Event()))
+    training = Training(arrays, [(0, BLOCK + 5), (0, 3 * BLOCK + 99), (3, 0)])
+    views = partial(map, memoryview, arrays)
+    found = list(resting(views, threading.Event(), training.step))
     first = before[0]
     assert found == [first[:BLOCK], first[2 * BLOCK : 3 * BLOCK], before[2], before[3][BLOCK:]]
 
 
-def test_nothing_is_sent_before_something_has_changed() -> None:
-    arrays, stopped = [array(2)], threading.Event()
-    found: list[bytes] = []
-    looks = 0
+def test_a_look_in_the_middle_of_a_step_deceives_nobody() -> None:
+    arrays = [array(4)]
+    pieces = iter([0, 1, 2, 3, 0, 1, 2, 3])
 
-    def contents() -> Iterator[memoryview]:
-        nonlocal looks
-        looks += 1
-        return map(memoryview, arrays)
+    def half_a_step(stopped: threading.Event) -> None:
+        for _ in range(2 if next(calls) == 0 else 4):
+            arrays[0][next(pieces) * BLOCK] ^= 1
 
-    thread = threading.Thread(target=lambda: found.extend(resting(contents, stopped)))
-    thread.start()
-    while looks < 4:
-        time.sleep(0.01)
-    assert not found
-    arrays[0][0] ^= 1
-    thread.join(30)
-    assert found == [bytes(arrays[0][BLOCK:])]
+    calls = count()
+    assert list(resting(partial(map, memoryview, arrays), threading.Event(), half_a_step)) == []
+
+
+def test_what_never_changes_is_sent_in_the_end() -> None:
+    arrays, steps = [array(2, 1)], []
+    found = list(resting(partial(map, memoryview, arrays), threading.Event(), steps.append))
+    assert b"".join(found) == arrays[0]
+    assert len(steps) == 10
+
+
+@pytest.mark.parametrize("arrays", [[], [bytearray()]], ids=["none", "empty"])
+def test_states_without_arrays_take_no_time(arrays: list[bytearray]) -> None:
+    def fail(stopped: threading.Event) -> None:
+        raise AssertionError("waits for a step")
+
+    assert list(resting(partial(map, memoryview, arrays), threading.Event(), fail)) == []
 
 
 def test_a_search_can_be_given_up() -> None:
     stopped = threading.Event()
-    stopped.set()
-    assert list(resting(lambda: [memoryview(array(2))], stopped)) == []
+    arrays = [array(2)]
+    await_step = lambda stopped: stopped.set()  # noqa: E731
+    assert list(resting(partial(map, memoryview, arrays), stopped, await_step)) == []
 
 
 # ---- how ----
@@ -124,7 +147,7 @@ def test_new_ranks_get_the_blocks(
     expected = {bytes(arrays[0][i : i + BLOCK]) for i in range(0, 700 * BLOCK, BLOCK)}
     ranks = parts(3)
     ranks[0][1].contents = lambda: map(memoryview, arrays)
-    for _ in changing(arrays, [(0, 700 * BLOCK), (1, 3)]):
+    with running(Training(arrays, [(0, 700 * BLOCK), (1, 3)]), ranks[0][1]):
         for rank, (_, part) in enumerate(ranks):
             part.take_part(words.Feed(5, rank, 3))
         for (member, part), count in zip(ranks, (1, 2, 2), strict=True):
@@ -144,7 +167,7 @@ def test_a_feed_without_anything_to_send_ends(store: None) -> None:
     arrays = [array(1)]
     ranks = parts(2)
     ranks[0][1].contents = lambda: map(memoryview, arrays)
-    for _ in changing(arrays, [(0, 0)]):
+    with running(Training(arrays, [(0, 0)]), ranks[0][1]):
         for rank, (_, part) in enumerate(ranks):
             part.take_part(words.Feed(1, rank, 2))
         for member, part in ranks:
@@ -156,7 +179,7 @@ def test_a_feed_without_anything_to_send_ends(store: None) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_waits_for_the_other_is_given_up_at_once(store: None, rank: int) -> None:
     ((member, part),) = parts(1)
-    part.contents = lambda: [memoryview(array(1))]  # another one each time
+    part.contents = lambda: [memoryview(b"x")]
     part.take_part(words.Feed(1, rank, 2))
     time.sleep(0.3)
     began = time.monotonic()
@@ -169,7 +192,7 @@ def test_stopping_one_ends_the_other(store: None) -> None:
     arrays = [array(20_000), array(1)]
     ranks = parts(2)
     ranks[0][1].contents = lambda: map(memoryview, arrays)
-    for _ in changing(arrays, [(1, 3)]):
+    with running(Training(arrays, [(1, 3)]), ranks[0][1]):
         for rank, (_, part) in enumerate(ranks):
             part.take_part(words.Feed(1, rank, 2))
         ranks[1][0].wait_for_end(1)  # it has got the first block
@@ -179,6 +202,13 @@ def test_stopping_one_ends_the_other(store: None) -> None:
     got = len(ranks[1][1].blocks)
     assert 0 < got < 20_000
     assert ranks[1][0].told[-1] == words.Fed(1, got)
+
+
+def test_a_process_that_ends_takes_no_part() -> None:
+    ((_, part),) = parts(1)
+    part.close()
+    with pytest.raises(RuntimeError, match="ends"):
+        part.take_part(words.Feed(1, 0, 2))
 
 
 # ---- when who is told to ----
@@ -208,13 +238,17 @@ class Job:
     def new(self) -> list[Process]:
         return [each for each in self.processes if each.rank < 0]
 
+    def begin(self, now: float = 0.0, *, loading: Sequence[Process] = ()) -> None:
+        new = [each for each in self.new if each not in loading]
+        self.feeds.begin(self.members, new, list(loading), now)
+
     def under_way(self, now: float = 0.0) -> bool:
         return self.feeds.are_under_way(self.processes, now)
 
 
 def test_new_ranks_of_a_host_are_fed_together_by_one_who_is_near() -> None:
     job = Job(("a", 0), ("b", 1), ("c", -1), ("c", -1), ("b", -1))
-    job.feeds.begin(job.members, job.new, 0.0)
+    job.begin()
     assert job.told == [
         (0, words.Feed(1, 0, 3)),
         (2, words.Feed(1, 1, 3)),
@@ -222,21 +256,42 @@ def test_new_ranks_of_a_host_are_fed_together_by_one_who_is_near() -> None:
         (1, words.Feed(2, 0, 2)),
         (4, words.Feed(2, 1, 2)),
     ]
-    job.feeds.begin(job.members, job.new, 0.0)
+    job.begin()
     assert len(job.told) == 5, "nobody is fed twice"
 
 
-def test_those_that_have_not_asked_yet_are_waited_for() -> None:
+def test_survivors_share_the_work() -> None:
+    job = Job(("a", 0), ("b", 1), ("c", -1), ("d", -1), ("e", -1))
+    job.begin()
+    assert [number for number, feed in job.told if feed.rank == 0] == [0, 1, 0]
+
+
+def test_those_that_will_ask_at_once_are_waited_for() -> None:
     job = Job(("a", 0), ("c", -1), ("c", -1))
-    job.feeds.begin(job.members, job.new[:1], 0.0)
+    job.begin(10.0, loading=job.processes[2:])
     assert not job.told
-    assert not job.under_way()
+    assert job.under_way(10.9), "the first one is not admitted alone"
+    job.begin(10.9)
+    assert [number for number, _ in job.told] == [0, 1, 2]
+
+
+def test_those_that_take_longer_are_fed_later() -> None:
+    job = Job(("a", 0), ("c", -1), ("c", -1))
+    job.begin(10.0, loading=job.processes[2:])
+    job.begin(11.0, loading=job.processes[2:])
+    assert [number for number, _ in job.told] == [0, 1]
+    job.feeds.forget()  # the first one is in a world
+    assert not job.under_way(12.0)
+    first = job.processes[1]
+    first.epoch, first.rank, first.feed = 1, 1, None
+    job.begin(13.0)
+    assert job.told[2:] == [(1, words.Feed(2, 0, 2)), (2, words.Feed(2, 1, 2))]
 
 
 def test_a_feed_lasts_until_the_survivor_has_done_its_part() -> None:
     job = Job(("a", 0), ("c", -1))
     survivor, new = job.processes
-    job.feeds.begin(job.members, job.new, 0.0)
+    job.begin()
     job.feeds.on_fed(new, words.Fed(1, 1))
     assert job.under_way()
     assert new.fed
@@ -248,16 +303,26 @@ def test_a_feed_lasts_until_the_survivor_has_done_its_part() -> None:
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_feed_ends_with_either_side(dead: int) -> None:
     job = Job(("a", 0), ("c", -1))
-    job.feeds.begin(job.members, job.new, 0.0)
+    job.begin()
     del job.processes[dead]
     assert not job.under_way()
 
 
-def test_a_feed_does_not_last_for_ever() -> None:
-    job = Job(("a", 0), ("c", -1))
-    job.feeds.begin(job.members, job.new, 100.0)
+def test_feeds_hold_up_nobody_for_ever() -> None:
+    job = Job(("a", 0), ("c", -1), ("d", -1))
+    job.begin(100.0, loading=job.processes[2:])
+    job.begin(500.0)  # a later one does not begin the time anew
     assert job.under_way(699.0)
     assert not job.under_way(700.0)
+
+
+def test_the_end_of_a_feed_that_a_world_has_cut_short_counts_for_nothing() -> None:
+    job = Job(("a", 0), ("c", -1))
+    job.begin()
+    job.feeds.forget()
+    job.processes[1].feed = None
+    job.feeds.on_fed(job.processes[1], words.Fed(1, 5))
+    assert not job.processes[1].fed
 
 
 # ---- news that wait for a feed ----
@@ -290,8 +355,8 @@ def test_ranks_that_commit_often_let_new_ones_be_fed(
             state.check_host_updates()
     else:
         state.check_host_updates()
+        state.check_host_updates()
         notification_manager.is_feeding = False
-        state.on_hosts_updated(3.0, change)  # perseusrun says it again
         with pytest.raises(errors.HostsUpdatedInterrupt):
             state.check_host_updates()
 

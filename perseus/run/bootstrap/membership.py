@@ -112,11 +112,12 @@ class Membership:
                     self._take(words.from_launcher(line))
         except OSError:
             pass
-        except ValueError as error:  # or join() would wait for ever
+        except ValueError as error:
             why = str(error)
-        with self._changed:
-            self._lost = why
-            self._changed.notify_all()
+        finally:
+            with self._changed:  # or join() would wait for ever
+                self._lost = why
+                self._changed.notify_all()
 
     def _take(self, word: words.FromLauncher) -> None:
         if isinstance(word, words.Ping):
@@ -126,14 +127,19 @@ class Membership:
             if self.on_news is not None:
                 self.on_news(word.at, word.change, word.feeding)
         elif isinstance(word, words.Feed):
-            if self.on_feed is not None:
-                self.on_feed(word)
-            else:
-                self.tell(words.Fed(word.number, 0))
+            self._take_part(word)
         else:
             with self._changed:
                 self._answer = word
                 self._changed.notify_all()
+
+    def _take_part(self, feed: words.Feed) -> None:
+        try:
+            if self.on_feed is None:
+                raise RuntimeError("nobody can")
+            self.on_feed(feed)
+        except RuntimeError:  # also where no thread can be started
+            self.tell(words.Fed(feed.number, 0))
 
 
 _membership: Membership | None = None

@@ -391,6 +391,7 @@ class ElasticLauncher(Launcher):
         last, self._epoch = self._epoch, self._epoch + 1
         self._begun_at = time.monotonic()
         self._questions.forget()
+        self._feeds.forget()
         candidates = [
             Candidate(
                 each.number,
@@ -412,7 +413,7 @@ class ElasticLauncher(Launcher):
             process = self._processes[number]
             process.had_state, process.has_begun = process.has_state, False
             process.epoch, process.rank, process.request = self._epoch, slot.rank, None
-            process.is_stopped = process.fed = False
+            process.is_stopped, process.feed, process.fed = False, None, False
             self._names[number] = process.name
             for kind in _OUTPUTS:
                 self._streams[number, kind].rename(slot.rank)
@@ -492,7 +493,9 @@ class ElasticLauncher(Launcher):
         new = [each for each in self._candidates() if each.epoch != self._epoch]
         training = [each for each in members if each.request is None and each.has_begun]
         if len(training) == len(members):
-            self._feeds.begin(training, new, now)
+            others = [each for each in self._processes.values() if each.epoch != self._epoch]
+            loading = [each for each in others if each.request is None and not each.dismissed]
+            self._feeds.begin(training, new, loading, now)
         feeding = self._feeds.are_under_way(self._processes.values(), now)
         news = removed, frozenset(each.number for each in new)
         is_new = bool(frozenset().union(*news) - frozenset().union(*self._news))

@@ -6,19 +6,15 @@ ranks that commit often wait for its end. Single-threaded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from math import inf
 
 from perseus.run.bootstrap.words import Fed, Feed, FromLauncher
 from perseus.run.elastic.process import Process
 
-_MOST_SECONDS = 600.0  # that a feed may hold up new ranks
-
-
-@dataclass
-class _UnderWay:
-    survivor: Process
-    until: float
+_MOST_SECONDS = 600.0  # that feeds may hold up new ranks
+_GATHER_SECONDS = 1.0  # that the first ranks of a host wait for the others to ask for a world, too
 
 
 class Feeds:
@@ -26,26 +22,38 @@ class Feeds:
 
     def __init__(self, tell: Callable[[Process, FromLauncher], None]) -> None:
         self._tell = tell
-        self._under_way: dict[int, _UnderWay] = {}
+        self._survivors: dict[int, Process] = {}  # of feeds that are under way
         self._begun = 0
+        self._since = inf  # when the first new rank asked for the next world
+        self._gathers = False
 
-    def begin(self, members: list[Process], new: Iterable[Process], now: float) -> None:
+    def begin(
+        self, members: list[Process], new: Iterable[Process], loading: list[Process], now: float
+    ) -> None:
         """Have members feed those that are new and have not been fed, each host's together.
 
-        They must have started together, and all have asked for a world. Members of the same host
-        come first, since they need no network, and then the one with the lowest rank.
+        loading: those that will ask for a world, too. Members of the same host come first, since
+        they need no network, and then those that feed nobody yet.
         """
         by_host: dict[int, list[Process]] = {}
         for process in new:
+            self._since = min(self._since, now)
             if process.feed is None:
                 by_host.setdefault(id(process.host), []).append(process)
+        self._gathers = False
         for hungry in by_host.values():
             host = hungry[0].host
-            if len(hungry) < len(host.running) or not members:
+            if not members:
+                continue
+            if now < self._since + _GATHER_SECONDS and any(each.host is host for each in loading):
+                self._gathers = True
                 continue
             self._begun += 1
-            survivor = min(members, key=lambda each: (each.host.name != host.name, each.rank))
-            self._under_way[self._begun] = _UnderWay(survivor, now + _MOST_SECONDS)
+            busy = Counter(id(each) for each in self._survivors.values())
+            survivor = min(
+                members, key=lambda each: (each.host.name != host.name, busy[id(each)], each.rank)
+            )
+            self._survivors[self._begun] = survivor
             for rank, process in enumerate([survivor, *hungry]):
                 if rank > 0:
                     process.feed = self._begun
@@ -55,15 +63,19 @@ class Feeds:
         """A process has done its part."""
         if word.number == process.feed:
             process.fed = word.blocks > 0
-        feed = self._under_way.get(word.number)
-        if feed is not None and feed.survivor is process:
-            del self._under_way[word.number]
+        if self._survivors.get(word.number) is process:
+            del self._survivors[word.number]
+
+    def forget(self) -> None:
+        """A new world begins, without those that are not done."""
+        self._survivors.clear()
+        self._since, self._gathers = inf, False
 
     def are_under_way(self, alive: Iterable[Process], now: float) -> bool:
-        """Return whether one is, between processes that live."""
+        """Return whether one is, between processes that live, or soon will be."""
         living = {id(process): process for process in alive}
         fed = {process.feed for process in living.values()}
-        for number, feed in list(self._under_way.items()):
-            if id(feed.survivor) not in living or number not in fed or now >= feed.until:
-                del self._under_way[number]
-        return bool(self._under_way)
+        for number, survivor in list(self._survivors.items()):
+            if id(survivor) not in living or number not in fed:
+                del self._survivors[number]
+        return (self._gathers or bool(self._survivors)) and now < self._since + _MOST_SECONDS

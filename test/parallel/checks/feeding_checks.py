@@ -119,12 +119,13 @@ def check_ranks_with_other_arrays_get_everything() -> None:
     rank = hvd.rank()
     values = [bytearray([rank] * 10), bytearray([rank] * (20 + (rank == 1)))]
     before = [bytes(each) for each in values]
+    views = [memoryview(each) for each in values]
     with known_blocks.used({}):
-        assert not known_blocks.take_over([memoryview(each) for each in values])
+        assert not known_blocks.take_over(views, ["a", "b"])
+        assert not known_blocks.take_over([views[0], None if rank == 1 else views[0]], ["a", "b"])
+        assert not known_blocks.take_over(views[:1], ["b" if rank == 1 else "a"])
         assert [bytes(each) for each in values] == before
-        views = [memoryview(values[0]), None if rank == 1 else memoryview(values[0])]
-        assert not known_blocks.take_over(views)
-        assert known_blocks.take_over([memoryview(values[0]), None])
+        assert known_blocks.take_over([views[0], None], ["a", "b"])
     assert values[0] == bytes(10)
 
 
@@ -134,6 +135,6 @@ def check_more_than_one_message_of_blocks() -> None:
     pattern = bytes(range(251)) * (size // 251 + 1)
     data = bytearray(pattern[:size] if rank == 0 else size)
     with known_blocks.used({}), sent_blocks() as sent:
-        assert known_blocks.take_over([memoryview(data)])
+        assert known_blocks.take_over([memoryview(data)], [])
     assert data == pattern[:size]
     assert sent == [known_blocks._BYTES_AT_ONCE, BLOCK + 5]
