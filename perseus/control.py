@@ -210,7 +210,7 @@ class _Door:
     operations: _core.Operations
 
     def attach(self) -> None:
-        operations = basics.operations(_as_bytes, _describe)
+        operations = basics.operations(_as_bytes, describe_memory)
         if operations is not None:
             self.operations = operations
 
@@ -219,7 +219,8 @@ def _as_bytes(buffer: Any, *_: Any) -> bytes:
     return bytes(buffer)
 
 
-def _describe(memory: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
+def describe_memory(memory: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
+    """Describe an array of ctypes' characters to the core: address, shape, strides, dtype."""
     return ctypes.addressof(memory), (len(memory),), (1,), _UINT8
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from perseus import basics
+from perseus.control import describe_memory
 from perseus.operations import Kind
 from perseus.run.bootstrap import words
 from perseus.run.bootstrap.identity import Identity
@@ -36,7 +37,6 @@ HASH = 16  # bytes of a block's hash
 _BLOCKS_AT_ONCE = 256
 _SIZES = struct.Struct(f"<{_BLOCKS_AT_ONCE}H")  # of a message's blocks, less one; 0 is behind them
 _COUNT = struct.Struct("<H")
-_UINT8 = 4  # enum perseus_dtype
 _LOOK_AGAIN_SECONDS = 0.05
 _BYTES_AT_ONCE = 1 << 26
 _STEPS = 2  # calls of on_step() that have a whole step between them
@@ -218,7 +218,7 @@ class _Exchange:
             interrupted=look,
         )
         self._operations: _core.Operations = _core.Operations(
-            self._context, lambda buffer, *_: buffer, _describe
+            self._context, lambda buffer, *_: buffer, describe_memory
         )
 
     def __enter__(self) -> _Exchange:
@@ -268,10 +268,6 @@ class _Exchange:
         handle = self._operations.submit(Kind.BROADCAST, "feed", memory, memory)
         self._operations.synchronize(handle)
         return memory.raw
-
-
-def _describe(memory: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], int]:
-    return ctypes.addressof(memory), (len(memory),), (1,), _UINT8
 
 
 def _batches(blocks: Iterator[bytes]) -> Iterator[Sequence[bytes]]:

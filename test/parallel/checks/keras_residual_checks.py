@@ -184,3 +184,16 @@ def check_survivors_go_on_with_what_they_hold() -> None:
         x, y = make_data(hvd.rank())
         model.fit(x[:8], y[:8], batch_size=8, verbose=0)
         assert not _held(model)
+
+
+def check_damaged_residuals_are_refused() -> None:
+    saved = _compiled(hvd.Compression.int8).optimizer.perseus_residuals
+    entries = [b"\xff", b"[]", b'{"rank": 0}', b'{"rank": 0, "held": [["a"]]}']
+    entries += [b'{"rank": 0, "held": [["a", -1]]}', b'{"rank": 0, "held": [["not there", 1]]}']
+    for entry in entries:
+        try:
+            saved.load_own_variables({"index": np.frombuffer(entry, np.uint8)})
+        except ValueError as error:
+            assert str(error) == "[residuals] this is not what Perseus has saved"
+        else:
+            raise AssertionError(f"{entry!r} was taken for residuals")
