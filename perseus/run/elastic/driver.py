@@ -35,7 +35,7 @@ _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 # How long a host may not answer while ranks wait for it, if others are enough for a world without
 # it: where its ranks can come back as new ones, that costs less than all that wait; where they
 # cannot, it is for ever.
-_UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 2.0, 8.0
+_UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 1.0, 8.0
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
 _NO_STATE = "No hosts from previous set remaining: nobody has the training's state"

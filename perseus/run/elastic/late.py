@@ -11,9 +11,10 @@ from perseus.run.bootstrap.words import FromLauncher, Ping
 from perseus.run.elastic.process import Process
 
 _ASK_SECONDS = 0.25
-# How long a rank may do nothing while others wait for the next world. The world has ended because
-# of one that is stopped, and it does not go on by itself; others may wait for a disk.
-_STOPPED_SECONDS, _DEAF_SECONDS = 0.5, 30.0
+# How long a rank may do nothing while others wait for the next world. One that is stopped has had
+# GLOO_TIMEOUT_SECONDS before, at the end of which the world has ended because of it, and it does
+# not go on by itself; others may wait for a disk.
+_STOPPED_SECONDS, _DEAF_SECONDS = _ASK_SECONDS, 30.0
 _WARN_SECONDS = 30.0
 
 
@@ -73,9 +74,13 @@ class Questions:
                 continue
             patience = _STOPPED_SECONDS if process.is_stopped else _DEAF_SECONDS
             if now >= process.heard_at + patience:
+                state = (
+                    "is stopped (SIGSTOP)"
+                    if process.is_stopped
+                    else f"has not done anything for {patience:g} s"
+                )
                 self._show(
-                    f"{process.name} has not done anything for {patience:g} s while others wait "
-                    f"for the next world: it is killed"
+                    f"{process.name} {state} while others wait for the next world: it is killed"
                 )
                 process.kill()
             else:
