@@ -91,7 +91,7 @@ std::unique_ptr<WireFormat> make_codec(const CodecSpec& spec) {
 
 bool encoded_by_gpus(CodecKind kind) {
   return kind == CodecKind::kFloat16 || kind == CodecKind::kBFloat16 || kind == CodecKind::kInt8 ||
-         kind == CodecKind::kInt4 || kind == CodecKind::kInt2;
+         kind == CodecKind::kInt4 || kind == CodecKind::kInt2 || kind == CodecKind::kTopK;
 }
 
 bool keeps_residual(const CodecSpec& spec) {

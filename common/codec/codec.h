@@ -57,7 +57,7 @@ void check_codec(const CodecSpec& spec);
 // by one (see low_rank.h). Throws as check_codec does.
 std::unique_ptr<WireFormat> make_codec(const CodecSpec& spec);
 
-// Do GPUs encode it, too (cuda/chunk_kernels.cu)?
+// Do GPUs encode it, too (cuda/chunk_kernels.cu)? Top-k without momentum correction.
 bool encoded_by_gpus(CodecKind kind);
 
 // Does a valid spec's codec keep a residual?

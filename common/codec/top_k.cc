@@ -57,6 +57,17 @@ bool get_positions(const Byte* from, size_t n, size_t count, uint16_t* indices) 
   return found == n;
 }
 
+// Of a chunk, by a GPU.
+uint32_t largest_of(const Byte* magnitudes, size_t count) {
+  uint32_t largest = 0;
+  for (size_t begin = 0; begin < count; begin += kWireShare) {
+    uint32_t of_share;
+    std::memcpy(&of_share, magnitudes + begin / kWireShare * sizeof of_share, sizeof of_share);
+    largest = std::max(largest, of_share);
+  }
+  return largest;
+}
+
 }  // namespace
 
 struct TopKFormat::Sparse {
@@ -97,8 +108,10 @@ void TopKFormat::select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadP
     for (size_t i = begin; i < end; ++i) {
       ChunkSelection& chunk = chunks[i];
       // The largest magnitude stands there until the first index is known.
-      chunk.first = chunk.residual != nullptr ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
-                                              : kernels::largest_magnitude(chunk.x, chunk.count);
+      chunk.first = chunk.magnitudes != nullptr ? largest_of(chunk.magnitudes, chunk.count)
+                    : chunk.residual != nullptr
+                        ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
+                        : kernels::largest_magnitude(chunk.x, chunk.count);
     }
   });
   std::vector<SelectFrom> finite;
@@ -176,7 +189,8 @@ size_t TopKFormat::encode_result(const float* x, float* residual, size_t count, 
   const float* v = residual != nullptr ? residual : x;
   const uint32_t largest =
       residual != nullptr ? kernels::add_to_residual(x, 1.0f, residual, count) : kernels::largest_magnitude(x, count);
-  ChunkSelection chunk{x, residual, nullptr, count, ChunkSelection::kAll};
+  ChunkSelection chunk{x, residual, nullptr, count};
+  chunk.selected = ChunkSelection::kAll;
   if (largest >= kernels::kNotFinite) return encode_selected(chunk, nullptr, to);
   const size_t limit = kResultGrowth * most;
   std::vector<uint16_t> indices;
@@ -206,6 +220,13 @@ void TopKFormat::parse(const Byte* from, size_t bytes, size_t count, uint32_t fo
   at += positions_bytes(n, count);
   if (half_values_) kernels::decode_halves(DType::kFloat16, at, unscale, n, sparse->values, Arrival::kStore);
   else std::memcpy(sparse->values, at, n * sizeof(float));
+}
+
+void TopKFormat::check(const Byte* from, size_t bytes, size_t count) const {
+  const ChunkHeader header = read_header("top-k", from, bytes, count);
+  if (header.form == kDenseForm) return;
+  Sparse sparse;
+  parse(from, bytes, count, header.form, &sparse);
 }
 
 void TopKFormat::decode(const Byte* from, size_t bytes, size_t count, float* x) const {

@@ -43,6 +43,7 @@ class TopKFormat : public WireFormat {
   void select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadPool* threads,
               std::vector<uint16_t>* indices) const override;
   size_t encode_selected(const ChunkSelection& chunk, const uint16_t* indices, Byte* to) const override;
+  void check(const Byte* from, size_t bytes, size_t count) const override;
   void decode(const Byte* from, size_t bytes, size_t count, float* x) const override;
   void decode_add(const Byte* from, size_t bytes, size_t count, float* x) const override;
   bool keeps_residual() const override { return true; }

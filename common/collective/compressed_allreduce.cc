@@ -163,7 +163,7 @@ void CompressedAllreduce::select() {
     // Otherwise there is nothing to prepare; all chunks of a slice are alike in that.
     const CompressedChunk& one = chunk_at(*begin);
     size_t floats = 0;
-    if (prescale_ != 1.0F || one.carry != 1.0F || one.momenta.velocity != nullptr)
+    if (one.slot == nullptr && (prescale_ != 1.0F || one.carry != 1.0F || one.momenta.velocity != nullptr))
       for (const Place* place = begin; place != end; ++place) floats += chunk_at(*place).count;
     threads_->for_parts(floats == 0 ? 0 : static_cast<size_t>(end - begin), floats,
                         [=](size_t from, size_t to, size_t) {
@@ -173,7 +173,7 @@ void CompressedAllreduce::select() {
     slice_.clear();
     for (const Place* place = begin; place != end; ++place) {
       const CompressedChunk& chunk = chunk_at(*place);
-      slice_.push_back({chunk.in, chunk.residual, chunk.momenta.masked(), chunk.count});
+      slice_.push_back({chunk.in, chunk.residual, chunk.momenta.masked(), chunk.count, chunk.slot});
     }
     format_->select(slice_.data(), slice_.size(), chunk_at(*begin).step, threads_, &buffers_->selected);
     for (size_t c = 0; c < slice_.size(); ++c) chunk_at(begin[c]).selection = slice_[c];

@@ -75,7 +75,7 @@ void HierarchicalAllreduce::add_floats(const Run& run) {
     chunk.count = static_cast<uint32_t>(count);
     if (inside_ != nullptr) compressed_inside_->add(static_cast<int>(number % shards), chunk);
     else shards_[number % shards].push_back(piece);
-    if (!levels_.carries() || number % shards != static_cast<uint64_t>(levels_.inner_me)) continue;
+    if (!carries(run, begin)) continue;
     if (works_inside()) chunk.in = chunk.out;
     if (run.residual != nullptr) chunk.residual = run.residual + begin;
     if (run.result_residual != nullptr) chunk.result_residual = run.result_residual + begin;
@@ -131,6 +131,7 @@ bool HierarchicalAllreduce::next(Step* step) {
     if (staging_.needed()) staging_.store();
     return false;
   }
+  if (encoding_ != nullptr) encoding_->decode();
   plan_inner_spread(levels_, shards_, reduction_.dtype, &plan_);
   step->plan = &plan_;
   step->level = Level::kInner;

@@ -45,14 +45,23 @@ class HierarchicalAllreduce final : public Staged {
     uint64_t step = 0;
   };
   void add(const Run& run) PERSEUS_REQUIRES(progress_lock);
+  // Does this member sum and send the run's chunk that begins with this element?
+  bool carries(const Run& run, size_t begin) const {
+    const uint64_t shards = static_cast<uint64_t>(levels_.shards);
+    return levels_.carries() && (run.salt + run.number + begin / kWireChunk) % shards ==
+                                    static_cast<uint64_t>(levels_.inner_me);
+  }
 
   // Before the first next(), where there is no format: how shards are reduced across.
   void use(Algorithm algorithm) PERSEUS_REQUIRES(progress_lock) { algorithm_ = algorithm; }
   // Before the first next(), where there is a format: see CompressedAllreduce.
   void use(CompressedBuffers* buffers, ThreadPool* threads) PERSEUS_REQUIRES(progress_lock);
-  // Who encodes runs with slots.
+  // Who encodes runs with slots, of which it has the chunks that this member carries: their sums, where it is not alone
+  // inside, which then are on the device.
   void use(cuda::Encoding* encoding) PERSEUS_REQUIRES(progress_lock) { encoding_ = encoding; }
-  bool ready() override PERSEUS_REQUIRES(progress_lock) { return encoding_ == nullptr || encoding_->encoded(); }
+  bool ready() override PERSEUS_REQUIRES(progress_lock) {
+    return encoding_ == nullptr || (stage_ == Stage::kInner && works_inside()) || encoding_->encoded();
+  }
   bool next(Step* step) override PERSEUS_REQUIRES(progress_lock);
   int64_t codec_ns() const override PERSEUS_REQUIRES(progress_lock);
   Byte* allocate(const std::vector<size_t>& bytes, const std::vector<uint64_t>& rows) override

@@ -16,6 +16,7 @@
 namespace perseus {
 
 constexpr size_t kWireChunk = 16 * 1024;  // elements; 64 KiB of floats, so passes over one stay in the cache
+constexpr size_t kWireShare = 1024;       // elements of a chunk that a GPU works on together
 
 // A chunk of a slice whose elements are selected.
 struct ChunkSelection {
@@ -23,6 +24,8 @@ struct ChunkSelection {
   float* residual;  // may be null
   float* masked;    // may be null: what is sent becomes zero there
   size_t count;
+  // Not null: a GPU has added x to the residual, and has left here the largest magnitude of each kWireShare elements.
+  const Byte* magnitudes = nullptr;
   // What select() found: so many elements, at these places among the indices; kAll: every element.
   static constexpr size_t kAll = SIZE_MAX;
   size_t selected = 0, first = 0;

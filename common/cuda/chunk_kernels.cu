@@ -32,6 +32,18 @@ __device__ void to_largest(uint32_t (&values)[kHeld]) {
     values[0] = values[0] < other ? other : values[0];
   }
 }
+// Each lane gets the sum of its own value and those of the lanes before it. Gives the sum of all.
+__device__ uint32_t to_running_sums(uint32_t (&values)[kHeld]) {
+  for (uint32_t apart = 1; apart < kWarp; apart *= 2) {
+    const uint32_t before = __shfl_up_sync(0xffffffff, values[0], apart);
+    if (threadIdx.x % kWarp >= apart) values[0] += before;
+  }
+  return __shfl_sync(0xffffffff, values[0], kWarp - 1);
+}
+// What lanes have written, the others of the warp may write over.
+__device__ void meet() { __syncwarp(); }
+__device__ uint32_t ones_of(uint32_t bits) { return static_cast<uint32_t>(__popc(bits)); }
+__device__ uint32_t lowest_one_of(uint32_t bits) { return static_cast<uint32_t>(__ffs(bits) - 1); }
 #else
 constexpr uint32_t kHeld = kWarp;
 bool works() { return threadIdx.x % kWarp == 0; }
@@ -48,6 +60,13 @@ void to_largest(uint32_t (&values)[kHeld]) {
     for (uint32_t lane = first; lane < first + kLanes; ++lane) values[lane] = largest;
   }
 }
+uint32_t to_running_sums(uint32_t (&values)[kHeld]) {
+  for (uint32_t lane = 1; lane < kWarp; ++lane) values[lane] += values[lane - 1];
+  return values[kWarp - 1];
+}
+void meet() {}
+uint32_t ones_of(uint32_t bits) { return static_cast<uint32_t>(__builtin_popcount(bits)); }
+uint32_t lowest_one_of(uint32_t bits) { return static_cast<uint32_t>(__builtin_ctz(bits)); }
 #endif
 
 constexpr uint32_t kNotFinite = 0x7f800000, kQuiet = 0x400000, kHeaderBytes = 8;
@@ -268,6 +287,60 @@ __device__ void decode_integers(const Share& share) {
     });
 }
 
+// Indices before this one, of n that rise.
+__device__ uint32_t indices_below(const uint16_t* indices, uint32_t n, uint32_t index) {
+  uint32_t first = 0, behind = n;
+  while (first < behind) {
+    const uint32_t middle = (first + behind) / 2;
+    if (indices[middle] < index) first = middle + 1;
+    else behind = middle;
+  }
+  return first;
+}
+
+// See codec/top_k.h. The host has verified the positions.
+__device__ void decode_top_k(const Share& share, uint32_t form, bool halves) {
+  const uint32_t n = form & 0xffff, count = share.chunk_elements;
+  const bool as_bits = form >> 16 != 0;
+  float* const x = share.x();
+  for_lanes([&](uint32_t lane, uint32_t) {
+    for (uint32_t i = lane; i < share.end - share.begin; i += kWarp) x[i] = 0.0f;
+  });
+  meet();
+  if (n == 0) return;
+  const uint64_t positions = share.slot() + kHeaderBytes + (halves ? sizeof(float) : 0);
+  const uint32_t words = (count + 31) / 32, positions_bytes = as_bits ? words * 4 : (n + 1) / 2 * 4;
+  const uint64_t values = positions + positions_bytes;
+  const float unscale = halves ? *translated_to<const float>(share.slot() + kHeaderBytes, 1) : 1.0f;
+  const uint16_t* const narrow = halves ? translated_to<const uint16_t>(values, n) : nullptr;
+  const float* const wide = halves ? nullptr : translated_to<const float>(values, n);
+  const auto value = [&](uint32_t i) { return halves ? product(half_to_float(narrow[i]), unscale) : wide[i]; };
+  if (!as_bits) {
+    const uint16_t* const indices = translated_to<const uint16_t>(positions, n);
+    const uint32_t first = indices_below(indices, n, share.begin), behind = indices_below(indices, n, share.end);
+    for_lanes([&](uint32_t lane, uint32_t) {
+      for (uint32_t i = first + lane; i < behind; i += kWarp) x[indices[i] - share.begin] = value(i);
+    });
+    return;
+  }
+  // A lane has one word of the share.
+  const uint32_t* const bits = translated_to<const uint32_t>(positions, words);
+  const uint32_t first = share.begin / 32, behind = (share.end + 31) / 32;
+  uint32_t ones[kHeld];
+  for_lanes([&](uint32_t lane, uint32_t held) {
+    ones[held] = 0;
+    for (uint32_t word = lane; word < first; word += kWarp) ones[held] += ones_of(bits[word]);
+  });
+  const uint32_t before_share = to_running_sums(ones);
+  for_lanes([&](uint32_t lane, uint32_t held) { ones[held] = first + lane < behind ? ones_of(bits[first + lane]) : 0; });
+  to_running_sums(ones);
+  for_lanes([&](uint32_t lane, uint32_t held) {
+    if (first + lane >= behind) return;
+    uint32_t left = bits[first + lane], i = before_share + ones[held] - ones_of(left);
+    for (; left != 0; left &= left - 1) x[lane * 32 + lowest_one_of(left)] = value(i++);
+  });
+}
+
 }  // namespace
 
 // The largest magnitudes of each share, where halves get a scale of each chunk's own.
@@ -323,6 +396,30 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads)
   else encode_integers<2>(share);
 }
 
+// Of top-k: adds x to what is held back. A slot gets the largest magnitude of each share.
+extern "C" __global__ void __launch_bounds__(kBlockThreads) perseus_accumulate(const __grid_constant__ ChunkList list) {
+  Share share;
+  if (!find_share(list, &share)) return;
+  const float* const x = share.x();
+  float* const residual = share.residual();
+  const float carry = share.run->carry;
+  uint32_t largest[kHeld];
+  for_lanes([&](uint32_t lane, uint32_t held) {
+    largest[held] = 0;
+    for (uint32_t i = lane; i < share.end - share.begin; i += kWarp) {
+      const float held_back = carry == 1.0f ? residual[i] : residual[i] * carry;
+      const float value = is_nan(x[i]) ? quiet(x[i]) : x[i] + held_back;
+      residual[i] = value;
+      largest[held] = largest[held] < magnitude(value) ? magnitude(value) : largest[held];
+    }
+  });
+  to_largest<kWarp>(largest);
+  uint32_t* const to = translated_to<uint32_t>(share.slot() + share.in_chunk * sizeof(uint32_t), 1);
+  for_lanes([&](uint32_t lane, uint32_t held) {
+    if (lane == 0) *to = largest[held];
+  });
+}
+
 // Whatever form each chunk has, which the host has looked at.
 extern "C" __global__ void __launch_bounds__(kBlockThreads) perseus_decode(const __grid_constant__ ChunkList list) {
   Share share;
@@ -349,6 +446,8 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads) perseus_decode(const
     for_lanes([&](uint32_t lane, uint32_t) {
       for (uint32_t i = lane; i < count; i += kWarp) x[i] = from[i];
     });
+  } else if (list.form == ChunkForm::kTopK || list.form == ChunkForm::kTopKHalves) {
+    decode_top_k(share, form, list.form == ChunkForm::kTopKHalves);
   } else if (list.form == ChunkForm::kInt8) {
     decode_integers<8>(share);
   } else if (list.form == ChunkForm::kInt4) {

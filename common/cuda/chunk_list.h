@@ -30,7 +30,9 @@ struct ChunkRun {
   uint32_t unused;
 };
 
-enum class ChunkForm : uint32_t { kFloat16, kBFloat16, kInt8, kInt4, kInt2 };
+// kTopKHalves: of top-k, with values in 16 bits. There a device adds the gradient to what is held back, and the host
+// selects of that.
+enum class ChunkForm : uint32_t { kFloat16, kBFloat16, kInt8, kInt4, kInt2, kTopK, kTopKHalves };
 
 struct ChunkList {
   static constexpr uint32_t kMost = 100;

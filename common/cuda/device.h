@@ -68,8 +68,8 @@ class Copies {
 };
 
 // Of kernels.cu, with a CopyList, and of chunk_kernels.cu, with a ChunkList.
-enum class Kernel : uint8_t { kCopy, kLargest, kEncodeHalves, kEncodeIntegers, kDecode };
-constexpr size_t kKernels = 5;
+enum class Kernel : uint8_t { kCopy, kLargest, kEncodeHalves, kEncodeIntegers, kAccumulate, kDecode };
+constexpr size_t kKernels = 6;
 
 class Device {
  public:

@@ -10,6 +10,19 @@ uint64_t address_of(const void* pointer) { return static_cast<uint64_t>(reinterp
 
 size_t shares_of(uint32_t count) { return (size_t{count} + kChunkElements - 1) / kChunkElements * kSharesInChunk; }
 
+Kernel encodes(ChunkForm form) {
+  switch (form) {
+    case ChunkForm::kFloat16:
+    case ChunkForm::kBFloat16:
+      return Kernel::kEncodeHalves;
+    case ChunkForm::kTopK:
+    case ChunkForm::kTopKHalves:
+      return Kernel::kAccumulate;
+    default:
+      return Kernel::kEncodeIntegers;
+  }
+}
+
 }  // namespace
 
 void Encoding::start(ChunkForm form, float scale) {
@@ -18,51 +31,52 @@ void Encoding::start(ChunkForm form, float scale) {
   scale_ = scale;
 }
 
-void Encoding::add(Staging* staging, size_t tensor, size_t begin, size_t bytes, float* residual,
-                   std::shared_ptr<const void> owner, float carry) {
+void Encoding::add(Part part) {
+  Staging* const staging = part.staging;
   Device* const device = &staging->of();
-  auto part = std::find_if(parts_.begin(), parts_.end(),
-                           [device](const std::unique_ptr<Part>& each) { return each->device == device; });
-  if (part == parts_.end()) {
-    part = parts_.insert(parts_.end(), std::make_unique<Part>());
-    (*part)->device = device;
+  auto found = std::find_if(devices_.begin(), devices_.end(),
+                            [device](const std::unique_ptr<OfDevice>& each) { return each->device == device; });
+  if (found == devices_.end()) {
+    found = devices_.insert(devices_.end(), std::make_unique<OfDevice>());
+    (*found)->device = device;
   }
-  Run run{staging, tensor, bytes, ChunkRun(), address_of(staging->device_out(tensor) + begin), std::move(owner)};
-  run.chunks.x = address_of(staging->device_in(tensor) + begin);
-  run.chunks.residual = address_of(residual);
-  run.chunks.slots = address_of(staging->slots(tensor, begin));
-  run.chunks.count = static_cast<uint32_t>(bytes / sizeof(float));
-  run.chunks.carry = carry;
-  (*part)->runs.push_back(std::move(run));
+  const Byte* const out = staging->device_out(part.tensor) + part.begin;
+  const Byte* const in = staging->device_in(part.tensor) + part.begin;
+  Run run{staging, part.tensor, part.bytes, ChunkRun(), address_of(out), std::move(part.owner)};
+  run.chunks.x = address_of(part.summed ? out : in);
+  run.chunks.residual = address_of(part.residual);
+  run.chunks.slots = address_of(staging->slots(part.tensor, part.begin));
+  run.chunks.count = static_cast<uint32_t>(part.bytes / sizeof(float));
+  run.chunks.carry = part.carry;
+  (*found)->runs.push_back(std::move(run));
 }
 
 bool Encoding::encoded() {
   if (!begun_) {
     begun_ = true;
-    for (const std::unique_ptr<Part>& part : parts_) {
+    for (const std::unique_ptr<OfDevice>& part : devices_) {
       Device& device = *part->device;
       const Device::Current current(device);
-      const bool halves = form_ == ChunkForm::kFloat16 || form_ == ChunkForm::kBFloat16;
       if (form_ == ChunkForm::kFloat16 && scale_ == 0)
         launch(*part, {Kernel::kLargest, Kernel::kEncodeHalves}, device.fetching(), false);
-      else launch(*part, {halves ? Kernel::kEncodeHalves : Kernel::kEncodeIntegers}, device.fetching(), false);
+      else launch(*part, {encodes(form_)}, device.fetching(), false);
       part->encoded = device.record(device.fetching());
       for (const Run& run : part->runs) run.staging->note_encoding(part->encoded);
     }
   }
-  return std::all_of(parts_.begin(), parts_.end(),
-                     [](const std::unique_ptr<Part>& part) { return part->encoded->poll(); });
+  return std::all_of(devices_.begin(), devices_.end(),
+                     [](const std::unique_ptr<OfDevice>& part) { return part->encoded->poll(); });
 }
 
 void Encoding::decode() {
-  for (const std::unique_ptr<Part>& part : parts_) {
+  for (const std::unique_ptr<OfDevice>& part : devices_) {
     const Device::Current current(*part->device);
     for (const Run& run : part->runs) run.staging->wrote(run.tensor, run.bytes);
     launch(*part, {Kernel::kDecode}, part->device->to_device(), true);
   }
 }
 
-void Encoding::launch(const Part& part, std::initializer_list<Kernel> kernels, Handle stream, bool to_tensors) const {
+void Encoding::launch(const OfDevice& part, std::initializer_list<Kernel> kernels, Handle stream, bool to_tensors) const {
   ChunkList list;
   list.count = list.unused = 0;
   list.form = form_;
@@ -85,10 +99,10 @@ void Encoding::launch(const Part& part, std::initializer_list<Kernel> kernels, H
 }
 
 void Encoding::clear() {
-  for (const std::unique_ptr<Part>& part : parts_)
+  for (const std::unique_ptr<OfDevice>& part : devices_)
     for (Run& run : part->runs)
       if (part->encoded && run.owner) part->device->keep(std::move(run.owner), part->encoded);
-  parts_.clear();
+  devices_.clear();
   begun_ = false;
 }
 

@@ -21,13 +21,21 @@ class Encoding {
 
   // Begins anew. `scale`: of float16, 0 = of each chunk's own.
   void start(ChunkForm form, float scale);
-  // A part of a tensor: whole chunks, but for its end. `residual`: of its elements, in page-locked memory that belongs
-  // to `owner`, where the form is one of integers.
-  void add(Staging* staging, size_t tensor, size_t begin, size_t bytes, float* residual,
-           std::shared_ptr<const void> owner, float carry);
-  bool empty() const { return parts_.empty(); }
-  // Is everything in the slots? Devices begin with the first call, when what they encode has been computed. Throws
-  // Error(kIo) where a device has failed.
+  // Whole chunks of a tensor, but for its end.
+  struct Part {
+    Staging* staging = nullptr;
+    size_t tensor = 0, begin = 0, bytes = 0;
+    bool summed = false;  // what is encoded lies where the result goes
+    // Of its elements, in page-locked memory that belongs to `owner`, where the form is one of integers or of top-k.
+    float* residual = nullptr;
+    std::shared_ptr<const void> owner;
+    float carry = 1.0F;  // what the residual is multiplied by first
+  };
+  void add(Part part);
+  bool empty() const { return devices_.empty(); }
+  // Is everything in the slots? Devices begin with the first call, when what they encode has been computed. Of top-k
+  // the residuals then have everything, and a slot the largest magnitude of each kWireShare elements of its chunk.
+  // Throws Error(kIo) where a device has failed.
   bool encoded();
   // Instead of them, the slots have results, which devices decode into the tensors.
   void decode();
@@ -43,17 +51,17 @@ class Encoding {
     std::shared_ptr<const void> owner;  // of the residual
   };
   // What one device does.
-  struct Part {
+  struct OfDevice {
     Device* device;
     std::vector<Run> runs;
     std::shared_ptr<const Event> encoded;
   };
-  void launch(const Part& part, std::initializer_list<Kernel> kernels, Handle stream, bool to_tensors) const;
+  void launch(const OfDevice& part, std::initializer_list<Kernel> kernels, Handle stream, bool to_tensors) const;
 
   ChunkForm form_ = ChunkForm::kFloat16;
   float scale_ = 0;
   bool begun_ = false;
-  std::vector<std::unique_ptr<Part>> parts_;
+  std::vector<std::unique_ptr<OfDevice>> devices_;
 };
 
 }  // namespace perseus::cuda

@@ -277,9 +277,10 @@ void Staging::join(Handle stream) const {
 
 void Images::add(const Staging& staging, size_t tensor, size_t begin, size_t bytes) {
   device_ = &staging.of();
-  const Byte* const in = staging.in(tensor) + begin;
-  const Byte* const out = staging.out(tensor) + begin;
-  const Place place{staging.device_in(tensor) + begin, staging.device_out(tensor) + begin};
+  const bool has_image = staging.has_image();
+  const Place place{staging.device_in(tensor) + begin, staging.device_out(tensor) + begin, has_image};
+  const Byte* const in = has_image ? staging.in(tensor) + begin : place.in;
+  const Byte* const out = has_image ? staging.out(tensor) + begin : place.out;
   parts_.push_back({in, bytes, place});
   if (out != in) parts_.push_back({out, bytes, place});
 }
@@ -295,7 +296,7 @@ Images::Place Images::at(const Byte* image) const {
   const Part& part = *(after - 1);
   const size_t offset = static_cast<size_t>(image - part.image);
   if (offset >= part.bytes) fail(ErrorKind::kInternal, "[cuda] an address is in no image");
-  return {part.place.in + offset, part.place.out + offset};
+  return {part.place.in + offset, part.place.out + offset, part.place.has_image};
 }
 
 }  // namespace perseus::cuda

@@ -47,6 +47,7 @@ class Staging {
   // Then whoever reduced the tensors has read and written the device's memory.
   bool kept() const { return kept_; }
   bool encodes() const { return encodes_; }
+  bool has_image() const { return block_.data != nullptr && !encodes_; }
   static void launch(Device* device);
   // For whoever looks again soon: what has grown since the last look may grow on, and is not launched yet. False then.
   static bool launch_settled(Device* device);
@@ -115,7 +116,8 @@ class Staging {
   std::shared_ptr<const Event> stored_, encoded_;
 };
 
-// Which memory of a device parts of images stand for, of tensors that were kept there; without images, which of them.
+// Which memory of a device parts of images stand for, of tensors that were kept there. Those without an image in host
+// memory, or with slots instead, stand for themselves.
 class Images {
  public:
   void clear() { parts_.clear(); }
@@ -126,8 +128,9 @@ class Images {
   struct Place {
     const Byte* in;
     Byte* out;
+    bool has_image;
   };
-  // Of an address in a part of an image; throws Error(kInternal) where it is in none.
+  // Of an address in a part of an image, or of the device; throws Error(kInternal) where it is in none.
   Place at(const Byte* image) const;
 
  private:

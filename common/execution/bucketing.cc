@@ -250,11 +250,13 @@ void Execution::place(Entry* entry) {
   const bool on_device = reduces_on_device(*entry);
   for (Entry::Buffers& buffers : entry->buffers) buffers.device = on_device ? Device{Device::Kind::kCuda, 0} : Device();
   if (!entry->staging || (!on_device && !entry->staging->kept())) return;
-  if (on_device) entry->staging->stay(device_levels().groups > 1);
-  else if (!encodes_on_device(entry)) entry->staging->fetch();
+  cuda::Staging& staging = *entry->staging;
+  const bool encodes = encodes_on_device(entry, on_device);
+  if (on_device && !encodes) staging.stay(device_levels().groups > 1);
+  else if (!encodes) staging.fetch();
   for (size_t i = 0; i < entry->buffers.size(); ++i) {
-    entry->buffers[i].in = entry->staging->in(i);
-    entry->buffers[i].out = entry->staging->out(i);
+    entry->buffers[i].in = encodes ? staging.device_in(i) : staging.in(i);
+    entry->buffers[i].out = encodes ? staging.device_out(i) : staging.out(i);
   }
 }
 

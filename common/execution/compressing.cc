@@ -20,11 +20,14 @@ bool keeps_every_bit(const Description& d, const TensorDescription& t) {
   return (narrow || t.dtype == DType::kFloat32) && !is_flat(d, t.bytes());
 }
 
-static_assert(cuda::kChunkElements == kWireChunk, "GPUs and CPUs encode the same chunks");
+static_assert(cuda::kChunkElements == kWireChunk && cuda::kShareElements == kWireShare,
+              "GPUs and CPUs encode the same chunks");
 
 // Of a codec that GPUs know.
-cuda::ChunkForm form_of(CodecKind kind) {
-  switch (kind) {
+cuda::ChunkForm form_of(const CodecSpec& codec) {
+  switch (codec.kind) {
+    case CodecKind::kTopK:
+      return codec.half_values ? cuda::ChunkForm::kTopKHalves : cuda::ChunkForm::kTopK;
     case CodecKind::kBFloat16:
       return cuda::ChunkForm::kBFloat16;
     case CodecKind::kInt8:
@@ -40,9 +43,9 @@ cuda::ChunkForm form_of(CodecKind kind) {
 
 }  // namespace
 
-// Where each host has one member, so that nothing is summed before it is encoded. What was held back moves to
-// page-locked memory for that.
-bool Execution::encodes_on_device(Entry* entry) {
+// Where nothing is summed before it is encoded, because each host has one member, or where NCCL does that. What was held
+// back moves to page-locked memory for that.
+bool Execution::encodes_on_device(Entry* entry, bool sums_there) {
   const Description& d = entry->description;
   if (!settings_.gpu_codecs || !entry->staging->of().encodes()) return false;
   if (d.prescale != 1.0 || d.flush != Flush::kNone || d.compression.inside) return false;
@@ -50,7 +53,8 @@ bool Execution::encodes_on_device(Entry* entry) {
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     if (d.tensors[i].bytes() == 0) continue;
     if (d.tensors[i].dtype != DType::kFloat32 || !encoded_by_gpus(codecs_[i].kind)) return false;
-    if (levels_of_encoded(*entry, i).inner.size() > 1) return false;
+    if (codecs_[i].kind == CodecKind::kTopK && d.compression.momentum != 0) return false;
+    if (!sums_there && levels_of_encoded(*entry, i).inner.size() > 1) return false;
     ++tensors;
     if (format_of(codecs_[i])->keeps_residual()) ++with_residual;
   }
@@ -98,15 +102,18 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   run.salt = salt_of(*entry->text) + tensor;
   const size_t bytes = t.bytes();
   const bool on_device = entry->staging && entry->staging->encodes();
+  const bool sums = levels.inner.size() > 1;  // before anything is encoded
   for (size_t begin = 0; begin < bytes; begin += slice) {
     const size_t size = std::min(slice, bytes - begin);
     Bucket& bucket = bucket_for(entry, size, fit);
     HierarchicalAllreduce& all_stages = open_stages(&bucket, levels, format, inside);
     if (on_device) {
       run.slots = entry->staging->slots(tensor, begin);
-      run.piece = Piece{run.slots, run.slots, size};
-      if (bucket.encoding.empty()) bucket.encoding.start(form_of(codec.kind), static_cast<float>(codec.scale));
+      if (bucket.encoding.empty()) bucket.encoding.start(form_of(codec), static_cast<float>(codec.scale));
       all_stages.use(&bucket.encoding);
+    }
+    if (on_device && !sums) {
+      run.piece = Piece{run.slots, run.slots, size};
     } else {
       bucket.add_piece(*entry, tensor, begin, size);
       run.piece = bucket.plan.pieces.back();
@@ -125,10 +132,31 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
       if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))
         bucket.residuals.push_back(entry->residuals);
     }
-    if (on_device && format->keeps_residual())
-      bucket.encoding.add(entry->staging.get(), tensor, begin, size, run.residual, entry->residuals->memory, run.carry);
-    else if (on_device) bucket.encoding.add(entry->staging.get(), tensor, begin, size, nullptr, nullptr, 1.0F);
     all_stages.add(run);
+    if (!on_device) continue;
+    cuda::Encoding::Part part;
+    part.staging = entry->staging.get();
+    part.tensor = tensor;
+    part.begin = begin;
+    part.bytes = size;
+    part.summed = sums;
+    if (format->keeps_residual()) {
+      part.residual = run.residual;
+      part.owner = entry->residuals->memory;
+      part.carry = run.carry;
+    }
+    if (!sums) {
+      bucket.encoding.add(part);
+      continue;
+    }
+    for (size_t at = 0; at < size; at += kWireChunk * element) {
+      if (!all_stages.carries(run, at / element)) continue;
+      cuda::Encoding::Part chunk = part;
+      chunk.begin += at;
+      chunk.bytes = std::min(kWireChunk * element, size - at);
+      if (part.residual != nullptr) chunk.residual += at / element;
+      bucket.encoding.add(chunk);
+    }
   }
 }
 

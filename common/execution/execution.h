@@ -174,7 +174,7 @@ class Execution {
   // The levels of tensors that are reduced on their devices: where NCCL has all ranks, those are one inner group.
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce that stay on their device here encoded by it? Other ranks need not know.
-  bool encodes_on_device(Entry* entry) PERSEUS_REQUIRES(progress_lock);
+  bool encodes_on_device(Entry* entry, bool sums_there) PERSEUS_REQUIRES(progress_lock);
   bool lock_pages(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce, which stay on their devices, reduced there?
   bool reduces_on_device(const Entry& entry) PERSEUS_REQUIRES(progress_lock);

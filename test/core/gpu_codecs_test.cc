@@ -26,7 +26,9 @@ std::vector<Form> forms() {
   return {
       {spec_of(CodecKind::kFloat16), cuda::ChunkForm::kFloat16},   {scaled_half(64), cuda::ChunkForm::kFloat16},
       {spec_of(CodecKind::kBFloat16), cuda::ChunkForm::kBFloat16}, {spec_of(CodecKind::kInt8), cuda::ChunkForm::kInt8},
-      {spec_of(CodecKind::kInt4), cuda::ChunkForm::kInt4},         {spec_of(CodecKind::kInt2), cuda::ChunkForm::kInt2}};
+      {spec_of(CodecKind::kInt4), cuda::ChunkForm::kInt4},         {spec_of(CodecKind::kInt2), cuda::ChunkForm::kInt2},
+      {top_k(0.01, false), cuda::ChunkForm::kTopK},                {top_k(0.02, true), cuda::ChunkForm::kTopKHalves},
+      {top_k(0.3, false), cuda::ChunkForm::kTopK},                 {top_k(0.2, true), cuda::ChunkForm::kTopKHalves}};
 }
 
 // A gradient on a GPU, and what its codec holds back in page-locked memory.
@@ -46,11 +48,24 @@ class OnGpu {
   }
   ~OnGpu() { device_.free(residual_, nullptr); }
 
+  // What the host makes of what the GPU has left.
+  std::vector<Byte> take_over(const WireFormat& codec) {
+    std::vector<Byte> taken(codec.most_bytes(count_));
+    if (!codec.selects()) {
+      taken.resize(codec.take_over(slot(), residual(), count_, taken.data()));
+      return taken;
+    }
+    perseus::ChunkSelection chunk{nullptr, residual(), nullptr, count_, slot()};
+    std::vector<uint16_t> indices;
+    codec.select(&chunk, 1, 1, &perseus::ThreadPool::none(), &indices);
+    taken.resize(codec.encode_selected(chunk, indices.data(), taken.data()));
+    return taken;
+  }
   float* residual() { return reinterpret_cast<float*>(residual_.data); }
   std::vector<float> held() { return std::vector<float>(residual(), residual() + count_); }
   Byte* slot() { return staging_.slots(0, 0); }
   void add_to(cuda::Encoding* encoding, bool keeps_residual, float carry) {
-    encoding->add(&staging_, 0, 0, in_.bytes(), keeps_residual ? residual() : nullptr, nullptr, carry);
+    encoding->add({&staging_, 0, 0, in_.bytes(), false, keeps_residual ? residual() : nullptr, nullptr, carry});
   }
   std::vector<float> result() {
     staging_.end(true);
@@ -110,8 +125,7 @@ TEST(GpuCodecs, ChunksAreThoseOfTheCpu) {
       for (size_t i = 0; i < on_gpu.size(); ++i) {
         const std::string text =
             perseus::codec_name(form.spec) + ", " + std::to_string(count) + " elements, values " + std::to_string(i);
-        std::vector<Byte> taken(codec->most_bytes(count));
-        taken.resize(codec->take_over(on_gpu[i].slot(), on_gpu[i].residual(), count, taken.data()));
+        const std::vector<Byte> taken = on_gpu[i].take_over(*codec);
         EXPECT_TRUE(taken == expected[i]) << text;
         EXPECT_TRUE(same_bits(on_gpu[i].held(), held[i])) << text << ": what is held back";
         // Results come in any form that a CPU gives them.
@@ -142,6 +156,7 @@ struct Plan {
   bool in_place = true;
   bool grouped = false;  // all gradients in one request
   bool repeats = false;  // steps are alike, so that they may get a schedule
+  double momentum = 0;
   std::function<bool(int rank)> on_cpu = [](int) { return false; };
   std::function<int(int step)> codec = [](int) { return PERSEUS_CODEC_SETTINGS; };
   // Which requests a rank submits, in which order; it waits for some before it submits the next ones.
@@ -253,6 +268,7 @@ Trained train(const Medium& medium, int ranks, const Plan& plan, const WorldOpti
               request.gradient_of = 1;
               request.codec = plan.codec(step);
               request.learning_rate = plan.learning_rate(step);
+              request.momentum = plan.momentum;
               tensors.place(&request);
               const Outcome outcome = submit(context, request, &handles.emplace_back());
               ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
@@ -309,6 +325,8 @@ TEST(GpuCodecs, GradientsAreThoseOfTheCpu) {
       {"PERSEUS_ALLREDUCE_CODEC=int2", "HOROVOD_FUSION_THRESHOLD=0"},
       {"PERSEUS_ALLREDUCE_CODEC=int8", "PERSEUS_ALLREDUCE_STREAMS=8", "HOROVOD_FUSION_THRESHOLD=65536"},
       {"PERSEUS_ALLREDUCE_DTYPE=2", "PERSEUS_ALLREDUCE_GRADIENT_SCALE=64"},
+      {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=0", "LIGHT_TOPK_RATIO=0.02", "LIGHT_TOPK_WARMUP_STEPS=2"},
+      {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=30000", "LIGHT_TOPK_FP16=1", "PERSEUS_CODEC_THREADS=3"},
   };
   for (size_t i = 0; i < settings.size(); ++i) {
     Plan plan;
@@ -336,12 +354,14 @@ TEST(GpuCodecs, RanksOnCpusAndGpusMeet) {
   Plan plan;
   plan.on_cpu = [](int rank) { return rank == 1; };
   compare(kTcp, 3, plan, {"PERSEUS_ALLREDUCE_CODEC=int8"}, "mixed, int8");
+  compare(kTcp, 3, plan, {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=0"}, "mixed, top-k");
   compare(kTcp, 2, plan, {}, "mixed, float16");
 }
 
 // One rank's gradients overflow in a step: the chunk travels as it is, and nothing of the others is lost.
 TEST(GpuCodecs, WhatIsNotFinitePasses) {
-  for (const char* codec : {"int8", "int2", ""}) {
+  for (const char* setting :
+       {"PERSEUS_ALLREDUCE_CODEC=int8", "PERSEUS_ALLREDUCE_CODEC=int2", "LIGHT_TOPK_ALLREDUCE=1", ""}) {
     Plan plan;
     plan.counts = {20'000, 300, 40'000};
     plan.steps = 4;
@@ -349,9 +369,9 @@ TEST(GpuCodecs, WhatIsNotFinitePasses) {
       if (rank == 0 && step == 1 && tensor != 1) (*x)[17'000] = std::numeric_limits<float>::infinity();
       if (rank == 1 && step == 2 && tensor == 1) (*x)[299] = std::numeric_limits<float>::quiet_NaN();
     };
-    std::vector<std::string> settings;
-    if (*codec != '\0') settings.push_back(std::string("PERSEUS_ALLREDUCE_CODEC=") + codec);
-    compare(kTcp, 2, plan, settings, std::string("not finite ") + codec);
+    std::vector<std::string> settings = {"LIGHT_TOPK_THRESHOLD=0"};
+    if (*setting != '\0') settings.emplace_back(setting);
+    compare(kTcp, 2, plan, settings, std::string("not finite ") + setting);
   }
 }
 
@@ -363,10 +383,10 @@ TEST(GpuCodecs, WhatIsHeldBackGoesOnWithAnotherRateAndCodec) {
   plan.steps = 6;
   plan.learning_rate = [](int step) { return step < 3 ? 0.1 : 0.03; };
   compare(kTcp, 2, plan, {"PERSEUS_ALLREDUCE_CODEC=int4"}, "rates");
-  const int codecs[] = {PERSEUS_CODEC_INT8, PERSEUS_CODEC_INT8,  PERSEUS_CODEC_FLOAT16,
-                        PERSEUS_CODEC_INT2, PERSEUS_CODEC_TOP_K, PERSEUS_CODEC_BFLOAT16};
+  const int codecs[] = {PERSEUS_CODEC_INT8, PERSEUS_CODEC_TOP_K,  PERSEUS_CODEC_FLOAT16,
+                        PERSEUS_CODEC_INT2, PERSEUS_CODEC_ROTATE, PERSEUS_CODEC_BFLOAT16};
   plan.codec = [&](int step) { return codecs[step]; };
-  compare(kTcp, 2, plan, {}, "codecs");
+  compare(kTcp, 2, plan, {"LIGHT_TOPK_THRESHOLD=0"}, "codecs");
 }
 
 // Of what GPUs do not encode, nothing changes.
@@ -374,10 +394,13 @@ TEST(GpuCodecs, OthersGoThroughHostMemory) {
   Plan plan;
   plan.counts = {20'000, 3'000};
   plan.steps = 2;
+  plan.momentum = 0.9;
   for (const std::vector<std::string>& settings :
        std::vector<std::vector<std::string>>{{"PERSEUS_ALLREDUCE_DTYPE=1"},
                                              {"PERSEUS_ALLREDUCE_DTYPE=0"},
                                              {"PERSEUS_ALLREDUCE_CODEC=lossless"},
+                                             {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=0",
+                                              "LIGHT_TOPK_MOMENTUM_CORRECTION=1"},
                                              {"PERSEUS_ALLREDUCE_NANCHECK=1"},
                                              {"PERSEUS_ACCUMULATE_N_STEPS=2"}}) {
     const Trained without = train(kTcp, 2, plan, each_rank_a_host(settings));
@@ -424,8 +447,9 @@ TEST(GpuCodecs, ASchedulesBatchesAreRolledBack) {
     if (step % 8 != 7) return {{0}, {1}, {2}, {3}, {4}};
     return rank == 0 ? Plan::Order{{0, 1, 2, 3, 4}} : Plan::Order{{3}, {0, 1, 2, 4}};
   };
-  for (const char* codec : {"int8", "int2"})
-    compare(kTcp, 2, plan, {"PERSEUS_OFFLINE_NEG=1", std::string("PERSEUS_ALLREDUCE_CODEC=") + codec}, codec);
+  for (const char* setting :
+       {"PERSEUS_ALLREDUCE_CODEC=int8", "PERSEUS_ALLREDUCE_CODEC=int2", "LIGHT_TOPK_ALLREDUCE=1"})
+    compare(kTcp, 2, plan, {"PERSEUS_OFFLINE_NEG=1", "LIGHT_TOPK_THRESHOLD=0", setting}, setting);
 }
 
 // ---- what fails ----------------------------------------------------------------------------------------------------

@@ -183,6 +183,60 @@ TEST(Nccl, GradientsBetweenHostsAreThoseOfTheirMemory) {
   }
 }
 
+// A GPU encodes its shard of what NCCL has summed: the bytes are those of its CPU.
+TEST(Nccl, GpusEncodeTheirShards) {
+  std::vector<int64_t> counts = {7, 70'000, 1, 100'001, 16'384, 999, 300'001, 50'000};
+  if (thin_grid()) counts = {70'000, 1, 16'384, 999};
+  const std::vector<std::vector<std::string>> codecs = {
+      {},
+      {"PERSEUS_ALLREDUCE_CODEC=int8"},
+      {"PERSEUS_ALLREDUCE_CODEC=int2", "PERSEUS_ALLREDUCE_STREAMS=1", "HOROVOD_FUSION_THRESHOLD=0"},
+      {"PERSEUS_ALLREDUCE_CODEC=int4", "PERSEUS_ALLREDUCE_STREAMS=8", "HOROVOD_FUSION_THRESHOLD=65536"},
+      {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=0", "LIGHT_TOPK_WARMUP_STEPS=0"},
+      {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=70000"},  // the others travel as float16
+  };
+  for (const std::vector<std::string>& codec : codecs) {
+    std::vector<std::string> encoded = codec;
+    encoded.emplace_back("PERSEUS_GPU_CODECS=1");
+    const std::string text = codec.empty() ? "default" : codec[0];
+    const int before = standin_chunk_launches();
+    const Training by_cpus = train(4, counts, hosts_of_two(codec));
+    EXPECT_EQ(standin_chunk_launches(), before) << text;
+    const int blocking = standin_blocking_calls();
+    const Training by_gpus = train(4, counts, hosts_of_two(encoded));
+    EXPECT_EQ(standin_blocking_calls(), blocking) << text << ": the host waited for the GPU";
+    EXPECT_GT(standin_chunk_launches(), before) << text;
+    EXPECT_GT(by_gpus.nccl_calls, 0) << text;
+    for (size_t rank = 0; rank < 4; ++rank)
+      EXPECT_TRUE(by_gpus.results[rank] == by_cpus.results[rank]) << text << ", rank " << rank;
+  }
+}
+
+// Without NCCL's sums the shards go through the host before they are encoded, and so do the results.
+TEST(Nccl, GpusEncodeTheirShardsOfWhatTheHostSums) {
+  const std::vector<int64_t> counts = {70'000, 999, 16'384};
+  const std::vector<std::string> codec = {"PERSEUS_ALLREDUCE_CODEC=int8", "PERSEUS_ALLREDUCE_STREAMS=1"};
+  std::vector<std::string> encoded = codec;
+  encoded.emplace_back("PERSEUS_GPU_CODECS=1");
+  const Training expected = train(4, counts, hosts_of_two(codec));
+  const int before = standin_chunk_launches();
+  testing::internal::CaptureStderr();
+  standin_nccl_fail_init(2);
+  const Training refused = train(4, counts, hosts_of_two(encoded));
+  standin_nccl_fail_init(0);
+  standin_allow_device_memory(4 * static_cast<int>(counts.size()));  // for the gradients
+  const Training full = train(4, counts, hosts_of_two(encoded));
+  standin_allow_device_memory(1 << 30);
+  testing::internal::GetCapturedStderr();
+  EXPECT_GT(standin_chunk_launches(), before);
+  EXPECT_EQ(refused.nccl_calls, 0);
+  EXPECT_EQ(full.nccl_calls, 0);
+  for (size_t rank = 0; rank < 4; ++rank) {
+    EXPECT_TRUE(refused.results[rank] == expected.results[rank]) << "rank " << rank;
+    EXPECT_TRUE(full.results[rank] == expected.results[rank]) << "rank " << rank;
+  }
+}
+
 // Where NCCL has all ranks, hosts make no difference.
 TEST(Nccl, SumsBetweenHostsIfAsked) {
   const std::string everywhere = "PERSEUS_GPU_OPERATIONS=nccl";

@@ -58,6 +58,7 @@ Kernel kernels[] = {
     {"perseus_largest", sizeof(ChunkList), on_chunks<perseus_largest>},
     {"perseus_encode_halves", sizeof(ChunkList), on_chunks<perseus_encode_halves>},
     {"perseus_encode_integers", sizeof(ChunkList), on_chunks<perseus_encode_integers>},
+    {"perseus_accumulate", sizeof(ChunkList), on_chunks<perseus_accumulate>},
     {"perseus_decode", sizeof(ChunkList), on_chunks<perseus_decode>}};
 
 std::atomic<int> chunk_launches{0};
@@ -114,7 +115,8 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
     return kInvalidValue;
   standin_note_call();
   const Kernel* const kernel = static_cast<const Kernel*>(function);
-  const bool encodes = std::strncmp(kernel->name, "perseus_encode", std::strlen("perseus_encode")) == 0;
+  const bool encodes = std::strncmp(kernel->name, "perseus_encode", std::strlen("perseus_encode")) == 0 ||
+                       std::strcmp(kernel->name, "perseus_accumulate") == 0;
   if (encodes && static_cast<const ChunkList*>(parameters[0])->count > 0) ++chunk_launches;
   auto launch = std::make_unique<Launch>();
   launch->kernel = kernel;

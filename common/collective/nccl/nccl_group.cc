@@ -2,6 +2,7 @@
 #include "collective/nccl/nccl_group.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/error.h"
 
@@ -102,14 +103,18 @@ bool NcclGroup::prepare() {
     return false;
   }
   if (plan().collective == Collective::kSpread) {
-    // Our part, from the image.
+    // Our part, from the image or from where a kernel before has decoded it.
     Byte* to = part(communicator_.me());
     for (const Piece& piece : plan().pieces) {
-      copies_.add(to, piece.in, piece.bytes);
+      const cuda::Images::Place place = work_.images->at(piece.in);
+      if (place.has_image) copies_.add(to, piece.in, piece.bytes);
+      else moves_.add(to, place.out, piece.bytes);
       to += piece.bytes;
     }
     copies_.store(device().to_device());
     wait_for(communicator_.stream(), device().to_device());
+    moves_.move(device(), communicator_.stream());
+    last_ = device().record(communicator_.stream());
     return true;
   }
   // Everybody's parts, each from its beginning.
@@ -122,12 +127,12 @@ bool NcclGroup::prepare() {
         in_part = 0;
       }
       const size_t run = parted ? std::min(piece.bytes - done, plan().parts[member] - in_part) : piece.bytes;
-      copies_.add(part(static_cast<int>(member)) + in_part, from + done, run);
+      moves_.add(part(static_cast<int>(member)) + in_part, from + done, run);
       in_part += run;
       done += run;
     }
   }
-  copies_.move(device(), communicator_.stream());
+  moves_.move(device(), communicator_.stream());
   last_ = device().record(communicator_.stream());
   return true;
 }
@@ -159,16 +164,19 @@ void NcclGroup::launch() {
   phase_ = Phase::kEnqueued;
 }
 
-// Our part of a sum goes to the image; all others stay on the device.
+// Our part of a sum goes to the image, where there is one; all others stay on the device.
 void NcclGroup::take_results() {
   const cuda::Device::Current current(device());
   if (plan().collective == Collective::kReduceScatter) {
-    wait_for(communicator_.to_host(), communicator_.stream());
     const Byte* from = part(communicator_.me());
     for (const Piece& piece : plan().result) {
-      copies_.add(piece.out, from, piece.bytes);
+      const cuda::Images::Place place = work_.images->at(piece.out);
+      if (place.has_image) copies_.add(piece.out, from, piece.bytes);
+      else moves_.add(place.out, from, piece.bytes);
       from += piece.bytes;
     }
+    moves_.move(device(), communicator_.stream());
+    wait_for(communicator_.to_host(), communicator_.stream());
     copies_.load(communicator_.to_host());
     last_ = device().record(communicator_.to_host());
     return;
@@ -183,33 +191,58 @@ void NcclGroup::take_results() {
         in_part = 0;
       }
       const size_t run = parted ? std::min(piece.bytes - done, plan().parts[member] - in_part) : piece.bytes;
-      copies_.add(to + done, part(static_cast<int>(member)) + in_part, run);
+      moves_.add(to + done, part(static_cast<int>(member)) + in_part, run);
       in_part += run;
       done += run;
     }
   }
-  copies_.move(device(), communicator_.stream());
+  moves_.move(device(), communicator_.stream());
   last_ = device().record(communicator_.stream());
 }
 
+// Pieces without images get a place in a block.
 void NcclGroup::begin_on_host() {
   const cuda::Device::Current current(device());
   // What was packed in vain may still be under way.
   if (last_) wait_for(communicator_.to_host(), communicator_.stream());
-  const ExchangePlan& tensors = plan();
-  if (tensors.collective == Collective::kAllreduce) {
-    on_block_ = tensors;
-    block_ = device().allocate(tensors.bytes());
-    Byte* at = block_.data;
-    for (Piece& piece : on_block_.pieces) {
-      copies_.add(at, work_.images->at(piece.in).in, piece.bytes);
-      piece.in = piece.out = at;
+  const bool spreads = plan().collective == Collective::kSpread;
+  const auto has_image = [this](const Byte* address) PERSEUS_REQUIRES(progress_lock) {
+    return work_.images->at(address).has_image;
+  };
+  // Where a member's part begins, in all of them.
+  const auto begin_of = [this](int member) PERSEUS_REQUIRES(progress_lock) {
+    return std::accumulate(plan().parts.begin(), plan().parts.begin() + member, size_t{0});
+  };
+  on_block_ = plan();
+  size_t bytes = 0;
+  for (const Piece& piece : plan().pieces) bytes += has_image(piece.in) ? 0 : piece.bytes;
+  for (const Piece& piece : plan().result) bytes += has_image(piece.out) ? 0 : piece.bytes;
+  if (bytes > 0) block_ = device().allocate(bytes);
+  Byte* at = block_.data;
+  for (Piece& piece : on_block_.pieces) {
+    const cuda::Images::Place place = work_.images->at(piece.in);
+    if (!place.has_image) {
+      piece.in = at;
+      if (piece.out != nullptr) piece.out = at;
       at += piece.bytes;
     }
-  } else if (tensors.collective == Collective::kReduceScatter) {
-    for (const Piece& piece : tensors.pieces)
-      copies_.add(const_cast<Byte*>(piece.in), work_.images->at(piece.in).in, piece.bytes);
+    if (!place.has_image || !spreads)
+      copies_.add(const_cast<Byte*>(piece.in), spreads ? place.out : place.in, piece.bytes);
   }
+  // What is spread is our own part's result where it is.
+  Byte* own = block_.data;
+  const size_t own_begin = spreads ? begin_of(communicator_.me()) : 0,
+               own_end = spreads ? begin_of(communicator_.me() + 1) : 0;
+  size_t begin = 0;
+  for (Piece& piece : on_block_.result) {
+    const bool is_own = begin >= own_begin && begin < own_end;
+    begin += piece.bytes;
+    if (has_image(piece.out)) continue;
+    Byte*& next = is_own ? own : at;
+    piece.out = next;
+    next += piece.bytes;
+  }
+  if (spreads) wait_for(communicator_.to_host(), device().to_device());  // what kernels have decoded
   copies_.load(communicator_.to_host());
   last_ = device().record(communicator_.to_host());
   phase_ = Phase::kLoad;
@@ -217,22 +250,21 @@ void NcclGroup::begin_on_host() {
 
 void NcclGroup::begin_exchange() {
   Work work = work_;
-  if (plan().collective == Collective::kAllreduce) work.plan = &on_block_;
+  work.plan = &on_block_;
   on_host_ = &host_.plan(work);
   phase_ = Phase::kHost;
 }
 
 void NcclGroup::finish_on_host() {
   on_host_ = nullptr;
-  if (plan().collective == Collective::kReduceScatter) return end();
   const cuda::Device::Current current(device());
-  if (plan().collective == Collective::kSpread) {
-    for (const Piece& piece : plan().result) copies_.add(work_.images->at(piece.out).out, piece.out, piece.bytes);
-  } else {
-    for (size_t i = 0; i < plan().pieces.size(); ++i) {
-      const Piece& piece = plan().pieces[i];
-      copies_.add(work_.images->at(piece.out).out, on_block_.pieces[i].out, piece.bytes);
-    }
+  const bool summed = plan().collective == Collective::kReduceScatter;  // of which images have our part
+  const bool parted = plan().collective != Collective::kAllreduce;
+  const std::vector<Piece>& planned = parted ? plan().result : plan().pieces;
+  const std::vector<Piece>& moved = parted ? on_block_.result : on_block_.pieces;
+  for (size_t i = 0; i < planned.size(); ++i) {
+    const cuda::Images::Place place = work_.images->at(planned[i].out);
+    if (!place.has_image || !summed) copies_.add(place.out, moved[i].out, planned[i].bytes);
   }
   copies_.store(device().to_device());
   last_ = device().record(device().to_device());
@@ -255,6 +287,7 @@ void NcclGroup::abort() noexcept {
   // What NCCL does is that of all streams, which end together.
   const bool over = communicator_.abort();
   copies_.clear();
+  moves_.clear();
   try {
     if (last_ && over) last_->wait();
   } catch (const std::exception&) {

@@ -1,7 +1,8 @@
 // The Group of members that NCCL joins, for tensors that stay on their GPUs: NCCL sums them there. Of an allreduce in
 // stages every member's shard of the sum then goes to the image in host memory, where the exchange between hosts reads
-// it, and what comes back is spread by NCCL again. Where NCCL does not join the members, the same work is done on
-// images of everything by another Group.
+// it, and what comes back is spread by NCCL again. A shard without an image stays on its GPU between the two, which
+// encodes it there (cuda/encoding.h). Where NCCL does not join the members, the same work is done on images of
+// everything by another Group.
 #pragma once
 
 #include <memory>
@@ -63,10 +64,11 @@ class NcclGroup final : public Group, private Operation {
   size_t part_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   cuda::DeviceMemory memory_ PERSEUS_GUARDED_BY(progress_lock);
   Byte* memory_at_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
-  cuda::Copies copies_ PERSEUS_GUARDED_BY(progress_lock);
+  cuda::Copies copies_ PERSEUS_GUARDED_BY(progress_lock);  // from or to the host
+  cuda::Copies moves_ PERSEUS_GUARDED_BY(progress_lock);   // on the device
   std::shared_ptr<const cuda::Event> last_ PERSEUS_GUARDED_BY(progress_lock);  // behind all that was given to streams
   Operation* on_host_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
-  // Of an allreduce on the host, whose tensors have no images.
+  // Of what goes through the host and has no images.
   ExchangePlan on_block_ PERSEUS_GUARDED_BY(progress_lock);
   cuda::Device::Block block_ PERSEUS_GUARDED_BY(progress_lock);
 };

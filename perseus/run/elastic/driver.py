@@ -262,7 +262,9 @@ class ElasticLauncher(Launcher):
             return
         process.is_stopped = state.is_stopped
         if state.ticks > process.ticks:  # it works, even if it cannot answer
-            process.ticks, process.heard_at = state.ticks, time.monotonic()
+            process.ticks = state.ticks
+            if not state.is_stopped:
+                process.heard_at = time.monotonic()
 
     def _on_control(self, number: int, data: bytes) -> None:
         process = self._processes.get(number)
