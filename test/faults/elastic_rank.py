@@ -23,6 +23,7 @@ meet, halt: rank 2 kills or stops itself when it has met the others of the first
     of them know that.
 early, last: the third process ends before it joins, before or after the others have asked to join.
 slow: the third process takes 5 s to load.
+asleep: the first process that comes after another one was killed stops itself before it joins.
 thread: a rank of localhost has a thread that does not end.
 sets: there are the process sets 0, 2 and 1, 2; of each, all ranks print the ranks and their sum.
 status: rank 1 ends with exit status 7 after its last step, 2 s before the others.
@@ -127,6 +128,8 @@ def marked(name: str) -> bool:
 QUIRK = PLAN.get("quirk")
 if QUIRK == "late" and (DIRECTORY / "event.0").exists() and not marked("late"):
     sys.exit(0)
+if QUIRK == "asleep" and (DIRECTORY / "event.0").exists() and not marked("asleep"):
+    os.kill(os.getpid(), signal.SIGSTOP)
 if QUIRK in ("start", "pause") and os.environ["HOROVOD_LOCAL_RANK"] == "2":
     number = signal.SIGKILL if QUIRK == "start" else signal.SIGSTOP
     basics._connect = lambda *_: os.kill(os.getpid(), number)

@@ -20,7 +20,7 @@ from perseus.run.bootstrap.addresses import source_address
 from perseus.run.elastic.discovery import Watch
 from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.elastic.feeds import Feeds
-from perseus.run.elastic.late import Questions
+from perseus.run.elastic.late import Loading, Questions
 from perseus.run.elastic.process import Process, what_happened
 from perseus.run.elastic.ranking import Candidate, ranked
 from perseus.run.elastic.slots import Place, UsableSlots
@@ -35,7 +35,7 @@ _REPEAT_NEWS_SECONDS = 2.0  # a rank that is between two worlds forgets news
 # How long a host may not answer while ranks wait for it, if others are enough for a world without
 # it: where its ranks can come back as new ones, that costs less than all that wait; where they
 # cannot, it is for ever.
-_UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 1.0, 8.0
+_UNREACHABLE_SECONDS, _UNREACHABLE_FOR_EVER_SECONDS = 0.75, 8.0
 _REMOVED, _ADDED = 1, 2  # of perseus.elastic.HostUpdateResult, which the launcher does not import
 _WORLD = "world"  # the job of basics.init()
 _NO_STATE = "No hosts from previous set remaining: nobody has the training's state"
@@ -67,6 +67,7 @@ class ElasticLauncher(Launcher):
         self._news: tuple[frozenset[int], frozenset[int]] = frozenset(), frozenset()
         self._news_at = 0.0
         self._questions = Questions(self._tell, self._print)
+        self._watches_loading = Loading(self._print)
         self._feeds = Feeds(self._tell)
         self._is_feeding = False  # when there were news last
         self._begun_at = 0.0
@@ -115,6 +116,8 @@ class ElasticLauncher(Launcher):
             found.append(back)
         if any(self._news):
             found.append(self._news_at + _REPEAT_NEWS_SECONDS)
+        if self._loading():
+            found.append(self._watches_loading.next_at)
         if self._late():
             found.append(self._questions.next_at())
         elif not all(each.has_begun for each in self._members()):
@@ -146,6 +149,7 @@ class ElasticLauncher(Launcher):
         else:
             self._check_patience(now)
         self._send_news(now)
+        self._watches_loading.look(self._loading(), now)
         self._ask_late(now)
 
     def _has_hosts(self, now: float) -> bool:
@@ -495,9 +499,7 @@ class ElasticLauncher(Launcher):
         new = [each for each in self._candidates() if each.epoch != self._epoch]
         training = [each for each in members if each.request is None and each.has_begun]
         if len(training) == len(members):
-            others = [each for each in self._processes.values() if each.epoch != self._epoch]
-            loading = [each for each in others if each.request is None and not each.dismissed]
-            self._feeds.begin(training, new, loading, now)
+            self._feeds.begin(training, new, self._loading(), now)
         feeding = self._feeds.are_under_way(self._processes.values(), now)
         news = removed, frozenset(each.number for each in new)
         is_new = bool(frozenset().union(*news) - frozenset().union(*self._news))
@@ -511,6 +513,15 @@ class ElasticLauncher(Launcher):
         for process in members:
             if process.request is None:
                 self._tell(process, words.News(time.monotonic(), change, feeding))
+
+    def _loading(self) -> list[Process]:
+        """Return the processes that have been started and have not asked for a world yet."""
+        return [
+            each
+            for each in self._processes.values()
+            if each.epoch < 0 and each.request is None and each.host.given_job
+            if not each.dismissed and not each.is_killed
+        ]
 
     def _late(self) -> list[Process]:
         """Return the ranks for which others wait that have left the world, or cannot begin it."""

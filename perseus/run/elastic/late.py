@@ -1,7 +1,4 @@
-"""Ranks for which others wait between two worlds: whether they live is asked, and some are killed.
-
-Single-threaded.
-"""
+"""Processes that are late: whether they live is asked, and some are killed. Single-threaded."""
 
 from __future__ import annotations
 
@@ -16,10 +13,40 @@ _ASK_SECONDS = 0.25
 # not go on by itself; others may wait for a disk.
 _STOPPED_SECONDS, _DEAF_SECONDS = _ASK_SECONDS, 30.0
 _WARN_SECONDS = 30.0
+# Nobody waits for a process that loads, but its slot is lost as long as it is stopped.
+_LOOK_SECONDS, _STOPPED_LOADING_SECONDS = 0.5, 2.0
+
+
+class Loading:
+    """Looks after processes that have not asked for a world yet.
+
+    show: prints a line of the launcher's own.
+    """
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        self.next_at = 0.0  # when to look again
+
+    def look(self, loading: list[Process], now: float) -> None:
+        """Kill those that are stopped, and do not go on by themselves."""
+        if now < self.next_at:
+            return
+        self.next_at = now + _LOOK_SECONDS
+        for process in loading:
+            if not process.is_stopped:
+                process.heard_at = now
+            if now >= process.heard_at + _STOPPED_LOADING_SECONDS:
+                self._show(
+                    f"{process.name} is stopped (SIGSTOP) and has not asked for a world: it is "
+                    f"killed"
+                )
+                process.kill()
+            else:
+                process.host.send(b"STATE %d\n" % process.number)
 
 
 class Questions:
-    """What late ranks are asked, as long as there are any.
+    """What ranks are asked for which others wait between two worlds, as long as there are any.
 
     tell: sends a message to a process. show: prints a line of the launcher's own.
     """
