@@ -118,6 +118,7 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       topology_(config),
       nan_check_(config.flag(Var::kNanCheck), config.choice<NanAction>()),
       perf_check_(config.integer(Var::kPerfCheckSteps)),
+      nccl_order_(order_of_nccl()),
       point_to_point_(
           world_,
           [this](int peer)
@@ -158,6 +159,26 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   std::vector<int> all(static_cast<size_t>(world_.size));
   for (int rank = 0; rank < world_.size; ++rank) all[rank] = rank;
   add_group(0, std::move(all));
+}
+
+// Of all ranks where NCCL joins those of several hosts, else of those of this host.
+NcclOrder::Settings Engine::order_of_nccl() {
+  NcclOrder::Settings settings;
+  settings.rank = world_.rank;
+  settings.ranks = [this] {
+    const bool everywhere = execution_settings_.gpu_operations == GpuOperations::kNccl;
+    std::vector<int> ranks;
+    for (int rank = 0; rank < world_.size; ++rank)
+      if (everywhere || !topology_.spans_nodes({rank, world_.rank})) ranks.push_back(rank);
+    return ranks;
+  };
+  settings.epoch = world_.epoch;
+  settings.link_to = [this](int rank) PERSEUS_REQUIRES(progress_lock) -> Link& {
+    return route_[rank]->link(rank, kNcclOrderChannel);
+  };
+  settings.call = [this](int rank) PERSEUS_REQUIRES(progress_lock) { call_about_nccl(rank); };
+  settings.left_why = [this] { return shutdown_text(); };
+  return settings;
 }
 
 Engine::~Engine() {
@@ -202,6 +223,7 @@ std::shared_ptr<ProcessSet> Engine::make_group(int id, uint32_t channels, const 
           PERSEUS_REQUIRES(progress_lock) -> Link& { return route_[rank]->link(rank, channel); },
       [this, id](uint32_t stream)
           PERSEUS_REQUIRES(progress_lock) { return id == 0 && mpi_ ? mpi_->group(stream) : nullptr; },
+      &nccl_order_,
       [this, id] {
         Entry* entry = take_entry();
         entry->group = id;
@@ -280,6 +302,7 @@ bool Engine::advance(bool eager) {
   read_peer_events();
   if (!failed_.load(std::memory_order_relaxed)) {
     if (!removed_.empty()) forget_removed();
+    moved |= nccl_order_.step();
     if (loading_.any() && now >= look_again_ns_) moved |= announce_computed(now, eager);
     else if (loading_.any()) waker_->arm_timer(kPollDevice);
     for (auto& [id, group] : groups_) {

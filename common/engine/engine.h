@@ -216,6 +216,7 @@ class Engine final : private ProgressWork {
   void finish(Entry* entry, const Status& status) PERSEUS_REQUIRES(progress_lock);
   Status change_groups(const Entry& entry, Output* output) PERSEUS_REQUIRES(progress_lock);
   void add_group(int id, std::vector<int> ranks) PERSEUS_REQUIRES(progress_lock);
+  NcclOrder::Settings order_of_nccl();
   std::shared_ptr<ProcessSet> make_group(int id, uint32_t channels, const std::vector<int>& ranks)
       PERSEUS_REQUIRES(progress_lock);
   void count() PERSEUS_REQUIRES(progress_lock);
@@ -229,6 +230,7 @@ class Engine final : private ProgressWork {
   void on_peer_event(const PeerEvent& event) PERSEUS_REQUIRES(progress_lock);
   void on_goodbye(int peer, const std::string& rounds) PERSEUS_REQUIRES(progress_lock);
   void tell_of_link(int peer) PERSEUS_REQUIRES(progress_lock);
+  void call_about_nccl(int peer) PERSEUS_REQUIRES(progress_lock);
   void forget_removed() PERSEUS_REQUIRES(progress_lock);
   void housekeeping(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_liveness(int64_t now) PERSEUS_REQUIRES(progress_lock);
@@ -285,6 +287,7 @@ class Engine final : private ProgressWork {
   SilentBatch silent_batch_;
   Callers callers_;
 
+  NcclOrder nccl_order_;           // outlives process sets
   std::unique_ptr<MpiWorld> mpi_;  // set once, before anything is submitted
   mutable Mutex groups_mutex_;
   // Written under groups_mutex_ with the progress lock; read under either. groups_ holds those this rank is a member

@@ -48,7 +48,7 @@ std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, in
 
 ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch,
                        const ExecutionSettings& settings, int64_t cycle_ns, LinkTo link_to, Preferred preferred,
-                       MakeEntry make_entry, Execution::OutputsOf outputs_of, Negotiation::Awaited awaited)
+                       NcclOrder* nccl_order, MakeEntry make_entry, Execution::OutputsOf outputs_of, Negotiation::Awaited awaited)
     : id_(id),
       ranks_(std::move(ranks)),
       me_(index_in(ranks_, my_rank)),
@@ -59,7 +59,9 @@ ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_
       link_to_(std::move(link_to)),
       topology_(settings.topology),
       gpu_operations_(settings.gpu_operations),
-      communicator_(nccl_settings(settings), [this]() PERSEUS_REQUIRES(progress_lock) { return letters_about_nccl(); }),
+      nccl_order_(*nccl_order),
+      communicator_(nccl_settings(settings), nccl_order, id,
+                    [this]() PERSEUS_REQUIRES(progress_lock) { return letters_about_nccl(); }),
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to_), dissemination_links(ranks_, me_, -1, id, link_to_),
              static_cast<int>(ranks_.size()), me_, epoch, id),
@@ -72,13 +74,17 @@ int ProcessSet::streams(const ExecutionSettings& settings) {
 }
 
 bool ProcessSet::keeps_on(int device) {
-  return gpu_operations_ != GpuOperations::kPerseus && nccl_members().size() > 1 && communicator_.takes(device);
+  if (gpu_operations_ == GpuOperations::kPerseus || nccl_members().size() == 1) return false;
+  return nccl_serves_ && communicator_.takes(device);
 }
 
 const Levels& ProcessSet::levels() const {
   std::call_once(levels_known_, [this] {
     levels_ = topology_->of(ranks_, me_);
     nccl_members_ = levels_.members_of(gpu_operations_ == GpuOperations::kNccl ? Level::kAll : Level::kInner);
+    std::vector<int> joined;
+    for (const int member : nccl_members_) joined.push_back(ranks_[static_cast<size_t>(member)]);
+    nccl_serves_ = nccl_order_.serves(joined);
   });
   return levels_;
 }
@@ -87,6 +93,7 @@ NcclSettings ProcessSet::nccl_settings(const ExecutionSettings& settings) const 
   NcclSettings nccl;
   nccl.library = settings.nccl_library;
   nccl.of_whom = gpu_operations_ == GpuOperations::kNccl ? "of all hosts" : "of this host";
+  nccl.rank_of = [this](int member) { return ranks_[static_cast<size_t>(nccl_members()[static_cast<size_t>(member)])]; };
   nccl.join_ns = settings.timeout_ns / 2;
   nccl.poll = settings.poll;
   // Ranks of a host mostly have the same reason, so one of them gives it.

@@ -25,7 +25,7 @@ class ProcessSet {
   using Preferred = std::function<std::unique_ptr<Group>(uint32_t stream)>;
 
   ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
-             int64_t cycle_ns, LinkTo link_to, Preferred preferred, MakeEntry make_entry,
+             int64_t cycle_ns, LinkTo link_to, Preferred preferred, NcclOrder* nccl_order, MakeEntry make_entry,
              Execution::OutputsOf outputs_of, Negotiation::Awaited awaited);
 
   // How many streams a process set with these settings may use.
@@ -119,6 +119,8 @@ class ProcessSet {
   mutable std::once_flag levels_known_;
   mutable Levels levels_;
   mutable std::vector<int> nccl_members_;
+  mutable bool nccl_serves_ = false;
+  NcclOrder& nccl_order_;
   NcclCommunicator communicator_;  // outlives groups, which use it
   Negotiation negotiation_;
   Round round_ PERSEUS_GUARDED_BY(progress_lock);

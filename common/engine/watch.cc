@@ -16,6 +16,7 @@ constexpr char kAbortMessage = 'A';    // followed by the cause
 constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
 constexpr char kAwaitMessage = 'W';    // the sender waits until the receiver submits: followed by what
 constexpr char kLinkMessage = 'L';     // the sender has made its end of the link for sends and receives
+constexpr char kNcclMessage = 'N';    // the sender has made its end of the link for turns of NCCL
 constexpr char kUnusedMessage = 'U';   // the sender no longer uses these channels, of a removed process set
 constexpr int64_t kDrainTime = 10 * kSecond;
 // What has been submitted later is probably not waited for.
@@ -79,10 +80,14 @@ void Engine::on_peer_event(const PeerEvent& event) {
     on_awaited(event.peer, event.text.substr(1));
   } else if (!event.text.empty() && event.text[0] == kLinkMessage) {
     if (!failed_.load(std::memory_order_relaxed)) point_to_point_.on_link_made(event.peer);
+  } else if (!event.text.empty() && event.text[0] == kNcclMessage) {
+    if (!failed_.load(std::memory_order_relaxed)) nccl_order_.on_called(event.peer);
   } else if (!event.text.empty() && event.text[0] == kUnusedMessage) {
     unused_by_.emplace(static_cast<uint32_t>(std::strtoul(event.text.c_str() + 1, nullptr, 10)), event.peer);
   }
 }
+
+void Engine::call_about_nccl(int peer) { route_[peer]->send_control_message(peer, std::string(1, kNcclMessage)); }
 
 void Engine::tell_of_link(int peer) { route_[peer]->send_control_message(peer, std::string(1, kLinkMessage)); }
 
@@ -117,6 +122,7 @@ void Engine::on_goodbye(int peer, const std::string& rounds) {
   stream >> first;
   if (first_left_ < 0) first_left_ = first < 0 || first >= world_.size ? peer : first;
   point_to_point_.on_left(peer);
+  nccl_order_.on_left(peer);
   closing_.store(true, std::memory_order_release);
   uint32_t channels;
   uint64_t round;
@@ -377,7 +383,7 @@ void Engine::give_up(ProcessSet* group, const Status& status) {
 // While closing: rounds that all ranks take part in are finished, and what they made ready; the rest fails.
 void Engine::wind_down() {
   if (failed_.load(std::memory_order_relaxed)) return;
-  bool moving = point_to_point_.moving();
+  bool moving = point_to_point_.moving() || nccl_order_.waits();
   for (auto& [id, group] : groups_) {
     group->close();
     const auto last = last_rounds_.find(group->id());

@@ -81,6 +81,56 @@ TEST(NcclFaults, AnAbortThatHangsHoldsNobody) {
   while (standin_nccl_communicators() > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
+// Collectives of several process sets are behind each other on a GPU, and all of them end.
+TEST(NcclFaults, CollectivesOfSeveralProcessSetsAreGivenUp) {
+  const std::vector<std::vector<int>> sets = {{0, 1}, {0, 2}, {1, 2}};
+  std::vector<std::unique_ptr<Operation>> sums;
+  sums.push_back(sum_of("world", 3, 1000));
+  for (size_t i = 0; i < sets.size(); ++i) {
+    sums.push_back(sum_of("set" + std::to_string(i), 3, 1000));
+    sums.back()->members = sets[i];
+    sums.back()->group = static_cast<int>(i) + 1;
+  }
+  WorldOptions options;
+  options.overrides = {"GLOO_TIMEOUT_SECONDS=1"};
+  Barrier barrier(3);
+  run_world(
+      kOneHost, 3,
+      [&](int rank, perseus_context* context) {
+        Gpu gpu(rank);
+        for (const std::vector<int>& set : sets) {
+          perseus_request add = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+          add.ranks = set.data();
+          add.rank_count = static_cast<int>(set.size());
+          ASSERT_EQ(run(context, add).code, PERSEUS_OK);
+        }
+        std::deque<DeviceCall> calls;
+        const auto submit_all = [&] {
+          for (const auto& sum : sums) {
+            if (std::count(sum->members.begin(), sum->members.end(), rank) == 0) continue;
+            ASSERT_EQ(calls.emplace_back(*sum, rank, &gpu).submit(context).code, PERSEUS_OK);
+          }
+        };
+        submit_all();
+        for (DeviceCall& call : calls) call.finish(context);
+        calls.clear();
+        barrier.wait();
+        standin_nccl_hold(1);
+        submit_all();
+        barrier.wait();  // no rank submits to a world that has ended
+        const auto begun = std::chrono::steady_clock::now();
+        for (DeviceCall& call : calls) {
+          EXPECT_NE(wait(context, call.handle(), 30'000).code, PERSEUS_OK);
+          EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+        }
+        EXPECT_LT(std::chrono::steady_clock::now() - begun, std::chrono::seconds(8));
+        barrier.wait();
+        standin_nccl_hold(0);
+      },
+      options);
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
 // Nor does it end before the world is gone: what its thread waits for stays.
 TEST(NcclFaults, AnAbortOutlivesTheWorld) {
   const auto operation = sum_of("held", 2, 1000);

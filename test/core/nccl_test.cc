@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 
 #include "gpu.h"
 
@@ -450,31 +451,99 @@ TEST(Nccl, AJoinedRankHasNothingOnItsGpu) {
   });
 }
 
-// Of process sets that use a GPU, the first has NCCL: with two, ranks might give them work in different orders.
-TEST(Nccl, OneProcessSetHasNccl) {
-  const std::vector<int> members = {0, 2};
-  const auto all = sum_of("all", 3, 40'000);
-  auto some = sum_of("some", 3, 30'000);
-  some->members = members;
-  some->group = 1;  // the first that is added
-  const int calls = with_nccl(kOneHost, 3, [&](int rank, perseus_context* context) {
+// Adds the process set of these ranks; those of a world get the numbers 1, 2, ...
+void add_set(perseus_context* context, const std::vector<int>& ranks) {
+  perseus_request add = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+  add.ranks = ranks.data();
+  add.rank_count = static_cast<int>(ranks.size());
+  ASSERT_EQ(run(context, add).code, PERSEUS_OK);
+}
+
+std::unique_ptr<Operation> sum_in_set(const std::string& name, int ranks, int number, const std::vector<int>& members,
+                                      int64_t count) {
+  auto sum = sum_of(name, ranks, count);
+  sum->members = members;
+  sum->group = number;
+  return sum;
+}
+
+// Ranks give the work of their process sets to NCCL in one order, whichever they submit first.
+TEST(Nccl, ProcessSetsShareGpus) {
+  constexpr int kRanks = 4;
+  const int steps = thin_grid() ? 5 : 20;
+  const std::vector<std::vector<int>> sets = {{0, 1}, {1, 2}, {2, 3}, {0, 3}, {0, 2}, {1, 2, 3}};
+  std::vector<std::unique_ptr<Operation>> sums;
+  sums.push_back(sum_of("world", kRanks, 40'000));
+  size_t members = kRanks;
+  for (size_t i = 0; i < sets.size(); ++i) {
+    const int64_t count = 1000 + 30'000 * static_cast<int64_t>(i);
+    sums.push_back(sum_in_set("set" + std::to_string(i), kRanks, static_cast<int>(i) + 1, sets[i], count));
+    members += sets[i].size();
+  }
+  const int calls = with_nccl(kOneHost, kRanks, [&](int rank, perseus_context* context) {
     Gpu gpu(rank);
-    perseus_request add = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
-    add.ranks = members.data();
-    add.rank_count = static_cast<int>(members.size());
-    ASSERT_EQ(run(context, add).code, PERSEUS_OK);
-    for (int step = 0; step < 3; ++step) {
-      DeviceCall world(*all, rank, &gpu);
-      ASSERT_EQ(world.submit(context).code, PERSEUS_OK);
-      if (rank != 1) {
-        DeviceCall set(*some, rank, &gpu);
-        ASSERT_EQ(set.submit(context).code, PERSEUS_OK);
-        set.finish(context);
-      }
-      world.finish(context);
+    std::minstd_rand random(static_cast<unsigned>(rank) + 1);
+    for (const std::vector<int>& set : sets) add_set(context, set);
+    std::vector<const Operation*> own;
+    for (const auto& sum : sums)
+      if (std::count(sum->members.begin(), sum->members.end(), rank) > 0) own.push_back(sum.get());
+    for (int step = 0; step < steps; ++step) {
+      std::shuffle(own.begin(), own.end(), random);
+      std::deque<DeviceCall> step_calls;
+      for (const Operation* sum : own)
+        ASSERT_EQ(step_calls.emplace_back(*sum, rank, &gpu).submit(context).code, PERSEUS_OK);
+      for (DeviceCall& call : step_calls) call.finish(context);
     }
   });
-  EXPECT_EQ(calls, 3 * 3);
+  EXPECT_EQ(calls, steps * static_cast<int>(members));
+}
+
+// Who gives turns has no tensors itself, and submits nothing.
+TEST(Nccl, AProcessSetWithoutTheFirstRank) {
+  const std::vector<int> members = {1, 2};
+  const auto sum = sum_in_set("some", 3, 1, members, 30'000);
+  Barrier barrier(3);
+  const int calls = with_nccl(kOneHost, 3, [&](int rank, perseus_context* context) {
+    add_set(context, members);
+    if (rank > 0) {
+      Gpu gpu(rank);
+      for (int step = 0; step < 3; ++step) {
+        DeviceCall call(*sum, rank, &gpu);
+        ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+        call.finish(context);
+      }
+    }
+    barrier.wait();
+  });
+  EXPECT_EQ(calls, 3 * 2);
+}
+
+// A communicator goes with its process set, and others go on.
+TEST(Nccl, ProcessSetsComeAndGo) {
+  const std::vector<int> members = {0, 1};
+  const auto world = sum_of("world", 3, 20'000);
+  std::vector<std::unique_ptr<Operation>> sums;
+  for (int i = 0; i < 4; ++i) sums.push_back(sum_in_set("sum" + std::to_string(i), 3, 1, members, 5'000 * (i + 1)));
+  const int calls = with_nccl(kOneHost, 3, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    for (const auto& sum : sums) {
+      add_set(context, members);
+      DeviceCall all(*world, rank, &gpu);
+      ASSERT_EQ(all.submit(context).code, PERSEUS_OK);
+      if (rank < 2) {
+        DeviceCall some(*sum, rank, &gpu);
+        ASSERT_EQ(some.submit(context).code, PERSEUS_OK);
+        some.finish(context);
+      }
+      all.finish(context);
+      perseus_request remove = request_of(PERSEUS_REMOVE_GROUP, "remove", nullptr, 0);
+      const int id = 1;  // which is free again each time
+      remove.ranks = &id;
+      remove.rank_count = 1;
+      ASSERT_EQ(run(context, remove).code, PERSEUS_OK);
+    }
+  });
+  EXPECT_EQ(calls, 4 * (3 + 2));
 }
 
 // A schedule freezes and is left while tensors stay on their GPUs.

@@ -151,7 +151,7 @@ def test_control_messages_begin_with_the_letters_of_the_code() -> None:
         re.findall(r"constexpr char k\w+(?:PeerEvent|Message) = ('.')", "".join(SOURCES.values()))
     )
     section = "Channels and links"
-    names = ("abort", "goodbye", "link", "await", "unused")
+    names = ("abort", "goodbye", "link", "await", "nccl", "unused")
     listed = {production(name, section).split()[0] for name in names}
     assert listed == letters
 

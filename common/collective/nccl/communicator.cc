@@ -1,4 +1,4 @@
-// Greetings, the communicator, and whose turn it is.
+// Greetings, the communicator, and its end.
 #include "collective/nccl/communicator.h"
 
 #include <algorithm>
@@ -17,25 +17,13 @@
 namespace perseus {
 namespace {
 
-constexpr unsigned kNonBlockingStream = 1;
-constexpr int kHighestPriority = -5;
 constexpr const char* kCollective = "a collective";
 constexpr int64_t kPatience = kSecond;  // with members that do not take leave, too
-constexpr std::chrono::seconds kAbortPatience{5};
+constexpr std::chrono::seconds kAbortPatience{5}, kAlonePatience{1};
 // May two ranks share a GPU? Whether they do is NCCL's own variable to say.
 bool shares_gpus(const nccl::Library& library) {
   constexpr int kSince = 23000;
   return library.version() >= kSince;
-}
-
-// Those whose tensors a communicator of this process takes.
-struct TakenGpus {
-  Mutex mutex;
-  std::set<int> numbers PERSEUS_GUARDED_BY(mutex);
-};
-TakenGpus& taken_gpus() {
-  static TakenGpus& taken = *new TakenGpus;  // contexts may outlive main()
-  return taken;
 }
 
 bool all(const std::vector<bool>& values) {
@@ -52,50 +40,21 @@ void write(const std::string& text, Letter* letter) {
 struct NcclCommunicator::Ending {
   std::mutex mutex;
   std::condition_variable changed;
-  std::function<void()> then;  // what follows, where nobody waits any more
   bool over = false;
 };
 
-NcclCommunicator::NcclCommunicator(NcclSettings settings, MakeLetters make_letters)
-    : settings_(std::move(settings)), make_letters_(std::move(make_letters)) {}
+NcclCommunicator::NcclCommunicator(NcclSettings settings, NcclOrder* order, uint32_t set, MakeLetters make_letters)
+    : settings_(std::move(settings)), order_(*order), set_(set), make_letters_(std::move(make_letters)) {}
 
 NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
   if (state() == State::kJoined) take_leave();
-  abort();
-  const auto give_back = [claimed = claimed_.load(), streams = std::vector<cuda::Handle>{stream_, to_host_}] {
-    for (cuda::Handle stream : streams)
-      if (stream != nullptr) cuda::Driver::get().call().stream_destroy(stream);
-    if (claimed == kNoDevice) return;
-    const MutexLock lock(taken_gpus().mutex);
-    taken_gpus().numbers.erase(claimed);
-  };
-  if (ending_) {
-    const std::lock_guard<std::mutex> lock(ending_->mutex);
-    ending_->then = give_back;  // for the thread that still waits for the GPU
-    if (!ending_->over) return;
-  }
-  try {
-    std::optional<cuda::Device::Current> current;
-    if (device_ != nullptr) current.emplace(*device_);
-    give_back();
-  } catch (const std::exception&) {
-    // The process ends, and the driver has ended before it.
-  }
-}
-
-bool NcclCommunicator::claims(int device) {
-  int claimed = claimed_.load(std::memory_order_acquire);
-  if (claimed == kNoDevice) {
-    const MutexLock lock(taken_gpus().mutex);
-    claimed = claimed_.load(std::memory_order_relaxed);
-    if (claimed == kNoDevice && taken_gpus().numbers.insert(device).second) claimed_ = claimed = device;
-  }
-  return claimed == device;
+  begin_abort();
+  end_abort();
 }
 
 bool NcclCommunicator::takes(int device) {
   if (missing_.load(std::memory_order_relaxed) || state() == State::kRefused || unable_ >= kMostUnable) return false;
-  if (!claims(device)) return false;
+  if (!order_.claims(device)) return false;
   try {
     library();
     return true;
@@ -134,7 +93,7 @@ bool NcclCommunicator::step(cuda::Device* device) {
     else state_ = State::kJoined;
     moved = true;
   }
-  if (state() == State::kJoined) give_turns();
+  moved |= order_.step();
   return letters_->flush() || moved;
 }
 
@@ -153,13 +112,8 @@ void NcclCommunicator::greet() {
   greeted_ = concluded_ = left_ = none;
   hellos_.resize(none.size());
   outcomes_.resize(none.size());
-  waiting_.assign(kMostStreams, none);
-  able_.assign(kMostStreams, true);
-  const cuda::Device::Current current(*device_);
-  const cuda::Driver& driver = cuda::Driver::get();
-  for (cuda::Handle* stream : {&stream_, &to_host_})
-    driver.check(driver.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
-                 "cuStreamCreateWithPriority");
+  order_.attach(set_, this, device_);
+  streams_ = order_.streams();
   if (!device_->has_kernels())
     settings_.log("[cuda] GPU " + std::to_string(device_->index()) +
                   " packs tensors with a copy each, which takes the host longer: " + device_->no_kernels());
@@ -204,13 +158,9 @@ void NcclCommunicator::on_letter(int from, const Letter& letter) {
       return;
     case Letter::Kind::kReady:
     case Letter::Kind::kLaunch:
-      break;
+      break;  // for the order, on links of its own
   }
-  if (letter.stream >= kMostStreams)
-    fail(ErrorKind::kInternal,
-         "[nccl] member " + std::to_string(from) + " speaks of stream " + std::to_string(letter.stream));
-  if (letter.kind == Letter::Kind::kReady) note_ready(from, letter.stream, letter.code == 0);
-  else turns_.push_back({letter.stream, letter.code == 0});
+  fail(ErrorKind::kInternal, "[nccl] member " + std::to_string(from) + " sent a letter that it does not send");
 }
 
 void NcclCommunicator::join() {
@@ -239,7 +189,8 @@ void NcclCommunicator::conclude(nccl::Result result, const std::string& why) {
 }
 
 void NcclCommunicator::refuse(const std::string& why) {
-  abort();
+  begin_abort();
+  end_abort();
   if (me() == 0)
     settings_.log("[nccl] NCCL does not join the ranks " + settings_.of_whom +
                   ", whose tensors go through host memory: " + why);
@@ -262,53 +213,20 @@ void NcclCommunicator::check() {
   library().check(result, kCollective, handle_);
 }
 
-void NcclCommunicator::note_ready(int member, uint32_t stream, bool able) {
-  waiting_[stream][static_cast<size_t>(member)] = true;
-  if (!able) able_[stream] = false;
-}
-
-void NcclCommunicator::ready(uint32_t stream, bool able) {
-  if (me() == 0) return note_ready(0, stream, able);
-  Letter letter;
-  letter.kind = Letter::Kind::kReady;
-  letter.stream = stream;
-  letter.code = able ? 0 : 1;
-  letters_->send(0, letter);
-}
-
-void NcclCommunicator::give_turns() {
-  if (me() != 0) return;
-  for (uint32_t stream = 0; stream < kMostStreams; ++stream) {
-    std::vector<bool>& waiting = waiting_[stream];
-    if (!all(waiting)) continue;
-    std::fill(waiting.begin(), waiting.end(), false);
-    Letter letter;
-    letter.kind = Letter::Kind::kLaunch;
-    letter.stream = stream;
-    letter.code = able_[stream] ? 0 : 1;
-    able_[stream] = true;
-    letters_->send_to_all(letter);
-    on_letter(0, letter);
-  }
-}
-
-NcclCommunicator::Turn NcclCommunicator::turn(uint32_t stream) {
-  if (in_turn_ || turns_.empty() || turns_.front().stream != stream) return Turn::kWait;
-  const bool by_nccl = turns_.front().by_nccl;
-  turns_.pop_front();
-  in_turn_ = by_nccl;
-  if (by_nccl) unable_ = 0;
-  else if (++unable_ == kMostUnable && me() == 0)
+NcclOrder::Turn NcclCommunicator::turn(uint32_t stream) {
+  const NcclOrder::Turn turn = order_.turn(collective_on(stream));
+  if (turn == NcclOrder::Turn::kNccl) unable_ = 0;
+  else if (turn == NcclOrder::Turn::kHost && ++unable_ == kMostUnable && me() == 0)
     settings_.log("[nccl] a GPU has too little memory for NCCL: the tensors of the ranks " + settings_.of_whom +
                   " go through host memory from now on");
-  return by_nccl ? Turn::kNccl : Turn::kHost;
+  return turn;
 }
 
 bool NcclCommunicator::enqueued() {
   const nccl::Result result = ask();
   library().check(result, kCollective, handle_);
   if (result == nccl::kInProgress) return false;
-  in_turn_ = false;
+  order_.end_turn();
   remote_error_since_ns_ = 0;
   return true;
 }
@@ -321,7 +239,7 @@ std::vector<int> NcclCommunicator::waiting_for(uint32_t stream) const {
     bool here = false;
     if (state() == State::kGreeting) here = greeted_[at];
     else if (state() == State::kConcluding) here = concluded_[at];
-    else if (state() == State::kJoined && me() == 0) here = waiting_[stream][at];
+    else if (state() == State::kJoined && order_.gives_turns()) here = order_.is_ready(collective_on(stream), settings_.rank_of(member));
     if (member != me() && !here) missing.push_back(member);
   }
   return missing;
@@ -347,21 +265,25 @@ void NcclCommunicator::take_leave() noexcept {
 }
 
 bool NcclCommunicator::abort() noexcept {
+  begin_abort();
+  if (await_end(kAlonePatience)) return true;
+  order_.abort_all();
+  return end_abort();
+}
+
+void NcclCommunicator::begin_abort() noexcept {
   state_ = State::kRefused;
-  turns_.clear();
-  in_turn_ = false;
-  if (handle_ == nullptr) return !stuck_;
+  order_.detach(set_);
+  if (handle_ == nullptr) return;
   // On a thread of its own: it may wait for all that the GPU does, such as another library's kernel that never ends.
   try {
     const auto ending = ending_ = std::make_shared<Ending>();
-    std::thread([ending, device = device_, handle = handle_, stream = stream_, library = &library()] {
+    std::thread([ending, device = device_, handle = handle_, streams = streams_, library = &library()]() mutable {
       try {
         const cuda::Device::Current current(*device);
         library->call().abort(handle);
-        cuda::Driver::get().call().stream_synchronize(stream);
-        const std::lock_guard<std::mutex> lock(ending->mutex);
-        if (ending->then) ending->then();
-        ending->over = true;
+        cuda::Driver::get().call().stream_synchronize(streams->sums);
+        streams.reset();
       } catch (const std::exception&) {
         // The process ends, and the driver has ended before it.
       }
@@ -369,13 +291,22 @@ bool NcclCommunicator::abort() noexcept {
       ending->over = true;
       ending->changed.notify_all();
     }).detach();
-    std::unique_lock<std::mutex> lock(ending->mutex);
-    stuck_ = !ending->changed.wait_for(lock, kAbortPatience, [&] { return ending->over; });
   } catch (const std::exception&) {
     stuck_ = true;  // no thread
   }
-  if (stuck_) device_->give_up();
   handle_ = nullptr;
+}
+
+// Has what begin_abort() began come to its end?
+bool NcclCommunicator::await_end(std::chrono::nanoseconds patience) noexcept {
+  if (!ending_ || stuck_) return !stuck_;
+  std::unique_lock<std::mutex> lock(ending_->mutex);
+  return ending_->changed.wait_for(lock, patience, [ending = ending_.get()] { return ending->over; });
+}
+
+bool NcclCommunicator::end_abort() noexcept {
+  stuck_ = !await_end(kAbortPatience);
+  if (stuck_) device_->give_up();
   return !stuck_;
 }
 

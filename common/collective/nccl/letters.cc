@@ -9,11 +9,16 @@ namespace perseus {
 
 Letters::Letters(const std::vector<Link*>& links, int me, uint32_t epoch)
     : peers_(links.size()), me_(me), epoch_(epoch) {
-  for (size_t i = 0; i < links.size(); ++i) {
-    if (links[i] == nullptr) continue;
-    peers_[i].sender = MessageSender(links[i]);
-    peers_[i].receiver = MessageReceiver(links[i]);
-  }
+  for (size_t i = 0; i < links.size(); ++i)
+    if (links[i] != nullptr) open(static_cast<int>(i), links[i]);
+}
+
+void Letters::open(int member, Link* link) {
+  Peer& peer = peers_[static_cast<size_t>(member)];
+  if (peer.open) return;
+  peer.open = true;
+  peer.sender = MessageSender(link);
+  peer.receiver = MessageReceiver(link);
 }
 
 void Letters::begin(Peer* peer) {
@@ -49,6 +54,7 @@ bool Letters::flush() {
 }
 
 bool Letters::receive(int member, Letter* letter) {
+  if (!peer(member).open) return false;
   MessageReceiver& from = peer(member).receiver;
   const ConstSpan window = from.whole(sizeof *letter);
   if (!window) return false;

@@ -19,20 +19,23 @@ struct Letter {
   uint32_t magic = kMagic;
   uint32_t epoch = 0;
   Kind kind = Kind::kHello;
-  uint32_t stream = 0;  // kReady, kLaunch
+  // kReady, kLaunch: of which collective they speak (NcclOrder::Collective), and how many members take part in it.
+  uint32_t set = 0, first = 0, stream = 0, members = 0;
   // kHello, kOutcome: 0 = NCCL can be used here. kReady, kLaunch: 0 = by NCCL, else through host memory.
   int32_t code = 0;
   uint32_t shares_gpus = 0;  // kHello
   char gpu[16] = {};         // kHello
   nccl::UniqueId id = {};    // kHello of member 0
-  char text[88] = {};        // why not
+  char text[140] = {};       // why not
 };
-static_assert(sizeof(Letter) == 256, "what goes over a link");
+static_assert(sizeof(Letter) == 320, "what goes over a link");
 
 class Letters {
  public:
-  // `links[i]` reaches member i; links[me] is null. They are used by nobody else and outlive this.
+  // `links[i]` reaches member i; null = it gets and sends no letters, or not yet. They are used by nobody else and
+  // outlive this.
   Letters(const std::vector<Link*>& links, int me, uint32_t epoch);
+  void open(int member, Link* link);
 
   int members() const { return static_cast<int>(peers_.size()); }
   int me() const { return me_; }
@@ -45,6 +48,7 @@ class Letters {
 
  private:
   struct Peer {
+    bool open = false;
     MessageSender sender;
     MessageReceiver receiver;
     std::deque<Letter> out;

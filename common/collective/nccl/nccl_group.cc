@@ -39,9 +39,9 @@ bool NcclGroup::step() {
     }
     case Phase::kTurn: {
       const bool moved = communicator_.step(&device());
-      const NcclCommunicator::Turn turn = communicator_.turn(stream_);
-      if (turn == NcclCommunicator::Turn::kWait) return moved;
-      if (turn == NcclCommunicator::Turn::kHost) begin_on_host();
+      const NcclOrder::Turn turn = communicator_.turn(stream_);
+      if (turn == NcclOrder::Turn::kWait) return moved;
+      if (turn == NcclOrder::Turn::kHost) begin_on_host();
       else launch();
       return true;
     }
