@@ -109,9 +109,8 @@ void TopKFormat::select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadP
       ChunkSelection& chunk = chunks[i];
       // The largest magnitude stands there until the first index is known.
       chunk.first = chunk.magnitudes != nullptr ? largest_of(chunk.magnitudes, chunk.count)
-                    : chunk.residual != nullptr
-                        ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
-                        : kernels::largest_magnitude(chunk.x, chunk.count);
+                    : chunk.residual != nullptr ? kernels::add_to_residual(chunk.x, 1.0f, chunk.residual, chunk.count)
+                                                : kernels::largest_magnitude(chunk.x, chunk.count);
     }
   });
   std::vector<SelectFrom> finite;
@@ -208,7 +207,8 @@ size_t TopKFormat::encode_result(const float* x, float* residual, size_t count, 
 void TopKFormat::parse(const Byte* from, size_t bytes, size_t count, uint32_t form, Sparse* sparse) const {
   const size_t n = form & 0xffff;
   sparse->n = n;
-  if (n > count || bytes != sparse_bytes(n, count) || form >> 16 != kind_of(n, count)) bad_chunk("top-k", bytes, count);
+  if (n > count || bytes != sparse_bytes(n, count) || bytes >= dense_bytes(count) || form >> 16 != kind_of(n, count))
+    bad_chunk("top-k", bytes, count);
   if (n == 0) return;
   const Byte* at = from + sizeof(ChunkHeader);
   float unscale = 1.0f;

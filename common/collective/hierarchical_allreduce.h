@@ -48,8 +48,8 @@ class HierarchicalAllreduce final : public Staged {
   // Does this member sum and send the run's chunk that begins with this element?
   bool carries(const Run& run, size_t begin) const {
     const uint64_t shards = static_cast<uint64_t>(levels_.shards);
-    return levels_.carries() && (run.salt + run.number + begin / kWireChunk) % shards ==
-                                    static_cast<uint64_t>(levels_.inner_me);
+    return levels_.carries() &&
+           (run.salt + run.number + begin / kWireChunk) % shards == static_cast<uint64_t>(levels_.inner_me);
   }
 
   // Before the first next(), where there is no format: how shards are reduced across.

@@ -332,7 +332,8 @@ __device__ void decode_top_k(const Share& share, uint32_t form, bool halves) {
     for (uint32_t word = lane; word < first; word += kWarp) ones[held] += ones_of(bits[word]);
   });
   const uint32_t before_share = to_running_sums(ones);
-  for_lanes([&](uint32_t lane, uint32_t held) { ones[held] = first + lane < behind ? ones_of(bits[first + lane]) : 0; });
+  for_lanes(
+      [&](uint32_t lane, uint32_t held) { ones[held] = first + lane < behind ? ones_of(bits[first + lane]) : 0; });
   to_running_sums(ones);
   for_lanes([&](uint32_t lane, uint32_t held) {
     if (first + lane >= behind) return;

@@ -32,8 +32,9 @@ constexpr const char kChunkSource[] =
     ;
 
 // Ordered as Kernel.
-constexpr const char* kNames[kKernels] = {"perseus_copy",           "perseus_largest",    "perseus_encode_halves",
-                                          "perseus_encode_integers", "perseus_accumulate", "perseus_decode"};
+constexpr const char* kNames[kKernels] = {"perseus_copy",          "perseus_largest",
+                                          "perseus_encode_halves", "perseus_encode_integers",
+                                          "perseus_accumulate",    "perseus_decode"};
 
 // Four sizes for each doubling, so that blocks serve again for other tensors, and a quarter at most is wasted.
 size_t rounded(size_t bytes) {
@@ -200,11 +201,10 @@ bool Device::encodes() {
     const Current current(*this);
     ChunkList nothing;
     nothing.count = nothing.unused = 0;
-    const std::string why_not =
-        load_kernels(kChunkSource,
-                     {Kernel::kLargest, Kernel::kEncodeHalves, Kernel::kEncodeIntegers, Kernel::kAccumulate,
-                      Kernel::kDecode},
-                     &nothing, &chunk_module_);
+    const std::string why_not = load_kernels(
+        kChunkSource,
+        {Kernel::kLargest, Kernel::kEncodeHalves, Kernel::kEncodeIntegers, Kernel::kAccumulate, Kernel::kDecode},
+        &nothing, &chunk_module_);
     encodes_ = why_not.empty();
   });
   return encodes_;

@@ -76,7 +76,8 @@ void Encoding::decode() {
   }
 }
 
-void Encoding::launch(const OfDevice& part, std::initializer_list<Kernel> kernels, Handle stream, bool to_tensors) const {
+void Encoding::launch(const OfDevice& part, std::initializer_list<Kernel> kernels, Handle stream,
+                      bool to_tensors) const {
   ChunkList list;
   list.count = list.unused = 0;
   list.form = form_;

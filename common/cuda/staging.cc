@@ -290,13 +290,15 @@ void Images::sort() {
 }
 
 Images::Place Images::at(const Byte* image) const {
-  const auto after = std::upper_bound(parts_.begin(), parts_.end(), image,
-                                      [](const Byte* address, const Part& part) { return address < part.image; });
-  if (after == parts_.begin()) fail(ErrorKind::kInternal, "[cuda] no image begins before this address");
-  const Part& part = *(after - 1);
-  const size_t offset = static_cast<size_t>(image - part.image);
-  if (offset >= part.bytes) fail(ErrorKind::kInternal, "[cuda] an address is in no image");
-  return {part.place.in + offset, part.place.out + offset, part.place.has_image};
+  auto part = std::upper_bound(parts_.begin(), parts_.end(), image,
+                               [](const Byte* address, const Part& each) { return address < each.image; });
+  // Mostly the first; inputs may overlap.
+  while (part != parts_.begin()) {
+    --part;
+    const size_t offset = static_cast<size_t>(image - part->image);
+    if (offset < part->bytes) return {part->place.in + offset, part->place.out + offset, part->place.has_image};
+  }
+  fail(ErrorKind::kInternal, "[cuda] an address is in no image");
 }
 
 }  // namespace perseus::cuda

@@ -177,7 +177,7 @@ NcclOrder::Settings Engine::order_of_nccl() {
     return route_[rank]->link(rank, kNcclOrderChannel);
   };
   settings.call = [this](int rank) PERSEUS_REQUIRES(progress_lock) { call_about_nccl(rank); };
-  settings.left_why = [this] { return shutdown_text(); };
+  settings.over = [this] { return failed_.load(std::memory_order_relaxed); };
   return settings;
 }
 

@@ -48,7 +48,8 @@ std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, in
 
 ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch,
                        const ExecutionSettings& settings, int64_t cycle_ns, LinkTo link_to, Preferred preferred,
-                       NcclOrder* nccl_order, MakeEntry make_entry, Execution::OutputsOf outputs_of, Negotiation::Awaited awaited)
+                       NcclOrder* nccl_order, MakeEntry make_entry, Execution::OutputsOf outputs_of,
+                       Negotiation::Awaited awaited)
     : id_(id),
       ranks_(std::move(ranks)),
       me_(index_in(ranks_, my_rank)),
@@ -93,7 +94,9 @@ NcclSettings ProcessSet::nccl_settings(const ExecutionSettings& settings) const 
   NcclSettings nccl;
   nccl.library = settings.nccl_library;
   nccl.of_whom = gpu_operations_ == GpuOperations::kNccl ? "of all hosts" : "of this host";
-  nccl.rank_of = [this](int member) { return ranks_[static_cast<size_t>(nccl_members()[static_cast<size_t>(member)])]; };
+  nccl.rank_of = [this](int member) {
+    return ranks_[static_cast<size_t>(nccl_members()[static_cast<size_t>(member)])];
+  };
   nccl.join_ns = settings.timeout_ns / 2;
   nccl.poll = settings.poll;
   // Ranks of a host mostly have the same reason, so one of them gives it.

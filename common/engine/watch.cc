@@ -16,7 +16,7 @@ constexpr char kAbortMessage = 'A';    // followed by the cause
 constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
 constexpr char kAwaitMessage = 'W';    // the sender waits until the receiver submits: followed by what
 constexpr char kLinkMessage = 'L';     // the sender has made its end of the link for sends and receives
-constexpr char kNcclMessage = 'N';    // the sender has made its end of the link for turns of NCCL
+constexpr char kNcclMessage = 'N';     // the sender has made its end of the link for turns of NCCL
 constexpr char kUnusedMessage = 'U';   // the sender no longer uses these channels, of a removed process set
 constexpr int64_t kDrainTime = 10 * kSecond;
 // What has been submitted later is probably not waited for.

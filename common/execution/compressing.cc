@@ -43,8 +43,8 @@ cuda::ChunkForm form_of(const CodecSpec& codec) {
 
 }  // namespace
 
-// Where nothing is summed before it is encoded, because each host has one member, or where NCCL does that. What was held
-// back moves to page-locked memory for that.
+// Where nothing is summed before it is encoded, because each host has one member, or where NCCL does that. What was
+// held back moves to page-locked memory for that.
 bool Execution::encodes_on_device(Entry* entry, bool sums_there) {
   const Description& d = entry->description;
   if (!settings_.gpu_codecs || !entry->staging->of().encodes()) return false;

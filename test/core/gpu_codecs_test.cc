@@ -23,12 +23,16 @@ struct Form {
   cuda::ChunkForm form;
 };
 std::vector<Form> forms() {
-  return {
-      {spec_of(CodecKind::kFloat16), cuda::ChunkForm::kFloat16},   {scaled_half(64), cuda::ChunkForm::kFloat16},
-      {spec_of(CodecKind::kBFloat16), cuda::ChunkForm::kBFloat16}, {spec_of(CodecKind::kInt8), cuda::ChunkForm::kInt8},
-      {spec_of(CodecKind::kInt4), cuda::ChunkForm::kInt4},         {spec_of(CodecKind::kInt2), cuda::ChunkForm::kInt2},
-      {top_k(0.01, false), cuda::ChunkForm::kTopK},                {top_k(0.02, true), cuda::ChunkForm::kTopKHalves},
-      {top_k(0.3, false), cuda::ChunkForm::kTopK},                 {top_k(0.2, true), cuda::ChunkForm::kTopKHalves}};
+  return {{spec_of(CodecKind::kFloat16), cuda::ChunkForm::kFloat16},
+          {scaled_half(64), cuda::ChunkForm::kFloat16},
+          {spec_of(CodecKind::kBFloat16), cuda::ChunkForm::kBFloat16},
+          {spec_of(CodecKind::kInt8), cuda::ChunkForm::kInt8},
+          {spec_of(CodecKind::kInt4), cuda::ChunkForm::kInt4},
+          {spec_of(CodecKind::kInt2), cuda::ChunkForm::kInt2},
+          {top_k(0.01, false), cuda::ChunkForm::kTopK},
+          {top_k(0.02, true), cuda::ChunkForm::kTopKHalves},
+          {top_k(0.3, false), cuda::ChunkForm::kTopK},
+          {top_k(0.2, true), cuda::ChunkForm::kTopKHalves}};
 }
 
 // A gradient on a GPU, and what its codec holds back in page-locked memory.
@@ -395,14 +399,13 @@ TEST(GpuCodecs, OthersGoThroughHostMemory) {
   plan.counts = {20'000, 3'000};
   plan.steps = 2;
   plan.momentum = 0.9;
-  for (const std::vector<std::string>& settings :
-       std::vector<std::vector<std::string>>{{"PERSEUS_ALLREDUCE_DTYPE=1"},
-                                             {"PERSEUS_ALLREDUCE_DTYPE=0"},
-                                             {"PERSEUS_ALLREDUCE_CODEC=lossless"},
-                                             {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=0",
-                                              "LIGHT_TOPK_MOMENTUM_CORRECTION=1"},
-                                             {"PERSEUS_ALLREDUCE_NANCHECK=1"},
-                                             {"PERSEUS_ACCUMULATE_N_STEPS=2"}}) {
+  for (const std::vector<std::string>& settings : std::vector<std::vector<std::string>>{
+           {"PERSEUS_ALLREDUCE_DTYPE=1"},
+           {"PERSEUS_ALLREDUCE_DTYPE=0"},
+           {"PERSEUS_ALLREDUCE_CODEC=lossless"},
+           {"LIGHT_TOPK_ALLREDUCE=1", "LIGHT_TOPK_THRESHOLD=0", "LIGHT_TOPK_MOMENTUM_CORRECTION=1"},
+           {"PERSEUS_ALLREDUCE_NANCHECK=1"},
+           {"PERSEUS_ACCUMULATE_N_STEPS=2"}}) {
     const Trained without = train(kTcp, 2, plan, each_rank_a_host(settings));
     std::vector<std::string> with = settings;
     with.emplace_back("PERSEUS_GPU_CODECS=1");
@@ -447,8 +450,7 @@ TEST(GpuCodecs, ASchedulesBatchesAreRolledBack) {
     if (step % 8 != 7) return {{0}, {1}, {2}, {3}, {4}};
     return rank == 0 ? Plan::Order{{0, 1, 2, 3, 4}} : Plan::Order{{3}, {0, 1, 2, 4}};
   };
-  for (const char* setting :
-       {"PERSEUS_ALLREDUCE_CODEC=int8", "PERSEUS_ALLREDUCE_CODEC=int2", "LIGHT_TOPK_ALLREDUCE=1"})
+  for (const char* setting : {"PERSEUS_ALLREDUCE_CODEC=int8", "PERSEUS_ALLREDUCE_CODEC=int2", "LIGHT_TOPK_ALLREDUCE=1"})
     compare(kTcp, 2, plan, {"PERSEUS_OFFLINE_NEG=1", "LIGHT_TOPK_THRESHOLD=0", setting}, setting);
 }
 

@@ -131,6 +131,51 @@ TEST(NcclFaults, CollectivesOfSeveralProcessSetsAreGivenUp) {
   EXPECT_EQ(standin_nccl_communicators(), 0);
 }
 
+// A process set goes while NCCL works for it: another one keeps its communicator.
+TEST(NcclFaults, AProcessSetIsRemovedWhileNcclWorks) {
+  const std::vector<int> members = {1, 2};
+  const auto world = sum_of("world", 3, 20'000);
+  auto some = sum_of("some", 3, 1000);
+  some->members = members;
+  some->group = 1;
+  Barrier barrier(3);
+  const int before = standin_nccl_calls();
+  run_world(kOneHost, 3, [&](int rank, perseus_context* context) {
+    Gpu gpu(rank);
+    perseus_request change = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+    change.ranks = members.data();
+    change.rank_count = static_cast<int>(members.size());
+    ASSERT_EQ(run(context, change).code, PERSEUS_OK);
+    DeviceCall first(*world, rank, &gpu);
+    ASSERT_EQ(first.submit(context).code, PERSEUS_OK);
+    first.finish(context);
+    barrier.wait();
+    standin_nccl_hold(1);
+    DeviceCall call(*some, rank, &gpu);
+    if (rank > 0) {
+      ASSERT_EQ(call.submit(context).code, PERSEUS_OK);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    const int id = 1;
+    change.kind = PERSEUS_REMOVE_GROUP;
+    change.name = "remove";
+    change.ranks = &id;
+    change.rank_count = 1;
+    EXPECT_EQ(run(context, change).code, PERSEUS_OK);
+    if (rank > 0) {
+      EXPECT_NE(wait(context, call.handle(), 30'000).code, PERSEUS_OK);
+      EXPECT_EQ(perseus_handle_release(context, call.handle()), PERSEUS_OK);
+    }
+    barrier.wait();
+    standin_nccl_hold(0);
+    DeviceCall again(*world, rank, &gpu);
+    ASSERT_EQ(again.submit(context).code, PERSEUS_OK);
+    again.finish(context);
+  });
+  EXPECT_EQ(standin_nccl_calls() - before, 3 + 2 + 3);
+  EXPECT_EQ(standin_nccl_communicators(), 0);
+}
+
 // Nor does it end before the world is gone: what its thread waits for stays.
 TEST(NcclFaults, AnAbortOutlivesTheWorld) {
   const auto operation = sum_of("held", 2, 1000);

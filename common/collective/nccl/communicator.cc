@@ -47,8 +47,7 @@ NcclCommunicator::NcclCommunicator(NcclSettings settings, NcclOrder* order, uint
     : settings_(std::move(settings)), order_(*order), set_(set), make_letters_(std::move(make_letters)) {}
 
 NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
-  if (state() == State::kJoined) take_leave();
-  begin_abort();
+  begin_abort(state() == State::kJoined && take_leave());
   end_abort();
 }
 
@@ -216,13 +215,14 @@ void NcclCommunicator::check() {
 NcclOrder::Turn NcclCommunicator::turn(uint32_t stream) {
   const NcclOrder::Turn turn = order_.turn(collective_on(stream));
   if (turn == NcclOrder::Turn::kNccl) unable_ = 0;
-  else if (turn == NcclOrder::Turn::kHost && ++unable_ == kMostUnable && me() == 0)
+  else if (turn == NcclOrder::Turn::kHost && !order_.has_left() && ++unable_ == kMostUnable && me() == 0)
     settings_.log("[nccl] a GPU has too little memory for NCCL: the tensors of the ranks " + settings_.of_whom +
                   " go through host memory from now on");
   return turn;
 }
 
 bool NcclCommunicator::enqueued() {
+  if (handle_ == nullptr) fail(ErrorKind::kIo, "[nccl] the communicator has been ended");
   const nccl::Result result = ask();
   library().check(result, kCollective, handle_);
   if (result == nccl::kInProgress) return false;
@@ -239,14 +239,15 @@ std::vector<int> NcclCommunicator::waiting_for(uint32_t stream) const {
     bool here = false;
     if (state() == State::kGreeting) here = greeted_[at];
     else if (state() == State::kConcluding) here = concluded_[at];
-    else if (state() == State::kJoined && order_.gives_turns()) here = order_.is_ready(collective_on(stream), settings_.rank_of(member));
+    else if (state() == State::kJoined && order_.gives_turns())
+      here = order_.is_ready(collective_on(stream), settings_.rank_of(member));
     if (member != me() && !here) missing.push_back(member);
   }
   return missing;
 }
 
 // The memory of this member's GPU is mapped by the others, which may still be at the end of the last collective.
-void NcclCommunicator::take_leave() noexcept {
+bool NcclCommunicator::take_leave() noexcept {
   try {
     Letter farewell;
     farewell.kind = Letter::Kind::kFarewell;
@@ -256,12 +257,14 @@ void NcclCommunicator::take_leave() noexcept {
       settings_.poll();
       letters_->flush();
       read();
-      if (all(left_)) return;
+      order_.step();
+      if (all(left_)) return true;
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   } catch (const std::exception&) {
     // Whoever is gone needs nothing.
   }
+  return false;
 }
 
 bool NcclCommunicator::abort() noexcept {
@@ -271,18 +274,19 @@ bool NcclCommunicator::abort() noexcept {
   return end_abort();
 }
 
-void NcclCommunicator::begin_abort() noexcept {
+void NcclCommunicator::begin_abort(bool is_idle) noexcept {
   state_ = State::kRefused;
   order_.detach(set_);
   if (handle_ == nullptr) return;
   // On a thread of its own: it may wait for all that the GPU does, such as another library's kernel that never ends.
   try {
     const auto ending = ending_ = std::make_shared<Ending>();
-    std::thread([ending, device = device_, handle = handle_, streams = streams_, library = &library()]() mutable {
+    std::thread([ending, is_idle, device = device_, handle = handle_, streams = streams_,
+                 library = &library()]() mutable {
       try {
         const cuda::Device::Current current(*device);
         library->call().abort(handle);
-        cuda::Driver::get().call().stream_synchronize(streams->sums);
+        if (!is_idle) cuda::Driver::get().call().stream_synchronize(streams->sums);
         streams.reset();
       } catch (const std::exception&) {
         // The process ends, and the driver has ended before it.

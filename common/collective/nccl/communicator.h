@@ -72,8 +72,8 @@ class NcclCommunicator {
   // not get that far, because something else on it never ends. Collectives of other communicators may be in front, and
   // wait for ranks that are lost: then they end, too.
   bool abort() noexcept PERSEUS_REQUIRES(progress_lock);
-  // The same, without waiting for the end.
-  void begin_abort() noexcept PERSEUS_REQUIRES(progress_lock);
+  // The same, without waiting for the end. `is_idle`: nothing of it is under way on the GPU.
+  void begin_abort(bool is_idle = false) noexcept PERSEUS_REQUIRES(progress_lock);
 
  private:
   // Buckets in a row for which some member was not able.
@@ -90,7 +90,7 @@ class NcclCommunicator {
   void conclude(nccl::Result result, const std::string& why = "") PERSEUS_REQUIRES(progress_lock);
   void refuse(const std::string& why) PERSEUS_REQUIRES(progress_lock);
   nccl::Result ask() PERSEUS_REQUIRES(progress_lock);
-  void take_leave() noexcept PERSEUS_REQUIRES(progress_lock);
+  bool take_leave() noexcept PERSEUS_REQUIRES(progress_lock);
   bool await_end(std::chrono::nanoseconds patience) noexcept PERSEUS_REQUIRES(progress_lock);
   bool end_abort() noexcept PERSEUS_REQUIRES(progress_lock);
 
@@ -114,7 +114,7 @@ class NcclCommunicator {
   struct Ending;
   std::shared_ptr<Ending> ending_ PERSEUS_GUARDED_BY(progress_lock);  // null = nothing had to be ended
   int64_t joining_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
-  bool stuck_ PERSEUS_GUARDED_BY(progress_lock) = false;  // abort() was in vain
+  bool stuck_ PERSEUS_GUARDED_BY(progress_lock) = false;                 // abort() was in vain
   int64_t remote_error_since_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // during the last collective; 0 = none
 };
 

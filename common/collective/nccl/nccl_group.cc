@@ -54,6 +54,8 @@ bool NcclGroup::step() {
       phase_ = Phase::kSummed;
       return true;
     case Phase::kSummed:
+      if (communicator_.state() != NcclCommunicator::State::kJoined)
+        fail(ErrorKind::kIo, "[nccl] the communicator has been ended");
       // Not earlier: what is given to the stream behind a collective that fails would be written whenever that ends.
       if (!gpu_has_come_to_last()) return false;
       take_results();
@@ -206,9 +208,8 @@ void NcclGroup::begin_on_host() {
   // What was packed in vain may still be under way.
   if (last_) wait_for(communicator_.to_host(), communicator_.stream());
   const bool spreads = plan().collective == Collective::kSpread;
-  const auto has_image = [this](const Byte* address) PERSEUS_REQUIRES(progress_lock) {
-    return work_.images->at(address).has_image;
-  };
+  const auto has_image = [this](const Byte* address)
+                             PERSEUS_REQUIRES(progress_lock) { return work_.images->at(address).has_image; };
   // Where a member's part begins, in all of them.
   const auto begin_of = [this](int member) PERSEUS_REQUIRES(progress_lock) {
     return std::accumulate(plan().parts.begin(), plan().parts.begin() + member, size_t{0});

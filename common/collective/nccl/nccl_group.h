@@ -64,8 +64,8 @@ class NcclGroup final : public Group, private Operation {
   size_t part_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   cuda::DeviceMemory memory_ PERSEUS_GUARDED_BY(progress_lock);
   Byte* memory_at_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
-  cuda::Copies copies_ PERSEUS_GUARDED_BY(progress_lock);  // from or to the host
-  cuda::Copies moves_ PERSEUS_GUARDED_BY(progress_lock);   // on the device
+  cuda::Copies copies_ PERSEUS_GUARDED_BY(progress_lock);                      // from or to the host
+  cuda::Copies moves_ PERSEUS_GUARDED_BY(progress_lock);                       // on the device
   std::shared_ptr<const cuda::Event> last_ PERSEUS_GUARDED_BY(progress_lock);  // behind all that was given to streams
   Operation* on_host_ PERSEUS_GUARDED_BY(progress_lock) = nullptr;
   // Of what goes through the host and has no images.

@@ -5,6 +5,7 @@
 #include <optional>
 #include <set>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/mutex.h"
 #include "collective/nccl/communicator.h"
@@ -14,6 +15,7 @@ namespace {
 
 constexpr unsigned kNonBlockingStream = 1;
 constexpr int kHighestPriority = -5;
+constexpr int64_t kOnItsWay = kSecond;
 
 // Those of which a world of this process gives tensors to NCCL.
 struct TakenGpus {
@@ -35,7 +37,7 @@ void give_back(int device) {
 NcclStreams::~NcclStreams() {
   for (cuda::Handle stream : {sums, to_host})
     if (stream != nullptr) cuda::Driver::get().call().stream_destroy(stream);
-  give_back(device);
+  if (device >= 0) give_back(device);
 }
 
 NcclOrder::~NcclOrder() PERSEUS_NO_THREAD_ANALYSIS {
@@ -91,18 +93,20 @@ void NcclOrder::on_called(int rank) {
   letters().open(index_of(rank), &settings_.link_to(rank));
 }
 
-void NcclOrder::on_left(int rank) { left_ = left_ || index_of(rank) == 0; }
+void NcclOrder::on_left(int rank) {
+  if (left_ns_ == 0 && index_of(rank) == 0) left_ns_ = now_ns();
+}
 
 void NcclOrder::attach(uint32_t set, NcclCommunicator* communicator, cuda::Device* device) {
   if (!streams_) {
     device_ = device;
     const cuda::Device::Current current(*device);
     auto streams = std::make_shared<NcclStreams>();
-    streams->device = claimed_;
     const cuda::Driver& driver = cuda::Driver::get();
     for (cuda::Handle* stream : {&streams->sums, &streams->to_host})
       driver.check(driver.call().stream_create(stream, kNonBlockingStream, kHighestPriority),
                    "cuStreamCreateWithPriority");
+    streams->device = claimed_;
     streams_ = std::move(streams);
   }
   letters();
@@ -111,17 +115,32 @@ void NcclOrder::attach(uint32_t set, NcclCommunicator* communicator, cuda::Devic
 
 void NcclOrder::detach(uint32_t set) noexcept {
   communicators_.erase(set);
-  turns_.erase(std::remove_if(turns_.begin(), turns_.end(),
-                              [set](const Given& given) { return given.collective.set == set; }),
-               turns_.end());
+  turns_.erase(
+      std::remove_if(turns_.begin(), turns_.end(), [set](const Given& given) { return given.collective.set == set; }),
+      turns_.end());
   if (in_turn_ && set_in_turn_ == set) in_turn_ = false;
+  if (me() == 0) return forget(0, set);
+  try {
+    Letter farewell;
+    farewell.kind = Letter::Kind::kFarewell;
+    farewell.set = set;
+    if (letters_) letters_->send(0, farewell);
+  } catch (const std::exception&) {
+    // There is no memory: the first rank waits a little longer when it leaves.
+  }
+}
+
+// A rank does not wait for its turns in a process set any more.
+void NcclOrder::forget(int from, uint32_t set) noexcept {
   for (auto at = waiting_.lower_bound({set, 0, 0}); at != waiting_.end() && at->first.set == set;) {
-    const std::vector<int>& ready = at->second.ready;
-    at = std::count(ready.begin(), ready.end(), 0) > 0 ? waiting_.erase(at) : std::next(at);
+    std::vector<int>& ready = at->second.ready;
+    ready.erase(std::remove(ready.begin(), ready.end(), from), ready.end());
+    at = ready.empty() ? waiting_.erase(at) : std::next(at);
   }
 }
 
 void NcclOrder::abort_all() noexcept {
+  if (!settings_.over()) return;
   while (!communicators_.empty()) communicators_.begin()->second->begin_abort();
 }
 
@@ -139,15 +158,15 @@ void NcclOrder::ready(const Collective& collective, int members, bool able) {
 
 void NcclOrder::on_letter(int from, const Letter& letter) {
   const Collective collective{letter.set, letter.first, letter.stream};
-  const bool known = letter.kind == Letter::Kind::kReady    ? me() == 0
-                     : letter.kind == Letter::Kind::kLaunch ? from == 0
-                                                            : false;
+  const bool asks = letter.kind == Letter::Kind::kReady || letter.kind == Letter::Kind::kFarewell;
+  const bool known = (asks && me() == 0) || (letter.kind == Letter::Kind::kLaunch && from == 0);
   if (!known || letter.stream >= kMostStreams || letter.members > ranks().size())
     fail(ErrorKind::kInternal, "[nccl] rank " + std::to_string(ranks()[static_cast<size_t>(from)]) +
                                    " sent a letter about turns that it does not send");
   if (letter.kind == Letter::Kind::kReady)
     note_ready(from, collective, static_cast<int>(letter.members), letter.code == 0);
-  else give_turn(collective, letter.code == 0);
+  else if (letter.kind == Letter::Kind::kLaunch) give_turn(collective, letter.code == 0);
+  else forget(from, letter.set);
 }
 
 void NcclOrder::note_ready(int from, const Collective& collective, int members, bool able) {
@@ -181,10 +200,11 @@ void NcclOrder::give_turn(const Collective& collective, bool by_nccl) {
 
 NcclOrder::Turn NcclOrder::turn(const Collective& collective) {
   if (in_turn_ || turns_.empty() || !(turns_.front().collective == collective)) {
-    const bool comes = std::any_of(turns_.begin(), turns_.end(),
-                                   [&](const Given& given) { return given.collective == collective; });
-    if (left_ && !comes) fail(ErrorKind::kAborted, settings_.left_why());
-    return Turn::kWait;
+    const bool comes =
+        std::any_of(turns_.begin(), turns_.end(), [&](const Given& given) { return given.collective == collective; });
+    // A turn is given to all members or to none; one that was given may still be on its way.
+    const bool never = has_left() && !comes && now_ns() - left_ns_ > kOnItsWay;
+    return never ? Turn::kHost : Turn::kWait;
   }
   in_turn_ = turns_.front().by_nccl;
   set_in_turn_ = collective.set;

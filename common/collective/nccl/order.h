@@ -44,8 +44,8 @@ class NcclOrder {
     std::function<std::vector<int>()> ranks;  // that communicators may join, rising. Called once.
     uint32_t epoch = 0;
     std::function<Link&(int rank)> link_to;
-    std::function<void(int rank)> call;     // lets that rank make its end of the link to us
-    std::function<std::string()> left_why;  // why the rank that gives turns has left
+    std::function<void(int rank)> call;  // lets that rank make its end of the link to us
+    std::function<bool()> over;          // has the world failed?
   };
   explicit NcclOrder(Settings settings) : settings_(std::move(settings)) {}
   ~NcclOrder();
@@ -59,7 +59,7 @@ class NcclOrder {
   void attach(uint32_t set, NcclCommunicator* communicator, cuda::Device* device) PERSEUS_REQUIRES(progress_lock);
   // It gets none any more.
   void detach(uint32_t set) noexcept PERSEUS_REQUIRES(progress_lock);
-  // Ends what all communicators have under way, without waiting for that.
+  // Where the world has failed: ends what all communicators have under way, without waiting for that.
   void abort_all() noexcept PERSEUS_REQUIRES(progress_lock);
   std::shared_ptr<NcclStreams> streams() const PERSEUS_REQUIRES(progress_lock) { return streams_; }
 
@@ -88,8 +88,9 @@ class NcclOrder {
   bool waits() const PERSEUS_REQUIRES(progress_lock) { return !waiting_.empty(); }
   // A rank has made its end of the link.
   void on_called(int rank) PERSEUS_REQUIRES(progress_lock);
-  // A rank has left the world, and gives no turns any more.
+  // A rank has left the world. Where it gave turns, what gets none any more is done without NCCL.
   void on_left(int rank) PERSEUS_REQUIRES(progress_lock);
+  bool has_left() const PERSEUS_REQUIRES(progress_lock) { return left_ns_ != 0; }
 
  private:
   static constexpr int kNoDevice = -1;
@@ -99,6 +100,7 @@ class NcclOrder {
   int me() { return index_of(settings_.rank); }
   Letters& letters() PERSEUS_REQUIRES(progress_lock);
   void on_letter(int from, const Letter& letter) PERSEUS_REQUIRES(progress_lock);
+  void forget(int from, uint32_t set) noexcept PERSEUS_REQUIRES(progress_lock);
   void note_ready(int from, const Collective& collective, int members, bool able) PERSEUS_REQUIRES(progress_lock);
   void give_turn(const Collective& collective, bool by_nccl) PERSEUS_REQUIRES(progress_lock);
 
@@ -118,7 +120,7 @@ class NcclOrder {
   std::deque<Given> turns_ PERSEUS_GUARDED_BY(progress_lock);
   bool in_turn_ PERSEUS_GUARDED_BY(progress_lock) = false;
   uint32_t set_in_turn_ PERSEUS_GUARDED_BY(progress_lock) = 0;
-  bool left_ PERSEUS_GUARDED_BY(progress_lock) = false;  // the rank that gives turns
+  int64_t left_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // when the rank that gives turns left; 0 = it is there
   // Of that rank: which others could begin, and whether all of them with NCCL.
   struct Waiting {
     std::vector<int> ready;

@@ -265,10 +265,9 @@ class ElasticLauncher(Launcher):
         if process is None:
             return
         process.is_stopped = state.is_stopped
-        if state.ticks > process.ticks:  # it works, even if it cannot answer
-            process.ticks = state.ticks
-            if not state.is_stopped:
-                process.heard_at = time.monotonic()
+        if process.ticks is not None and state.ticks > process.ticks:
+            process.heard_at = time.monotonic()  # it works, even if it cannot answer
+        process.ticks = state.ticks
 
     def _on_control(self, number: int, data: bytes) -> None:
         process = self._processes.get(number)

@@ -8,9 +8,8 @@ from perseus.run.bootstrap.words import FromLauncher, Ping
 from perseus.run.elastic.process import Process
 
 _ASK_SECONDS = 0.25
-# How long a rank may do nothing while others wait for the next world. One that is stopped has had
-# GLOO_TIMEOUT_SECONDS before, at the end of which the world has ended because of it, and it does
-# not go on by itself; others may wait for a disk.
+# How long a rank may do nothing while others wait for the next world. One that is stopped does not
+# go on by itself, and mostly the world has ended because of it; others may wait for a disk.
 _STOPPED_SECONDS, _DEAF_SECONDS = _ASK_SECONDS, 30.0
 _WARN_SECONDS = 30.0
 # Nobody waits for a process that loads, but its slot is lost as long as it is stopped.
@@ -77,12 +76,13 @@ class Questions:
         """
         if not late or now < self.next_at():
             return False
-        if now > self._asked_at + 3 * _ASK_SECONDS:  # nobody has been late for a while
+        # Nobody has been late for a while, or perseusrun itself was stopped.
+        if now > self._asked_at + 2 * _ASK_SECONDS:
             self._known.clear()
             self.since, self._warn_at = now, now + _WARN_SECONDS
         for process in late:
             if process.number not in self._known:
-                process.heard_at = now
+                process.heard_at, process.ticks, process.is_stopped = now, None, False
         self._known = {process.number for process in late}
         self._asked_at = now
         return True
@@ -97,7 +97,8 @@ class Questions:
             self._show(f"the next world waits for {names}, which lives but is still at work")
             self._warn_at = now + _WARN_SECONDS
         for process in late:
-            if process.is_killed:
+            if process.is_killed:  # its host must still answer
+                process.host.send(b"STATE %d\n" % process.number)
                 continue
             patience = _STOPPED_SECONDS if process.is_stopped else _DEAF_SECONDS
             if now >= process.heard_at + patience:

@@ -26,7 +26,7 @@ class Process:
     dismissed: bool = False  # told to leave
     end_at: float = inf  # when it is ended, since it has been dismissed
     heard_at: float = field(default_factory=time.monotonic)
-    ticks: int = 0  # of the processor, that it had used when it was last asked
+    ticks: int | None = None  # of the processor, that it had used when it was last asked
     is_stopped: bool = False
     is_killed: bool = False
     feed: int | None = None  # the number of that in which it was to be fed
