@@ -159,10 +159,9 @@ constexpr Variable kTable[] = {
      "rank for each GPU), and Perseus between hosts. perseus = Perseus itself, in host memory. nccl = NCCL between "
      "hosts as well, for networks with RDMA, and as float32 unless a codec is chosen."},
     {Var::kGpuCodecs, "PERSEUS_GPU_CODECS", "", VarType::kBool, "0", "", false,
-     "1 = GPUs encode gradients as float16, bfloat16, int8, int4, int2 or top-k themselves, so that only encoded bytes "
-     "are copied to the host and back: where each host has one rank, or NCCL joins its ranks. The bits are those of "
-     "the "
-     "CPU's codecs. Off by default, since it has run on stand-ins for GPUs only."},
+     "1 = where each host has one rank, or NCCL joins its ranks, GPUs encode gradients as float16, bfloat16, int8, "
+     "int4, int2 or top-k themselves, so that only encoded bytes are copied to the host and back. The bits are those "
+     "of the CPU's codecs. Off by default, since it has run on stand-ins for GPUs only."},
     {Var::kNcclLibrary, "PERSEUS_NCCL_LIBRARY", "", VarType::kString, "", "", false,
      "Path of the libnccl.so.2 that Perseus opens. Unset = the one that the process has loaded, or else one that pip "
      "or the system has installed."},
