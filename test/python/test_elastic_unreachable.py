@@ -11,6 +11,7 @@ from perseus.run.bootstrap.words import Join
 from perseus.run.elastic import driver
 from perseus.run.elastic.discovery import HostDiscoveryFunction
 from perseus.run.elastic.elasticity import Elasticity
+from perseus.run.elastic.late import Questions
 from perseus.run.elastic.process import Process
 from perseus.run.job import Job
 
@@ -65,11 +66,35 @@ def given_up(
     return lost
 
 
-def test_a_host_is_given_up_that_has_not_answered_for_two_seconds() -> None:
+def test_a_host_is_given_up_that_has_not_answered_for_three_quarters_of_a_second() -> None:
     ranks = [Rank("a", ASKS), Rank("b", ASKS), Rank("c")]
-    assert given_up(ranks, {"c": 2.1}, 2) == ["c"]
-    assert given_up(ranks, {"c": 1.9}, 2) == []
-    assert given_up(ranks, {"c": 60.0}, 2, asked_for=1.9) == []  # since it has been asked
+    assert given_up(ranks, {"c": 0.8}, 2) == ["c"]
+    assert given_up(ranks, {"c": 0.7}, 2) == []
+    assert given_up(ranks, {"c": 60.0}, 2, asked_for=0.7) == []  # since it has been asked
+
+
+def test_a_host_can_answer_while_a_rank_of_it_takes_long_to_die() -> None:
+    sent: list[bytes] = []
+    shown: list[str] = []
+    host = SimpleNamespace(name="c", send=sent.append)
+    process = Process(5, ("c", 0), host, 3, 2)  # type: ignore[arg-type]
+    questions = Questions(lambda *_: None, shown.append)
+    for turn, expected in enumerate([b"STATE 5\n", b"KILL 5\n", b"STATE 5\n", b"STATE 5\n"]):
+        now = NOW + 0.25 * turn
+        assert questions.are_due([process], now)
+        questions.ask([process], True, now)
+        process.is_stopped = True  # as the answer says
+        assert sent.pop() == expected and not sent
+    assert len(shown) == 1 and "is stopped (SIGSTOP) while others wait" in shown[0]
+
+
+def test_perseusrun_that_was_stopped_itself_asks_anew() -> None:
+    host = SimpleNamespace(name="c", send=lambda _: None)
+    process = Process(5, ("c", 0), host, 3, 2)  # type: ignore[arg-type]
+    questions = Questions(lambda *_: None, lambda _: None)
+    for now in (NOW, NOW + 0.25, NOW + 0.5, NOW + 1.1):
+        assert questions.are_due([process], now)
+    assert questions.since == NOW + 1.1
 
 
 def test_where_it_would_not_come_back_it_has_longer() -> None:
