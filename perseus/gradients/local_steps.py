@@ -120,6 +120,10 @@ class LocalSteps(Rotation):
             if pending is not None:
                 self.replace(pending)
 
+    def restart(self) -> None:
+        """See Rotation: ranks agree on the step before the next one."""
+        self._agreed = False
+
     def begin_world(self) -> None:
         """Go on at the same step. What is under way and not received has ended with its world."""
         turn = self._turn

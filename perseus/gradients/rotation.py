@@ -73,6 +73,18 @@ class Rotation(Turns):
         self._turn = 0
         self._pending = None
 
+    def restart(self) -> None:
+        """Begin with the first turn again: before a join(), ranks took different numbers."""
+        self.end_corrections()
+        self._turn = 0
+
+    def end_corrections(self) -> None:
+        """Apply what is under way. Not a collective."""
+        if self.process_set.process_set_id is None:
+            self.drop()  # removed, and with it what was under way
+        else:
+            self.finish()
+
     def make_equal_as(self, name: str) -> None:
         """Call make_equal(), whose exchanges have another name."""
         self.settle()
@@ -160,13 +172,16 @@ def synchronize_parameters() -> None:
             rotation.make_equal_as(name)
 
 
+def restart_turns() -> None:
+    """Let all ranks have the same turn again, once all have joined. Not a collective."""
+    for rotation in _rotations():
+        rotation.restart()
+
+
 def finish_corrections() -> None:
     """Apply what is under way, before parameters are overwritten. Not a collective."""
     for rotation in _rotations():
-        if rotation.process_set.process_set_id is None:
-            rotation.drop()  # removed, and with it what was under way
-        else:
-            rotation.finish()
+        rotation.end_corrections()
 
 
 def _begin_world() -> None:

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from perseus.arguments import checked_op, checked_root
 from perseus.gradients import parameter_check
+from perseus.gradients.rotation import restart_turns
 from perseus.operations import ReduceOp
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.tensorflow.library import native
@@ -312,6 +313,7 @@ def join() -> Any:
     last = _scalar(native.perseus_join(eager=tf.executing_eagerly()))
     if tf.executing_eagerly():
         parameter_check.restart_all()
+        restart_turns()
     return last
 
 

@@ -14,6 +14,7 @@ import torch
 
 from perseus import basics
 from perseus.gradients import parameter_check
+from perseus.gradients.rotation import restart_turns
 from perseus.process_sets import ProcessSet, global_process_set, number_of
 from perseus.torch.reductions import allreduce
 from perseus.torch.session import (
@@ -347,4 +348,5 @@ def join(device: int = -1) -> int:
     del device
     last: int = session.synchronize(session.submit(JOIN, "join.noname", None))
     parameter_check.restart_all()
+    restart_turns()
     return last

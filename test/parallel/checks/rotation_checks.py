@@ -148,6 +148,18 @@ def check_ranks_that_have_joined_do_not_pull_to_zero() -> None:
         assert_job_usable()
 
 
+def check_turns_are_the_same_again_after_join() -> None:
+    with apart():
+        training = rotating(hvd.Compression.rotate(4))
+        for _ in range(2 if hvd.rank() == 0 else 3):
+            training.step()
+        hvd.join()
+        for _ in range(6):
+            training.step()
+        hvd.synchronize_parameters()
+        assert training.equal_everywhere()
+
+
 def check_ranks_of_one_host_stay_equal() -> None:
     """Nothing is left out inside a host: gradients are averaged there."""
     training, plain = rotating(hvd.Compression.rotate(4)), rotating(hvd.Compression.none)
