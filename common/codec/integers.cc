@@ -46,6 +46,10 @@ size_t IntegerFormat::encode(const float* x, float* residual, size_t count, uint
   return put_header(to, blocks_bytes(bits_, count), kBlocksForm);
 }
 
+size_t IntegerFormat::encode_whole(const float* x, size_t count, Byte* to) const {
+  return encode_dense(x, nullptr, count, to);
+}
+
 bool IntegerFormat::scales_finite(const Byte* scales, size_t count) const {
   const size_t bytes = integer_scales_bytes(bits_, count);
   return bits_ == 2 ? all_finite<uint16_t>(scales, bytes) : all_finite<uint32_t>(scales, bytes);

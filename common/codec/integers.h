@@ -19,6 +19,7 @@ class IntegerFormat : public EveryElementFormat {
   explicit IntegerFormat(int bits) : bits_(bits) {}
   size_t most_bytes(size_t count) const override;
   size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const override;
+  size_t encode_whole(const float* x, size_t count, Byte* to) const override;
   size_t take_over(const Byte* encoded, float* residual, size_t count, Byte* to) const override;
   void check(const Byte* from, size_t bytes, size_t count) const override;
   bool keeps_residual() const override { return true; }

@@ -46,6 +46,10 @@ size_t RotatingFormat::encode(const float* x, float* residual, size_t count, uin
   return put_header(to, static_cast<size_t>(at - to), first);
 }
 
+size_t RotatingFormat::encode_whole(const float* x, size_t count, Byte* to) const {
+  return encode_dense(x, nullptr, count, to);
+}
+
 bool RotatingFormat::is_sparse(const Byte* from, size_t bytes, size_t count, uint32_t* first) const {
   *first = read_header(kName, from, bytes, count).form;
   if (*first == kDenseForm) return false;

@@ -22,6 +22,7 @@ class RotatingFormat : public WireFormat {
 
   size_t most_bytes(size_t count) const override;
   size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const override;
+  size_t encode_whole(const float* x, size_t count, Byte* to) const override;
   void decode(const Byte* from, size_t bytes, size_t count, float* x) const override;
   void decode_add(const Byte* from, size_t bytes, size_t count, float* x) const override;
   bool keeps_residual() const override { return true; }

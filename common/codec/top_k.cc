@@ -100,6 +100,10 @@ size_t TopKFormat::encode(const float* x, float* residual, size_t count, uint64_
   return encode_selected(chunk, indices.data(), to);
 }
 
+size_t TopKFormat::encode_whole(const float* x, size_t count, Byte* to) const {
+  return encode_dense(x, nullptr, count, to);
+}
+
 void TopKFormat::select(ChunkSelection* chunks, size_t n, uint64_t step, ThreadPool* threads,
                         std::vector<uint16_t>* indices) const {
   size_t count = 0;

@@ -37,6 +37,7 @@ class TopKFormat : public WireFormat {
 
   size_t most_bytes(size_t count) const override;
   size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const override;
+  size_t encode_whole(const float* x, size_t count, Byte* to) const override;
   size_t encode_result(const float* x, float* residual, size_t count, uint64_t step,
                        const std::vector<const Byte*>& parts, Byte* to) const override;
   bool selects() const override { return true; }

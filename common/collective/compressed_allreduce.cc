@@ -162,6 +162,7 @@ void CompressedAllreduce::select() {
     if (begin == end) continue;
     // Otherwise there is nothing to prepare; all chunks of a slice are alike in that.
     const CompressedChunk& one = chunk_at(*begin);
+    if (one.whole) continue;
     size_t floats = 0;
     if (one.slot == nullptr && (prescale_ != 1.0F || one.carry != 1.0F || one.momenta.velocity != nullptr))
       for (const Place* place = begin; place != end; ++place) floats += chunk_at(*place).count;
@@ -219,7 +220,7 @@ void CompressedAllreduce::encode(size_t thread, Task* task) {
   for (size_t i = task->begin; i < task->end; ++i) {
     const CompressedChunk& chunk = chunks[i];
     if (task->owner == me_) encoded_[i * static_cast<size_t>(members_) + static_cast<size_t>(me_)] = at;
-    if (format_->selects()) {
+    if (format_->selects() && !chunk.whole) {
       at += format_->encode_selected(chunk.selection, buffers_->selected.data(), at);
       if (chunk.momenta.velocity != nullptr && chunk.selection.selected == ChunkSelection::kAll)
         forget_not_finite(chunk.momenta.velocity, chunk.count);
@@ -233,6 +234,10 @@ void CompressedAllreduce::encode(size_t thread, Task* task) {
     if (prescale_ != 1.0F) {
       scale(prescale_, x, scratch(thread), chunk.count);
       x = scratch(thread);
+    }
+    if (chunk.whole) {
+      at += format_->encode_whole(x, chunk.count, at);
+      continue;
     }
     uint32_t largest = 0;
     if (chunk.momenta.velocity != nullptr) {
@@ -285,7 +290,9 @@ void CompressedAllreduce::reduce(size_t thread, Task* task) {
     if (sums_only_) continue;
     if (factor_ != 1.0F) scale(factor_, sum, sum, chunk.count);
     carry(chunk.carry, chunk.result_residual, chunk.count);
-    const size_t bytes = format_->encode_result(sum, chunk.result_residual, chunk.count, chunk.step, parts, at);
+    const size_t bytes = chunk.result_whole
+                             ? format_->encode_whole(sum, chunk.count, at)
+                             : format_->encode_result(sum, chunk.result_residual, chunk.count, chunk.step, parts, at);
     give_out(at, chunk, thread);
     at += bytes;
   }

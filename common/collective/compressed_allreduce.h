@@ -41,6 +41,8 @@ struct CompressedChunk {
   float carry = 1.0F;                // what both residuals are multiplied by first
   Byte* slot = nullptr;  // not null: a GPU has encoded it here, and will find the result here, instead of in and out
   Momenta momenta;
+  // A rank that has joined keeps no residuals: sums of others that it sends, and its results, travel as they are.
+  bool whole = false, result_whole = false;
   uint32_t count = 0;             // <= kWireChunk
   uint32_t result = 0;            // see CompressedAllreduce::note_results
   uint64_t step = 0;              // see WireFormat::encode

@@ -83,6 +83,8 @@ void HierarchicalAllreduce::add_floats(const Run& run) {
     chunk.momenta = run.momenta.from(begin);
     if (run.slots != nullptr) chunk.slot = run.slots + begin / kWireChunk * cuda::kSlotBytes;
     chunk.step = run.step;
+    chunk.whole = run.joined && works_inside();  // else it is zeros
+    chunk.result_whole = run.joined;
     if (inside_ != nullptr) {
       chunk.result = static_cast<uint32_t>(results_.size());
       results_.emplace_back();

@@ -40,6 +40,7 @@ class HierarchicalAllreduce final : public Staged {
     float carry = 1.0F;     // see CompressedChunk
     Momenta momenta;        // likewise
     Byte* slots = nullptr;  // of its chunks, where a GPU encodes it
+    bool joined = false;    // this rank has, and keeps no residuals although the format does
     uint64_t number = 0;
     uint64_t salt = 0;
     uint64_t step = 0;

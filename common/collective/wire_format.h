@@ -46,8 +46,11 @@ class WireFormat {
   // before all that; see rotating.h.) `step` counts the times this chunk was encoded, the same on all ranks.
   virtual size_t encode(const float* x, float* residual, size_t count, uint64_t step, Byte* to) const = 0;
 
-  // The same for what an owner sends: `x` is a function of the sum of what `parts`, one of each member, decode to. A
-  // format may send more of it than encode() would.
+  // All elements as they are, where nobody would keep what is lost. Of formats that keep a residual.
+  virtual size_t encode_whole(const float* x, size_t count, Byte* to) const { return encode(x, nullptr, count, 0, to); }
+
+  // The same as encode() for what an owner sends: `x` is a function of the sum of what `parts`, one of each member,
+  // decode to. A format may send more of it than encode() would.
   virtual size_t encode_result(const float* x, float* residual, size_t count, uint64_t step,
                                const std::vector<const Byte*>& parts, Byte* to) const {
     return encode(x, residual, count, step, to);

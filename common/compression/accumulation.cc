@@ -29,6 +29,7 @@ std::shared_ptr<Accumulation::Sum> Accumulation::take(uint64_t owner, int group,
   if (!sum) {
     sum = std::make_shared<Sum>();
     sum->owner = owner;
+    sum->group = group;
   }
   if (sum->busy)
     fail(ErrorKind::kInvalidArgument, "[accumulation] two threads submit the gradient '" + std::string(name) +
@@ -91,6 +92,11 @@ bool Accumulation::hold(uint64_t owner, int group, const char* name, const std::
 void Accumulation::forget(uint64_t owner) {
   const MutexLock lock(mutex_);
   for (auto it = sums_.begin(); it != sums_.end();) it = it->second->owner == owner ? sums_.erase(it) : std::next(it);
+}
+
+void Accumulation::forget_group(int group) {
+  const MutexLock lock(mutex_);
+  for (auto it = sums_.begin(); it != sums_.end();) it = it->second->group == group ? sums_.erase(it) : std::next(it);
 }
 
 }  // namespace perseus

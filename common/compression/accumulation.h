@@ -35,12 +35,15 @@ class Accumulation {
   bool hold(uint64_t owner, int group, const char* name, const std::vector<Tensor>& tensors);
   // Drops an optimizer's sums.
   void forget(uint64_t owner);
+  // Drops those of a group, whose ranks have taken different numbers of steps.
+  void forget_group(int group);
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
  private:
   struct Sum {
     ~Sum();
     uint64_t owner = 0;
+    int group = 0;
     std::vector<std::pair<DType, size_t>> layout;  // dtype and elements of every tensor
     std::unique_ptr<Byte[]> data;                  // of all tensors, each on a cache line
     size_t size = 0;

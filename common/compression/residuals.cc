@@ -40,11 +40,6 @@ Residuals::Record::~Record() {
   if (bytes != nullptr) bytes->fetch_sub(blocks * 2 * begins.back() * sizeof(float), std::memory_order_relaxed);
 }
 
-bool Residuals::Record::has_vectors() const {
-  return std::any_of(low_rank.begin(), low_rank.end(),
-                     [](const kernels::LowRankMemory& each) { return !each.q.empty(); });
-}
-
 void Residuals::Record::settle() {
   for (size_t i = 0; i < low_rank.size(); ++i) settle(i);
 }
@@ -77,6 +72,7 @@ std::shared_ptr<Residuals::Record> Residuals::find(const Key& key) {
 std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::vector<size_t>& sizes) {
   auto made = std::make_shared<Record>();
   made->owner = key.owner;
+  made->group = key.group;
   made->begins.assign(1, 0);
   for (size_t size : sizes) made->begins.push_back(made->begins.back() + size);
   made->memory = zeros(key, 2 * made->begins.back());
@@ -103,11 +99,10 @@ Flush Residuals::due(const Key& key, const std::vector<size_t>& sizes, const Com
   }
   if (record->loaded && record->layout != division(terms, layout()))
     return record->holds ? Flush::kAmongAll : Flush::kNone;
-  // A matrix has one sender, which keeps its vectors; chunks have several. What a rank has loaded does not have the
-  // vectors that others go on with.
+  // A matrix has one sender, which keeps its vectors; chunks have several, and all ranks say the same, whether they
+  // send or not. What a rank has loaded does not have the vectors that others go on with.
   const CompressionTerms& before = record->terms;
-  const bool is_idle = record->leases.load(std::memory_order_acquire) == 0;
-  const bool whole = record->loaded ? terms.codec.kind == CodecKind::kLowRank : is_idle && record->has_vectors();
+  const bool whole = (record->loaded ? terms : before).codec.kind == CodecKind::kLowRank;
   const Flush flush = whole ? Flush::kAmongAll : Flush::kAsDivided;
   if (record->flushes || (whole && record->loaded)) return flush;
   const bool goes_on = record->loaded ? keeps_residual(terms.codec) && !terms.automatic
@@ -169,6 +164,12 @@ bool Residuals::has_momenta(const Key& key) {
 void Residuals::spoil_momenta() {
   const MutexLock lock(mutex_);
   for (auto& [key, record] : records_) record->momenta_spoilt = true;
+}
+
+void Residuals::restart_turns(uint32_t group) {
+  const MutexLock lock(mutex_);
+  for (auto& [key, record] : records_)
+    if (record->group == group && record->terms.codec.kind == CodecKind::kRotate) record->steps = 0;
 }
 
 void Residuals::begin_momenta(const Key& key, bool anew) {

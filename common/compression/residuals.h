@@ -38,8 +38,6 @@ class Residuals {
     // results. Not in what read() gives. All ranks begin with zeros at the same step, which has_momenta() is for.
     float* velocity(size_t i) const { return momenta.get() + begins[i]; }
     float* last_result(size_t i) const { return momenta.get() + begins[i] + begins.back(); }
-    // Did this rank send a low-rank sum since the last flush? Not while a reduction is under way.
-    bool has_vectors() const;
     // Makes `memory` say what is held back, also of low-rank sums.
     void settle(size_t tensor) { low_rank[tensor].settle(sent(tensor)); }
     void settle();
@@ -52,6 +50,7 @@ class Residuals {
       void operator()(float* p) const { std::free(p); }
     };
     uint64_t owner = 0;
+    uint32_t group = 0;
     std::vector<size_t> begins;  // of each tensor, then the end of the last one
     std::shared_ptr<float[]> memory;
     bool page_locked = false;  // it is
@@ -120,6 +119,9 @@ class Residuals {
   void spoil_momenta();
   // For a reduction with momentum correction under way; with `anew`, from zeros.
   void begin_momenta(const Key& key, bool anew);
+  // The group's records begin with the first turn again, where codecs send parts in turn: ranks that have joined took
+  // fewer.
+  void restart_turns(uint32_t group);
   // Has the next reduction of every known name send its residual.
   void flush();
   // The same of this name.

@@ -105,6 +105,7 @@ Entry* Negotiation::stand_in(Name* name) {
   entry->text = &name->text;
   entry->description = name->agreed;
   entry->description.stays_on_device &= joined_count_ == 0;
+  entry->description.warms_up = joined_count_ > 0;
   entry->submitted_ns = entry->agreed_ns = entry->started_ns = 0;
   entry->executions_left = 0;
   entry->last_rank = -1;

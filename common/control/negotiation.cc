@@ -245,8 +245,8 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     if (name->last >= 0 && name->announced_count == size_) entry->last_rank = ranks_[static_cast<size_t>(name->last)];
     entry->nans = std::move(nans);
     entry->description.flush = flush;
-    entry->description.warms_up = warms_up;
-    // Those who have joined have none.
+    // Those who have joined have neither momenta nor what PowerSGD keeps.
+    entry->description.warms_up = warms_up || joined_count_ > 0;
     entry->description.new_momenta = new_momenta || joined_count_ > 0;
     entry->description.stays_on_device = stay_on_device && joined_count_ == 0;
     entry->description.outdated = outdated;
@@ -271,7 +271,7 @@ Entry* Negotiation::take_entry(Name* name) {
     bits_[name->slot / 64] &= ~(uint64_t{1} << name->slot % 64);
     entry->description.priority = name->agreed.priority;
     entry->description.stays_on_device = name->agreed.stays_on_device && joined_count_ == 0;
-    entry->description.new_momenta = joined_count_ > 0;
+    entry->description.warms_up = entry->description.new_momenta = joined_count_ > 0;
   }
   --pending_;
   return entry;

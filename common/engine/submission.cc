@@ -437,7 +437,10 @@ int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<Proces
     warn_about_precision(group->ranks());
   if (s.gradient_of != 0 && may_cost_accuracy(compression.codec) && !warned_about_accuracy_)
     warn_about_accuracy(compression.codec, group->ranks());
-  if (s.kind == Kind::kJoin) residuals_.spoil_momenta();  // others step while this rank does not
+  if (s.kind == Kind::kJoin) {
+    residuals_.spoil_momenta();  // others step while this rank does not
+    accumulation_.forget_group(s.group);
+  }
   Entry* entry = take_entry();
   fill_collective(s, *group, compression, entry);
   entry->description.stays_on_device = s.stays_on_device;

@@ -168,8 +168,10 @@ void Execution::place_in_buckets(const std::vector<Entry*>& ready, std::vector<E
       case Kind::kBarrier:
       case Kind::kAddGroup:
       case Kind::kRemoveGroup:
-      case Kind::kJoin:
         break;  // that all are ready is all there is to it
+      case Kind::kJoin:
+        if (settings_.residuals != nullptr) settings_.residuals->restart_turns(number_);
+        break;
       case Kind::kSend:
       case Kind::kReceive:
         break;  // not of a process set

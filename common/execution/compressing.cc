@@ -100,6 +100,7 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
                         entry->residuals->momenta && d.flush != Flush::kAmongAll;
   HierarchicalAllreduce::Run run;
   run.salt = salt_of(*entry->text) + tensor;
+  run.joined = entry->stand_in && format->keeps_residual();
   const size_t bytes = t.bytes();
   const bool on_device = entry->staging && entry->staging->encodes();
   const bool sums = levels.inner.size() > 1;  // before anything is encoded

@@ -274,6 +274,30 @@ TEST_P(Accumulation, ARankThatHasJoinedGivesZeros) {
       steps(2));
 }
 
+// Sums that an uneven end of an epoch has left would come into the next one, in which ranks would then step apart.
+TEST_P(Accumulation, JoinDropsSums) {
+  const auto body = [](int rank, perseus_context* context) {
+    const int64_t count = 300;
+    const auto step = [&](int number) {
+      Bytes x = gradient(PERSEUS_FLOAT32, rank, number, count);
+      const perseus_tensor tensor{x.data(), x.data(), &count, 1, PERSEUS_FLOAT32};
+      const Result result = run_gradient(context, gradient_of(1, "g", &tensor));
+      EXPECT_EQ(result.outcome.code, PERSEUS_OK) << result.outcome.message;
+      return std::make_pair(result.gradient, x);
+    };
+    for (int number = 0; number < (rank == 0 ? 1 : 2); ++number) step(number);
+    ASSERT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+    EXPECT_EQ(step(2).first, PERSEUS_GRADIENT_HELD);
+    const auto [outcome, sum] = step(3);
+    EXPECT_NE(outcome, PERSEUS_GRADIENT_HELD);
+    for (size_t i = 0; i < 300; ++i) {
+      const float expected = (value(0, 2, i) + value(0, 3, i) + value(1, 2, i) + value(1, 3, i)) / 2;
+      ASSERT_EQ(read(PERSEUS_FLOAT32, sum, i), expected) << "element " << i;
+    }
+  };
+  run_world(medium(), 2, body, steps(2));
+}
+
 TEST_P(Accumulation, TakesGradientsFromSeveralThreads) {
   constexpr int kThreads = 3, kRounds = 20;
   run_world(

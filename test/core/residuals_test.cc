@@ -400,6 +400,56 @@ TEST(Residual, OfARankThatHasJoinedWaits) {
   for (int rank : {0, 2, 3}) EXPECT_TRUE(after.held[rank].data.empty());
 }
 
+// A rank that has joined keeps no residuals, but still sends sums of its host's ranks, and sums chunks for all.
+TEST_P(Change, WhatPassesThroughAJoinedRankIsNotLost) {
+  constexpr int kSteps = 5;
+  for (const Codec& codec : {kTopK, kRotate, kInt8, Codec{PERSEUS_CODEC_INT2, 0}}) {
+    Training training;
+    run_world(
+        all_media()[0], kRanks,
+        [&](int rank, perseus_context* context) {
+          if (rank != 1) {
+            take_steps(&training, rank, context, 0, kSteps - 1, codec);
+            EXPECT_EQ(perseus_residuals_flush(context), PERSEUS_OK);
+            take_steps(&training, rank, context, kSteps - 1, kSteps, codec);
+          }
+          EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+        },
+        in_groups_of(GetParam()));
+    ASSERT_EQ(training.results.size(), static_cast<size_t>(kSteps));
+    std::vector<double> missing(kCount);
+    for (int step = 0; step < kSteps; ++step)
+      for (size_t i = 0; i < kCount; ++i) missing[i] -= training.results[static_cast<size_t>(step)][i];
+    for (const int rank : {0, 2, 3})
+      for (int step = 0; step < kSteps; ++step) {
+        const Floats x = gradient(step, rank);
+        for (size_t i = 0; i < kCount; ++i) missing[i] += x[i] / kRanks;
+      }
+    for (size_t i = 0; i < kCount; ++i) ASSERT_NEAR(missing[i], 0.0, 0.01) << "codec " << codec.codec << ", " << i;
+  }
+}
+
+// Ranks that took different numbers of steps send the same part in the first step after they have joined.
+TEST_P(Change, TurnsBeginAnewAfterJoin) {
+  constexpr size_t kBlock = 16, kChunk = 16 * 1024, kParts = 4;
+  Training training;
+  run_world(
+      all_media()[0], kRanks,
+      [&](int rank, perseus_context* context) {
+        take_steps(&training, rank, context, 0, rank == 1 ? 2 : 3, kRotate);
+        EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+        training.results.clear();
+        take_steps(&training, rank, context, 3, 4, kRotate);
+      },
+      in_groups_of(GetParam()));
+  const Floats& result = training.results.back();
+  for (size_t i = 1000; i < kCount; ++i) {
+    const size_t block = (i - 1000) % kChunk / kBlock;
+    if ((block + 1) % kParts == 0) continue;
+    ASSERT_EQ(result[i], 0.0F) << "element " << i;
+  }
+}
+
 TEST(Residual, CannotBeReadWhileItIsInUse) {
   perseus::Residuals residuals;
   const std::string name = "g";
