@@ -438,7 +438,6 @@ TEST_P(Change, TurnsBeginAnewAfterJoin) {
       [&](int rank, perseus_context* context) {
         take_steps(&training, rank, context, 0, rank == 1 ? 2 : 3, kRotate);
         EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
-        training.results.clear();
         take_steps(&training, rank, context, 3, 4, kRotate);
       },
       in_groups_of(GetParam()));
