@@ -24,6 +24,9 @@ struct CompressionTerms {
     return dtype_is_float(dtype) && (doubles || dtype != DType::kFloat64);
   }
 
+  // Is what this codec holds back corrected by the optimizer's momentum?
+  bool corrects(CodecKind kind) const { return kind == CodecKind::kTopK && momentum != 0; }
+
   static constexpr auto fields() {
     return std::make_tuple(field("codec", &CompressionTerms::codec), field("automatic", &CompressionTerms::automatic),
                            field("inside", &CompressionTerms::inside), field("doubles", &CompressionTerms::doubles),

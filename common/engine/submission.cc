@@ -360,7 +360,7 @@ bool Engine::may_stay(const Submission& s, const CompressionTerms& compression, 
 // What a GPU may encode before the host sees it. Other ranks need not know: the bytes that travel are the same.
 bool Engine::may_be_encoded(const Submission& s, const CompressionTerms& compression, int device, ProcessSet* group) {
   if (!execution_settings_.gpu_codecs || s.kind != Kind::kAllreduce || looks_at(s) || compression.inside) return false;
-  if (compression.codec.kind == CodecKind::kTopK && compression.momentum != 0) return false;
+  if (compression.corrects(compression.codec.kind)) return false;
   const auto floats = [](const Submission::Tensor& tensor) { return tensor.dtype == DType::kFloat32; };
   return encoded_by_gpus(compression.codec.kind) && s.prescale == 1.0 && s.refusal == nullptr && group->spans_hosts() &&
          std::all_of(s.tensors, s.tensors + s.tensor_count, floats) && devices_.at(device).encodes();

@@ -53,7 +53,7 @@ bool Execution::encodes_on_device(Entry* entry, bool sums_there) {
   for (size_t i = 0; i < d.tensors.size(); ++i) {
     if (d.tensors[i].bytes() == 0) continue;
     if (d.tensors[i].dtype != DType::kFloat32 || !encoded_by_gpus(codecs_[i].kind)) return false;
-    if (codecs_[i].kind == CodecKind::kTopK && d.compression.momentum != 0) return false;
+    if (d.compression.corrects(codecs_[i].kind)) return false;
     if (!sums_there && levels_of_encoded(*entry, i).inner.size() > 1) return false;
     ++tensors;
     if (format_of(codecs_[i])->keeps_residual()) ++with_residual;
@@ -96,8 +96,8 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
   if (format->keeps_residual()) take_residuals(entry);
   if (entry->residuals) entry->residuals->settle(tensor);
   // Among all, chunks are divided otherwise than last results.
-  const bool corrects = codec.kind == CodecKind::kTopK && d.compression.momentum != 0 && entry->residuals &&
-                        entry->residuals->momenta && d.flush != Flush::kAmongAll;
+  const bool corrects = d.compression.corrects(codec.kind) && entry->residuals && entry->residuals->momenta &&
+                        d.flush != Flush::kAmongAll;
   HierarchicalAllreduce::Run run;
   run.salt = salt_of(*entry->text) + tensor;
   run.joined = entry->stand_in && format->keeps_residual();

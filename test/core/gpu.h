@@ -140,4 +140,27 @@ inline std::unique_ptr<Operation> sum_of(const std::string& name, int ranks, int
   return made;
 }
 
+// Adds the process set of these ranks; those of a world get the numbers 1, 2, ...
+inline void add_set(perseus_context* context, const std::vector<int>& ranks) {
+  perseus_request add = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+  add.ranks = ranks.data();
+  add.rank_count = static_cast<int>(ranks.size());
+  ASSERT_EQ(run(context, add).code, PERSEUS_OK);
+}
+
+inline void remove_set(perseus_context* context, int number) {
+  perseus_request remove = request_of(PERSEUS_REMOVE_GROUP, "remove", nullptr, 0);
+  remove.ranks = &number;
+  remove.rank_count = 1;
+  ASSERT_EQ(run(context, remove).code, PERSEUS_OK);
+}
+
+inline std::unique_ptr<Operation> sum_in_set(const std::string& name, int ranks, int number,
+                                             const std::vector<int>& members, int64_t count) {
+  auto sum = sum_of(name, ranks, count);
+  sum->members = members;
+  sum->group = number;
+  return sum;
+}
+
 }  // namespace perseus_test

@@ -88,11 +88,8 @@ TEST(NcclFaults, CollectivesOfSeveralProcessSetsAreGivenUp) {
   const std::vector<std::vector<int>> sets = {{0, 1}, {0, 2}, {1, 2}};
   std::vector<std::unique_ptr<Operation>> sums;
   sums.push_back(sum_of("world", 3, 1000));
-  for (size_t i = 0; i < sets.size(); ++i) {
-    sums.push_back(sum_of("set" + std::to_string(i), 3, 1000));
-    sums.back()->members = sets[i];
-    sums.back()->group = static_cast<int>(i) + 1;
-  }
+  for (size_t i = 0; i < sets.size(); ++i)
+    sums.push_back(sum_in_set("set" + std::to_string(i), 3, static_cast<int>(i) + 1, sets[i], 1000));
   WorldOptions options;
   options.overrides = {"GLOO_TIMEOUT_SECONDS=1"};
   Barrier barrier(3);
@@ -100,12 +97,7 @@ TEST(NcclFaults, CollectivesOfSeveralProcessSetsAreGivenUp) {
       kOneHost, 3,
       [&](int rank, perseus_context* context) {
         Gpu gpu(rank);
-        for (const std::vector<int>& set : sets) {
-          perseus_request add = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
-          add.ranks = set.data();
-          add.rank_count = static_cast<int>(set.size());
-          ASSERT_EQ(run(context, add).code, PERSEUS_OK);
-        }
+        for (const std::vector<int>& set : sets) add_set(context, set);
         std::deque<DeviceCall> calls;
         const auto submit_all = [&] {
           for (const auto& sum : sums) {
@@ -137,17 +129,12 @@ TEST(NcclFaults, CollectivesOfSeveralProcessSetsAreGivenUp) {
 TEST(NcclFaults, AProcessSetIsRemovedWhileNcclWorks) {
   const std::vector<int> members = {1, 2};
   const auto world = sum_of("world", 3, 20'000);
-  auto some = sum_of("some", 3, 1000);
-  some->members = members;
-  some->group = 1;
+  const auto some = sum_in_set("some", 3, 1, members, 1000);
   Barrier barrier(3);
   const int before = standin_nccl_calls();
   run_world(kOneHost, 3, [&](int rank, perseus_context* context) {
     Gpu gpu(rank);
-    perseus_request change = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
-    change.ranks = members.data();
-    change.rank_count = static_cast<int>(members.size());
-    ASSERT_EQ(run(context, change).code, PERSEUS_OK);
+    add_set(context, members);
     DeviceCall first(*world, rank, &gpu);
     ASSERT_EQ(first.submit(context).code, PERSEUS_OK);
     first.finish(context);
@@ -158,12 +145,7 @@ TEST(NcclFaults, AProcessSetIsRemovedWhileNcclWorks) {
       ASSERT_EQ(call.emplace(*some, rank, &gpu).submit(context).code, PERSEUS_OK);
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    const int id = 1;
-    change.kind = PERSEUS_REMOVE_GROUP;
-    change.name = "remove";
-    change.ranks = &id;
-    change.rank_count = 1;
-    EXPECT_EQ(run(context, change).code, PERSEUS_OK);
+    remove_set(context, 1);
     if (rank > 0) {
       EXPECT_NE(wait(context, call->handle(), 30'000).code, PERSEUS_OK);
       EXPECT_EQ(perseus_handle_release(context, call->handle()), PERSEUS_OK);

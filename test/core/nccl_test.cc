@@ -465,22 +465,6 @@ TEST(Nccl, AJoinedRankHasNothingOnItsGpu) {
   });
 }
 
-// Adds the process set of these ranks; those of a world get the numbers 1, 2, ...
-void add_set(perseus_context* context, const std::vector<int>& ranks) {
-  perseus_request add = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
-  add.ranks = ranks.data();
-  add.rank_count = static_cast<int>(ranks.size());
-  ASSERT_EQ(run(context, add).code, PERSEUS_OK);
-}
-
-std::unique_ptr<Operation> sum_in_set(const std::string& name, int ranks, int number, const std::vector<int>& members,
-                                      int64_t count) {
-  auto sum = sum_of(name, ranks, count);
-  sum->members = members;
-  sum->group = number;
-  return sum;
-}
-
 // Ranks give the work of their process sets to NCCL in one order, whichever they submit first.
 TEST(Nccl, ProcessSetsShareGpus) {
   constexpr int kRanks = 4;
@@ -550,11 +534,7 @@ TEST(Nccl, ProcessSetsComeAndGo) {
         some.finish(context);
       }
       all.finish(context);
-      perseus_request remove = request_of(PERSEUS_REMOVE_GROUP, "remove", nullptr, 0);
-      const int id = 1;  // which is free again each time
-      remove.ranks = &id;
-      remove.rank_count = 1;
-      ASSERT_EQ(run(context, remove).code, PERSEUS_OK);
+      remove_set(context, 1);  // a number that is free again then
     }
   });
   EXPECT_EQ(calls, 4 * (3 + 2));

@@ -320,20 +320,21 @@ def test_a_rank_that_stops_as_a_world_begins_is_not_waited_for(tmp_path: Path) -
     assert time.monotonic() - begun < 45
 
 
-def test_a_process_that_ends_before_it_joins_is_no_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quirk", "message"),
+    [
+        ("late", "ended before it asked to join a world"),
+        ("asleep", "is stopped (SIGSTOP) and has not asked for a world: it is killed"),
+    ],
+)
+def test_a_process_that_does_not_come_to_join_is_replaced(
+    tmp_path: Path, quirk: str, message: str
+) -> None:
     events = [{"step": 5, "what": "kill", "rank": 1}]
     flags = ["-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 1, 1]
-    job = run(tmp_path, *flags, events=events, size=2, worlds=3, quirk="late")
+    job = run(tmp_path, *flags, events=events, size=2, worlds=3, quirk=quirk)
     expect_success(job, 2, 1, 2)
-    assert "ended before it asked to join a world" in job.output
-
-
-def test_a_process_that_is_stopped_while_it_loads_gives_its_slot_back(tmp_path: Path) -> None:
-    events = [{"step": 5, "what": "kill", "rank": 1}]
-    flags = ["-np", 2, "--min-np", 1, "--blacklist-cooldown-range", 1, 1]
-    job = run(tmp_path, *flags, events=events, size=2, worlds=3, quirk="asleep")
-    expect_success(job, 2, 1, 2)
-    assert "is stopped (SIGSTOP) and has not asked for a world: it is killed" in job.output
+    assert message in job.output
 
 
 def test_a_rank_that_does_not_leave_is_ended(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
-#include <optional>
-#include <set>
 #include <thread>
 #include <utility>
 
