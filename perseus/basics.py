@@ -408,6 +408,15 @@ def forget_gradients(gradient_of: int) -> None:
         _world.context.forget_gradients(gradient_of)
 
 
+def forget_momenta(gradient_of: int) -> None:
+    """Have momentum correction begin anew, because an optimizer has not applied a step.
+
+    Does nothing without a world.
+    """
+    if _world.context is not None:
+        _world.context.forget_momenta(gradient_of)
+
+
 def read_residual(
     gradient_of: int, group: int, name: str, grouped: bool
 ) -> tuple[int, bytearray] | None:

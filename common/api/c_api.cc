@@ -433,6 +433,13 @@ void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of) {
   });
 }
 
+void perseus_momenta_forget(perseus_context* context, uint64_t gradient_of) {
+  in_context(context, [&](perseus::Context& c) {
+    c.engine().forget_momenta(gradient_of);
+    return PERSEUS_OK;
+  });
+}
+
 perseus_code perseus_residual_read(perseus_context* context, perseus_residual* residual) {
   return in_context(context, [&](perseus::Context& c) {
     perseus_residual r = *Given<perseus_residual>(residual, "perseus_residual");

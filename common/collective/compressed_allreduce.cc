@@ -317,10 +317,7 @@ void CompressedAllreduce::give_out(const Byte* encoded, const CompressedChunk& c
     format_->decode(encoded, bytes, chunk.count, result);
     const uint32_t largest = kernels::add_to_residual(result, -chunk.momenta.momentum, last_result, chunk.count);
     std::memcpy(chunk.out, last_result, chunk.count * sizeof(float));
-    if (largest >= kernels::kNotFinite) {
-      forget_not_finite(result, chunk.count);
-      chunk.momenta.spoilt->store(true, std::memory_order_relaxed);
-    }
+    if (largest >= kernels::kNotFinite) forget_not_finite(result, chunk.count);
     std::memcpy(last_result, result, chunk.count * sizeof(float));
     return;
   }

@@ -24,10 +24,9 @@ struct Momenta {
   float* last_result = nullptr;  // of all members
   float momentum = 0.0F;
   bool masks = false;
-  std::atomic<bool>* spoilt = nullptr;  // set by a result that is not finite, which no optimizer should apply
 
   Momenta from(size_t begin) const {
-    return velocity == nullptr ? Momenta() : Momenta{velocity + begin, last_result + begin, momentum, masks, spoilt};
+    return velocity == nullptr ? Momenta() : Momenta{velocity + begin, last_result + begin, momentum, masks};
   }
   // Null where it does not mask.
   float* masked() const { return masks ? velocity : nullptr; }

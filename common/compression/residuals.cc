@@ -28,11 +28,6 @@ bool fits(Residuals::Record* record, const std::vector<size_t>& sizes) {
   return same;
 }
 
-float carry_of(const Residuals::Record& record, double learning_rate) {
-  const auto carry = static_cast<float>(record.learning_rate / learning_rate);
-  return record.learning_rate != 0 && std::isfinite(carry) ? carry : 1.0F;
-}
-
 }  // namespace
 
 Residuals::Record::~Record() {
@@ -42,6 +37,16 @@ Residuals::Record::~Record() {
 
 void Residuals::Record::settle() {
   for (size_t i = 0; i < low_rank.size(); ++i) settle(i);
+}
+
+void Residuals::Record::step_with(double rate) {
+  rate_before = learning_rate;
+  carry = 1.0F;
+  if (rate == 0 || !std::isfinite(rate)) return;
+  highest_rate = std::max(highest_rate, std::abs(rate));
+  const double counted = std::copysign(std::max(std::abs(rate), kLeastRate * highest_rate), rate);
+  if (learning_rate != 0) carry = static_cast<float>(learning_rate / counted);
+  learning_rate = counted;
 }
 
 void Residuals::Record::move_to(std::shared_ptr<float[]> elsewhere) {
@@ -123,7 +128,7 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
   const MutexLock lock(mutex_);
   std::shared_ptr<Record> record = find(key);
   if (record) {
-    record->carry = carry_of(*record, learning_rate);
+    record->step_with(learning_rate);
     record->low_rank.resize(sizes.size());
     if (flush != Flush::kNone) {
       record->settle();
@@ -136,13 +141,12 @@ Residuals::Lease Residuals::take(const Key& key, const std::vector<size_t>& size
   }
   if (!record) {
     records_[key_] = record = make(key, sizes);
+    record->step_with(learning_rate);
     record->low_rank.resize(sizes.size());
   }
   record->terms = terms;
   record->layout = division(terms, layout);
   record->loaded = false;
-  record->rate_before = record->learning_rate;
-  if (learning_rate != 0) record->learning_rate = learning_rate;
   record->holds = flush == Flush::kNone;
   if (!record->holds) record->flushes = false;
   ++record->steps;
@@ -164,6 +168,12 @@ bool Residuals::has_momenta(const Key& key) {
 void Residuals::spoil_momenta() {
   const MutexLock lock(mutex_);
   for (auto& [key, record] : records_) record->momenta_spoilt = true;
+}
+
+void Residuals::spoil_momenta(uint64_t owner) {
+  const MutexLock lock(mutex_);
+  for (auto& [key, record] : records_)
+    if (record->owner == owner) record->momenta_spoilt = true;
 }
 
 void Residuals::restart_turns(uint32_t group) {
@@ -192,9 +202,17 @@ void Residuals::flush(const Key& key) {
 }
 
 void Residuals::forget(uint64_t owner) {
+  forget_if([owner](const Record& record) { return record.owner == owner; });
+}
+
+void Residuals::forget_group(uint32_t group) {
+  forget_if([group](const Record& record) { return record.group == group; });
+}
+
+template <class Which>
+void Residuals::forget_if(const Which& which) {
   const MutexLock lock(mutex_);
-  for (auto it = records_.begin(); it != records_.end();)
-    it = it->second->owner == owner ? records_.erase(it) : std::next(it);
+  for (auto it = records_.begin(); it != records_.end();) it = which(*it->second) ? records_.erase(it) : std::next(it);
 }
 
 size_t Residuals::read(const Key& key, float* data, size_t room, uint64_t* layout) {

@@ -24,6 +24,8 @@ constexpr int kFlushes = 3;
 
 class Residuals {
  public:
+  static constexpr double kLeastRate = 0.1;
+
   struct Key {
     uint64_t owner;
     uint32_t group;  // its channels
@@ -41,6 +43,8 @@ class Residuals {
     // Makes `memory` say what is held back, also of low-rank sums.
     void settle(size_t tensor) { low_rank[tensor].settle(sent(tensor)); }
     void settle();
+    // See take().
+    void step_with(double rate);
     // To page-locked memory, which a GPU reads and writes: of 2 * begins.back() floats.
     void move_to(std::shared_ptr<float[]> elsewhere);
     // Moves an owner's residual of results into the residual of its own gradient; a result is `factor` times a sum.
@@ -58,17 +62,18 @@ class Residuals {
     std::vector<kernels::LowRankMemory> low_rank;  // of each tensor, see LowRankAllreduce
     uint64_t steps = 0;                            // times it was taken
     float carry = 1.0F;                            // what it is multiplied by in the reduction under way, see take()
-    std::atomic<bool> momenta_spoilt{false};       // not every optimizer has applied the last result, most likely
     std::atomic<size_t>* bytes = nullptr;
     std::atomic<int> leases{0};  // given up with release, read with acquire by idle()
     // Guarded by Residuals::mutex_:
-    double learning_rate = 0;  // of the last step that had one
+    double learning_rate = 0;  // of the last step that had one, as it counts; see take()
     double rate_before = 0;    // the same of the step before
+    double highest_rate = 0;   // of all steps, without a sign
     CompressionTerms terms;
-    uint64_t layout = 0;   // identifies the division of chunks that `memory` belongs to
-    bool holds = false;    // otherwise it is all zeros
-    bool flushes = false;  // at the next reduction
-    bool loaded = false;   // by write(), and not used yet: `terms` and the tensors' sizes are unknown
+    uint64_t layout = 0;          // identifies the division of chunks that `memory` belongs to
+    bool holds = false;           // otherwise it is all zeros
+    bool flushes = false;         // at the next reduction
+    bool loaded = false;          // by write(), and not used yet: `terms` and the tensors' sizes are unknown
+    bool momenta_spoilt = false;  // not every optimizer has applied the last result
   };
 
   // Keeps a record for an operation under way; meanwhile nobody else reads or replaces its content.
@@ -107,16 +112,18 @@ class Residuals {
   // the codec keeps no residual and there is none: a flush removes the record of such a codec. What was held back is
   // worth as much to the parameters as in the step that held it back: so it is multiplied by that step's learning rate
   // over this one's (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with
-  // Error-Feedback"). A `learning_rate` of 0, or one that is not finite, is not known, or moves nothing: then what was
-  // held back stays as it is.
+  // Error-Feedback"). Rates below kLeastRate of the highest one count as that: an optimizer's momentum keeps what it is
+  // given until the rate rises again. A `learning_rate` of 0, or one that is not finite, is not known, or moves
+  // nothing: then what was held back stays as it is.
   Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
              Flush flush, double learning_rate);
   // What was taken counts as not taken: the reduction did not begin.
   void give_back(const Lease& lease);
   // Does the record know the momenta of the last step? If some rank's does not, all begin anew: see begin_momenta().
   bool has_momenta(const Key& key);
-  // All records of this rank forget them.
+  // All records, or those of an owner, forget them.
   void spoil_momenta();
+  void spoil_momenta(uint64_t owner);
   // For a reduction with momentum correction under way; with `anew`, from zeros.
   void begin_momenta(const Key& key, bool anew);
   // The group's records begin with the first turn again, where codecs send parts in turn: ranks that have joined took
@@ -126,8 +133,9 @@ class Residuals {
   void flush();
   // The same of this name.
   void flush(const Key& key);
-  // Drops an owner's residuals.
+  // Drops an owner's residuals, or a group's.
   void forget(uint64_t owner);
+  void forget_group(uint32_t group);
   size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
   // Returns the number of elements under a name; 0 = no residual. If `data` is not null, it has room for `room` = twice
@@ -141,6 +149,8 @@ class Residuals {
   // Null if there is none; key_ is then its key.
   std::shared_ptr<Record> find(const Key& key) PERSEUS_REQUIRES(mutex_);
   Record* idle(const Key& key) PERSEUS_REQUIRES(mutex_);
+  template <class Which>
+  void forget_if(const Which& which);
   std::shared_ptr<Record> make(const Key& key, const std::vector<size_t>& sizes);
   std::unique_ptr<float[], Record::Free> zeros(const Key& key, size_t count);
 

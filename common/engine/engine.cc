@@ -470,6 +470,7 @@ HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   HandleTable::Slot* slot = handles_.find(handle);
   const WaitTimer timer(perf_check_);
   if (slot == nullptr) return slot;
+  accumulation_.forget_group(id);
   slot->awaited.store(true, std::memory_order_release);
   const auto over = [slot, handle] { return HandleTable::is_over(*slot, handle); };
   if (over()) return slot;

@@ -116,6 +116,8 @@ class Engine final : private ProgressWork {
 
   // See perseus_gradients_forget.
   void forget_gradients(uint64_t owner);
+  // See perseus_momenta_forget.
+  void forget_momenta(uint64_t owner) { residuals_.spoil_momenta(owner); }
   // See perseus_residuals_flush, perseus_residual_read and perseus_residual_write.
   void flush_residuals() { residuals_.flush(); }
   size_t read_residual(uint64_t owner, int group, const std::string& name, float* data, size_t room, uint64_t* layout);

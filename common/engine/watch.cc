@@ -95,7 +95,10 @@ void Engine::forget_removed() {
   for (auto at = removed_.begin(); at != removed_.end();) {
     const uint32_t channels = at->first;
     Removed& removed = at->second;
-    if (removed.set.use_count() == 1) removed.set.reset();
+    if (removed.set.use_count() == 1) {
+      residuals_.forget_group(channels);
+      removed.set.reset();
+    }
     if (removed.set == nullptr) {
       if (!removed.told)
         for (int peer : removed.members)

@@ -126,8 +126,7 @@ void Execution::add_compressed(Entry* entry, size_t tensor, const Levels& levels
       run.carry = entry->residuals->carry;
       if (corrects)
         run.momenta = Momenta{entry->residuals->velocity(tensor), entry->residuals->last_result(tensor),
-                              static_cast<float>(d.compression.momentum), d.compression.masks_momentum,
-                              &entry->residuals->momenta_spoilt}
+                              static_cast<float>(d.compression.momentum), d.compression.masks_momentum}
                           .from(begin / element);
       run.step = entry->residuals->steps;
       if (bucket.residuals.empty() || !(bucket.residuals.back() == entry->residuals))

@@ -312,6 +312,10 @@ void bind_context(py::module_& module) {
           },
           py::arg("gradient_of"), "Drops the sums of one optimizer.")
       .def(
+          "forget_momenta",
+          [](const ContextOwner& self, uint64_t gradient_of) { perseus_momenta_forget(self.get(), gradient_of); },
+          py::arg("gradient_of"), "Momentum correction of one optimizer begins anew: it has not applied a step.")
+      .def(
           "read_residual",
           [](const ContextOwner& self, uint64_t gradient_of, int group, const std::string& name, bool grouped) {
             return self.read_residual(gradient_of, group, allreduce_name(name, grouped));

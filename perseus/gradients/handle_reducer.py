@@ -62,11 +62,14 @@ class HandleReducer(Reducer):
     session: the framework's interface to the core.
     reductions: all reductions of the adapter, which it sets. When a new world begins, those in
         flight are dropped, because the core numbers handles anew.
+    unapplied: whether there have been results since the adapter has last set this to False, which
+        it does once a step has applied them.
     """
 
     def __init__(self, plan: Plan, session: Session) -> None:
         super().__init__(plan)
         self.reductions: list[Any] = []  # of Reduction, or of an adapter's subclass of it
+        self.unapplied = False
         self._session = session
         self._plain = plan.compression.in_core
         self._op = plan.op
@@ -115,8 +118,10 @@ class HandleReducer(Reducer):
                     # None: the sum over steps is not complete, or a NaN is to be skipped.
                     if wait(reduction.handle) is None:
                         applies = False
-                    elif not self._plain:
-                        self._decompress(reduction)
+                    else:
+                        self.unapplied = True
+                        if not self._plain:
+                            self._decompress(reduction)
             except Exception as error:
                 failures.add(error)
             reduction.handle = 0

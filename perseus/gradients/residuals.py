@@ -89,11 +89,12 @@ class Residuals:
         group = self._process_set.process_set_id
         if group is None:
             return
-        layout, data = self.waiting.pop(key, (0, None))
-        if data is not None:
+        if key in self.waiting:
+            layout, data = self.waiting[key]
             name, grouped = self._reductions[key]
             held = layout ^ mark(key, name), data
             basics.write_residual(self._number, group, name, grouped, held)
+            del self.waiting[key]
 
     def hand_over_known(self) -> None:
         """Give the core all waiting residuals whose reductions have names, if this rank takes part

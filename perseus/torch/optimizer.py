@@ -234,6 +234,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 result = super().step(evaluate)
             except _NotApplied as stopped:
                 return stopped.loss
+        self._reducer.unapplied = False
         if synchronizes:  # then the step's own change is averaged, too
             self._take_turn()
         return result

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from perseus import basics
 from perseus.config import elastic
 from perseus.failures import Failures
 from perseus.gradients.arguments import check_sparse
@@ -123,6 +124,8 @@ class GradientReducer(HandleReducer):
         failures = Failures()
         self.applies = True
         self.applies = self.finish(self.reductions, failures)
+        if not self.applies and basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1:
+            self.unapplied = True  # all gradients may have had a NaN, but none was merely held
         for bundle in self.reductions:
             bundle.gradients = []
         self.reset()
@@ -159,7 +162,11 @@ class GradientReducer(HandleReducer):
                 gradients = self._start_sparse(bundle, gradients)
                 break
         if gradients:
-            self.begin(bundle, gradients, *self._step_of(bundle.parameters))
+            rate, momentum = self._step_of(bundle.parameters)
+            if momentum and self.unapplied:  # as where a gradient scaler has found an overflow
+                basics.forget_momenta(self.number)
+                self.unapplied = False
+            self.begin(bundle, gradients, rate, momentum)
 
     def _gradient(self, bundle: _Bundle, parameter: torch.Tensor) -> torch.Tensor:
         gradient = parameter.grad

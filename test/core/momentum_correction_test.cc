@@ -1,6 +1,7 @@
 // Top-k that corrects what it holds back by the optimizer's momentum: what an optimizer makes of the results.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -51,7 +52,7 @@ void average(perseus_context* context, double ratio, double momentum, Floats* x)
   ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
 }
 
-// What rank 0 is given in each step. change(rank, step, &x) may change a gradient.
+// What rank 0 is given in each step. change(rank, step, &x, context) may change a gradient.
 template <class Change>
 std::vector<Floats> results_of(const Training& training, const Change& change) {
   std::vector<Floats> results(static_cast<size_t>(training.steps));
@@ -64,7 +65,7 @@ std::vector<Floats> results_of(const Training& training, const Change& change) {
       [&](int rank, perseus_context* context) {
         for (int step = 0; step < training.steps; ++step) {
           Floats x = gradient(rank, step);
-          change(rank, step, &x);
+          change(rank, step, &x, context);
           if (step + 1 == training.steps) perseus_residuals_flush(context);
           average(context, training.ratio, training.momentum, &x);
           if (rank == 0) results[static_cast<size_t>(step)] = x;
@@ -75,7 +76,7 @@ std::vector<Floats> results_of(const Training& training, const Change& change) {
 }
 
 std::vector<Floats> results_of(const Training& training) {
-  return results_of(training, [](int, int, Floats*) {});
+  return results_of(training, [](int, int, Floats*, perseus_context*) {});
 }
 
 // The velocities of an optimizer that is given these gradients.
@@ -189,10 +190,30 @@ TEST(MomentumCorrection, RanksAgreeWhileOneHasJoinedAndAfterwards) {
     }
 }
 
+// Only elements that are sent then move, none by what the last results were, on all ranks.
+TEST(MomentumCorrection, BeginsAnewWhereOneRankHasNotAppliedAStep) {
+  const auto moved = [](int forgets_on) {
+    const std::vector<Floats> results = results_of({"1", 0.05}, [&](int rank, int step, Floats*, perseus_context* c) {
+      if (rank == forgets_on && step == 3) perseus_momenta_forget(c, 1);
+    });
+    std::vector<size_t> counts;
+    for (const Floats& x : results)
+      counts.push_back(kCount - static_cast<size_t>(std::count(x.begin(), x.end(), 0.0F)));
+    return counts;
+  };
+  const std::vector<size_t> going_on = moved(-1);
+  for (const int rank : {0, 1}) {
+    const std::vector<size_t> anew = moved(rank);
+    EXPECT_EQ(anew[2], going_on[2]);
+    EXPECT_LT(anew[3], kCount * 2 / 20 * 5 / 4);
+    EXPECT_GT(going_on[3], anew[3] * 3 / 2);
+  }
+}
+
 // The optimizer is given it once, and then finite numbers again.
 TEST(MomentumCorrection, ForgetsWhatIsNotFinite) {
   for (const char* correction : {"1", "masking"}) {
-    const auto strange = [](int rank, int step, Floats* x) {
+    const auto strange = [](int rank, int step, Floats* x, perseus_context*) {
       if (rank == 1 && step == 2) (*x)[5] = std::numeric_limits<float>::infinity();
       if (rank == 0 && step == 2) (*x)[20'000] = std::numeric_limits<float>::quiet_NaN();
     };

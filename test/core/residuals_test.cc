@@ -516,6 +516,39 @@ TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
   EXPECT_EQ(carry(0.25), 2.0F);
 }
 
+// Else momentum would keep what is multiplied without a bound until the rate rises again.
+TEST(Residual, IsCarriedByNoMoreThanTenHoweverSmallTheRate) {
+  Taken taken;
+  float product = 1;
+  const auto carry = [&](double learning_rate) {
+    const float now = taken.take(learning_rate)->carry;
+    product *= now;
+    return now;
+  };
+  EXPECT_EQ(carry(0.0625), 1.0F);
+  EXPECT_EQ(carry(1), 0.0625F) << "as small as it was when it was the highest";
+  EXPECT_EQ(carry(0.5), 2.0F);
+  EXPECT_EQ(carry(1e-6), 5.0F);
+  EXPECT_EQ(carry(1e-30), 1.0F);
+  EXPECT_EQ(carry(INFINITY), 1.0F) << "not known";
+  EXPECT_EQ(carry(1), 0.1F);
+  EXPECT_FLOAT_EQ(product, 0.0625F);
+}
+
+TEST(Residual, IsForgottenWithItsGroup) {
+  perseus::Residuals residuals;
+  perseus::CompressionTerms terms;
+  terms.codec.kind = perseus::CodecKind::kInt8;
+  const std::string name = "g";
+  for (const uint32_t group : {3, 4}) residuals.take({0, group, name}, {5}, terms, 17, perseus::Flush::kNone, 0);
+  const size_t both = residuals.bytes();
+  residuals.forget_group(3);
+  EXPECT_EQ(residuals.bytes(), both / 2);
+  uint64_t layout = 0;
+  EXPECT_EQ(residuals.read({0, 3, name}, nullptr, 0, &layout), 0U);
+  EXPECT_EQ(residuals.read({0, 4, name}, nullptr, 0, &layout), 5U);
+}
+
 TEST(Residual, OfAReductionThatDidNotBeginIsCarriedAsBefore) {
   Taken taken;
   EXPECT_EQ(taken.take(0.5)->steps, 1U);

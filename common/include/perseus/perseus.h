@@ -360,6 +360,10 @@ PERSEUS_EXPORT int perseus_handle_gradient(perseus_context* context, perseus_han
 /* Drops the sums of this perseus_request.gradient_of, and counts its steps from the start again. */
 PERSEUS_EXPORT void perseus_gradients_forget(perseus_context* context, uint64_t gradient_of);
 
+/* The optimizer has not applied the last results of this perseus_request.gradient_of: momentum correction begins anew
+ * with its next requests, on all ranks, even if only some of them call this. See docs/algorithms.md. */
+PERSEUS_EXPORT void perseus_momenta_forget(perseus_context* context, uint64_t gradient_of);
+
 /* The residual that a lossy codec keeps on this rank for the requests of one name. Its first half has one number for
  * every element of the tensors, one tensor after the other: what is added to this rank's next gradient. The second half
  * has as many: what is added to the next results of which this rank is the owner. */

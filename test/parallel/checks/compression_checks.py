@@ -150,6 +150,41 @@ def check_top_k_corrects_what_it_holds_by_the_momentum() -> None:
         )
 
 
+def check_momentum_correction_begins_anew_after_a_step_that_is_not_applied() -> None:
+    """Else what the step had sent would be missing in the optimizer's momentum ever after.
+
+    Where the correction goes on, elements that the last step has sent move as well.
+    """
+
+    def moved(applies: bool, sums: int) -> int:
+        parameter = nn.Parameter(torch.zeros(COUNT))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.125, momentum=0.75),
+            named_parameters=[("corrected", parameter)],
+            compression=hvd.Compression.topk(0.05),
+        )
+        for step in range(4 * sums):
+            optimizer.zero_grad()
+            (parameter * _gradient(hvd.rank(), step)).sum().backward()
+            optimizer.synchronize()
+            if step == 4 * sums - 1:
+                return int(parameter.grad.count_nonzero())
+            if applies or step != 3 * sums - 1:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+        raise AssertionError
+
+    for sums in (1, 2):
+        with apart(
+            LIGHT_TOPK_MOMENTUM_CORRECTION=1,
+            LIGHT_TOPK_WARMUP_STEPS=0,
+            PERSEUS_ACCUMULATE_N_STEPS=sums,
+        ):
+            going_on, anew = moved(True, sums), moved(False, sums)
+        assert 0 < anew <= hvd.size() * 0.05 * 1.25 * COUNT, (anew, sums)
+        assert going_on > 1.3 * anew, (going_on, anew, sums)
+
+
 def check_bfloat16_keeps_eight_bits() -> None:
     with apart():
         (got,) = _steps(hvd.Compression.bf16, 1)
