@@ -55,9 +55,9 @@ void Negotiation::end_deadlock(const std::vector<Blocked>& by_rank, Failures* fa
     }
     if (entry != nullptr && !stays(entry->description)) {
       if (name.slot >= 0) bits_[static_cast<size_t>(name.slot / 64)] &= ~(uint64_t{1} << name.slot % 64);
+      failed->emplace_back(entry, error);
       name.entry = nullptr;
       --pending_;
-      failed->emplace_back(entry, error);
     }
     // Nobody will announce again a name that this rank has never submitted.
     const bool forget =

@@ -107,7 +107,7 @@ Entry* Negotiation::stand_in(Name* name) {
   entry->description.stays_on_device &= joined_count_ == 0;
   entry->description.warms_up = joined_count_ > 0;
   entry->submitted_ns = entry->agreed_ns = entry->started_ns = 0;
-  entry->executions_left = 0;
+  entry->executions_left = 1;
   entry->last_rank = -1;
   entry->splits.clear();
   entry->nans.clear();
@@ -134,8 +134,8 @@ Entry* Negotiation::stand_in(Name* name) {
 void Negotiation::finish_join(Entries* ready) {
   if (join_entry_ != nullptr) {  // else it was given up meanwhile: the world ends
     join_entry_->description.root = ranks_[last_joined_];
-    join_entry_->name->entry = nullptr;
     ready->push_back(join_entry_);
+    join_entry_->name->entry = nullptr;
     join_entry_ = nullptr;
     --pending_;
   }

@@ -28,16 +28,12 @@ Negotiation::Submitted Negotiation::submit(const char* text, Entry* entry) {
   const MutexLock lock(mutex_);
   if (closed_) return Submitted::kClosed;
   lookup_.assign(text);
-  std::unique_ptr<Name>& name = names_[lookup_];
-  if (!name) {
-    name = std::make_unique<Name>();
-    name->text = lookup_;
-  }
-  if (name->in_flight) return Submitted::kDuplicate;
-  name->in_flight = true;
-  entry->name = name.get();
-  entry->text = &name->text;
+  Name& name = find_or_make(lookup_);
+  if (name.in_flight) return Submitted::kDuplicate;
   submitted_.push_back(entry);
+  name.in_flight = true;
+  entry->name = &name;
+  entry->text = &name.text;
   submitted_bytes_.fetch_add(entry->bytes, std::memory_order_relaxed);
   any_submitted_.store(true, std::memory_order_release);
   return Submitted::kYes;
@@ -56,6 +52,7 @@ void Negotiation::retire(Entry* entry) {
 }
 
 bool Negotiation::collect() {
+  admit_collected();  // what there was no memory for before
   if (!any_submitted_.load(std::memory_order_acquire)) return false;
   {
     const MutexLock lock(mutex_);
@@ -63,9 +60,13 @@ bool Negotiation::collect() {
     any_submitted_.store(false, std::memory_order_relaxed);
     submitted_bytes_.store(0, std::memory_order_relaxed);
   }
+  admit_collected();
+  return true;
+}
+
+void Negotiation::admit_collected() {
   for (Entry* entry : collected_) admit(entry);
   collected_.clear();
-  return true;
 }
 
 void Negotiation::admit(Entry* entry) {
@@ -105,12 +106,16 @@ void Negotiation::snapshot(RoundContent* content) {
 
 Name& Negotiation::name_of(const std::string& text) {
   const MutexLock lock(mutex_);
-  std::unique_ptr<Name>& name = names_[text];
-  if (!name) {
-    name = std::make_unique<Name>();
-    name->text = text;
-  }
-  return *name;
+  return find_or_make(text);
+}
+
+// Whole, or not at all.
+Name& Negotiation::find_or_make(const std::string& text) {
+  const auto found = names_.find(text);
+  if (found != names_.end()) return *found->second;
+  auto name = std::make_unique<Name>();
+  name->text = text;
+  return *names_.emplace(text, std::move(name)).first->second;
 }
 
 void Negotiation::on_request(int rank, Request&& request) {
@@ -141,8 +146,7 @@ void Negotiation::apply(const RoundContent& content, std::vector<Entry*>* ready,
   // Bits first: announcements may free the slots they speak of.
   for (size_t word = 0; word < content.bits.size(); ++word) {
     for (uint64_t left = content.bits[word]; left != 0; left &= left - 1) {
-      Name* name = slots_[word * 64 + static_cast<size_t>(__builtin_ctzll(left))];
-      ready->push_back(take_entry(name));
+      take_entry(slots_[word * 64 + static_cast<size_t>(__builtin_ctzll(left))], ready);
     }
   }
   touched_.clear();
@@ -205,7 +209,7 @@ bool Negotiation::agree_at_once(const RoundContent& content, Entries* ready) {
   for (Entry* entry : announced) {
     Name* name = entry->name;
     if (name->slot >= 0) free_slot(name);
-    ready->push_back(take_entry(name));
+    take_entry(name, ready);
     if (entry->description.transient) continue;
     name->agreed = entry->description;
     take_slot(name);
@@ -240,7 +244,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     name->agreed.stays_on_device = stay_on_device;
     name->agreed.outdated = 0;
     for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
-    Entry* entry = take_entry(name);
+    Entry* entry = take_entry(name, ready);
     entry->description.times = name->agreed.times;
     if (name->last >= 0 && name->announced_count == size_) entry->last_rank = ranks_[static_cast<size_t>(name->last)];
     entry->nans = std::move(nans);
@@ -253,20 +257,28 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     // The lowest rank's priority goes for all, so that all run in one order.
     entry->description.priority = name->agreed.priority;
     if (!name->agreed.transient) take_slot(name);
-    ready->push_back(entry);
   } else if (name->entry != nullptr) {
-    failed->emplace_back(take_entry(name), mismatch);
+    failed->emplace_back(name->entry, mismatch);
+    detach(name);
   }
   name->announced.clear();
   name->announced_by.clear();
   name->announced_count = 0;
 }
 
-Entry* Negotiation::take_entry(Name* name) {
-  Entry* entry = name->entry;
-  if (entry == nullptr && joined_[me_]) return stand_in(name);
-  if (entry == nullptr) fail(ErrorKind::kInternal, "[negotiation] " + name->text + " became ready without us");
-  name->entry = nullptr;
+Entry* Negotiation::take_entry(Name* name, Entries* ready) {
+  if (name->entry == nullptr && joined_[me_]) {
+    ready->push_back(stand_in(name));
+    return ready->back();
+  }
+  if (name->entry == nullptr) fail(ErrorKind::kInternal, "[negotiation] " + name->text + " became ready without us");
+  ready->push_back(name->entry);
+  detach(name);
+  return ready->back();
+}
+
+void Negotiation::detach(Name* name) {
+  Entry* entry = std::exchange(name->entry, nullptr);
   if (name->slot >= 0) {
     bits_[name->slot / 64] &= ~(uint64_t{1} << name->slot % 64);
     entry->description.priority = name->agreed.priority;
@@ -274,7 +286,6 @@ Entry* Negotiation::take_entry(Name* name) {
     entry->description.warms_up = entry->description.new_momenta = joined_count_ > 0;
   }
   --pending_;
-  return entry;
 }
 
 void Negotiation::take_slot(Name* name) {

@@ -121,6 +121,8 @@ class Negotiation {
   using Failures = std::vector<std::pair<Entry*, std::string>>;
 
   Name& name_of(const std::string& text) PERSEUS_REQUIRES(progress_lock);
+  Name& find_or_make(const std::string& text) PERSEUS_REQUIRES(mutex_);
+  void admit_collected() PERSEUS_REQUIRES(progress_lock);
   void admit(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   void announce(Entry* entry) PERSEUS_REQUIRES(progress_lock);
   void on_request(int rank, Request&& request) PERSEUS_REQUIRES(progress_lock);
@@ -129,7 +131,9 @@ class Negotiation {
   bool agree_at_once(const RoundContent& content, Entries* ready) PERSEUS_REQUIRES(progress_lock);
   void take_slot(Name* name) PERSEUS_REQUIRES(progress_lock);
   void free_slot(Name* name) PERSEUS_REQUIRES(progress_lock);
-  Entry* take_entry(Name* name) PERSEUS_REQUIRES(progress_lock);
+  // Appends what this rank gives to an operation that has become ready: its entry, or a stand-in.
+  Entry* take_entry(Name* name, Entries* ready) PERSEUS_REQUIRES(progress_lock);
+  void detach(Name* name) PERSEUS_REQUIRES(progress_lock);
 
   // ---- ranks that have joined (joining.cc) ----
   void on_join(int rank) PERSEUS_REQUIRES(progress_lock);

@@ -61,7 +61,7 @@ bool Negotiation::begin_batch(Batch* batch, Entries* entries) {
   const size_t index = begun_ % missing_.size();
   if (missing_[index] > 0) return false;
   const std::vector<Name*>& names = schedule_.batches()[index];
-  for (Name* name : names) entries->push_back(take_entry(name));
+  for (Name* name : names) take_entry(name, entries);
   missing_[index] = names.size();
   *batch = Batch{schedule_.fingerprint(), begun_++};
   return true;

@@ -234,7 +234,7 @@ std::shared_ptr<ProcessSet> Engine::make_group(int id, uint32_t channels, const 
 }
 
 bool Engine::busy() noexcept {
-  if (failed_.load(std::memory_order_relaxed)) return false;
+  if (failed_.load(std::memory_order_relaxed)) return ending_;
   if (loading_.any()) return true;
   for (auto& [id, group] : groups_)
     if (group->busy()) return true;
@@ -253,7 +253,10 @@ bool Engine::pass(bool eager) {
   bool moved = false;
   // What has ended is completed even where going on fails.
   progress_.guard([&]() PERSEUS_REQUIRES(progress_lock) { moved = advance(eager); });
-  if (ending_) end_everything();
+  if (ending_) {
+    tell_peers();
+    end_everything();
+  }
   return complete_ended() || moved;
 }
 
@@ -262,6 +265,14 @@ void Engine::on_failure(const Error& cause) noexcept {
     abort(cause, true);
   } catch (const std::exception&) {
     // There was no memory even for that. Passes go on with the rest until there is some.
+    {
+      const MutexLock lock(cause_mutex_);
+      if (cause_.ok) {
+        cause_.kind = cause.kind();
+        cause_.message = "out of memory";  // so short that it needs none
+      }
+      cause_.ok = false;
+    }
     failed_.store(true, std::memory_order_release);
     drained_.store(true, std::memory_order_release);
     ending_ = true;
@@ -459,6 +470,7 @@ Status Engine::change_groups(const Entry& entry, Output* output) {
     give_up(group->second.get(), removed);
     removed_[group->second->id()] = Removed{group->second, group->second->ranks()};
   }
+  accumulation_.forget_group(id);
   const MutexLock lock(groups_mutex_);
   groups_.erase(id);
   members_.erase(id);
@@ -470,7 +482,6 @@ HandleTable::Slot* Engine::wait(int64_t handle, int64_t deadline_ns) {
   HandleTable::Slot* slot = handles_.find(handle);
   const WaitTimer timer(perf_check_);
   if (slot == nullptr) return slot;
-  accumulation_.forget_group(id);
   slot->awaited.store(true, std::memory_order_release);
   const auto over = [slot, handle] { return HandleTable::is_over(*slot, handle); };
   if (over()) return slot;

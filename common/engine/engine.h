@@ -156,12 +156,22 @@ class Engine final : private ProgressWork {
   // Of a group's residuals; throws Error(kInvalidArgument) where this rank is no member.
   uint32_t channel_of(int group) const;
   Entry* take_entry();
+  void recycle(Entry* entry);
+  struct Recycler {
+    Engine* engine;
+    void operator()(Entry* entry) const { engine->recycle(entry); }
+  };
+  using Taken = std::unique_ptr<Entry, Recycler>;
+  Taken take() { return Taken(take_entry(), Recycler{this}); }
   void fill(const Submission& submission, Entry* entry);
   void fill_collective(const Submission& submission, const ProcessSet& group, const CompressionTerms& compression,
                        Entry* entry);
   int64_t submit_point_to_point(const Submission& submission);
   int64_t submit_point_to_point(const Submission& submission, std::unique_ptr<cuda::Staging> staging);
-  int64_t announce(const Submission& submission, const std::shared_ptr<ProcessSet>& group, Entry* entry);
+  // Opens the handle of an entry's result and has `give` pass the entry on: true = enough waits for a round to begin.
+  // Where nobody takes it, `give` throws, and nothing is left.
+  template <class Give>
+  int64_t announce(Taken entry, const Give& give);
   // A submission whose tensors or images are in host memory; `staging` has the images, where the tensors lie on a
   // device.
   int64_t submit_checked(const Submission& submission, const std::shared_ptr<ProcessSet>& group,
@@ -178,10 +188,7 @@ class Engine final : private ProgressWork {
   bool may_be_encoded(const Submission& submission, const CompressionTerms& compression, int device, ProcessSet* group);
   // What is said where negotiation has not taken an entry.
   Error not_taken(Negotiation::Submitted submitted, const std::string& name) const;
-  // Forgets an entry that nobody took.
-  void withdraw(int64_t handle, Entry* entry);
   Error ended() const;
-  void recycle(Entry* entry);
 
   // ---- gradients (gradients.cc); any thread ----
   // What comes before a gradient's reduction: true when there is none yet, because it was added to a sum.
@@ -243,7 +250,8 @@ class Engine final : private ProgressWork {
   void check_unmatched(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void check_deadlocks(int64_t now) PERSEUS_REQUIRES(progress_lock);
   void abort(const Error& cause, bool tell) PERSEUS_REQUIRES(progress_lock);
-  // Once the world has failed: whatever is left of its requests.
+  // Once the world has failed: those that have not been told, and whatever is left of its requests.
+  void tell_peers() PERSEUS_REQUIRES(progress_lock);
   void end_everything() PERSEUS_REQUIRES(progress_lock);
   // Finishes what `take` takes, even where that throws.
   template <class Take>
@@ -342,6 +350,7 @@ class Engine final : private ProgressWork {
   int64_t tuner_handle_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   // The world has failed, but not everything could be told and ended yet.
   bool ending_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  int untold_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // the first peer that is still to be told of a failure
   const std::string tuner_log_;
 
   mutable Mutex stats_mutex_;

@@ -228,14 +228,8 @@ void ProcessSet::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entr
   if (negotiation_.broken()) end_schedule(finished, failed);
 }
 
-// Where that fails, the execution has them all the same.
 void ProcessSet::add_ready(Execution* execution, const Batch& batch, std::vector<Entry*>* finished) {
-  try {
-    execution->add(ready_, finished, batch);
-  } catch (...) {
-    ready_.clear();
-    throw;
-  }
+  execution->add(ready_, finished, batch);
   ready_.clear();
 }
 
@@ -251,18 +245,20 @@ void ProcessSet::end_schedule(std::vector<Entry*>* finished, std::vector<std::pa
   // The order of buckets stays the same on all ranks: what others have begun has its place here too.
   Batch batch;
   while (negotiation_.stand_in_batch(&batch, &ready_)) add_ready(&execution_, batch, finished);
-  std::vector<Entry*> rolled_back, own;
-  execution_.roll_back(negotiation_.begun(), &rolled_back);
-  for (Entry* entry : rolled_back) {
-    if (entry->stand_in) failed->emplace_back(entry, "not begun by this rank");
-    else own.push_back(entry);
+  execution_.roll_back(negotiation_.begun(), &ready_);
+  for (Entry* entry : ready_) {
+    if (!entry->stand_in) continue;
+    failed->emplace_back(entry, "not begun by this rank");
+    entry->executions_left = 0;
   }
-  negotiation_.thaw(own);
+  ready_.erase(std::remove_if(ready_.begin(), ready_.end(), [](const Entry* entry) { return entry->stand_in; }),
+               ready_.end());
+  negotiation_.thaw(ready_);
+  ready_.clear();
 }
 
 void ProcessSet::abandon(std::vector<Entry*>* entries) {
-  entries->insert(entries->end(), ready_.begin(), ready_.end());
-  ready_.clear();
+  give_up(&ready_, entries);
   execution_.abandon(entries);
   aside_.abandon(entries);
 }

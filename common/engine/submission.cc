@@ -192,8 +192,9 @@ std::shared_ptr<ProcessSet> Engine::find_group(const Submission& s) const {
 Entry* Engine::take_entry() {
   const MutexLock lock(entries_mutex_);
   if (free_entries_.empty()) {
-    entries_.push_back(std::make_unique<Entry>());
+    if (entries_.size() == entries_.capacity()) entries_.reserve(2 * entries_.size() + 16);
     free_entries_.reserve(entries_.capacity());  // giving one back must not fail
+    entries_.push_back(std::make_unique<Entry>());
     return entries_.back().get();
   }
   Entry* entry = free_entries_.back();
@@ -218,7 +219,7 @@ void Engine::fill(const Submission& s, Entry* entry) {
   entry->submitted_ns = now_ns();
   entry->agreed_ns = entry->started_ns = 0;
   entry->last_rank = -1;
-  entry->executions_left = 0;
+  entry->executions_left = 1;
   entry->bytes = 0;
   entry->buffers.clear();
   entry->nans.clear();
@@ -248,13 +249,6 @@ void Engine::fill_collective(const Submission& s, const ProcessSet& group, const
     entry->splits.assign(ranks, s.tensors[0].shape[0] / static_cast<int64_t>(ranks));
 }
 
-void Engine::withdraw(int64_t handle, Entry* entry) {
-  if (entry->done.call != nullptr) silent_batch_.refused();
-  HandleTable::complete(handles_.at(entry->handle));
-  handles_.release(handle);
-  recycle(entry);
-}
-
 Error Engine::ended() const {
   const Status cause = failure();
   return Error(ErrorKind::kAborted, !cause.ok  ? cause.message
@@ -270,29 +264,23 @@ Error Engine::not_taken(Negotiation::Submitted submitted, const std::string& nam
                    name + ")");
 }
 
-// Gives a filled entry to the negotiation of its group, and returns the handle of its result.
-int64_t Engine::announce(const Submission& s, const std::shared_ptr<ProcessSet>& group, Entry* entry) {
+template <class Give>
+int64_t Engine::announce(Taken entry, const Give& give) {
   const int64_t handle = handles_.open();
   entry->handle = HandleTable::index_of(handle);
-  const bool all_there = s.done.call != nullptr && silent_batch_.submitted();
-  Negotiation& negotiation = group->negotiation();
-  if (loading_.holds(*entry)) {
-    entry->own_text = s.name;
-    entry->text = &entry->own_text;
-    if (loading_.add({s.name, group, entry})) {
-      progress_.submitted(all_there);
-      return handle;
-    }
-    withdraw(handle, entry);
-    throw ended();
+  const bool last = entry->done.call != nullptr && silent_batch_.submitted();
+  bool enough = false;
+  try {
+    enough = give(entry.get());
+  } catch (...) {
+    if (entry->done.call != nullptr) silent_batch_.refused();
+    HandleTable::complete(handles_.at(entry->handle));
+    handles_.release(handle);
+    throw;
   }
-  const Negotiation::Submitted submitted = negotiation.submit(s.name, entry);
-  if (submitted == Negotiation::Submitted::kYes) {
-    progress_.submitted(all_there || negotiation.submitted_bytes() >= kBucketsWorth);
-    return handle;
-  }
-  withdraw(handle, entry);
-  throw not_taken(submitted, s.name);
+  entry.release();
+  progress_.submitted(last || enough);
+  return handle;
 }
 
 int64_t Engine::submit_point_to_point(const Submission& s) {
@@ -306,22 +294,17 @@ int64_t Engine::submit_point_to_point(const Submission& s) {
 
 int64_t Engine::submit_point_to_point(const Submission& s, std::unique_ptr<cuda::Staging> staging) {
   callers_.submits();
-  Entry* entry = take_entry();
-  fill(s, entry);
+  Taken entry = take();
+  fill(s, entry.get());
   entry->staging = std::move(staging);
   entry->tag = s.tag;
   entry->own_text = s.name != nullptr && *s.name != '\0' ? s.name : point_to_point_name(s);
   entry->text = &entry->own_text;
-  const bool large = entry->bytes >= kBucketsWorth;
-  const int64_t handle = handles_.open();
-  entry->handle = HandleTable::index_of(handle);
-  const bool all_there = s.done.call != nullptr && silent_batch_.submitted();
-  if (!(loading_.holds(*entry) ? loading_.add({"", nullptr, entry}) : point_to_point_.submit(entry))) {
-    withdraw(handle, entry);
-    throw ended();
-  }
-  progress_.submitted(all_there || large);
-  return handle;
+  return announce(std::move(entry), [this](Entry* given) {
+    const bool large = given->bytes >= kBucketsWorth;
+    if (!(loading_.holds(*given) ? loading_.add({"", nullptr, given}) : point_to_point_.submit(given))) throw ended();
+    return large;
+  });
 }
 
 // By the host, before it is reduced.
@@ -441,11 +424,22 @@ int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<Proces
     residuals_.spoil_momenta();  // others step while this rank does not
     accumulation_.forget_group(s.group);
   }
-  Entry* entry = take_entry();
-  fill_collective(s, *group, compression, entry);
+  Taken entry = take();
+  fill_collective(s, *group, compression, entry.get());
   entry->description.stays_on_device = s.stays_on_device;
   entry->staging = std::move(staging);
-  return announce(s, group, entry);
+  return announce(std::move(entry), [&](Entry* given) {
+    if (loading_.holds(*given)) {
+      given->own_text = s.name;
+      given->text = &given->own_text;
+      if (!loading_.add({s.name, group, given})) throw ended();
+      return false;
+    }
+    Negotiation& negotiation = group->negotiation();
+    const Negotiation::Submitted submitted = negotiation.submit(s.name, given);
+    if (submitted != Negotiation::Submitted::kYes) throw not_taken(submitted, s.name);
+    return negotiation.submitted_bytes() >= kBucketsWorth;
+  });
 }
 
 }  // namespace perseus

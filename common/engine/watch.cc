@@ -333,17 +333,27 @@ void Engine::check_deadlocks(int64_t now) {
 
 void Engine::abort(const Error& cause, bool tell) {
   if (failed_.load(std::memory_order_relaxed)) return;
+  untold_ = tell ? 0 : world_.size;
   note_cause(cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind(), cause.what());
   failed_.store(true, std::memory_order_release);
   drained_.store(true, std::memory_order_release);
-  if (tell)
-    for (int peer = 0; peer < world_.size; ++peer)
-      if (route_[peer] != nullptr)
-        route_[peer]->send_control_message(peer, kAbortMessage + std::string(cause.what()).substr(0, 1000));
+  tell_peers();
   log_.debug(std::string("the world failed: ") + cause.what());
   end_everything();
   if (!tell) return;
   flight_recorder_.write(cause.what(), log_);
+}
+
+void Engine::tell_peers() {
+  for (; untold_ < world_.size; ++untold_) {
+    if (route_[untold_] == nullptr) continue;
+    const std::string text = kAbortMessage + failure().message.substr(0, 1000);
+    try {
+      route_[untold_]->send_control_message(untold_, text);
+    } catch (const Error&) {
+      // Its link is what has failed.
+    }
+  }
 }
 
 void Engine::end_everything() {

@@ -123,27 +123,14 @@ void Bucket::clear() {
 }
 
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
-  if (waits_for_speeds(ready)) {
-    waiting_.push_back(ready);
-    return;
-  }
-  const size_t had_ended = finished->size();
-  try {
-    place_in_buckets(ready, finished);
-    close_all(batch);
-  } catch (...) {
-    const auto ended = finished->begin() + static_cast<ptrdiff_t>(had_ended);
-    for (Entry* entry : ready)
-      if (std::find(ended, finished->end(), entry) == finished->end()) refused_.push_back(entry);
-    throw;
-  }
+  if (waits_for_speeds(ready)) waiting_.push_back(ready);
+  else place_in_buckets(ready, finished, batch);
 }
 
-void Execution::place_in_buckets(const std::vector<Entry*>& ready, std::vector<Entry*>* finished) {
+void Execution::place_in_buckets(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
   const int64_t now = now_ns();
   const bool across = levels(false).groups > 1;
   tuner_.agreed(ready, across, across ? slice_bytes(CodecKind::kNone) : SIZE_MAX, now);
-  for (Entry* entry : ready) entry->executions_left = 0;
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     const Description& d = entry->description;
@@ -176,8 +163,9 @@ void Execution::place_in_buckets(const std::vector<Entry*>& ready, std::vector<E
       case Kind::kReceive:
         break;  // not of a process set
     }
-    if (entry->executions_left == 0) finished->push_back(entry);
+    end_execution(entry, finished);
   }
+  close_all(batch);
 }
 
 std::unique_ptr<Bucket> Execution::fresh_bucket() {

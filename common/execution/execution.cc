@@ -82,9 +82,8 @@ bool Execution::step(std::vector<Entry*>* finished) {
     const bool probed = probe_ && stream.queue.front()->staged == probe_.get();
     if (traced() && !probed && stream.queue.front()->begun_by.empty()) trace(stream, i);
     stream.queue.front()->store();
+    for (Entry* entry : stream.queue.front()->entries) end_execution(entry, finished);
     std::unique_ptr<Bucket> bucket = end(&stream);
-    for (Entry* entry : bucket->entries)
-      if (--entry->executions_left == 0) finished->push_back(entry);
     bucket->clear();
     free_.push_back(std::move(bucket));
     if (probed) finish_probe(finished);
@@ -129,12 +128,13 @@ void Execution::roll_back(const std::vector<uint64_t>& begun, std::vector<Entry*
       if (bucket.batch.schedule == 0 || bucket.batch.number < finished || !bucket.begun_by.empty()) continue;
       for (uint64_t batches : begun) bucket.begun_by.push_back(batches > bucket.batch.number);
       for (Entry* entry : bucket.entries) {
-        if (--entry->executions_left > 0) continue;
+        end_execution(entry, entries);
+        if (entry->executions_left > 0) continue;
         // Ranks that had not begun it have not taken it either, and all count alike.
         if (entry->residuals) settings_.residuals->give_back(entry->residuals);
         entry->residuals.reset();
         entry->started_ns = 0;
-        entries->push_back(entry);
+        entry->executions_left = 1;
       }
       bucket.entries.clear();
       bucket.residuals.clear();
@@ -199,23 +199,16 @@ void Execution::report_silence(const Stream& stream) const {
 }
 
 void Execution::abandon(std::vector<Entry*>* entries) {
-  const auto give_up = [entries](const std::vector<Entry*>& found) {
-    for (Entry* entry : found) {
-      if (entry->executions_left < 0) continue;  // in another bucket, too
-      entries->push_back(entry);
-      entry->executions_left = -1;
-    }
-  };
   for (Stream& stream : streams_) {
     if (stream.operation != nullptr) stream.operation->abort();
     stream.operation = nullptr;
-    for (auto& bucket : stream.queue) give_up(bucket->entries);
+    for (auto& bucket : stream.queue) give_up(&bucket->entries, entries);
     stream.queue.clear();
   }
+  for (auto& bucket : open_)  // some may be in streams already
+    if (bucket) give_up(&bucket->entries, entries);
   open_.clear();
-  give_up(refused_);
-  refused_.clear();
-  for (const std::vector<Entry*>& ready : waiting_) give_up(ready);
+  for (std::vector<Entry*>& ready : waiting_) give_up(&ready, entries);
   waiting_.clear();
   in_flight_ = 0;
 }

@@ -121,7 +121,7 @@ class Execution {
             OutputsOf outputs_of, AutoCodecs* automatic);
 
   // Queues ready entries in their agreed order. Entries without bytes to move are finished at once. Where it throws,
-  // abandon() has the others.
+  // some of the others are queued: see give_up().
   void add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch = Batch())
       PERSEUS_REQUIRES(progress_lock);
   // Of the schedule under way only the first batches up to the fewest in `begun` (by member: how many it has begun)
@@ -165,10 +165,11 @@ class Execution {
 
   // ---- measuring.cc ----
   bool waits_for_speeds(const std::vector<Entry*>& ready) PERSEUS_REQUIRES(progress_lock);
+  bool needs_speeds(const std::vector<Entry*>& ready) PERSEUS_REQUIRES(progress_lock);
   void begin_probe() PERSEUS_REQUIRES(progress_lock);
   void finish_probe(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
 
-  void place_in_buckets(const std::vector<Entry*>& ready, std::vector<Entry*>* finished)
+  void place_in_buckets(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch)
       PERSEUS_REQUIRES(progress_lock);
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
   // The levels of tensors that are reduced on their devices: where NCCL has all ranks, those are one inner group.
@@ -252,7 +253,6 @@ class Execution {
   std::unique_ptr<LinkProbe> probe_ PERSEUS_GUARDED_BY(progress_lock);  // under way
   // For it: what each round made ready, which is never fused with the next.
   std::vector<std::vector<Entry*>> waiting_ PERSEUS_GUARDED_BY(progress_lock);
-  std::vector<Entry*> refused_ PERSEUS_GUARDED_BY(progress_lock);  // could not be added: everything is about to end
 
   std::vector<Stream> streams_ PERSEUS_GUARDED_BY(progress_lock);
   // Being filled, in order of their first entry.

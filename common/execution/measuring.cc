@@ -7,8 +7,9 @@
 
 namespace perseus {
 
-bool Execution::waits_for_speeds(const std::vector<Entry*>& ready) {
-  if (!waiting_.empty()) return true;
+bool Execution::waits_for_speeds(const std::vector<Entry*>& ready) { return !waiting_.empty() || needs_speeds(ready); }
+
+bool Execution::needs_speeds(const std::vector<Entry*>& ready) {
   if (!settings_.measures) return false;
   const int number = automatic_->speeds().link.number;
   for (const Entry* entry : ready) {
@@ -43,15 +44,9 @@ void Execution::finish_probe(std::vector<Entry*>* finished) {
   probe_.reset();
   if (automatic_->adopt(speeds, now_ns()) && me_ == 0)
     settings_.log("[codec] " + describe_choice(speeds, settings_.auto_codecs));
-  std::vector<std::vector<Entry*>> rounds;
-  rounds.swap(waiting_);
-  for (size_t i = 0; i < rounds.size(); ++i) {
-    try {
-      add(rounds[i], finished);
-    } catch (...) {
-      waiting_.insert(waiting_.end(), rounds.begin() + static_cast<ptrdiff_t>(i) + 1, rounds.end());
-      throw;
-    }
+  while (!waiting_.empty() && !needs_speeds(waiting_.front())) {
+    place_in_buckets(waiting_.front(), finished, Batch());
+    waiting_.erase(waiting_.begin());
   }
 }
 

@@ -26,6 +26,7 @@ int64_t HandleTable::open() {
   } else {
     if (size_ == kCapacity)
       fail(ErrorKind::kInvalidArgument, "[engine] four million handles are open: synchronize() what was started");
+    if (size_ % kBlock == 0) free_.reserve(size_ + kBlock);  // giving one back must not fail
     if (size_ % kBlock == 0) blocks_[size_ / kBlock].store(new Slot[kBlock], std::memory_order_release);
     index = size_++;
   }

@@ -201,7 +201,8 @@ struct Entry {
   int64_t agreed_ns = 0;   // all ranks have submitted it; 0 = not yet
   int64_t started_ns = 0;  // its first bytes may move; 0 = not yet
   int last_rank = -1;      // submitted it last; -1 = not known
-  int executions_left = 0;
+  // Buckets that have to be done before it is, and one more until all of them are known; 0 = it has ended.
+  int executions_left = 1;
   size_t bytes = 0;
   uint64_t gradient_of = 0;                // whose gradient, 0 = no gradient
   double learning_rate = 0;                // of the step that it is for, 0 = not known
@@ -214,5 +215,22 @@ struct Entry {
   };
   std::unique_ptr<void, Free> zeros;
 };
+
+// One execution less; appends the entry once it has ended.
+inline void end_execution(Entry* entry, std::vector<Entry*>* ended) {
+  if (entry->executions_left == 1) ended->push_back(entry);
+  --entry->executions_left;
+}
+
+// Moves entries that have not ended, each once, though several lists may name it. Where there is no memory for that,
+// `entries` keeps the others.
+inline void give_up(std::vector<Entry*>* entries, std::vector<Entry*>* given_up) {
+  for (; !entries->empty(); entries->pop_back()) {
+    Entry* entry = entries->back();
+    if (entry->executions_left <= 0) continue;
+    given_up->push_back(entry);
+    entry->executions_left = 0;
+  }
+}
 
 }  // namespace perseus

@@ -122,9 +122,9 @@ Link& ShmTransport::link(int rank, Channel channel) {
   announce.type = ShmMessageType::kRing;
   announce.channel = channel.key();
   announce.bytes = capacity;
-  std::unique_ptr<ShmLink>& link = peer.links[channel.key()];
-  link = std::make_unique<ShmLink>(peer.doorbell(), std::move(ring), capacity, &sent_, &received_);
-  send(rank, peer, announce, link.get());
+  auto made = std::make_unique<ShmLink>(peer.doorbell(), std::move(ring), capacity, &sent_, &received_);
+  ShmLink* const link = peer.links.emplace(channel.key(), std::move(made)).first->second.get();
+  send(rank, peer, announce, link);
   const auto early = peer.early.find(channel.key());
   if (early == peer.early.end()) {
     ++unconnected_;

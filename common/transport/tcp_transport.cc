@@ -144,13 +144,14 @@ void TcpTransport::forget(int rank, uint32_t group) {
 }
 
 TcpLink& TcpTransport::link_of(Peer& peer, int rank, Channel channel) {
-  std::unique_ptr<TcpLink>& link = peer.links[channel.key()];
-  if (!link) {
-    link = std::make_unique<TcpLink>(traffic_, peer.alive_ns, rank, channel, check_of(peer, world_.rank, rank, channel),
-                                     check_of(peer, rank, world_.rank, channel));
-    ++unattached_;
-  }
-  return *link;
+  const auto found = peer.links.find(channel.key());
+  if (found != peer.links.end()) return *found->second;
+  auto link =
+      std::make_unique<TcpLink>(traffic_, peer.alive_ns, rank, channel, check_of(peer, world_.rank, rank, channel),
+                                check_of(peer, rank, world_.rank, channel));
+  TcpLink& made = *peer.links.emplace(channel.key(), std::move(link)).first->second;
+  ++unattached_;
+  return made;
 }
 
 // What one rank sends to the other on the channel. Announcements decide what ranks do and are short; data take a

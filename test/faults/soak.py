@@ -36,7 +36,7 @@ from perseus.bench.virtual_hosts import VirtualHosts
 
 RANK = Path(__file__).with_name("soak_rank.py")
 ROOT = Path(__file__).resolve().parents[2]
-HOSTS, SLOTS, TIMEOUT, LONGEST = 4, 2, 2, 60.0
+HOSTS, SLOTS, LONGEST = 4, 2, 60.0
 CALM_AFTER, CALM_SECONDS = 5, 12.0
 KINDS = ("kill", "stop", "agent", "link")
 
@@ -52,9 +52,10 @@ class Fault:
 
 
 class Soak:
-    """One job on the hosts."""
+    """One job on the hosts. limit: GLOO_TIMEOUT_SECONDS."""
 
-    def __init__(self, hosts: VirtualHosts, steps: int) -> None:
+    def __init__(self, hosts: VirtualHosts, steps: int, limit: int) -> None:
+        self.limit = limit
         self.directory = Path(tempfile.mkdtemp(prefix="soak-"))
         self.hosts = hosts
         where = ",".join(f"{name}:{SLOTS}" for name in hosts.names)
@@ -67,7 +68,7 @@ class Soak:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
-            "GLOO_TIMEOUT_SECONDS": str(TIMEOUT),
+            "GLOO_TIMEOUT_SECONDS": str(limit),
             "TMPDIR": str(self.directory),
             "PERSEUS_LOG_LEVEL": "error",
         }
@@ -137,7 +138,7 @@ def disturb(soak: Soak, fault: str, generator: random.Random) -> float | None:
     if fault == "link":
         at = time.time()
         hosts.set_link(host, False)
-        time.sleep(TIMEOUT + 1 + 2 * generator.random())
+        time.sleep(soak.limit + 1 + 2 * generator.random())
         hosts.set_link(host, True)
         return at
     ranks = processes(hosts, host, f"^[^ ]*python[^ ]* {re.escape(str(RANK))}")
@@ -182,12 +183,15 @@ def run(
     faults: list[Fault] = []
     await_step(soak, 0.0)
     calm = [leave_alone(soak)]
+    kinds: list[
+        str
+    ] = []  # the next ones: all kinds equally often, since some cost more than others
     with tqdm(total=count, unit="fault", disable=not sys.stderr.isatty()) as bar:
         while len(faults) < count:
             time.sleep(interval * (0.5 + generator.random()))
-            kind = generator.choice(KINDS)
-            if (at := disturb(soak, kind, generator)) is not None:
-                faults.append(Fault(kind, at))
+            kinds = kinds or generator.sample(KINDS, len(KINDS))
+            if (at := disturb(soak, kinds[-1], generator)) is not None:
+                faults.append(Fault(kinds.pop(), at))
                 await_step(soak, time.time())
                 bar.update()
                 if len(faults) % CALM_AFTER == 0 or len(faults) == count:
@@ -223,13 +227,14 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between them")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--limit", type=int, default=2, help="GLOO_TIMEOUT_SECONDS of the job")
     given = parser.parse_args()
     with VirtualHosts(HOSTS, rate="1gbit") as hosts:
-        with contextlib.closing(Soak(hosts, 10**9)) as soak:
+        with contextlib.closing(Soak(hosts, 10**9, given.limit)) as soak:
             faults, calm = run(soak, given.faults, given.interval, given.seed)
             disturbed = soak.steps()
             measure(faults, soak.lines())
-        with contextlib.closing(Soak(hosts, disturbed[-1]["step"])) as other:
+        with contextlib.closing(Soak(hosts, disturbed[-1]["step"], given.limit)) as other:
             other.process.wait()
             other.expect_end()
             undisturbed = other.steps()
