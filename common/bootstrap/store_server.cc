@@ -199,27 +199,31 @@ class TcpStoreServer : public StoreServer {
       const std::vector<uint64_t> ids = std::move(waiting->second);
       parked_.erase(waiting);
       for (const uint64_t id : ids)
-        if (!clients_.at(id)->reply(value)) close_client(id);
+        survive(id, [&] {
+          if (!clients_.at(id)->reply(value)) close_client(id);
+        });
     }
     tell_collecting(key, value);
     return client.reply(std::make_shared<const std::string>());
   }
 
   void tell_collecting(const std::string& key, const Value& value) {
-    std::vector<uint64_t> complete;
-    for (const uint64_t id : collecting_) {
-      StoreConnection& client = *clients_.at(id);
-      if (!client.take_missing(key, value)) continue;
-      if (client.complete()) {
-        complete.push_back(id);
-      } else if (client.due_ns() == 0) {
-        client.set_due_ns(now_ns() + kGather);
-        due_.emplace_back(client.due_ns(), id);
-      }
+    for (auto next = collecting_.begin(); next != collecting_.end();) {
+      const uint64_t id = *next++;  // which may be taken out
+      survive(id, [&] { tell_collecting(id, key, value); });
     }
-    for (const uint64_t id : complete) {
+  }
+
+  void tell_collecting(uint64_t id, const std::string& key, const Value& value) {
+    StoreConnection& client = *clients_.at(id);
+    if (!client.take_missing(key, value)) return;
+    if (client.complete()) {
       collecting_.erase(id);
-      if (!clients_.at(id)->send_entries()) close_client(id);
+      if (!client.send_entries()) close_client(id);
+    } else if (client.due_ns() == 0) {
+      const int64_t due_ns = now_ns() + kGather;
+      due_.emplace_back(due_ns, id);
+      client.set_due_ns(due_ns);
     }
   }
 

@@ -280,7 +280,12 @@ Entry* Negotiation::take_entry(Name* name, Entries* ready) {
 void Negotiation::detach(Name* name) {
   Entry* entry = std::exchange(name->entry, nullptr);
   if (name->slot >= 0) {
-    bits_[name->slot / 64] &= ~(uint64_t{1} << name->slot % 64);
+    uint64_t& word = bits_[name->slot / 64];
+    const uint64_t bit = uint64_t{1} << name->slot % 64;
+    // Its bit was on its way when a description took the place of it, for which there is no need any more.
+    if ((word & bit) == 0)
+      unannounced_.erase(std::remove(unannounced_.begin(), unannounced_.end(), entry), unannounced_.end());
+    word &= ~bit;
     entry->description.priority = name->agreed.priority;
     entry->description.stays_on_device = name->agreed.stays_on_device && joined_count_ == 0;
     entry->description.warms_up = entry->description.new_momenta = joined_count_ > 0;

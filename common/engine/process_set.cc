@@ -166,7 +166,7 @@ bool ProcessSet::joins(int64_t now) {
 bool ProcessSet::step(int64_t now, bool eager, size_t enough_bytes, std::vector<Entry*>* finished,
                       std::vector<std::pair<Entry*, std::string>>* failed) {
   bool moved = negotiation_.collect();
-  if (round_.idle() && (may_begin(now, eager, enough_bytes) || joins(now))) {
+  if (!rounds_over_ && round_.idle() && (may_begin(now, eager, enough_bytes) || joins(now))) {
     called_ns_ = 0;
     negotiation_.snapshot(&round_.content());
     begun_ns_ = round_moved_ns_ = now;
@@ -174,7 +174,7 @@ bool ProcessSet::step(int64_t now, bool eager, size_t enough_bytes, std::vector<
     moved = true;
     if (round_.idle()) apply(finished, failed);  // a group of one
   }
-  if (!round_.idle() && round_.step()) {
+  if (!rounds_over_ && !round_.idle() && round_.step()) {
     moved = true;
     round_moved_ns_ = now;
     if (round_.idle()) apply(finished, failed);

@@ -67,6 +67,8 @@ class ProcessSet {
   bool polls() const PERSEUS_REQUIRES(progress_lock) { return execution_.polls() || aside_.polls(); }
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
+  // Joins no round any more, nor goes on with one that never ends: some rank has left, and what is pending has failed.
+  void end_rounds() PERSEUS_REQUIRES(progress_lock) { rounds_over_ = true; }
   // Ranks whose part of the round under way is missing.
   std::vector<int> round_waits_for() const PERSEUS_REQUIRES(progress_lock) {
     std::vector<int> ranks;
@@ -129,6 +131,7 @@ class ProcessSet {
   // While a schedule has execution_: what is agreed on in rounds, on a stream of its own.
   Execution aside_ PERSEUS_GUARDED_BY(progress_lock);
   bool closed_ PERSEUS_GUARDED_BY(progress_lock) = false;
+  bool rounds_over_ PERSEUS_GUARDED_BY(progress_lock) = false;
   int64_t begun_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   int64_t round_moved_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // when the round in flight last moved a byte
   int64_t called_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // since when a peer's round waits for us; 0 = none does

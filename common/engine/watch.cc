@@ -14,6 +14,7 @@ namespace {
 
 constexpr char kAbortMessage = 'A';    // followed by the cause
 constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
+constexpr char kMoreFollows = '+';     // at the end of such a message: there were too many groups for one
 constexpr char kAwaitMessage = 'W';    // the sender waits until the receiver submits: followed by what
 constexpr char kLinkMessage = 'L';     // the sender has made its end of the link for sends and receives
 constexpr char kNcclMessage = 'N';     // the sender has made its end of the link for turns of NCCL
@@ -119,20 +120,21 @@ void Engine::forget_removed() {
 }
 
 void Engine::on_goodbye(int peer, const std::string& rounds) {
-  left_[peer] = true;
   std::istringstream stream(rounds);
   int first = peer;
   stream >> first;
-  if (first_left_ < 0) first_left_ = first < 0 || first >= world_.size ? peer : first;
-  point_to_point_.on_left(peer);
-  nccl_order_.on_left(peer);
-  closing_.store(true, std::memory_order_release);
   uint32_t channels;
   uint64_t round;
   for (char colon; stream >> channels >> colon >> round;) {
     const auto known = last_rounds_.find(channels);
     last_rounds_[channels] = known == last_rounds_.end() ? round : std::min(known->second, round);
   }
+  if (!rounds.empty() && rounds.back() == kMoreFollows) return;
+  left_[peer] = true;
+  if (first_left_ < 0) first_left_ = first < 0 || first >= world_.size ? peer : first;
+  point_to_point_.on_left(peer);
+  nccl_order_.on_left(peer);
+  closing_.store(true, std::memory_order_release);
 }
 
 // ---- who waits for whom ----
@@ -411,6 +413,7 @@ void Engine::wind_down() {
       // Whoever learns of it may ask why the world ends, before all groups are done.
       note_cause(status.kind, status.message);
       fail_pending(group.get(), true, status);
+      group->end_rounds();
       if (scheduled) give_up(group.get(), status);
     }
     moving |= round_goes_on || group->executing() || (scheduled && !peer_left);
@@ -460,15 +463,22 @@ void Engine::abort_world(const std::string& reason) {
 
 void Engine::send_goodbye() {
   const int first = first_left_ < 0 ? world_.rank : first_left_.load();
-  std::string rounds = kGoodbyeMessage + std::to_string(first) + " ";
+  const std::string begin = kGoodbyeMessage + std::to_string(first) + " ";
+  const auto tell_all = [&](const std::string& text) PERSEUS_REQUIRES(progress_lock) {
+    for (int peer = 0; peer < world_.size; ++peer)
+      if (route_[peer] != nullptr) route_[peer]->send_control_message(peer, text);
+  };
+  std::string rounds = begin;
   for (auto& [id, group] : groups_) {
-    if (rounds.size() > 950) break;  // a control message holds no more; the others' groups end by the transfer clock
+    if (rounds.size() > 900) {  // a control message holds little more
+      tell_all(rounds + kMoreFollows);
+      rounds = begin;
+    }
     // A round we began but could not finish has not had our part in full.
     const uint64_t last = group->rounds() - (group->round_idle() ? 0 : 1);
     rounds += std::to_string(group->id()) + ":" + std::to_string(last) + " ";
   }
-  for (int peer = 0; peer < world_.size; ++peer)
-    if (route_[peer] != nullptr) route_[peer]->send_control_message(peer, rounds);
+  tell_all(rounds);
   abort(Error(ErrorKind::kAborted, shutdown_text()), false);
 }
 

@@ -54,7 +54,9 @@ void Waker::Timer::on_event(uint32_t) {
 }
 
 void Waker::wait(int64_t timeout_ns) {
-  poller_.run_once(static_cast<int>((timeout_ns + kMillisecond - 1) / kMillisecond));
+  // An event that take_events() has not told of does not come again.
+  const bool told = !events_.set.load(std::memory_order_relaxed);
+  poller_.run_once(told ? static_cast<int>((timeout_ns + kMillisecond - 1) / kMillisecond) : 0);
   cancel_sleep();
 }
 

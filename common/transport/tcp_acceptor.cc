@@ -16,6 +16,7 @@ using namespace tcp_protocol;
 namespace {
 
 constexpr PendingLimits kLimits{256, 5 * kSecond, 1 * kSecond};
+constexpr size_t kPendingShare = 8, kLeastPending = 16;
 // A port scan must not fill the log.
 constexpr int kMaxWarnings = 8;
 
@@ -107,6 +108,7 @@ void TcpAcceptor::listen(Socket socket) {
 }
 
 void TcpAcceptor::accept_from(int listener) {
+  pending_.set_most(descriptors_for_pending(kPendingShare, kLeastPending, kLimits.most));
   for (;;) {
     const auto room = pending_.room(now_ns());
     if (room == decltype(pending_)::Room::kNone) return pause();

@@ -58,6 +58,7 @@ void TcpControlConnection::send_heartbeat() {
 
 void TcpControlConnection::queue(const std::string& payload) {
   if (lost_ || out_.size() + 4 + payload.size() + AuthenticationCode::kBytes > kMaxQueued) return;
+  out_.reserve(out_.size() + 4 + payload.size() + AuthenticationCode::kBytes);  // the whole frame, or nothing
   put_u32(&out_, static_cast<uint32_t>(payload.size()));
   out_ += payload;
   put_u64(&out_, code_of(outgoing_code_, payload.data(), payload.size()));

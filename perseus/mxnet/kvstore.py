@@ -247,7 +247,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         """
         compression = compressor_of(compression_params)
         self._turns.finish()
-        self._reducer = StoreReducer(f"{self._scope}.", compression)
+        self._reducer.encode_by(compression)
         self._turns = self._new_turns()
 
     # ---- ranks

@@ -7,6 +7,7 @@ that trains.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -36,6 +37,10 @@ class StoreReducer:
         self._reducer = GradientReducer(self.plan, scope)
         self.residuals = self._reducer.residuals
         self.forget = self._reducer.forget
+
+    def encode_by(self, compression: type[Compressor]) -> None:
+        """Use another encoding from now on: the core flushes what the last one has held back."""
+        self.plan = self._reducer.plan = replace(self.plan, compression=compression)
 
     def combine(
         self,

@@ -8,11 +8,14 @@ import mxnet as mx
 
 
 def learning_rate(optimizer: Any) -> float:
-    """Return the rate of an optimizer's next step, without parameters' own factors.
+    """Return the factor of an optimizer's next step, without parameters' own factors.
 
-    It is 0, for a rate that is not known, without an optimizer, and if steps are not proportional
-    to both the rate and the gradient: those of SGD and NAG are, but others may not be, even if they
-    are derived from these.
+    Gradients are reduced as they are: a step divides them by its batch size and by its loss scale,
+    both of which may be others in the next step. It also multiplies them by the rate if steps are
+    proportional to both: those of SGD and NAG are, if they clip nothing, but others may not be,
+    even if they are derived from these. It is 0, for what is not known, without an optimizer.
     """
+    scale = float(getattr(optimizer, "rescale_grad", 0.0))
     proportional = type(optimizer) in {mx.optimizer.SGD, mx.optimizer.NAG}
-    return float(optimizer.learning_rate) if proportional else 0.0
+    clips = proportional and optimizer.clip_gradient is not None
+    return scale * float(optimizer.learning_rate) if proportional and not clips else scale

@@ -7,6 +7,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -129,8 +130,11 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Average gradients over all ranks and update, as in gluon.
 
-        batch_size: of this rank; gradients are divided by it. MismatchError if
-        PERSEUS_PARAMETER_CHECK_N_STEPS finds that the ranks' parameters differ.
+        batch_size: of one rank, by which gradients are divided once they are averaged: the same
+            number on all ranks, such as the mean of their batch sizes, since weights drift apart
+            otherwise.
+
+        MismatchError if PERSEUS_PARAMETER_CHECK_N_STEPS finds that the ranks' parameters differ.
         """
         if self._check.due():
             self._check.compare((p.name, buffer_of(p.list_data()[0])) for _, p in self._trained())
@@ -150,11 +154,16 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
     def save_states(self, fname: str) -> None:
         """Wait for gradients and write gluon's states, followed by this rank's residuals.
 
-        Plain MXNet can read such a file as well.
+        Plain MXNet can read such a file as well. Several ranks may write the same one.
         """
-        super().save_states(fname)
         path = Path(fname)
-        residuals.write(path, path.read_bytes(), self.residuals())
+        own = path.with_name(f".{path.name}.{os.getpid()}.states")  # which gluon writes in place
+        try:
+            super().save_states(str(own))
+            states = own.read_bytes()
+        finally:
+            own.unlink(missing_ok=True)
+        residuals.write(path, states, self.residuals())
 
     def load_states(self, fname: str) -> None:
         """Load gluon's states, and the residuals in the file if this rank wrote them.

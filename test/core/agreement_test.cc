@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <random>
 
@@ -44,8 +45,9 @@ class Ranks {
     for (int r = 0; r < size_; ++r) ASSERT_TRUE(submit(r, name, description)) << name;
   }
 
-  // One round that all take part in; checks that all come to the same result, which it returns.
-  Outcome round() {
+  // One round that all take part in; checks that all come to the same result, which it returns. `meanwhile` happens to
+  // rank 0 while what it has said is on its way.
+  Outcome round(const std::function<void(Negotiation&)>& meanwhile = {}) {
     RoundContent merged;
     std::vector<RoundContent> parts(tables_.size());
     merged.announced.resize(tables_.size());
@@ -59,6 +61,7 @@ class Ranks {
       for (size_t word = 0; word < merged.bits.size(); ++word) merged.bits[word] &= parts[i].bits[word];
       merged.announced[i] = parts[i].announced[i];
     }
+    if (meanwhile) meanwhile(tables_[0]);
     words_ = merged.bits.size();
     std::vector<Outcome> outcomes;
     for (Negotiation& table : tables_) {
@@ -219,6 +222,21 @@ TEST(Agreement, RandomHistoriesAgree) {
         --left;
       }
     }
+  }
+}
+
+// It is ready with the answer to what this rank had said before, and is over when the next round begins.
+TEST(Agreement, WhoAsksForWhomItWaitsJustBeforeTheAnswerSaysNothingMore) {
+  Ranks ranks(2);
+  for (int step = 0; step < 3; ++step) {
+    ranks.submit_everywhere("x", allreduce(3));
+    const bool asks = step == 1;
+    const Outcome outcome = ranks.round([&](Negotiation& table) {
+      std::vector<Negotiation::Stalled> stalled;
+      if (asks) table.find_stalled(1, 0, &stalled);
+    });
+    EXPECT_EQ(outcome.ready, Names{"x"}) << step;
+    EXPECT_TRUE(ranks.round().ready.empty()) << step;
   }
 }
 

@@ -267,6 +267,23 @@ def check_compression_of_gradients() -> None:
         assert error({"type": "topk", "ratio": 0.01}) > 1.0
 
 
+def check_another_encoding_sends_what_the_last_one_held_back() -> None:
+    with settings.apart():
+        kv = _store()
+        kv.set_gradient_compression({"type": "topk", "ratio": 0.01})
+        arrived, exact = 0, 0
+        for step in range(4):
+            if step == 3:
+                kv.set_gradient_compression({"type": "none"})
+            pushed = settings.normal(hvd.rank(), step)[0]
+            if step == 0:
+                kv.init("g", as_array(pushed))
+            kv.push("g", as_array(pushed))
+            arrived = arrived + _pulled(kv, "g", settings.SHAPES[0]).asnumpy().astype(np.float64)
+            exact = exact + sum(settings.normal(rank, step)[0] for rank in range(hvd.size()))
+        np.testing.assert_allclose(arrived, exact, atol=1e-4)
+
+
 def check_gradients_over_several_steps() -> None:
     """PERSEUS_ACCUMULATE_N_STEPS: an update for every second push, with the sum of both."""
     with settings.world_with(PERSEUS_ACCUMULATE_N_STEPS=2):

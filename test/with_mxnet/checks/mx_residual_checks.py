@@ -31,6 +31,12 @@ class _Trainer:
             compression=hvd.Compression.topk(0.1), num_groups=num_groups,
         )  # fmt: skip
         self.optimizer = self.trainer._optimizer
+        self.batch = 1
+
+    def go_on_with(self, rate: float, batch: int) -> None:
+        """Let the next steps have another learning rate and batch size."""
+        self.optimizer.set_learning_rate(rate)
+        self.batch = batch
 
     def steps(self, first: int, count: int = STEPS) -> list[np.ndarray]:
         """Some of them from a number on; the weights afterwards."""
@@ -40,7 +46,7 @@ class _Trainer:
                 terms = zip(self.parameters, given, strict=True)
                 loss = mx.nd.add_n(*((p.data() * mx.nd.array(g)).sum() for p, g in terms))
             loss.backward()
-            self.trainer.step(1)
+            self.trainer.step(self.batch)
         return [parameter.data().asnumpy() for parameter in self.parameters]
 
     def begin_at(self, weights: list[np.ndarray]) -> None:
@@ -59,7 +65,16 @@ class _Trainer:
         return {key: bytes(numbers) for key, (_, numbers) in found.items()}
 
 
-class _Store:
+class _WithOptimizer:
+    optimizer: Any
+
+    def go_on_with(self, rate: float, batch: int) -> None:
+        """See _Trainer."""
+        self.optimizer.set_learning_rate(rate)
+        self.optimizer.rescale_grad = 1 / batch
+
+
+class _Store(_WithOptimizer):
     """A KVStore with weights from zero and an optimizer."""
 
     def __init__(self, momentum: float = 0.9) -> None:
@@ -94,7 +109,7 @@ class _Store:
         return {key: bytes(numbers) for key, (_, numbers) in found.items()}
 
 
-class _Updater:
+class _Updater(_WithOptimizer):
     """A loop of one's own with a DistributedOptimizer; the updater's file has it all."""
 
     num_groups = 0
@@ -204,19 +219,23 @@ def _goes_on(make: Callable[[], Any], path: Path) -> None:
 
 
 def check_what_is_held_moves_weights_as_when_it_was_held() -> None:
-    """Whatever the learning rate is when it arrives."""
-    rates = [0.1] * STEPS + [0.0125] * STEPS + [0.05]
+    """Whatever the learning rate and the batch size are when it arrives."""
+    rates = [0.1] * STEPS + [0.05] * STEPS + [0.1]
+    batches = [1] * STEPS + [4] * STEPS + [2]
     with settings.apart(PERSEUS_ALLREDUCE_CODEC="int8"):
         for make in (_Trainer, _Store, _Updater, _GroupedUpdater):
             training = make(momentum=0.0)
             training.steps(0)
-            training.optimizer.set_learning_rate(rates[STEPS])
+            training.go_on_with(rates[STEPS], batches[STEPS])
             weights = training.steps(STEPS)
             ranks = 1 if make is _Store else hvd.size()  # it sums, others average
 
             def expected(index: int, steps: int, ranks: int = ranks) -> np.ndarray:
                 moved = [
-                    rates[step] / ranks * settings.normal(rank, step)[index].astype(float)
+                    rates[step]
+                    / batches[step]
+                    / ranks
+                    * settings.normal(rank, step)[index].astype(float)
                     for step in range(steps)
                     for rank in range(hvd.size())
                 ]
@@ -224,7 +243,7 @@ def check_what_is_held_moves_weights_as_when_it_was_held() -> None:
 
             assert np.abs(weights[0] - expected(0, 2 * STEPS)).max() > 1e-5, make
             hvd.flush_residuals()
-            training.optimizer.set_learning_rate(rates[-1])
+            training.go_on_with(rates[-1], batches[-1])
             for index, weight in enumerate(training.steps(2 * STEPS, 1)):
                 np.testing.assert_allclose(weight, expected(index, len(rates)), atol=2e-6)
 
