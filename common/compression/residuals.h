@@ -25,6 +25,7 @@ constexpr int kFlushes = 3;
 class Residuals {
  public:
   static constexpr double kLeastRate = 0.1;
+  static constexpr double kForgets = 0.998;  // what is left of a highest rate after a step: a tenth after 1150
 
   struct Key {
     uint64_t owner;
@@ -67,7 +68,7 @@ class Residuals {
     // Guarded by Residuals::mutex_:
     double learning_rate = 0;  // of the last step that had one, as it counts; see take()
     double rate_before = 0;    // the same of the step before
-    double highest_rate = 0;   // of all steps, without a sign
+    double highest_rate = 0;   // of recent steps, without a sign; see kForgets
     CompressionTerms terms;
     uint64_t layout = 0;          // identifies the division of chunks that `memory` belongs to
     bool holds = false;           // otherwise it is all zeros
@@ -112,9 +113,9 @@ class Residuals {
   // the codec keeps no residual and there is none: a flush removes the record of such a codec. What was held back is
   // worth as much to the parameters as in the step that held it back: so it is multiplied by that step's learning rate
   // over this one's (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with
-  // Error-Feedback"). Rates below kLeastRate of the highest one count as that: an optimizer's momentum keeps what it is
-  // given until the rate rises again. A `learning_rate` of 0, or one that is not finite, is not known, or moves
-  // nothing: then what was held back stays as it is.
+  // Error-Feedback"). Rates below kLeastRate of the highest recent one count as that: an optimizer's momentum keeps
+  // what it is given until the rate rises again. A `learning_rate` of 0, or one that is not finite, is not known, or
+  // moves nothing: then what was held back stays as it is.
   Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
              Flush flush, double learning_rate);
   // What was taken counts as not taken: the reduction did not begin.

@@ -516,23 +516,23 @@ TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
   EXPECT_EQ(carry(0.25), 2.0F);
 }
 
-// Else momentum would keep what is multiplied without a bound until the rate rises again.
-TEST(Residual, IsCarriedByNoMoreThanTenHoweverSmallTheRate) {
+// Else momentum would keep what is multiplied without a bound until the rate rises again. A rate that has been the
+// highest for long is forgotten, so schedules may fall for ever.
+TEST(Residual, IsCarriedByNoMoreThanTenSoonAfterAHigherRate) {
   Taken taken;
-  float product = 1;
-  const auto carry = [&](double learning_rate) {
-    const float now = taken.take(learning_rate)->carry;
-    product *= now;
-    return now;
-  };
+  const auto carry = [&](double learning_rate) { return taken.take(learning_rate)->carry; };
+  constexpr double kForgets = perseus::Residuals::kForgets;
   EXPECT_EQ(carry(0.0625), 1.0F);
   EXPECT_EQ(carry(1), 0.0625F) << "as small as it was when it was the highest";
   EXPECT_EQ(carry(0.5), 2.0F);
-  EXPECT_EQ(carry(1e-6), 5.0F);
-  EXPECT_EQ(carry(1e-30), 1.0F);
+  EXPECT_FLOAT_EQ(carry(1e-6), static_cast<float>(5 / kForgets / kForgets));
   EXPECT_EQ(carry(INFINITY), 1.0F) << "not known";
-  EXPECT_EQ(carry(1), 0.1F);
-  EXPECT_FLOAT_EQ(product, 0.0625F);
+  EXPECT_FLOAT_EQ(carry(1e-30), static_cast<float>(1 / kForgets));
+  EXPECT_FLOAT_EQ(carry(1), static_cast<float>(kForgets * kForgets * kForgets / 10));
+  double product = 1;
+  for (int step = 0; step < 2400; ++step) product *= static_cast<double>(carry(0.01));
+  EXPECT_NEAR(product, 100, 0.01);
+  EXPECT_EQ(carry(0.001), 10.0F);
 }
 
 TEST(Residual, IsForgottenWithItsGroup) {

@@ -147,10 +147,10 @@ def test_what_is_held_moves_weights_as_when_it_was_held(
     )
     write_solver(
         tmp_path, net, base_lr=_RATE, momentum=0, weight_decay=0, max_iter=steps, snapshot=steps,
-        lr_policy=f'"{policy}" gamma: 0.25 {falls[policy]}', type=f'"{solver}"',
+        lr_policy=f'"{policy}" gamma: 0.5 {falls[policy]}', type=f'"{solver}"',
     )  # fmt: skip
     train(tmp_path, ranks, **_APART, **_CODECS[name])
-    rates = _RATE * 0.25 ** (np.arange(steps) // _FALLS)
+    rates = _RATE * 0.5 ** (np.arange(steps) // _FALLS)
     state = tmp_path / f"weights_iter_{steps}.solverstate.h5"
     held = [_numbers(state.with_name(f"{state.name}.rank{i}")) for i in range(ranks)]
     learned = weights(tmp_path, steps)
