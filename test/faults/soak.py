@@ -2,13 +2,13 @@
 
     python test/faults/soak.py --faults 300 --seed 7
 
-Eight ranks of four hosts train. In random intervals one of these happens: a rank is killed or
-stopped, the agent of a host is killed (its ranks end with it), or a host's link is down for some
-seconds. Slots that have failed are used again after a second or two. After every CALM_AFTER faults
-the job is left alone for CALM_SECONDS: how fast it is then is what the rest is compared with, since
-a machine that others use, too, is not equally fast at all times. Then the same number of steps is
-trained undisturbed, for its loss. Fails if the job does, if it stands still for longer than LONGEST
-seconds after a fault, or if anything is left behind. Needs root, for the hosts.
+Eight ranks of four hosts train. In random intervals one of these happens, each equally often: a
+rank is killed or stopped, the agent of a host is killed (its ranks end with it), or a host's link
+is down for some seconds. Slots that have failed are used again after a second or two. After every
+CALM_AFTER faults the job is left alone for CALM_SECONDS: how fast it is then is what the rest is
+compared with, since a machine that others use, too, is not equally fast at all times. Then the same
+number of steps is trained undisturbed, for its loss. Fails if the job does, if it stands still for
+longer than LONGEST seconds after a fault, or if anything is left behind. Needs root, for the hosts.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between them")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--limit", type=int, default=2, help="GLOO_TIMEOUT_SECONDS of the job")
+    parser.add_argument("--limit", type=int, default=1, help="GLOO_TIMEOUT_SECONDS of the job")
     given = parser.parse_args()
     with VirtualHosts(HOSTS, rate="1gbit") as hosts:
         with contextlib.closing(Soak(hosts, 10**9, given.limit)) as soak:
