@@ -334,6 +334,7 @@ void Negotiation::take_pending(bool close, std::vector<Entry*>* entries) {
   for (auto& [text, name] : names_) {
     if (name->entry == nullptr) continue;
     entries->push_back(name->entry);
+    name->entry->executions_left = 0;  // a list of what was rolled back may have it, too
     name->entry = nullptr;
   }
   pending_ = 0;

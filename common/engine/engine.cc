@@ -292,7 +292,7 @@ bool Engine::complete_ended() {
     if (changes_groups(*entry)) finished_[changes++] = entry;
     else finish(entry, Status());
   }
-  for (auto& [entry, text] : mismatched_) finish(entry, Status{false, ErrorKind::kMismatch, text});
+  for (auto& [entry, text] : mismatched_) finish(entry, Status{false, ErrorKind::kMismatch, std::move(text)});
   for (auto& [entry, status] : point_to_point_.ended()) finish(entry, status);
   point_to_point_.ended().clear();
   for (size_t i = 0; i < changes; ++i) finish(finished_[i], Status());

@@ -262,6 +262,9 @@ class Engine final : private ProgressWork {
   void give_up(ProcessSet* group, const Status& status) PERSEUS_REQUIRES(progress_lock);
   void wind_down() PERSEUS_REQUIRES(progress_lock);
   bool never_ends(const ProcessSet& group) const PERSEUS_REQUIRES(progress_lock);  // the round in flight
+  void end_rounds(ProcessSet* group) PERSEUS_REQUIRES(progress_lock);
+  std::string last_round(const ProcessSet& group) const PERSEUS_REQUIRES(progress_lock);
+  std::string goodbye() const PERSEUS_REQUIRES(progress_lock);
   void send_goodbye() PERSEUS_REQUIRES(progress_lock);
   // Of `first`, the rank that shut down before others did; -1 = this one.
   std::string shutdown_text(int first) const;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/progress_lock.h"
@@ -68,7 +69,8 @@ class ProcessSet {
   // Gives up everything queued and under way; each entry once.
   void abandon(std::vector<Entry*>* entries) PERSEUS_REQUIRES(progress_lock);
   // Joins no round any more, nor goes on with one that never ends: some rank has left, and what is pending has failed.
-  void end_rounds() PERSEUS_REQUIRES(progress_lock) { rounds_over_ = true; }
+  // False if that was so already.
+  bool end_rounds() PERSEUS_REQUIRES(progress_lock) { return !std::exchange(rounds_over_, true); }
   // Ranks whose part of the round under way is missing.
   std::vector<int> round_waits_for() const PERSEUS_REQUIRES(progress_lock) {
     std::vector<int> ranks;

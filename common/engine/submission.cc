@@ -206,6 +206,7 @@ void Engine::recycle(Entry* entry) {
   entry->residuals.reset();
   entry->staging.reset();
   const MutexLock lock(entries_mutex_);
+  entry->executions_left = 0;  // a list that could not be given up in full may still name it
   free_entries_.push_back(entry);
 }
 

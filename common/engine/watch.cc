@@ -339,6 +339,7 @@ void Engine::abort(const Error& cause, bool tell) {
   note_cause(cause.kind() == ErrorKind::kMismatch ? ErrorKind::kAborted : cause.kind(), cause.what());
   failed_.store(true, std::memory_order_release);
   drained_.store(true, std::memory_order_release);
+  ending_ = true;  // until all is done: passes go on where memory runs out
   tell_peers();
   log_.debug(std::string("the world failed: ") + cause.what());
   end_everything();
@@ -413,7 +414,7 @@ void Engine::wind_down() {
       // Whoever learns of it may ask why the world ends, before all groups are done.
       note_cause(status.kind, status.message);
       fail_pending(group.get(), true, status);
-      group->end_rounds();
+      end_rounds(group.get());
       if (scheduled) give_up(group.get(), status);
     }
     moving |= round_goes_on || group->executing() || (scheduled && !peer_left);
@@ -424,6 +425,25 @@ void Engine::wind_down() {
     note_cause(ErrorKind::kAborted, shutdown_text());
     failed_.store(true, std::memory_order_release);
   }
+}
+
+// Its other members need not wait until this rank leaves, too, to know that nothing comes of what they submit.
+void Engine::end_rounds(ProcessSet* group) {
+  if (!group->end_rounds()) return;
+  const std::string text = goodbye() + last_round(*group) + kMoreFollows;
+  for (const int peer : group->ranks())
+    if (route_[peer] != nullptr) route_[peer]->send_control_message(peer, text);
+}
+
+// "channel:round ". A round that this rank has begun but could not finish has not had its part in full.
+std::string Engine::last_round(const ProcessSet& group) const {
+  const uint64_t last = group.rounds() - (group.round_idle() ? 0 : 1);
+  return std::to_string(group.id()) + ":" + std::to_string(last) + " ";
+}
+
+// How the message begins.
+std::string Engine::goodbye() const {
+  return kGoodbyeMessage + std::to_string(first_left_ < 0 ? world_.rank : first_left_.load()) + " ";
 }
 
 // It is one after the last one of somebody who left.
@@ -462,21 +482,17 @@ void Engine::abort_world(const std::string& reason) {
 }
 
 void Engine::send_goodbye() {
-  const int first = first_left_ < 0 ? world_.rank : first_left_.load();
-  const std::string begin = kGoodbyeMessage + std::to_string(first) + " ";
   const auto tell_all = [&](const std::string& text) PERSEUS_REQUIRES(progress_lock) {
     for (int peer = 0; peer < world_.size; ++peer)
       if (route_[peer] != nullptr) route_[peer]->send_control_message(peer, text);
   };
-  std::string rounds = begin;
+  std::string rounds = goodbye();
   for (auto& [id, group] : groups_) {
     if (rounds.size() > 900) {  // a control message holds little more
       tell_all(rounds + kMoreFollows);
-      rounds = begin;
+      rounds = goodbye();
     }
-    // A round we began but could not finish has not had our part in full.
-    const uint64_t last = group->rounds() - (group->round_idle() ? 0 : 1);
-    rounds += std::to_string(group->id()) + ":" + std::to_string(last) + " ";
+    rounds += last_round(*group);
   }
   tell_all(rounds);
   abort(Error(ErrorKind::kAborted, shutdown_text()), false);

@@ -7,15 +7,19 @@ from typing import Any
 import mxnet as mx
 
 
-def learning_rate(optimizer: Any) -> float:
+def learning_rate(optimizer: Any, is_scaled: bool = True) -> float:
     """Return the factor of an optimizer's next step, without parameters' own factors.
 
     Gradients are reduced as they are: a step divides them by its batch size and by its loss scale,
     both of which may be others in the next step. It also multiplies them by the rate if steps are
     proportional to both: those of SGD and NAG are, if they clip nothing, but others may not be,
     even if they are derived from these. It is 0, for what is not known, without an optimizer.
+
+    is_scaled: whether `rescale_grad` is that of the next step already; else it counts as constant.
     """
-    scale = float(getattr(optimizer, "rescale_grad", 0.0))
+    if not hasattr(optimizer, "rescale_grad"):
+        return 0.0
+    scale = float(optimizer.rescale_grad) if is_scaled else 1.0
     proportional = type(optimizer) in {mx.optimizer.SGD, mx.optimizer.NAG}
     clips = proportional and optimizer.clip_gradient is not None
     return scale * float(optimizer.learning_rate) if proportional and not clips else scale

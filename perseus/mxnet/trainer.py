@@ -7,7 +7,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 
 from __future__ import annotations
 
-import os
+import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -157,12 +157,10 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         Plain MXNet can read such a file as well. Several ranks may write the same one.
         """
         path = Path(fname)
-        own = path.with_name(f".{path.name}.{os.getpid()}.states")  # which gluon writes in place
-        try:
-            super().save_states(str(own))
-            states = own.read_bytes()
-        finally:
-            own.unlink(missing_ok=True)
+        # Gluon writes a file in place.
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.") as own:
+            super().save_states(own.name)
+            states = Path(own.name).read_bytes()
         residuals.write(path, states, self.residuals())
 
     def load_states(self, fname: str) -> None:
@@ -193,7 +191,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
         outcomes = self._reducer(
             list(dense.values()), names, [-i for i in dense], bundles,
-            learning_rate=learning_rate(self._optimizer),
+            learning_rate=learning_rate(self._optimizer, self._steps_now),
         )  # fmt: skip
         # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]

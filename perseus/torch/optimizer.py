@@ -234,10 +234,23 @@ class _DistributedOptimizer(torch.optim.Optimizer):
                 result = super().step(evaluate)
             except _NotApplied as stopped:
                 return stopped.loss
-        self._reducer.unapplied = False
+        if not self._has_skipped_inside():
+            self._reducer.unapplied = False
         if synchronizes:  # then the step's own change is averaged, too
             self._take_turn()
         return result
+
+    def _has_skipped_inside(self) -> bool:
+        """Return whether a fused step has applied nothing, as GradScaler tells it to.
+
+        Where that decides nothing, a GPU is not asked, since that would take time.
+        """
+        found = getattr(self, "found_inf", None)
+        return (
+            found is not None
+            and basics.setting("LIGHT_TOPK_MOMENTUM_CORRECTION") > 0
+            and bool(found)
+        )
 
     def _synchronize_in_step(self) -> None:
         self._steps_now = True

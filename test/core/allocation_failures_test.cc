@@ -69,8 +69,9 @@ class Step {
     for (size_t i = 0; i < kTensors; ++i) data_[i].resize(static_cast<size_t>(kCounts[i]));
   }
 
-  // With `all`, not gradients only. False once the world has ended.
+  // With `all`, not gradients only, the last of which is summed. False once the world has ended.
   bool run(perseus_context* context, int number, bool all) {
+    sums_ = all;
     const size_t calls = kTensors + (all ? 2 : 0);
     perseus_handle handles[kTensors + 2] = {};
     bool goes_on = true;
@@ -100,12 +101,14 @@ class Step {
     perseus_request request = request_of(i < kTensors ? PERSEUS_ALLREDUCE : kinds[i - kTensors], names[i], &tensor_, 1);
     request.root = 1;
     if (i < kTensors) {
-      request.op = PERSEUS_AVERAGE;
+      request.op = sums(i) ? PERSEUS_SUM : PERSEUS_AVERAGE;
       request.gradient_of = 1;
       request.codec = codec_;
     }
     return request;
   }
+
+  bool sums(size_t i) const { return sums_ && i == kTensors - 1; }
 
   bool submit(perseus_context* context, size_t i, int number, perseus_handle* handle) {
     const perseus_request wanted = request(i, number);
@@ -144,7 +147,7 @@ class Step {
 
   void check(perseus_context* context, size_t i, int number, perseus_handle handle) {
     if (i < kTensors) {
-      const float expected = (value(0, i, number) + value(1, i, number)) / 2;
+      const float expected = (value(0, i, number) + value(1, i, number)) / (sums(i) ? 1 : 2);
       const float most = codec_ == PERSEUS_CODEC_AUTO || codec_ == PERSEUS_CODEC_INT8 ? expected / 100 : 0;
       EXPECT_NEAR(data_[i].front(), expected, most) << i << " of step " << number;
       EXPECT_NEAR(data_[i].back(), expected, most) << i << " of step " << number;
@@ -162,6 +165,7 @@ class Step {
   const int rank_;
   const perseus_codec codec_;
   std::vector<float> data_[kTensors];
+  bool sums_ = false;
   float extra_[2][2];
   int64_t rows_ = 0;
   const int64_t two_ = 2;

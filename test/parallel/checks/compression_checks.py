@@ -156,10 +156,10 @@ def check_momentum_correction_begins_anew_after_a_step_that_is_not_applied() -> 
     Where the correction goes on, elements that the last step has sent move as well.
     """
 
-    def moved(applies: bool, sums: int) -> int:
+    def moved(applies: bool, sums: int, fused: bool = False) -> int:
         parameter = nn.Parameter(torch.zeros(COUNT))
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([parameter], lr=0.125, momentum=0.75),
+            torch.optim.SGD([parameter], lr=0.125, momentum=0.75, fused=fused),
             named_parameters=[("corrected", parameter)],
             compression=hvd.Compression.topk(0.05),
         )
@@ -169,9 +169,14 @@ def check_momentum_correction_begins_anew_after_a_step_that_is_not_applied() -> 
             optimizer.synchronize()
             if step == 4 * sums - 1:
                 return int(parameter.grad.count_nonzero())
-            if applies or step != 3 * sums - 1:
+            skips = not applies and step == 3 * sums - 1
+            if fused:  # which GradScaler always calls
+                optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(float(skips))
+            if fused or not skips:
+                before = parameter.detach().clone()
                 with optimizer.skip_synchronize():
                     optimizer.step()
+                assert not skips or torch.equal(parameter, before)
         raise AssertionError
 
     for sums in (1, 2):
@@ -181,6 +186,9 @@ def check_momentum_correction_begins_anew_after_a_step_that_is_not_applied() -> 
             PERSEUS_ACCUMULATE_N_STEPS=sums,
         ):
             going_on, anew = moved(True, sums), moved(False, sums)
+            if sums == 1:
+                assert moved(True, sums, True) == going_on
+                assert moved(False, sums, True) == anew
         assert 0 < anew <= hvd.size() * 0.05 * 1.25 * COUNT, (anew, sums)
         assert going_on > 1.3 * anew, (going_on, anew, sums)
 
