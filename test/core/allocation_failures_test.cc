@@ -33,6 +33,14 @@ void* allocate(size_t size, size_t alignment) {
   return memory;
 }
 
+void* allocate_or_null(size_t size) noexcept {
+  try {
+    return allocate(size, alignof(std::max_align_t));
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 [[gnu::noinline]] void* operator new(size_t size) { return allocate(size, alignof(std::max_align_t)); }
@@ -40,6 +48,10 @@ void* allocate(size_t size, size_t alignment) {
 [[gnu::noinline]] void* operator new(size_t size, std::align_val_t alignment) {
   return allocate(size, static_cast<size_t>(alignment));
 }
+[[gnu::noinline]] void* operator new(size_t size, const std::nothrow_t&) noexcept { return allocate_or_null(size); }
+[[gnu::noinline]] void* operator new[](size_t size, const std::nothrow_t&) noexcept { return allocate_or_null(size); }
+[[gnu::noinline]] void operator delete(void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete[](void* memory, const std::nothrow_t&) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete[](void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
