@@ -14,7 +14,7 @@ namespace {
 
 constexpr char kAbortMessage = 'A';    // followed by the cause
 constexpr char kGoodbyeMessage = 'S';  // followed by who left first and "channel:round " of every group
-constexpr char kMoreFollows = '+';     // at the end of such a message: there were too many groups for one
+constexpr char kMoreFollows = '+';     // at the end of such a message: its sender has not left yet
 constexpr char kAwaitMessage = 'W';    // the sender waits until the receiver submits: followed by what
 constexpr char kLinkMessage = 'L';     // the sender has made its end of the link for sends and receives
 constexpr char kNcclMessage = 'N';     // the sender has made its end of the link for turns of NCCL
