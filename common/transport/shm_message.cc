@@ -60,8 +60,9 @@ int recv_message(int fd, ShmMessage* message, Passed* passed) {
   ssize_t got;
   {
     ForksWait forks_wait(kMaxFds);
+    // A peer that closed without having read all that we sent: the kernel says so once, before what the peer said last.
     do got = recvmsg(fd, &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-    while (got < 0 && errno == EINTR);
+    while (got < 0 && (errno == EINTR || errno == ECONNRESET));
     if (got < 0) return errno == EAGAIN ? -1 : 0;
     for (cmsghdr* c = CMSG_FIRSTHDR(&header); c != nullptr; c = CMSG_NXTHDR(&header, c)) {
       if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;

@@ -181,6 +181,24 @@ TEST(Shm, WhatASocketHasNoRoomForIsSentLater) {
   EXPECT_EQ(event.text, "after all of them");
 }
 
+TEST(Shm, WhatARankSaidBeforeItLeftIsReadByWhoeverItDidNotHearOut) {
+  // The kernel reports that unread messages were dropped (ECONNRESET) before it gives what lies in our own queue.
+  const auto store = make_memory_store();
+  const auto ranks = connect_all(2, *store);
+  ASSERT_NE(ranks[0]->transport, nullptr) << ranks[0]->error;
+  ranks[0]->transport->send_control_message(1, "never read");
+  ranks[1]->transport->send_control_message(0, "goodbye");
+  ranks[1]->transport.reset();
+  ranks[0]->transport->poll(true);
+  PeerEvent event;
+  ASSERT_TRUE(ranks[0]->transport->next_event(&event));
+  EXPECT_EQ(event.kind, PeerEvent::Kind::kControlMessage);
+  EXPECT_EQ(event.text, "goodbye");
+  ASSERT_TRUE(ranks[0]->transport->next_event(&event));
+  EXPECT_EQ(event.kind, PeerEvent::Kind::kGone);
+  EXPECT_FALSE(ranks[0]->transport->next_event(&event));
+}
+
 TEST(Shm, ASenderWithoutDescriptorsSaysSo) {
   if (perseus_test::kSanitizer) GTEST_SKIP() << "sanitizers need descriptors themselves, to look at an exception";
   const auto store = make_memory_store();
