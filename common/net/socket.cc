@@ -2,8 +2,11 @@
 #include "net/socket.h"
 
 #include <arpa/inet.h>
+#include <linux/sockios.h>
 #include <netdb.h>
 #include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -208,6 +211,13 @@ ssize_t recv_some(int fd, void* data, size_t size) {
   if (received > 0) return received;
   if (received == 0) return kEndOfStream;
   return errno == EAGAIN || errno == EINTR ? 0 : -1;
+}
+
+bool acknowledged(int fd) {
+  int missing = 0;
+  if (::ioctl(fd, SIOCOUTQ, &missing) != 0 || missing == 0) return true;
+  pollfd broken{fd, 0, 0};
+  return ::poll(&broken, 1, 0) > 0;
 }
 
 }  // namespace perseus

@@ -78,5 +78,7 @@ void keep_alive(int fd, int seconds = 30);
 constexpr ssize_t kEndOfStream = -2;
 ssize_t send_some(int fd, const void* data, size_t size);
 ssize_t recv_some(int fd, void* data, size_t size);
+// Has the other host acknowledged all that was sent? True as well where it never will, since the connection is broken.
+bool acknowledged(int fd);
 
 }  // namespace perseus

@@ -65,6 +65,8 @@ void TcpControlConnection::queue(const std::string& payload) {
   flush();  // a failure shows as an event, too
 }
 
+bool TcpControlConnection::delivered() { return lost_ || !flush() || (out_.empty() && acknowledged(socket_.fd())); }
+
 bool TcpControlConnection::flush() {
   while (!out_.empty()) {
     const ssize_t n = send_some(socket_.fd(), out_.data(), out_.size());

@@ -1,10 +1,8 @@
 // sendmsg and recvmsg behind TcpLink, with as few fruitless calls as can be.
 #include "transport/tcp_link.h"
 
-#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -181,10 +179,7 @@ ConstSpan TcpLink::recv_window(size_t n) {
   return ConstSpan(staging_.get() + head_, n);
 }
 
-bool TcpLink::delivered() const {
-  int unacknowledged = 0;
-  return !socket_ || ::ioctl(socket_.fd(), SIOCOUTQ, &unacknowledged) != 0 || unacknowledged == 0;
-}
+bool TcpLink::delivered() const { return !socket_ || acknowledged(socket_.fd()); }
 
 void TcpLink::recv_release(size_t n) { head_ += n; }
 

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "base/clock.h"
 #include "base/config.h"
@@ -33,6 +35,15 @@ constexpr int kMaxTries = 10;
 // The engine's clocks, which know what was under way, speak first; the kernel's are for connections nobody waits for.
 // Besides, a living rank may leave what it is sent unread for 5 s, until a schedule is broken for it.
 constexpr int kBehindClocks = 10;
+
+// For what a rank has said last to arrive before its connections are closed: two or three retransmissions.
+constexpr int64_t kLinger = 2 * kSecond, kLingerPause = kMillisecond;
+
+// Who is alive has been heard from within this time, in which there are two heartbeats.
+int64_t heard_within(const Config& config) {
+  const int64_t limit = config.integer(Var::kTimeout);
+  return limit == 0 ? 2 * kSecond : std::min(2 * kSecond, limit * kSecond / 2);
+}
 
 int keep_alive_seconds(const Config& config) {
   const int64_t limit = config.integer(Var::kTimeout);
@@ -90,6 +101,7 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
                            const std::vector<int>& peers)
     : world_(world),
       keep_alive_s_(keep_alive_seconds(config)),
+      heard_ns_(heard_within(config)),
       checked_(config.flag(Var::kChecksum)),
       waker_(waker),
       log_(config.choice<LogLevel>(), config.flag(Var::kLogHideTime), world.rank) {
@@ -102,11 +114,30 @@ TcpTransport::TcpTransport(const World& world, Store& store, Waker& waker, const
 }
 
 TcpTransport::~TcpTransport() {
+  linger();
   waker_.unwatch(poller_.fd());
   for (const auto& connection : outgoing_) poller_.remove(connection->socket_.fd());
   for (const auto& [rank, peer] : peers_)
     for (const auto& [key, link] : peer.links)
       if (link->attached()) waker_.unwatch(link->fd());
+}
+
+// Whatever a peer still sends to a closed socket resets the connection: then the kernel drops what has been said last,
+// and not been acknowledged because a packet was lost.
+void TcpTransport::linger() {
+  const int64_t now = now_ns(), deadline = now + kLinger;
+  while (!delivered(now - heard_ns_) && now_ns() < deadline)
+    std::this_thread::sleep_for(std::chrono::nanoseconds(kLingerPause));
+}
+
+bool TcpTransport::delivered(int64_t alive_since_ns) {
+  for (const auto& [rank, peer] : peers_) {
+    if (!peer.gone.empty() || !peer.side || peer.alive_ns < alive_since_ns) continue;
+    if (!peer.side->delivered()) return false;
+    for (const auto& [key, link] : peer.links)
+      if (link->attached() && !link->delivered()) return false;
+  }
+  return true;
 }
 
 TcpTransport::Peer& TcpTransport::peer_of(int rank) {

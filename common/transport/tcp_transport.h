@@ -76,6 +76,8 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   void end(Outgoing* connection);
   void attach(TcpLink& link, Socket socket);
   void look_at_events();
+  void linger() PERSEUS_REQUIRES(progress_lock);
+  bool delivered(int64_t alive_since_ns) PERSEUS_REQUIRES(progress_lock);
   std::string store_prefix() const;
 
   // TcpAcceptor::Members
@@ -89,6 +91,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
 
   const World world_;
   const int keep_alive_s_;  // 0 = off
+  const int64_t heard_ns_;
   const bool checked_;
   Waker& waker_;
   const Log log_;

@@ -1,9 +1,10 @@
-"""What ranks have agreed on is finished after another one has left, however long it takes."""
+"""How ranks of other hosts learn that one has left, and what they finish nevertheless."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ if reason := unavailable():
 _ROOT = Path(__file__).resolve().parents[2]
 
 # The sum takes 3 s or more: much longer than a connection that is closed may go unexplained.
-_RANK = """
+_PAIR = """
 import time
 import numpy as np
 import perseus.arrays as hvd
@@ -35,28 +36,59 @@ hvd.shutdown()
 """
 
 
+# Rank 1 learns that rank 0 has left from the answer to what it asks next.
+_LEAVER = """
+import sys
+import time
+from pathlib import Path
+import numpy as np
+import perseus.arrays as hvd
+hvd.init()
+hvd.allreduce(np.zeros(1), "all are here")
+if hvd.rank() == 0:
+    print("may leave", flush=True)
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+else:
+    try:
+        hvd.allreduce(np.zeros(1), "alone")
+    except hvd.HorovodInternalError as error:
+        print(error, flush=True)
+hvd.shutdown()
+"""
+
+
+def _start(hosts: VirtualHosts, script: str, *arguments: object) -> subprocess.Popen[str]:
+    where = ",".join(f"{name}:1" for name in hosts.names)
+    command = [sys.executable, "-m", "perseus.run", "-H", where, "-np", str(len(hosts.names))]
+    return hosts.popen(
+        0,
+        [*command, sys.executable, "-c", script, *map(str, arguments)],
+        env={**hosts.environment(), "PYTHONPATH": str(_ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def test_a_sum_goes_on_without_a_rank_that_has_no_part_in_it() -> None:
     with VirtualHosts(3, rate="100mbit", ssh=True) as hosts:
-        where = ",".join(f"{name}:1" for name in hosts.names)
-        job = hosts.popen(
-            0,
-            [
-                sys.executable,
-                "-m",
-                "perseus.run",
-                "-H",
-                where,
-                "-np",
-                "3",
-                sys.executable,
-                "-c",
-                _RANK,
-            ],
-            env={**hosts.environment(), "PYTHONPATH": str(_ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        job = _start(hosts, _PAIR)
         said, _ = job.communicate(timeout=120)
     assert job.returncode == 0, said
     assert said.count("right") == 2, said
+
+
+def test_a_goodbye_that_is_lost_on_its_way_is_said_again(tmp_path: Path) -> None:
+    with VirtualHosts(2, ssh=True) as hosts:
+        job = _start(hosts, _LEAVER, tmp_path / "go")
+        assert job.stdout is not None
+        assert "may leave" in job.stdout.readline()
+        rule = ["to", hosts.address(1), "blackhole"]
+        assert hosts.run(0, ["ip", "rule", "add", *rule]).returncode == 0
+        (tmp_path / "go").touch()
+        time.sleep(0.5)
+        assert hosts.run(0, ["ip", "rule", "del", *rule]).returncode == 0
+        said, _ = job.communicate(timeout=60)
+    assert job.returncode == 0, said
+    assert "rank 0 called shutdown() or ended" in said, said
