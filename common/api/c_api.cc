@@ -280,14 +280,12 @@ int perseus_context_cross_size(const perseus_context* context) { return context-
 int perseus_context_is_homogeneous(const perseus_context* context) { return context->context->homogeneous() ? 1 : 0; }
 
 int perseus_context_failed(const perseus_context* context, const char** reason) {
-  static thread_local std::string text;
-  perseus::Status cause;
+  static thread_local perseus::Status cause;
   const perseus_code code = in_context(context, [&](perseus::Context& c) {
     cause = c.engine().failure();
     return PERSEUS_OK;
   });
-  text = code == PERSEUS_OK ? cause.message : last_error;
-  if (reason != nullptr) *reason = text.c_str();
+  if (reason != nullptr) *reason = (code == PERSEUS_OK ? cause.message : last_error).c_str();
   return code != PERSEUS_OK || cause.ok ? code : static_cast<int>(cause.kind);
 }
 

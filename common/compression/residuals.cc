@@ -80,14 +80,14 @@ std::shared_ptr<Residuals::Record> Residuals::make(const Key& key, const std::ve
   made->group = key.group;
   made->begins.assign(1, 0);
   for (size_t size : sizes) made->begins.push_back(made->begins.back() + size);
-  made->memory = zeros(key, 2 * made->begins.back());
+  made->memory = zeros(key.name, 2 * made->begins.back());
   made->bytes = &bytes_;
   return made;
 }
 
-std::unique_ptr<float[], Residuals::Record::Free> Residuals::zeros(const Key& key, size_t count) {
+std::unique_ptr<float[], Residuals::Record::Free> Residuals::zeros(const std::string& name, size_t count) {
   std::unique_ptr<float[], Record::Free> memory(static_cast<float*>(std::calloc(count, sizeof(float))));
-  if (!memory) fail(ErrorKind::kIo, "[codec] out of memory for what is held back of '" + key.name + "'");
+  if (!memory) fail(ErrorKind::kIo, "[codec] out of memory for what is held back of '" + name + "'");
   bytes_.fetch_add(count * sizeof(float), std::memory_order_relaxed);
   return memory;
 }
@@ -182,13 +182,12 @@ void Residuals::restart_turns(uint32_t group) {
     if (record->group == group && record->terms.codec.kind == CodecKind::kRotate) record->steps = 0;
 }
 
-void Residuals::begin_momenta(const Key& key, bool anew) {
+void Residuals::begin_momenta(const Lease& lease, const std::string& name, bool anew) {
   const MutexLock lock(mutex_);
-  const std::shared_ptr<Record> record = find(key);
-  const size_t count = 2 * record->begins.back();
-  if (!record->momenta) record->momenta = zeros(key, count);
-  else if (anew) std::fill_n(record->momenta.get(), count, 0.0F);
-  record->momenta_spoilt = false;
+  const size_t count = 2 * lease->begins.back();
+  if (!lease->momenta) lease->momenta = zeros(name, count);
+  else if (anew) std::fill_n(lease->momenta.get(), count, 0.0F);
+  lease->momenta_spoilt = false;
 }
 
 void Residuals::flush() {

@@ -125,8 +125,8 @@ class Residuals {
   // All records, or those of an owner, forget them.
   void spoil_momenta();
   void spoil_momenta(uint64_t owner);
-  // For a reduction with momentum correction under way; with `anew`, from zeros.
-  void begin_momenta(const Key& key, bool anew);
+  // For a reduction of this name with momentum correction that has taken `lease`; with `anew`, from zeros.
+  void begin_momenta(const Lease& lease, const std::string& name, bool anew);
   // The group's records begin with the first turn again, where codecs send parts in turn: ranks that have joined took
   // fewer.
   void restart_turns(uint32_t group);
@@ -153,7 +153,7 @@ class Residuals {
   template <class Which>
   void forget_if(const Which& which);
   std::shared_ptr<Record> make(const Key& key, const std::vector<size_t>& sizes);
-  std::unique_ptr<float[], Record::Free> zeros(const Key& key, size_t count);
+  std::unique_ptr<float[], Record::Free> zeros(const std::string& name, size_t count);
 
   std::atomic<size_t> bytes_{0};
   Mutex mutex_;

@@ -3,8 +3,8 @@
 // A rank whose callers all wait announces it in every round that it takes part in, with what they wait for. If all
 // ranks announce it in the same round, and nothing else is announced in it, nothing can become ready: what was
 // submitted by then fails on all ranks with the same error, as if they had disagreed about it. A rank that submits
-// something in between does not announce it, so the verdict cannot come too early; nor can it differ, since all ranks
-// read the same round.
+// something before its part of a round is composed does not announce it, so the verdict cannot come too early; nor can
+// it differ, since all ranks read the same round. What is submitted after that stays: others do not know of it.
 #include <algorithm>
 
 #include "control/negotiation.h"
@@ -38,6 +38,9 @@ void Negotiation::end_deadlock(const std::vector<Blocked>& by_rank, Failures* fa
   const MutexLock lock(mutex_);
   // A rank that has joined goes on waiting for the others to do so; the tuner's request is for no caller.
   const auto stays = [](const Description& d) { return d.kind == Kind::kJoin || !d.times.empty(); };
+  const auto ends = [&](const Entry& entry) PERSEUS_REQUIRES(progress_lock) {
+    return !stays(entry.description) && entry.admitted_after < snapshots_;
+  };
   for (auto at = names_.begin(); at != names_.end();) {
     Name& name = *at->second;
     Entry* entry = name.entry;
@@ -53,7 +56,7 @@ void Negotiation::end_deadlock(const std::vector<Blocked>& by_rank, Failures* fa
         name.announced_count = 0;
       }
     }
-    if (entry != nullptr && !stays(entry->description)) {
+    if (entry != nullptr && ends(*entry)) {
       if (name.slot >= 0) bits_[static_cast<size_t>(name.slot / 64)] &= ~(uint64_t{1} << name.slot % 64);
       failed->emplace_back(entry, error);
       name.entry = nullptr;
@@ -64,7 +67,7 @@ void Negotiation::end_deadlock(const std::vector<Blocked>& by_rank, Failures* fa
         passing && name.announced_count == 0 && !name.in_flight && name.slot < 0 && name.seen_in_step == 0;
     at = forget ? names_.erase(at) : std::next(at);
   }
-  const auto over = [&](const Entry* entry) { return !stays(entry->description); };
+  const auto over = [&](const Entry* entry) PERSEUS_REQUIRES(progress_lock) { return ends(*entry); };
   unannounced_.erase(std::remove_if(unannounced_.begin(), unannounced_.end(), over), unannounced_.end());
 }
 

@@ -73,6 +73,7 @@ void Negotiation::admit(Entry* entry) {
   Name* name = entry->name;
   name->entry = entry;
   name->warned_ns = 0;
+  entry->admitted_after = snapshots_;
   ++pending_;
   blocked_.clear();
   if (entry->description.kind == Kind::kJoin) join_entry_ = entry;
@@ -93,14 +94,19 @@ void Negotiation::snapshot(RoundContent* content) {
   if (joined_[me_] && !closing_) set_bits_for_others(&content->bits);
   for (std::string& blob : content->announced) blob.clear();
   std::string& blob = content->announced[me_];
-  for (const Entry* entry : unannounced_) append_request(entry->name->text, entry->description, &blob);
-  announced_.swap(unannounced_);
-  unannounced_.clear();
+  // Ranks that have submitted the same cut alike. When all have joined, all that is pending is told at once.
+  const size_t room = closing_ ? SIZE_MAX : Round::kMostBody / 2 / static_cast<size_t>(size_);
+  auto next = unannounced_.begin();
+  for (; next != unannounced_.end() && blob.size() < room; ++next)
+    append_request((*next)->name->text, (*next)->description, &blob);
+  announced_.assign(unannounced_.begin(), next);
+  unannounced_.erase(unannounced_.begin(), next);
+  ++snapshots_;
   const size_t requests = blob.size();
   if (has_urgent_news()) announce_leave(&blob);
   announce_blocked(&blob);
   if (blob.size() != requests) announced_.clear();
-  news_ = false;
+  news_ = !unannounced_.empty();
   news_bytes_ = 0;
 }
 
@@ -362,7 +368,8 @@ void Negotiation::find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>
       bits_[name->slot / 64] &= ~bit;
       announce(entry);
     } else if (name->announced_count > 0) {
-      Stalled fact{name.get(), now - entry->submitted_ns, {}};
+      const auto first = std::find(name->announced_by.begin(), name->announced_by.end(), true);
+      Stalled fact{name.get(), now - entry->submitted_ns, ranks_[first - name->announced_by.begin()], {}};
       for (int rank = 0; rank < size_; ++rank)
         if (!name->announced_by[rank] && !joined_[rank]) fact.missing.push_back(ranks_[rank]);
       stalled->push_back(std::move(fact));

@@ -112,6 +112,7 @@ class Negotiation {
   struct Stalled {
     Name* name;  // whose warned_ns is the caller's
     int64_t age_ns;
+    int first;                 // global rank: the lowest that has submitted it
     std::vector<int> missing;  // global ranks
   };
   void find_stalled(int64_t now, int64_t age_ns, std::vector<Stalled>* stalled) PERSEUS_REQUIRES(progress_lock);
@@ -182,8 +183,9 @@ class Negotiation {
   bool news_ PERSEUS_GUARDED_BY(progress_lock) = false;
   size_t news_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;
   int pending_ PERSEUS_GUARDED_BY(progress_lock) = 0;
-  uint64_t applied_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // rounds
-  std::string blocked_ PERSEUS_GUARDED_BY(progress_lock);   // see set_blocked()
+  uint64_t applied_ PERSEUS_GUARDED_BY(progress_lock) = 0;    // rounds
+  uint64_t snapshots_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // likewise, begun
+  std::string blocked_ PERSEUS_GUARDED_BY(progress_lock);     // see set_blocked()
 
   // The same on all ranks but for join_entry_:
   std::vector<bool> joined_ PERSEUS_GUARDED_BY(progress_lock);

@@ -10,7 +10,6 @@ namespace perseus {
 namespace {
 
 constexpr uint32_t kMagic = 0x50524e44;  // "PRND"
-constexpr size_t kMostBody = 64 * 1024 * 1024;
 
 }  // namespace
 

@@ -19,6 +19,8 @@ struct RoundContent {
 
 class Round {
  public:
+  static constexpr size_t kMostBody = 64 * 1024 * 1024;  // bytes of a message, which may have what all ranks announce
+
   // send_links[s], receive_links[s]: to rank + 2^s and from rank - 2^s. Empty for a group of one.
   Round(std::vector<Link*> send_links, std::vector<Link*> receive_links, int size, int me, uint32_t epoch,
         uint32_t group);

@@ -203,6 +203,8 @@ class Engine final : private ProgressWork {
   // Notes in the description whether what is held back has to go along.
   void ask_for_flush(const Submission& submission, const ProcessSet& group, Description* description);
   bool warms_up(const Submission& submission, const ProcessSet& group, const Description& description);
+  // Is something of it corrected by momentum that this rank has no momenta for?
+  bool lacks_momenta(const Submission& submission, const ProcessSet& group, const Description& description);
 
   // ---- ProgressWork (engine.cc) ----
   bool pass(bool eager) override PERSEUS_REQUIRES(progress_lock);

@@ -83,6 +83,15 @@ bool Engine::warms_up(const Submission& s, const ProcessSet& group, const Descri
          first_steps_.count(s.gradient_of, group.id(), s.name) < static_cast<uint64_t>(terms.codec.warm_up);
 }
 
+// Of names that have no momenta only because nothing of theirs is corrected there is nothing to tell.
+bool Engine::lacks_momenta(const Submission& s, const ProcessSet& group, const Description& d) {
+  const CompressionTerms& terms = d.compression;
+  const auto corrected = [&](const TensorDescription& t) { return terms.serves(t.dtype) && t.bytes() >= terms.from; };
+  return terms.corrects(terms.codec.kind) && std::any_of(d.tensors.begin(), d.tensors.end(), corrected) &&
+         !residuals_.has_momenta({s.gradient_of, group.id(), s.name}) &&
+         topology_.of(group.ranks(), group.index()).groups > 1;
+}
+
 uint32_t Engine::channel_of(int group) const {
   const MutexLock lock(groups_mutex_);
   const auto found = groups_.find(group);
@@ -114,18 +123,17 @@ void Engine::check_speed(const Submission& s) {
   const double mine = perf_check_.submitted(s.gradient_of, s.group, s.name, now_ns());
   const MutexLock lock(perf_check_.comparison_mutex);
   if (mine < 0 && perf_check_.handle == 0) return;
-  const std::vector<int> ranks = group_ranks(s.group);
   if (perf_check_.handle != 0) {
     HandleTable::Slot* slot = handles_.find(perf_check_.handle);
     if (!HandleTable::is_done(*slot)) return;
-    // A group that was removed has no ranks.
-    if (slot->status.ok && ranks.size() == perf_check_.seconds.size() && ranks[0] == world_.rank) {
-      const std::string slow = describe_slow(perf_check_.seconds, ranks, perf_check_.steps());
+    if (slot->status.ok && perf_check_.ranks[0] == world_.rank) {
+      const std::string slow = describe_slow(perf_check_.seconds, perf_check_.ranks, perf_check_.steps());
       if (!slow.empty()) log_.warning(slow);
     }
     handles_.release(perf_check_.handle);
     perf_check_.handle = 0;
   }
+  const std::vector<int>& ranks = perf_check_.ranks = group_ranks(s.group);
   if (mine < 0 || ranks.size() < 2) return;
   perf_check_.seconds.assign(ranks.size(), 0.0);
   for (size_t i = 0; i < ranks.size(); ++i)

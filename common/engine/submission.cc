@@ -241,8 +241,7 @@ void Engine::fill_collective(const Submission& s, const ProcessSet& group, const
   if (s.gradient_of != 0) nan_check_.scan(entry);
   if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
   entry->description.warms_up = warms_up(s, group, entry->description);
-  entry->description.new_momenta =
-      compression.momentum != 0 && !residuals_.has_momenta({s.gradient_of, group.id(), s.name});
+  entry->description.new_momenta = lacks_momenta(s, group, entry->description);
   if (compression.automatic) entry->description.outdated = group.outdated_measurement(entry->submitted_ns);
   entry->splits.assign(s.splits, s.splits + s.split_count);
   const size_t ranks = group.ranks().size();

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
-#include <set>
 #include <sstream>
 
 #include "base/clock.h"
@@ -248,20 +247,19 @@ void Engine::check_stalls(int64_t now) {
   const int64_t warn = check_ns > 0 ? check_ns : never, end = shutdown_ns > 0 ? shutdown_ns : never;
   std::vector<Negotiation::Stalled> stalled;
   // Some rounds before anything has to be said, who is missing is asked for.
-  std::set<int> members;  // of process sets in which somebody waits
-  for (auto& [id, group] : groups_) {
-    const size_t before = stalled.size();
-    group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled);
-    if (stalled.size() > before) members.insert(group->ranks().begin(), group->ranks().end());
-  }
+  for (auto& [id, group] : groups_) group->negotiation().find_stalled(now, std::min(warn, end) / 2, &stalled);
   std::sort(stalled.begin(), stalled.end(), [](const auto& a, const auto& b) { return a.age_ns > b.age_ns; });
+  // One rank speaks for all that wait for the same.
+  const auto told_here = [&](const Negotiation::Stalled& fact) {
+    return fact.first == world_.rank && fact.age_ns >= warn;
+  };
   bool warns = false;
-  for (const Negotiation::Stalled& fact : stalled) warns |= fact.age_ns >= warn && now - fact.name->warned_ns >= warn;
+  for (const Negotiation::Stalled& fact : stalled) warns |= told_here(fact) && now - fact.name->warned_ns >= warn;
   const bool ends = !stalled.empty() && stalled.front().age_ns >= end;
   if (!warns && !ends) return;
   std::map<int, std::string> missing;
   for (const Negotiation::Stalled& fact : stalled) {
-    if (!ends && fact.age_ns < warn) break;
+    if (!ends && !told_here(fact)) continue;
     fact.name->warned_ns = now;
     for (int rank : fact.missing)
       missing[rank] += (missing[rank].empty() ? "" : ", ") + fact.name->text + (fact.age_ns >= end ? "!" : "");
@@ -278,9 +276,6 @@ void Engine::check_stalls(int64_t now) {
   text += std::string(" Ranks with different numbers of batches wait like this:") + words.batches + "\nMissing ranks:";
   for (const auto& [rank, names] : missing) text += "\n" + (words.rank + std::to_string(rank)) + ": [" + names + "]";
   if (ends) fail(ErrorKind::kTimeout, text);
-  // One rank speaks for all that wait.
-  for (const auto& [rank, names] : missing) members.erase(rank);
-  if (members.empty() || *members.begin() != world_.rank) return;
   log_.warning(text);
   for (const auto& [rank, names] : missing)
     if (route_[rank] != nullptr) route_[rank]->send_control_message(rank, kAwaitMessage + names.substr(0, 1000));
@@ -472,7 +467,7 @@ void Engine::shutdown() {
     const ProgressLock lock(progress_);
     // Since the wait ended another pass may have joined a round: what all have agreed on there is finished first.
     said = drained_.load(std::memory_order_relaxed) || now_ns() >= deadline;
-    if (said) send_goodbye();
+    if (said) progress_.guard([this]() PERSEUS_REQUIRES(progress_lock) { send_goodbye(); });
   }
 }
 

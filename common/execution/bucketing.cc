@@ -123,14 +123,18 @@ void Bucket::clear() {
 }
 
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
-  if (waits_for_speeds(ready)) waiting_.push_back(ready);
-  else place_in_buckets(ready, finished, batch);
+  // The tuner counts steps by rounds, as all ranks do; when a rank has measured its links only that rank knows.
+  const bool across = levels(false).groups > 1;
+  tuner_.agreed(ready, across, across ? slice_bytes(CodecKind::kNone) : SIZE_MAX, now_ns());
+  const Tuner::InForce in_force = tuner_.in_force();
+  if (waits_for_speeds(ready)) waiting_.push_back({ready, in_force});
+  else place_in_buckets(ready, in_force, finished, batch);
 }
 
-void Execution::place_in_buckets(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
+void Execution::place_in_buckets(const std::vector<Entry*>& ready, const Tuner::InForce& in_force,
+                                 std::vector<Entry*>* finished, const Batch& batch) {
   const int64_t now = now_ns();
-  const bool across = levels(false).groups > 1;
-  tuner_.agreed(ready, across, across ? slice_bytes(CodecKind::kNone) : SIZE_MAX, now);
+  in_force_ = in_force;
   for (Entry* entry : ready) {
     entry->agreed_ns = now;
     const Description& d = entry->description;
@@ -186,7 +190,7 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes, Device device) {
 }
 
 Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
-  const size_t most = tuner_.bucket_bytes(fit.most_bytes);
+  const size_t most = in_force_.bucket_bytes(fit.most_bytes);
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||
@@ -325,7 +329,7 @@ void Execution::add_adasum(Entry* entry, size_t tensor, const kernels::ReduceSpe
 // is idle for a moment. Many peers are many connections already, and more than there are interfaces only get in each
 // other's way. In shared memory one exchange has many chunks under way anyway.
 size_t Execution::run_bytes(size_t bytes) const {
-  const size_t streams = static_cast<size_t>(tuner_.now().streams), peers = std::max<size_t>(2, ranks_.size()) - 1;
+  const size_t streams = static_cast<size_t>(in_force_.tuning.streams), peers = std::max<size_t>(2, ranks_.size()) - 1;
   if (streams == 1 || !settings_.topology->spans_nodes(ranks_)) return SIZE_MAX;
   const size_t runs = std::max(static_cast<size_t>(settings_.topology->interfaces()), streams / peers);
   if (runs == 1) return SIZE_MAX;
@@ -457,7 +461,7 @@ void Execution::close_all(const Batch& batch) {
     settle_algorithm(bucket.get());
     bucket->number = buckets_started_;
     bucket->batch = batch;
-    Stream& stream = streams_[buckets_started_++ % static_cast<size_t>(tuner_.now().streams)];
+    Stream& stream = streams_[buckets_started_++ % static_cast<size_t>(in_force_.tuning.streams)];
     stream.queue.push_back(std::move(bucket));
     ++in_flight_;
   }

@@ -199,8 +199,7 @@ void Execution::take_residuals(Entry* entry) {
                                                settings_.topology->layout(tensor_bytes(d), levels(true), levels(false)),
                                                d.flush, entry->learning_rate);
   if (entry->residuals && d.compression.momentum != 0)
-    settings_.residuals->begin_momenta({entry->gradient_of, number_, *entry->text},
-                                       d.new_momenta || d.flush == Flush::kAmongAll);
+    settings_.residuals->begin_momenta(entry->residuals, *entry->text, d.new_momenta || d.flush == Flush::kAmongAll);
   if (!entry->residuals || d.flush != Flush::kAmongAll) return;
   const kernels::ReduceSpec reduction = reduction_of(d, DType::kFloat32, ranks_.size());
   entry->residuals->join_parts(static_cast<float>(reduction.postscale / reduction.divisor));

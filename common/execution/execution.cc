@@ -16,6 +16,7 @@ Execution::Execution(const ExecutionSettings& settings, std::vector<int> ranks, 
       outputs_of_(std::move(outputs_of)),
       automatic_(automatic),
       tuner_(settings.tuner),
+      in_force_(tuner_.in_force()),
       streams_(static_cast<size_t>(tuner_.most_streams())) {}
 
 // What is encoded goes in slices of whole chunks: while one is on the wire the next is encoded on another stream. Each
@@ -25,7 +26,7 @@ size_t Execution::slice_bytes(CodecKind codec) const {
   constexpr size_t kMiB = 1024 * 1024, kChunk = kWireChunk * sizeof(float);
   if (codec == CodecKind::kTopK) return 4 * kMiB;  // what it sends of a slice must not depend on the streams
   const size_t under_way = codec == CodecKind::kNone ? 16 * kMiB : 8 * kMiB;
-  return under_way / static_cast<size_t>(tuner_.now().streams) / kChunk * kChunk;
+  return under_way / static_cast<size_t>(in_force_.tuning.streams) / kChunk * kChunk;
 }
 
 void Execution::begin(Stream* stream, uint32_t index) {
@@ -208,7 +209,7 @@ void Execution::abandon(std::vector<Entry*>* entries) {
   for (auto& bucket : open_)  // some may be in streams already
     if (bucket) give_up(&bucket->entries, entries);
   open_.clear();
-  for (std::vector<Entry*>& ready : waiting_) give_up(&ready, entries);
+  for (Waiting& waiting : waiting_) give_up(&waiting.ready, entries);
   waiting_.clear();
   in_flight_ = 0;
 }

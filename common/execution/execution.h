@@ -169,8 +169,8 @@ class Execution {
   void begin_probe() PERSEUS_REQUIRES(progress_lock);
   void finish_probe(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
 
-  void place_in_buckets(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch)
-      PERSEUS_REQUIRES(progress_lock);
+  void place_in_buckets(const std::vector<Entry*>& ready, const Tuner::InForce& in_force, std::vector<Entry*>* finished,
+                        const Batch& batch) PERSEUS_REQUIRES(progress_lock);
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
   // The levels of tensors that are reduced on their devices: where NCCL has all ranks, those are one inner group.
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
@@ -240,6 +240,7 @@ class Execution {
   AutoCodecs* const automatic_;
 
   Tuner tuner_ PERSEUS_GUARDED_BY(progress_lock);
+  Tuner::InForce in_force_ PERSEUS_GUARDED_BY(progress_lock);  // for what is put into buckets just now
   // [0] undivided, [1] divided, [2] together; made when first needed.
   std::vector<Levels> levels_ PERSEUS_GUARDED_BY(progress_lock);
   // Between members of the group that are far apart; set with them.
@@ -252,7 +253,11 @@ class Execution {
 
   std::unique_ptr<LinkProbe> probe_ PERSEUS_GUARDED_BY(progress_lock);  // under way
   // For it: what each round made ready, which is never fused with the next.
-  std::vector<std::vector<Entry*>> waiting_ PERSEUS_GUARDED_BY(progress_lock);
+  struct Waiting {
+    std::vector<Entry*> ready;
+    Tuner::InForce in_force;
+  };
+  std::vector<Waiting> waiting_ PERSEUS_GUARDED_BY(progress_lock);
 
   std::vector<Stream> streams_ PERSEUS_GUARDED_BY(progress_lock);
   // Being filled, in order of their first entry.

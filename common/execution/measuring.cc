@@ -44,8 +44,8 @@ void Execution::finish_probe(std::vector<Entry*>* finished) {
   probe_.reset();
   if (automatic_->adopt(speeds, now_ns()) && me_ == 0)
     settings_.log("[codec] " + describe_choice(speeds, settings_.auto_codecs));
-  while (!waiting_.empty() && !needs_speeds(waiting_.front())) {
-    place_in_buckets(waiting_.front(), finished, Batch());
+  while (!waiting_.empty() && !needs_speeds(waiting_.front().ready)) {
+    place_in_buckets(waiting_.front().ready, waiting_.front().in_force, finished, Batch());
     waiting_.erase(waiting_.begin());
   }
 }

@@ -51,16 +51,20 @@ class Tuner {
 
   explicit Tuner(const TunerSettings& settings) : settings_(settings), now_(settings.start) {}
 
-  // What holds for what becomes ready next. The streams in use are the first ones.
-  const Tuning& now() const PERSEUS_REQUIRES(progress_lock) { return now_; }
-  int most_streams() const;
-  // Bytes of a bucket whose parts would be fused up to `usual`, were nothing asked for.
-  size_t bucket_bytes(size_t usual) const PERSEUS_REQUIRES(progress_lock) {
-    return in_parts_ ? now_.bucket_bytes : std::min(now_.bucket_bytes, usual);
-  }
+  // What holds for what a round has made ready, whenever that is put into buckets.
+  struct InForce {
+    Tuning tuning;  // the streams in use are the first ones
+    bool in_parts;  // a bucket holds 1/parts of a step
+    // Of a bucket whose parts would be fused up to `usual`, were nothing asked for.
+    size_t bucket_bytes(size_t usual) const {
+      return in_parts ? tuning.bucket_bytes : std::min(tuning.bucket_bytes, usual);
+    }
+  };
 
-  // What a round has made ready, before it is put into buckets. `worth_it`: this group is one for which settings
-  // matter. No bucket is larger than `largest` anyway.
+  InForce in_force() const PERSEUS_REQUIRES(progress_lock) { return {now_, in_parts_}; }
+  int most_streams() const;
+  // What a round has made ready, as soon as the round is over: then in_force() is what holds for it. `worth_it`: this
+  // group is one for which settings matter. No bucket is larger than `largest` anyway.
   void agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns)
       PERSEUS_REQUIRES(progress_lock);
   // Between its first step and its decision? The same on all ranks after the same round.
@@ -90,7 +94,7 @@ class Tuner {
   State state_ PERSEUS_GUARDED_BY(progress_lock) = State::kCounting;
   std::string first_ PERSEUS_GUARDED_BY(progress_lock);  // the gradient that became ready first: with it a step begins
   uint64_t step_ PERSEUS_GUARDED_BY(progress_lock) = 0;
-  bool in_parts_ PERSEUS_GUARDED_BY(progress_lock) = false;           // `now_` has 1/parts of a step
+  bool in_parts_ PERSEUS_GUARDED_BY(progress_lock) = false;           // see InForce
   size_t bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;                // of this step so far
   size_t step_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;           // of the first one
   std::vector<Tuning> candidates_ PERSEUS_GUARDED_BY(progress_lock);  // [0] is what the group began with

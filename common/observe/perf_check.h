@@ -31,8 +31,9 @@ class PerfCheck {
   // The comparison, which is under way from one step to a later one: `handle` is 0 when it is not.
   Mutex comparison_mutex;
   int64_t handle PERSEUS_GUARDED_BY(comparison_mutex) = 0;
-  // Of every member of the group; 0 = takes no part.
+  // Of every member of the group that compares; 0 = takes no part.
   std::vector<double> seconds PERSEUS_GUARDED_BY(comparison_mutex);
+  std::vector<int> ranks PERSEUS_GUARDED_BY(comparison_mutex);  // of these members, in the world
 
  private:
   const int64_t steps_;

@@ -197,6 +197,7 @@ struct Entry {
   uint32_t handle = 0;    // index in the handle table
   Completion done;
   int group = 0;
+  uint64_t admitted_after = 0;  // so many parts of rounds that this rank had composed
   int64_t submitted_ns = 0;
   int64_t agreed_ns = 0;   // all ranks have submitted it; 0 = not yet
   int64_t started_ns = 0;  // its first bytes may move; 0 = not yet

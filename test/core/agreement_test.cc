@@ -48,6 +48,15 @@ class Ranks {
   // One round that all take part in; checks that all come to the same result, which it returns. `meanwhile` happens to
   // rank 0 while what it has said is on its way.
   Outcome round(const std::function<void(Negotiation&)>& meanwhile = {}) {
+    const std::vector<Outcome> outcomes = results(meanwhile);
+    for (const Outcome& outcome : outcomes) {
+      EXPECT_EQ(outcome.ready, outcomes[0].ready);
+      EXPECT_EQ(outcome.failed, outcomes[0].failed);
+    }
+    return outcomes[0];
+  }
+  // The same, with the result of every rank.
+  std::vector<Outcome> results(const std::function<void(Negotiation&)>& meanwhile = {}) {
     RoundContent merged;
     std::vector<RoundContent> parts(tables_.size());
     merged.announced.resize(tables_.size());
@@ -74,12 +83,9 @@ class Ranks {
       for (Entry* entry : ready) table.retire(entry);
       for (auto& [entry, reason] : failed) table.retire(entry);
     }
-    for (const Outcome& outcome : outcomes) {
-      EXPECT_EQ(outcome.ready, outcomes[0].ready);
-      EXPECT_EQ(outcome.failed, outcomes[0].failed);
-    }
-    return outcomes[0];
+    return outcomes;
   }
+  void block(int rank, const std::string& waits_for) { tables_[static_cast<size_t>(rank)].set_blocked(waits_for); }
   size_t words() const { return words_; }  // of the last round's bits
 
  private:
@@ -105,6 +111,39 @@ TEST(Agreement, WhatIsReadyTogetherRunsByPriorityThenInTheOrderOfFirstAgreement)
   EXPECT_EQ(ranks.round().ready, Names());
   ranks.submit(1, "d", allreduce(1));
   EXPECT_EQ(ranks.round().ready, Names{"d"});
+}
+
+TEST(Agreement, MoreThanARoundHoldsIsToldInTheNextOnes) {
+  // Ranks of a large job, of which each may say so much that a message can have what all say.
+  Ranks ranks(3);
+  Names names;
+  for (int i = 0; i < 25; ++i) names.push_back(std::string(1 << 20, static_cast<char>('a' + i)));
+  for (const std::string& name : names) ranks.submit_everywhere(name, allreduce(1));
+  Names ready;
+  int rounds = 0;
+  for (; ready.size() < names.size() && rounds < 10; ++rounds)
+    for (const std::string& name : ranks.round().ready) ready.push_back(name);
+  EXPECT_EQ(ready, names);
+  EXPECT_EQ(rounds, 3);
+}
+
+TEST(Agreement, WhatIsSubmittedDuringTheRoundThatFindsADeadlockStays) {
+  Ranks ranks(2);
+  for (int r = 0; r < 2; ++r) ranks.submit(r, r == 0 ? "a" : "b", allreduce(1));
+  ranks.round();
+  for (int r = 0; r < 2; ++r) ranks.block(r, r == 0 ? "a" : "b");
+  const std::vector<Outcome> outcomes = ranks.results([&](Negotiation& of_rank_0) {
+    ranks.submit(0, "x", allreduce(1));
+    of_rank_0.collect();
+  });
+  for (size_t r = 0; r < 2; ++r) {
+    EXPECT_EQ(outcomes[r].failed.size(), 1u);
+    EXPECT_EQ(outcomes[r].failed.count(r == 0 ? "a" : "b"), 1u);
+  }
+  ranks.submit(1, "x", allreduce(1));
+  EXPECT_EQ(ranks.round().ready, Names{"x"});
+  ranks.submit_everywhere("a", allreduce(1));
+  EXPECT_EQ(ranks.round().ready, Names{"a"});
 }
 
 TEST(Agreement, TheLowestRanksPriorityGoesForAll) {

@@ -393,6 +393,8 @@ TEST(Blocked, OneRankThatSaysItTwiceIsNoDeadlock) {
   std::vector<Entry*> ready;
   std::vector<std::pair<Entry*, std::string>> failed;
   RoundContent content;
+  content.announced.resize(2);
+  table.snapshot(&content);
   content.announced = {"", once + once};
   table.apply(content, &ready, &failed);
   EXPECT_TRUE(failed.empty());

@@ -40,7 +40,7 @@ struct Training {
 
 // Averages a gradient in place by top-k.
 void average(perseus_context* context, double ratio, double momentum, Floats* x) {
-  const int64_t count = kCount;
+  const int64_t count = static_cast<int64_t>(x->size());
   const perseus_tensor tensor{x->data(), x->data(), &count, 1, PERSEUS_FLOAT32};
   perseus_request request = request_of(PERSEUS_ALLREDUCE, "g", &tensor, 1);
   request.op = PERSEUS_AVERAGE;
@@ -211,6 +211,29 @@ TEST(MomentumCorrection, BeginsAnewWhereOneRankHasNotAppliedAStep) {
 }
 
 // The optimizer is given it once, and then finite numbers again.
+TEST(MomentumCorrection, OfTensorsThatAreNotCorrectedThereIsNothingToTell) {
+  // A description in every step would keep a schedule from lasting.
+  constexpr int64_t kSmall = 10;
+  Barrier barrier(kRanks);
+  WorldOptions options;
+  options.overrides = {"LIGHT_2D_ALLREDUCE=1", "LIGHT_INTRA_SIZE=1", "LIGHT_TOPK_WARMUP_STEPS=0",
+                       "LIGHT_TOPK_MOMENTUM_CORRECTION=1", "PERSEUS_OFFLINE_NEG=1"};
+  run_world(
+      all_media()[0], kRanks,
+      [&](int, perseus_context* context) {
+        Floats x(kSmall);
+        const auto steps = [&](int count) {
+          for (int step = 0; step < count; ++step) average(context, 0.01, kMomentum, &x);
+        };
+        steps(20);
+        const uint64_t before = messages_at_rest(context, &barrier);
+        steps(5);
+        EXPECT_EQ(messages_at_rest(context, &barrier), before);
+        barrier.wait();
+      },
+      options);
+}
+
 TEST(MomentumCorrection, ForgetsWhatIsNotFinite) {
   for (const char* correction : {"1", "masking"}) {
     const auto strange = [](int rank, int step, Floats* x, perseus_context*) {

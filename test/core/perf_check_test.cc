@@ -93,6 +93,44 @@ TEST(PerfCheck, RankZeroNamesTheRankTheOthersWaitFor) {
   }
 }
 
+TEST(PerfCheck, RanksOfOneProcessSetAreNotTakenForThoseOfAnother) {
+  WorldOptions options;
+  options.overrides = {"PERSEUS_PERF_CHECK_N_STEPS=2"};
+  testing::internal::CaptureStderr();
+  run_world(
+      all_media()[0], 3,
+      [&](int rank, perseus_context* context) {
+        for (std::vector<int> ranks : {std::vector<int>{0, 1}, std::vector<int>{0, 2}}) {
+          perseus_request request = request_of(PERSEUS_ADD_GROUP, "add", nullptr, 0);
+          request.ranks = ranks.data();
+          request.rank_count = 2;
+          ASSERT_EQ(run(context, request).code, PERSEUS_OK);
+        }
+        const int64_t count = 1;
+        float x = 1;
+        const perseus_tensor tensor{&x, &x, &count, 1, PERSEUS_FLOAT32};
+        const auto step_of = [&](int group) {
+          perseus_request request = request_of(PERSEUS_ALLREDUCE, "w", &tensor, 1);
+          request.gradient_of = 1;
+          request.group = group;
+          EXPECT_EQ(run(context, request).code, PERSEUS_OK);
+          perseus_request barrier = request_of(PERSEUS_BARRIER, "behind the comparison", nullptr, 0);
+          barrier.group = group;
+          EXPECT_EQ(run(context, barrier).code, PERSEUS_OK);
+        };
+        for (int step = 0; step < 8; ++step) {
+          if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(30));
+          if (rank < 2) step_of(1);
+          if (rank != 1) step_of(2);
+        }
+        EXPECT_EQ(run(context, request_of(PERSEUS_BARRIER, "end", nullptr, 0)).code, PERSEUS_OK);
+      },
+      options);
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_NE(text.find("computing for each: rank 1 "), std::string::npos) << text;
+  EXPECT_EQ(text.find("computing for each: rank 2 "), std::string::npos) << text;
+}
+
 // A comparison is left over when its process set is removed, and is looked at with the next gradient of the set.
 TEST(PerfCheck, AGradientOfARemovedProcessSetIsRefused) {
   WorldOptions options;

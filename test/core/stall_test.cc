@@ -117,6 +117,32 @@ TEST(Stall, TheWarningNamesTensorAndMissingRankAndComesFromOneRank) {
   EXPECT_EQ(times(text, "\n1: ["), 0u) << text;
 }
 
+TEST(Stall, ARankThatHasJoinedLeavesTheWarningToThoseThatWait) {
+  const StandardError standard_error;
+  WorldOptions options;
+  options.overrides = {"HOROVOD_STALL_CHECK_TIME_SECONDS=1"};
+  run_world(
+      all_media()[0], 3,
+      [&](int rank, perseus_context* context) {
+        const int64_t count = 1;
+        float x = static_cast<float>(rank);
+        const perseus_tensor tensor{&x, &x, &count, 1, PERSEUS_FLOAT32};
+        const auto warned = [&] { return times(standard_error.text(), "\n2: [t]") > 0; };
+        if (rank == 2) {
+          EXPECT_TRUE(comes_true(warned, 60)) << standard_error.text();
+        }
+        if (rank > 0) {
+          EXPECT_EQ(run(context, request_of(PERSEUS_ALLREDUCE, "t", &tensor, 1)).code, PERSEUS_OK);
+          EXPECT_EQ(x, 3);
+        }
+        EXPECT_EQ(run(context, request_of(PERSEUS_JOIN, "join", nullptr, 0)).code, PERSEUS_OK);
+      },
+      options);
+  const std::string text = standard_error.text();
+  EXPECT_GE(times(text, "perseus rank 1 warning: One or more"), 1u) << text;
+  EXPECT_EQ(times(text, "perseus rank 0 warning: One or more"), 0u) << text;
+}
+
 TEST(Stall, TheWarningCanBeSwitchedOff) {
   EXPECT_EQ(
       run_late_everywhere(milliseconds(2200), {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_CHECK_DISABLE=1"}),

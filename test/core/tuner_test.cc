@@ -41,7 +41,7 @@ class Steps {
   void step(const std::function<int64_t(const Tuning&)>& microseconds) {
     tuner.agreed({&entries_[0]}, true, SIZE_MAX, now_);
     tuner.agreed({&entries_[1]}, true, SIZE_MAX, now_);
-    now_ += microseconds(tuner.now()) * perseus::kMicrosecond;
+    now_ += microseconds(tuner.in_force().tuning) * perseus::kMicrosecond;
     if (tuner.measuring()) tuner.done(now_);
   }
   void hear(const std::vector<uint32_t>& times) {
@@ -75,15 +75,15 @@ TEST(Tuner, SettlesOnTheFastestWithinTwentyStepsFromTheTimesOfTheSlowestRank) {
     steps.step(cost);
   }
   std::vector<uint32_t> times = steps.tuner.take_times();
-  EXPECT_EQ(steps.tuner.now(), Tuning());  // until all ranks have told theirs
+  EXPECT_EQ(steps.tuner.in_force().tuning, Tuning());  // until all ranks have told theirs
   ASSERT_EQ(times.size(), 10U);
   steps.hear(times);
   ASSERT_TRUE(steps.tuner.has_decision());
   const Tuner::Decision decision = steps.tuner.take_decision();
   EXPECT_EQ(decision.chosen, (Tuning{16 * kMiB, 4})) << decision.why;
-  EXPECT_EQ(steps.tuner.now(), decision.chosen);
+  EXPECT_EQ(steps.tuner.in_force().tuning, decision.chosen);
   for (int i = 0; i < 5; ++i) steps.step(1000);
-  EXPECT_EQ(steps.tuner.now(), decision.chosen);
+  EXPECT_EQ(steps.tuner.in_force().tuning, decision.chosen);
   EXPECT_FALSE(steps.tuner.has_decision());
 }
 
@@ -93,7 +93,7 @@ TEST(Tuner, KeepsWhatItBeganWithUnlessSomethingIsClearlyFaster) {
   std::vector<uint32_t> times = steps.tuner.take_times();
   for (size_t i = 0; i < times.size(); ++i) times[i] = i % 5 == 0 ? 100 : 96;
   steps.hear(times);
-  EXPECT_EQ(steps.tuner.now(), Tuning());
+  EXPECT_EQ(steps.tuner.in_force().tuning, Tuning());
   EXPECT_NE(steps.tuner.take_decision().why.find("nothing that was tried is faster"), std::string::npos);
 }
 
@@ -102,7 +102,7 @@ TEST(Tuner, TriesNothingWhereNothingIsToBeGained) {
     Steps steps(settings, bytes);
     for (int i = 0; i < 4; ++i) {
       steps.step(100);
-      EXPECT_EQ(steps.tuner.now().streams, 4);
+      EXPECT_EQ(steps.tuner.in_force().tuning.streams, 4);
       EXPECT_FALSE(steps.tuner.measuring());
     }
     EXPECT_TRUE(steps.tuner.has_decision());
@@ -120,7 +120,7 @@ TEST(Tuner, StepsThatDifferAreNotCompared) {
   steps.step(100);
   steps.step(100);
   EXPECT_FALSE(steps.tuner.measuring());
-  EXPECT_EQ(steps.tuner.now(), Tuning());
+  EXPECT_EQ(steps.tuner.in_force().tuning, Tuning());
   EXPECT_NE(steps.tuner.take_decision().why.find("steps differ"), std::string::npos);
 }
 
@@ -130,16 +130,16 @@ TEST(Tuner, FusionIsAPartOfAStepsGradients) {
   for (const size_t mebibytes : {64, 2048}) {  // above and below what a bucket holds otherwise
     Steps steps(settings, mebibytes * kMiB);
     steps.step(100);
-    EXPECT_EQ(steps.tuner.now(), Tuning());
-    EXPECT_EQ(steps.tuner.bucket_bytes(kMiB), kMiB);
+    EXPECT_EQ(steps.tuner.in_force().tuning, Tuning());
+    EXPECT_EQ(steps.tuner.in_force().bucket_bytes(kMiB), kMiB);
     steps.step(100);
-    EXPECT_EQ(steps.tuner.now().bucket_bytes, mebibytes / 4 * kMiB + 1);
-    EXPECT_EQ(steps.tuner.bucket_bytes(kMiB), mebibytes / 4 * kMiB + 1);
+    EXPECT_EQ(steps.tuner.in_force().tuning.bucket_bytes, mebibytes / 4 * kMiB + 1);
+    EXPECT_EQ(steps.tuner.in_force().bucket_bytes(kMiB), mebibytes / 4 * kMiB + 1);
   }
   settings.most_bytes = 10 * kMiB;
   Steps steps(settings);
   for (int i = 0; i < 2; ++i) steps.step(100);
-  EXPECT_EQ(steps.tuner.now().bucket_bytes, 10 * kMiB) << "HOROVOD_FUSION_THRESHOLD, too";
+  EXPECT_EQ(steps.tuner.in_force().tuning.bucket_bytes, 10 * kMiB) << "HOROVOD_FUSION_THRESHOLD, too";
 }
 
 // ---- the whole of it ----

@@ -234,7 +234,8 @@ PERSEUS_EXPORT int perseus_context_is_homogeneous(const perseus_context* context
 PERSEUS_EXPORT int64_t perseus_context_setting(const perseus_context* context, const char* name);
 /* From now on, this rank warns when it has waited for a living rank for `check_s` seconds, and ends the world after
  * `shutdown_s`; 0 = never. They take the place of HOROVOD_STALL_CHECK_TIME_SECONDS and
- * HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. Ranks may differ; the shortest time acts first. Any thread. */
+ * HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. Ranks may differ: the first one to end
+ * the world ends it for all, and the lowest rank that waits warns. Any thread. */
 PERSEUS_EXPORT perseus_code perseus_context_set_stall_limits(perseus_context* context, int check_s, int shutdown_s);
 /* PERSEUS_OK until the world ends, then why: PERSEUS_IO = a connection was lost, PERSEUS_TIMEOUT = a limit passed,
  * PERSEUS_ABORTED = a rank has shut it down, or another rank told of the failure that it saw; or another perseus_code.
