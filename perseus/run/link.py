@@ -195,6 +195,9 @@ def ssh_command(
     shell += f'exec "$p" -I -S -c "{bootstrap}" {silence:g}'
     command = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "LogLevel=ERROR"]
     command += ["-o", "ServerAliveInterval=15", "-o", f"ConnectTimeout={timeout}"]
+    # It may use a connection that the user shares, but other jobs must not come to use this one,
+    # which ends, or is killed, with its own job.
+    command += ["-o", "ControlMaster=no"]
     if accept_new_keys:
         command += ["-o", "StrictHostKeyChecking=accept-new"]
     if port is not None:

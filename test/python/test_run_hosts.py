@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,17 @@ def test_name_of_a_host_cannot_become_an_option() -> None:
     command = ssh_command("host1", 60)
     assert command[-3:-1] == ["--", "host1"]
     assert not any("StrictHostKeyChecking" in word for word in command)
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
+def test_jobs_do_not_share_the_connections_of_each_other(tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.write_text(f"ControlMaster auto\nControlPath {tmp_path}/%n\n")
+    ssh, *options = ssh_command("host1", 60)[:-1]
+    command = [ssh, "-F", str(config), "-G", *options]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "controlmaster false" in shown
+    assert f"controlpath {tmp_path}/host1" in shown  # it uses one that the user shares
 
 
 def test_bad_hostfile_line_is_named_with_its_number(tmp_path: Path) -> None:
