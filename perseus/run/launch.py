@@ -98,8 +98,9 @@ class Launcher:
     def _run(self) -> None:
         try:
             self._core = checked_core(self._job.flags)
-            self._prepare()
+            # To look up and connect the other hosts may take longer than the first one waits.
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
+            self._prepare()
             self._start_and_wait()
         finally:
             self._heartbeat_ends.set()
@@ -202,7 +203,7 @@ class Launcher:
 
     def _send_heartbeats(self) -> None:
         while not self._heartbeat_ends.wait(self._job.silence / agent.HEARTBEATS):
-            for host in self._hosts:
+            for host in list(self._hosts):  # to which the main thread adds
                 host.send_heartbeat()
 
     def _open_streams(self, number: int, rank: int) -> None:

@@ -9,14 +9,18 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from perseusrun_command import COMMAND, PATIENT, Running, alive, environment, eventually, perseusrun
 
 from perseus.run import agent
+from perseus.run.job import Job
+from perseus.run.launch import Launcher
 from perseus.run.link import ssh_command
 
 SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
@@ -292,6 +296,27 @@ def test_agent_that_hears_nothing_before_it_has_a_job_ends() -> None:
             process.stdin.close()
         assert process.wait(300) == status
         process.stdin.close()
+
+
+def test_agents_get_heartbeats_while_other_hosts_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher = Launcher(Job(["true"], [], silence=0.06))
+    beaten = threading.Event()
+    host: Any = SimpleNamespace(
+        send_heartbeat=beaten.set,
+        kill=lambda: None,
+        process=SimpleNamespace(wait=lambda: None),
+        close=lambda: None,
+    )
+
+    def connect_others() -> None:
+        launcher._hosts.append(host)
+        assert beaten.wait(30)
+
+    monkeypatch.setattr(launcher, "_prepare", connect_others)
+    monkeypatch.setattr(launcher, "_start_and_wait", lambda: None)
+    assert launcher.run() == 0
 
 
 def test_what_a_rank_leaves_running_ends_with_it(tmp_path: Path) -> None:
