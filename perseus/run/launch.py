@@ -326,7 +326,7 @@ class Launcher:
                     if not data:
                         self._selector.unregister(key.fileobj)
                     act(host, data)
-            self._check_deadlines()
+            self._check_deadlines(before)
             self._give_up_silent_hosts(before)
 
     def _has_ended(self) -> bool:
@@ -347,8 +347,12 @@ class Launcher:
         """Return the hosts that have not answered yet."""
         return [host for host in self._hosts if host.hello is None and not host.gone]
 
-    def _check_deadlines(self) -> None:
-        """Act on deadlines that have passed and on signals that have arrived."""
+    def _check_deadlines(self, before: float) -> None:
+        """Act on deadlines that have passed and on signals that have arrived.
+
+        before: a time.monotonic() up to which everything has been read. What others should have
+        done by then is missing.
+        """
         now = time.monotonic()
         for stream in self._streams.values():
             if (due := stream.due()) and due <= now:
@@ -360,7 +364,7 @@ class Launcher:
                 if host.given_job:
                     host.send(b"INSPECT %d\n" % self._inspected)
             self._inspected = 0
-        late = [host for host in self._silent_since_start() if now >= host.start_by]
+        late = [host for host in self._silent_since_start() if before >= host.start_by]
         if late and not self._ending:
             names = ", ".join(host.name for host in late)
             error = f"no answer from {names} within {self._job.start_timeout} s (--start-timeout)"

@@ -22,7 +22,7 @@ from perseus.elastic import HostUpdateResult
 from perseus.run import agent, cli, host_start, signals
 from perseus.run.bootstrap.addresses import is_own_address, source_address
 from perseus.run.elastic import driver
-from perseus.run.elastic.discovery import FixedHosts
+from perseus.run.elastic.discovery import FixedHosts, HostDiscoveryFunction
 from perseus.run.elastic.driver import Elasticity
 from perseus.run.elastic.feeds import Feeds
 from perseus.run.elastic.flags import checked_elasticity
@@ -395,6 +395,34 @@ def test_store_of_fixed_hosts_listens_where_they_see_this_host(
     fixed = FixedHosts([Host(name, 1) for name in hosts.split(",")])
     launcher._elasticity = SimpleNamespace(discovery=fixed)
     assert launcher._store_address() == address
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(-1.0, []), (1.0, ["given up"])])
+def test_time_in_which_perseusrun_was_stopped_is_not_waited_for(
+    seconds: float, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = driver.ElasticLauncher(
+        Job(["true"], []), Elasticity(HostDiscoveryFunction(dict), 1, 1)
+    )
+    given_up: list[str] = []
+    monkeypatch.setattr(launcher, "_fail", lambda _: given_up.append("given up"))
+    monkeypatch.setattr(launcher, "_give_up", lambda _: given_up.append("given up"))
+    monkeypatch.setattr(
+        launcher, "_watch", SimpleNamespace(hosts=lambda: None, complaint=lambda: "")
+    )
+    deadline = time.monotonic() - 60.0
+    before = deadline + seconds
+
+    launcher._discovers_until = deadline
+    assert not launcher._has_hosts(before)
+    assert given_up == expected
+
+    given_up.clear()
+    launcher._give_up_at = deadline
+    assert not launcher._may_begin(before)
+    launcher._check_patience(time.monotonic(), before)
+    assert given_up == expected
+    launcher._release()
 
 
 def test_launcher_and_ranks_mean_the_same_change() -> None:

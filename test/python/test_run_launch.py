@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -317,6 +318,34 @@ def test_agents_get_heartbeats_while_other_hosts_are_connected(
     monkeypatch.setattr(launcher, "_prepare", connect_others)
     monkeypatch.setattr(launcher, "_start_and_wait", lambda: None)
     assert launcher.run() == 0
+
+
+def test_answer_that_arrives_while_perseusrun_is_stopped_is_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher = Launcher(Job(["true"], []))
+    host: Any = SimpleNamespace(
+        name="b", hello=None, gone=False, given_job=False, start_by=math.inf, close=lambda: None
+    )
+    launcher._hosts.append(host)
+    lost: list[str] = []
+    monkeypatch.setattr(
+        launcher, "_on_lost_hosts", lambda hosts, _: lost.extend(host.name for host in hosts)
+    )
+    rounds = iter(["stopped", "continued"])
+
+    def select(_: float) -> list[Any]:
+        if next(rounds) == "stopped":  # until it is too late; what has arrived is not reported
+            host.start_by = time.monotonic()
+        else:
+            host.hello = "hello"
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "_selector", SimpleNamespace(select=select))
+        launcher._loop(lambda: host.hello is not None)
+    launcher._release()
+    assert lost == []
 
 
 def test_what_a_rank_leaves_running_ends_with_it(tmp_path: Path) -> None:

@@ -124,12 +124,12 @@ class ElasticLauncher(Launcher):
             found.append(max(now, self._begun_at + _START_SECONDS))
         return found
 
-    def _check_deadlines(self) -> None:
-        super()._check_deadlines()
-        self._step(time.monotonic())
+    def _check_deadlines(self, before: float) -> None:
+        super()._check_deadlines(before)
+        self._step(time.monotonic(), before)
 
-    def _step(self, now: float) -> None:
-        """Do whatever the present state asks for."""
+    def _step(self, now: float, before: float) -> None:
+        """Do whatever the present state asks for. before: as for _check_deadlines()."""
         self._release_ended_hosts()
         if self._ending:
             return
@@ -140,26 +140,26 @@ class ElasticLauncher(Launcher):
             else:
                 self._dismiss_spares(now)
             return
-        if not self._has_hosts(now):
+        if not self._has_hosts(before):
             return
         self._start_processes(now)
         self._start_on_ready_hosts()
-        if self._may_begin():
+        if self._may_begin(before):
             self._begin_world()
         else:
-            self._check_patience(now)
+            self._check_patience(now, before)
         self._send_news(now)
         self._watches_loading.look(self._loading(), now)
         self._ask_late(now)
 
-    def _has_hosts(self, now: float) -> bool:
+    def _has_hosts(self, before: float) -> bool:
         """Take what has been discovered. Return whether anything has, and fail if it never will."""
         assert self._watch is not None
         hosts, complaint = self._watch.hosts(), self._watch.complaint()
         if hosts is None:
             if complaint:
                 self._fail(LaunchError(complaint))
-            elif now >= self._discovers_until:
+            elif before >= self._discovers_until:
                 limit = f"{self._elasticity.timeout:g} s (--elastic-timeout)"
                 self._fail(LaunchError(f"the discovery of hosts has not answered within {limit}"))
             return False
@@ -364,14 +364,13 @@ class ElasticLauncher(Launcher):
             if each.request is not None and not each.dismissed and each.place in wanted
         ]
 
-    def _may_begin(self) -> bool:
+    def _may_begin(self, before: float) -> bool:
         count = len(self._candidates())
         if self._epoch < 0:
             # Those that start together begin together, as long as they live and are not too slow.
-            now = time.monotonic()
-            wanted = set(self._wanted(now))
+            wanted = set(self._wanted(time.monotonic()))
             awaited = [each for each in self._processes.values() if each.place in wanted]
-            too_slow = self._give_up_at is not None and now >= self._give_up_at
+            too_slow = self._give_up_at is not None and before >= self._give_up_at
             return count >= self._elasticity.start and (count == len(awaited) or too_slow)
         members = self._members()
         waits = all(each.request is not None for each in members)
@@ -436,7 +435,7 @@ class ElasticLauncher(Launcher):
         where = ", ".join(f"{count} on {host}" for host, count in counts.items())
         self._print(f"world {self._epoch}: {len(self._world)} ranks, {where}")
 
-    def _check_patience(self, now: float) -> None:
+    def _check_patience(self, now: float, before: float) -> None:
         """Give up once too few ranks have been there for too long, or can never come."""
         elasticity = self._elasticity
         is_first = self._epoch < 0
@@ -460,7 +459,7 @@ class ElasticLauncher(Launcher):
         limit = self._job.start_timeout if is_start else elasticity.timeout
         if self._give_up_at is None:
             self._give_up_at = now + limit
-        elif now >= self._give_up_at:
+        elif before >= self._give_up_at:
             flag = "--start-timeout" if is_start else "--elastic-timeout"
             self._give_up(
                 f"{sum(asked)} ranks asked to join and {slots} slots can be used after {limit:g} s "
