@@ -523,6 +523,8 @@ def _explain(error: Exception, job: dict[str, Any]) -> str:
 
 def main() -> int:
     """Run the agent; return its exit status."""
+    # It may be ignored by inheritance, and the kernel would then forget how ranks have ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         return Agent(sys.stdin.buffer, 1, float(sys.argv[1])).run()
     except Exception:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from perseus.compat.common.command import with_alias
 from perseus.installed import require
-from perseus.run import mpirun, settings
+from perseus.run import mpirun, settings, signals
 from perseus.run.bootstrap.start_settings import start_timeout
 from perseus.run.check_build import report
 from perseus.run.config_file import arguments_of
@@ -26,7 +26,6 @@ from perseus.run.inspection import ask
 from perseus.run.job import Job, LaunchError
 from perseus.run.launch import Launcher
 from perseus.run.settings import positive
-from perseus.run.signals import inspect_signal
 from perseus.version import __version__
 
 _USAGE_ERROR = 2
@@ -39,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns the exit status: 0 if all ranks succeeded, else that of the first rank that failed;
     2 for wrong usage.
     """
+    signals.remember_children()
     try:
         given = _parsed(sys.argv[1:] if arguments is None else list(arguments))
         if given.version:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # A separate process keeps TensorFlow out of the launcher.
             module = "perseus.tensorflow.build_xla"
             return subprocess.run([sys.executable, "-m", module]).returncode
-        inspect_signal()  # which refuses a wrong number
+        signals.inspect_signal()  # which refuses a wrong number
         arguments_of_mpirun = _words("--mpi-args", given.mpi_args)
         binding = _words("--binding-args", given.binding_args)
         job = _job(given)

@@ -1,6 +1,6 @@
 """Handles signals while a job runs: Ctrl-C, SIGTERM, SIGHUP, Ctrl-Z, and the one that inspects it.
 
-For the main thread only, because Python delivers signals to it.
+For the main thread, to which Python delivers signals, except forgets_children().
 """
 
 from __future__ import annotations
@@ -35,6 +35,20 @@ def inspect_signal() -> int:
     return number
 
 
+def forgets_children() -> bool:
+    """Return whether this process ignores SIGCHLD, so that nobody learns how its children end.
+
+    A process inherits that from the one that has started it. Thread-safe.
+    """
+    return signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+
+
+def remember_children() -> None:
+    """Have the kernel tell how the children of this process end. For the main thread only."""
+    if forgets_children():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def catch(on_end: Handler, on_stop: Handler, on_inspect: Handler, waker: int) -> Callable[[], None]:
     """Install the handlers, and return a function that restores the earlier ones.
 
@@ -46,6 +60,8 @@ def catch(on_end: Handler, on_stop: Handler, on_inspect: Handler, waker: int) ->
     inspection = inspect_signal()
     old_waker = signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
     old: dict[int, Any] = {}
+    if forgets_children():
+        old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in (*_ENDING, signal.SIGTSTP):
         # nohup and shells ignore a signal for background jobs, which must remain so. A handler that
         # is not Python's (None) could not be restored.

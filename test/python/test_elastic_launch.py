@@ -524,6 +524,20 @@ def test_a_wrong_signal_to_inspect_leaves_handlers_alone(monkeypatch: pytest.Mon
     assert len(os.listdir("/proc/self/fd")) == len(descriptors)
 
 
+def test_ends_of_children_are_heard_while_a_job_runs() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    try:
+        restore = signals.catch(*[lambda *_: None] * 3, writer)
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+        restore()
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_handler_that_is_not_pythons_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     before, asked = _handlers(), signal.getsignal
     monkeypatch.setattr(

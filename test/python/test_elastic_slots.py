@@ -319,6 +319,15 @@ def test_script_that_fails_is_quoted(script: Callable[[str], str], text: str, me
     assert str(caught.value) == f"--host-discovery-script {path}: {message}"
 
 
+def test_script_whose_exit_status_would_be_lost_is_not_asked() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(ValueError, match="find: nobody can tell .* ignores SIGCHLD"):
+            HostDiscoveryScript("find", 1).find()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_script_that_cannot_run_is_named(tmp_path: Path, script: Callable[[str], str]) -> None:
     path = script("echo a:1")
     Path(path).chmod(0o644)

@@ -173,6 +173,30 @@ def test_script_that_wants_horovod_is_told_how() -> None:
     )
 
 
+# Replaces itself with a command that then ignores the ends of its children, as some shells do.
+_IGNORING = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (["sh", "-c", "exit 3"], "was the first to fail, with exit code 3"),
+        (["--host-discovery-script", "exit 3", "--elastic-timeout", "5", "true"], "exit status 3"),
+    ],
+)
+def test_exit_statuses_are_known_where_ends_of_children_are_ignored(
+    job: list[str], message: str
+) -> None:
+    command = [sys.executable, "-c", _IGNORING, *COMMAND]
+    with Running("-np", "1", *job, command=command) as running:
+        _, _, errors = running.finish(60)
+    assert message in errors
+
+
 def test_last_words_come_before_the_verdict() -> None:
     script = "import sys; sys.stderr.write('x' * 200_000 + '\\nlast words'); sys.exit(4)"
     result = perseusrun("-np", "1", sys.executable, "-c", script)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from perseus.run import signals
 from perseus.run.hosts import Host, parse_discovered
 
 PERIOD_SECONDS = 1.0
@@ -83,6 +84,12 @@ class HostDiscoveryScript:
 
     def find(self) -> list[Host]:
         """Run the script; a failure, or a line that is wrong, is a ValueError."""
+        what = f"--host-discovery-script {self._command}"
+        if signals.forgets_children():  # which perseus.run() cannot change in any other thread
+            raise ValueError(
+                f"{what}: nobody can tell whether it succeeds, since this process ignores SIGCHLD: "
+                f"call signal.signal(signal.SIGCHLD, signal.SIG_DFL) before"
+            )
         process = subprocess.Popen(
             ["/bin/sh", "-c", self._command],
             stdin=subprocess.DEVNULL,
@@ -95,7 +102,6 @@ class HostDiscoveryScript:
         self._process = process
         if self._closed:
             self._kill()
-        what = f"--host-discovery-script {self._command}"
         try:
             output, errors = process.communicate(timeout=_SCRIPT_SECONDS)
         except subprocess.TimeoutExpired:
