@@ -23,6 +23,9 @@ writes its result to the descriptor that ANSWER_VARIABLE names.
 If the job has the name of a variable as "control", every rank gets a socket whose descriptor that
 variable names. A line TELL 3 TEXT writes TEXT to rank 3, and what a rank writes comes in CONTROL
 frames.
+
+The agent adopts processes of the ranks whose parents have ended, so that it can end those that have
+left the session of their rank, too.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ import termios
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,6 +60,7 @@ GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
 DESCRIPTORS = 65536  # that an agent and perseusrun may have open, if the hard limit allows it
 _CHUNK = 65536
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def cores() -> int:
@@ -85,19 +89,72 @@ def _become_rank(parent: int, descriptors: int) -> None:
     dies. Runs between fork and exec."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+    if _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) and os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> bool:
+    """Return whether that could be set for this process."""
     try:
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+        return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)
     except (ImportError, OSError, AttributeError):
-        return
-    if os.getppid() != parent:
-        os._exit(1)
+        return False
+
+
+def _pids() -> Iterator[int]:
+    return (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
 
 
 def _stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat from the state on."""
     return Path("/proc", str(pid), "stat").read_bytes().rpartition(b")")[2].split()
+
+
+def _runs(fields: list[bytes]) -> bool:
+    return fields[0] not in (b"Z", b"X")
+
+
+class Snapshot:
+    """The processes of this host at one moment: their parents, their sessions, when they began."""
+
+    def __init__(self) -> None:
+        self._stats: dict[int, list[bytes]] = {}
+        self._children: dict[int, list[int]] = {}
+        for pid in _pids():
+            try:
+                fields = _stat(pid)
+            except OSError:
+                continue
+            self._stats[pid] = fields
+            self._children.setdefault(int(fields[1]), []).append(pid)
+
+    def session(self, leader: int) -> set[int]:
+        """Return the processes of a session that run."""
+        return {
+            pid for pid, fields in self._stats.items() if int(fields[3]) == leader and _runs(fields)
+        }
+
+    def below(self, roots: Iterable[int]) -> set[int]:
+        """Return the descendants of processes that run."""
+        found: set[int] = set()
+        left = list(roots)
+        while left:
+            children = [pid for pid in self._children.get(left.pop(), ()) if pid not in found]
+            found.update(children)
+            left += children
+        return {pid for pid in found if _runs(self._stats[pid])}
+
+    def zombies(self, parent: int) -> set[int]:
+        """Return the children of a process that have ended."""
+        return {pid for pid in self._children.get(parent, ()) if not _runs(self._stats[pid])}
+
+    def began(self, pid: int) -> bytes:
+        """Return when a process began, which tells it from later ones of that number; b"" = it has
+        ended."""
+        fields = self._stats.get(pid)
+        return fields[19] if fields is not None and _runs(fields) else b""
 
 
 def handles(pid: int, number: int) -> bool:
@@ -111,7 +168,10 @@ def handles(pid: int, number: int) -> bool:
 
 
 class Rank:
-    """One rank: a process that leads its own session, and the pipes of its output."""
+    """One rank: a process that leads its own session, and the pipes of its output.
+
+    Processes below it may leave its session, and be adopted by the agent when their parents end.
+    """
 
     def __init__(
         self,
@@ -123,6 +183,7 @@ class Rank:
         self.rank = rank
         self.process = process
         self.exited = False
+        self._outside: dict[int, bytes] = {}  # that have left the session, and when they began
         self.pipes: list[tuple[bytes, Any]] = [(OUT, process.stdout), (ERR, process.stderr)]
         if answer is not None:
             self.pipes.append((ANSWER, answer))
@@ -156,35 +217,44 @@ class Rank:
 
     def running(self) -> Iterator[int]:
         """Yield the processes of its session that run, whatever their groups."""
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                try:
-                    fields = _stat(int(entry))
-                except OSError:
-                    continue
-                if int(fields[3]) == self.process.pid and fields[0] not in (b"Z", b"X"):
-                    yield int(entry)
+        for pid in _pids():
+            try:
+                fields = _stat(pid)
+            except OSError:
+                continue
+            if int(fields[3]) == self.process.pid and _runs(fields):
+                yield pid
 
-    def signal(self, number: int) -> None:
+    def outside(self, now: Snapshot) -> tuple[set[int], set[int]]:
+        """Return its processes that have left its session: those that are below a process of the
+        session, and those that were so earlier."""
+        session = now.session(self.process.pid)
+        below = now.below([*session, self.process.pid]) - session
+        known = {pid for pid, began in self._outside.items() if now.began(pid) == began}
+        adopted = (known | now.below(known)) - session - below
+        self._outside = {pid: now.began(pid) for pid in below | adopted}
+        return below, adopted
+
+    def signal(self, number: int, before: Snapshot) -> None:
         """Send a signal to all its processes, those that `timeout` or a shell has put into groups
-        of their own included."""
+        of their own included. before: taken just now.
+
+        Those that have left its session, such as torchrun's workers, get SIGKILL only as long as
+        the process that has started them is there to end them.
+        """
+        below, adopted = self.outside(before)
         # A stopped process does not handle SIGTERM until it continues.
         for each in (number, signal.SIGCONT):
             try:
                 os.killpg(self.process.pid, each)
             except OSError:
                 pass
-        for pid in self.running():
-            try:
-                if os.getpgid(pid) != self.process.pid:
-                    os.kill(pid, number)
-                    os.kill(pid, signal.SIGCONT)
-            except OSError:
-                pass
+        _send(number, (pid for pid in self.running() if _group(pid) != self.process.pid))
+        _send(number, adopted | below if number == signal.SIGKILL else adopted)
 
-    def has_leftovers(self) -> bool:
-        """Return whether processes of its session still run besides the leader, which has ended."""
-        return any(pid != self.process.pid for pid in self.running())
+    def has_leftovers(self, now: Snapshot) -> bool:
+        """Return whether any of its processes still run besides the leader, which has ended."""
+        return bool(now.session(self.process.pid) - {self.process.pid}) or any(self.outside(now))
 
     def inspect(self, number: int) -> None:
         """Send a signal to its processes, but not to those that it would end."""
@@ -194,6 +264,22 @@ class Rank:
                     os.kill(pid, number)
                 except OSError:
                     pass
+
+
+def _group(pid: int) -> int:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return 0
+
+
+def _send(number: int, pids: Iterable[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)
+        except OSError:
+            pass
 
 
 class Agent:
@@ -217,6 +303,7 @@ class Agent:
         self._lock = threading.Lock()
         self._ending = False
         self._exits: queue.SimpleQueue[tuple[Rank, int]] = queue.SimpleQueue()
+        self._children_ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[Rank] = queue.SimpleQueue()  # for their states
         self._wake, self._waker = os.pipe()
         self._selector = selectors.DefaultSelector()
@@ -235,7 +322,11 @@ class Agent:
             return 0
         self._grace = job["grace"]
         soft = raise_descriptor_limit()
+        # What leaves the session of a rank becomes a child of this process when its parent ends.
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         started = self._start(job, soft)
+        signal.signal(signal.SIGCHLD, lambda *_: self._children_ended.put(None))
+        threading.Thread(target=self._reap, daemon=True).start()
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
         if self._silence:
             threading.Thread(target=self._watch, daemon=True).start()
@@ -346,6 +437,12 @@ class Agent:
             self._ending = True
             self._end_one(None)
 
+    def _end_strays(self) -> None:
+        """Send SIGTERM to adopted processes of unknown ranks, unless END has done so."""
+        if not self._ending:
+            with self._lock:
+                _send(signal.SIGTERM, self._strays(Snapshot()))
+
     def _end_one(self, only: Rank | None) -> None:
         self._kill(signal.SIGTERM, only)
         timer = threading.Timer(self._grace, self._kill, (signal.SIGKILL, only))
@@ -357,9 +454,35 @@ class Agent:
             self._signal(number, only)
 
     def _signal(self, number: int, only: Rank | None = None) -> None:
+        before = Snapshot()
         for rank in self._ranks:
             if only in (None, rank):
-                rank.signal(number)
+                rank.signal(number, before)
+        if only is None:
+            _send(number, self._strays(before))
+
+    def _strays(self, now: Snapshot) -> set[int]:
+        """Return adopted processes of which nobody knows from which rank they are."""
+        strays = now.below([os.getpid()])
+        for rank in self._ranks:
+            strays -= now.session(rank.process.pid).union(*rank.outside(now))
+        return strays
+
+    def _has_leftovers(self) -> bool:
+        now = Snapshot()
+        return bool(self._strays(now)) or any(rank.has_leftovers(now) for rank in self._ranks)
+
+    def _reap(self) -> None:
+        """Let adopted processes go that have ended, which would remain zombies."""
+        while True:
+            self._children_ended.get()
+            with self._lock:
+                leaders = {rank.process.pid for rank in self._ranks}
+                for pid in Snapshot().zombies(os.getpid()) - leaders:
+                    try:
+                        os.waitpid(pid, os.WNOHANG)
+                    except OSError:
+                        pass
 
     def _wait_for(self, rank: Rank) -> None:
         # WNOWAIT leaves the leader a zombie, so that no other process gets its pid.
@@ -372,7 +495,7 @@ class Agent:
         os.write(self._waker, b"x")
 
     def _forward(self) -> None:
-        """Forward output until every rank has exited and no process of its session is left.
+        """Forward output until every rank has exited and none of its processes is left.
 
         Processes that are left after the grace period are killed.
         """
@@ -385,8 +508,10 @@ class Agent:
         while True:
             if all(rank.exited for rank in self._ranks):
                 now = time.monotonic()
-                give_up = give_up or now + self._grace
-                if not any(rank.has_leftovers() for rank in self._ranks):
+                if not give_up:
+                    give_up = now + self._grace
+                    self._end_strays()
+                if not self._has_leftovers():
                     give_up = min(give_up, now)
                 if now >= give_up:
                     self._kill(signal.SIGKILL)

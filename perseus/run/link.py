@@ -149,7 +149,8 @@ class HostLink:
                     pass
 
     def kill(self) -> None:
-        """Kill the agent. A local agent's ranks die with it; a remote one ends when ssh does."""
+        """Kill the agent. A local agent's ranks, but not their children, die with it; a remote one
+        ends when ssh does."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from perseusrun_command import environment, eventually, perseusrun
+from perseusrun_command import alive, environment, eventually, perseusrun
 
 from perseus import _core, errors
 from perseus.elastic import HostUpdateResult
@@ -196,6 +196,10 @@ _ECHO = """
 import os, signal, socket, sys
 if sys.argv[1:] == ["stubborn"]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1:] == ["parent"] and os.fork() == 0:
+    os.setsid()  # the child is the one that answers, in a session of its own
+elif sys.argv[1:] == ["parent"]:
+    signal.pause()
 control = socket.socket(fileno=int(os.environ["PERSEUS_CONTROL_FD"]))
 control.sendall(b"%d\\n" % os.getpid())
 for line in control.makefile("rb"):
@@ -281,6 +285,18 @@ def test_one_process_that_ignores_its_end_is_killed_alone_after_the_grace() -> N
         assert processes.until(lambda: bool(processes.exits))
         assert processes.answers(3, 5), processes.heard
         assert processes.exits == {4: 128 + signal.SIGKILL}
+
+
+@pytest.mark.parametrize(("command", "number"), [("END", signal.SIGTERM), ("KILL", signal.SIGKILL)])
+def test_child_that_has_left_the_session_ends_with_its_process_alone(
+    command: str, number: int
+) -> None:
+    with Processes("parent") as processes:
+        processes.host.send(f"{command} 4\n".encode())
+        assert processes.until(lambda: bool(processes.exits))
+        assert eventually(lambda: not alive(processes.pids[4]), 30)
+        assert processes.answers(3, 5), processes.heard
+        assert processes.exits == {4: 128 + number}
 
 
 @pytest.mark.parametrize(("command", "number"), [("END", signal.SIGTERM), ("KILL", signal.SIGKILL)])

@@ -322,7 +322,7 @@ def test_script_that_fails_is_quoted(script: Callable[[str], str], text: str, me
 def test_script_whose_exit_status_would_be_lost_is_not_asked() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with pytest.raises(ValueError, match="find: nobody can tell .* ignores SIGCHLD"):
+        with pytest.raises(ValueError, match=r"find: nobody can tell .* ignores SIGCHLD"):
             HostDiscoveryScript("find", 1).find()
     finally:
         signal.signal(signal.SIGCHLD, before)

@@ -381,6 +381,74 @@ def test_what_a_rank_leaves_running_ends_with_it(tmp_path: Path) -> None:
     assert not alive(pids(tmp_path, 1)[0])
 
 
+# Starts a process that leaves the session, and waits until it has said that it runs.
+def detached(directory: Path) -> str:
+    started = f"setsid -f sh -c '{announce(directory)}; exec sleep 600' >/dev/null 2>&1"
+    return f"{started}; until ls {directory}/*.pid >/dev/null 2>&1; do sleep 0.02; done"
+
+
+def test_what_has_left_the_session_of_a_rank_ends_with_the_job(tmp_path: Path) -> None:
+    result = perseusrun("-np", "1", "sh", "-c", detached(tmp_path))
+    assert result.returncode == 0
+    assert not alive(pids(tmp_path, 1)[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_has_left_the_session_ends_when_the_job_is_ended(tmp_path: Path, number: int) -> None:
+    script = f"{detached(tmp_path)}; sleep 600 & wait"
+    with Running("-np", "1", "sh", "-c", script) as job:
+        (process,) = pids(tmp_path, 1)
+        job.signal(number)
+        assert eventually(lambda: not alive(process), 60)
+
+
+# Starts processes whose parents end at once, and waits until nobody of them is left as a zombie.
+_ORPHANS = """
+import os, subprocess, sys, time
+from pathlib import Path
+for _ in range(5):
+    subprocess.run(["setsid", "-f", "true"])
+def adopted():
+    tasks = Path("/proc", str(os.getppid()), "task").glob("*/children")
+    return {pid for task in tasks for pid in task.read_text().split()} - {str(os.getpid())}
+while adopted():
+    time.sleep(0.02)
+"""
+
+
+def test_adopted_processes_that_end_while_the_job_runs_are_no_zombies() -> None:
+    assert perseusrun("-np", "1", sys.executable, "-c", _ORPHANS, timeout=60).returncode == 0
+
+
+# Ends its worker, which has a session of its own, when it is told to end.
+_KEEPER = """
+import os, pathlib, signal, sys
+directory = pathlib.Path(sys.argv[1])
+def end_worker(*_):
+    os.kill(worker, signal.SIGUSR1)
+    os.waitpid(worker, 0)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end_worker)
+worker = os.fork()
+if worker == 0:
+    os.setsid()
+    signal.signal(signal.SIGTERM, lambda *_: (directory / "told").touch())
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+    (directory / f"{os.getpid()}.pid").touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_a_worker_in_a_session_of_its_own_is_ended_by_its_parent(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KEEPER, str(tmp_path)]
+    with Running("-np", "1", *command, command=PATIENT) as job:
+        pids(tmp_path, 1)
+        job.signal(signal.SIGTERM)
+        assert job.finish()[0] == 143
+    assert not (tmp_path / "told").exists()
+
+
 def test_processes_in_groups_of_their_own_end_with_the_job(tmp_path: Path) -> None:
     script = f"timeout 600 sh -c '{announce(tmp_path)}; exec sleep 600'; echo done"
     for number in (signal.SIGINT, signal.SIGKILL):
