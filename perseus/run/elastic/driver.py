@@ -389,18 +389,11 @@ class ElasticLauncher(Launcher):
             )
             return
         chosen = self._candidates()
-        for process in list(self._processes.values()):
-            if process.request is not None and process not in chosen:
-                self._dismiss(process, f"{process.place[0]} does not have its slot any more")
-        last, self._epoch = self._epoch, self._epoch + 1
-        self._begun_at = time.monotonic()
-        self._questions.forget()
-        self._feeds.forget()
         candidates = [
             Candidate(
                 each.number,
                 *each.place,
-                each.rank if each.epoch == last >= 0 and each.has_state else None,
+                each.rank if each.epoch == self._epoch >= 0 and each.has_state else None,
                 each.commits,
             )
             for each in chosen
@@ -408,6 +401,13 @@ class ElasticLauncher(Launcher):
         if self._state_exists and all(each.rank is None for each in candidates):
             self._give_up(_NO_STATE)
             return
+        for process in list(self._processes.values()):
+            if process.request is not None and process not in chosen:
+                self._dismiss(process, f"{process.place[0]} does not have its slot any more")
+        last, self._epoch = self._epoch, self._epoch + 1
+        self._begun_at = time.monotonic()
+        self._questions.forget()
+        self._feeds.forget()
         sync = any(each.request is not None and each.request.sync for each in chosen)
         fed = any(each.fed for each in chosen)
         order = ranked(candidates)

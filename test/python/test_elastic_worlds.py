@@ -1,0 +1,42 @@
+"""Which worlds an elastic job begins, and what becomes of processes that are in none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perseus.run.bootstrap.words import Join
+from perseus.run.elastic import driver
+from perseus.run.elastic.discovery import HostDiscoveryFunction
+from perseus.run.elastic.elasticity import Elasticity
+from perseus.run.elastic.process import Process
+from perseus.run.hosts import Host
+from perseus.run.job import Job
+
+NEW = Join(sync=True, state=False, commits=0)
+HOST: Any = SimpleNamespace(send=lambda _: None, given_job=True, hello="hello", gone=False)
+
+
+@pytest.fixture
+def launcher() -> Iterator[driver.ElasticLauncher]:
+    """One in world 1, whose ranks have the training's state, on three slots of host a."""
+    made = driver.ElasticLauncher(
+        Job(["true"], []), Elasticity(HostDiscoveryFunction(dict), 1, 1, cooldown=(1.0, 1.0))
+    )
+    made._slots.discover([Host("a", 3)])
+    made._epoch, made._state_exists = 1, True
+    yield made
+    made._release()
+
+
+def test_exit_status_is_that_of_the_last_world_when_nobody_has_the_state(
+    launcher: driver.ElasticLauncher,
+) -> None:
+    earlier, last = (Process(number, ("a", number), HOST, number, 0) for number in (0, 1))
+    launcher._failures = [(earlier, 5), (last, 6)]
+    launcher._processes = {2: Process(2, ("a", 2), HOST, request=NEW)}
+    launcher._begin_world()
+    assert launcher.first_failure == (1, 6)
