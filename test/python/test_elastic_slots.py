@@ -81,6 +81,31 @@ def test_local_ranks_follow_the_slots_and_leave_no_gap() -> None:
     assert {slot.local_size for _, slot in result} == {3}
 
 
+def test_new_rank_gets_a_local_rank_with_which_no_survivor_has_begun() -> None:
+    """As if it were the GPU that it takes: slots 0 and 1 of four have failed and come back."""
+    two, three = Candidate(2, "a", 2, 0, 0, 2), Candidate(3, "a", 3, 1, 0, 3)
+    assert _local(two, three) == {2: 0, 3: 1}
+    assert _local(two, three, Candidate(4, "a", 1, None)) == {4: 0, 2: 2, 3: 1}
+    four = Candidate(4, "a", 1, 2, 0, 0)
+    assert _local(two, three, four, Candidate(5, "a", 0, None)) == {5: 1, 4: 0, 2: 2, 3: 3}
+
+
+def _local(*candidates: Candidate) -> dict[int, int]:
+    return {candidate.number: slot.local_rank for candidate, slot in ranked(candidates)}
+
+
+def test_gpus_of_living_ranks_differ_whatever_fails() -> None:
+    source = random.Random(11)
+    firsts: dict[int, int] = {}  # by slot
+    for _ in range(1000):
+        slots = source.sample(range(6), source.randint(1, 6))
+        firsts = {slot: first for slot, first in firsts.items() if slot in slots}
+        world = ranked([Candidate(n, "a", n, n, 0, firsts.get(n)) for n in slots])
+        assert sorted(slot.local_rank for _, slot in world) == list(range(len(slots)))
+        firsts |= {each.slot: slot.local_rank for each, slot in world if each.slot not in firsts}
+        assert len(set(firsts.values())) == len(firsts)
+
+
 def test_cross_ranks_of_unequal_hosts_count_owners_of_a_local_rank() -> None:
     slots = [("a", 0), ("b", 0), ("b", 1), ("b", 2), ("c", 0), ("c", 1)]
     result = ranked([Candidate(n, *slot, n) for n, slot in enumerate(slots)])

@@ -395,6 +395,7 @@ class ElasticLauncher(Launcher):
                 *each.place,
                 each.rank if each.epoch == self._epoch >= 0 and each.has_state else None,
                 each.commits,
+                each.first_local_rank,
             )
             for each in chosen
         ]
@@ -418,6 +419,8 @@ class ElasticLauncher(Launcher):
             process.had_state, process.has_begun = process.has_state, False
             process.epoch, process.rank, process.request = self._epoch, slot.rank, None
             process.is_stopped, process.feed, process.fed = False, None, False
+            if process.first_local_rank is None:
+                process.first_local_rank = slot.local_rank
             self._names[number] = process.name
             for kind in _OUTPUTS:
                 self._streams[number, kind].rename(slot.rank)

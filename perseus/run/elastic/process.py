@@ -31,6 +31,7 @@ class Process:
     is_killed: bool = False
     feed: int | None = None  # the number of that in which it was to be fed
     fed: bool = False  # and has got something
+    first_local_rank: int | None = None  # in the first world that it was in
     unread: bytes = b""
 
     @property
