@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ from perseus.run.hosts import Host
 from perseus.run.job import Job
 
 NEW = Join(sync=True, state=False, commits=0)
-HOST: Any = SimpleNamespace(send=lambda _: None, given_job=True, hello="hello", gone=False)
+HOST: Any = SimpleNamespace(
+    name="a", send=lambda _: None, given_job=True, hello="hello", gone=False
+)
 
 
 @pytest.fixture
@@ -40,3 +43,26 @@ def test_exit_status_is_that_of_the_last_world_when_nobody_has_the_state(
     launcher._processes = {2: Process(2, ("a", 2), HOST, request=NEW)}
     launcher._begin_world()
     assert launcher.first_failure == (1, 6)
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_new_processes_without_a_slot_are_let_go_before_the_next_world(
+    launcher: driver.ElasticLauncher, most: int | None
+) -> None:
+    """Either discovery has withdrawn their host, or enough others have come."""
+    lost = "b" if most is None else "a"
+    launcher._elasticity = Elasticity(HostDiscoveryFunction(dict), 1, 1, most)
+    hosts = [Host("a", 2 if most is None else 4)]
+    vars(launcher)["_watch"] = SimpleNamespace(hosts=lambda: hosts, complaint=lambda: "")
+    sent: list[bytes] = []
+    link: Any = SimpleNamespace(**vars(HOST) | {"send": sent.append})
+    launcher._processes = {
+        0: Process(0, ("a", 0), HOST, 1, 0),
+        1: Process(1, ("a", 1), HOST, 1, 1),
+        2: Process(2, (lost, 2), link, request=NEW),
+        3: Process(3, (lost, 3), link),
+    }
+    for _ in range(2):
+        launcher._step(time.monotonic(), time.monotonic())
+    assert [each.dismissed for each in launcher._processes.values()] == [False, False, True, True]
+    assert [line.split()[:2] for line in sent] == [[b"TELL", b"2"], [b"END", b"3"]]

@@ -142,6 +142,7 @@ class ElasticLauncher(Launcher):
             return
         if not self._has_hosts(before):
             return
+        self._dismiss_unwanted(now)
         self._start_processes(now)
         self._start_on_ready_hosts()
         if self._may_begin(before):
@@ -324,15 +325,32 @@ class ElasticLauncher(Launcher):
                 process.end_at = inf
                 process.host.send(b"END %d\n" % process.number)
 
+    def _spares(self) -> list[Process]:
+        """Return the processes that are not in the present world, and have not been dismissed."""
+        found = self._processes.values()
+        return [each for each in found if each.epoch != self._epoch and not each.dismissed]
+
+    def _let_go(self, process: Process, why: str, now: float) -> None:
+        """Dismiss a process if it waits for a world, and end it otherwise."""
+        if process.request is not None:
+            self._dismiss(process, why)
+        else:
+            process.dismissed, process.end_at = True, now
+
+    def _dismiss_unwanted(self, now: float) -> None:
+        """Let those go that have lost their slot before they were in a world: no news reach them,
+        and the next world may be far."""
+        if self._epoch < 0:
+            return
+        wanted = set(self._wanted(now))
+        for process in self._spares():
+            if process.host.given_job and process.place not in wanted:
+                self._let_go(process, _lost_slot(process), now)
+
     def _dismiss_spares(self, now: float) -> None:
         """After the first success: let those go that are not in the last world."""
-        for process in self._processes.values():
-            if process.epoch == self._epoch or process.dismissed:
-                continue
-            if process.request is not None:
-                self._dismiss(process, "the job has finished")
-            else:
-                process.dismissed, process.end_at = True, now
+        for process in self._spares():
+            self._let_go(process, "the job has finished", now)
         for host in self._silent_since_start():
             host.lost = True
             host.kill()
@@ -404,7 +422,7 @@ class ElasticLauncher(Launcher):
             return
         for process in list(self._processes.values()):
             if process.request is not None and process not in chosen:
-                self._dismiss(process, f"{process.place[0]} does not have its slot any more")
+                self._dismiss(process, _lost_slot(process))
         last, self._epoch = self._epoch, self._epoch + 1
         self._begun_at = time.monotonic()
         self._questions.forget()
@@ -629,3 +647,7 @@ class ElasticLauncher(Launcher):
             host.start_by = host.alive_at = inf
             for number in sorted(host.running):
                 self._rank_exited(host, number, error.code)
+
+
+def _lost_slot(process: Process) -> str:
+    return f"{process.place[0]} does not have its slot any more"
