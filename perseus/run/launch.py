@@ -227,7 +227,7 @@ class Launcher:
 
     def _connect(self, name: str, numbers: list[int]) -> HostLink:
         """Start the agent that will run these processes on a host."""
-        local = is_local(name)
+        local = self._is_local(name)
         command = local_command() if local else self._ssh_command(name)
         if self._job.verbose:
             self._print(f"{name}: ranks {numbers[0]}-{numbers[-1]}: {shlex.join(command)}")
@@ -244,6 +244,9 @@ class Launcher:
         ):
             self._selector.register(_opened(pipe), selectors.EVENT_READ, (act, host))
         return host
+
+    def _is_local(self, name: str) -> bool:
+        return is_local(name)
 
     def _ssh_command(self, name: str) -> list[str]:
         job = self._job

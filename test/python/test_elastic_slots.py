@@ -469,6 +469,7 @@ class Cloud:
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
     monkeypatch.setattr(discovery, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(discovery, "is_local", lambda name: name == "a")
     ends = os.pipe2(os.O_NONBLOCK)
     yield ends
     for end in ends:
@@ -486,6 +487,30 @@ def test_watch_has_no_hosts_before_the_first_answer(pipe: tuple[int, int]) -> No
     with Watch(cloud, pipe[1]) as watch:
         assert _woken(pipe[0])
         assert (watch.hosts(), watch.complaint()) == (None, "the cloud is down")
+
+
+def test_watch_looks_names_up_once_before_the_launcher_learns_them(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    has_answered = threading.Event()
+
+    def is_local(name: str) -> bool:
+        asked.append(name)
+        return has_answered.wait(30) and name == "a"
+
+    monkeypatch.setattr(discovery, "is_local", is_local)
+    cloud = Cloud()
+    with Watch(cloud, pipe[1]) as watch:
+        assert eventually(lambda: asked == ["a"], 10)
+        assert watch.hosts() is None
+        has_answered.set()
+        assert _woken(pipe[0])
+        cloud.answer = [Host("b", 1), Host("a", 1)]
+        assert _woken(pipe[0])
+        assert cloud.is_asked_again()
+        assert (watch.is_local("a"), watch.is_local("b")) == (True, False)
+    assert asked == ["a", "b"]
 
 
 def test_watch_wakes_the_launcher_for_each_change_only(pipe: tuple[int, int]) -> None:

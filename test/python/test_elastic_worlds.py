@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from perseus.run import launch
 from perseus.run.bootstrap.words import Join
 from perseus.run.elastic import driver
 from perseus.run.elastic.discovery import HostDiscoveryFunction
 from perseus.run.elastic.elasticity import Elasticity
 from perseus.run.elastic.process import Process
 from perseus.run.hosts import Host
-from perseus.run.job import Job
+from perseus.run.job import Job, LaunchError
 
 NEW = Join(sync=True, state=False, commits=0)
 HOST: Any = SimpleNamespace(
@@ -66,3 +67,24 @@ def test_new_processes_without_a_slot_are_let_go_before_the_next_world(
         launcher._step(time.monotonic(), time.monotonic())
     assert [each.dismissed for each in launcher._processes.values()] == [False, False, True, True]
     assert [line.split()[:2] for line in sent] == [[b"TELL", b"2"], [b"END", b"3"]]
+
+
+def test_names_of_hosts_are_not_looked_up_while_ranks_wait_for_the_launcher(
+    launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> bool:
+        raise AssertionError(f"{name} is looked up")
+
+    monkeypatch.setattr(launch, "is_local", fail)
+    vars(launcher)["_watch"] = SimpleNamespace(is_local=lambda name: name == "a")
+    started: list[bool] = []
+
+    def start(name: str, numbers: list[int], local: bool, *_: object) -> None:
+        started.append(local)
+        raise OSError("enough")
+
+    monkeypatch.setattr(launch, "HostLink", start)
+    for name in ("a", "b"):
+        with pytest.raises(LaunchError):
+            launcher._connect(name, [1])
+    assert started == [True, False]

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from perseus.run import signals
 from perseus.run.hosts import Host, parse_discovered
+from perseus.run.link import is_local
 
 PERIOD_SECONDS = 1.0
 _SCRIPT_SECONDS = 60.0
@@ -147,6 +148,7 @@ class Watch:
         self._waker = waker
         self._hosts: list[Host] | None = None
         self._complaint = ""
+        self._local: dict[str, bool] = {}  # of all hosts that have ever been found
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -170,11 +172,26 @@ class Watch:
         with self._lock:
             return self._complaint
 
+    def is_local(self, name: str) -> bool:
+        """Return whether a host that has been found is this one. Never blocks."""
+        with self._lock:
+            return self._local[name]
+
+    def _look_up(self, hosts: list[Host]) -> None:
+        """Find out which new hosts are this one: a name service may take long, so not later."""
+        for host in hosts:
+            if host.name not in self._local and not self._ends.is_set():
+                local = is_local(host.name)
+                with self._lock:
+                    self._local[host.name] = local
+
     def _run(self) -> None:
         while not self._ends.is_set():
             complaint, hosts = "", None
             try:
-                hosts = self._discovery.find()
+                found = self._discovery.find()
+                self._look_up(found)
+                hosts = found
             except (ValueError, OSError) as error:
                 complaint = str(error)
             with self._lock:

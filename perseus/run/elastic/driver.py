@@ -229,6 +229,10 @@ class ElasticLauncher(Launcher):
         for number, place in zip(numbers, places, strict=True):
             self._processes[number] = Process(number, place, host)
 
+    def _is_local(self, name: str) -> bool:
+        assert self._watch is not None
+        return self._watch.is_local(name)
+
     def _on_unstarted(self, places: list[Place], error: LaunchError) -> None:
         """Fail if nothing runs yet; else go on, as without hosts that are lost."""
         if self._epoch < 0:
