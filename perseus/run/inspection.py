@@ -17,7 +17,7 @@ def ask(pid: int) -> str:
         raise ValueError("--inspect: PERSEUS_INSPECT_SIGNAL=0 has no signal that could ask")
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         raise ValueError(f"--inspect {pid}: there is no process with this number") from None
     except PermissionError:
         raise ValueError(f"--inspect {pid}: that is another user's process") from None

@@ -153,6 +153,13 @@ def _of_mpirun(mpirun: Mpirun, job: Job) -> dict[str, str]:
 
 
 def _ssh_options(job: Job) -> str:
+    """Return the options of ssh, which mpirun splits at blanks, whatever quotes there are."""
+    if any(map(str.isspace, job.ssh_identity_file or "")):
+        raise LaunchError(
+            f"-i '{job.ssh_identity_file}': mpirun would split this name at its blanks: give a "
+            f"link whose name has none, or leave --mpi out",
+            2,
+        )
     words = [] if job.ssh_port is None else ["-p", str(job.ssh_port)]
     words += [] if job.ssh_identity_file is None else ["-i", job.ssh_identity_file]
     words += ["-o", "StrictHostKeyChecking=accept-new"] if job.ssh_accept_new_keys else []

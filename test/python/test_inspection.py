@@ -177,6 +177,11 @@ def test_no_signal_asks(tmp_path: Path) -> None:
             {},
             "--inspect 999999999: there is no process with this number",
         ),
+        (
+            ["--inspect", "99999999999999"],
+            {},
+            "--inspect 99999999999999: there is no process with this number",
+        ),
         (["--inspect", "0"], {}, "--inspect"),
         (
             ["-np", "1", "true"],

@@ -14,7 +14,7 @@ from perseusrun_command import environment, perseusrun
 
 from perseus.run.hosts import Host, place
 from perseus.run.launch import Job, LaunchError
-from perseus.run.mpirun import Mpirun, command_line, find, of_ranks
+from perseus.run.mpirun import Mpirun, _of_mpirun, command_line, find, of_ranks
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Joins the world and says where this rank is in it.
@@ -37,6 +37,10 @@ def job(**fields: Any) -> Job:
 def words(mpirun: Mpirun, variables: dict[str, str] | None = None, **fields: Any) -> str:
     made = command_line(mpirun, job(**fields), ["--own", "1"], variables or {}, as_root=True)
     return " ".join(made)
+
+
+def variables_of_mpich(mpirun: Mpirun, **fields: Any) -> dict[str, str]:
+    return _of_mpirun(mpirun, job(**fields))
 
 
 @pytest.mark.parametrize("kind", ["openmpi", "mpich"])
@@ -82,6 +86,17 @@ def test_command_line_of_open_mpi() -> None:
         "--mca btl_tcp_if_include e0,e1 --prtemca oob_tcp_if_include e0,e1 "
         "--prtemca plm_ssh_args -p 22 -o StrictHostKeyChecking=accept-new "
     ) in words(OPEN_MPI_5, **fields)
+
+
+def test_identity_file_that_mpirun_would_split_is_refused() -> None:
+    message = "-i '/my keys/id': mpirun would split this name at its blanks"
+    for mpirun, made in ((OPEN_MPI_4, words), (OPEN_MPI_5, words), (MPICH, variables_of_mpich)):
+        with pytest.raises(LaunchError, match=message) as error:
+            made(mpirun, ssh_identity_file="/my keys/id")
+        assert error.value.code == 2
+    assert "-i /keys/id" in words(OPEN_MPI_5, ssh_identity_file="/keys/id")
+    expected = {"HYDRA_LAUNCHER_EXTRA_ARGS": "-i /keys/id"}
+    assert variables_of_mpich(MPICH, ssh_identity_file="/keys/id") == expected
 
 
 def test_open_mpi_is_told_names_of_variables_and_no_values() -> None:
