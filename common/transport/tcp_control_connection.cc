@@ -65,7 +65,12 @@ void TcpControlConnection::queue(const std::string& payload) {
   flush();  // a failure shows as an event, too
 }
 
-bool TcpControlConnection::delivered() { return lost_ || !flush() || (out_.empty() && acknowledged(socket_.fd())); }
+bool TcpControlConnection::finish() {
+  if (lost_ || !flush()) return true;
+  if (!out_.empty()) return false;
+  ::shutdown(socket_.fd(), SHUT_WR);
+  return acknowledged(socket_.fd());
+}
 
 bool TcpControlConnection::flush() {
   while (!out_.empty()) {

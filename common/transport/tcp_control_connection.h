@@ -33,8 +33,8 @@ class TcpControlConnection : public PollHandler {
 
   void send_control_message(const std::string& message) PERSEUS_REQUIRES(progress_lock);
   void send_heartbeat() PERSEUS_REQUIRES(progress_lock);
-  // Has the peer's host acknowledged everything, or is the connection broken?
-  bool delivered() PERSEUS_REQUIRES(progress_lock);
+  // Nothing more is sent. Has the peer's host acknowledged everything, or is the connection broken?
+  bool finish() PERSEUS_REQUIRES(progress_lock);
   void on_event(uint32_t events) override;
 
  private:

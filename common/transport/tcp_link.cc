@@ -181,6 +181,11 @@ ConstSpan TcpLink::recv_window(size_t n) {
 
 bool TcpLink::delivered() const { return !socket_ || acknowledged(socket_.fd()); }
 
+bool TcpLink::finish() {
+  if (socket_) ::shutdown(socket_.fd(), SHUT_WR);
+  return delivered();
+}
+
 void TcpLink::recv_release(size_t n) { head_ += n; }
 
 size_t TcpLink::take_staged(const iovec* pieces, int count) {

@@ -58,6 +58,8 @@ class TcpLink : public Link {
   void recv_release(size_t n) override PERSEUS_REQUIRES(progress_lock);
   size_t try_recv(const iovec* pieces, int count) override PERSEUS_REQUIRES(progress_lock);
   bool delivered() const override PERSEUS_REQUIRES(progress_lock);
+  // Nothing more is sent. Has the peer's host acknowledged everything, or is the connection broken?
+  bool finish() PERSEUS_REQUIRES(progress_lock);
 
  private:
   void measure_segment();

@@ -123,21 +123,22 @@ TcpTransport::~TcpTransport() {
 }
 
 // Whatever a peer still sends to a closed socket resets the connection: then the kernel drops what has been said last,
-// and not been acknowledged because a packet was lost.
+// and not been acknowledged because a packet was lost. A connection that is closed in one direction only is not reset,
+// and the end that a peer sends acknowledges ours at once.
 void TcpTransport::linger() {
   const int64_t now = now_ns(), deadline = now + kLinger;
-  while (!delivered(now - heard_ns_) && now_ns() < deadline)
+  while (!finish(now - heard_ns_) && now_ns() < deadline)
     std::this_thread::sleep_for(std::chrono::nanoseconds(kLingerPause));
 }
 
-bool TcpTransport::delivered(int64_t alive_since_ns) {
+bool TcpTransport::finish(int64_t alive_since_ns) {
+  bool finished = true;
   for (const auto& [rank, peer] : peers_) {
     if (!peer.gone.empty() || !peer.side || peer.alive_ns < alive_since_ns) continue;
-    if (!peer.side->delivered()) return false;
-    for (const auto& [key, link] : peer.links)
-      if (link->attached() && !link->delivered()) return false;
+    finished &= peer.side->finish();
+    for (const auto& [key, link] : peer.links) finished &= link->finish();
   }
-  return true;
+  return finished;
 }
 
 TcpTransport::Peer& TcpTransport::peer_of(int rank) {

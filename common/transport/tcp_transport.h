@@ -77,7 +77,7 @@ class TcpTransport : public Transport, public TcpAcceptor::Members, public TcpCo
   void attach(TcpLink& link, Socket socket);
   void look_at_events();
   void linger() PERSEUS_REQUIRES(progress_lock);
-  bool delivered(int64_t alive_since_ns) PERSEUS_REQUIRES(progress_lock);
+  bool finish(int64_t alive_since_ns) PERSEUS_REQUIRES(progress_lock);
   std::string store_prefix() const;
 
   // TcpAcceptor::Members
