@@ -140,6 +140,7 @@ def allreduce(
     """
     members = _as_tensors(tensors)
     rates = [] if learning_rate is None else [tf.cast(learning_rate, tf.float64)]
+    fixed = {} if fixed_name is None else {"tensor_name": fixed_name}
     results: list[Any] = []
     outcomes: list[Any] = []
     for part, name in _in_parts(members, names, grouped):
@@ -156,8 +157,7 @@ def allreduce(
             codec_argument=bits(codec_argument),
             priority=priority,
             grouped=grouped,
-            **naming("HorovodAllreduce", name, part, ignore_name_scope),
-            **({} if fixed_name is None else {"tensor_name": fixed_name}),
+            **{**naming("HorovodAllreduce", name, part, ignore_name_scope), **fixed},
         )
         keep_shapes(reduced, part)
         if not tf.executing_eagerly():

@@ -276,10 +276,12 @@ class GradientReducer(Reducer):
 
         A graph that reduces gradients twice may have both reductions in flight. Functions and
         branches are graphs of their own, but run one after the other, because they change the same
-        variables.
+        variables. Eager reductions, as under tf.config.run_functions_eagerly(), do so as well.
         """
         if self._turns is None:
             return None
+        if tf.executing_eagerly():
+            return ""
         graph = tf.compat.v1.get_default_graph()
         turn = self._turns[graph] = self._turns.get(graph, 0) + 1
         return f"#{turn}" if turn > 1 else ""

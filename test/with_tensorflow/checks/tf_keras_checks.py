@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tf_training import assert_equal_on_all_ranks
+from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd
 import perseus.tensorflow.horovod.keras as hvd_keras
@@ -152,6 +153,22 @@ def check_custom_loops_in_eager_mode_and_in_functions() -> None:
             plain.apply(tape.gradient(loss, weights), weights)
         for mine, right in zip(layer.get_weights(), reference.get_weights(), strict=True):
             np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
+
+
+def check_functions_that_run_eagerly() -> None:
+    """Every step has the names of the first one, under which the core sums and holds back."""
+    rank, mean = hvd.rank(), (hvd.size() + 1) / 2
+    weight = keras.Variable([1.0, 2.0])
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    tf.config.run_functions_eagerly(True)
+    try:
+        with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+            for _ in range(4):
+                optimizer.apply([tf.constant([1.0, 2.0]) * (rank + 1.0)], [weight])
+    finally:
+        tf.config.run_functions_eagerly(False)
+    np.testing.assert_allclose(weight, [1.0 - 4 * mean, 2.0 - 8 * mean])
+    assert len(optimizer._reducer._reducer.residuals._reductions) == 1
 
 
 def check_models_that_differ_are_an_error_in_fit() -> None:
