@@ -23,7 +23,13 @@ from perseus.gradients.reducer import Reducer
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow import ops, own_variables
 from perseus.tensorflow.compression import Compression
-from perseus.tensorflow.modes import belongs_to_program, on_device, tf_variable, when
+from perseus.tensorflow.modes import (
+    belongs_to_program,
+    on_device,
+    tf_variable,
+    vars_to_refs,
+    when,
+)
 from perseus.tensorflow.ops import Adasum
 
 
@@ -74,7 +80,8 @@ class _StepReducer(Reducer, AdasumOfSteps):
 class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     """A tf.compat.v1 optimizer that wraps another one and combines its steps over all ranks.
 
-    backward_passes_per_step: how many steps a rank takes alone before they are combined.
+    backward_passes_per_step: how many steps a rank takes alone before they are combined. Steps of
+        other variables are counted on their own.
 
     Raises ValueError if the settings skip steps with a NaN: it is found after a rank's own step.
     """
@@ -100,8 +107,9 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._optimizer = optimizer
         plan = Plan(Adasum, all_applied_here(compression), process_set, device_dense=device_dense)
         self._reducer = _StepReducer(plan, self.get_name())
-        self._passes = Passes(backward_passes_per_step, own_variables.OwnVariables())
-        self._starts: list[Any] = []
+        self._backward_passes = backward_passes_per_step
+        # By references to the variables: the passes, and where the variables were before the first.
+        self._passes: dict[Any, tuple[Passes, list[Any]]] = {}
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Return the wrapped optimizer's gradients, because Adasum reduces steps instead."""
@@ -113,7 +121,7 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         """Take the wrapped optimizer's step; every N-th call combines the steps of all ranks."""
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
         variables = [tf_variable(variable) for gradient, variable in pairs if gradient is not None]
-        if self._passes.number > 1:
+        if self._backward_passes > 1:
             return self._apply_some(pairs, variables, global_step, name)
         return self._reducer.around(
             variables,
@@ -122,39 +130,35 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
     def _apply_some(self, pairs: Any, variables: list[Any], global_step: Any, name: Any) -> Any:
         """Take this rank's step; every N-th call combines the steps since the last combination."""
-        self._remember(variables)
-        began = when(self._passes.begins(), lambda: self._copy_to_starts(variables), lambda: None)
+        passes, starts = self._passes_of(variables)
+        began = when(passes.begins(), lambda: _copy(variables, starts), lambda: None)
         with own_variables.after([began]):
             stepped = self._optimizer.apply_gradients(pairs, global_step=global_step, name=name)
         with own_variables.after([stepped]):
-            complete = self._passes.count()
+            complete = passes.count()
 
         def combine() -> Any:
-            return self._reducer.combine(variables, [s.read_value() for s in self._starts])
+            return self._reducer.combine(variables, [start.read_value() for start in starts])
 
         return when(complete, combine, lambda: None)
 
-    def _remember(self, variables: list[Any]) -> None:
-        counter = self._passes.counter
-        if counter is not None and belongs_to_program(counter):
-            return
+    def _passes_of(self, variables: list[Any]) -> tuple[Passes, list[Any]]:
+        """Return the passes of exactly these variables, and their starts."""
+        key = vars_to_refs(variables)
+        if key in self._passes and belongs_to_program(self._passes[key][0].counter):
+            return self._passes[key]
+        passes = Passes(self._backward_passes, own_variables.OwnVariables())
         with tf.init_scope():
-            self._passes.counter = self._local(tf.zeros([], tf.int32), "counter")
-            self._starts = [
+            passes.counter = self._local(tf.zeros([], tf.int32), "counter")
+            starts = [
                 self._local(tf.zeros(variable.shape, variable.dtype.base_dtype), f"start_{i}")
                 for i, variable in enumerate(variables)
             ]
+        self._passes[key] = passes, starts
+        return self._passes[key]
 
     def _local(self, initial: Any, name: str) -> Any:
         return own_variables.make(initial, f"{self.get_name()}/{name}")
-
-    def _copy_to_starts(self, variables: list[Any]) -> Any:
-        return tf.group(
-            *(
-                start.assign(tf.identity(variable), read_value=False)
-                for start, variable in zip(self._starts, variables, strict=True)
-            )
-        )
 
     def get_slot(self, var: Any, name: str) -> Any:
         """Call the wrapped optimizer."""
@@ -167,3 +171,13 @@ class AdasumOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     def variables(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped optimizer."""
         return self._optimizer.variables(*args, **kwargs)
+
+
+def _copy(variables: list[Any], starts: list[Any]) -> Any:
+    """Assign the values of variables to their starts."""
+    return tf.group(
+        *(
+            start.assign(tf.identity(variable), read_value=False)
+            for start, variable in zip(starts, variables, strict=True)
+        )
+    )

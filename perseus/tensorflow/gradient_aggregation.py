@@ -16,7 +16,13 @@ import tensorflow as tf
 from perseus.gradients.aggregation import LocalAggregation
 from perseus.process_sets import ProcessSet, global_process_set
 from perseus.tensorflow import own_variables
-from perseus.tensorflow.modes import belongs_here, belongs_to_program, tf_variable, when
+from perseus.tensorflow.modes import (
+    belongs_here,
+    belongs_to_program,
+    tf_variable,
+    vars_to_refs,
+    when,
+)
 from perseus.tensorflow.reducer import local_sources
 
 
@@ -34,6 +40,9 @@ def get_not_none_from_list(tensor_list: Sequence[Any]) -> list[Any]:
 
 class LocalGradientAggregationHelper:
     """Sums gradients and reduces them on every N-th pass, in eager mode and in graphs.
+
+    Passes with gradients of other variables have sums and a count of their own, because a script
+    may train the two parts of a model in turn by one optimizer, or unfreeze some variables.
 
     backward_passes_per_step: N, at least 1.
     allreduce_func: (gradients, variables) -> reduced gradients.
@@ -71,21 +80,16 @@ class LocalGradientAggregationHelper:
         self.num_none_grad_updates = 0
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
-        self._passes = LocalAggregation(
-            backward_passes_per_step, average_aggregated_gradients, own_variables.OwnVariables()
-        )
+        self._passes: dict[Any, LocalAggregation] = {}  # by references to the variables
         self._allreduce = allreduce_func
         self._local = local_sources(process_set, scale_local_gradients)
         self._applies: Any = None
-
-    @property
-    def counter(self) -> Any:
-        """The variable that counts the passes in the sums; None before the first pass."""
-        return self._passes.counter
+        self.counter: Any = None  # of the last pass; None before the first one
 
     def forget(self) -> None:
         """Begin with the first pass of a step, except in a graph that a session runs."""
-        self._passes.forget()
+        for passes in self._passes.values():
+            passes.forget()
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of this variable on its rank."""
@@ -98,20 +102,25 @@ class LocalGradientAggregationHelper:
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """Add gradients to the sums; return the reduced sums on every N-th pass, else the sums.
 
-        None stays None, and the same gradients must be None in every pass.
+        None stays None.
         """
         dense = [self._densified(gradient) for gradient in grads]
-        self._create_sums(dense, vars)
-        outcome = self._passes.add(
-            self.locally_aggregated_grads,
-            [dense[index] for index in self.not_none_indexes],
-            lambda totals: self._reduced(totals, vars),
+        present = [index for index, gradient in enumerate(dense) if gradient is not None]
+        self.not_none_indexes = {index: place for place, index in enumerate(present)}
+        self.num_none_grad_updates = len(dense) - len(present)
+        given, variables = [dense[index] for index in present], [vars[index] for index in present]
+        passes = self._passes_of(given, variables)
+        self.locally_aggregated_grads, self.counter = passes.sums, passes.counter
+        outcome = passes.add(
+            passes.sums,
+            given,
+            lambda totals: self._reduced(totals, variables),
             lambda totals: (*totals, tf.constant(False)),
         )
         # In a graph, Keras 2 treats variables from which gradients are computed as trainable ones.
         *results, self._applies = [tf.stop_gradient(tensor) for tensor in outcome]
         full: list[Any] = [None] * len(dense)
-        for index, gradient in zip(self.not_none_indexes, results, strict=True):
+        for index, gradient in zip(present, results, strict=True):
             full[index] = gradient
         return full
 
@@ -141,27 +150,30 @@ class LocalGradientAggregationHelper:
             )
         return tf.convert_to_tensor(gradient)
 
-    def _create_sums(self, grads: list[Any], vars: Sequence[Any]) -> None:
-        if self.counter is not None and belongs_to_program(self.counter):
-            return
-        self.not_none_indexes = {}
-        self.num_none_grad_updates = sum(gradient is None for gradient in grads)
-        self.locally_aggregated_grads = self._passes.sums = []
+    def _passes_of(self, grads: list[Any], variables: list[Any]) -> LocalAggregation:
+        """Return the passes with gradients of exactly these variables."""
+        key = vars_to_refs(variables)
+        passes = self._passes.get(key)
+        if passes is not None and belongs_to_program(passes.counter):
+            return passes
+        passes = self._passes[key] = LocalAggregation(
+            self.backward_passes_per_step,
+            self.average_aggregated_gradients,
+            own_variables.OwnVariables(),
+        )
         with tf.init_scope():
-            self._passes.counter = self._variable(tf.zeros([], tf.int32), "aggregation_counter")
-            for index, (gradient, variable) in enumerate(zip(grads, vars, strict=True)):
-                if gradient is not None:
-                    zeros = tf.zeros(tf_variable(variable).shape, gradient.dtype)
-                    self.not_none_indexes[index] = len(self.locally_aggregated_grads)
-                    self.locally_aggregated_grads.append(self._variable(zeros, f"sum_{index}"))
+            passes.counter = self._variable(tf.zeros([], tf.int32), "aggregation_counter")
+            for index, (gradient, variable) in enumerate(zip(grads, variables, strict=True)):
+                zeros = tf.zeros(tf_variable(variable).shape, gradient.dtype)
+                passes.sums.append(self._variable(zeros, f"sum_{index}"))
+        return passes
 
     def _variable(self, initial: Any, name: str) -> Any:
         scope = f"{self.name or 'aggregation'}_variables_{self.rank}"
         return own_variables.make(initial, f"{scope}/{name}")
 
-    def _reduced(self, totals: list[Any], vars: Sequence[Any]) -> tuple[Any, ...]:
+    def _reduced(self, totals: list[Any], variables: list[Any]) -> tuple[Any, ...]:
         """Return the reduced sums of a complete step, and whether they may be applied."""
-        variables = [vars[index] for index in self.not_none_indexes]
         reduced, applies = self._local.around(self.reduce, totals, variables)
         reduced = [tf.identity(gradient) for gradient in reduced]
         return (*reduced, tf.constant(True) if applies is None else tf.identity(applies))

@@ -204,7 +204,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     sparse_as_dense: send tf.IndexedSlices as dense tensors; without it their values and indices
         are gathered, with op Average or Sum only.
     backward_passes_per_step: passes that add up locally before gradients are reduced and applied,
-        in graphs only; average_aggregated_gradients divides the sums by it.
+        in graphs only; average_aggregated_gradients divides the sums by it. Passes with gradients
+        of other variables, as of the two parts of a GAN, are counted on their own.
     op: Average, Sum, Min, Max or Product: of gradients. Adasum: of the steps that every rank's own
         optimizer takes.
     gradient_predivide_factor: f: gradients are divided by f before and by size / f after the sum;

@@ -155,6 +155,19 @@ def check_backward_passes_are_summed_up() -> None:
             assert int(optimizer._agg_helper.counter) == 1
 
 
+def check_passes_of_other_variables_are_counted_apart() -> None:
+    for kind in KINDS:
+        a, b = tf.Variable([0.0, 0.0], name="a"), tf.Variable([0.0, 0.0], name="b")
+        optimizer = hvd.DistributedOptimizer(kind.SGD(1.0), backward_passes_per_step=2)
+        if kind is keras.optimizers:
+            optimizer.build([a, b])
+        for variables in ([b], [a, b], [a]):  # the first layer is unfrozen, then the last frozen
+            for _ in range(2):
+                optimizer.minimize(lambda a=a, b=b: tf.reduce_sum(a + 10 * b), variables)
+        np.testing.assert_allclose(a, [-4.0] * 2)
+        np.testing.assert_allclose(b, [-40.0] * 2)
+
+
 def check_some_gradients_stay_on_their_rank() -> None:
     rank, size = hvd_tf.rank(), hvd_tf.size()
     for kind in KINDS:

@@ -186,6 +186,29 @@ def check_backward_passes_per_step() -> None:
     )
 
 
+def check_passes_of_other_variables_are_counted_apart() -> None:
+    """As in a GAN, whose two parts are trained in turn; each gradient is None in one of them."""
+    gradient = sum(10.0 + rank for rank in range(hvd.size())) / hvd.size()
+    for op, named in ((hvd.Average, True), (hvd.Average, False), (hvd.Adasum, True)):
+        with tf.Graph().as_default(), v1.Session() as session:
+            a, b = (v1.get_variable(name, initializer=[0.0, 0.0]) for name in "ab")
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2, op=op
+            )
+            # Adasum takes equal steps once.
+            factor = gradient if op == hvd.Adasum else 10.0 + hvd.rank()
+            trains = [
+                optimizer.minimize(loss, var_list=[part] if named else [a, b])
+                for part, loss in ((a, tf.reduce_sum(a)), (b, tf.reduce_sum(b * factor)))
+            ]
+            session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+            for _ in range(4):
+                for train in trains:
+                    session.run(train)
+            np.testing.assert_allclose(session.run(a), [-4.0] * 2)
+            np.testing.assert_allclose(session.run(b), [-4 * gradient] * 2, rtol=1e-6)
+
+
 def check_a_restored_state_begins_with_the_first_pass() -> None:
     rank, size = hvd.rank(), hvd.size()
     with tf.Graph().as_default(), v1.Session() as session:
