@@ -21,7 +21,7 @@ def copy_of(optimizer: Any, made_class: Any, not_in_config: Sequence[str]) -> An
 
     A schedule of the learning rate, or another callable, is the same object in both.
 
-    not_in_config: attributes that methods of the optimizer set, and that its config thus lacks.
+    not_in_config: attributes that the config of some optimizers lacks.
 
     Raises ValueError if get_config() does not return what the constructor needs, and warns if it
     lacks an argument that has a default.

@@ -26,8 +26,14 @@ from perseus.tensorflow.gradient_aggregation_eager import LocalGradientAggregati
 from perseus.tensorflow.modes import belongs_here, when
 from perseus.tensorflow.residuals import ResidualState
 
-# Attributes that methods of an optimizer set, and that its config therefore lacks.
-_NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")
+# Attributes that the config lacks: those that methods set, and arguments that Keras leaves out.
+_NOT_IN_CONFIG = (
+    "_exclude_from_weight_decay",
+    "_exclude_from_weight_decay_names",
+    "adaptive_epsilon",
+    "gradient_aggregator",
+    "gradient_transformers",
+)
 _CHILD = "perseus_residuals_state"  # in TensorFlow's checkpoints
 
 # At import: model.compile(hvd.DistributedOptimizer(…)) looks up compile before it wraps.

@@ -299,6 +299,21 @@ def check_any_learning_rate_is_taken_over() -> None:
                 np.testing.assert_allclose(before - variable.numpy(), rate * mean, rtol=1e-6)
 
 
+def check_options_that_configs_lack_are_taken_over() -> None:
+    def clip(pairs):
+        return [(tf.clip_by_value(gradient, -1.0, 1.0), variable) for gradient, variable in pairs]
+
+    weight = tf.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.legacy.SGD(1.0, gradient_transformers=[clip])
+    )
+    optimizer.minimize(lambda: tf.reduce_sum(weight * 10.0), [weight])
+    assert weight.numpy() == [-1.0]
+    if hasattr(keras.optimizers.Adam(), "adaptive_epsilon"):  # not in TensorFlow 2.15
+        plain = keras.optimizers.Adam(0.1, adaptive_epsilon=True)
+        assert hvd.DistributedOptimizer(plain).adaptive_epsilon
+
+
 def check_an_optimizer_that_has_begun_goes_on() -> None:
     for kind in KINDS:
         model = _model()
