@@ -125,8 +125,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     """An optimizer of the same class that reduces gradients over all ranks before each step.
 
     optimizer: any optimizer of Keras, also a LossScaleOptimizer around one; its options and state
-        are taken over. With gradient_accumulation_steps gradients are sent once per step. Keras 2
-        reduces in minimize() and compute_gradients(), not in apply_gradients(), as in Horovod.
+        are taken over; those in a MultiOptimizer are not copied. With gradient_accumulation_steps
+        gradients are sent once per step. Keras 2 reduces in minimize() and compute_gradients(), not
+        in apply_gradients(), as in Horovod.
     name: the prefix of its reductions' names, equal on all ranks; without one, a number.
     device_dense, device_sparse: where reductions run on TensorFlow; "" leaves it to TensorFlow.
     compression: how gradients are encoded on their way. Without it the settings decide, by default

@@ -54,6 +54,22 @@ def copy_around(optimizer: Any, inner: Any) -> Any:
     return type(optimizer)(**{**config, "inner_optimizer": inner})
 
 
+def copy_with_inner(optimizer: Any, made_class: Any) -> Any:
+    """Return a MultiOptimizer of made_class with the inner optimizers of the given one.
+
+    They are not copied: several keys may have the same one, and a function may choose it.
+    """
+    made = made_class(
+        optimizer_map=optimizer._optimizer_map,
+        loss_scale_factor=optimizer.loss_scale_factor,
+        name=optimizer.name,
+    )
+    if hasattr(optimizer._optimizer_map, "values"):
+        # In the same order, even if some were added to the map later. Functions may make new ones.
+        made._inner_optimizers = list(optimizer.optimizers)
+    return made
+
+
 @contextmanager
 def _hidden_rate(optimizer: Any) -> Iterator[Any]:
     """Replace a callable learning rate by a number, and yield it; yield None for other rates.

@@ -7,6 +7,7 @@ Belongs to the thread that trains. Source of behaviour: Horovod 0.28.1, horovod.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,11 +15,13 @@ import keras
 from perseus.gradients.participation import sums_over_steps
 from perseus.keras import jit, loss_scale
 from perseus.keras.backend import backend
-from perseus.keras.copies import copy_around, copy_of
+from perseus.keras.copies import copy_around, copy_of, copy_with_inner
 from perseus.keras.gradient_aggregation import GradientAggregation
+from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import Options, Reducing, is_overwritten
 from perseus.keras.residuals import SavedResiduals
 
+_MULTI = getattr(keras.optimizers, "MultiOptimizer", ())  # older Keras 3 has none
 # Attributes that methods of an optimizer set, and that its config therefore lacks.
 _NOT_IN_CONFIG = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
 
@@ -103,14 +106,13 @@ class DistributedMixin(Reducing):
 
         Keras begins its moving averages of variables (use_ema) only while nothing is counted.
         """
-        optimizer: Any = self
-        if optimizer.use_ema:
-            keras.ops.cond(keras.ops.equal(optimizer._iterations, 0), self._seed, lambda: None)
-        optimizer._iterations.assign_add(1)
-
-    def _seed(self) -> None:
-        optimizer: Any = self
-        optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+        for optimizer in with_inner(self):
+            if not optimizer.built:  # an inner one without variables
+                continue
+            if optimizer.use_ema:
+                begins = keras.ops.equal(optimizer._iterations, 0)
+                keras.ops.cond(begins, partial(_seed, optimizer), lambda: None)
+            optimizer._iterations.assign_add(1)
 
     def _apply_aggregated(self, grads: list[Any], variables: list[Any]) -> None:
         """Apply gradients with Horovod's backward_passes_per_step."""
@@ -160,6 +162,11 @@ class DistributedMixin(Reducing):
         keras.ops.cond(due, step, lambda: self._apply_local(grads, variables))
 
 
+def _seed(optimizer: Any) -> None:
+    """Begin the moving averages with the values of the variables."""
+    optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+
+
 def _ready(optimizer: Any, variables: Sequence[Any] | None) -> bool:
     """Build an optimizer for variables if needed.
 
@@ -197,4 +204,6 @@ def _without_state(optimizer: Any, options: Options) -> Any:
         (DistributedMixin, wrapped),
         {**copied, "_kind": wrapped, "_options": options},
     )
+    if isinstance(optimizer, _MULTI):
+        return copy_with_inner(optimizer, made_class)
     return copy_of(optimizer, made_class, _NOT_IN_CONFIG)

@@ -22,6 +22,7 @@ from perseus.gradients.rotation import parts_of
 from perseus.gradients.scopes import Scope
 from perseus.keras.backend import backend, keras
 from perseus.keras.learning_rate import learning_rate
+from perseus.keras.nesting import with_inner
 
 
 @dataclass(frozen=True)
@@ -217,12 +218,20 @@ class Reducing:
 
         The norm is that of all gradients, so local ones would scale the reduced ones differently.
         """
-        local = [self._reducer.local.is_local(variable) for variable in variables]
-        if any(local) and not all(local) and getattr(self, "global_clipnorm", None):
-            raise ValueError(
-                "[keras] global_clipnorm with local variables lets ranks apply different "
-                "gradients of the variables that they share: use clipnorm or clipvalue"
-            )
+        for optimizer in with_inner(self):
+            if not getattr(optimizer, "global_clipnorm", None):
+                continue
+            local = [
+                self._reducer.local.is_local(variable)
+                for variable in variables
+                if optimizer is self
+                or optimizer._var_key(variable) in optimizer._trainable_variables_indices
+            ]
+            if any(local) and not all(local):
+                raise ValueError(
+                    "[keras] global_clipnorm with local variables lets ranks apply different "
+                    "gradients of the variables that they share: use clipnorm or clipvalue"
+                )
 
     def _rate(self) -> Any:
         """Return the `learning_rate` of GradientReducer.reduce() for the next step."""

@@ -473,6 +473,50 @@ def check_any_learning_rate_is_taken_over() -> None:
         assert_close(variables, reference)
 
 
+def _multi(variables: list, **options) -> keras.optimizers.Optimizer:
+    """A MultiOptimizer whose function chooses by the number of dimensions."""
+    decaying = keras.optimizers.SGD(0.1, weight_decay=0.5)
+    decaying.exclude_from_weight_decay(var_list=variables[:1])
+    inner = [decaying, keras.optimizers.SGD(0.1, momentum=0.9, **options)]
+    return keras.optimizers.MultiOptimizer(lambda variable: inner[len(variable.shape) % 2])
+
+
+def check_a_multi_optimizer_keeps_its_inner_ones() -> None:
+    variables, reference = make_variables(), make_variables()
+    optimizer, plain = hvd.DistributedOptimizer(_multi(variables)), _multi(reference)
+    for step in range(2):
+        optimizer.apply(make_gradients(step), variables)
+        plain.apply(make_gradients(step, -1), reference)
+        assert_close(variables, reference)
+    begun = hvd.DistributedOptimizer(plain)
+    assert begun.optimizers == plain.optimizers
+    optimizer.apply(make_gradients(2), variables)
+    begun.apply(make_gradients(2), reference)
+    assert_close(variables, reference)
+    shared = keras.optimizers.SGD(0.1)
+    kinds = keras.optimizers.OptimizerMap(keras.optimizers.Adam(), {"a": shared, "b": shared})
+    multi = hvd.DistributedOptimizer(keras.optimizers.MultiOptimizer(kinds))
+    assert multi.optimizers == [shared, kinds.default_optimizer]
+
+
+def check_inner_optimizers_count_calls_and_refuse_norms_of_local_variables() -> None:
+    variables = make_variables()
+    optimizer = hvd.DistributedOptimizer(_multi(variables), backward_passes_per_step=2)
+    for step in range(4):
+        optimizer.apply(make_gradients(step), variables)
+    assert [int(inner.iterations) for inner in optimizer.optimizers] == [4, 4]
+
+    def apply(local: slice) -> None:
+        variables = make_variables()
+        optimizer = hvd.DistributedOptimizer(_multi(variables, global_clipnorm=0.5))
+        for variable in variables[local]:
+            optimizer.register_local_var(variable)
+        optimizer.apply(make_gradients(0), variables)
+
+    assert "use clipnorm or clipvalue" in message_of(ValueError, apply, slice(1, 2))
+    apply(slice(0, 1))  # whose optimizer does not clip
+
+
 def check_a_config_that_lacks_arguments_is_told() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
