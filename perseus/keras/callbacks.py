@@ -17,6 +17,7 @@ from perseus.arguments import checked_root
 from perseus.elastic.variables_state import optimizer_variables
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import readable
 from perseus.keras.wrapping import is_distributed
 
@@ -85,9 +86,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = [*self.model.weights, *optimizer_variables(self.model.optimizer)]
         shared = self._shared(variables)
         backend.broadcast_variables(shared, self.root_rank, "BroadcastGlobalVariablesCallback")
-        inner = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
-        if getattr(inner, "_agg_helper", None) is not None:
-            inner._agg_helper.forget()  # gradients of the weights before the broadcast
+        for optimizer in with_inner(self.model.optimizer):
+            if getattr(optimizer, "_agg_helper", None) is not None:
+                optimizer._agg_helper.forget()  # gradients of the weights before the broadcast
         self.broadcast_done = True
 
     def _shared(self, variables: Iterable[Any]) -> list[Any]:

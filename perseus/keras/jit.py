@@ -9,12 +9,13 @@ import functools
 from typing import Any
 
 from perseus.keras.backend import KERAS_2, keras
+from perseus.keras.nesting import with_inner
 
 _replaced = keras.Model.compile if KERAS_2 else keras.Model._resolve_auto_jit_compile
 
 
 def _is_distributed(optimizer: Any) -> bool:
-    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_reducer")
+    return any(hasattr(each, "_reducer") for each in with_inner(optimizer))
 
 
 def _choose(self: Any) -> bool:

@@ -13,16 +13,21 @@ from typing import Any
 
 import keras
 
+from perseus.keras.nesting import with_inner
+
 _local_check = keras.optimizers.LossScaleOptimizer.check_finite
 
 
 def _check_everywhere(self: Any, grads: Sequence[Any]) -> Any:
     """Return whether all gradients are finite, on all ranks if the optimizer is distributed."""
     finite = _local_check(self, grads)
-    reducer = getattr(self.inner_optimizer, "_reducer", None)
-    return finite if reducer is None or not reducer.active() else reducer.everywhere(finite)
+    for optimizer in with_inner(self):
+        reducer = getattr(optimizer, "_reducer", None)
+        if reducer is not None and reducer.active():
+            finite = reducer.everywhere(finite)
+    return finite
 
 
 def install() -> None:
-    """Let LossScaleOptimizers of distributed optimizers check all ranks; others do not change."""
+    """Let LossScaleOptimizers around distributed optimizers check all ranks; others stay."""
     keras.optimizers.LossScaleOptimizer.check_finite = _check_everywhere

@@ -16,6 +16,7 @@ from perseus.gradients.arguments import (
 )
 from perseus.gradients.plan import Plan
 from perseus.keras.backend import KERAS_2, backend, keras
+from perseus.keras.nesting import with_inner
 from perseus.keras.reducer import Options
 
 if KERAS_2:
@@ -25,8 +26,8 @@ else:
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether an optimizer is a DistributedOptimizer, or a LossScaleOptimizer around one."""
-    return isinstance(getattr(optimizer, "inner_optimizer", optimizer), _kind.DistributedMixin)
+    """Whether an optimizer is a DistributedOptimizer, or contains one."""
+    return any(isinstance(each, _kind.DistributedMixin) for each in with_inner(optimizer))
 
 
 def distribute(optimizer: Any, options: Options) -> Any:

@@ -13,7 +13,14 @@ import gradient_settings as settings
 import keras
 import numpy as np
 import pytest
-from keras_training import arrays_of, assert_close, assert_same_everywhere, make_data, make_model
+from keras_training import (
+    arrays_of,
+    assert_close,
+    assert_same_everywhere,
+    make_data,
+    make_model,
+    message_of,
+)
 
 import perseus.keras as hvd
 
@@ -36,6 +43,21 @@ def check_mixed_precision_trains_in_fit() -> None:
     assert_same_everywhere([*model.weights, *model.optimizer.variables])
     assert all(np.isfinite(w).all() for w in arrays_of(model.weights))
     assert int(model.optimizer.iterations) == 3
+
+
+def check_scaled_losses_around_a_multi_optimizer_of_distributed_ones() -> None:
+    rank, mean = hvd.rank(), (hvd.size() + 1) / 2
+    weight = keras.Variable([1.0])
+    inner = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    multi = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner))
+    optimizer = keras.optimizers.LossScaleOptimizer(multi, initial_scale=2.0)
+    optimizer.build([weight])
+    spoilt = keras.ops.convert_to_tensor([np.float32("inf") if rank == 0 else 1.0])
+    assert not optimizer.check_finite([spoilt])
+    optimizer.apply([spoilt], [weight])
+    optimizer.apply([keras.ops.convert_to_tensor([rank + 1.0])], [weight])
+    assert arrays_of([weight, optimizer.dynamic_scale]) == [1.0 - mean, 1.0]
+    assert "already" in message_of(ValueError, hvd.DistributedOptimizer, optimizer)
 
 
 def check_fit_is_fit_with_the_joined_batch() -> None:
