@@ -47,8 +47,9 @@ class _Reducer(HandleReducer):
         self, variables: Sequence[Any], names: Sequence[str], rate_of: Callable[[], Any]
     ) -> None:
         """See BackendReducer."""
-        # A gradient that the script changes afterwards is reduced again, as its optimizer expects.
-        # That is not possible where the core has already added the first one to what it keeps.
+        # A gradient that the script changes afterwards is reduced again, as its optimizer expects,
+        # unless it is changed through `.data`; see Overlap. That is not possible where the core has
+        # already added the first one to what it keeps.
         keeps = basics.may_withhold_gradients() or _keeps_residuals(self.plan.compression)
         if self.plan.compression.in_core and not keeps:
             self._rate = _number(rate_of())

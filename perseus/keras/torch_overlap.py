@@ -31,6 +31,10 @@ class _Begun:
 class Overlap:
     """Begins reductions in hooks of parameters, during a backward pass that was announced.
 
+    Changes of a gradient are recognised by PyTorch's version counter, for which writes through
+    `.data` do not count. Values are not compared: all ranks must decide alike whether to reduce a
+    gradient again, and a change, such as clipping, may leave the values of some ranks as they were.
+
     begin: a bound method of an object that outlives this one. begin(name, [gradient]) begins to
         reduce a gradient in place.
     """
@@ -58,7 +62,8 @@ class Overlap:
     def take(self, name: str, gradient: torch.Tensor) -> Reduction | None:
         """Return the reduction that has begun for a gradient.
 
-        Returns None if none has, or if the script has changed or replaced the gradient since.
+        Returns None if none has, or if the script has changed or replaced the gradient since, but
+        not through `.data`.
         """
         self._announced = False
         begun = self._begun.get(name)
