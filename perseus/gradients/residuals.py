@@ -58,6 +58,18 @@ class Residuals:
                 self.waiting[key] = found
         self._reductions[key] = name, grouped
 
+    def drop(self, key: str) -> None:
+        """Forget a key that know() was told; its name may be given to other gradients.
+
+        Therefore, the core's residual under this name becomes zero. None of it may be in flight.
+        """
+        self.waiting.pop(key, None)
+        found = self._read(key)
+        if found is not None:
+            self.waiting[key] = found[0], bytes(len(found[1]))
+            self.hand_over(key)
+        del self._reductions[key]
+
     def forget_names(self) -> None:
         """Keep what is waiting until know() tells names again: a new world may give others."""
         self._reductions.clear()

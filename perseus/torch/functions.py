@@ -19,6 +19,7 @@ from perseus.elastic import known_blocks
 from perseus.gradients.rotation import finish_corrections
 from perseus.process_sets import ProcessSet, global_process_set, group_id
 from perseus.torch.data_movement import broadcast_async_
+from perseus.torch.parameters import in_groups
 from perseus.torch.session import synchronize
 from perseus.torch.unwrapped import watch
 
@@ -106,7 +107,7 @@ def initial_state(optimizer: torch.optim.Optimizer) -> defaultdict[torch.Tensor,
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of all groups, in their order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return in_groups(optimizer.param_groups)
 
 
 def broadcast_object(

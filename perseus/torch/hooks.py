@@ -30,11 +30,11 @@ def on_gradient(
     owner: Owner,
     call: Callable[[Owner, torch.Tensor, Known], None],
     known: Known,
-) -> None:
+) -> Callable[[], object]:
     """Let every backward pass that reaches the parameter call call(owner, parameter, known).
 
-    The hook is removed when the owner is destroyed. It does not keep the owner alive, because
-    models outlive their optimizers.
+    The hook is removed when the owner is destroyed, or by the function that is returned. It does
+    not keep the owner alive, because models outlive their optimizers.
     """
     reference = weakref.ref(owner)
 
@@ -44,4 +44,6 @@ def on_gradient(
             call(living, reached, known)
 
     registration = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    weakref.finalize(owner, registration.remove).atexit = False
+    remove = weakref.finalize(owner, registration.remove)
+    remove.atexit = False
+    return remove

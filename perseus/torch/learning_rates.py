@@ -36,9 +36,9 @@ def steps_of(
         groups = alive.param_groups  # which load_state_dict() replaces
         try:
             places = {group_of[id(parameter)] for parameter in parameters}
-        except KeyError:  # one has joined since
+        except KeyError:  # one has joined since, or gone
             group_of.update(_places(alive))
-            places = {group_of[id(parameter)] for parameter in parameters}
+            places = {group_of.get(id(parameter), len(groups)) for parameter in parameters}
         if max(places) >= len(groups):
             return _UNKNOWN
         if len(places) == 1:

@@ -35,6 +35,7 @@ from perseus.torch.compression import Compression
 from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.hooks import calls_hooked_step
 from perseus.torch.learning_rates import steps_of
+from perseus.torch.parameters import Parameters, placed
 from perseus.torch.reducer import GradientReducer
 from perseus.torch.reductions import allreduce
 from perseus.torch.residuals import as_buffers, as_tensors
@@ -61,16 +62,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     """The mixin that DistributedOptimizer puts in front of the wrapped optimizer's class."""
 
     _check: ParameterCheck
+    _parameters: Parameters
     _reducer: GradientReducer
     _rotation: TorchRotation | None
     _takes_part: bool
-    # How many parameters the groups had when they were looked at, and those whose gradients are not
-    # reduced because they were frozen.
-    _counted: int
-    _frozen: list[torch.Tensor]
     _should_synchronize: bool
     _steps_now: bool
     _synchronized: bool
+    _wrapped: type[torch.optim.Optimizer]
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -148,36 +147,56 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         skip_synchronize(). Raises HorovodInternalError if a reduction failed, after all of them
         have ended.
 
-        Parameters that have joined the optimizer since the last step, or have become trainable, are
-        reduced as well, from now on. They must be the same on all ranks. Raises ValueError for them
-        if hosts average parameters instead of gradients.
+        Parameters that have joined the optimizer since the last step, in new groups or in place of
+        others, or have become trainable, are reduced as well, from now on; those that are in no
+        group any more, for the last time. They must be the same on all ranks. Raises ValueError for
+        joining ones if hosts average parameters instead of gradients.
         """
-        self._look_at_parameters()
-        self._reducer.synchronize()
+        reducer = self._reducer
+        # A new rank of an elastic job knows the present ones only.
+        if reducer.begins_world and reducer.has_begun_only(parameters_of(self)):
+            self._follow_parameters()
+        reducer.synchronize()
+        # Else not earlier: where a backward pass has reached a parameter that is now gone, its
+        # reduction is under way, and a rank whose pass did not reach it must take part.
+        reducer.catch_up(self._follow_parameters())
         # Before the step only if it comes later: a gradient scaler may skip it on one rank.
         if not self._steps_now:
             self._take_turn()
         self._synchronized = True
 
-    def _look_at_parameters(self) -> None:
-        """Let the reducer know those that have joined or become trainable since the last look."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        if count == self._counted and not any(p.requires_grad for p in self._frozen):
-            return
-        names, reduced = self._reducer.names, self._reducer.parameters()
-        for i, group in enumerate(self.param_groups):
-            for j, parameter in enumerate(group["params"]):
-                names.setdefault(parameter, _name(i, j))
-        others = [p for p in parameters_of(self) if p not in reduced]
-        joining = [p for p in others if p.requires_grad]
-        if self._takes_part and joining:
-            if self._reducer.plan.compression is InsideCompressor:
-                raise ValueError(
-                    f"[torch] the parameter {names[joining[0]]} joined the optimizer, or became "
-                    "trainable, too late to be averaged between hosts: wrap the optimizer anew"
-                )
-            self._reducer.add(joining)
-        self._counted, self._frozen = count, [p for p in others if not p.requires_grad]
+    def _follow_parameters(self) -> list[torch.Tensor]:
+        """Let the reducer know those that have joined, become trainable or gone.
+
+        Returns those whose gradients it reduces only from now on.
+        """
+        parameters, reducer = self._parameters, self._reducer
+        if not parameters.have_changed(self.param_groups):
+            return []
+        joining = self._joining()
+        # The core sums steps by names, so a parameter that has gone goes on with its sum.
+        forgets = basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1
+        present = parameters.update(self.param_groups, forget=forgets)
+        reducer.step_of = steps_of(self, self._wrapped)
+        if forgets:
+            reducer.keep(present)
+        reducer.add(joining)
+        return joining
+
+    def _joining(self) -> list[torch.Tensor]:
+        """Return those whose gradients are to be reduced from now on."""
+        reducer, reduced = self._reducer, self._reducer.parameters()
+        joining = {
+            p: name
+            for name, p in self._parameters.named(self.param_groups)
+            if self._takes_part and p.requires_grad and p not in reduced
+        }
+        if joining and reducer.plan.compression is InsideCompressor:
+            raise ValueError(
+                f"[torch] the parameter {next(iter(joining.values()))} joined the optimizer, or "
+                "became trainable, too late to be averaged between hosts: wrap the optimizer anew"
+            )
+        return list(joining)
 
     def _take_turn(self) -> None:
         if self._rotation is not None and self._reducer.applies:
@@ -206,9 +225,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         PERSEUS_PARAMETER_CHECK_N_STEPS finds that parameters differ between ranks.
         """
         if self._check.due():
-            self._look_at_parameters()
-            names = self._reducer.names
-            self._check.compare((names[p], buffer_of(p)) for p in parameters_of(self))
+            named = self._parameters.named(self.param_groups)
+            self._check.compare((name, buffer_of(p)) for name, p in named)
         synchronizes = self._should_synchronize
         if synchronizes and self._synchronized:
             warnings.warn(
@@ -395,8 +413,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     made._check = ParameterCheck(process_set)
     made._rotation = rotation
     made._takes_part = active
-    made._counted = len(parameters)
-    made._frozen = [p for p in parameters if not p.requires_grad]
+    made._wrapped = wrapped
+    made._parameters = Parameters(made.param_groups, names)
     made._should_synchronize = True
     made._synchronized = made._steps_now = False
     made._reducer = GradientReducer(
@@ -428,11 +446,7 @@ def _names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
 ) -> dict[torch.Tensor, str]:
     if named_parameters is None:
-        return {
-            p: _name(i, j)
-            for i, group in enumerate(optimizer.param_groups)
-            for j, p in enumerate(group["params"])
-        }
+        return dict(placed(optimizer.param_groups))
     named = list(named_parameters) if isinstance(named_parameters, Iterable) else [None]
     if not all(
         isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor)
@@ -456,11 +470,6 @@ def _names(
             f"parameters were not named. Pass named_parameters of the whole model."
         )
     return names
-
-
-def _name(group: int, place: int) -> str:
-    """The name of a parameter to which the script gives none, from its place in the optimizer."""
-    return f"allreduce.noname.{group}.{place}"
 
 
 def _identity(tensor: Any) -> int:

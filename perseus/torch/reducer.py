@@ -6,7 +6,7 @@ for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -33,13 +33,14 @@ _TOO_MANY = (
 class _Bundle(Reduction):
     """The gradients that one operation reduces: those of one parameter or of a group."""
 
-    __slots__ = ("parameters", "passes_left", "waiting")
+    __slots__ = ("parameters", "passes_left", "unhook", "waiting")
 
     def __init__(self, name: str, parameters: list[torch.Tensor]) -> None:
         super().__init__(name, name)
         self.parameters = parameters
         self.passes_left: list[int] = []  # for each parameter, until its gradient is complete
         self.waiting = 0  # the number of parameters whose gradients are not complete
+        self.unhook: list[Callable[[], object]] = []  # removes the hooks of the parameters
 
 
 class GradientReducer(HandleReducer):
@@ -49,9 +50,10 @@ class GradientReducer(HandleReducer):
     names: the names of at least these parameters, equal on all ranks.
     passes: the number of backward passes that complete a gradient.
     step_of: returns the learning rate and the momentum of some parameters' next step; see
-        perseus_request.
+        perseus_request. The adapter replaces it when its groups have changed.
     applies: whether the gradients of the last finish_begun() may be applied. They may not if they
         are part of an incomplete sum over steps, or contain a NaN that is to be skipped.
+    begins_world: whether it is older than this world, and has finished no reduction in it yet.
     """
 
     reductions: list[_Bundle]
@@ -67,10 +69,11 @@ class GradientReducer(HandleReducer):
         super().__init__(plan, session)
         self.names = names
         self.passes = passes
-        self._step_of = step_of
+        self.step_of = step_of
         # The number of sparse dimensions, for parameters that have had a sparse gradient.
         self._sparse_dims: dict[torch.Tensor, int] = {}
         self.applies = True
+        self.begins_world = False
         self._take(_make_bundles(parameters, names, plan))
         if parameters:
             keep_freed_memory()
@@ -78,6 +81,38 @@ class GradientReducer(HandleReducer):
     def add(self, parameters: list[torch.Tensor]) -> None:
         """Reduce more parameters, which `names` has, from now on; none of them in a group."""
         self._take([_Bundle(self.names[p], [p]) for p in parameters])
+
+    def catch_up(self, added: list[torch.Tensor]) -> None:
+        """Do what synchronize() would have done for parameters that were added after it."""
+        if added:
+            before = self.applies
+            for bundle in self.reductions[-len(added) :]:
+                self._start(bundle)
+            self.finish_begun()
+            self.applies = self.applies and before
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget all others than these. No reduction of them may be under way.
+
+        What is left of a group remains one, but codecs hold nothing back of it yet.
+        """
+        kept = set(parameters)
+        broken = [b for b in self.reductions if not kept.issuperset(b.parameters)]
+        if not broken:
+            return
+        for bundle in broken:
+            self._forget(bundle, kept)
+        self.reductions = [b for b in self.reductions if kept.issuperset(b.parameters)]
+        left = [[p for p in bundle.parameters if p in kept] for bundle in broken]
+        self._take([_Bundle(self.names[rest[0]], rest) for rest in left if rest])
+
+    def _forget(self, bundle: _Bundle, kept: set[torch.Tensor]) -> None:
+        for unhook in bundle.unhook:
+            unhook()
+        self.residuals.drop(bundle.key)
+        for parameter in bundle.parameters:
+            if parameter not in kept:
+                self._sparse_dims.pop(parameter, None)
 
     def parameters(self) -> set[torch.Tensor]:
         """Return those whose gradients are reduced."""
@@ -87,8 +122,10 @@ class GradientReducer(HandleReducer):
         for bundle in bundles:
             self.residuals.know(bundle.key, bundle.name, len(bundle.parameters) > 1)
             self._restart(bundle)
-            for index, parameter in enumerate(bundle.parameters):
+            bundle.unhook = [
                 on_gradient(parameter, self, GradientReducer._count, (bundle, index))
+                for index, parameter in enumerate(bundle.parameters)
+            ]
         self.reductions += bundles
 
     def _restart(self, bundle: _Bundle) -> None:
@@ -107,9 +144,17 @@ class GradientReducer(HandleReducer):
             for bundle in self.reductions
         )
 
+    def has_begun_only(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Return whether no reductions of others than these are under way."""
+        others = self.parameters().difference(parameters)
+        return others.isdisjoint(
+            p for bundle in self.reductions if bundle.is_under_way() for p in bundle.parameters
+        )
+
     def forget_begun(self) -> None:
         """See HandleReducer."""
         super().forget_begun()
+        self.begins_world = True
         self.reset()
 
     def synchronize(self) -> None:
@@ -122,7 +167,7 @@ class GradientReducer(HandleReducer):
     def finish_begun(self) -> None:
         """Wait for reductions in flight; raise once all have ended if one failed. See Failures."""
         failures = Failures()
-        self.applies = True
+        self.applies, self.begins_world = True, False
         self.applies = self.finish(self.reductions, failures)
         if not self.applies and basics.setting("PERSEUS_ACCUMULATE_N_STEPS") == 1:
             self.unapplied = True  # all gradients may have had a NaN, but none was merely held
@@ -162,7 +207,7 @@ class GradientReducer(HandleReducer):
                 gradients = self._start_sparse(bundle, gradients)
                 break
         if gradients:
-            rate, momentum = self._step_of(bundle.parameters)
+            rate, momentum = self.step_of(bundle.parameters)
             if momentum and self.unapplied:  # as where a gradient scaler has found an overflow
                 basics.forget_momenta(self.number)
                 self.unapplied = False

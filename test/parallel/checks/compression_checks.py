@@ -371,6 +371,35 @@ def check_a_flush_sends_all_that_is_held_once() -> None:
             assert training.held(), "once"
 
 
+def check_a_new_parameter_inherits_nothing_that_is_held_under_its_name() -> None:
+    def take_step(number: int) -> None:
+        optimizer.zero_grad()
+        mine = values(SHAPES["w"], torch.float32, hvd.rank(), number)
+        (parameter * mine).sum().backward()
+        optimizer.step()
+
+    with apart():
+        parameter = nn.Parameter(torch.zeros(SHAPES["w"]))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0),
+            compression=hvd.Compression.topk(0.02),
+            op=hvd.Sum,
+        )
+        take_step(0)
+        assert optimizer.state_dict()[KEY]
+        parameter = nn.Parameter(torch.zeros(SHAPES["w"]))
+        optimizer.param_groups[0]["params"][0] = parameter
+        take_step(1)
+        hvd.flush_residuals()
+        take_step(2)
+        produced = sum(
+            values(SHAPES["w"], torch.float32, rank, step)
+            for rank in range(hvd.size())
+            for step in (1, 2)
+        )
+        assert torch.equal(parameter.detach(), -produced)
+
+
 def check_a_change_of_codec_sends_all_that_is_held() -> None:
     with apart():
         x = values((300,), torch.float32, hvd.rank())

@@ -114,6 +114,24 @@ def check_compression_travels_and_the_sum_is_right() -> None:
             torch.testing.assert_close(p.grad, gradient, rtol=5e-3, atol=1e-4)
 
 
+def check_a_parameter_may_take_the_place_of_another_between_sums() -> None:
+    def take_steps() -> None:
+        for _ in range(4):
+            optimizer.zero_grad()
+            ((kept.sum() + changing.sum()) * (hvd.rank() + 1)).backward()
+            optimizer.step()
+
+    with world_with(**_accumulate(2)):
+        kept, changing = (nn.Parameter(torch.zeros(size)) for size in (2, 3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([kept, changing], lr=1.0))
+        for before, size in enumerate((3, 4, 4)):
+            changing = optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.zeros(size))
+            take_steps()
+            for parameter, rounds in ((kept, before + 1), (changing, 1)):
+                moved = rounds * 4 * (hvd.size() + 1) / 2
+                assert torch.equal(parameter.detach(), torch.full_like(parameter, -moved))
+
+
 def check_a_scheduler_counts_the_scripts_steps() -> None:
     with world_with(**_accumulate(2)):
         model = nn.Linear(1, 1, bias=False)

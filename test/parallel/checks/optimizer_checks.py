@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -408,6 +409,98 @@ def check_parameters_may_join_after_wrapping() -> None:
     (weight + late).sum().backward()
     message = raised(ValueError, optimizer.step)
     assert "the parameter allreduce.noname.1.0 joined the optimizer" in message
+
+
+def _step_of_ranks(optimizer: torch.optim.Optimizer, *parameters: nn.Parameter) -> None:
+    """Take a step by (the average of) rank + 1, for every parameter."""
+    optimizer.zero_grad()
+    sum((p * (hvd.rank() + 1)).sum() for p in parameters).backward()
+    optimizer.step()
+
+
+def _assert_taken(steps: int, *parameters: nn.Parameter) -> None:
+    for p in parameters:
+        assert torch.equal(p.detach(), torch.full_like(p, -steps * (hvd.size() + 1) / 2))
+
+
+def _zeros(*sizes: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(size)) for size in sizes]
+
+
+def _replace_one(**options: Any) -> None:
+    first, second = _zeros(2, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), **options)
+    _step_of_ranks(optimizer, first, second)
+    _assert_taken(1, first, second)
+    for steps, size in ((2, 4), (4, 4)):
+        (first,) = optimizer.param_groups[0]["params"][:1] = _zeros(size)
+        _step_of_ranks(optimizer, first, second)
+        _step_of_ranks(optimizer, first, second)
+        _assert_taken(2, first)
+        _assert_taken(steps + 1, second)
+
+
+def check_a_parameter_may_take_the_place_of_another() -> None:
+    """As one does whose number of rows changes."""
+    with world_with(PERSEUS_PARAMETER_CHECK_N_STEPS=1):
+        for options in ({}, {"groups": 1}, {"compression": hvd.Compression.fp16}):
+            _replace_one(**options)
+
+
+def check_a_new_rank_knows_only_the_parameters_that_there_are() -> None:
+    """As one of an elastic job, which begins when the others have replaced a parameter."""
+    first, second = _zeros(2, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0))
+    _step_of_ranks(optimizer, first, second)
+    (first,) = optimizer.param_groups[0]["params"][:1] = _zeros(4)
+    with world_with():
+        if hvd.rank() == hvd.size() - 1:
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0))
+        _step_of_ranks(optimizer, first, second)
+        _assert_taken(1, first)
+        _assert_taken(2, second)
+
+
+def check_a_parameter_may_go_between_backward_and_step() -> None:
+    gone, kept = _zeros(2, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([gone, kept], lr=1.0))
+    with world_with():
+        ((gone.sum() + kept.sum()) * (hvd.rank() + 1)).backward()
+        (new,) = optimizer.param_groups[0]["params"][:1] = _zeros(4)
+        optimizer.step()
+        _assert_taken(1, kept)
+        assert_job_usable()  # nothing is under way
+        _step_of_ranks(optimizer, kept, new)
+        _assert_taken(2, kept)
+        _assert_taken(1, new)
+
+
+def check_a_parameter_that_has_gone_is_let_go() -> None:
+    kept, used_by_one = _zeros(2, 3)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([kept, used_by_one], lr=1.0), groups=1)
+    _step_of_ranks(optimizer, kept, used_by_one)
+    del optimizer.param_groups[0]["params"][1]
+    if hvd.rank() == 0:
+        used_by_one.sum().backward()  # which begins its reduction on this rank alone
+    _step_of_ranks(optimizer, kept)
+    _assert_taken(2, kept)
+    reference = weakref.ref(used_by_one)
+    del used_by_one
+    gc.collect()
+    assert reference() is None
+
+
+def check_a_group_may_take_the_place_of_another() -> None:
+    first, gone, *late = _zeros(2, 2, 2, 5)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([{"params": [gone]}, {"params": [first]}], lr=1.0)
+    )
+    _step_of_ranks(optimizer, gone, first)
+    optimizer.param_groups.pop(0)
+    optimizer.add_param_group({"params": late})
+    _step_of_ranks(optimizer, first, *late)
+    _assert_taken(2, first)
+    _assert_taken(1, gone, *late)
 
 
 def check_two_optimizers_take_turns_with_frozen_parameters() -> None:
