@@ -21,24 +21,29 @@ from perseus.gradients.handle_reducer import HandleReducer, Reduction
 from perseus.gradients.parameter_check import ParameterCheck
 from perseus.gradients.plan import Plan
 from perseus.process_sets import ProcessSet
-from perseus.torch.functions import buffer_of, initial_state
+from perseus.torch.functions import buffer_of, initial_state, parameters_of
 from perseus.torch.hooks import calls_hooked_step
+from perseus.torch.parameters import Parameters
 from perseus.torch.session import Adasum, session
 
 
 class _StepReducer(HandleReducer, AdasumOfSteps):
     """Combines the steps of parameters.
 
-    names: the names of all parameters. failures: the errors of the last step. applies: whether the
-    last step was taken; if not, the parameters have been restored.
+    named: the parameters and their names. failures: the errors of the last step. applies: whether
+    the last step was taken; if not, the parameters have been restored.
     """
 
-    def __init__(self, plan: Plan, names: dict[torch.Tensor, str]) -> None:
+    def __init__(self, plan: Plan, named: dict[torch.Tensor, str]) -> None:
         super().__init__(plan, session)
-        self.names = names
-        self.reductions = [Reduction(name, name) for name in names.values()]
+        self.take(named)
         self.failures = Failures()
         self.applies = True
+
+    def take(self, named: dict[torch.Tensor, str]) -> None:
+        """Combine the steps of these parameters from now on."""
+        self.named = named
+        self.reductions = [Reduction(name, name) for name in named.values()]
 
     def copies(self, variables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See AdasumOfSteps."""
@@ -75,6 +80,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
     """The mixin that adasum_optimizer puts in front of the wrapped optimizer's class."""
 
     _check: ParameterCheck
+    _parameters: Parameters
     _reducer: _StepReducer
     backward_passes_per_step: int
 
@@ -98,20 +104,31 @@ class AdasumOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the wrapped optimizer's step, then combine the steps of all ranks by Adasum.
 
-        A parameter without a gradient contributes its step as well, usually zeros. Raises
-        HorovodInternalError if a reduction failed. NaNs are looked for in the steps; if one is to
-        be skipped or is an error, the parameters and the optimizer's state are restored.
+        A parameter without a gradient contributes its step as well, usually zeros. Those that have
+        joined the optimizer or become trainable since the last step must be the same on all ranks;
+        their steps are combined from now on. Raises HorovodInternalError if a reduction failed.
+        NaNs are looked for in the steps; if one is to be skipped or is an error, the parameters and
+        the optimizer's state are restored.
         """
+        self._follow_parameters()
         reducer = self._reducer
         if self._check.due():
-            self._check.compare((name, buffer_of(p)) for p, name in reducer.names.items())
+            self._check.compare((name, buffer_of(p)) for p, name in reducer.named.items())
         saved = _saved(self)
         wrapped: Any = super()
-        loss, _ = reducer.around(list(reducer.names), lambda: wrapped.step(closure))
+        loss, _ = reducer.around(list(reducer.named), lambda: wrapped.step(closure))
         if not reducer.applies:
             _restore(self, saved)
         reducer.failures.raise_first()
         return loss
+
+    def _follow_parameters(self) -> None:
+        """Combine the steps of those that have joined or become trainable; let go what is gone."""
+        parameters, known = self._parameters, self._reducer.named
+        if parameters.have_changed(self.param_groups):
+            present = parameters.update(self.param_groups)
+            trained = [p for p in present if p.requires_grad or p in known]
+            self._reducer.take({p: parameters.names[p] for p in trained})
 
 
 _Saved = tuple[dict[Any, Any], list[dict[str, Any]]]
@@ -149,7 +166,7 @@ def adasum_optimizer(
 ) -> AdasumOptimizer:
     """Return an optimizer of the same class whose step is the Adasum of all ranks' steps.
 
-    names: the names of every parameter that takes part, in the same order on all ranks.
+    names: the names of all parameters, which are in the same order on all ranks.
     """
     wrapped = type(optimizer)
     made_class = type(
@@ -161,6 +178,8 @@ def adasum_optimizer(
     made.state = initial_state(optimizer)
     made._check = ParameterCheck(process_set)
     plan = Plan(Adasum, all_applied_here(compression), process_set)
-    made._reducer = _StepReducer(plan, names)
+    made._parameters = Parameters(made.param_groups, names)
+    trained = [p for p in parameters_of(made) if p.requires_grad]
+    made._reducer = _StepReducer(plan, {p: names[p] for p in trained})
     made.backward_passes_per_step = passes
     return made

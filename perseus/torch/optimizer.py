@@ -390,9 +390,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's
     included = bool(process_set.included())
     if op == Adasum and included and not alone():
         check_adasum_of_steps("torch")
-        trained = {p: names[p] for p in parameters if p.requires_grad}
         return adasum_optimizer(
-            optimizer, trained, compression, backward_passes_per_step, process_set
+            optimizer, names, compression, backward_passes_per_step, process_set
         )
     active = included and (not alone() or basics.settings_act_on_gradients())
     trainable = [p for p in parameters if p.requires_grad]

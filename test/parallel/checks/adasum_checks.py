@@ -123,6 +123,28 @@ def check_the_optimizer_combines_steps() -> None:
             assert torch.equal(everyone, parameter.detach().flatten().expand_as(everyone))
 
 
+def check_parameters_may_join_the_optimizer_and_leave_it() -> None:
+    kept, frozen, late, gone = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
+    frozen.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([{"params": [gone]}, {"params": [kept, frozen]}], lr=1.0), op=hvd.Adasum
+    )
+    step = adasum_of([torch.full((2,), -rank - 1.0) for rank in range(hvd.size())])
+
+    def take(*parameters: torch.nn.Parameter) -> None:
+        optimizer.zero_grad()
+        sum((p * (hvd.rank() + 1)).sum() for p in parameters).backward()
+        optimizer.step()
+
+    take(gone, kept)
+    frozen.requires_grad_()
+    optimizer.param_groups.pop(0)
+    optimizer.add_param_group({"params": [late]})
+    take(kept, frozen, late)
+    for parameter, steps in ((gone, 1), (kept, 2), (frozen, 1), (late, 1)):
+        torch.testing.assert_close(parameter.detach(), step * steps)
+
+
 def check_the_optimizer_keeps_its_class_and_refuses_to_skip() -> None:
     weight = torch.nn.Parameter(torch.full((2,), float(hvd.rank())))
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam([weight]), op=hvd.Adasum)
