@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # How soon a rank that sends no sign of life is dead, however long operations may take.
 _LIVENESS_SECONDS = 60
+# The settings below take no more; nobody tells 11 days from the year that some scripts ask for.
+LONGEST_TIMEOUT = 1_000_000
 _PROCESS_GROUP = 1  # PERSEUS_API_PROCESS_GROUP
 
 
@@ -30,6 +32,7 @@ def group_context(
 ) -> _core.Context:
     """Connect to the other ranks of a group, which must do the same within `timeout` seconds.
 
+    timeout: 1 to LONGEST_TIMEOUT.
     store: with set(key, text), get(key) -> bytes and check(keys) -> bool, as torch's stores have
     them, and a prefix of this group's own. An operation that has not ended after `timeout` fails,
     and the message names the ranks that take no part in it. settings: "NAME=value", in place of

@@ -74,6 +74,16 @@ def test_a_tensor_that_cannot_be_reduced_is_refused(tensor, message):
         dist.all_reduce(tensor)
 
 
+@pytest.mark.parametrize("days", [365, datetime.timedelta.max.days])
+def test_a_timeout_may_be_longer_than_the_core_can_count(days):
+    timeout = datetime.timedelta(days=days)
+    perseus.torch.distributed.register()
+    group = backend._create(dist.HashStore(), 0, 1, timeout)
+    group.set_timeout(timeout)
+    group.barrier().wait()
+    group.shutdown()
+
+
 def _ours():
     """What c10d calls, past the checks of torch.distributed."""
     return backend._group_of(dist.group.WORLD, "cpu")

@@ -21,7 +21,7 @@ from torch._C import _distributed_c10d as c10d
 
 from perseus import _core
 from perseus.errors import HorovodInternalError
-from perseus.group_context import group_context
+from perseus.group_context import LONGEST_TIMEOUT, group_context
 from perseus.operations import Kind
 from perseus.torch.distributed.launched import raise_if_ended
 from perseus.torch.session import describe, tensor_over
@@ -45,6 +45,11 @@ def _timeline_of(number: int) -> list[str]:
     stem, suffix = os.path.splitext(path)
     process = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return [f"HOROVOD_TIMELINE={stem}.process{process}.group{number}{suffix}"]
+
+
+def _seconds_of(timeout: timedelta) -> int:
+    """A timeout as the core takes it: whole seconds, and no more than it can count."""
+    return min(max(1, math.ceil(timeout.total_seconds())), LONGEST_TIMEOUT)
 
 
 def wrap(
@@ -71,12 +76,13 @@ class World:
     def __init__(self, store: c10d.Store, rank: int, size: int, timeout: timedelta) -> None:
         """Connect to the other ranks: see group_context().
 
-        store: torch's store, with a prefix of this group's own. timeout: rounded up to seconds.
+        store: torch's store, with a prefix of this group's own. timeout: rounded up to seconds; at
+        most LONGEST_TIMEOUT counts.
         """
         self.rank, self.size = rank, size
         self._left = False  # by this rank's own will
         self.keepers: WeakSet[Keeper] = WeakSet()
-        self.seconds = max(1, math.ceil(timeout.total_seconds()))
+        self.seconds = _seconds_of(timeout)
         settings = _timeline_of(next(_numbers))
         self.context = group_context(
             store, rank, size, self.seconds, settings=settings, interrupted=raise_if_ended
@@ -86,7 +92,7 @@ class World:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Wait for ranks that live no longer than this from now on, also for what is under way."""
-        self.seconds = max(1, math.ceil(timeout.total_seconds()))
+        self.seconds = _seconds_of(timeout)
         self.context.set_stall_limits(self.seconds, self.seconds)
 
     @property
