@@ -58,7 +58,7 @@ def test_one_rank_alone_is_a_group():
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.ones(4, 3).t(), "contiguous"),
+        (torch.ones(3).expand(4, 3), "contiguous"),
         (torch.ones(3, dtype=torch.float8_e5m2), "SUM is not defined for torch.float8_e5m2"),
         pytest.param(
             torch.ones(3, device="meta"),

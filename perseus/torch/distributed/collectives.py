@@ -1,9 +1,10 @@
 """The collectives of c10d on the core, under the names by which torch calls a backend.
 
 Mixed into a Backend or a ProcessGroup, whatever this torch takes. Every collective is exact.
-Tensors are contiguous and lie in host memory or on an NVIDIA GPU. Options come from
-torch.distributed, which has checked their types. Any thread may start collectives; ranks pair them
-by their order, which they count apart for callbacks of futures (future.py).
+Tensors lie in host memory or on an NVIDIA GPU, with any strides, which may differ between ranks:
+what is not row-major travels as a copy that is. Options come from torch.distributed, which has
+checked their types. Any thread may start collectives; ranks pair them by their order, which they
+count apart for callbacks of futures (future.py).
 
 Errors: ValueError for tensors that cannot take part; torch.distributed.DistBackendError, from the
 returned work's wait(), where ranks disagree or one has ended, which the message names. A group that
@@ -39,10 +40,23 @@ _ANY_RANK = -1  # PERSEUS_ANY_RANK
 _SPARSE_OPS = {RedOpType.SUM: ReduceOp.Sum, RedOpType.AVG: ReduceOp.Average}
 
 
-def _checked(tensors: Sequence[torch.Tensor]) -> None:
+def _are_row_major(tensors: Sequence[torch.Tensor]) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
+
+
+def _by_copies(tensors: Tensors, start: Callable[[Tensors], Work]) -> Work:
+    """Start a collective that writes `tensors`, some of which are not row-major.
+
+    start: is given row-major ones in their place, which are copied back when the collective ends.
+    """
     for tensor in tensors:
-        if not tensor.is_contiguous():
-            raise ValueError("[torch] tensors must be contiguous: call .contiguous()")
+        if any(step == 0 and n > 1 for step, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(
+                "[torch] elements of a tensor that is written share memory, as expand() makes "
+                "them: call .contiguous()"
+            )
+    rows = [tensor.detach().contiguous() for tensor in tensors]
+    return start(rows).copying_back(rows, tensors)
 
 
 def _only(tensors: Sequence[Any]) -> Any:
@@ -52,8 +66,8 @@ def _only(tensors: Sequence[Any]) -> Any:
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of one dimension in a dtype that the core can move."""
-    flat = tensor.detach().reshape(-1)
+    """A view of one dimension in a dtype that the core can move; of a copy if not row-major."""
+    flat = tensor.detach().contiguous().view(-1)
     if flat.dtype in DTYPES:
         return flat
     return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat.view(torch.uint8)
@@ -192,7 +206,8 @@ class Collectives:
         tensor = _only(tensors)
         if tensor.is_sparse:
             return self._allreduce_sparse(tensor, opts)
-        _checked(tensors)
+        if not tensor.is_contiguous():
+            return _by_copies(tensors, lambda rows: self.allreduce(rows, opts))
         reduction = core_reduction(opts.reduceOp, tensor.dtype)
         if reduction is None:
             return self._allreduce_bits(tensor, BITWISE[kind_of(opts.reduceOp)])
@@ -201,7 +216,8 @@ class Collectives:
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce several tensors over all ranks, in place, as one operation."""
-        _checked(tensors)
+        if not _are_row_major(tensors):
+            return _by_copies(tensors, lambda rows: self.allreduce_coalesced(rows, opts))
         reductions = {core_reduction(opts.reduceOp, tensor.dtype) for tensor in tensors}
         if len(reductions) != 1 or None in reductions:
             raise ValueError("[torch] coalesced tensors are reduced alike, and not bit by bit")
@@ -249,9 +265,12 @@ class Collectives:
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce a tensor over all ranks; only the root's is overwritten."""
         tensor = _only(tensors)
-        _checked(tensors)
-        reduction = core_reduction(opts.reduceOp, tensor.dtype)
         root = opts.rootRank == self.world.rank
+        if not tensor.is_contiguous():
+            if root:
+                return _by_copies(tensors, lambda rows: self.reduce(rows, opts))
+            tensor = tensor.detach().contiguous()
+        reduction = core_reduction(opts.reduceOp, tensor.dtype)
         if reduction is None:
             own = tensor if root else tensor.clone()
             return self._allreduce_bits(own, BITWISE[kind_of(opts.reduceOp)])
@@ -261,7 +280,10 @@ class Collectives:
 
     def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
         """Reduce `given` over all ranks; this rank gets its part, in rank order, as `output`."""
-        _checked([output, given])
+        if not output.is_contiguous():
+            return _by_copies(
+                [output], lambda rows: self.reduce_scatter_single(rows[0], given, opts)
+            )
         _same_dtype([output], [given], "reduce_scatter")
         size = self.world.size
         if given.numel() != output.numel() * size:
@@ -273,7 +295,7 @@ class Collectives:
         reduction = core_reduction(opts.reduceOp, given.dtype)
         if reduction is None:
             return self._reduce_scatter_bits(output, given, BITWISE[kind_of(opts.reduceOp)])
-        parts = _reducible(given, reduction).reshape(size, -1)
+        parts = _reducible(given.contiguous(), reduction).reshape(size, -1)
         return self._submit(
             Kind.REDUCESCATTER, parts, lambda _: [output],
             _reducible(output, reduction).view(1, -1), op=reduction.op, prescale=reduction.prescale,
@@ -293,7 +315,6 @@ class Collectives:
     def reduce_scatter(self, outputs: Tensors, given: list[Tensors], opts: Any) -> Work:
         """Reduce a list of tensors over all ranks; this rank gets the one of its own index."""
         output, parts = _only(outputs), _only(given)
-        _checked([output, *parts])
         _same_dtype([output], parts, "reduce_scatter")
         if len(parts) != self.world.size or any(p.numel() != output.numel() for p in parts):
             raise ValueError(
@@ -312,8 +333,10 @@ class Collectives:
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Overwrite a tensor with that of the root."""
-        _checked(tensors)
-        own = _movable(_only(tensors))
+        tensor = _only(tensors)
+        if not tensor.is_contiguous():
+            return _by_copies(tensors, lambda rows: self.broadcast(rows, opts))
+        own = _movable(tensor)
         return self._submit(
             Kind.BROADCAST, own, lambda _: tensors, own, not opts.asyncOp, root=opts.rootRank
         )
@@ -322,7 +345,8 @@ class Collectives:
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Work:
         """Join the tensors of all ranks, which are of one size, in `output`."""
-        _checked([output, given])
+        if not output.is_contiguous():
+            return _by_copies([output], lambda rows: self.all_gather_single(rows[0], given, opts))
         _same_dtype([output], [given], "all_gather")
         _same_elements([output], given.numel() * self.world.size, "all_gather")
         return self._gather([output], given)
@@ -330,7 +354,8 @@ class Collectives:
     def allgather(self, outputs: list[Tensors], given: Tensors, opts: Any = None) -> Work:
         """Copy the tensors of all ranks, which are of one size, into a list of tensors."""
         own, parts = _only(given), _only(outputs)
-        _checked([own, *parts])
+        if not _are_row_major(parts):
+            return _by_copies(parts, lambda rows: self.allgather([rows], given, opts))
         _same_dtype(parts, [own], "all_gather")
         _of_each_rank(parts, self.world.size, own.numel(), "all_gather")
         return self._gather(parts, own)
@@ -365,7 +390,8 @@ class Collectives:
         """Copy the tensors of all ranks into a list of tensors at the root."""
         own = _only(given)
         parts = _only(outputs) if opts.rootRank == self.world.rank else []
-        _checked([own, *parts])
+        if not _are_row_major(parts):
+            return _by_copies(parts, lambda rows: self.gather([rows], given, opts))
         _same_dtype(parts, [own], "gather")
         size, flat = self.world.size, _movable(own)
         if opts.rootRank == self.world.rank:
@@ -377,9 +403,10 @@ class Collectives:
     def scatter(self, outputs: Tensors, given: list[Tensors], opts: Any) -> Work:
         """Copy one of the root's tensors to each rank."""
         output = _only(outputs)
+        if not output.is_contiguous():
+            return _by_copies(outputs, lambda rows: self.scatter(rows, given, opts))
         root = opts.rootRank == self.world.rank
         parts = _only(given) if root else []
-        _checked([output, *parts])
         _same_dtype([output], parts, "scatter")
         if root:
             _of_each_rank(parts, self.world.size, output.numel(), "scatter")
@@ -394,7 +421,8 @@ class Collectives:
 
     def alltoall(self, outputs: Tensors, given: Tensors, opts: Any = None) -> Work:
         """Send one tensor to each rank; any sizes that agree in pairs."""
-        _checked([*outputs, *given])
+        if not _are_row_major(outputs):
+            return _by_copies(outputs, lambda rows: self.alltoall(rows, given, opts))
         _same_dtype(outputs, given, "all_to_all")
         splits = [_movable(tensor).numel() for tensor in given]
         wanted = [_movable(tensor).numel() for tensor in outputs]
@@ -413,7 +441,11 @@ class Collectives:
         opts: Any = None,
     ) -> Work:
         """Send a part of the first dimension to each rank; equal parts if splits are empty."""
-        _checked([output, given])
+        if not output.is_contiguous():
+            return _by_copies(
+                [output],
+                lambda rows: self.all_to_all_single(rows[0], given, output_splits, input_splits),
+            )
         _same_dtype([output], [given], "all_to_all")
         splits = _in_rows(given, input_splits, self.world.size)
         wanted = _in_rows(output, output_splits, self.world.size)
@@ -434,21 +466,21 @@ class Collectives:
 
     def send(self, tensors: Tensors, destination: int, tag: int = 0) -> Work:
         """Send a tensor to one rank, which receives it with the same tag."""
-        _checked(tensors)
         return self._between_two(Kind.SEND, tensors, destination, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from one rank."""
-        _checked(tensors)
         return self._between_two(Kind.RECEIVE, tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive a tensor from whichever rank sends first; the work's source_rank() names it."""
-        _checked(tensors)
         return self._between_two(Kind.RECEIVE, tensors, _ANY_RANK, tag)
 
     def _between_two(self, kind: Kind, tensors: Tensors, peer: int, tag: int) -> Work:
-        own = _movable(_only(tensors))
+        tensor = _only(tensors)
+        if kind == Kind.RECEIVE and not tensor.is_contiguous():
+            return _by_copies(tensors, lambda rows: self._between_two(kind, rows, peer, tag))
+        own = _movable(tensor)
         try:
             handle = self.world.operations.submit(kind, None, own, root=peer, tag=tag)
         except HorovodInternalError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.streams import Mark, aside, gpu_of
 from perseus.torch.distributed.world import World
+from perseus.torch.session import keep
 
 _NO_LIMIT = timedelta(0)
 # A handle of World.operations, and what makes tensors of the operation's output.
@@ -126,6 +127,25 @@ class Work(dist.Work):
         taken, self._pieces = self._pieces, []
         return taken
 
+    def copying_back(self, copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Work:
+        """Write `tensors` once their copies are written, which this work's one operation does.
+
+        Returns this work, which nobody else has seen yet. Its result has the tensors, too.
+        """
+        if self._pieces:
+            ((handle, finish),) = self._pieces
+            instead = {id(copy): tensor for copy, tensor in zip(copies, tensors, strict=True)}
+
+            def finish_and_copy(output: Any) -> list[torch.Tensor]:
+                result = finish(output)
+                _copy_back(copies, tensors)
+                return [instead.get(id(each), each) for each in result]
+
+            self._pieces = [(handle, finish_and_copy)]
+        elif self._error is None:
+            _copy_back(copies, tensors)
+        return self
+
     def __del__(self) -> None:
         """Let the world release operations for which nobody waits, with their tensors."""
         pieces: list[Piece] = getattr(self, "_pieces", [])
@@ -202,6 +222,16 @@ def joined(world: World, works: list[Work]) -> Work:
     work = Work(world, [piece for work in works for piece in work.take_pieces()], device)
     work._error = next((work._error for work in works if work._error is not None), None)
     return work
+
+
+def _copy_back(copies: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    with torch.inference_mode():  # where all tensors can be written, also its own
+        for copy, tensor in zip(copies, tensors, strict=True):
+            if copy.data_ptr() != tensor.data_ptr():
+                tensor.copy_(copy)
+                # Their memory belongs to the stream on which the operation began.
+                keep(copy)
+                keep(tensor)
 
 
 def _is_done(world: World, handle: int) -> bool:

@@ -123,6 +123,131 @@ def check_bits_are_reduced() -> None:
         assert "BOR is defined for integers" in message
 
 
+_SHAPE = (4, 3, 2, 5)
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
+
+
+def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, with something else between them in memory."""
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+def _laid_out(tensor: torch.Tensor, salt: int = 0) -> torch.Tensor:
+    """The same values, in memory as another rank's are not; on no rank as values() are."""
+    layouts = [_channels_last, _with_gaps, lambda t: t.mT.contiguous().mT, torch.Tensor.clone]
+    return layouts[(hvd.rank() + salt) % len(layouts)](tensor)
+
+
+def _sum(dtype: torch.dtype) -> torch.Tensor:
+    return everyone(_SHAPE, dtype).sum(0).to(dtype)
+
+
+def check_reductions_of_any_layout() -> None:
+    ones = torch.full(_SHAPE, 1 << hvd.rank())
+    everybody = torch.full(_SHAPE, (1 << hvd.size()) - 1)
+    size, rank = hvd.size(), hvd.rank()
+    with process_group():
+        for salt, dtype in enumerate((torch.float32, torch.bfloat16, torch.int64)):
+            tensor = _laid_out(mine(_SHAPE, dtype), salt)
+            strides = tensor.stride()
+            dist.all_reduce(tensor)
+            assert_same(tensor, _sum(dtype))
+            assert tensor.stride() == strides
+            tensors = [_laid_out(mine(_SHAPE, dtype), salt + i) for i in range(3)]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                dist.all_reduce_coalesced(tensors)
+            for tensor in tensors:
+                assert_same(tensor, _sum(dtype))
+            for root in range(size):
+                tensor = _laid_out(mine(_SHAPE, dtype), salt)
+                dist.reduce(tensor, root)
+                assert_same(tensor, _sum(dtype) if rank == root else mine(_SHAPE, dtype))
+            given = [_laid_out(mine(_SHAPE, dtype), salt + other) for other in range(size)]
+            part = _laid_out(torch.zeros(_SHAPE, dtype=dtype), salt + 1)
+            dist.reduce_scatter(part, given)
+            assert_same(part, _sum(dtype))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                dist.reduce_scatter_tensor(part.zero_(), _with_gaps(torch.cat(given)))
+            assert_same(part, _sum(dtype))
+        bits = _laid_out(ones)
+        dist.all_reduce(bits, dist.ReduceOp.BOR)
+        assert_same(bits, everybody)
+        pairs = _laid_out(mine(_SHAPE, torch.complex64) * (1 + 2j), 1)
+        dist.all_reduce(pairs)
+        assert_same(pairs, sum(of(r, _SHAPE, torch.complex64) * (1 + 2j) for r in range(size)))
+
+
+def check_moves_of_any_layout() -> None:
+    size, rank = hvd.size(), hvd.rank()
+    with process_group():
+        for salt, dtype in enumerate((torch.float32, torch.complex64, torch.uint16)):
+            expected = [of(other, _SHAPE, dtype) for other in range(size)]
+            own = _laid_out(mine(_SHAPE, dtype), salt)
+            empty = torch.zeros(_SHAPE, dtype=dtype)
+
+            def outputs(empty: torch.Tensor = empty, salt: int = salt) -> list[torch.Tensor]:
+                return [_laid_out(empty, salt + other) for other in range(size)]
+
+            parts = outputs()
+            dist.all_gather(parts, own)
+            for root in range(size):
+                tensor = own.clone()  # with its strides
+                dist.broadcast(tensor, root)
+                assert_same(bits(tensor), bits(expected[root]))
+                gathered = outputs() if rank == root else None
+                dist.gather(own, gathered, root)
+                assert all(map(torch.equal, gathered or [], expected))
+                tensor = outputs()[0]
+                dist.scatter(tensor, parts if rank == root else None, root)
+                assert_same(bits(tensor), bits(expected[rank]))
+            exchanged = outputs()
+            dist.all_to_all(exchanged, [own] * size)
+            joined = _with_gaps(torch.zeros(_SHAPE[0] * size, *_SHAPE[1:], dtype=dtype))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                dist.all_gather_into_tensor(joined, own)
+            rows = _with_gaps(torch.zeros(size, 5, dtype=dtype))
+            dist.all_to_all_single(rows, _with_gaps(mine((size, 5), dtype)))
+            for other, row in enumerate(rows):
+                assert_same(bits(row), bits(of(other, (size, 5), dtype)[rank]))
+            following, before = (rank + 1) % size, (rank - 1) % size
+            received = outputs()[0]
+            sent = dist.isend(own, following)
+            dist.recv(received, before)
+            sent.wait()
+            assert_same(bits(received), bits(expected[before]))
+            for found in (parts, exchanged, joined.chunk(size)):
+                for part, values in zip(found, expected, strict=True):
+                    assert_same(bits(part), bits(values))
+
+
+def check_works_of_any_layout_end_with_the_tensor_itself() -> None:
+    """Also one that autograd watches, and one of inference mode, closed to other threads."""
+    total = _sum(torch.float32)
+    with process_group():
+        with torch.inference_mode():
+            inferred = _with_gaps(mine(_SHAPE, torch.float32))
+        parameter = torch.nn.Parameter(_channels_last(mine(_SHAPE, torch.float32)))
+        for tensor in (inferred, parameter):
+            (result,) = dist.all_reduce(tensor, async_op=True).get_future().wait()
+            assert result.data_ptr() == tensor.data_ptr()
+            assert_same(tensor.detach(), total)
+        work = dist.broadcast(parameter.data, 1, async_op=True)
+        assert work.wait() and work.result()[0].data_ptr() == parameter.data_ptr()
+        shape = (3, 2) if hvd.rank() == 0 else (4, 2)
+        tensor = _with_gaps(torch.ones(shape))
+        for asynchronous in (False, True):
+            with pytest.raises(dist.DistBackendError, match="Mismatched"):
+                work = dist.all_reduce(tensor, async_op=asynchronous)
+                work.wait()
+        assert torch.equal(tensor, torch.ones(shape))
+
+
 def check_reduce_overwrites_the_root_alone() -> None:
     with process_group():
         for root in range(hvd.size()):
@@ -382,7 +507,7 @@ def check_a_work_tells_its_state() -> None:
         assert isinstance(failed.exception(), dist.DistBackendError)
         dist.all_reduce(tensor)  # the group goes on
         with pytest.raises(ValueError, match="contiguous"):
-            dist.all_reduce(torch.ones(4, 3).t())
+            dist.all_reduce(torch.ones(3).expand(4, 3))
 
 
 def check_whoever_watches_operations_sees_collectives() -> None:

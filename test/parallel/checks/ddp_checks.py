@@ -181,6 +181,24 @@ def check_sharded_training() -> None:
         assert_trained_alike(details(replicated))
 
 
+def check_sharded_optimizer_of_channels_last_weights() -> None:
+    """ZeRO broadcasts the parameters as they lie."""
+    with process_group():
+        torch.manual_seed(3)
+        network = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        model = DistributedDataParallel(network)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(hvd.rank()))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(images.to(memory_format=torch.channels_last)).square().mean().backward()
+            optimizer.step()
+        for parameter in details(model):
+            everywhere = [torch.empty_like(parameter) for _ in range(hvd.size())]
+            dist.all_gather(everywhere, parameter)
+            assert_same(everywhere[0], everywhere[-1])
+
+
 def check_distributed_tensors() -> None:
     with process_group():
         mesh = init_device_mesh("cpu", (hvd.size(),))
