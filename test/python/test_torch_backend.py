@@ -157,6 +157,26 @@ def test_a_process_ends_in_peace_while_a_callback_computes():
         assert (done.returncode, done.stderr) == (0, b"")
 
 
+_FORKING = """
+import os, signal, torch, torch.distributed as dist, perseus.torch.distributed
+perseus.torch.distributed.register()
+def wait_for_a_future():
+    dist.init_process_group("perseus", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
+    dist.destroy_process_group()
+wait_for_a_future()
+if os.fork() == 0:
+    signal.alarm(30)
+    wait_for_a_future()
+else:
+    raise SystemExit(os.wait()[1])
+"""
+
+
+def test_futures_complete_in_a_fork_of_a_process_that_had_some():
+    assert subprocess.run([sys.executable, "-c", _FORKING], timeout=60).returncode == 0
+
+
 def _wait_until(condition):
     deadline = time.monotonic() + 30
     while not condition():

@@ -8,6 +8,7 @@ and else on one of several: ranks then start collectives in different orders.
 from __future__ import annotations
 
 import atexit
+import os
 import pickle
 import queue
 import threading
@@ -95,10 +96,18 @@ class _Completer:
     """The thread that completes futures. It starts with the first of them."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ident = 0  # of the thread; 0 = it has not begun
         self._lock = threading.Lock()
+
+    def begin_in_child(self) -> None:
+        """Forget the thread and the jobs of the process that this one is a fork of."""
+        atexit.unregister(self._rest)
+        self._begin()
 
     def is_this_thread(self) -> bool:
         """Whether a callback of a future is calling."""
@@ -135,3 +144,4 @@ class _Completer:
 
 
 completer = _Completer()
+os.register_at_fork(after_in_child=completer.begin_in_child)
