@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from perseus.errors import NanGradientError
 from perseus.torch.distributed.future import Future, completer
 from perseus.torch.distributed.streams import Mark, aside, gpu_of
 from perseus.torch.distributed.world import World
@@ -242,8 +243,11 @@ def _is_done(world: World, handle: int) -> bool:
 
 
 def as_torch_raises(error: Exception) -> Exception:
-    """The error under the class that scripts for torch.distributed catch."""
-    if isinstance(error, dist.DistError):
+    """The error under the class that scripts for torch.distributed catch.
+
+    A NaN that is to be an error is none of the group, which goes on: it keeps its own class.
+    """
+    if isinstance(error, (dist.DistError, NanGradientError)):
         return error
     made = dist.DistBackendError(str(error))
     made.__cause__ = error

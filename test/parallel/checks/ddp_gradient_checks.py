@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import perseus.torch.horovod as hvd
+from perseus.errors import NanGradientError
 from perseus.torch.distributed import synchronize_parameters
 
 
@@ -350,6 +351,18 @@ def check_a_step_with_a_nan_is_skipped_as_a_whole() -> None:
             else:
                 for ours, theirs in zip(found, _mean_gradients([step]), strict=True):
                     torch.testing.assert_close(ours, theirs)
+
+
+def check_a_nan_is_an_error_and_training_goes_on() -> None:
+    with world_with(**nan_check("raise")), process_group():
+        model = _model()
+        bad = batches(hvd.rank())[0].clone()
+        if hvd.rank() == hvd.size() - 1:
+            bad[0, 0] = float("nan")
+        assert f"rank {hvd.size() - 1}" in raised(NanGradientError, lambda: _backward(model, bad))
+        found = _backward(model, batches(hvd.rank())[1])
+        for ours, theirs in zip(found, _mean_gradients([1]), strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 def _pass_after_join(own: list[torch.Tensor], then: torch.Tensor) -> list[torch.Tensor | None]:
