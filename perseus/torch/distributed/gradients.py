@@ -336,6 +336,15 @@ def _give_back(sums: dict[torch.Tensor, torch.Tensor]) -> None:
             parameter.grad = torch.view_as_complex(total) if parameter.is_complex() else total
 
 
+def _has_buckets(model: Any) -> bool:
+    """Whether DDP's reducer hands the gradients over; settings do not act on what it does not.
+
+    The reducer in Python calls a hook with each gradient, inside of what torch.compile traces. A
+    model whose all-reduces are all delayed has no reducer, and none of the attributes for it.
+    """
+    return hasattr(model, "_comm_hooks") and not getattr(model, "_use_python_reducer", False)
+
+
 def _reduce(reference, bucket):  # type: ignore[no-untyped-def] # DDP wants classes as annotations
     """The communication hook. DDP's reducer would keep the model alive if it were a method."""
     return reference().reduce(bucket)
@@ -380,7 +389,7 @@ def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
     """Let every DistributedDataParallel that is made from now on reduce its gradients so.
 
     group_of: returns the group of this backend that a process group has for tensors on a type of
-    device, or None; models of other groups stay as they are.
+    device, or None; models of other groups, and those without buckets, stay as they are.
     """
     models: Any = DistributedDataParallel
     original = models.__init__
@@ -389,7 +398,7 @@ def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
     def make(model: Any, *args: Any, **kwargs: Any) -> None:
         original(model, *args, **kwargs)
         group = group_of(model.process_group, model.device_type)
-        if group is not None:
+        if group is not None and _has_buckets(model):
             model._perseus = Gradients(model, group)
 
     models.__init__ = make
@@ -407,7 +416,7 @@ def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
     def with_ours(model: Any, state: Any) -> None:
         set_state(model, state)
         group = group_of(model.process_group, model.device_type)
-        if group is not None:
+        if group is not None and _has_buckets(model):
             model._perseus = Gradients(model, group, is_copy=True)
 
     models.__getstate__, models.__setstate__ = without_ours, with_ours
@@ -430,7 +439,7 @@ def take_models(group_of: Callable[[Any, str], Group | None]) -> None:
 
     def start_delayed(model: Any, gradient: torch.Tensor) -> torch.Tensor:
         # torch's own never waits for it, and an optimizer would step with parts of the sums.
-        if not hasattr(model, "_perseus"):
+        if group_of(model.process_group, model.device_type) is None:
             return start(model, gradient)  # type: ignore[no-any-return]
         group, buffer = model.process_group, model._delay_grad_buffer
         buffer.div_(group.size())

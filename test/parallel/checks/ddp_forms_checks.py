@@ -187,6 +187,34 @@ def check_delayed_all_reduce() -> None:
             assert_trained_alike(details(replicated))
 
 
+def check_all_reduces_that_are_all_delayed() -> None:
+    with process_group():
+        trained = network()
+        identity = torch.nn.PReLU(init=1.0).requires_grad_(False)  # torch wants one to reduce
+        model = torch.nn.Sequential(trained, identity)
+        delayed = [(f"0.{name}", parameter) for name, parameter in trained.named_parameters()]
+        replicated = DistributedDataParallel(
+            model,
+            delay_all_reduce_named_params=delayed,
+            param_to_hook_all_reduce=trained[0].weight,
+        )
+        replicated._lazy_init_ran = True  # torch's __init__ returns before it sets this
+        replicated(batches(hvd.rank())[0]).square().mean().backward()
+        reference = network()
+        for rank in range(hvd.size()):
+            (reference(batches(rank)[0]).square().mean() / hvd.size()).backward()
+        ours, expected = trained[-1].weight.grad, reference[-1].weight.grad
+        torch.testing.assert_close(ours, expected)
+        _assert_same_everywhere(ours)
+
+
+def check_the_reducer_in_python() -> None:
+    with process_group(), torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model = DistributedDataParallel(network())
+        train(model)
+        assert_trained_alike(details(model))
+
+
 def _normalised() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(
