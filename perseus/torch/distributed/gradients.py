@@ -364,7 +364,10 @@ def _take(turn: Callable[[], None]) -> None:
         with torch.no_grad():
             turn()
     except Exception as error:
-        raise as_torch_raises(error) from error
+        failure = as_torch_raises(error)
+        if failure is error:
+            raise
+        raise failure from error
 
 
 def synchronize_parameters(model: DistributedDataParallel) -> None:
