@@ -9,6 +9,7 @@ fault has happened. Writes lines of JSON into DIRECTORY/RANK.notes.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -161,6 +162,8 @@ def main() -> None:
     # The launcher ends the others once one has failed: they are to say what they found themselves.
     if not ENDLESS:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The clock of the first faults begins now: to import a framework may take longer than they may.
+    importlib.import_module({"tensorflow": "tensorflow", "mxnet": "mxnet"}.get(FRAMEWORK, "torch"))
     note("ready", pid=os.getpid())
     if WHAT == "descriptors" and STEP == 0 and RANK == VICTIM:
         take_descriptors()
