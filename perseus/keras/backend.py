@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol, cast
 
@@ -103,6 +104,9 @@ class Backend(Protocol):
 
     def zeros_like(self, variable: Any) -> Any:
         """A gradient of zeros."""
+
+    def outside_functions(self) -> AbstractContextManager[Any]:
+        """A context in which variables are created at once, not in the function being traced."""
 
     def divided_by_size(self, gradient: Any, process_set: ProcessSet) -> Any:
         """Return a gradient, dense or sparse, divided by the number of ranks."""

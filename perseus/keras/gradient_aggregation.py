@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from perseus.gradients.aggregation import LocalAggregation
+from perseus.keras.backend import backend
 from perseus.keras.reducer import is_overwritten
 
 
@@ -66,38 +67,38 @@ class _Variables:
         return keras.ops.cond(condition, then, otherwise)
 
 
-class GradientAggregation(LocalAggregation):
-    """Keeps one sum for each variable of an optimizer, and counts the passes in the sums.
+class GradientAggregation:
+    """Sums the gradients of several calls of one optimizer's apply.
 
-    The sums are not variables of the optimizer, so it saves the same state as without them.
+    Calls with other variables have sums and a count of their own, because a script may train the
+    two parts of a model in turn by one optimizer, or unfreeze some variables. The sums are not
+    variables of the optimizer, so it saves the same state as without them.
     """
 
     def __init__(self, passes: int, average: bool) -> None:
-        super().__init__(passes, average, _Variables())
+        self._number, self._average = passes, average
+        self._passes: dict[tuple[int, ...], LocalAggregation] = {}  # by indices in the optimizer
+        self.counter: Any = None  # of the last call; None before the first one
 
-    def build(self, variables: Sequence[Any]) -> None:
-        """Create the counter and the sums, which are zeros of the variables' shapes and dtypes."""
-        self.counter = keras.Variable(0, dtype="int32", trainable=False, name="counter")
-        self.sums = [
-            keras.Variable(
-                keras.ops.zeros(variable.shape, variable.dtype), trainable=False, name="sum"
-            )
-            for variable in variables
-        ]
-        for total, variable in zip(self.sums, variables, strict=True):
-            total.overwrite_with_gradient = is_overwritten(variable)
+    def forget(self) -> None:
+        """Begin with the first pass of a step, and with sums of zeros; not within a graph."""
+        for passes in self._passes.values():
+            passes.forget()
 
     def add_call(
         self,
         gradients: Sequence[Any],
+        variables: Sequence[Any],
         indices: Sequence[int],
         complete: Callable[[list[Any]], Any],
         otherwise: Callable[[], Any],
     ) -> Any:
         """Add the gradients of one pass; see LocalAggregation.add.
 
-        gradients: dense or None. indices: the index in the optimizer of each gradient's variable.
+        gradients: dense or None. indices: the index of each variable in the optimizer.
         """
+        passes = self._passes_of(variables, tuple(indices))
+        self.counter = passes.counter
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
 
         def complete_with_none(totals: list[Any]) -> Any:
@@ -106,6 +107,23 @@ class GradientAggregation(LocalAggregation):
                 full[i] = total
             return complete(full)
 
-        sums = [self.sums[indices[i]] for i in present]
+        sums = [passes.sums[i] for i in present]
         given = [gradients[i] for i in present]
-        return self.add(sums, given, complete_with_none, lambda _: otherwise())
+        return passes.add(sums, given, complete_with_none, lambda _: otherwise())
+
+    def _passes_of(self, variables: Sequence[Any], indices: tuple[int, ...]) -> LocalAggregation:
+        """Return the passes with gradients of exactly these variables."""
+        passes = self._passes.get(indices)
+        if passes is None:
+            passes = LocalAggregation(self._number, self._average, _Variables())
+            with backend.outside_functions():
+                passes.counter = _own((), "int32", "counter")
+                passes.sums = [_own(each.shape, each.dtype, "sum") for each in variables]
+            for total, variable in zip(passes.sums, variables, strict=True):
+                total.overwrite_with_gradient = is_overwritten(variable)
+            self._passes[indices] = passes
+        return passes
+
+
+def _own(shape: Sequence[int], dtype: str, name: str) -> Any:
+    return keras.Variable(keras.ops.zeros(shape, dtype), trainable=False, name=name)

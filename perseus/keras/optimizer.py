@@ -37,12 +37,6 @@ class DistributedMixin(Reducing):
         passes, average = self._options.passes, self._options.average_passes
         self._agg_helper = GradientAggregation(passes, average) if passes > 1 else None
 
-    def build(self, variables: Sequence[Any]) -> None:
-        """Build the wrapped optimizer, and the sums for backward_passes_per_step."""
-        super().build(variables)  # type: ignore[misc]
-        if self._agg_helper is not None:
-            self._agg_helper.build(variables)
-
     def scale_loss(self, loss: Any) -> Any:
         """Scale the loss as the wrapped optimizer does.
 
@@ -126,7 +120,7 @@ class DistributedMixin(Reducing):
                 reduced, applies = self._reducer.reduce(totals, variables, self, self._rate())
             self._apply_where(applies, reduced, variables, self._count)
 
-        self._agg_helper.add_call(grads, indices, step, self._count)
+        self._agg_helper.add_call(grads, variables, indices, step, self._count)
 
     def _apply_accumulated(self, grads: list[Any], variables: list[Any]) -> None:
         """Apply gradients with Keras' gradient_accumulation_steps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,12 @@ def dense(gradient: Any) -> Any:
 def zeros_like(variable: Any) -> Any:
     """See Backend."""
     return tf.zeros_like(tf_variable(variable))
+
+
+def outside_functions() -> AbstractContextManager[Any]:
+    """See Backend."""
+    scope: AbstractContextManager[Any] = tf.init_scope()
+    return scope
 
 
 def divided_by_size(gradient: Any, process_set: ProcessSet) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +145,11 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 def zeros_like(variable: Any) -> torch.Tensor:
     """See Backend."""
     return torch.zeros_like(variable.value, requires_grad=False)
+
+
+def outside_functions() -> AbstractContextManager[None]:
+    """See Backend."""
+    return nullcontext()
 
 
 def divided_by_size(gradient: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:

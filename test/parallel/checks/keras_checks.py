@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 
 os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tensorflow")
@@ -11,6 +12,7 @@ os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tenso
 import keras
 import numpy as np
 from keras_training import (
+    IN_FUNCTIONS,
     arrays_of,
     assert_close,
     assert_like_plain,
@@ -21,6 +23,7 @@ from keras_training import (
     make_model,
     make_variables,
     message_of,
+    within_function,
 )
 from worlds import world_with
 
@@ -191,6 +194,36 @@ def check_backward_passes_are_summed_up() -> None:
             plain.apply([(a + b) / (2 if average else 1) for a, b in pairs], reference)
             assert_close(variables, reference)
         assert int(optimizer.iterations) == 4
+
+
+def _trains_parts(in_function: bool) -> None:
+    variables, reference = make_variables(), make_variables()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    optimizer.build(variables)
+
+    def way_of(part: range) -> Callable[..., None]:
+        def apply(*gradients) -> None:
+            optimizer.apply(list(gradients), [variables[index] for index in part])
+
+        return within_function(apply) if in_function else apply
+
+    first, second, both = range(2), range(2, 4), range(4)
+    ways = {part: way_of(part) for part in (first, second, both)}
+    # Two parts in turn, then the first one while the second is frozen, then both together.
+    for step, part in enumerate((first, second, first, second, first, first, both, both)):
+        ways[part](*(make_gradients(step)[index] for index in part))
+        mean = make_gradients(step, -1)
+        keras.optimizers.SGD(0.1).apply(
+            [mean[index] for index in part], [reference[index] for index in part]
+        )
+        if step >= 3 and step % 2:
+            assert_close(variables, reference)
+    assert int(optimizer.iterations) == 8
+
+
+def check_passes_of_other_variables_are_counted_apart() -> None:
+    for in_function in IN_FUNCTIONS:
+        _trains_parts(in_function)
 
 
 def check_no_pass_outlives_a_world_or_a_restore() -> None:

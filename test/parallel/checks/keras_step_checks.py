@@ -11,21 +11,14 @@ os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tenso
 import gradient_settings as settings
 import keras
 import numpy as np
-from keras_training import arrays_of, assert_same_everywhere
+from keras_training import IN_FUNCTIONS, arrays_of, assert_same_everywhere, within_function
 
 import perseus.keras as hvd
 
 Train = Callable[[list[settings.Arrays]], list[settings.Arrays]]
 SetRate = Callable[[keras.optimizers.Optimizer, int], None]
 
-IN_FUNCTIONS = (False, True) if keras.backend.backend() == "tensorflow" else (False,)
 SCALE = 2.0**10
-
-
-def _in_function(step: Callable[..., None]) -> Callable[..., None]:
-    import tensorflow as tf
-
-    return tf.function(step, autograph=False)
 
 
 class _Training:
@@ -58,7 +51,7 @@ class _Training:
                 self.distributed, initial_scale=SCALE, dynamic_growth_steps=1
             )
         self.averages = bool(optimizer.gradient_accumulation_steps)
-        self._apply = _in_function(self._call) if in_function else self._call
+        self._apply = within_function(self._call) if in_function else self._call
 
     def _call(self, *gradients) -> None:
         self.optimizer.apply(list(gradients), self.variables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib.util import find_spec
 
 os.environ.setdefault("KERAS_BACKEND", "torch" if find_spec("torch") else "tensorflow")
@@ -14,6 +15,7 @@ import perseus
 import perseus.keras as hvd
 
 SHAPES = [(4, 3), (3,), (2, 2, 2), ()]
+IN_FUNCTIONS = (False, True) if keras.backend.backend() == "tensorflow" else (False,)
 
 
 def message_of(kind: type[BaseException], function, *arguments, **options) -> str:
@@ -23,6 +25,13 @@ def message_of(kind: type[BaseException], function, *arguments, **options) -> st
     except kind as error:
         return str(error)
     raise AssertionError(f"{kind.__name__} was not raised")
+
+
+def within_function(step: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that runs as a graph; of IN_FUNCTIONS."""
+    import tensorflow as tf
+
+    return tf.function(step, autograph=False)
 
 
 def make_variables(start: float = 1.0) -> list[keras.Variable]:
