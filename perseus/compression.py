@@ -101,7 +101,11 @@ class Int8Compressor(NoneCompressor):
 
 
 class Int4Compressor(Int8Compressor):
-    """Four bits per element between hosts; rounding errors are added to the next gradient."""
+    """Four bits per element between hosts; rounding errors are added to the next gradient.
+
+    With other optimizers than SGD, training may end with a higher loss than with exact gradients:
+    see docs/accuracy.md.
+    """
 
     codec = INT4
 
@@ -109,8 +113,9 @@ class Int4Compressor(Int8Compressor):
 class Int2Compressor(Int8Compressor):
     """Two bits per element between hosts; rounding errors are added to the next gradient.
 
-    Elements travel as -1, 0 or 1 times the largest of 256. (Compare Wen et al. 2017, TernGrad, and
-    Seide et al. 2014, 1-Bit SGD.)
+    Elements travel as -1, 0 or 1 times the largest of 32. With other optimizers than SGD, training
+    may end with a higher loss than with exact gradients: see docs/accuracy.md. (Compare Wen et al.
+    2017, TernGrad, and Seide et al. 2014, 1-Bit SGD.)
     """
 
     codec = INT2
@@ -155,7 +160,8 @@ class InsideCompressor(NoneCompressor):
 class AutoCompressor(NoneCompressor):
     """Unchanged, float16, int8, int4 or int2, whichever is fastest on the measured links.
 
-    What integers leave out is added to the next gradient.
+    int4 and int2 are only for gradients whose optimizer is known to be SGD; hvd.allreduce and
+    tapes know none. What integers leave out is added to the next gradient.
     """
 
     stateful = True

@@ -52,7 +52,9 @@ constexpr Variable kTable[] = {
      "How float32 gradients travel between hosts: dtype = as PERSEUS_ALLREDUCE_DTYPE says, int8, int4, int2 = so many "
      "bits per element, powersgd = as products of narrow matrices (PERSEUS_POWERSGD_RANK), lossless = with every bit, "
      "in about 6/7 of the bytes, and unchanged inside a host, auto = unchanged, as float16, int8, int4 or int2, "
-     "whichever the measured links make fastest. Perseus adds what a codec leaves out to the next gradient."},
+     "whichever the measured links make fastest; int4 and int2 only for SGD, since with other optimizers training "
+     "may end with a higher loss, of which a warning tells: see docs/accuracy.md. Perseus adds what a codec leaves out "
+     "to the next gradient."},
     {Var::kLinkGbit, "PERSEUS_LINK_GBIT", "", VarType::kFloat, "0", "0..1000000", true,
      "Speed of the links between hosts in Gbit/s that auto assumes, so that its choices are the same in every run. 0 "
      "= Perseus measures it when the first gradient is sent, and again as PERSEUS_LINK_CHECK_SECONDS says."},

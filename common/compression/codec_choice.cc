@@ -89,11 +89,10 @@ double estimated_seconds(const Speeds& speeds, int codec, uint64_t bytes) {
   return 2 * speeds.link.latency_s + sent + work;
 }
 
-int choose_codec(const Speeds& speeds, uint64_t bytes) {
+int choose_codec(const Speeds& speeds, uint64_t bytes, int least) {
   if (speeds.groups < 2) return 0;
   double fastest = estimated_seconds(speeds, 0, bytes);
-  for (int codec = 1; codec < kAutoCodecs; ++codec)
-    fastest = std::min(fastest, estimated_seconds(speeds, codec, bytes));
+  for (int codec = 1; codec <= least; ++codec) fastest = std::min(fastest, estimated_seconds(speeds, codec, bytes));
   int codec = 0;
   while (estimated_seconds(speeds, codec, bytes) * (1 - kAutoGain) > fastest) ++codec;
   return codec;
@@ -119,6 +118,7 @@ std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kA
       last = codec;
     }
   }
+  if (last > kAutoForAll) text << "; with optimizers other than SGD, none has fewer bits than int8";
   return text.str();
 }
 

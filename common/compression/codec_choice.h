@@ -18,6 +18,10 @@ namespace perseus {
 constexpr std::array<CodecKind, 5> kAutoKinds = {CodecKind::kNone, CodecKind::kFloat16, CodecKind::kInt8,
                                                  CodecKind::kInt4, CodecKind::kInt2};
 constexpr int kAutoCodecs = static_cast<int>(kAutoKinds.size());
+// The place of the least accurate one for gradients of optimizers that are not known to step in proportion to them:
+// what int4 and int2 put off disturbs Adam's second moments (docs/accuracy.md).
+constexpr int kAutoForAll = 2;
+static_assert(kAutoKinds[kAutoForAll] == CodecKind::kInt8);
 // A less accurate codec must be faster by this much, so that differences within the measurements' noise do not decide.
 constexpr double kAutoGain = 0.05;
 
@@ -36,8 +40,8 @@ struct Speeds {
 
 // Seconds for a float32 tensor of so many bytes through kAutoKinds[codec], between the inner groups.
 double estimated_seconds(const Speeds& speeds, int codec, uint64_t bytes);
-// Index in kAutoKinds: the most accurate codec that is within kAutoGain of the fastest.
-int choose_codec(const Speeds& speeds, uint64_t bytes);
+// Index in kAutoKinds: of those up to `least`, the most accurate codec that is within kAutoGain of the fastest.
+int choose_codec(const Speeds& speeds, uint64_t bytes, int least = kAutoCodecs - 1);
 // "…: exact, from 9 KiB int8, from 20 KiB int4": for the log.
 std::string describe_choice(const Speeds& speeds, const std::array<CodecSpec, kAutoCodecs>& specs);
 

@@ -2,6 +2,7 @@
 #include "compression/gradient_codecs.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 #include "codec/top_k.h"
@@ -93,6 +94,10 @@ bool may_cost_accuracy(const CodecSpec& codec) {
   return (codec.kind == CodecKind::kTopK && codec.ratio < 1) || codec.kind == CodecKind::kLowRank ||
          codec.kind == CodecKind::kInside;
 }
+
+bool suits_only_sgd(const CodecSpec& codec) { return codec.kind == CodecKind::kInt4 || codec.kind == CodecKind::kInt2; }
+
+bool in_proportion(double learning_rate) { return learning_rate > 0 && std::isfinite(learning_rate); }
 
 // The group chooses; `codec` is the one that leaves out most of what it may choose.
 CompressionTerms GradientCodecs::automatic() const {

@@ -230,7 +230,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
                                                               : find_mismatch_but_joined(*name);
   std::vector<Entry::Nan> nans;
   Flush flush = Flush::kNone;
-  bool warms_up = false, new_momenta = false, stay_on_device = true;
+  bool warms_up = false, new_momenta = false, stay_on_device = true, proportional = true;
   int outdated = 0;
   for (int rank = 0; rank < size_; ++rank) {
     for (uint32_t tensor : name->announced[rank].nans) nans.push_back({ranks_[rank], tensor});
@@ -238,6 +238,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     warms_up |= name->announced[rank].warms_up;
     new_momenta |= name->announced[rank].new_momenta;
     if (name->announced_by[rank]) stay_on_device &= name->announced[rank].stays_on_device;
+    if (name->announced_by[rank]) proportional &= name->announced[rank].proportional;
     outdated = std::max(outdated, name->announced[rank].outdated);
   }
   if (mismatch.empty()) {
@@ -248,6 +249,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     name->agreed.flush = Flush::kNone;
     name->agreed.warms_up = name->agreed.new_momenta = false;
     name->agreed.stays_on_device = stay_on_device;
+    name->agreed.proportional = proportional;
     name->agreed.outdated = 0;
     for (const Description& other : name->announced) keep_longest(other.times, &name->agreed.times);
     Entry* entry = take_entry(name, ready);
@@ -259,6 +261,7 @@ void Negotiation::decide(Name* name, Entries* ready, Failures* failed) {
     entry->description.warms_up = warms_up || joined_count_ > 0;
     entry->description.new_momenta = new_momenta || joined_count_ > 0;
     entry->description.stays_on_device = stay_on_device && joined_count_ == 0;
+    entry->description.proportional = proportional;
     entry->description.outdated = outdated;
     // The lowest rank's priority goes for all, so that all run in one order.
     entry->description.priority = name->agreed.priority;

@@ -197,7 +197,8 @@ class Engine final : private ProgressWork {
   // Of what is over already, but for what streams of a device have to do.
   int64_t done_handle(GradientOutcome outcome, const Completion& done, std::unique_ptr<cuda::Staging> staging);
   // Once on rank 0, when gradients are about to lose precision that nobody has spoken of.
-  void warn_about_accuracy(const CodecSpec& codec, const std::vector<int>& ranks);
+  void warn_about_accuracy(const Submission& s, const CompressionTerms& terms, const std::vector<int>& ranks);
+  bool steps_otherwise(const Submission& s);
   void warn_about_precision(const std::vector<int>& ranks);
   void check_speed(const Submission& submission);
   // Notes in the description whether what is held back has to go along.
@@ -292,6 +293,8 @@ class Engine final : private ProgressWork {
   Accumulation accumulation_;
   const GradientCodecs gradient_codecs_;
   std::atomic<bool> warned_about_accuracy_{false}, warned_about_precision_{false};
+  Mutex steps_mutex_;
+  std::pair<uint64_t, std::string> steps_otherwise_ PERSEUS_GUARDED_BY(steps_mutex_);  // a gradient: owner and name
   Residuals residuals_;
   FirstSteps first_steps_;
   std::atomic<bool> warned_about_dropped_{false};

@@ -40,12 +40,30 @@ int64_t Engine::done_handle(GradientOutcome outcome, const Completion& done, std
   return handle;
 }
 
-void Engine::warn_about_accuracy(const CodecSpec& codec, const std::vector<int>& ranks) {
+// A rate of 0, as the first one of a warm-up, is not known. Two steps in a row without a rate are no SGD's.
+bool Engine::steps_otherwise(const Submission& s) {
+  const MutexLock lock(steps_mutex_);
+  auto& [owner, name] = steps_otherwise_;
+  if (in_proportion(s.learning_rate)) {
+    if (owner == s.gradient_of) owner = 0;
+    return false;
+  }
+  if (owner != 0) return owner == s.gradient_of && name == s.name;
+  owner = s.gradient_of;
+  name = s.name;
+  return false;
+}
+
+void Engine::warn_about_accuracy(const Submission& s, const CompressionTerms& terms, const std::vector<int>& ranks) {
+  const bool for_sgd = !terms.automatic && suits_only_sgd(terms.codec);
+  if (for_sgd ? !steps_otherwise(s) : !may_cost_accuracy(terms.codec)) return;
   if (warned_about_accuracy_.exchange(true) || world_.rank != 0 || topology_.of(ranks, 0).groups == 1) return;
   // So rotating averages and local steps ask for gradients.
-  const bool inside = codec.kind == CodecKind::kInside;
-  log_.warning("[codec] training with " + (inside ? "gradients averaged within each host only" : codec_name(codec)) +
-               " may end with a higher loss than with exact gradients: see docs/accuracy.md");
+  const bool inside = terms.codec.kind == CodecKind::kInside;
+  log_.warning("[codec] training with " +
+               (inside ? "gradients averaged within each host only" : codec_name(terms.codec)) +
+               " may end with a higher loss than with exact gradients" +
+               (for_sgd ? ", unless the optimizer is SGD: see docs/accuracy.md" : ": see docs/accuracy.md"));
 }
 
 void Engine::warn_about_precision(const std::vector<int>& ranks) {

@@ -166,7 +166,7 @@ void describe(const Engine::Submission& s, Description* d) {
   d->ranks.assign(s.ranks, s.ranks + s.rank_count);
   d->nans.clear();
   d->flush = Flush::kNone;
-  d->warms_up = d->new_momenta = d->stays_on_device = false;
+  d->warms_up = d->new_momenta = d->stays_on_device = d->proportional = false;
   d->outdated = 0;
   d->times = s.times;
   d->refusal = s.refusal == nullptr ? "" : s.refusal;
@@ -242,7 +242,10 @@ void Engine::fill_collective(const Submission& s, const ProcessSet& group, const
   if (residuals_.bytes() > 0) ask_for_flush(s, group, &entry->description);
   entry->description.warms_up = warms_up(s, group, entry->description);
   entry->description.new_momenta = lacks_momenta(s, group, entry->description);
-  if (compression.automatic) entry->description.outdated = group.outdated_measurement(entry->submitted_ns);
+  if (compression.automatic) {
+    entry->description.outdated = group.outdated_measurement(entry->submitted_ns);
+    entry->description.proportional = in_proportion(s.learning_rate);
+  }
   entry->splits.assign(s.splits, s.splits + s.split_count);
   const size_t ranks = group.ranks().size();
   if (s.kind == Kind::kAlltoall && s.refusal == nullptr && s.splits == nullptr && s.tensors[0].ndim > 0)
@@ -418,8 +421,7 @@ int64_t Engine::submit_checked(const Submission& s, const std::shared_ptr<Proces
   const bool for_nccl = execution_settings_.gpu_operations == GpuOperations::kNccl && s.stays_on_device;
   if (s.gradient_of != 0 && s.codec.kind == CodecWish::kSettings && !for_nccl && !warned_about_precision_)
     warn_about_precision(group->ranks());
-  if (s.gradient_of != 0 && may_cost_accuracy(compression.codec) && !warned_about_accuracy_)
-    warn_about_accuracy(compression.codec, group->ranks());
+  if (s.gradient_of != 0 && !warned_about_accuracy_) warn_about_accuracy(s, compression, group->ranks());
   if (s.kind == Kind::kJoin) {
     residuals_.spoil_momenta();  // others step while this rank does not
     accumulation_.forget_group(s.group);

@@ -8,16 +8,16 @@ AutoCodecs::AutoCodecs(const std::array<CodecSpec, kAutoCodecs>& specs, int64_t 
   for (size_t i = 0; i < specs.size(); ++i) keeps_[i] = keeps_residual(specs[i]);
 }
 
-int AutoCodecs::preferred(uint64_t bytes, bool staged) const {
-  if (staged || speeds_.shards == 1) return choose_codec(speeds_, bytes);
+int AutoCodecs::preferred(uint64_t bytes, int least, bool staged) const {
+  if (staged || speeds_.shards == 1) return choose_codec(speeds_, bytes, least);
   Speeds whole = speeds_;  // as many bytes from each rank, whoever gets them
   whole.shards = 1;
-  return choose_codec(whole, bytes);
+  return choose_codec(whole, bytes, least);
 }
 
-AutoCodecs::Choice AutoCodecs::choose(const std::string& name, size_t tensor, uint64_t bytes, bool staged,
+AutoCodecs::Choice AutoCodecs::choose(const std::string& name, size_t tensor, uint64_t bytes, int least, bool staged,
                                       bool flushes) {
-  const int codec = preferred(bytes, staged);
+  const int codec = preferred(bytes, least, staged);
   const auto found = held_.find(name);
   if (flushes) {
     if (found != held_.end()) held_.erase(found);

@@ -32,8 +32,9 @@ class AutoCodecs {
     bool yields = false;  // an exact one would be chosen, were nothing held back: so the next reduction should flush
   };
   // For a request's tensor of so many bytes. One that has something held back keeps its codec, until a reduction that
-  // flushes, if the next one would have no use for that. `staged`: only shards cross the links.
-  Choice choose(const std::string& name, size_t tensor, uint64_t bytes, bool staged, bool flushes)
+  // flushes, if the next one would have no use for that. `least`: see choose_codec(). `staged`: only shards cross the
+  // links.
+  Choice choose(const std::string& name, size_t tensor, uint64_t bytes, int least, bool staged, bool flushes)
       PERSEUS_REQUIRES(progress_lock);
 
   // The number of the measurement that choices are made by, if it is outdated; else 0. Any thread.
@@ -45,7 +46,7 @@ class AutoCodecs {
     int codec = 0;  // 0 = nothing is held back
   };
 
-  int preferred(uint64_t bytes, bool staged) const PERSEUS_REQUIRES(progress_lock);
+  int preferred(uint64_t bytes, int least, bool staged) const PERSEUS_REQUIRES(progress_lock);
 
   std::array<bool, kAutoCodecs> keeps_{};  // something back
   const int64_t interval_ns_;

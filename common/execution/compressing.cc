@@ -244,7 +244,9 @@ CodecSpec Execution::codec_of(const Entry& entry, size_t tensor) {
   const uint64_t narrow = low_rank ? narrow_bytes(t.shape, d.compression.codec.matrix_rank) : 0;
   if (d.compression.automatic) {
     const bool staged = settings_.topology->stages(t.bytes());
-    const auto [codec, yields] = automatic_->choose(*entry.text, tensor, t.bytes(), staged, d.flush != Flush::kNone);
+    const int least = d.proportional ? kAutoCodecs - 1 : kAutoForAll;
+    const bool flushes = d.flush != Flush::kNone;
+    const auto [codec, yields] = automatic_->choose(*entry.text, tensor, t.bytes(), least, staged, flushes);
     if (yields && settings_.residuals != nullptr) settings_.residuals->flush({entry.gradient_of, number_, *entry.text});
     return settings_.auto_codecs[static_cast<size_t>(codec)];
   }

@@ -195,7 +195,8 @@ std::string ranks_mismatch(const RequestTerms& a, const RequestTerms& b) {
 bool same_request(const Description& a, const Description& b) {
   return all_fields<RequestTerms>(
              [&](const auto& field) { return same_value(a.kind, a.*field.member, b.*field.member); }) &&
-         a.compression == b.compression && (b.stays_on_device || !a.stays_on_device);
+         a.compression == b.compression && a.proportional == b.proportional &&
+         (b.stays_on_device || !a.stays_on_device);
 }
 
 std::string check_alone(const Description& d) {

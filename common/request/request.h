@@ -111,17 +111,19 @@ struct RequestNotes {
   bool warms_up = false;         // PowerSGD must not begin yet, on this rank; once all are ready, on any
   bool new_momenta = false;      // this rank knows no momenta of earlier steps; once all are ready, some rank does not
   bool stays_on_device = false;  // this rank's tensors can be reduced there; once all are ready, everybody's can
+  bool proportional = false;     // for auto: this rank's step is proportional to the gradient; once all are ready,
+                                 // everybody's is
   int outdated = 0;              // number of the measurement of links that this rank wants to be repeated, or 0; once
                                  // all are ready, the largest
   std::string refusal;           // why this rank cannot do it; then there are no tensors
 
   static constexpr auto fields() {
-    return std::make_tuple(field("priority", &RequestNotes::priority), field("transient", &RequestNotes::transient),
-                           field("nans", &RequestNotes::nans), field("times", &RequestNotes::times),
-                           field("flush", &RequestNotes::flush), field("warms_up", &RequestNotes::warms_up),
-                           field("new_momenta", &RequestNotes::new_momenta),
-                           field("stays_on_device", &RequestNotes::stays_on_device),
-                           field("outdated", &RequestNotes::outdated), field("refusal", &RequestNotes::refusal));
+    return std::make_tuple(
+        field("priority", &RequestNotes::priority), field("transient", &RequestNotes::transient),
+        field("nans", &RequestNotes::nans), field("times", &RequestNotes::times), field("flush", &RequestNotes::flush),
+        field("warms_up", &RequestNotes::warms_up), field("new_momenta", &RequestNotes::new_momenta),
+        field("stays_on_device", &RequestNotes::stays_on_device), field("proportional", &RequestNotes::proportional),
+        field("outdated", &RequestNotes::outdated), field("refusal", &RequestNotes::refusal));
   }
   // Must the other ranks learn of it, so that a readiness bit is not enough?
   bool tells() const {

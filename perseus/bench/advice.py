@@ -23,8 +23,8 @@ _BACKWARD = 2 / 3  # share of a step's computation: two matrix products for each
 _ABOUT_AS_FAST = 0.05  # within this, the more accurate setting is best, as for the codec auto
 _WARM_UPS, _TIMES = 1, 3
 # Expected by docs/accuracy.md, whose rows are open as long as seeds are missing. What is worse is
-# no advice.
-EXACTLY, EQUIVALENT = "exact", "equivalent"
+# no advice; nor is it a matter of the optimizer, of which `auto` takes care.
+EXACTLY, EQUIVALENT, WITH_SGD = "exact", "equivalent", "equivalent with SGD only"
 
 
 class Speeds(Protocol):
@@ -57,7 +57,7 @@ class Speeds(Protocol):
 class Setting:
     """A setting for gradients and its estimated cost.
 
-    accuracy: how training ends, compared with exact gradients: EXACTLY or EQUIVALENT.
+    accuracy: how training ends, compared with exact gradients: EXACTLY, EQUIVALENT or WITH_SGD.
     exchange_s: seconds of communication in a step. step_s: seconds of a step whose computation
     hides part of the communication; None if the computation is not known.
     """
@@ -76,7 +76,7 @@ class Advice:
     gbit, latency_s: the speed of the links; None if all ranks share memory, where there is nothing
         to choose.
     compute_s: seconds that a step computes; None = not known.
-    best: the index of the setting to use.
+    best: the index of the setting to use, whatever the optimizer.
     """
 
     model: str
@@ -120,12 +120,13 @@ def advise(model: str, shapes: Shapes, speeds: Speeds, compute_s: float | None) 
             setting("PERSEUS_ALLREDUCE_DTYPE=1 (exact)", lambda _: EXACT, EXACTLY),
             setting("nothing (float16 between hosts)", lambda _: FLOAT16),
             setting("PERSEUS_ALLREDUCE_CODEC=int8", lambda _: INT8),
-            setting("PERSEUS_ALLREDUCE_CODEC=int4", lambda _: INT4),
-            setting("PERSEUS_ALLREDUCE_CODEC=int2", lambda _: INT2),
+            setting("PERSEUS_ALLREDUCE_CODEC=int4", lambda _: INT4, WITH_SGD),
+            setting("PERSEUS_ALLREDUCE_CODEC=int2", lambda _: INT2, WITH_SGD),
             setting("PERSEUS_ALLREDUCE_CODEC=auto", speeds.choose),
         ]
     seconds = [s.exchange_s if s.step_s is None else s.step_s for s in settings]
-    enough = min(seconds, default=0.0) / (1 - _ABOUT_AS_FAST)
+    for_all = [i for i, each in enumerate(settings) if each.accuracy != WITH_SGD]
+    enough = min((seconds[i] for i in for_all), default=0.0) / (1 - _ABOUT_AS_FAST)
     return Advice(
         model=model,
         bytes=sum(sizes),
@@ -135,7 +136,7 @@ def advise(model: str, shapes: Shapes, speeds: Speeds, compute_s: float | None) 
         latency_s=speeds.latency_s if known else None,
         compute_s=compute_s,
         settings=settings,
-        best=next((i for i, value in enumerate(seconds) if value <= enough), 0),
+        best=next((i for i in for_all if seconds[i] <= enough), 0),
     )
 
 
@@ -168,9 +169,10 @@ def show(advice: Advice) -> str:
             f"{show_seconds(setting.exchange_s):>8}{step}  {exact / ours:.2f} x exact  "
             f"accuracy {setting.accuracy}"
         )
-    lines.append(
-        "  accuracy: how training should end, beside exact gradients; measured: docs/accuracy.md"
-    )
+    lines += [
+        "  accuracy: how training should end, beside exact gradients; measured: docs/accuracy.md",
+        "  with other optimizers than SGD, auto uses neither int4 nor int2, and takes longer",
+    ]
     if not of_steps:
         lines.append("  --compute SECONDS tells what of this a step can hide")
     return "\n".join(lines)

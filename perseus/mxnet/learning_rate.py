@@ -13,7 +13,8 @@ def learning_rate(optimizer: Any, is_scaled: bool = True) -> float:
     Gradients are reduced as they are: a step divides them by its batch size and by its loss scale,
     both of which may be others in the next step. It also multiplies them by the rate if steps are
     proportional to both: those of SGD and NAG are, if they clip nothing, but others may not be,
-    even if they are derived from these. It is 0, for what is not known, without an optimizer.
+    even if they are derived from these. Then the factor is negative; see perseus_request. It is 0,
+    for what is not known, without an optimizer.
 
     is_scaled: whether `rescale_grad` is that of the next step already; else it counts as constant.
     """
@@ -22,4 +23,4 @@ def learning_rate(optimizer: Any, is_scaled: bool = True) -> float:
     scale = float(optimizer.rescale_grad) if is_scaled else 1.0
     proportional = type(optimizer) in {mx.optimizer.SGD, mx.optimizer.NAG}
     clips = proportional and optimizer.clip_gradient is not None
-    return scale * float(optimizer.learning_rate) if proportional and not clips else scale
+    return scale * float(optimizer.learning_rate) if proportional and not clips else -scale

@@ -37,12 +37,13 @@ Speeds speeds(int number, double gbit) {
 class AutoCodecsTest : public testing::Test {
  protected:
   int choose(const std::string& name, uint64_t bytes, bool flushes = false, size_t tensor = 0) {
-    const AutoCodecs::Choice choice = codecs.choose(name, tensor, bytes, true, flushes);
+    const AutoCodecs::Choice choice = codecs.choose(name, tensor, bytes, least, true, flushes);
     yields = choice.yields;
     return choice.codec;
   }
 
   AutoCodecs codecs{specs(), kSecond};
+  int least = kInt2;
   bool yields = false;
 };
 
@@ -72,6 +73,14 @@ TEST_F(AutoCodecsTest, FewerBitsGoOnWithWhatMoreHaveHeldBack) {
   EXPECT_EQ(choose("g", kLarge), kInt8);
   codecs.adopt(speeds(2, 0.1), 0);
   EXPECT_EQ(choose("g", kLarge), kInt2);
+  EXPECT_FALSE(yields);
+}
+
+TEST_F(AutoCodecsTest, MoreBitsGoOnWithWhatFewerHaveHeldBack) {
+  codecs.adopt(speeds(1, 0.1), 0);
+  EXPECT_EQ(choose("g", kLarge), kInt2);
+  least = kInt8;
+  EXPECT_EQ(choose("g", kLarge), kInt8);
   EXPECT_FALSE(yields);
 }
 

@@ -47,6 +47,14 @@ TEST(CodecChoice, SlowLinksGetSmallerGradientsAndFastOnesExactOnes) {
   EXPECT_EQ(perseus::choose_codec(speeds(1, 30e-6, 1), kLarge), kExact) << "one host";
 }
 
+TEST(CodecChoice, OnlyCodecsUpToTheLeastAccurateOneAreCompared) {
+  constexpr uint64_t kLarge = 8 << 20;
+  EXPECT_EQ(perseus::choose_codec(speeds(0.3), kLarge, perseus::kAutoForAll), kInt8);
+  EXPECT_EQ(perseus::choose_codec(speeds(0.3), kLarge, kInt4), kInt4);
+  EXPECT_EQ(perseus::choose_codec(speeds(20, 0), kLarge, perseus::kAutoForAll), kHalf);
+  EXPECT_EQ(perseus::choose_codec(speeds(0.3), kLarge, kExact), kExact);
+}
+
 TEST(CodecChoice, OfCodecsThatAreAboutAsFastTheMostAccurateIsTaken) {
   constexpr uint64_t kBytes = 8 << 20;
   Speeds s = speeds(1, 0);
@@ -104,6 +112,9 @@ using Shape = std::vector<int64_t>;
 const Shape kShapes[] = {{3}, {5000}, {5, 3277}, {300, 5, 100}, {200, 200}};
 constexpr int kSeldom = 6;  // so often another one comes
 
+// Of an optimizer that steps in proportion to gradients.
+double known_rate(int, int) { return 0.5; }
+
 size_t product(const Shape& shape) {
   int64_t count = 1;
   for (int64_t extent : shape) count *= extent;
@@ -119,7 +130,8 @@ struct Got {
 // rank got.
 std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(const Shape&)>& codec_of,
                         const std::vector<std::string>& settings, int steps = 3,
-                        const std::function<void(int rank, int step)>& before = nullptr) {
+                        const std::function<void(int rank, int step)>& before = nullptr,
+                        const std::function<double(int rank, int step)>& rate_of = known_rate) {
   std::vector<Got> runs(static_cast<size_t>(size));
   WorldOptions options;
   options.overrides = settings;
@@ -146,6 +158,7 @@ std::vector<Got> reduce(const Medium& medium, int size, const std::function<int(
             const std::string name = i < encoded ? "g" + std::to_string(i) : "exact";
             perseus_request request = request_of(PERSEUS_ALLREDUCE, name.c_str(), &tensor, 1);
             request.gradient_of = 1;
+            request.learning_rate = rate_of(rank, step);
             request.codec = i < encoded ? codec_of(shape) : PERSEUS_CODEC_EXACT;
             handles.emplace_back();
             ASSERT_EQ(submit(context, request, &handles.back()).code, PERSEUS_OK) << perseus_error_message();
@@ -214,6 +227,34 @@ TEST_P(AutoCodec, RanksAgreeAndGetWhatTheChosenCodecsGiveByName) {
 }
 INSTANTIATE_TEST_SUITE_P(Worlds, AutoCodec, testing::ValuesIn(kWorlds),
                          [](const auto& info) { return std::string(info.param.name); });
+
+// Their second moments would grow by what few bits put off: see docs/accuracy.md.
+TEST(AutoCodecMeasured, GradientsOfOtherOptimizersHaveEightBits) {
+  constexpr int kSteps = 3 * kSeldom;
+  for (const char* negotiation : {"PERSEUS_OFFLINE_NEG=0", "PERSEUS_OFFLINE_NEG=1"}) {
+    const auto settings = in_groups(1, {"PERSEUS_LINK_GBIT=0.00001", negotiation});
+    const auto results = [&](int codec, const std::function<double(int, int)>& rate_of) {
+      const auto runs =
+          reduce(all_media()[0], 3, [&](const Shape&) { return codec; }, settings, kSteps, nullptr, rate_of);
+      for (const Got& run : runs) expect_same(run.results, runs[0].results, "of another rank");
+      return runs[0].results;
+    };
+    const auto eight_bits = results(PERSEUS_CODEC_INT8, known_rate);
+    const auto is_scaled = [](int, int) { return -0.5; };
+    const auto on_one_rank = [](int rank, int) { return rank == 1 ? 0.0 : 0.5; };
+    EXPECT_NE(results(PERSEUS_CODEC_AUTO, known_rate), eight_bits);
+    expect_same(results(PERSEUS_CODEC_AUTO, is_scaled), eight_bits, "negative");
+    expect_same(results(PERSEUS_CODEC_AUTO, on_one_rank), eight_bits, "not known to rank 1");
+    // A warm-up begins with a rate of 0, on all ranks or on one.
+    for (int last : {0, 2}) {
+      const auto warms_up = [&](int rank, int step) { return step == 0 && rank <= last ? 0.0 : 0.5; };
+      const auto got = results(PERSEUS_CODEC_AUTO, warms_up);
+      const auto first = static_cast<std::ptrdiff_t>(std::size(kShapes));
+      expect_same({got.begin(), got.begin() + first}, {eight_bits.begin(), eight_bits.begin() + first}, "at first");
+      EXPECT_NE(got[std::size(kShapes) + 1], eight_bits[std::size(kShapes) + 1]) << "in the second step";
+    }
+  }
+}
 
 TEST(AutoCodecMeasured, LinksAreMeasuredOnceAndAlikeOnAllRanks) {
   const auto runs = reduce(all_media()[0], 3, [](const Shape&) { return PERSEUS_CODEC_AUTO; }, in_groups(1, {}));

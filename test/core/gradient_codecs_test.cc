@@ -233,7 +233,8 @@ struct Sent {
   uint64_t bytes;  // by rank 0
 };
 
-Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseus_codec codec, perseus_dtype dtype) {
+Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseus_codec codec, perseus_dtype dtype,
+          const std::vector<double>& rates = {0}) {
   Sent sent{};
   WorldOptions options;
   options.overrides = settings;
@@ -246,8 +247,11 @@ Sent send(const std::vector<std::string>& settings, uint64_t gradient_of, perseu
         const perseus_tensor tensor{x.data(), x.data(), &count, 1, dtype};
         perseus_request request = gradient_request("g", &tensor, Codec{"", codec, 0, 0, false});
         request.gradient_of = gradient_of;
-        const Outcome outcome = run(context, request);
-        ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+        for (double rate : rates) {
+          request.learning_rate = rate;
+          const Outcome outcome = run(context, request);
+          ASSERT_EQ(outcome.code, PERSEUS_OK) << outcome.message;
+        }
         perseus_stats stats{};
         stats.struct_size = sizeof stats;
         perseus_context_stats(context, &stats);
@@ -491,6 +495,27 @@ TEST(GradientSettings, ACodecThatMayCostAccuracyIsWarnedOf) {
     EXPECT_EQ(said.find("gradients averaged within each host only may end with a higher loss") != std::string::npos,
               inner == 1)
         << said;
+  }
+}
+
+TEST(GradientSettings, FewBitsAreWarnedOfWhereTheOptimizerIsNotKnownToBeSgd) {
+  struct Case {
+    const char* codec;
+    std::vector<double> rates;  // of each step
+    bool warns;
+  };
+  for (const Case& each :
+       {Case{"int4", {0.5, 0.5, 0.5}, false}, Case{"int4", {0, 0.5, 0.5, 0}, false}, Case{"int4", {0, 0}, true},
+        Case{"int2", {-0.5, -0.5}, true}, Case{"int2", {0.5, NAN, NAN}, true}, Case{"int8", {0, 0, 0}, false},
+        Case{"auto", {0, 0, 0}, false}}) {
+    std::vector<std::string> settings = groups_of(1);
+    settings.insert(settings.end(), {std::string("PERSEUS_ALLREDUCE_CODEC=") + each.codec, "PERSEUS_LINK_GBIT=0.001"});
+    testing::internal::CaptureStderr();
+    send(settings, 1, PERSEUS_CODEC_SETTINGS, PERSEUS_FLOAT32, each.rates);
+    const std::string said = testing::internal::GetCapturedStderr();
+    const std::string text = std::string("training with ") + each.codec +
+                             " may end with a higher loss than with exact gradients, unless the optimizer is SGD";
+    EXPECT_EQ(said.find(text) != std::string::npos, each.warns) << each.codec << said;
   }
 }
 

@@ -50,12 +50,12 @@ def test_exchanges_cost_what_the_model_says_for_tensors_of_one_codec_together() 
     assert int4.exchange_s == pytest.approx(0.001 + 0.75005)
     assert auto.exchange_s == int2.exchange_s == pytest.approx(0.001 + 0.45003)
     assert {setting.step_s for setting in found.settings} == {None}
-    assert found.best == 4
+    assert found.best == 5, "int4 and int2 are not for every optimizer"
     assert found.gbit == pytest.approx(0.008)
 
 
 @pytest.mark.parametrize(
-    ("compute", "best", "step"), [(30.0, 0, 30.0), (5.0, 1, 5.0), (0.003, 4, 0.45103 + 0.001)]
+    ("compute", "best", "step"), [(30.0, 0, 30.0), (5.0, 1, 5.0), (0.003, 5, 0.45103 + 0.001)]
 )
 def test_the_most_accurate_setting_that_computation_hides_is_best(
     compute: float, best: int, step: float
@@ -69,7 +69,10 @@ def test_the_most_accurate_setting_that_computation_hides_is_best(
     text = show(found)
     assert text.count("->") == 1
     assert f"-> {found.settings[best].text}" in text
-    assert [setting.accuracy for setting in found.settings] == ["exact"] + ["equivalent"] * 5
+    with_sgd = "equivalent with SGD only"
+    assert [setting.accuracy for setting in found.settings] == [
+        "exact", "equivalent", "equivalent", with_sgd, with_sgd, "equivalent",
+    ]  # fmt: skip
     assert text.count("accuracy equivalent") == 5
 
 
@@ -96,7 +99,7 @@ def test_the_command_measures_and_advises(tmp_path: Path) -> None:
     arguments = ("--model", "resnet50,gpt2", "--compute", "0.1", "--json", str(file))
     found = _command(*arguments, **apart)
     assert found.returncode == 0, found.stderr
-    assert "-> PERSEUS_ALLREDUCE_CODEC=int2" in found.stdout
+    assert "-> PERSEUS_ALLREDUCE_CODEC=auto" in found.stdout
     resnet50, gpt2 = (json.loads(line) for line in file.read_text().splitlines())
     assert (resnet50["model"], gpt2["model"]) == ("resnet50", "gpt2")
     assert (gpt2["hosts"], gpt2["compute_s"]) == (2, 0.1)

@@ -317,7 +317,9 @@ typedef struct perseus_request {
   int64_t tag; /* SEND, RECEIVE: not negative. They ignore all fields of which nothing else is said. */
   /* Gradients: the learning rate of the step that will apply this one, if the optimizer's step is proportional to its
    * rate and to the gradient; 0, or what is not finite = not known. What a codec has held back is multiplied by the
-   * rate of the step that held it back, and divided by this. */
+   * rate of the step that held it back, and divided by this. It is negative where this is all that it tells, because
+   * steps are not proportional to gradients: then AUTO chooses neither INT4 nor INT2, as where any rank's is not
+   * known. */
   double learning_rate;
   /* Gradients: the momentum m of an optimizer that keeps v = m v + gradient and steps by v times the learning rate, in
    * 0 to 1 exclusive and equal on all ranks; 0, or any other value = none, or not known. By it, top-k accumulates what
@@ -436,7 +438,8 @@ PERSEUS_EXPORT perseus_code perseus_group_speeds(perseus_context* context, int g
 /* Estimates the seconds that an allreduce of a float32 tensor of `bytes` bytes takes between the sets. -1 for a codec
  * that AUTO never chooses, or a wrong struct_size. A pure function, like the next one. */
 PERSEUS_EXPORT double perseus_speeds_estimate(const perseus_speeds* speeds, int codec, uint64_t bytes);
-/* The perseus_codec that AUTO chooses for such a tensor; -1 for a wrong struct_size. */
+/* The perseus_codec that AUTO chooses for such a tensor of an optimizer that steps in proportion to gradients; -1 for a
+ * wrong struct_size. */
 PERSEUS_EXPORT int perseus_speeds_choose(const perseus_speeds* speeds, uint64_t bytes);
 
 /* ---- timeline: a Chrome trace of every operation; see docs/timeline.md ------------------------------------------- */

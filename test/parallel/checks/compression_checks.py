@@ -26,13 +26,16 @@ def _mean(step: int = 0) -> torch.Tensor:
 
 
 def _steps(
-    compression: object, steps: int, gradient: Callable[[int, int], torch.Tensor] = _gradient
+    compression: object,
+    steps: int,
+    gradient: Callable[[int, int], torch.Tensor] = _gradient,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> list[torch.Tensor]:
     """What one parameter's gradient(rank, step) is after each step of an optimizer."""
     parameter = nn.Parameter(torch.zeros(COUNT))
     options = {} if compression is None else {"compression": compression}
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([parameter], lr=0.0), named_parameters=[("p", parameter)], **options
+        make([parameter], lr=0.125), named_parameters=[("p", parameter)], **options
     )
     seen = []
     for step in range(steps):
@@ -233,6 +236,8 @@ def check_auto_gives_everywhere_what_the_codec_that_it_chose_gives() -> None:
         whole = _steps(hvd.Compression.auto, 2)
         assert all(map(torch.equal, whole, _steps(hvd.Compression.int2, 2)))
         assert all(map(_same_everywhere, whole))
+        of_adam = _steps(hvd.Compression.auto, 2, make=torch.optim.Adam)
+        assert all(map(torch.equal, of_adam, _steps(hvd.Compression.int8, 2)))
     with apart(PERSEUS_LINK_GBIT=1000000):
         (exact,) = _steps(hvd.Compression.auto, 1)
         assert (exact - _mean()).abs().max() < 1e-6, "nothing pays on such links"
