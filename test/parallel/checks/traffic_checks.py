@@ -52,7 +52,7 @@ def _reduced(compression: object, dtype: torch.dtype) -> tuple[torch.Tensor, flo
     parameter = nn.Parameter(torch.zeros(ELEMENTS, dtype=dtype))
     options = {} if compression is None else {"compression": compression}
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD([parameter], lr=0.0), named_parameters=[("p", parameter)], **options
+        torch.optim.SGD([parameter], lr=0.125), named_parameters=[("p", parameter)], **options
     )
     control.gather_lines("", "ready")
     before = perseus.stats()["tcp_bytes_sent"]
