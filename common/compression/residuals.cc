@@ -43,6 +43,7 @@ void Residuals::Record::step_with(double rate) {
   rate_before = learning_rate;
   carry = 1.0F;
   if (rate == 0 || !std::isfinite(rate)) return;
+  if (learning_rate != 0 && std::signbit(rate) != std::signbit(learning_rate)) learning_rate = highest_rate = 0;
   highest_rate = std::max(kForgets * highest_rate, std::abs(rate));
   const double counted = std::copysign(std::max(std::abs(rate), kLeastRate * highest_rate), rate);
   if (learning_rate != 0) carry = static_cast<float>(learning_rate / counted);

@@ -115,7 +115,8 @@ class Residuals {
   // over this one's (Zheng et al. 2019, "Communication-Efficient Distributed Blockwise Momentum SGD with
   // Error-Feedback"). Rates below kLeastRate of the highest recent one count as that: an optimizer's momentum keeps
   // what it is given until the rate rises again. A `learning_rate` of 0, or one that is not finite, is not known, or
-  // moves nothing: then what was held back stays as it is.
+  // moves nothing: then what was held back stays as it is. So it does where the sign changes, because a negative one
+  // is something else; see perseus_request.
   Lease take(const Key& key, const std::vector<size_t>& sizes, const CompressionTerms& terms, uint64_t layout,
              Flush flush, double learning_rate);
   // What was taken counts as not taken: the reduction did not begin.

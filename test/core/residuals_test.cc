@@ -508,8 +508,10 @@ TEST(Residual, IsCarriedByTheRatioOfLearningRates) {
   EXPECT_EQ(carry(0.25), 0.5F) << "the last that was known";
   EXPECT_EQ(carry(std::nan("")), 1.0F);
   EXPECT_EQ(carry(0.25), 1.0F);
-  EXPECT_EQ(carry(-0.25), -1.0F);
-  EXPECT_EQ(carry(0.25), -1.0F);
+  EXPECT_EQ(carry(-0.0625), 1.0F) << "no rate, but what gradients are multiplied by";
+  EXPECT_EQ(carry(-0.125), 0.5F);
+  EXPECT_EQ(carry(0.25), 1.0F) << "a rate again";
+  EXPECT_EQ(carry(0.125), 2.0F);
   const Floats data(14, 1.0F);
   taken.residuals.write({1, 0, taken.name}, data.data(), 14, 17);
   EXPECT_EQ(carry(0.5), 1.0F) << "a loaded one has no rate";
