@@ -139,8 +139,9 @@ constexpr Variable kTable[] = {
     {Var::kInterfaces, "PERSEUS_GLOO_NETWORK_INTERFACE",
      "PERSEUS_NCCL_NETWORK_INTERFACE,HOROVOD_GLOO_IFACE,GLOO_SOCKET_IFNAME,NCCL_SOCKET_IFNAME", VarType::kString, "",
      "", false,
-     "Network interfaces for data between hosts, separated by commas; Perseus uses all of them at once. Unset = "
-     "chosen automatically. Only NCCL_SOCKET_IFNAME has NCCL's syntax: eth = every interface whose name begins so, "
+     "Network interfaces for data between hosts, separated by commas; Perseus uses all of them at once, if "
+     "PERSEUS_ALLREDUCE_STREAMS is at least their number. Unset = chosen automatically. Only NCCL_SOCKET_IFNAME has "
+     "NCCL's syntax: eth = every interface whose name begins so, "
      "=eth0 = that interface alone, ^docker,lo = all others."},
     {Var::kTransport, "PERSEUS_TRANSPORT", "", VarType::kChoice, "auto", "auto|shm|tcp", true,
      "How ranks exchange data: auto = shared memory inside a host and TCP between hosts; shm or tcp = only this one."},

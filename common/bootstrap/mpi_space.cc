@@ -51,32 +51,35 @@ class MpiSpace final : public LauncherSpace {
 
   // Everybody's text, of which bytes[i] come from rank i.
   std::vector<std::string> gather(const std::string& text, const std::vector<size_t>& bytes) {
-    std::vector<int> counts, places;
+    // MPI may read and write these after we have given up.
+    struct Memory {
+      std::string sent, gathered;
+      std::vector<int> counts, places;
+    };
+    auto memory = std::make_unique<Memory>();
     size_t total = 0;
     for (size_t each : bytes) {
-      counts.push_back(static_cast<int>(each));
-      places.push_back(static_cast<int>(total));
+      memory->counts.push_back(static_cast<int>(each));
+      memory->places.push_back(static_cast<int>(total));
       total += each;
     }
-    // MPI may write here after we have given up.
-    auto gathered = std::make_unique<std::string>(total, '\0');
-    auto sent = std::make_unique<std::string>(text);
+    memory->sent = text;
+    memory->gathered.resize(total);
     mpi::Handle request = nullptr;
-    library_->check(
-        "MPI_Iallgatherv",
-        library_->call().allgather(sent->data(), static_cast<int>(sent->size()), library_->bytes(), gathered->data(),
-                                   counts.data(), places.data(), library_->bytes(), communicator_, &request));
+    library_->check("MPI_Iallgatherv",
+                    library_->call().allgather(memory->sent.data(), static_cast<int>(text.size()), library_->bytes(),
+                                               memory->gathered.data(), memory->counts.data(), memory->places.data(),
+                                               library_->bytes(), communicator_, &request));
     try {
       while (!library_->test(&request)) check_patience(options_, "some rank");
     } catch (const Error&) {
       mpi::leave_unfinished();
-      gathered.release();
-      sent.release();
+      memory.release();
       throw;
     }
     std::vector<std::string> parts;
     for (size_t i = 0; i < bytes.size(); ++i)
-      parts.push_back(gathered->substr(static_cast<size_t>(places[i]), bytes[i]));
+      parts.push_back(memory->gathered.substr(static_cast<size_t>(memory->places[i]), bytes[i]));
     return parts;
   }
 

@@ -136,6 +136,11 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
     log_.warning(
         "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "
         "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
+  const int64_t streams = config.integer(Var::kStreams);
+  if (world.rank == 0 && interfaces_ > streams)
+    log_.warning("[config] PERSEUS_ALLREDUCE_STREAMS=" + std::to_string(streams) + " uses " + std::to_string(streams) +
+                 " of the " + std::to_string(interfaces_) +
+                 " interfaces that are named: set it to their number, or a multiple of it");
   answer_inspections(static_cast<int>(config.integer(Var::kInspectSignal)));
   begin_tuner_log();
   execution_settings_.observer = &timeline_;

@@ -17,8 +17,8 @@ bool same_reduction(const kernels::ReduceSpec& a, const kernels::ReduceSpec& b) 
 
 // Up to here all ranks send to each other: fewer steps count more than fewer bytes between hosts.
 constexpr size_t kFlatBytes = 32 * 1024;
-// Of one exact exchange in stages: a rank that takes no part in the stage between hosts moves nothing meanwhile, and
-// must not be taken for one that hangs.
+// Of one exchange in stages: a rank that takes no part in the stage between hosts moves nothing meanwhile, and must not
+// be taken for one that hangs.
 constexpr size_t kMostStaged = 64 * 1024 * 1024;
 
 }  // namespace
@@ -190,7 +190,8 @@ Bucket& Execution::own_bucket(Entry* entry, size_t bytes, Device device) {
 }
 
 Bucket& Execution::bucket_for(Entry* entry, size_t bytes, const Fit& fit) {
-  const size_t most = in_force_.bucket_bytes(fit.most_bytes);
+  const size_t wanted = in_force_.bucket_bytes(fit.most_bytes);
+  const size_t most = fit.stages == 1 ? std::min(wanted, kMostStaged) : wanted;
   for (auto& bucket : open_) {
     const ExchangePlan& plan = bucket->plan;
     if (plan.collective != fit.collective || plan.algorithm != fit.algorithm || bucket->bytes + bytes > most ||

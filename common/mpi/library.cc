@@ -151,14 +151,16 @@ void Library::initialise() const {
   check("MPI_Finalized", functions_.finalized(&flag));
   if (flag != 0) fail(ErrorKind::kIo, "[mpi] MPI_Finalize has been called already, and MPI cannot begin anew");
   check("MPI_Initialized", functions_.initialized(&flag));
+  static std::atomic<bool> is_ours{false};
   if (flag == 0) {
     check("MPI_Init_thread", functions_.init(nullptr, nullptr, kMultiple, &provided));
     std::atexit(finalize_at_exit);
+    is_ours = true;
   } else {
     check("MPI_Query_thread", functions_.query_thread(&provided));
   }
   // Our calls come from one thread at a time. Where others call MPI, too, it must bear several at once.
-  const int needed = flag == 0 ? kSerialized : kMultiple;
+  const int needed = is_ours ? kSerialized : kMultiple;
   if (provided < needed)
     fail(ErrorKind::kInvalidArgument,
          "[mpi] " + path_ + " was initialised for fewer threads than PERSEUS_CPU_OPERATIONS=mpi needs: call " +

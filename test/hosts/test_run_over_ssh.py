@@ -355,7 +355,14 @@ hvd.shutdown()
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
         sent = [(now - then).sent_bytes for now, then in zip(pair.counters(1), before, strict=True)]
+        few = perseusrun(
+            pair, "-np", "2", "-H", "host0,host1", "--network-interface", "eth0,eth1",
+            sys.executable, "-c", program, env=environment(pair, PERSEUS_ALLREDUCE_STREAMS="1"),
+        )  # fmt: skip
     assert all(0.45 * 4 * count < link < 0.65 * 4 * count for link in sent), sent
+    warning = "PERSEUS_ALLREDUCE_STREAMS=1 uses 1 of the 2 interfaces that are named"
+    assert (few.returncode, few.stderr.count(warning)) == (0, 1), few.stderr
+    assert warning not in result.stderr
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
