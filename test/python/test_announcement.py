@@ -6,7 +6,11 @@ import json
 
 import pytest
 
-from perseus.run.bootstrap.announcement import announcement, read_announcement
+from perseus.run.bootstrap.announcement import (
+    announcement,
+    failure_announcement,
+    read_announcement,
+)
 
 SECRET = b"0123456789abcdef"
 
@@ -47,3 +51,14 @@ def test_an_address_that_somebody_else_has_put_in_is_refused(index: int) -> None
     fields[index] = 6668 if index == 1 else "another"
     with pytest.raises(ValueError, match="has another secret"):
         read_announcement(json.dumps(fields), SECRET, 3)
+
+
+@pytest.mark.parametrize("given", [None, SECRET])
+def test_what_keeps_rank_0_from_starting_is_an_error_of_one_line(given: bytes | None) -> None:
+    text = failure_announcement(OSError("[rendezvous] ports are taken:\nstop the other job"))
+    with pytest.raises(
+        ValueError,
+        match=r"^\[rendezvous\] rank 0 could not start: "
+        r"\[rendezvous\] ports are taken: stop the other job$",
+    ):
+        read_announcement(text, given, 3)

@@ -76,6 +76,33 @@ def test_a_given_secret_is_compared_by_the_ranks(mpi: tuple[str, list[str], Path
     assert secret not in result.stderr
 
 
+# Ranks that fail end normally here, as mpirun ends the others soon after one that does not.
+_SHORT_SECRET_OF_0 = """
+import time
+if os.environ[{rank!r}] == '0':
+    os.environ['PERSEUS_SECRET'] = 'too short'
+try:
+    begin = time.monotonic()
+    find_store(identify())
+except ValueError as error:
+    assert time.monotonic() - begin < 60
+    print(os.environ[{rank!r}], error, flush=True)
+    raise SystemExit(0)
+"""
+
+
+def test_what_keeps_rank_0_from_starting_is_told_to_all(mpi: tuple[str, list[str], Path]) -> None:
+    kind, mpirun, python = mpi
+    rank = {"openmpi": "OMPI_COMM_WORLD_RANK", "mpich": "PMI_RANK"}[kind]
+    program = script(before=_SHORT_SECRET_OF_0.format(rank=rank))
+    result = run([*mpirun, "-np", "3", str(python), "-c", program], HOROVOD_START_TIMEOUT="60")
+    assert result.returncode == 0, result.stderr
+    why = "[rendezvous] PERSEUS_SECRET: 9 bytes are too few"
+    assert f"0 {why}" in result.stdout
+    for other in (1, 2):
+        assert f"{other} [rendezvous] rank 0 could not start: {why}" in result.stdout
+
+
 def test_mpi4py_of_another_mpi_is_named(mpi: tuple[str, list[str], Path]) -> None:
     """What mpi4py shows then: worlds of one rank each."""
     _, mpirun, python = mpi

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,43 @@ def test_ranks_with_different_secrets_get_one_error_each(agent: Agent) -> None:
         assert last.startswith("ValueError: [rendezvous] rank 1 has another secret than rank 0: ")
         assert SECRET not in end.stderr
     assert SECRET.encode() not in agent.received
+
+
+def test_what_keeps_rank_0_from_starting_is_told_to_all(agent: Agent) -> None:
+    secrets = ["too short", SECRET, SECRET]
+    begin = time.monotonic()
+    ends = run_ranks(
+        [agent.rank(r, 3, PERSEUS_SECRET=secret) for r, secret in enumerate(secrets)], script()
+    )
+    assert time.monotonic() - begin < 120  # of HOROVOD_START_TIMEOUT=250
+    why = "[rendezvous] PERSEUS_SECRET: 9 bytes are too few, expected at least 16; make one with:"
+    heads = [f"ValueError: {why}", *[f"ValueError: [rendezvous] rank 0 could not start: {why}"] * 2]
+    for end, head in zip(ends, heads, strict=True):
+        assert end.returncode != 0
+        assert end.stderr.strip().splitlines()[-1].startswith(head), end.stderr
+
+
+def test_what_keeps_rank_0_of_a_process_group_from_starting_is_told_to_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed import HashStore
+
+    from perseus.run.bootstrap import rendezvous
+
+    def fail(*_: object) -> None:
+        raise OSError("[rendezvous] ports 6666 to 6765 are taken")
+
+    monkeypatch.setattr(rendezvous, "_store_server", fail)
+    store = HashStore()
+    with ThreadPoolExecutor() as threads:
+        ranks = [
+            threads.submit(rendezvous.find_store_through, store, rank, 3, 60) for rank in range(3)
+        ]
+        with pytest.raises(OSError, match=r"^\[rendezvous\] ports 6666 to 6765 are taken$"):
+            ranks[0].result()
+        for rank in ranks[1:]:
+            with pytest.raises(ValueError, match=r"rank 0 could not start: .* are taken$"):
+                rank.result()
 
 
 LATE_0 = "import time; time.sleep(1.5 if os.environ['RANK'] == '0' else 0)"

@@ -12,6 +12,7 @@ import json
 import secrets
 
 _LABEL = "perseus announced store"
+_FAILED = "rank 0 could not start: "
 _REMEDY = "give all ranks the same PERSEUS_SECRET_FILE (or PERSEUS_SECRET), or none"
 
 
@@ -26,16 +27,26 @@ def announcement(host: str, port: int, secret: bytes, given: bool) -> str:
     return json.dumps([host, port, "", nonce, _check(secret, nonce, host, port)])
 
 
-def read_announcement(
-    text: str | bytes | bytearray, given: bytes | None, rank: int
-) -> tuple[str, int, bytes]:
+def failure_announcement(error: Exception) -> str:
+    """Return what rank 0 announces in place of a store, for read_announcement() to raise.
+
+    The end of a long line may be cut off.
+    """
+    return _FAILED + " ".join(str(error).split())
+
+
+def read_announcement(text: str | bytes, given: bytes | None, rank: int) -> tuple[str, int, bytes]:
     """Return the host, port and secret of an announcement.
 
     given: the secret that the user gave to this rank; None without one.
 
-    Raises ValueError if rank 0 was given another secret, or only one of the ranks was given any,
-    and for what is no announcement.
+    Raises ValueError if rank 0 could not start, was given another secret, or only one of the ranks
+    was given any, and for what is no announcement.
     """
+    if not isinstance(text, str):
+        text = text.decode(errors="ignore")
+    if text.startswith(_FAILED):
+        raise ValueError(f"[rendezvous] {' '.join(text.split())}")
     try:
         host, port, made, nonce, check = json.loads(text)
         secret = made.encode("latin-1")

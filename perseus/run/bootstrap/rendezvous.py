@@ -5,6 +5,7 @@ A process does so once, because the store serves all of its worlds. Not thread-s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -22,7 +23,11 @@ from perseus.run.bootstrap.addresses import (
     is_own_address,
     own_address,
 )
-from perseus.run.bootstrap.announcement import announcement, read_announcement
+from perseus.run.bootstrap.announcement import (
+    announcement,
+    failure_announcement,
+    read_announcement,
+)
 from perseus.run.bootstrap.identity import Identity, as_texts
 from perseus.run.bootstrap.start_settings import (
     given_secret,
@@ -112,10 +117,10 @@ def _through_torch(identity: Identity) -> Rendezvous:
     try:
         store = _torch_store(identity, host, port, deadline)
         if identity.rank == 0:
-            rendezvous = _serve(_LOOPBACK if local else host, local, keep=(store,))
-            late = f"{place} {within}"
-            announce(store, _to_text(rendezvous), identity.size, deadline, late)
-            return rendezvous
+            return _serve_and_announce(
+                lambda: _serve(_LOOPBACK if local else host, local, keep=(store,)),
+                lambda text: announce(store, text, identity.size, deadline, f"{place} {within}"),
+            )
         late = f"bring all ranks together at {place} {within}"
         return await_announcement(
             store, identity.rank, lambda text: _from_text(text, identity, (store,)), deadline, late
@@ -141,10 +146,31 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
         return await_announcement(
             store, rank, lambda text: _from_text(text, identity, ()), deadline, late
         )
-    hosts = _hosts_of(store, size, deadline, within)
-    local = len(set(hosts)) == 1
-    rendezvous = _serve(_LOOPBACK if local else own_address(hosts), local)
-    announce(store, _to_text(rendezvous), size, deadline, f"torch's store {within}")
+
+    def serve() -> Rendezvous:
+        hosts = _hosts_of(store, size, deadline, within)
+        local = len(set(hosts)) == 1
+        return _serve(_LOOPBACK if local else own_address(hosts), local)
+
+    return _serve_and_announce(
+        serve, lambda text: announce(store, text, size, deadline, f"torch's store {within}")
+    )
+
+
+def _serve_and_announce(serve: Callable[[], Rendezvous], tell: Callable[[str], None]) -> Rendezvous:
+    """Start rank 0's server, and tell the others where it is or why there is none.
+
+    They would otherwise wait for it until their deadline, and blame the wrong thing. Raises what
+    `serve` and `tell` raise.
+    """
+    try:
+        rendezvous = serve()
+        text = _to_text(rendezvous)
+    except Exception as error:
+        with contextlib.suppress(Exception):  # the first error is the one to raise
+            tell(failure_announcement(error))
+        raise
+    tell(text)
     return rendezvous
 
 
@@ -224,33 +250,63 @@ def _through_mpi(identity: Identity, environment: Mapping[str, str] | None) -> R
             f"{world.Get_size()}: it runs on '{library}', not on this mpirun's library; pip "
             f"install an mpi4py for it, or start with perseusrun"
         )
+    return _agree_by_mpi(world, identity)
+
+
+def _agree_by_mpi(world: Any, identity: Identity) -> Rendezvous:
+    """Announce rank 0's store by collectives of MPI.
+
+    MPI_Finalize waits for all ranks, so every rank takes part in all of them, and all ranks fail if
+    one does.
+    """
     deadline = time.monotonic() + start_timeout()
-    local = identity.local_size == identity.size
-    hosts = bytearray(_MESSAGE_BYTES * identity.size)
-    name = socket.gethostname().encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
-    _finish(world.Iallgather(name, hosts), deadline)
+    hosts = _all_texts(world, identity.size, socket.gethostname(), deadline)
+
+    def serve() -> Rendezvous:
+        local = identity.local_size == identity.size
+        return _serve(_LOOPBACK if local else own_address(hosts), local)
+
+    def tell(text: str) -> None:
+        message[:] = _padded(text)
+
     message = bytearray(_MESSAGE_BYTES)
-    held: tuple[Any, ...] = ()
+    found: Rendezvous | None = None
+    failure: Exception | None = None
+    problem = ""
     if identity.rank == 0:
-        names = [
-            hosts[i : i + _MESSAGE_BYTES].rstrip(b"\0").decode()
-            for i in range(0, len(hosts), _MESSAGE_BYTES)
-        ]
-        rendezvous = _serve(_LOOPBACK if local else own_address(names), local)
-        held = rendezvous.held
-        message[:] = _to_text(rendezvous).encode().ljust(_MESSAGE_BYTES)
+        try:
+            found = _serve_and_announce(serve, tell)
+        except Exception as error:
+            failure = error
     _finish(world.Ibcast(message, root=0), deadline)
-    found, problem = None, b""
-    try:
-        found = _from_text(message, identity, held)
-    except ValueError as error:
-        problem = str(error).encode()[:_MESSAGE_BYTES]
-    # MPI_Finalize waits for all ranks, so all of them must fail if one does.
-    problems = bytearray(_MESSAGE_BYTES * identity.size)
-    _finish(world.Iallgather(problem.ljust(_MESSAGE_BYTES, b"\0"), problems), deadline)
-    if found is None or problems.strip(b"\0"):
-        raise ValueError(bytes(problems).strip(b"\0").split(b"\0")[0].decode())
+    if identity.rank != 0:
+        try:
+            found = _from_text(_unpadded(message), identity, ())
+        except ValueError as error:
+            problem = str(error)
+    problems = [text for text in _all_texts(world, identity.size, problem, deadline) if text]
+    if failure is not None:
+        raise failure
+    if found is None or problems:
+        raise ValueError(problems[0])
     return found
+
+
+def _all_texts(world: Any, size: int, text: str, deadline: float) -> list[str]:
+    """Return the texts of all ranks; what is longer than a message is cut off."""
+    received = bytearray(_MESSAGE_BYTES * size)
+    _finish(world.Iallgather(_padded(text), received), deadline)
+    pieces = [received[i : i + _MESSAGE_BYTES] for i in range(0, len(received), _MESSAGE_BYTES)]
+    return [_unpadded(piece) for piece in pieces]
+
+
+def _padded(text: str) -> bytes:
+    return text.encode(errors="replace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+
+
+def _unpadded(message: bytearray) -> str:
+    # The end may be the half of a character.
+    return message.rstrip(b"\0").decode(errors="ignore")
 
 
 def _through_launcher(environment: Mapping[str, str] | None) -> Rendezvous:
@@ -356,7 +412,5 @@ def _to_text(rendezvous: Rendezvous) -> str:
     return announcement(rendezvous.host, rendezvous.port, rendezvous.secret, gives_secret())
 
 
-def _from_text(
-    text: str | bytes | bytearray, identity: Identity, keep: tuple[Any, ...]
-) -> Rendezvous:
+def _from_text(text: str, identity: Identity, keep: tuple[Any, ...]) -> Rendezvous:
     return Rendezvous(*read_announcement(text, given_secret(), identity.rank), keep)
