@@ -143,7 +143,9 @@ Rendezvous through_torch(const Identity& identity, const Environment& environmen
   if (host.empty())
     fail(ErrorKind::kInvalidArgument,
          "[rendezvous] RANK and WORLD_SIZE are set but MASTER_ADDR is not: give rank 0's host in MASTER_ADDR");
-  return at_known_place(identity, environment, config, identity.local_size == identity.size ? kLoopback : host,
+  // Ranks that reach rank 0 by any loopback address, ::1 for example, are on its host.
+  const bool local = identity.local_size == identity.size || is_loopback(host);
+  return at_known_place(identity, environment, config, local ? kLoopback : host,
                         static_cast<int>(config.integer(Var::kMasterPort)),
                         "name a file in PERSEUS_SECRET_FILE (openssl rand -hex 16 > FILE; chmod 600 FILE), or start "
                         "with perseusrun");

@@ -158,6 +158,16 @@ TEST(Bootstrap, KnownPlacesNeedASecret) {
   EXPECT_EQ(step.port, 6666 + (1000 * 37 + 2 * 7) % 10'000);
 }
 
+TEST(Bootstrap, RanksWhoseMasterIsAnyLoopbackAddressMeet) {
+  for (const char* master : {"::1", "127.0.1.1", "localhost"}) {
+    const Variables torch{{"WORLD_SIZE", "2"}, {"MASTER_ADDR", master}, {"PERSEUS_SECRET", kSecret}};
+    const std::vector<std::string> overrides{"PERSEUS_MASTER_PORT=20050"};
+    const Rendezvous first = bootstrap_with(with(torch, "RANK", "0"), overrides);
+    const Rendezvous other = bootstrap_with(with(torch, "RANK", "1"), overrides);
+    connect_store(other.host, other.port, other.secret, now_ns() + 30 * kSecond)->set("key", "value");
+  }
+}
+
 // ---- through a PMI that the test plays ----
 
 std::vector<Rendezvous> bootstrap_all(const std::vector<Variables>& ranks, const std::vector<std::string>& overrides) {

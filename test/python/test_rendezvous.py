@@ -206,6 +206,19 @@ def test_ranks_without_torch_meet_by_a_secret_file(tmp_path: Path) -> None:
         assert found(end)[0][6:9] == ["127.0.0.1", int(port), SECRET]
 
 
+@pytest.mark.parametrize("master", ["::1", "127.0.1.1", "localhost"])
+def test_ranks_whose_master_is_any_loopback_address_meet(master: str) -> None:
+    port = str(free_port())
+    environments = [
+        torch_by_hand(rank, PERSEUS_SECRET=SECRET, PERSEUS_MASTER_PORT=port)
+        | {"MASTER_ADDR": master, "HOROVOD_START_TIMEOUT": "20"}
+        for rank in range(2)
+    ]
+    for rank, end in enumerate(run_ranks(environments, script(before=NO_TORCH))):
+        assert found(end)[0][:2] == [rank, 2]
+        assert found(end)[0][6:8] == ["127.0.0.1", int(port)]
+
+
 def test_ranks_without_torch_and_secret_are_told_what_to_do() -> None:
     for end in run_ranks([torch_by_hand(rank) for rank in range(2)], script(before=NO_TORCH)):
         assert end.returncode != 0

@@ -107,9 +107,11 @@ def _through_torch(identity: Identity) -> Rendezvous:
             "[rendezvous] RANK and WORLD_SIZE are set but MASTER_ADDR is not: "
             "give rank 0's host and a free port in MASTER_ADDR and MASTER_PORT"
         )
-    local = identity.local_size == identity.size
+    # Ranks that reach rank 0 by any loopback address, ::1 for example, are on its host.
+    local = identity.local_size == identity.size or is_loopback(host)
+    store_host = _LOOPBACK if local else host
     if find_spec("torch") is None:
-        return _at_known_place(identity, _LOOPBACK if local else host, _master_port())
+        return _at_known_place(identity, store_host, _master_port())
     port = whole_number("MASTER_PORT", default=29500, least=1, most=65535)
     deadline = time.monotonic() + start_timeout()
     place = f"torch's store at MASTER_ADDR:MASTER_PORT {host}:{port}"
@@ -118,7 +120,7 @@ def _through_torch(identity: Identity) -> Rendezvous:
         store = _torch_store(identity, host, port, deadline)
         if identity.rank == 0:
             return _serve_and_announce(
-                lambda: _serve(_LOOPBACK if local else host, local, keep=(store,)),
+                lambda: _serve(store_host, keep=(store,)),
                 lambda text: announce(store, text, identity.size, deadline, f"{place} {within}"),
             )
         late = f"bring all ranks together at {place} {within}"
@@ -150,7 +152,7 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
     def serve() -> Rendezvous:
         hosts = _hosts_of(store, size, deadline, within)
         local = len(set(hosts)) == 1
-        return _serve(_LOOPBACK if local else own_address(hosts), local)
+        return _serve(_LOOPBACK if local else own_address(hosts))
 
     return _serve_and_announce(
         serve, lambda text: announce(store, text, size, deadline, f"torch's store {within}")
@@ -264,7 +266,7 @@ def _agree_by_mpi(world: Any, identity: Identity) -> Rendezvous:
 
     def serve() -> Rendezvous:
         local = identity.local_size == identity.size
-        return _serve(_LOOPBACK if local else own_address(hosts), local)
+        return _serve(_LOOPBACK if local else own_address(hosts))
 
     def tell(text: str) -> None:
         message[:] = _padded(text)
@@ -380,12 +382,10 @@ def _at_known_place(identity: Identity, host: str, port: int) -> Rendezvous:
     return Rendezvous(host, port, secret, (server,))
 
 
-def _serve(host: str, local: bool, keep: tuple[Any, ...] = ()) -> Rendezvous:
+def _serve(host: str, keep: tuple[Any, ...] = ()) -> Rendezvous:
     """Start rank 0's server, which others reach as `host`; its port may be the next free one."""
     secret = given_secret() or secrets.token_hex(32).encode()
-    server = _store_server(
-        _LOOPBACK if local else _listen_address(host), _master_port(), True, secret
-    )
+    server = _store_server(_listen_address(host), _master_port(), True, secret)
     return Rendezvous(host, server.port, secret, (server, *keep))
 
 
