@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from perseus.elastic import known_blocks
@@ -48,10 +49,21 @@ class VariablesState(ObjectState):
         super().save()
 
     def restore(self) -> None:
-        """Assign the copies. Passes since the last step of any optimizer are dropped."""
-        self._write(self._variables(), self._values)
+        """Assign the copies. Passes since the last step of any optimizer are dropped.
+
+        Variables that the framework has created since the save, as for layers that are no longer
+        frozen, keep their values until sync(). A new source of residuals loses what it holds back.
+        """
+        variables = list(self._variables())
+        # By identity, as the order of a model's weights may change, too.
+        copies = {id(each): value for each, value in zip(self._saved, self._values, strict=True)}
+        saved = [each for each in variables if id(each) in copies]
+        if saved:
+            self._write(saved, [copies[id(each)] for each in saved])
+        else:  # another model has taken the place of the saved one
+            self._write(variables, self._values)
         self._forget_passes()
-        for source, held in zip(self._sources(), self._held, strict=True):
+        for source, held in zip(self._sources(), chain(self._held, repeat({})), strict=False):
             source.go_on_with(held)
         super().restore()
 
@@ -92,7 +104,8 @@ class VariablesState(ObjectState):
         return [getattr(self, name) for name in self._source_names]
 
     def _copy(self) -> None:
-        self._values = self._read(self._variables())
+        self._saved = list(self._variables())
+        self._values = self._read(self._saved)
         self._held: list[dict[str, Held]] = [source.residuals() for source in self._sources()]
 
     def _read(self, variables: Sequence[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ from perseus.elastic import (
 )
 from perseus.elastic import loop as elastic_loop
 from perseus.elastic.loop import failure_if, looped
+from perseus.elastic.variables_state import VariablesState
 from perseus.errors import (
     AbortedError,
     HorovodInternalError,
@@ -116,6 +117,73 @@ def test_the_contract_is_not_implemented():
         with pytest.raises(NotImplementedError):
             call()
     state.reset()
+
+
+class Variable:
+    """One of TensorFlow or Keras, as far as a state uses it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def numpy(self) -> int:
+        return self.value
+
+    def assign(self, value: int) -> None:
+        self.value = value
+
+
+class Residuals:
+    """A source of residuals, with one of them."""
+
+    def __init__(self, value: bytes) -> None:
+        self.held = {"gradient": ((), value)}
+
+    def residuals(self):
+        return dict(self.held)
+
+    def go_on_with(self, residuals, owner=None):
+        self.held = dict(residuals)
+
+
+class VariablesWithSources(VariablesState):
+    def __init__(self, variables: list[Variable], sources: list[Residuals]) -> None:
+        self.sources = sources
+        super().__init__(_own, lambda: 0, lambda _: None, lambda: variables)
+
+    def _sources(self):
+        return self.sources
+
+
+def test_restore_leaves_variables_that_are_new_since_the_save_as_they_are():
+    first, second, new = Variable(1), Variable(2), Variable(30)
+    variables = [first, second]
+    state = VariablesWithSources(variables, [])
+    first.value = second.value = 0
+    variables[:] = [second, new, first]  # a layer that is no longer frozen changes the order, too
+    state.restore()
+    assert (first.value, second.value, new.value) == (1, 2, 30)
+    state.save()
+    new.value = 0
+    state.restore()
+    assert new.value == 30
+
+
+def test_restore_gives_another_model_the_values_of_the_saved_one():
+    variables = [Variable(1), Variable(2)]
+    state = VariablesWithSources(variables, [])
+    variables[:] = [Variable(0), Variable(0)]
+    state.restore()
+    assert [each.value for each in variables] == [1, 2]
+
+
+def test_restore_drops_what_a_source_that_is_new_since_the_save_holds_back():
+    sources = [Residuals(b"old")]
+    state = VariablesWithSources([], sources)
+    sources[0].held = {}
+    sources.append(Residuals(b"new"))
+    state.restore()
+    assert sources[0].residuals() == {"gradient": ((), b"old")}
+    assert sources[1].residuals() == {}
 
 
 # ---- news about hosts ----
