@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,32 @@ def test_what_keeps_rank_0_of_a_process_group_from_starting_is_told_to_all(
         for rank in ranks[1:]:
             with pytest.raises(ValueError, match=r"rank 0 could not start: .* are taken$"):
                 rank.result()
+
+
+def test_a_process_group_goes_by_the_hosts_of_its_own_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.distributed import HashStore
+
+    from perseus.run.bootstrap import rendezvous
+
+    names = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: names.here)
+    monkeypatch.setattr(rendezvous, "own_address", lambda hosts: "10.0.0.1")
+    monkeypatch.setattr(rendezvous, "_store_server", lambda *_: SimpleNamespace(port=6666))
+    store = HashStore()
+
+    def find(rank: int, host: str) -> str:
+        names.here = host
+        return rendezvous.find_store_through(store, rank, 2, 60).host
+
+    # Host a is lost, so that rank 1 becomes rank 0, and a new rank comes later from host c.
+    for hosts in (["a", "b"], ["b", "c"]):
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(find, 0, hosts[0])
+            time.sleep(0.5)
+            other = threads.submit(find, 1, hosts[1])
+            assert [first.result(), other.result()] == ["10.0.0.1"] * 2
 
 
 LATE_0 = "import time; time.sleep(1.5 if os.environ['RANK'] == '0' else 0)"

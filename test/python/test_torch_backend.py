@@ -215,7 +215,7 @@ def test_counts_of_what_was_received_may_exceed_32_bits():
     assert received.dtype == torch.int32 and received.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1, 2"), (1, "rank 0")])
+@pytest.mark.parametrize(("rank", "missing"), [(0, "ranks 1, 2"), (1, "rank 0")])
 def test_ranks_that_do_not_come_are_named(rank, missing):
     perseus.torch.distributed.register()
     limit = datetime.timedelta(seconds=1)

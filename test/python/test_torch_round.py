@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from perseus.run.bootstrap.torch_round import announce, await_announcement
+from perseus.run.bootstrap.torch_round import announce, ask, await_announcement
 
 
 class Store:
@@ -135,6 +135,20 @@ def test_missing_ranks_are_named() -> None:
     first = Rank(lambda: announce(store, "here", 4, time.monotonic() + 1, "the store in time"))
     assert follow_until(store, 2) == "[rendezvous] rank 0 did not speak in time"
     assert str(first.end()) == "[rendezvous] ranks 1, 3 did not come to the store in time"
+
+
+def test_rank_0_hears_what_ranks_of_this_round_tell() -> None:
+    def follow_and_tell(rank: int, host: str) -> Rank:
+        return Rank(lambda: await_announcement(store, rank, str, soon(), "speak", tells=host))
+
+    store = Store()
+    for hosts in (["a", "b"], ["b", "c"]):
+        first = Rank(lambda: ask(store, 3, soon(), "it"))
+        time.sleep(0.1)  # in the second round it finds what the first one has left
+        others = [follow_and_tell(rank, host) for rank, host in enumerate(hosts, 1)]
+        assert first.end() == hosts
+        announce(store, "here", 3, soon(), "it")
+        assert [other.end() for other in others] == ["here", "here"]
 
 
 def follow_until(store: Store, rank: int) -> str:

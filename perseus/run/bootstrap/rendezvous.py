@@ -36,13 +36,12 @@ from perseus.run.bootstrap.start_settings import (
     start_timeout,
     whole_number,
 )
-from perseus.run.bootstrap.torch_round import announce, await_announcement
+from perseus.run.bootstrap.torch_round import announce, ask, await_announcement
 
 _LOOPBACK = "127.0.0.1"
 _DEFAULT_PORT = 6666
 _SLURM_PORTS = 10_000  # the range of ports over which Slurm's jobs on one node are spread
 _MESSAGE_BYTES = 1024
-_LOOK_AGAIN_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -142,21 +141,21 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
     deadline = time.monotonic() + timeout
     within = f"within {timeout} s (timeout= of the process group)"
     identity = Identity(rank, size, 0, 0, 0, 0, "torch")
-    store.set(_host_key(rank), socket.gethostname())
+    here = socket.gethostname()
     if rank != 0:
         late = f"bring all ranks together in torch's store {within}"
         return await_announcement(
-            store, rank, lambda text: _from_text(text, identity, ()), deadline, late
+            store, rank, lambda text: _from_text(text, identity, ()), deadline, late, tells=here
         )
+    late = f"torch's store {within}"
 
     def serve() -> Rendezvous:
-        hosts = _hosts_of(store, size, deadline, within)
+        # Asked for, because the ranks of an earlier round may have been on other hosts.
+        hosts = [here, *ask(store, size, deadline, late)]
         local = len(set(hosts)) == 1
         return _serve(_LOOPBACK if local else own_address(hosts))
 
-    return _serve_and_announce(
-        serve, lambda text: announce(store, text, size, deadline, f"torch's store {within}")
-    )
+    return _serve_and_announce(serve, lambda text: announce(store, text, size, deadline, late))
 
 
 def _serve_and_announce(serve: Callable[[], Rendezvous], tell: Callable[[str], None]) -> Rendezvous:
@@ -174,24 +173,6 @@ def _serve_and_announce(serve: Callable[[], Rendezvous], tell: Callable[[str], N
         raise
     tell(text)
     return rendezvous
-
-
-def _host_key(rank: int) -> str:
-    return f"perseus/host of rank {rank}"
-
-
-def _hosts_of(store: Any, size: int, deadline: float, within: str) -> list[str]:
-    """Wait for the host names of all ranks, which an earlier round may have left."""
-    keys = [_host_key(rank) for rank in range(size)]
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            missing = [str(rank) for rank in range(size) if not store.check([keys[rank]])]
-            raise TimeoutError(
-                f"[rendezvous] rank {', '.join(missing)} of {size} did not come to torch's store "
-                f"{within}"
-            )
-        time.sleep(_LOOK_AGAIN_SECONDS)
-    return [store.get(key).decode() for key in keys]
 
 
 def _torch_store(identity: Identity, host: str, port: int, deadline: float) -> Any:

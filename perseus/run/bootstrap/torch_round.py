@@ -17,8 +17,22 @@ from typing import Any, TypeVar
 
 Found = TypeVar("Found")
 
-ANNOUNCED = "perseus/announced"  # the key that rank 0 of the latest round has set
+# The keys that rank 0 of the latest round has set
+ASKED = "perseus/asked"
+ANNOUNCED = "perseus/announced"
 _LOOK_AGAIN_SECONDS = 0.02
+
+
+def ask(store: Any, size: int, deadline: float, late: str) -> list[str]:
+    """Return, on rank 0, what each of the other ranks tells in await_announcement().
+
+    deadline, late, and TimeoutError: as for announce().
+    """
+    number = secrets.token_hex(16)
+    told = [_told(number, rank) for rank in range(1, size)]
+    store.set(ASKED, number)
+    _wait_for(store, told, deadline, late)
+    return [store.get(key).decode() for key in told]
 
 
 def announce(store: Any, text: str, size: int, deadline: float, late: str) -> None:
@@ -33,12 +47,7 @@ def announce(store: Any, text: str, size: int, deadline: float, late: str) -> No
     number = secrets.token_hex(16)
     answers = [_answer(number, rank) for rank in range(1, size)]
     store.set(ANNOUNCED, json.dumps([number, text]))
-    while not store.check(answers):
-        if time.monotonic() > deadline:
-            missing = [str(i + 1) for i, key in enumerate(answers) if not store.check([key])]
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-            raise TimeoutError(f"[rendezvous] {ranks} did not come to {late}")
-        time.sleep(_LOOK_AGAIN_SECONDS)
+    _wait_for(store, answers, deadline, late)
     received = [json.loads(store.get(key)) for key in answers]
     error = next((text for _, text in received if text), "")
     for nonce, _ in received:
@@ -47,11 +56,28 @@ def announce(store: Any, text: str, size: int, deadline: float, late: str) -> No
         raise ValueError(error)
 
 
+def _wait_for(store: Any, keys: list[str], deadline: float, late: str) -> None:
+    """Wait for one key of each of the ranks from 1 on."""
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, key in enumerate(keys, 1) if not store.check([key])]
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+            raise TimeoutError(f"[rendezvous] {ranks} did not come to {late}")
+        time.sleep(_LOOK_AGAIN_SECONDS)
+
+
 def await_announcement(
-    store: Any, rank: int, read: Callable[[str], Found], deadline: float, late: str
+    store: Any,
+    rank: int,
+    read: Callable[[str], Found],
+    deadline: float,
+    late: str,
+    *,
+    tells: str = "",
 ) -> Found:
     """Return read(text) for the text of rank 0's announcement.
 
+    tells: the text for rank 0's ask(), if it asks.
     deadline: in time.monotonic() seconds. late: the end of the message of the TimeoutError, which
         begins with "rank 0 did not".
 
@@ -59,8 +85,13 @@ def await_announcement(
     confirm the announcement by the deadline.
     """
     nonce = secrets.token_hex(16)
-    answered, found = "", None
+    asked, answered, found = "", "", None
     while True:
+        if tells and store.check([ASKED]):
+            number = store.get(ASKED).decode()
+            if number != asked:  # the first may be of an earlier round
+                store.set(_told(number, rank), tells)
+                asked = number
         if answered and store.check([_confirmation(answered, nonce)]):
             problem = json.loads(store.get(_confirmation(answered, nonce)))
             if problem or found is None:
@@ -79,6 +110,10 @@ def await_announcement(
         if time.monotonic() > deadline:
             raise TimeoutError(f"[rendezvous] rank 0 did not {late}")
         time.sleep(_LOOK_AGAIN_SECONDS)
+
+
+def _told(number: str, rank: int) -> str:
+    return f"perseus/{number}/told by rank {rank}"
 
 
 def _answer(number: str, rank: int) -> str:
