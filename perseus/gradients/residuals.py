@@ -59,11 +59,13 @@ class Residuals:
         self._reductions[key] = name, grouped
 
     def drop(self, key: str) -> None:
-        """Forget a key that know() was told; its name may be given to other gradients.
+        """Forget a key; the name that know() was told may be given to other gradients.
 
         Therefore, the core's residual under this name becomes zero. None of it may be in flight.
         """
         self.waiting.pop(key, None)
+        if key not in self._reductions:
+            return
         found = self._read(key)
         if found is not None:
             self.waiting[key] = found[0], bytes(len(found[1]))

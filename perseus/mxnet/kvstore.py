@@ -39,6 +39,7 @@ from perseus.mxnet.kvstore_value import (
     Value,
     can_be_averaged,
     check_weight_is_known,
+    replace_weight,
     weight_of,
 )
 from perseus.mxnet.learning_rate import learning_rate
@@ -108,7 +109,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
         param_only: the value is no parameter with gradients; its pushes are never compressed and
             never run the updater.
-        A second call for a key replaces the value. Collective.
+        A second call for a key replaces the value and waits for pushes. Sums over steps, residuals
+        and a float32 copy do not outlast the value; the optimizer's other states do, if they fit.
+        Collective.
         """
         for each, array in single_pairs(key, value):
             self._init(each, array, bool(param_only))
@@ -285,15 +288,26 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             raise ValueError(f"[kvstore] init of {key!r}: keys are either all ints or all strings")
         if value.stype not in ("default", "row_sparse"):
             raise ValueError(f"[kvstore] init of {key!r}: {value.stype} arrays are not served")
-        if key in self._values:
-            self._turns.finish()
-            settle(self._values[key].array)
+        old = self._values.get(key)
+        if old is not None:
+            self._end(key, old)
         with mx.autograd.pause():
             held = sparse.as_stored(value, "default").copyto(mx.cpu())
             ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
             if value.stype == "row_sparse":
                 held = sparse.from_rows(held, np.arange(len(held)), value)
+            if old is not None and isinstance(self._updater, mx.optimizer.Updater):
+                replace_weight(self._updater, key, old.array, held)
         self._values[key] = Value(held, param_only)
+
+    def _end(self, key: Key, old: Value) -> None:
+        """Wait for all that is under way with a value, and drop what is kept of its gradients."""
+        self._turns.finish()
+        self._step.begin()
+        for array in (old.array, old.pushed, old.reduced):
+            if array is not None:
+                settle(array)
+        self._reducer.begin_anew(f"{self._scope}.{key}")
 
     def _held(self, key: Key, what: str) -> Value:
         if key not in self._values:

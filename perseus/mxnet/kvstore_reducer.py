@@ -34,13 +34,32 @@ class StoreReducer:
 
     def __init__(self, scope: str, compression: type[Compressor] = SettingsCompressor) -> None:
         self.plan = Plan(op=PerseusOp.Sum, compression=compression)
+        self._scope = scope
         self._reducer = GradientReducer(self.plan, scope)
+        self._summed: set[str] = set()  # names with a sum over steps that is not complete
         self.residuals = self._reducer.residuals
-        self.forget = self._reducer.forget
 
     def encode_by(self, compression: type[Compressor]) -> None:
         """Use another encoding from now on: the core flushes what the last one has held back."""
         self.plan = self._reducer.plan = replace(self.plan, compression=compression)
+
+    def forget(self) -> None:
+        """See GradientReducer."""
+        self._summed.clear()
+        self._reducer.forget()
+
+    def begin_anew(self, name: str) -> None:
+        """Drop what is kept of an array's gradients, of which nothing may be in flight.
+
+        A sum that is not complete is dropped with those of all other arrays, which would otherwise
+        be complete at another step.
+        """
+        if name in self._summed:
+            self._summed.clear()
+            with suppress(mx.base.MXNetError):  # of the steps before
+                self._reducer.wait()
+            self._reducer.forget_sums()
+        self._reducer.drop(name.removeprefix(self._scope))
 
     def combine(
         self,
@@ -66,7 +85,9 @@ class StoreReducer:
             outcomes = self._reducer(
                 [array], [name], [priority], outputs=[output], learning_rate=rate
             )
-            return outcomes.together()
+            outcome = outcomes.together()
+            (self._summed.add if outcome == Outcome.HELD else self._summed.discard)(name)
+            return outcome
         ops.allreduce([array], [output], name, op=op, priority=priority)
         return Outcome.REDUCED
 

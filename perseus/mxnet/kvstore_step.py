@@ -38,7 +38,7 @@ class Step:
         """
         skips = basics.skips_nan_gradients()
         if key in self._keys or not skips:
-            self._begin()
+            self.begin()
         if skips:
             self._keys.add(key)
             if outcome == Outcome.SKIPPED:
@@ -61,7 +61,8 @@ class Step:
         if key in self._keys:
             self._pulls.append(pull)
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Let the present step end: it cannot be skipped any more."""
         self._keys.clear()
         self._undo.clear()
         self._pulls.clear()

@@ -56,6 +56,27 @@ def weight_of(values: Mapping[Key, Value], updater: Any, key: Key) -> Weight:
     return Weight(master, (held.array,), readers, held.up_to_date)
 
 
+def replace_weight(updater: Any, key: Key, old: Any, new: Any) -> None:
+    """Let an updater of MXNet's go on with another array as the weight of a key.
+
+    It keeps its state of the key, with the new weight as the float32 copy, unless that is of arrays
+    with another shape or dtype, or of an optimizer whose state hides where the copy is.
+    """
+    if key not in updater.states:
+        return
+    master = None
+    fits = (old.shape, old.dtype) == (new.shape, new.dtype)
+    if fits:
+        try:
+            master = master_weight(updater.optimizer, new, updater.states[key])
+        except ValueError:
+            fits = False
+    if master is not None:
+        new.astype(master.dtype).copyto(master)
+    if not fits:
+        del updater.states[key], updater.states_synced[key]
+
+
 def can_be_averaged(held: Value, given: Sequence[Any]) -> bool:
     """Return whether a key's weight can be averaged instead of these gradients of it."""
     dense = all(array.stype == "default" for array in (held.array, *given))

@@ -169,6 +169,18 @@ class GradientReducer(Reducer):
         self.wait()
         super().forget()
 
+    def forget_sums(self) -> None:
+        """Wait until all reductions have ended, then drop the core's sums, but no residuals."""
+        self.wait()
+        held = self.residuals.read()
+        super().forget()
+        self.residuals.replace(held)
+
+    def drop(self, key: str) -> None:
+        """Drop the residual of a gradient, of which nothing may be in flight."""
+        self._made = [], None, Batch([])  # the next step has to tell residuals its name again
+        self.residuals.drop(key)
+
     def _compression(self) -> type[Compressor]:
         compression = self.plan.compression
         return InsideCompressor if parts_of(compression) > 1 else compression

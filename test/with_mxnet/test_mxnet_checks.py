@@ -23,6 +23,7 @@ MODULES = [
     "mx_setting_checks",
     "mx_launch_setting_checks",
     "mx_kvstore_checks",
+    "mx_kvstore_anew_checks",
     "mx_kvstore_training_checks",
     "mx_kvstore_nan_checks",
     "mx_rotation_checks",
