@@ -46,9 +46,16 @@ class Outcomes:
         """Return the outcome of the step, equal on all ranks.
 
         It is REDUCED at once unless the settings may withhold gradients; then it waits. Raises
-        MXNetError if a reduction failed.
+        MXNetError if a reduction failed, ValueError if only some gradients have complete sums.
         """
-        numbers = [array.asscalar() for array in self._arrays]  # reading one raises its error
+        numbers = {array.asscalar() for array in self._arrays}  # reading one raises its error
+        if numbers >= {Outcome.HELD, Outcome.REDUCED}:
+            raise ValueError(
+                "[mxnet] PERSEUS_ACCUMULATE_N_STEPS: some gradients of an update complete their "
+                "sums, and others do not, since they were not in all updates before: update the "
+                "same weights together each time, or one by one, with "
+                "MXNET_OPTIMIZER_AGGREGATION_SIZE=1"
+            )
         return Outcome(max(numbers, default=Outcome.REDUCED))
 
 

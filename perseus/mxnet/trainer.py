@@ -113,7 +113,8 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         self._num_groups = num_groups
         self._applies = True
         self._skipped = False
-        self._summed: set[int] = set()  # parameters with gradients in a sum that is not complete
+        self._in_sum: list[int] = []  # parameters of a sum that is not complete
+        self._summed: set[int] = set()  # those of them with new gradients in it
         self._steps_now = False
         self._turning: list[int] = []  # the weights that take a turn after this step
         self._check = ParameterCheck(process_set)
@@ -176,17 +177,26 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
 
     def go_on_with(self, residuals: Mapping[str, Held], owner: int | None = None) -> None:
         """See Source."""
-        self._summed.clear()
+        self._end_sum()
         super().go_on_with(residuals, owner)
 
     def _trained(self) -> list[tuple[int, Any]]:
         """Return the parameters that have gradients, with their indices."""
         return [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
 
+    def _end_sum(self) -> None:
+        self._in_sum = []
+        self._summed.clear()
+
     def _allreduce_grads(self) -> None:
         trained = self._trained()
         if not trained or not self._reducer.takes_part():
             return
+        indices = [i for i, _ in trained]
+        if self._in_sum and self._in_sum != indices:
+            # The sums of new parameters would never be complete in the same step as the others'.
+            self._reducer.forget_sums()
+            self._end_sum()
         dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
         outcomes = self._reducer(
@@ -198,6 +208,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         outcome = outcomes.together()
         if not all(usable):
             outcome = Outcome.SKIPPED
+        self._in_sum = indices if outcome == Outcome.HELD else []
         self._applies, self._skipped = outcome == Outcome.REDUCED, outcome == Outcome.SKIPPED
         if not self._applies or not dense:
             return

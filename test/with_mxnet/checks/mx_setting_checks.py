@@ -98,6 +98,43 @@ def check_sums_over_steps() -> None:
             assert stepper.trainer.optimizer.num_update == 2
 
 
+def check_sums_begin_anew_where_parameters_are_frozen_or_not() -> None:
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        stepper = _Stepper()
+        first = stepper.parameters[0]
+        total = [np.zeros(shape, np.float32) for shape in settings.SHAPES]
+
+        def step(number: int) -> None:
+            stepper.backward(settings.whole(hvd.rank(), number))
+            stepper.trainer.step(1)
+
+        for number, (grad_req, lasts) in enumerate(
+            (("write", []), ("null", []), ("null", [1, 0]), ("null", []), ("write", []))
+        ):
+            first.grad_req = grad_req
+            step(number)
+            for late in lasts:
+                for index in range(1, len(total)):
+                    total[index] = total[index] - _mean(number - late)[index]
+            assert all(map(np.array_equal, stepper.values(), total)), number
+        step(5)
+        for late in (4, 5):
+            total = [a - g for a, g in zip(total, _mean(late), strict=True)]
+        assert all(map(np.array_equal, stepper.values(), total))
+
+
+def check_an_update_with_a_part_of_complete_sums_is_an_error() -> None:
+    with world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd"))
+        optimizer.aggregate_num = 2
+        update = mx.optimizer.get_updater(optimizer)
+        weights, gradients = ([mx.nd.ones((3,)) for _ in range(2)] for _ in range(2))
+        update([0], gradients[:1], weights[:1])
+        message = raised(ValueError, lambda: update([0, 1], gradients, weights))
+        assert "PERSEUS_ACCUMULATE_N_STEPS" in message
+        assert all(weight.asnumpy().tolist() == [1, 1, 1] for weight in weights)
+
+
 def check_sums_contain_gradients_that_are_stale_in_the_last_step() -> None:
     """Each rank uses one of two parameters, another one in the next step; nobody uses the last."""
     rank, size = hvd.rank(), hvd.size()
