@@ -7,7 +7,7 @@ from typing import Any
 import mxnet as mx
 
 
-def learning_rate(optimizer: Any, is_scaled: bool = True) -> float:
+def learning_rate(optimizer: Any, rescale: float | None = None) -> float:
     """Return the factor of an optimizer's next step, without parameters' own factors.
 
     Gradients are reduced as they are: a step divides them by its batch size and by its loss scale,
@@ -16,11 +16,11 @@ def learning_rate(optimizer: Any, is_scaled: bool = True) -> float:
     even if they are derived from these. Then the factor is negative; see perseus_request. It is 0,
     for what is not known, without an optimizer.
 
-    is_scaled: whether `rescale_grad` is that of the next step already; else it counts as constant.
+    rescale: what counts as `rescale_grad` of the next step; None = it is that already.
     """
     if not hasattr(optimizer, "rescale_grad"):
         return 0.0
-    scale = float(optimizer.rescale_grad) if is_scaled else 1.0
+    scale = float(optimizer.rescale_grad if rescale is None else rescale)
     proportional = type(optimizer) in {mx.optimizer.SGD, mx.optimizer.NAG}
     clips = proportional and optimizer.clip_gradient is not None
     return scale * float(optimizer.learning_rate) if proportional and not clips else -scale

@@ -116,6 +116,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         self._in_sum: list[int] = []  # parameters of a sum that is not complete
         self._summed: set[int] = set()  # those of them with new gradients in it
         self._steps_now = False
+        self._rescale: float | None = None  # rescale_grad as _rate() counts it
         self._turning: list[int] = []  # the weights that take a turn after this step
         self._check = ParameterCheck(process_set)
         plan = Plan(
@@ -200,8 +201,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
         outcomes = self._reducer(
-            list(dense.values()), names, [-i for i in dense], bundles,
-            learning_rate=learning_rate(self._optimizer, self._steps_now),
+            list(dense.values()), names, [-i for i in dense], bundles, learning_rate=self._rate()
         )  # fmt: skip
         # Row-sparse gradients come last, because step() waits for them.
         usable = [self._average_rows(i, p) for i, p in trained if i not in dense]
@@ -217,6 +217,16 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         else:  # update() may come later, or, with a loss scaler, not on all ranks
             self._turns.take(list(dense))
 
+    def _rate(self) -> float:
+        """Return the learning rate of this step; 0, for what is not known, before the first update.
+
+        allreduce_grads() does not know the batch size that update() will get. It counts as that of
+        the last step(), or else of the first update(), so that both forms may alternate.
+        """
+        if self._steps_now:
+            self._rescale = self._optimizer.rescale_grad
+        return 0.0 if self._rescale is None else learning_rate(self._optimizer, self._rescale)
+
     def _average_rows(self, index: int, parameter: Any) -> bool:
         """Average a row-sparse gradient; returns whether it may be applied."""
         reducer, (gradient,) = self._reducer, parameter.list_grad()
@@ -230,6 +240,8 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
     def _update(self, ignore_stale_grad: bool = False) -> None:
         applies, self._applies = self._applies, True
         skipped, self._skipped = self._skipped, False
+        if self._rescale is None:
+            self._rescale = self._optimizer.rescale_grad
         if applies:
             if ignore_stale_grad:
                 self._agree_on_fresh()

@@ -46,8 +46,11 @@ class _Trainer:
                 terms = zip(self.parameters, given, strict=True)
                 loss = mx.nd.add_n(*((p.data() * mx.nd.array(g)).sum() for p, g in terms))
             loss.backward()
-            self.trainer.step(self.batch)
+            self.update(step)
         return [parameter.data().asnumpy() for parameter in self.parameters]
+
+    def update(self, step: int) -> None:
+        self.trainer.step(self.batch)
 
     def begin_at(self, weights: list[np.ndarray]) -> None:
         for parameter, values in zip(self.parameters, weights, strict=True):
@@ -63,6 +66,19 @@ class _Trainer:
         self.trainer._reducer.wait()
         found = self.trainer._reducer.residuals.read()
         return {key: bytes(numbers) for key, (_, numbers) in found.items()}
+
+
+class _TrainerWithUpdates(_Trainer):
+    """Some steps are split into allreduce_grads() and update()."""
+
+    split: frozenset[int] = frozenset()
+
+    def update(self, step: int) -> None:
+        if step not in self.split:
+            self.trainer.step(self.batch)
+        else:
+            self.trainer.allreduce_grads()
+            self.trainer.update(self.batch)
 
 
 class _WithOptimizer:
@@ -246,6 +262,24 @@ def check_what_is_held_moves_weights_as_when_it_was_held() -> None:
             training.go_on_with(rates[-1], batches[-1])
             for index, weight in enumerate(training.steps(2 * STEPS, 1)):
                 np.testing.assert_allclose(weight, expected(index, len(rates)), atol=2e-6)
+
+
+def check_what_is_held_keeps_its_weight_in_both_forms_of_a_step() -> None:
+    """As where the norm of the gradients is looked at from time to time."""
+    steps = 6
+    sums = [
+        sum(settings.normal(rank, step)[0].astype(float) for rank in range(hvd.size()))
+        for step in range(steps)
+    ]
+    expected = -0.1 / 10 / hvd.size() * np.sum(sums, axis=0)
+    for split in ({0}, {0, 1}, {2}, {2, 3}, {1, 3, 5}, set(range(steps))):
+        with settings.apart():
+            training = _TrainerWithUpdates(momentum=0.0)
+            training.split = frozenset(split)
+            training.go_on_with(0.1, 10)
+            training.steps(0, steps - 1)
+            hvd.flush_residuals()
+            np.testing.assert_allclose(training.steps(steps - 1, 1)[0], expected, atol=1e-6)
 
 
 def check_a_new_store_sends_at_once_what_it_loads() -> None:
