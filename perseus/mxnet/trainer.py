@@ -63,9 +63,10 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
     Of row-sparse gradients (sparse_grad=True) only the rows are sent, in full precision,
     and step() waits for them; PERSEUS_ACCUMULATE_N_STEPS refuses them (MXNetError).
     step(…, ignore_stale_grad=True) updates a parameter with a new gradient on any rank; the other
-    ranks contribute zeros, so ranks may use different layers. No rank updates while
-    PERSEUS_ACCUMULATE_N_STEPS sums gradients up, or if a NaN is to be skipped, which lowers the
-    loss scale of mx.contrib.amp on all ranks.
+    ranks contribute zeros, so ranks may use different layers. update(…, ignore_stale_grad=True) is
+    a ValueError if allreduce_grads() has averaged old gradients with new ones. No rank updates
+    while PERSEUS_ACCUMULATE_N_STEPS sums gradients up, or if a NaN is to be skipped, which lowers
+    the loss scale of mx.contrib.amp on all ranks.
 
     Raises ValueError for inconsistent arguments.
     """
@@ -113,6 +114,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         self._num_groups = num_groups
         self._applies = True
         self._skipped = False
+        self._stale: dict[int, Any] = {}  # norms of old gradients that were averaged, added up
         self._in_sum: list[int] = []  # parameters of a sum that is not complete
         self._summed: set[int] = set()  # those of them with new gradients in it
         self._steps_now = False
@@ -186,7 +188,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         return [(i, p) for i, p in enumerate(self._params) if p.grad_req != "null"]
 
     def _end_sum(self) -> None:
-        self._in_sum = []
+        self._in_sum, self._stale = [], {}
         self._summed.clear()
 
     def _allreduce_grads(self) -> None:
@@ -198,6 +200,10 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
             # The sums of new parameters would never be complete in the same step as the others'.
             self._reducer.forget_sums()
             self._end_sum()
+        if not self._steps_now:  # step() has made them zeros, if it ignores them
+            for i, p in trained:
+                if not p.data()._fresh_grad:
+                    self._stale[i] = self._stale.get(i, 0) + _norm(p.list_grad()[0])
         dense = {i: p.list_grad()[0] for i, p in trained if p._grad_stype == "default"}
         bundles, names = bundled(list(dense), self._num_groups, self._prefix)
         outcomes = self._reducer(
@@ -243,8 +249,9 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         if self._rescale is None:
             self._rescale = self._optimizer.rescale_grad
         if applies:
+            stale, self._stale = self._stale, {}
             if ignore_stale_grad:
-                self._agree_on_fresh()
+                self._agree_on_fresh({i for i, norm in stale.items() if norm.asscalar() != 0})
             self._summed.clear()
             super()._update(ignore_stale_grad)
             return
@@ -253,7 +260,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
                 self._summed.add(index)
             parameter.data()._fresh_grad = False
         if skipped:
-            self._summed.clear()
+            self._end_sum()
             self._lower_loss_scale()
 
     def _lower_loss_scale(self) -> None:
@@ -264,19 +271,33 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
             infinite = SimpleNamespace(_grad=[mx.nd.full((1,), np.inf)])
             scaler.has_overflow([infinite])
 
-    def _agree_on_fresh(self) -> None:
+    def _agree_on_fresh(self, stale: set[int]) -> None:
         """Mark gradients as new that are new on any rank: all ranks update the same ones.
 
-        A sum over steps is new if it contains a new gradient.
+        A sum over steps is new if it contains a new gradient. stale: parameters whose averages
+            contain an old gradient of this rank; ValueError on all ranks if they are new elsewhere.
         """
         members, trained = self._reducer.plan.process_set, self._trained()
         if not trained or not self._reducer.takes_part():
             return
-        fresh = mx.nd.array([i in self._summed or p.data()._fresh_grad for i, p in trained])
+        fresh = [i in self._summed or p.data()._fresh_grad for i, p in trained]
+        flags = mx.nd.array([fresh, [i in stale for i, _ in trained]])
         name = f"{self._prefix}fresh"
-        somewhere = allreduce(fresh, name=name, op=Max, process_set=members).asnumpy()
-        for (_, parameter), is_fresh in zip(trained, somewhere, strict=True):
+        somewhere = allreduce(flags, name=name, op=Max, process_set=members).asnumpy()
+        mixed = [p.name for (_, p), flags in zip(trained, somewhere.T, strict=True) if flags.all()]
+        if mixed:
+            raise ValueError(
+                f"[mxnet] allreduce_grads() has averaged new gradients of {mixed[0]} with old ones "
+                f"of ranks whose backward() did not reach it: call step(batch_size, "
+                f"ignore_stale_grad=True) instead, or zero_grad() before backward()"
+            )
+        for (_, parameter), is_fresh in zip(trained, somewhere[0], strict=True):
             parameter.data()._fresh_grad = bool(is_fresh)
+
+
+def _norm(gradient: Any) -> Any:
+    """Return the norm of an array as it is now. Does not wait."""
+    return gradient.as_nd_ndarray().astype("float32").norm()
 
 
 def _weight_of(parameters: Sequence[Any], updaters: Sequence[Any], index: int) -> Weight:

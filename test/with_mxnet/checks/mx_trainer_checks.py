@@ -150,6 +150,32 @@ def check_ranks_that_use_different_layers_stay_equal() -> None:
     assert_equal_on_all_ranks(values)
 
 
+def check_old_gradients_are_not_averaged_into_new_ones() -> None:
+    """allreduce_grads() does not know what update() ignores. Zeros may be averaged."""
+    for zeros in (False, True):
+        layers = [gluon.Parameter(f"layer{i}", shape=(3,)) for i in range(2)]
+        for parameter in layers:
+            parameter.initialize(mx.init.One())
+        trainer = hvd.DistributedTrainer(layers, "sgd", {"learning_rate": 1.0})
+        expected = np.ones((2, 3))
+        for step in range(2):
+            used = [0, 1] if step == 0 or hvd.rank() == 0 else [0]
+            for parameter in layers if zeros else ():
+                parameter.zero_grad()
+            with autograd.record():
+                loss = mx.nd.add_n(*(layers[index].data().sum() for index in used))
+            loss.backward()
+            trainer.allreduce_grads()
+            if step == 1 and not zeros:
+                message = raised(ValueError, lambda: trainer.update(1, ignore_stale_grad=True))  # noqa: B023
+                assert "of layer1 " in message and "step(" in message
+                break
+            trainer.update(1, ignore_stale_grad=True)
+            expected -= np.array([[1], [1 if step == 0 else 1 / hvd.size()]])
+        values = [parameter.data().asnumpy() for parameter in layers]
+        np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
 def check_row_sparse_gradients() -> None:
     """Ranks use different rows, and different numbers of them."""
     words = [[*[0, 2, 2][: 1 + rank % 3], 5] for rank in range(hvd.size())]
