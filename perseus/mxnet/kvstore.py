@@ -43,6 +43,7 @@ from perseus.mxnet.kvstore_value import (
     weight_of,
 )
 from perseus.mxnet.learning_rate import learning_rate
+from perseus.mxnet.optimizer import unwrapped
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
 from perseus.mxnet.weight_turns import WeightTurnsByKey
@@ -203,12 +204,15 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
 
         Sums are not divided by the number of ranks; rescale_grad does that. Module sets it by
         num_workers; a Trainer's step() takes the batch of all ranks together.
+
+        A DistributedOptimizer is unwrapped, with a warning: the store has reduced the gradients.
         """
         if not isinstance(optimizer, mx.optimizer.Optimizer):
             raise ValueError(
                 f"[kvstore] set_optimizer expected an mx.optimizer.Optimizer, got {optimizer!r}; "
                 f"write, for example, mx.optimizer.create('sgd', learning_rate=0.01)"
             )
+        optimizer = unwrapped(optimizer, "KVStore")
         self._set_updater(mx.optimizer.get_updater(optimizer))
 
     def _set_updater(self, updater: Updater | None) -> None:

@@ -5,6 +5,7 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -203,6 +204,20 @@ class DistributedOptimizer(TurningSource, mx.optimizer.Optimizer):  # type: igno
             apply()
         for each in turning:
             self._turns.after_update(each, outcome)
+
+
+def unwrapped(optimizer: Any, taker: str, stacklevel: int = 2) -> Any:
+    """Return the optimizer that a DistributedOptimizer wraps, with a warning; others as they are.
+
+    taker: what reduces the gradients itself. stacklevel: see warnings.warn; of the caller.
+    """
+    if not isinstance(optimizer, DistributedOptimizer):
+        return optimizer
+    warnings.warn(
+        f"{taker} does not take DistributedOptimizer as its optimizer. It has been unwrapped.",
+        stacklevel=stacklevel + 1,
+    )
+    return optimizer._optimizer
 
 
 def _weight_of(

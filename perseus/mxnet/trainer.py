@@ -8,7 +8,6 @@ Source of behaviour: Horovod 0.28.1, horovod.mxnet.
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from perseus.mxnet.compression import Compression
 from perseus.mxnet.learning_rate import learning_rate
 from perseus.mxnet.master_weights import master_weight
 from perseus.mxnet.mpi_ops import Max, allreduce
-from perseus.mxnet.optimizer import DistributedOptimizer, bundled
+from perseus.mxnet.optimizer import bundled, unwrapped
 from perseus.mxnet.parameter_check import buffer_of
 from perseus.mxnet.reducer import GradientReducer
 from perseus.mxnet.rotation import Weight
@@ -82,13 +81,7 @@ class DistributedTrainer(TurningSource, mx.gluon.Trainer):  # type: ignore[misc]
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        if isinstance(optimizer, DistributedOptimizer):
-            warnings.warn(
-                "DistributedTrainer does not take DistributedOptimizer as its optimizer. It has "
-                "been unwrapped.",
-                stacklevel=2,
-            )
-            optimizer = optimizer._optimizer
+        optimizer = unwrapped(optimizer, "DistributedTrainer")
         if not isinstance(optimizer, (str, mx.optimizer.Optimizer)):
             raise ValueError(
                 f"[mxnet] DistributedTrainer expected an optimizer or its name, such as 'sgd', got "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 
 import gradient_settings as settings
 import mxnet as mx
@@ -103,6 +104,30 @@ def check_two_trainers_at_once() -> None:
     for net in nets:
         for parameter, right in zip(net.collect_params().values(), _expected(), strict=True):
             assert_equal(parameter.data(), right)
+
+
+def check_a_distributed_optimizer_is_unwrapped() -> None:
+    """By hand and by a Trainer: its sums over steps would be sums of the store's sums."""
+    with (
+        settings.world_with(PERSEUS_ACCUMULATE_N_STEPS=2),
+        warnings.catch_warnings(record=True) as found,
+    ):
+        warnings.simplefilter("always")
+        inner = mx.optimizer.create("sgd", learning_rate=0.5)
+        kv = hvd.create()
+        kv.set_optimizer(hvd.DistributedOptimizer(inner))
+        assert kv._updater.optimizer is inner
+        assert sum("KVStore does not take" in str(warning.message) for warning in found) == 1
+        net = _dense(hvd.rank())
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", learning_rate=0.5))
+        trainer = gluon.Trainer(net.collect_params(), optimizer, kvstore="dist_sync_perseus")
+        _train(net, trainer, lambda step: _rows(hvd.rank(), step), 16, range(2))
+        options = {"learning_rate": 0.5}
+        right = _dense(0)
+        plain = gluon.Trainer(right.collect_params(), "sgd", options, kvstore=None)
+        expected = _train(right, plain, _all_rows, 16, range(2))
+        for parameter, wanted in zip(net.collect_params().values(), expected, strict=True):
+            assert_equal(parameter.data(), wanted)
 
 
 def check_a_trainers_compression() -> None:
