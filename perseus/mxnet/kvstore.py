@@ -140,7 +140,6 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             priority, op = 0, priority
         combine = checked_op(op)
         for each, given in pairs(key, value):
-            self._held(each, "push").is_given_out = False
             with mx.autograd.pause():
                 self._push(each, given, priority, combine)
 
@@ -173,9 +172,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         for each, given in pairs(key, value):
             held = self._held(each, "pushpull")
             in_place = len(given) == 1 and alike(given[0], held.array)
-            held.is_given_out = in_place and (held.param_only or self._updater is None)
+            in_place = in_place and (held.param_only or self._updater is None)
             with mx.autograd.pause():
-                self._push(each, given, priority, PerseusOp.Sum)
+                self._push(each, given, priority, PerseusOp.Sum, in_place)
             if not held.is_given_out:
                 self.pull(each, given, priority, ignore_sparse=False)
 
@@ -327,7 +326,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             )
         return held
 
-    def _push(self, key: Key, given: list[Any], priority: int, op: PerseusOp) -> None:
+    def _push(
+        self, key: Key, given: list[Any], priority: int, op: PerseusOp, in_place: bool = False
+    ) -> None:
         held = self._held(key, "push")
         check_pushed(key, given, held.array, op)
         updater = None if held.param_only else self._updater
@@ -351,6 +352,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         takes_turn = rotates and can_be_averaged(held, given)
         if takes_turn and updater is None:
             check_weight_is_known(key, held)
+        held.is_given_out = in_place
         name = f"{self._scope}.{key}"
         if any(array.stype != "default" for array in given):
             result, outcome = self._reducer.add_rows(

@@ -221,9 +221,21 @@ def check_a_sum_that_pushpull_makes_in_place() -> None:
     for array in (out, _pulled(kv, "g")):
         assert_equal(array, total * hvd.size())
     assert_equal(x, total)
+    # A call that is refused changes nothing.
+    raised(ValueError, lambda: kv.pushpull("g", x.tostype("csr")))
+    with settings.world_with(PERSEUS_ACCUMULATE_N_STEPS=2):
+        refused = _store()
+        refused.init("g", x)
+        raised(ValueError, lambda: refused.pushpull("g", x))
+        assert_equal(_pulled(refused, "g"), x.asnumpy())
+    kv.pushpull("g", x)
+    raised(ValueError, lambda: kv.push("g", mine((3,))))
+    assert "use push(" in raised(ValueError, lambda: kv.pull("g", x))
+    x = mine(SHAPE)
+    kv.push("g", x)
     kv._set_updater(lambda _, gradient, stored: stored.__iadd__(gradient))
     kv.pushpull("g", x)
-    assert_equal(x, 2 * total * hvd.size())
+    assert_equal(x, 2 * total)
     kv = _store()
     kv.init("g", x)
     arrays = [mine(SHAPE, salt=salt) for salt in range(5)]
