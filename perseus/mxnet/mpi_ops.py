@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from perseus import basics
 from perseus.basics import (
     ccl_built,
@@ -281,13 +283,15 @@ def alltoall(
 
 def _rows(splits: Any) -> list[int]:
     """Splits as integers; ValueError for fractions and for more than one dimension."""
-    if not isinstance(splits, mx.nd.NDArray):
-        return [int(rows) for rows in splits]
-    if splits.ndim != 1:
+    is_array = isinstance(splits, mx.nd.NDArray)
+    given = splits if is_array else np.asarray(splits)
+    if given.ndim != 1:
         raise ValueError("alltoall expects a 1D splits tensor")
-    if splits.dtype != mx.np.int32:
+    values = splits.asnumpy() if is_array else given.astype(np.int64)
+    # A list has no say in how wide its numbers are.
+    if given.dtype != np.int32 if is_array else (values != given).any():
         raise ValueError("alltoall expects splits to contain 32-bit integer elements")
-    rows: list[int] = splits.asnumpy().tolist()
+    rows: list[int] = values.tolist()
     return rows
 
 

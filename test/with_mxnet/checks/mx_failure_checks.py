@@ -96,6 +96,10 @@ def check_requests_that_make_no_sense() -> None:
     }
     for text, function in cases.items():
         assert text in raised(ValueError, function)
+    for splits in ([2.5, 2.5], np.array([2.5, 2.5])):
+        text = raised(ValueError, lambda splits=splits: hvd.alltoall(ones, splits))
+        assert "32-bit integer elements" in text
+    assert "1D splits" in raised(ValueError, lambda: hvd.alltoall(ones, [[2, 3]]))
     with mx.util.np_shape(True):
         scalar = mx.np.array(1.0)
         assert "a scalar lacks" in raised(ValueError, lambda: hvd.reducescatter(scalar))
