@@ -10,7 +10,6 @@ Source of the interface: MXNet 1.9, mxnet.kvstore.KVStore.
 from __future__ import annotations
 
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from perseus import basics, control
 from perseus.gradients.outcome import Outcome
+from perseus.gradients.scopes import Scope
 from perseus.mxnet import ops, residuals, sparse
 from perseus.mxnet.gradient_compression import compressor_of
 from perseus.mxnet.kvstore_arguments import (
@@ -47,8 +47,7 @@ from perseus.mxnet.optimizer import unwrapped
 from perseus.mxnet.parameter_check import WeightsByKey
 from perseus.mxnet.store_names import SPELLINGS, TYPE, check_names
 from perseus.mxnet.weight_turns import WeightTurnsByKey
-
-_store_numbers = count(1)
+from perseus.process_sets import global_process_set
 
 
 class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
@@ -58,7 +57,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     and out are an NDArray, a list of them for several devices, or, with a list of keys, a list of
     either. priority: higher goes first.
 
-    Keys, shapes, dtypes, and the order of `init` and of creating stores are the same on all ranks.
+    Keys, shapes, dtypes, the order of `init`, and the order in which stores are used first are the
+    same on all ranks.
     ValueError or TypeError says what is wrong with an argument. If ranks disagree, or one has died,
     the next wait for an array raises MXNetError.
     """
@@ -68,8 +68,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             basics.init()
         self._updater: Updater | None = None
         self._values: dict[Key, Value] = {}
-        self._scope = f"kvstore.{next(_store_numbers)}"
-        self._reducer = StoreReducer(f"{self._scope}.")
+        self._scope = Scope("kvstore", global_process_set)
+        self._reducer = StoreReducer(self._scope)
         self._step = Step()
         self._weights = WeightsByKey()
         self._turns = self._new_turns()
@@ -117,7 +117,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         for each, array in single_pairs(key, value):
             self._init(each, array, bool(param_only))
             if not param_only and self._updater is None:
-                check_start(each, array, self._values[each].array, self._scope)
+                check_start(each, array, self._values[each].array, self._scope.prefix())
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """`init`, then `pull`."""
@@ -277,7 +277,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
     def _new_turns(self) -> WeightTurnsByKey:
         # Without a reference to the store: it ends with its last reference.
         find = partial(weight_of, self._values, self._updater)
-        return WeightTurnsByKey(self._reducer.plan, self._scope, find)
+        return WeightTurnsByKey(self._reducer.plan, "kvstore", find)
 
     def _wait(self) -> None:
         """Wait until nothing is under way."""
@@ -296,7 +296,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             self._end(key, old)
         with mx.autograd.pause():
             held = sparse.as_stored(value, "default").copyto(mx.cpu())
-            ops.broadcast([held], [held], 0, f"{self._scope}.init.{key}")
+            ops.broadcast([held], [held], 0, f"{self._scope.prefix()}.init.{key}")
             if value.stype == "row_sparse":
                 held = sparse.from_rows(held, np.arange(len(held)), value)
             if old is not None and isinstance(self._updater, mx.optimizer.Updater):
@@ -310,7 +310,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         for array in (old.array, old.pushed, old.reduced):
             if array is not None:
                 settle(array)
-        self._reducer.begin_anew(f"{self._scope}.{key}")
+        self._reducer.begin_anew(str(key))
 
     def _held(self, key: Key, what: str) -> Value:
         if key not in self._values:
@@ -353,10 +353,9 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         if takes_turn and updater is None:
             check_weight_is_known(key, held)
         held.is_given_out = in_place
-        name = f"{self._scope}.{key}"
         if any(array.stype != "default" for array in given):
             result, outcome = self._reducer.add_rows(
-                given, name, priority=priority, gradient=gradient
+                given, str(key), priority=priority, gradient=gradient
             )
             if updater is None:
                 sparse.copy(result, held.array)
@@ -370,7 +369,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 settle(held.reduced)
             held.reduced = result
             outcome = self._reducer.combine(
-                given, result, name, op=op, priority=priority, gradient=gradient,
+                given, result, str(key), op=op, priority=priority, gradient=gradient,
                 rate=learning_rate(getattr(updater, "optimizer", None)),
             )  # fmt: skip
         if updater is None:

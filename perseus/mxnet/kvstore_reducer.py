@@ -18,6 +18,7 @@ from perseus import basics
 from perseus.compression import Compressor, SettingsCompressor
 from perseus.gradients.outcome import Outcome
 from perseus.gradients.plan import Plan
+from perseus.gradients.scopes import Scope
 from perseus.mxnet import ops, sparse
 from perseus.mxnet.kvstore_arguments import PerseusOp
 from perseus.mxnet.reducer import GradientReducer
@@ -28,15 +29,15 @@ class StoreReducer:
 
     scope: the prefix of its arrays' names.
     compression: for gradients; equal on all ranks.
-    residuals: the residuals of lossy codecs, by names without the scope. Read them only while
+    residuals: the residuals of lossy codecs, by keys of the store. Read them only while
         nothing is in flight, and call forget() before writing them.
     """
 
-    def __init__(self, scope: str, compression: type[Compressor] = SettingsCompressor) -> None:
+    def __init__(self, scope: Scope, compression: type[Compressor] = SettingsCompressor) -> None:
         self.plan = Plan(op=PerseusOp.Sum, compression=compression)
         self._scope = scope
-        self._reducer = GradientReducer(self.plan, scope)
-        self._summed: set[str] = set()  # names with a sum over steps that is not complete
+        self._reducer = GradientReducer(self.plan, lambda: f"{scope.prefix()}.")
+        self._summed: set[str] = set()  # keys with a sum over steps that is not complete
         self.residuals = self._reducer.residuals
 
     def encode_by(self, compression: type[Compressor]) -> None:
@@ -48,24 +49,24 @@ class StoreReducer:
         self._summed.clear()
         self._reducer.forget()
 
-    def begin_anew(self, name: str) -> None:
-        """Drop what is kept of an array's gradients, of which nothing may be in flight.
+    def begin_anew(self, key: str) -> None:
+        """Drop what is kept of a key's gradients, of which nothing may be in flight.
 
-        A sum that is not complete is dropped with those of all other arrays, which would otherwise
-        be complete at another step.
+        A sum that is not complete is dropped with those of all other keys, which would otherwise be
+        complete at another step.
         """
-        if name in self._summed:
+        if key in self._summed:
             self._summed.clear()
             with suppress(mx.base.MXNetError):  # of the steps before
                 self._reducer.wait()
             self._reducer.forget_sums()
-        self._reducer.drop(name.removeprefix(self._scope))
+        self._reducer.drop(key)
 
     def combine(
         self,
         given: list[Any],
         output: Any,
-        name: str,
+        key: str,
         *,
         op: PerseusOp,
         priority: int,
@@ -80,28 +81,32 @@ class StoreReducer:
             waits only if these may withhold gradients.
         rate: see perseus_request.learning_rate.
         """
-        array = _joined(given, output, op)
+        array, name = _joined(given, output, op), self._name_of(key)
         if gradient and is_floating(output):
             outcomes = self._reducer(
                 [array], [name], [priority], outputs=[output], learning_rate=rate
             )
             outcome = outcomes.together()
-            (self._summed.add if outcome == Outcome.HELD else self._summed.discard)(name)
+            (self._summed.add if outcome == Outcome.HELD else self._summed.discard)(key)
             return outcome
         ops.allreduce([array], [output], name, op=op, priority=priority)
         return Outcome.REDUCED
 
     def add_rows(
-        self, given: list[Any], name: str, *, priority: int, gradient: bool
+        self, given: list[Any], key: str, *, priority: int, gradient: bool
     ) -> tuple[Any, Outcome]:
         """Sum row-sparse arrays over devices and ranks, and wait for the result.
 
         Returns a new array, to be used if the outcome is REDUCED.
         """
-        total = sparse.sum_rows(given, name, priority, self._reducer.number if gradient else 0)
+        number = self._reducer.number if gradient else 0
+        total = sparse.sum_rows(given, self._name_of(key), priority, number)
         skips = gradient and basics.skips_nan_gradients()
         has_nan = skips and np.isnan(total.data.asnumpy()).any()
         return total, Outcome.SKIPPED if has_nan else Outcome.REDUCED
+
+    def _name_of(self, key: str) -> str:
+        return f"{self._scope.prefix()}.{key}"
 
 
 def is_floating(array: Any) -> bool:

@@ -6,7 +6,7 @@ thread that steps them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -65,11 +65,11 @@ class GradientReducer(Reducer):
     With `Compression.rotate` or PERSEUS_DOWNSAMPLE_N_ELEMENTS it reduces them inside hosts only,
     and its owner averages weights instead; see perseus.mxnet.rotation.
 
-    scope: the prefix of names, which may differ between processes. The keys of `residuals` are
+    scope: returns the prefix of names, which may change between worlds. The keys of `residuals` are
         names without it. Call wait() before reading the residuals.
     """
 
-    def __init__(self, plan: Plan, scope: str = "") -> None:
+    def __init__(self, plan: Plan, scope: Callable[[], str] = str) -> None:
         super().__init__(plan)
         self._scope = scope
         self._in_flight: dict[str, Any] = {}  # arrays that operations write, by name
@@ -193,7 +193,7 @@ class GradientReducer(Reducer):
         return InsideCompressor if parts_of(compression) > 1 else compression
 
     def _key_of(self, name: str) -> str:
-        return name.removeprefix(self._scope)
+        return name.removeprefix(self._scope())
 
     def _op(self, arrays: list[Any], outputs: list[Any], name: str, priority: int) -> Op:
         plan = self.plan

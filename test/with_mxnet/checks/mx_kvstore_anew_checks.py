@@ -106,3 +106,15 @@ def check_sums_in_place_end_first() -> None:
         kv.pushpull("g", array)
     for salt, array in enumerate(arrays):
         assert_equal(array, everyone(shape, salt).sum(axis=0))
+
+
+def check_stores_meet_where_ranks_have_made_different_numbers_of_them() -> None:
+    """As where an elastic job has replaced a rank: others have stores of the worlds before."""
+    kept = [hvd.create() for _ in range(hvd.rank() + 1)]
+    for order in ((0, 1), (1, 0)):
+        with settings.world_with(HOROVOD_STALL_CHECK_TIME_SECONDS=2):
+            stores = [hvd.create(), kept[0]]  # those of the worlds before go on
+            for kv in (stores[place] for place in order):
+                kv.init("w", mine(SHAPE))
+                kv.push("w", mine(SHAPE))
+                assert_equal(_pulled(kv, "w"), everyone(SHAPE).sum(axis=0))
