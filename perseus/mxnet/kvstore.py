@@ -38,6 +38,7 @@ from perseus.mxnet.kvstore_step import Step, Updater
 from perseus.mxnet.kvstore_value import (
     Value,
     can_be_averaged,
+    check_is_in_use,
     check_weight_is_known,
     replace_weight,
     weight_of,
@@ -152,6 +153,7 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         """
         for each, outs in pairs(key, out):
             held = self._held_here(each, "pull")
+            self._check_is_in_use(each, held, outs)
             for array in outs:
                 check_shape(each, array, held.array, "pull")
                 updated = self._updater is not None and not held.param_only
@@ -166,6 +168,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
         in place. The store then has no copy of it, and nothing to pull until the next `push`.
         """
         if out is not None:
+            for each, outs in pairs(key, out):
+                self._check_is_in_use(each, self._held(each, "pushpull"), outs)
             self.push(key, value, priority)
             self.pull(key, out, priority, ignore_sparse=False)
             return
@@ -301,7 +305,8 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
                 held = sparse.from_rows(held, np.arange(len(held)), value)
             if old is not None and isinstance(self._updater, mx.optimizer.Updater):
                 replace_weight(self._updater, key, old.array, held)
-        self._values[key] = Value(held, param_only)
+        given_before = () if old is None else old.given_to
+        self._values[key] = Value(held, param_only, given_before=given_before)
 
     def _end(self, key: Key, old: Value) -> None:
         """Wait for all that is under way with a value, and drop what is kept of its gradients."""
@@ -311,6 +316,10 @@ class KVStore(mx.kvstore.KVStore):  # type: ignore[misc] # MXNet has no types
             if array is not None:
                 settle(array)
         self._reducer.begin_anew(str(key))
+
+    def _check_is_in_use(self, key: Key, held: Value, outs: list[Any]) -> None:
+        if self._updater is not None and not held.param_only:
+            check_is_in_use(key, held, outs)
 
     def _held(self, key: Key, what: str) -> Value:
         if key not in self._values:

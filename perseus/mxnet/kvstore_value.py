@@ -21,9 +21,9 @@ from perseus.mxnet.rotation import Weight
 class Value:
     """One key. array: dense or row-sparse, on the CPU. pushed: a gradient before its update.
     reduced: what the last push has written to. given_to: the parameters of this rank's devices that
-    were broadcast into, which others update where the store has no updater. up_to_date: those of
-    them that have been pulled to since the last update. is_given_out: the value is not here, see
-    KVStore.pushpull.
+    were broadcast into, which others update where the store has no updater. given_before: those
+    that the value before this one was broadcast into. up_to_date: those of given_to that have been
+    pulled to since the last update. is_given_out: the value is not here, see KVStore.pushpull.
     """
 
     array: Any
@@ -31,6 +31,7 @@ class Value:
     pushed: Any = None
     reduced: Any = None
     given_to: Sequence[Any] = ()
+    given_before: Sequence[Any] = ()
     up_to_date: Sequence[Any] = ()
     is_given_out: bool = False
 
@@ -38,6 +39,17 @@ class Value:
         """Let `up_to_date` have an array that has the value now, if it is one of `given_to`."""
         if any(array is given for given in self.given_to) and array.stype == "default":
             self.up_to_date = [*(other for other in self.up_to_date if other is not array), array]
+
+
+def check_is_in_use(key: Key, held: Value, outs: Sequence[Any]) -> None:
+    """Raise ValueError if one of these arrays belongs to the value that this one has replaced."""
+    kept = [array for array in outs if not any(array is given for given in held.given_to)]
+    if any(array is old for array in kept for old in held.given_before):
+        raise ValueError(
+            f"[kvstore] pull of {key!r} to a parameter whose value broadcast has replaced by "
+            f"another one's: two trainers share this store, and both have keys from 0 on; give "
+            f"each a store of its own, as kvstore='dist_sync_perseus' does"
+        )
 
 
 def weight_of(values: Mapping[Key, Value], updater: Any, key: Key) -> Weight:

@@ -106,6 +106,20 @@ def check_two_trainers_at_once() -> None:
             assert_equal(parameter.data(), right)
 
 
+def check_a_store_serves_one_trainer_after_the_other() -> None:
+    """As in folds of a cross-validation; the first may not go on then."""
+    kv, rows = hvd.create(), lambda step: _rows(hvd.rank(), step)
+    nets = [_dense(hvd.rank()) for _ in range(2)]
+    trainers = [_trainer(net, kv) for net in nets]
+    for net, trainer in zip(nets, trainers, strict=True):
+        _train(net, trainer, rows, 16)
+    values = [parameter.data().asnumpy() for parameter in nets[1].collect_params().values()]
+    message = raised(ValueError, lambda: _train(nets[0], trainers[0], rows, 16, range(1)))
+    assert "two trainers share this store" in message
+    kv.pull(1, nets[1].weight.list_data())  # sorted by name, the bias comes first
+    assert_equal(nets[1].weight.data(), values[0])
+
+
 def check_a_distributed_optimizer_is_unwrapped() -> None:
     """By hand and by a Trainer: its sums over steps would be sums of the store's sums."""
     with (
