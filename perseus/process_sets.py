@@ -118,8 +118,9 @@ def group_id(process_set: ProcessSet) -> int:
 
 
 _registered: dict[int, ProcessSet] = {}
-_of_host: list[ProcessSet] = []  # of the ranks of this one; empty until somebody asks
-_of_host_lock = threading.Lock()
+_of_hosts: list[ProcessSet] = []  # of all hosts; empty until somebody asks
+_made_here: list[ProcessSet] = []  # those of them that no script has added
+_of_hosts_lock = threading.Lock()
 _given_to_init: list[ProcessSet] = []
 _made_dynamic = False  # by init(process_sets="dynamic"), for every later world of the process, too
 
@@ -174,7 +175,13 @@ def register(process_set: ProcessSet) -> None:
     if process_set.process_set_id is not None:
         raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
     _check_ranks(ranks)
-    group = control.add_group(ranks)
+    try:
+        group = control.add_group(ranks)
+    except ValueError:  # on all ranks, which have compared theirs
+        taken_over = _taken_over(process_set)
+        if taken_over is None:
+            raise
+        group = taken_over
     process_set.process_set_id = group
     _registered[group] = process_set
 
@@ -186,26 +193,39 @@ def of_host() -> ProcessSet:
     """
     if basics.local_size() == basics.size():
         return global_process_set
-    with _of_host_lock:
-        if not _of_host:
-            _of_host.extend(_make_of_hosts())
-        return _of_host[0]
+    with _of_hosts_lock:
+        # A script may have removed one, which all ranks know.
+        if not _of_hosts or any(entry.process_set_id is None for entry in _of_hosts):
+            _of_hosts[:] = _make_of_hosts()
+        return next(entry for entry in _of_hosts if basics.rank() in (entry.ranks or []))
+
+
+def _taken_over(process_set: ProcessSet) -> int | None:
+    """Let a set of a script replace the equal set of a host; return its id, or None."""
+    with _of_hosts_lock:
+        for found in _made_here:
+            if found.ranks == process_set.ranks:
+                _made_here.remove(found)
+                _of_hosts[_of_hosts.index(found)] = process_set
+                return found.process_set_id
+    return None
 
 
 def _make_of_hosts() -> list[ProcessSet]:
-    """Register the sets of hosts that are missing; return the one of this host."""
+    """Register the sets of hosts that are missing; return all."""
     own = (basics.local_rank(), basics.local_size(), basics.cross_rank())
     lines = control.gather_lines(json.dumps(own), "process_sets.hosts")
     hosts = ranks_by_host([tuple(json.loads(line)) for line in lines])
     known = {tuple(entry.ranks or []): entry for entry in _registered.values()}
-    mine = []
+    of_hosts = []
     for ranks in hosts:
-        found = known.get(tuple(ranks)) or ProcessSet(ranks)
-        if found.process_set_id is None:
+        found = known.get(tuple(ranks))
+        if found is None:
+            found = ProcessSet(ranks)
             register(found)
-        if basics.rank() in ranks:
-            mine.append(found)
-    return mine
+            _made_here.append(found)
+        of_hosts.append(found)
+    return of_hosts
 
 
 def ranks_by_host(places: Sequence[tuple[int, int, int]]) -> list[list[int]]:
@@ -304,7 +324,8 @@ def _begin() -> None:
     for process_set in _registered.values():
         process_set.process_set_id = None
     _registered.clear()
-    _of_host.clear()
+    _of_hosts.clear()
+    _made_here.clear()
     global_process_set.ranks = list(range(basics.size()))
 
 

@@ -8,6 +8,7 @@ import gradient_settings as settings
 import mxnet as mx
 import numpy as np
 from mx_sync_batch_norm_checks import CHANNELS, _close, _mine, _step, _weights, _whole
+from mx_training import raised
 from mxnet.gluon.contrib.nn import PerseusSyncBatchNorm
 
 import perseus.mxnet as hvd
@@ -79,6 +80,21 @@ def check_statistics_of_a_host_and_of_all() -> None:
                 _close(got, wanted, 2e-5)
     first = hvd.cross_rank() * LOCAL
     assert of_host().ranks == list(range(first, first + LOCAL))
+
+
+def check_scripts_may_add_and_remove_the_sets_of_hosts() -> None:
+    with settings.world_with(HOROVOD_DYNAMIC_PROCESS_SETS=1):
+        hosts = [[0, 1], [2, 3]]
+        for _ in range(2):
+            assert of_host().ranks == hosts[hvd.cross_rank()]
+            added = hvd.add_process_set([0, 1])
+            if hvd.rank() in added.ranks:
+                assert of_host() is added
+            assert "duplicate" in raised(ValueError, lambda: hvd.add_process_set([0, 1]))
+            assert hvd.remove_process_set(added)
+        # The next use makes it again.
+        total = hvd.allreduce(mx.nd.ones((1,)), op=hvd.Sum, process_set=of_host())
+        assert total.asscalar() == LOCAL
 
 
 def _error(members: hvd.ProcessSet) -> float:
