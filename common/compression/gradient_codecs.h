@@ -35,8 +35,8 @@ CodecWish::Kind wish_for(CodecKind kind);
 
 // May training end with a higher loss than with exact gradients? By docs/accuracy.md.
 bool may_cost_accuracy(const CodecSpec& codec);
-// Only if the optimizer does not step in proportion to gradients? Adam divides by the root of their second moments,
-// which grow by what is put off.
+// May it so with optimizers that do not step in proportion to gradients? Adam divides by the root of their second
+// moments, which grow by what few bits put off.
 bool suits_only_sgd(const CodecSpec& codec);
 // Does a perseus_request.learning_rate tell that the optimizer steps in proportion to gradients?
 bool in_proportion(double learning_rate);

@@ -40,7 +40,7 @@ int64_t Engine::done_handle(GradientOutcome outcome, const Completion& done, std
   return handle;
 }
 
-// A rate of 0, as the first one of a warm-up, is not known. Two steps in a row without a rate are no SGD's.
+// A warm-up may begin with a rate of 0, which counts as not known. So one step tells nothing, but two in a row do.
 bool Engine::steps_otherwise(const Submission& s) {
   const MutexLock lock(steps_mutex_);
   auto& [owner, name] = steps_otherwise_;

@@ -36,23 +36,31 @@ def check_sums_over_steps_begin_anew() -> None:
                     assert_equal(_pulled(kv, key), everyone(SHAPE, salt)[0] + added)
 
 
+def _holding_back(steps: int) -> tuple[mx.kvstore.KVStore, list]:
+    """Return a store with residuals of keys 0 and 1, and the zeros that it began with.
+
+    steps: of a sum; above 1, one is under way.
+    """
+    kv = hvd.create()
+    kv.set_gradient_compression({"type": "topk", "ratio": 0.1})
+    kv._set_updater(_add)
+    zeros = [mx.nd.zeros(shape) for shape in settings.SHAPES[:2]]
+    kv.init([0, 1], zeros)
+    for step in range(2 * steps - 1):
+        kv.push([0, 1], list(map(mx.nd.array, settings.normal(hvd.rank(), step))))
+    kv._wait()
+    return kv, zeros
+
+
 def check_residuals_of_the_key_alone_are_dropped() -> None:
     for steps in (1, 2):
         with settings.apart(PERSEUS_ACCUMULATE_N_STEPS=steps):
-            kv = hvd.create()
-            kv.set_gradient_compression({"type": "topk", "ratio": 0.1})
-            kv._set_updater(_add)
-            shapes = settings.SHAPES[:2]
-            zeros = [mx.nd.zeros(shape) for shape in shapes]
-            kv.init([0, 1], zeros)
-            for step in range(2 * steps - 1):  # with sums, one is under way
-                kv.push([0, 1], list(map(mx.nd.array, settings.normal(hvd.rank(), step))))
-            kv._wait()
+            kv, zeros = _holding_back(steps)
             before = kv._reducer.residuals.read()
             kv.init(0, zeros[0])
             for _ in range(steps):
                 kv.push([0, 1], zeros)
-            assert not _pulled(kv, 0, shapes[0]).asnumpy().any()
+            assert not _pulled(kv, 0, zeros[0].shape).asnumpy().any()
             assert any(before["1"][1])
             kv.init(1, zeros[1])
             kv.set_optimizer(mx.optimizer.create("sgd"))
@@ -63,16 +71,9 @@ def check_residuals_of_the_key_alone_are_dropped() -> None:
 def check_residuals_of_other_keys_stay() -> None:
     for steps in (1, 2):
         with settings.apart(PERSEUS_ACCUMULATE_N_STEPS=steps):
-            kv = hvd.create()
-            kv.set_gradient_compression({"type": "topk", "ratio": 0.1})
-            kv._set_updater(_add)
-            shapes = settings.SHAPES[:2]
-            kv.init([0, 1], [mx.nd.zeros(shape) for shape in shapes])
-            for step in range(2 * steps - 1):
-                kv.push([0, 1], list(map(mx.nd.array, settings.normal(hvd.rank(), step))))
-            kv._wait()
+            kv, zeros = _holding_back(steps)
             before = kv._reducer.residuals.read()
-            kv.init(0, mx.nd.zeros(shapes[0]))
+            kv.init(0, zeros[0])
             assert any(before["1"][1])
             assert kv._reducer.residuals.read()["1"] == before["1"]
 
