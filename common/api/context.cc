@@ -98,13 +98,16 @@ std::string settings_text(const Config& config) {
 }
 
 std::string encode(const Location& location) {
-  return std::to_string(location.node) + " " + std::to_string(location.interfaces);
+  return std::to_string(location.node) + " " + std::to_string(location.interfaces) + " " +
+         std::to_string(static_cast<int>(location.nccl));
 }
 
 Location decode_location(const std::string& text) {
   Location location;
-  if (std::sscanf(text.c_str(), "%d %d", &location.node, &location.interfaces) != 2)
+  int nccl = 0;
+  if (std::sscanf(text.c_str(), "%d %d %d", &location.node, &location.interfaces, &nccl) != 3)
     fail(ErrorKind::kInternal, "[rendezvous] '" + text + "' is not the location of a rank");
+  location.nccl = nccl != 0;
   return location;
 }
 

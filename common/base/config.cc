@@ -34,15 +34,16 @@ constexpr Variable kTable[] = {
     {Var::kAutotune, "HOROVOD_AUTOTUNE", "", VarType::kChoice, "auto", "auto|0|1", true,
      "In the first steps the tuner tries a few bucket sizes and numbers of streams, unless they are set, and keeps "
      "the best: 0 = never, 1 = always, auto = between hosts, for gradients of at least 4 MiB. Results do not depend "
-     "on it."},
+     "on it, except where it tries NCCL (see PERSEUS_GPU_OPERATIONS)."},
     {Var::kAutotuneLog, "HOROVOD_AUTOTUNE_LOG", "PERSEUS_AUTOTUNE_LOG", VarType::kString, "", "", false,
      "File into which rank 0 writes what the tuner tried and chose, as CSV."},
     {Var::kTunerReplay, "PERSEUS_TUNER_REPLAY", "", VarType::kString, "", "", false,
      "File that HOROVOD_AUTOTUNE_LOG wrote, on every host: Perseus uses its choice from the start, and the tuner "
      "tries nothing."},
     {Var::kNcclEnable, "PERSEUS_NCCL_ENABLE", "", VarType::kBool, "0", "", false,
-     "1 = use two kinds of link at once. Perseus uses several links at once if PERSEUS_GLOO_NETWORK_INTERFACE names "
-     "them, separated by commas; this variable alone has no effect, and rank 0 says so."},
+     "1 = use two kinds of link at once: the tuner divides gradients on GPUs between NCCL and Perseus' own exchange "
+     "by their measured speeds. On CPUs it has no effect, and rank 0 says so: there, Perseus uses several links at "
+     "once if PERSEUS_GLOO_NETWORK_INTERFACE names them, separated by commas."},
     {Var::kAllreduceDtype, "PERSEUS_ALLREDUCE_DTYPE", "", VarType::kChoice, "auto", "auto|0|1|2", true,
      "How float32 gradients travel: 0 = as float16 inside a host and between hosts, 1 = unchanged, 2 = unchanged "
      "inside a host and as float16 between hosts. auto = 2. With AMP, or to get exactly the bits of full precision, "
@@ -159,8 +160,9 @@ constexpr Variable kTable[] = {
      "alike. Other process sets than the global one use Perseus' own transports in any case."},
     {Var::kGpuOperations, "PERSEUS_GPU_OPERATIONS", "", VarType::kChoice, "auto", "auto|perseus|nccl", true,
      "What sums tensors on GPUs: auto = NCCL inside a host, if it joins the ranks of each host (2.18 or newer, one "
-     "rank for each GPU), and Perseus between hosts. perseus = Perseus itself, in host memory. nccl = NCCL between "
-     "hosts as well, for networks with RDMA, and as float32 unless a codec is chosen."},
+     "rank for each GPU), and Perseus between hosts, or NCCL there, too, if all hosts have RDMA and the tuner has "
+     "measured that gradients are faster with it. perseus = Perseus itself, in host memory. nccl = NCCL between "
+     "hosts as well, and as float32 unless a codec is chosen."},
     {Var::kGpuCodecs, "PERSEUS_GPU_CODECS", "", VarType::kBool, "0", "", false,
      "1 = where each host has one rank, or NCCL joins its ranks, GPUs encode gradients as float16, bfloat16, int8, "
      "int4, int2 or top-k themselves, so that only encoded bytes are copied to the host and back. The bits are those "

@@ -82,11 +82,16 @@ void Negotiation::admit(Entry* entry) {
   news_bytes_ += entry->bytes;
   // A NaN, or a flush, is told by a description; the others' bits become descriptions too, so it delays nobody's
   // answer.
-  const bool bit_will_do =
-      (joined_count_ == 0 || joined_may_miss(entry->description.kind)) && !entry->description.tells();
-  if (bit_will_do && name->slot >= 0 && same_request(name->agreed, entry->description))
+  const Description& d = entry->description;
+  const bool bit_will_do = (joined_count_ == 0 || joined_may_miss(d.kind)) && !d.tells();
+  // Other ranks may have come to the same.
+  const bool stays_from_now_on = d.stays_on_device && !name->stayed;
+  if (bit_will_do && name->slot >= 0 && !stays_from_now_on && same_request(name->agreed, d)) {
     bits_[name->slot / 64] |= uint64_t{1} << name->slot % 64;
-  else unannounced_.push_back(entry);
+    name->stayed = d.stays_on_device;
+  } else {
+    unannounced_.push_back(entry);
+  }
 }
 
 void Negotiation::snapshot(RoundContent* content) {
@@ -97,8 +102,10 @@ void Negotiation::snapshot(RoundContent* content) {
   // Ranks that have submitted the same cut alike. When all have joined, all that is pending is told at once.
   const size_t room = closing_ ? SIZE_MAX : Round::kMostBody / 2 / static_cast<size_t>(size_);
   auto next = unannounced_.begin();
-  for (; next != unannounced_.end() && blob.size() < room; ++next)
+  for (; next != unannounced_.end() && blob.size() < room; ++next) {
     append_request((*next)->name->text, (*next)->description, &blob);
+    (*next)->name->stayed = (*next)->description.stays_on_device;
+  }
   announced_.assign(unannounced_.begin(), next);
   unannounced_.erase(unannounced_.begin(), next);
   ++snapshots_;
@@ -308,8 +315,8 @@ void Negotiation::take_slot(Name* name) {
     slots_.push_back(name);
     bits_.resize((slots_.size() + 63) / 64);
   } else {
-    name->slot = free_slots_.back();
-    free_slots_.pop_back();
+    name->slot = free_slots_.top();
+    free_slots_.pop();
     slots_[name->slot] = name;
   }
 }
@@ -322,7 +329,7 @@ void Negotiation::free_slot(Name* name) {
     announce(name->entry);
   }
   slots_[slot] = nullptr;
-  free_slots_.push_back(slot);
+  free_slots_.push(slot);
   name->slot = -1;
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <queue>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -30,6 +31,7 @@ struct Name {
   Entry* entry PERSEUS_GUARDED_BY(progress_lock) = nullptr;  // submitted here and not yet ready
   int slot PERSEUS_GUARDED_BY(progress_lock) = -1;           // agreed on; then `agreed` describes it
   Description agreed PERSEUS_GUARDED_BY(progress_lock);
+  bool stayed PERSEUS_GUARDED_BY(progress_lock) = false;  // on its device, as this rank has last told the others
   std::vector<Description> announced PERSEUS_GUARDED_BY(progress_lock);  // by group rank, while not agreed
   std::vector<bool> announced_by PERSEUS_GUARDED_BY(progress_lock);
   int announced_count PERSEUS_GUARDED_BY(progress_lock) = 0;
@@ -173,9 +175,10 @@ class Negotiation {
   std::atomic<size_t> submitted_bytes_{0};  // not yet collected; changed under mutex_
 
   std::vector<Entry*> collected_ PERSEUS_GUARDED_BY(progress_lock);
-  std::vector<Name*> slots_ PERSEUS_GUARDED_BY(progress_lock);     // null = free
-  std::vector<int> free_slots_ PERSEUS_GUARDED_BY(progress_lock);  // most recently freed last; the same on all ranks
-  std::vector<uint64_t> bits_ PERSEUS_GUARDED_BY(progress_lock);   // of this rank's pending entries with a slot
+  std::vector<Name*> slots_ PERSEUS_GUARDED_BY(progress_lock);  // null = free
+  // The lowest one first, so that what is described anew in its old order keeps that order; the same on all ranks.
+  std::priority_queue<int, std::vector<int>, std::greater<int>> free_slots_ PERSEUS_GUARDED_BY(progress_lock);
+  std::vector<uint64_t> bits_ PERSEUS_GUARDED_BY(progress_lock);  // of this rank's pending entries with a slot
   std::vector<Entry*> unannounced_ PERSEUS_GUARDED_BY(progress_lock);
   // All that this rank has announced in the round in flight; empty if that was not requests alone.
   std::vector<Entry*> announced_ PERSEUS_GUARDED_BY(progress_lock);

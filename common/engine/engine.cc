@@ -49,7 +49,8 @@ ExecutionSettings settings_of(const Config& config) {
   settings.nccl_library = config.text(Var::kNcclLibrary);
   settings.algorithm = AlgorithmChoice(wanted_algorithm(config.choice<AllreduceAlgorithm>()));
   // A ring's bits depend on buckets, and trials may change none.
-  if (settings.algorithm.wanted() == Algorithm::kRing) settings.tuner.buckets = settings.tuner.streams = false;
+  if (settings.algorithm.wanted() == Algorithm::kRing)
+    settings.tuner.buckets = settings.tuner.streams = settings.tuner.nccl = false;
   return settings;
 }
 
@@ -132,10 +133,10 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       tuner_log_(world.rank == 0 ? config.text(Var::kAutotuneLog) : ""),
       progress_(*waker_, driving(config, cores), *this) {
   interfaces_ = interfaces_at_once(InterfaceChoice(config));
-  if (world.rank == 0 && config.flag(Var::kNcclEnable) && interfaces_ == 1)
+  if (world.rank == 0 && config.flag(Var::kNcclEnable) && interfaces_ == 1 && !may_try_nccl())
     log_.warning(
-        "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing: name the links to be used at once in "
-        "PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
+        "[config] PERSEUS_NCCL_ENABLE=1 alone changes nothing without GPUs and NCCL: name the links to be used at once "
+        "in PERSEUS_GLOO_NETWORK_INTERFACE, separated by commas");
   const int64_t streams = config.integer(Var::kStreams);
   if (world.rank == 0 && interfaces_ > streams)
     log_.warning("[config] PERSEUS_ALLREDUCE_STREAMS=" + std::to_string(streams) + " uses " + std::to_string(streams) +
@@ -166,12 +167,12 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
   add_group(0, std::move(all));
 }
 
-// Of all ranks where NCCL joins those of several hosts, else of those of this host.
+// Of all ranks where NCCL may join those of several hosts, else of those of this host.
 NcclOrder::Settings Engine::order_of_nccl() {
   NcclOrder::Settings settings;
   settings.rank = world_.rank;
   settings.ranks = [this] {
-    const bool everywhere = execution_settings_.gpu_operations == GpuOperations::kNccl;
+    const bool everywhere = execution_settings_.gpu_operations == GpuOperations::kNccl || topology_.nccl_between();
     std::vector<int> ranks;
     for (int rank = 0; rank < world_.size; ++rank)
       if (everywhere || !topology_.spans_nodes({rank, world_.rank})) ranks.push_back(rank);
@@ -197,7 +198,23 @@ Location Engine::own_location() const {
   Location location;
   while (location.node != world_.rank && route_[location.node]->kind() == TransportKind::kTcp) ++location.node;
   location.interfaces = interfaces_;
+  location.nccl = may_try_nccl();
   return location;
+}
+
+// NCCL sends between hosts from GPU to GPU where networks have RDMA. Elsewhere our own exchange has been faster
+// wherever both were measured, so that a trial is not worth its time unless somebody asks for it.
+bool Engine::may_try_nccl() const {
+  const TunerSettings& tuner = execution_settings_.tuner;
+  if (execution_settings_.gpu_operations != GpuOperations::kAuto) return false;
+  if (tuner.start.nccl_percent == 0 && !(tuner.nccl && (tuner.shares || has_rdma()))) return false;
+  try {
+    cuda::Driver::get();
+    nccl::Library::get(execution_settings_.nccl_library);
+    return true;
+  } catch (const Error&) {
+    return false;  // there are no GPUs, or whoever brings tensors of one gets to know what is missing
+  }
 }
 
 void Engine::set_locations(std::vector<Location> locations) {
@@ -221,7 +238,10 @@ void Engine::add_group(int id, std::vector<int> ranks) {
 
 std::shared_ptr<ProcessSet> Engine::make_group(int id, uint32_t channels, const std::vector<int>& ranks) {
   ExecutionSettings settings = execution_settings_;
-  if (id != 0) settings.tuner.buckets = settings.tuner.streams = false;  // its members may be busy elsewhere
+  if (id != 0) {  // its members may be busy elsewhere
+    settings.tuner.buckets = settings.tuner.streams = settings.tuner.nccl = false;
+    settings.tuner.start.nccl_percent = 0;
+  }
   return std::make_shared<ProcessSet>(
       channels, ranks, world_.rank, world_.epoch, settings, cycle_ns_,
       [this](int rank, Channel channel)

@@ -235,6 +235,7 @@ class Engine final : private ProgressWork {
 
   // ---- tuning (tuning.cc) ----
   void begin_tuner_log() const;
+  bool may_try_nccl() const;
   void keep_tuning(ProcessSet* world) PERSEUS_REQUIRES(progress_lock);
 
   // ---- watching (watch.cc) ----

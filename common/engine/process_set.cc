@@ -23,11 +23,13 @@ constexpr int64_t kForTheCause = 500 * kMillisecond;
 // A rank that has stopped answers neither rounds nor heartbeats. Its last heartbeat came a little later than its last
 // word in a round: the liveness clock is about to name it, and knows better why.
 constexpr int64_t kNearlyDead = 2 * kSecond;
+// For NCCL to join what the tuner wants to try, which everybody waits for.
+constexpr int64_t kJoinTrial = 30 * kSecond;
 
 ExecutionSettings aside(ExecutionSettings settings) {
   settings.first_stream = static_cast<uint32_t>(Tuner(settings.tuner).most_streams());
   settings.tuner.start.streams = 1;
-  settings.tuner.buckets = settings.tuner.streams = false;
+  settings.tuner.buckets = settings.tuner.streams = settings.tuner.nccl = false;
   settings.measures = false;
   return settings;
 }
@@ -46,6 +48,13 @@ std::vector<Link*> dissemination_links(const std::vector<int>& ranks, int me, in
 
 }  // namespace
 
+// Members whose GPUs NCCL may join.
+struct ProcessSet::Joined {
+  std::vector<int> members;  // with levels()
+  bool served = false;       // likewise: by the order of all communicators
+  std::unique_ptr<NcclCommunicator> communicator;
+};
+
 ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch,
                        const ExecutionSettings& settings, int64_t cycle_ns, LinkTo link_to, Preferred preferred,
                        NcclOrder* nccl_order, MakeEntry make_entry, Execution::OutputsOf outputs_of,
@@ -61,64 +70,96 @@ ProcessSet::ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_
       topology_(settings.topology),
       gpu_operations_(settings.gpu_operations),
       nccl_order_(*nccl_order),
-      communicator_(nccl_settings(settings), nccl_order, id,
-                    [this]() PERSEUS_REQUIRES(progress_lock) { return letters_about_nccl(); }),
+      inside_(joined(Level::kInner, settings)),
+      everywhere_(joined(Level::kAll, settings)),
+      nccl_percent_(settings.tuner.start.nccl_percent),
       negotiation_(me_, ranks_, std::move(make_entry), ranks_.size() > 1 ? std::move(awaited) : nullptr),
       round_(dissemination_links(ranks_, me_, +1, id, link_to_), dissemination_links(ranks_, me_, -1, id, link_to_),
              static_cast<int>(ranks_.size()), me_, epoch, id),
       automatic_(settings.auto_codecs, settings.link_seconds_per_byte > 0 ? 0 : settings.link_check_ns),
-      execution_(settings, ranks_, me_, id, groups_over(preferred), outputs_of, &automatic_),
+      execution_(with_nccl(settings), ranks_, me_, id, groups_over(preferred), outputs_of, &automatic_),
       aside_(aside(settings), ranks_, me_, id, groups_over(preferred), outputs_of, &automatic_) {}
+
+ProcessSet::~ProcessSet() = default;
 
 int ProcessSet::streams(const ExecutionSettings& settings) {
   return static_cast<int>(aside(settings).first_stream) + 1;
 }
 
-bool ProcessSet::keeps_on(int device) {
-  if (gpu_operations_ == GpuOperations::kPerseus || nccl_members().size() == 1) return false;
-  return nccl_serves_ && communicator_.takes(device);
+bool ProcessSet::keeps_on(int device, bool gradients) {
+  levels();
+  const bool everywhere = gpu_operations_ == GpuOperations::kNccl || (gradients && nccl_percent_ > 0);
+  Joined* const by = everywhere ? everywhere_.get() : inside_.get();
+  return by != nullptr && by->served && by->members.size() > 1 && by->communicator->takes(device);
 }
 
 const Levels& ProcessSet::levels() const {
   std::call_once(levels_known_, [this] {
     levels_ = topology_->of(ranks_, me_);
-    nccl_members_ = levels_.members_of(gpu_operations_ == GpuOperations::kNccl ? Level::kAll : Level::kInner);
-    std::vector<int> joined;
-    for (const int member : nccl_members_) joined.push_back(ranks_[static_cast<size_t>(member)]);
-    nccl_serves_ = nccl_order_.serves(joined);
+    const auto fill = [this](Joined* by, Level level) {
+      if (by == nullptr) return;
+      by->members = levels_.members_of(level);
+      std::vector<int> ranks;
+      for (const int member : by->members) ranks.push_back(ranks_[static_cast<size_t>(member)]);
+      by->served = nccl_order_.serves(ranks);
+    };
+    fill(inside_.get(), Level::kInner);
+    fill(everywhere_.get(), Level::kAll);
   });
   return levels_;
 }
 
-NcclSettings ProcessSet::nccl_settings(const ExecutionSettings& settings) const {
+ExecutionSettings ProcessSet::with_nccl(ExecutionSettings settings) const {
+  settings.nccl_between = [this] {
+    if (everywhere_ == nullptr || !topology_->nccl_between()) return false;
+    return everywhere_->communicator->state() != NcclCommunicator::State::kRefused;
+  };
+  return settings;
+}
+
+// Null where NCCL joins nobody at that level.
+std::unique_ptr<ProcessSet::Joined> ProcessSet::joined(Level level, const ExecutionSettings& settings) {
+  const bool all = level == Level::kAll, by_tuner = gpu_operations_ == GpuOperations::kAuto;
+  if (gpu_operations_ == GpuOperations::kPerseus || (!all && !by_tuner)) return nullptr;
+  auto made = std::make_unique<Joined>();
+  Joined* const by = made.get();
   NcclSettings nccl;
   nccl.library = settings.nccl_library;
-  nccl.of_whom = gpu_operations_ == GpuOperations::kNccl ? "of all hosts" : "of this host";
-  nccl.rank_of = [this](int member) {
-    return ranks_[static_cast<size_t>(nccl_members()[static_cast<size_t>(member)])];
+  nccl.of_whom = all ? "of all hosts" : "of this host";
+  nccl.rank_of = [this, by](int member) {
+    levels();
+    return ranks_[static_cast<size_t>(by->members[static_cast<size_t>(member)])];
   };
   nccl.join_ns = settings.timeout_ns / 2;
+  nccl.join_limit = "half of GLOO_TIMEOUT_SECONDS";
+  if (all && by_tuner && (nccl.join_ns == 0 || nccl.join_ns > kJoinTrial)) {
+    nccl.join_ns = kJoinTrial;
+    nccl.join_limit = std::to_string(kJoinTrial / kSecond) + " s";
+  }
   nccl.poll = settings.poll;
-  // Ranks of a host mostly have the same reason, so one of them gives it.
-  nccl.log = [this, warn = settings.warn](const std::string& text) {
-    if (levels().inner_me == 0) warn(text);
+  // Ranks of a host mostly have the same reason, so one of them gives it. Nobody need have asked for a trial.
+  const bool asked = !all || !by_tuner || settings.tuner.shares || settings.tuner.start.nccl_percent > 0;
+  nccl.log = [this, say = asked ? settings.warn : settings.log](const std::string& text) {
+    if (levels().inner_me == 0) say(text);
   };
-  return nccl;
+  const auto make_letters = [this, by, all]() PERSEUS_REQUIRES(progress_lock) {
+    const Channel channel{id_, all ? kWideLettersStream : kLettersStream};
+    std::vector<Link*> links;
+    for (int member : by->members)
+      links.push_back(member == me_ ? nullptr : &link_to_(ranks_[static_cast<size_t>(member)], channel));
+    return std::make_unique<Letters>(links, index_in(by->members, me_), epoch_);
+  };
+  const uint32_t number = 2 * id_ + (all ? 1 : 0);
+  by->communicator = std::make_unique<NcclCommunicator>(std::move(nccl), &nccl_order_, number, make_letters);
+  return made;
 }
 
-// Those whose GPUs NCCL joins.
-const std::vector<int>& ProcessSet::nccl_members() const {
-  levels();
-  return nccl_members_;
-}
-
-std::unique_ptr<Letters> ProcessSet::letters_about_nccl() const {
-  const std::vector<int>& members = nccl_members();
-  std::vector<Link*> links;
-  for (int member : members)
-    links.push_back(member == me_ ? nullptr
-                                  : &link_to_(ranks_[static_cast<size_t>(member)], Channel{id_, kLettersStream}));
-  return std::make_unique<Letters>(links, index_in(members, me_), epoch_);
+// Where a group of all members of this host is one of all members, those of the host.
+NcclCommunicator* ProcessSet::communicator_of(Level level) {
+  if (level == Level::kAcross) return nullptr;
+  const bool all = level == Level::kAll && (inside_ == nullptr || levels().groups > 1);
+  Joined* const by = all ? everywhere_.get() : inside_.get();
+  return by != nullptr && by->served ? by->communicator.get() : nullptr;
 }
 
 Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
@@ -133,8 +174,8 @@ Execution::MakeGroup ProcessSet::groups_over(const Preferred& preferred) {
       for (int member : members)
         links.push_back(member == me_ ? nullptr : &link_to_(ranks_[static_cast<size_t>(member)], channel));
       auto host = std::make_unique<LinkGroup>(std::move(links), index_in(members, me_), epoch_, channel);
-      if (gpu_operations_ != GpuOperations::kPerseus && level != Level::kAcross && members == nccl_members())
-        groups.push_back(std::make_unique<NcclGroup>(&communicator_, host.get(), channel.stream));
+      if (NcclCommunicator* const nccl = communicator_of(level); nccl != nullptr && members.size() > 1)
+        groups.push_back(std::make_unique<NcclGroup>(nccl, host.get(), channel.stream));
       groups.push_back(std::move(host));
       return groups;
     };
@@ -231,6 +272,7 @@ void ProcessSet::apply(std::vector<Entry*>* finished, std::vector<std::pair<Entr
 void ProcessSet::add_ready(Execution* execution, const Batch& batch, std::vector<Entry*>* finished) {
   execution->add(ready_, finished, batch);
   ready_.clear();
+  if (execution_.tuner().between_steps()) nccl_percent_ = execution_.tuner().in_force().tuning.nccl_percent;
 }
 
 void ProcessSet::keep_schedule(std::vector<Entry*>* finished) {

@@ -28,6 +28,7 @@ class ProcessSet {
   ProcessSet(uint32_t id, std::vector<int> ranks, int my_rank, uint32_t epoch, const ExecutionSettings& settings,
              int64_t cycle_ns, LinkTo link_to, Preferred preferred, NcclOrder* nccl_order, MakeEntry make_entry,
              Execution::OutputsOf outputs_of, Negotiation::Awaited awaited);
+  ~ProcessSet();
 
   // How many streams a process set with these settings may use.
   static int streams(const ExecutionSettings& settings);
@@ -36,7 +37,7 @@ class ProcessSet {
   const std::vector<int>& ranks() const { return ranks_; }
   int index() const { return me_; }  // of this rank in ranks()
   // May this rank leave tensors on this GPU until they are reduced? What all ranks say decides. Any thread.
-  bool keeps_on(int device);
+  bool keeps_on(int device, bool gradients);
   // Any thread, once something is submitted.
   bool spans_hosts() const { return levels().groups > 1; }
   Negotiation& negotiation() { return negotiation_; }
@@ -105,9 +106,11 @@ class ProcessSet {
       PERSEUS_REQUIRES(progress_lock);
   void keep_schedule(std::vector<Entry*>* finished) PERSEUS_REQUIRES(progress_lock);
   const Levels& levels() const;  // any thread, once something is submitted
-  NcclSettings nccl_settings(const ExecutionSettings& settings) const;
-  const std::vector<int>& nccl_members() const;  // any thread, once something is submitted
-  std::unique_ptr<Letters> letters_about_nccl() const PERSEUS_REQUIRES(progress_lock);
+  // ---- whom NCCL joins ----
+  ExecutionSettings with_nccl(ExecutionSettings settings) const;
+  struct Joined;
+  std::unique_ptr<Joined> joined(Level level, const ExecutionSettings& settings);
+  NcclCommunicator* communicator_of(Level level);  // null = none
   void end_schedule(std::vector<Entry*>* finished, std::vector<std::pair<Entry*, std::string>>* failed)
       PERSEUS_REQUIRES(progress_lock);
 
@@ -122,10 +125,10 @@ class ProcessSet {
   const GpuOperations gpu_operations_;
   mutable std::once_flag levels_known_;
   mutable Levels levels_;
-  mutable std::vector<int> nccl_members_;
-  mutable bool nccl_serves_ = false;
   NcclOrder& nccl_order_;
-  NcclCommunicator communicator_;  // outlives groups, which use it
+  // Those of this host, and all. They outlive groups, which use them.
+  std::unique_ptr<Joined> inside_, everywhere_;
+  std::atomic<int> nccl_percent_;  // see Tuning
   Negotiation negotiation_;
   Round round_ PERSEUS_GUARDED_BY(progress_lock);
   AutoCodecs automatic_;

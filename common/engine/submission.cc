@@ -340,7 +340,7 @@ bool Engine::may_stay(const Submission& s, const CompressionTerms& compression, 
   const auto known = [](const Submission::Tensor& tensor) { return nccl::type_of(tensor.dtype) >= 0; };
   const bool encoded_here = compression.inside || compression.codec.kind == CodecKind::kLowRank;
   return sums && !looks_at(s) && !encoded_here && s.prescale == 1.0 && s.refusal == nullptr &&
-         std::all_of(s.tensors, s.tensors + s.tensor_count, known) && group->keeps_on(device);
+         std::all_of(s.tensors, s.tensors + s.tensor_count, known) && group->keeps_on(device, s.gradient_of != 0);
 }
 
 // What a GPU may encode before the host sees it. Other ranks need not know: the bytes that travel are the same.

@@ -125,7 +125,11 @@ void Bucket::clear() {
 void Execution::add(const std::vector<Entry*>& ready, std::vector<Entry*>* finished, const Batch& batch) {
   // The tuner counts steps by rounds, as all ranks do; when a rank has measured its links only that rank knows.
   const bool across = levels(false).groups > 1;
-  tuner_.agreed(ready, across, across ? slice_bytes(CodecKind::kNone) : SIZE_MAX, now_ns());
+  Tuner::Conditions conditions;
+  conditions.between_hosts = across;
+  conditions.nccl = across && settings_.nccl_between();
+  if (across) conditions.largest = slice_bytes(CodecKind::kNone);
+  tuner_.agreed(ready, conditions, now_ns());
   const Tuner::InForce in_force = tuner_.in_force();
   if (waits_for_speeds(ready)) waiting_.push_back({ready, in_force});
   else place_in_buckets(ready, in_force, finished, batch);
@@ -350,7 +354,7 @@ const Levels& Execution::levels(bool undivided) {
 
 const Levels& Execution::device_levels() {
   const Levels& divided = levels(false);
-  return settings_.gpu_operations == GpuOperations::kNccl ? levels_[2] : divided;
+  return between_by_nccl_ ? levels_[2] : divided;
 }
 
 // The bucket's stages, begun where this is their first piece.

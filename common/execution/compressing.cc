@@ -222,13 +222,39 @@ void Execution::choose_codecs(const Entry& entry) {
   const Description& d = entry.description;
   const bool by_default = !d.compression.automatic && !d.compression.doubles && !settings_.precision_chosen &&
                           d.compression.codec == settings_.precision;
-  if (settings_.gpu_operations == GpuOperations::kNccl && by_default) {
+  between_by_nccl_ = is_for_nccl(entry);
+  if (between_by_nccl_ && by_default) {
     codecs_.assign(d.tensors.size(), CodecSpec());
     if (reduces_on_device(entry)) return;
   }
   codecs_.clear();
   for (size_t i = 0; i < d.tensors.size(); ++i)
     codecs_.push_back(d.tensors[i].bytes() == 0 ? CodecSpec() : codec_of(entry, i));
+  // What the tuner gives NCCL goes as it would otherwise where NCCL does not do it.
+  const bool by_tuner = settings_.gpu_operations == GpuOperations::kAuto;
+  if (between_by_nccl_ && by_tuner && !reduces_on_device(entry)) between_by_nccl_ = false;
+}
+
+// The first gradients of a kind of step decide which of them are NCCL's: as many as come closest to its part.
+bool Execution::is_for_nccl(const Entry& entry) {
+  if (settings_.gpu_operations != GpuOperations::kAuto) return settings_.gpu_operations == GpuOperations::kNccl;
+  const Description& d = entry.description;
+  const int percent = in_force_.tuning.nccl_percent;
+  if (!d.gradient || !d.stays_on_device || percent % 100 == 0) return d.gradient && d.stays_on_device && percent > 0;
+  if (percent != percent_of_ways_) {
+    percent_of_ways_ = percent;
+    ways_.clear();
+    owed_ = 0;
+  }
+  const auto [way, is_new] = ways_.emplace(*entry.text, false);
+  if (is_new) {
+    int64_t bytes = 0;
+    for (const TensorDescription& tensor : d.tensors) bytes += static_cast<int64_t>(tensor.bytes());
+    owed_ += bytes * percent;
+    way->second = owed_ >= bytes * 50;
+    if (way->second) owed_ -= bytes * 100;
+  }
+  return way->second;
 }
 
 // By what all ranks know of the tensor, never by what it shares a bucket with. What leaves elements out does so between

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/clock.h"
@@ -46,6 +48,8 @@ struct ExecutionSettings {
   GpuOperations gpu_operations = GpuOperations::kPerseus;  // who sums what stays on its GPUs
   bool gpu_codecs = false;                                 // GPUs encode what stays on them for that
   std::string nccl_library;                                // see nccl::Library::get()
+  // May NCCL sum between this group's hosts, or does it? The same on all ranks before and after it has done so.
+  std::function<bool()> nccl_between = [] { return false; };
   std::function<void(const std::string& text)> warn;
   std::function<void()> poll;                  // looks for bytes of peers, for who waits for them outside of a pass
   Residuals* residuals = nullptr;              // none = nothing is held back
@@ -172,8 +176,11 @@ class Execution {
   void place_in_buckets(const std::vector<Entry*>& ready, const Tuner::InForce& in_force, std::vector<Entry*>* finished,
                         const Batch& batch) PERSEUS_REQUIRES(progress_lock);
   std::unique_ptr<Bucket> fresh_bucket() PERSEUS_REQUIRES(progress_lock);
-  // The levels of tensors that are reduced on their devices: where NCCL has all ranks, those are one inner group.
+  // The levels of tensors that are reduced on their devices: where NCCL sums between hosts, all ranks are one inner
+  // group.
   const Levels& device_levels() PERSEUS_REQUIRES(progress_lock);
+  // May NCCL sum an entry's tensors between hosts?
+  bool is_for_nccl(const Entry& entry) PERSEUS_REQUIRES(progress_lock);
   // Are the tensors of an allreduce that stay on their device here encoded by it? Other ranks need not know.
   bool encodes_on_device(Entry* entry, bool sums_there) PERSEUS_REQUIRES(progress_lock);
   bool lock_pages(Entry* entry) PERSEUS_REQUIRES(progress_lock);
@@ -250,6 +257,12 @@ class Execution {
   cuda::LastingMemory page_locked_ PERSEUS_GUARDED_BY(progress_lock);  // of what is held back of gradients on GPUs
   std::vector<size_t> sizes_ PERSEUS_GUARDED_BY(progress_lock);        // of one entry's tensors
   std::vector<CodecSpec> codecs_ PERSEUS_GUARDED_BY(progress_lock);    // likewise
+  bool between_by_nccl_ PERSEUS_GUARDED_BY(progress_lock) = false;     // NCCL sums this entry's tensors between hosts
+  // By gradient, at a percentage between 0 and 100: does it go by NCCL? Each one keeps to its way, so that its bits are
+  // rounded alike in all steps.
+  std::unordered_map<std::string, bool> ways_ PERSEUS_GUARDED_BY(progress_lock);
+  int percent_of_ways_ PERSEUS_GUARDED_BY(progress_lock) = 0;
+  int64_t owed_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // to NCCL, in bytes times percent
 
   std::unique_ptr<LinkProbe> probe_ PERSEUS_GUARDED_BY(progress_lock);  // under way
   // For it: what each round made ready, which is never fused with the next.

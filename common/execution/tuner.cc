@@ -18,8 +18,10 @@ constexpr size_t kLeastStep = 4 * 1024 * 1024, kLeastBucket = 1024 * 1024;
 constexpr double kWorthChanging = 0.95;
 
 std::string text_of(const Tuning& tuning) {
-  return "buckets of " + std::to_string(tuning.bucket_bytes) + " bytes on " + std::to_string(tuning.streams) +
-         " streams";
+  std::string text =
+      "buckets of " + std::to_string(tuning.bucket_bytes) + " bytes on " + std::to_string(tuning.streams) + " streams";
+  if (tuning.nccl_percent > 0) text += ", " + std::to_string(tuning.nccl_percent) + " % of them by NCCL between hosts";
+  return text;
 }
 
 std::string megabytes_per_second(size_t bytes, uint32_t microseconds) {
@@ -28,11 +30,14 @@ std::string megabytes_per_second(size_t bytes, uint32_t microseconds) {
 
 }  // namespace
 
-bool operator==(const Tuning& a, const Tuning& b) { return a.bucket_bytes == b.bucket_bytes && a.streams == b.streams; }
+bool operator==(const Tuning& a, const Tuning& b) {
+  return a.bucket_bytes == b.bucket_bytes && a.streams == b.streams && a.nccl_percent == b.nccl_percent;
+}
 
 std::string TunerSettings::text() const {
   return text_of(start) + ", 1/" + std::to_string(parts) + " up to " + std::to_string(most_bytes) +
-         (buckets ? ", tries buckets" : "") + (streams ? ", tries streams" : "") + (everywhere ? " everywhere" : "");
+         (buckets ? ", tries buckets" : "") + (streams ? ", tries streams" : "") + (nccl ? ", tries NCCL" : "") +
+         (shares ? " and shares" : "") + (everywhere ? " everywhere" : "");
 }
 
 TunerSettings tuner_settings(const Config& config) {
@@ -42,44 +47,48 @@ TunerSettings tuner_settings(const Config& config) {
   settings.parts = config.integer(Var::kFusionParts);
   if (config.given(Var::kFusionThreshold)) settings.most_bytes = settings.start.bucket_bytes;
   bool own_buckets = config.given(Var::kFusionThreshold) || settings.parts > 0;
-  bool own_streams = config.given(Var::kStreams);
-  if (config.is_set(Var::kTunerReplay)) {
+  bool own_streams = config.given(Var::kStreams), replays = config.is_set(Var::kTunerReplay);
+  if (replays) {
     const Tuning replayed = read_tuner_log(config.text(Var::kTunerReplay));
     if (!own_buckets) settings.start.bucket_bytes = replayed.bucket_bytes;
     if (!own_streams) settings.start.streams = replayed.streams;
+    settings.start.nccl_percent = replayed.nccl_percent;
     own_buckets = own_streams = true;
   }
   const auto autotune = config.choice<Autotune>();
   settings.buckets = autotune != Autotune::kOff && !own_buckets;
   settings.streams = autotune != Autotune::kOff && !own_streams && !config.flag(Var::kStreamTuningDisable);
+  settings.nccl = autotune != Autotune::kOff && !replays && config.choice<GpuOperations>() == GpuOperations::kAuto;
+  settings.shares = settings.nccl && config.flag(Var::kNcclEnable);
   settings.everywhere = autotune == Autotune::kOn;
   return settings;
 }
 
 int Tuner::most_streams() const { return settings_.streams ? 2 * settings_.start.streams : settings_.start.streams; }
 
-void Tuner::agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns) {
+void Tuner::agreed(const std::vector<Entry*>& ready, const Conditions& conditions, int64_t now_ns) {
   for (const Entry* entry : ready) {
     const Description& d = entry->description;
-    if (!d.times.empty()) on_times(d.times);
+    if (!d.times.empty()) on_times(d.times, conditions);
     if (!d.gradient || state_ == State::kSettled) continue;
     if (first_.empty()) first_ = *entry->text;
-    if (*entry->text == first_) begin_step(worth_it, largest, now_ns);
+    if (*entry->text == first_) begin_step(conditions, now_ns);
     for (const TensorDescription& tensor : d.tensors) bytes_ += tensor.bytes();
   }
 }
 
-void Tuner::begin_step(bool worth_it, size_t largest, int64_t now_ns) {
+void Tuner::begin_step(const Conditions& conditions, int64_t now_ns) {
   ++step_;
   if (step_ == 2) {
     step_bytes_ = bytes_;
     in_parts_ = settings_.parts > 0;
     if (in_parts_)
       now_.bucket_bytes = std::min(settings_.most_bytes, step_bytes_ / static_cast<size_t>(settings_.parts) + 1);
-    if (!settings_.buckets && !settings_.streams) settle(now_, "nothing is left to choose");
-    else if (!settings_.everywhere && !worth_it) settle(now_, "all ranks share memory");
+    const bool nccl = settings_.nccl && conditions.nccl;
+    if (!settings_.buckets && !settings_.streams && !nccl) settle(now_, "nothing is left to choose");
+    else if (!settings_.everywhere && !conditions.between_hosts) settle(now_, "all ranks share memory");
     else if (!settings_.everywhere && step_bytes_ < kLeastStep) settle(now_, "a step moves too little");
-    else choose_candidates(largest);
+    else choose_candidates(conditions);
   } else if (step_ > 2 && bytes_ != step_bytes_ && state_ != State::kTelling) {
     settle(candidates_[0], "steps differ in what they move");
   }
@@ -87,18 +96,21 @@ void Tuner::begin_step(bool worth_it, size_t largest, int64_t now_ns) {
   bytes_ = 0;
 }
 
-void Tuner::choose_candidates(size_t largest) {
+void Tuner::choose_candidates(const Conditions& conditions) {
   candidates_.push_back(now_);
   if (settings_.streams) {
     if (now_.streams > 1) candidates_.push_back({now_.bucket_bytes, now_.streams / 2});
     candidates_.push_back({now_.bucket_bytes, 2 * now_.streams});
   }
-  const size_t most = std::min({now_.bucket_bytes, largest, step_bytes_});
+  const size_t most = std::min({now_.bucket_bytes, conditions.largest, step_bytes_});
   for (const size_t bytes : {most / 2, most / 4})
     if (settings_.buckets && bytes >= kLeastBucket) candidates_.push_back({bytes, now_.streams});
+  if (settings_.nccl && conditions.nccl) candidates_.push_back({now_.bucket_bytes, now_.streams, 100});
 }
 
-// Candidates take turns, so that what slows the machine for a while does not meet one alone.
+// Candidates take turns, so that what slows the machine for a while does not meet one alone. Gradients of this step
+// have been submitted with what held before it: as they are left on GPUs for NCCL then, or not, another share of NCCL's
+// is measured from the next step on.
 void Tuner::next_trial(int64_t now_ns) {
   if (state_ == State::kTrying)
     trials_.back().microseconds =
@@ -110,8 +122,10 @@ void Tuner::next_trial(int64_t now_ns) {
     has_times_ = true;
     return;
   }
-  state_ = State::kTrying;
-  now_ = candidates_[trials_.size() % candidates_.size()];
+  const Tuning next = candidates_[trials_.size() % candidates_.size()];
+  state_ = next.nccl_percent == now_.nccl_percent ? State::kTrying : State::kCounting;
+  now_ = next;
+  if (state_ == State::kCounting) return;
   trials_.push_back({step_, now_, 0});
   begun_ns_ = done_ns_ = now_ns;
 }
@@ -123,20 +137,38 @@ std::vector<uint32_t> Tuner::take_times() {
   return times;
 }
 
-void Tuner::on_times(const std::vector<uint32_t>& times) {
+// After a trial of NCCL all ranks know alike whether it has joined them.
+void Tuner::on_times(const std::vector<uint32_t>& times, const Conditions& conditions) {
   if (state_ != State::kTelling || times.size() != trials_.size()) return;
   std::vector<uint32_t> best(candidates_.size(), UINT32_MAX);
   for (size_t i = 0; i < times.size(); ++i) {
     trials_[i].microseconds = times[i];
+    if (trials_[i].tuning.nccl_percent > 0 && !conditions.nccl) continue;
     uint32_t& mine = best[i % best.size()];
     mine = std::min(mine, times[i]);
   }
   const size_t fastest = static_cast<size_t>(std::min_element(best.begin(), best.end()) - best.begin());
   const bool change = best[fastest] < kWorthChanging * best[0];
+  if (try_share(candidates_[change ? fastest : 0], best)) return;
   const std::string began_with = megabytes_per_second(step_bytes_, best[0]);
   if (change)
     settle(candidates_[fastest], megabytes_per_second(step_bytes_, best[fastest]) + " instead of " + began_with);
   else settle(candidates_[0], "nothing that was tried is faster than " + began_with + " by 5 %");
+}
+
+// Both kinds of link at once, each with as much as it moves in the same time; once both have been measured alone.
+bool Tuner::try_share(const Tuning& found, const std::vector<uint32_t>& best) {
+  if (!settings_.shares || !earlier_.empty() || candidates_.back().nccl_percent == 0 || best.back() == UINT32_MAX)
+    return false;
+  const double without = best[0], with = best.back();
+  Tuning both = found;
+  both.nccl_percent = std::clamp(static_cast<int>(100 * without / (without + with) + 0.5), 1, 99);
+  candidates_ = {found, both};
+  earlier_ = std::move(trials_);
+  trials_.clear();
+  now_ = found;
+  state_ = State::kCounting;
+  return true;
 }
 
 void Tuner::settle(const Tuning& tuning, const std::string& why) {
@@ -149,7 +181,9 @@ void Tuner::settle(const Tuning& tuning, const std::string& why) {
 
 Tuner::Decision Tuner::take_decision() {
   has_decision_ = false;
-  return Decision{trials_, now_, step_bytes_, why_};
+  std::vector<Trial> all = std::move(earlier_);
+  all.insert(all.end(), trials_.begin(), trials_.end());
+  return Decision{std::move(all), now_, step_bytes_, why_};
 }
 
 }  // namespace perseus

@@ -1,7 +1,8 @@
-// How large buckets are and on how many streams they go, for the gradients of one group. Within its first steps a few
-// settings near the start values are tried, each in two steps; all ranks then tell each other how long theirs took, in
-// one negotiation round, and keep the best. A replica: steps are counted by what rounds make ready, so all ranks change
-// settings in the same place, and all decide from the same numbers. Results never depend on it.
+// How large buckets are, on how many streams they go, and how much NCCL sums between hosts, for the gradients of one
+// group. Within its first steps a few settings near the start values are tried, each in two steps; all ranks then tell
+// each other how long theirs took, in one negotiation round, and keep the best. A replica: steps are counted by what
+// rounds make ready, so all ranks change settings in the same place, and all decide from the same numbers. Results
+// depend on it only where NCCL is tried, which sums in an order of its own.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +19,17 @@ namespace perseus {
 struct Tuning {
   size_t bucket_bytes = 128 * 1024 * 1024;
   int streams = 4;
+  int nccl_percent = 0;  // of the gradients that are on GPUs, by their bytes
 };
 bool operator==(const Tuning& a, const Tuning& b);
 
 struct TunerSettings {
   Tuning start;
   int64_t parts = 0;  // PERSEUS_ALLREDUCE_FUSION: a bucket holds 1/parts of a step's gradients; 0 = as `start`
-  size_t most_bytes = SIZE_MAX;           // of such a bucket: HOROVOD_FUSION_THRESHOLD, where that is given, too
-  bool buckets = false, streams = false;  // what may be tried
-  bool everywhere = false;                // also where all ranks share memory, and for little data
+  size_t most_bytes = SIZE_MAX;  // of such a bucket: HOROVOD_FUSION_THRESHOLD, where that is given, too
+  bool buckets = false, streams = false, nccl = false;  // what may be tried
+  bool shares = false;                                  // NCCL and our own exchange at once, too
+  bool everywhere = false;                              // also where all ranks share memory, and for little data
 
   // All ranks must have the same.
   std::string text() const;
@@ -51,6 +54,13 @@ class Tuner {
 
   explicit Tuner(const TunerSettings& settings) : settings_(settings), now_(settings.start) {}
 
+  // What all ranks know of their group.
+  struct Conditions {
+    bool between_hosts = true;  // else settings hardly matter
+    bool nccl = false;          // may sum between them, or has been tried and does
+    size_t largest = SIZE_MAX;  // no bucket is larger anyway
+  };
+
   // What holds for what a round has made ready, whenever that is put into buckets.
   struct InForce {
     Tuning tuning;  // the streams in use are the first ones
@@ -63,12 +73,16 @@ class Tuner {
 
   InForce in_force() const PERSEUS_REQUIRES(progress_lock) { return {now_, in_parts_}; }
   int most_streams() const;
-  // What a round has made ready, as soon as the round is over: then in_force() is what holds for it. `worth_it`: this
-  // group is one for which settings matter. No bucket is larger than `largest` anyway.
-  void agreed(const std::vector<Entry*>& ready, bool worth_it, size_t largest, int64_t now_ns)
+  // What a round has made ready, as soon as the round is over: then in_force() is what holds for it.
+  void agreed(const std::vector<Entry*>& ready, const Conditions& conditions, int64_t now_ns)
       PERSEUS_REQUIRES(progress_lock);
   // Between its first step and its decision? The same on all ranks after the same round.
   bool trying() const PERSEUS_REQUIRES(progress_lock) { return !first_.empty() && state_ != State::kSettled; }
+  // All gradients of a step are ready: those of the next one may be submitted otherwise. (What changes within a step
+  // could become ready in another order, and the step would seem to begin elsewhere.)
+  bool between_steps() const PERSEUS_REQUIRES(progress_lock) {
+    return state_ == State::kSettled || bytes_ == step_bytes_;
+  }
   // Some of a step's gradients are done.
   bool measuring() const PERSEUS_REQUIRES(progress_lock) { return state_ == State::kTrying; }
   void done(int64_t now_ns) PERSEUS_REQUIRES(progress_lock) { done_ns_ = now_ns; }
@@ -83,10 +97,11 @@ class Tuner {
  private:
   enum class State { kCounting, kTrying, kTelling, kSettled };
 
-  void begin_step(bool worth_it, size_t largest, int64_t now_ns) PERSEUS_REQUIRES(progress_lock);
-  void choose_candidates(size_t largest) PERSEUS_REQUIRES(progress_lock);
+  void begin_step(const Conditions& conditions, int64_t now_ns) PERSEUS_REQUIRES(progress_lock);
+  void choose_candidates(const Conditions& conditions) PERSEUS_REQUIRES(progress_lock);
   void next_trial(int64_t now_ns) PERSEUS_REQUIRES(progress_lock);
-  void on_times(const std::vector<uint32_t>& times) PERSEUS_REQUIRES(progress_lock);
+  void on_times(const std::vector<uint32_t>& times, const Conditions& conditions) PERSEUS_REQUIRES(progress_lock);
+  bool try_share(const Tuning& found, const std::vector<uint32_t>& best) PERSEUS_REQUIRES(progress_lock);
   void settle(const Tuning& tuning, const std::string& why) PERSEUS_REQUIRES(progress_lock);
 
   const TunerSettings settings_;
@@ -98,9 +113,10 @@ class Tuner {
   size_t bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;                // of this step so far
   size_t step_bytes_ PERSEUS_GUARDED_BY(progress_lock) = 0;           // of the first one
   std::vector<Tuning> candidates_ PERSEUS_GUARDED_BY(progress_lock);  // [0] is what the group began with
-  std::vector<Trial> trials_ PERSEUS_GUARDED_BY(progress_lock);
-  int64_t begun_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;  // of the step under way
-  int64_t done_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;   // likewise
+  std::vector<Trial> trials_ PERSEUS_GUARDED_BY(progress_lock);       // of these candidates
+  std::vector<Trial> earlier_ PERSEUS_GUARDED_BY(progress_lock);      // of candidates before them
+  int64_t begun_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;            // of the step under way
+  int64_t done_ns_ PERSEUS_GUARDED_BY(progress_lock) = 0;             // likewise
   bool has_times_ PERSEUS_GUARDED_BY(progress_lock) = false;
   bool has_decision_ PERSEUS_GUARDED_BY(progress_lock) = false;
   std::string why_ PERSEUS_GUARDED_BY(progress_lock);

@@ -1,6 +1,6 @@
 // What the tuner found out, as lines that it can begin with the next time:
-//   log  = "step,bucket_bytes,streams,seconds,score,chosen" LF line*
-//   line = step "," bucket_bytes "," streams "," seconds "," score "," ("0" | "1") LF
+//   log  = "step,bucket_bytes,streams,nccl_percent,seconds,score,chosen" LF line*
+//   line = step "," bucket_bytes "," streams "," nccl_percent "," seconds "," score "," ("0" | "1") LF
 // seconds are those of the slowest rank, score is MB of gradients a second; both are 0 where nothing was tried. At
 // least one line is chosen, and all that are agree.
 #include <cerrno>
@@ -18,15 +18,15 @@ namespace {
 std::string line_of(const Tuner::Trial& trial, size_t bytes, bool chosen) {
   const double seconds = trial.microseconds * 1e-6;
   char line[160];
-  std::snprintf(line, sizeof line, "%" PRIu64 ",%zu,%d,%.6f,%.3f,%d\n", trial.step, trial.tuning.bucket_bytes,
-                trial.tuning.streams, seconds, seconds == 0 ? 0.0 : static_cast<double>(bytes) / seconds * 1e-6,
-                chosen ? 1 : 0);
+  std::snprintf(line, sizeof line, "%" PRIu64 ",%zu,%d,%d,%.6f,%.3f,%d\n", trial.step, trial.tuning.bucket_bytes,
+                trial.tuning.streams, trial.tuning.nccl_percent, seconds,
+                seconds == 0 ? 0.0 : static_cast<double>(bytes) / seconds * 1e-6, chosen ? 1 : 0);
   return line;
 }
 
 }  // namespace
 
-std::string tuner_log_header() { return "step,bucket_bytes,streams,seconds,score,chosen\n"; }
+std::string tuner_log_header() { return "step,bucket_bytes,streams,nccl_percent,seconds,score,chosen\n"; }
 
 std::string tuner_log_lines(const Tuner::Decision& decision) {
   std::string lines;
@@ -55,16 +55,16 @@ Tuning read_tuner_log(const std::string& path) {
       fail(ErrorKind::kInvalidArgument, where + "line " + std::to_string(line) + " '" + text + "': " + what);
     };
     unsigned long long step, bytes;
-    int streams, chosen, used = 0;
+    int streams, nccl_percent, chosen, used = 0;
     double seconds, score;
-    const int fields = std::sscanf(text.c_str(), "%llu,%llu,%d,%lf,%lf,%d%n", &step, &bytes, &streams, &seconds, &score,
-                                   &chosen, &used);
-    if (fields != 6 || static_cast<size_t>(used) != text.size() || chosen < 0 || chosen > 1)
-      refuse("expected six numbers, the last one 0 or 1");
-    if (bytes > 1099511627776 || streams < 1 || streams > 12)
-      refuse("expected at most 1099511627776 bytes and 1..12 streams");
+    const int fields = std::sscanf(text.c_str(), "%llu,%llu,%d,%d,%lf,%lf,%d%n", &step, &bytes, &streams, &nccl_percent,
+                                   &seconds, &score, &chosen, &used);
+    if (fields != 7 || static_cast<size_t>(used) != text.size() || chosen < 0 || chosen > 1)
+      refuse("expected seven numbers, the last one 0 or 1");
+    if (bytes > 1099511627776 || streams < 1 || streams > 12 || nccl_percent < 0 || nccl_percent > 100)
+      refuse("expected at most 1099511627776 bytes, 1..12 streams and 0..100 percent");
     if (chosen == 0) continue;
-    const Tuning tuning{static_cast<size_t>(bytes), streams};
+    const Tuning tuning{static_cast<size_t>(bytes), streams, nccl_percent};
     if (any && !(tuning == found)) refuse("an earlier line has another choice");
     found = tuning;
     any = true;

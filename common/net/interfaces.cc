@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <utility>
 
 #include "base/descriptors.h"
@@ -146,6 +147,11 @@ int interfaces_at_once(const InterfaceChoice& choice) {
   std::sort(names.begin(), names.end());
   names.erase(std::unique(names.begin(), names.end()), names.end());
   return std::max(1, static_cast<int>(names.size()));
+}
+
+bool has_rdma() {
+  std::error_code none;
+  return std::filesystem::directory_iterator("/sys/class/infiniband", none) != std::filesystem::directory_iterator();
 }
 
 bool same_subnet(const SocketAddress& a, const SocketAddress& b, int prefix) {

@@ -24,6 +24,9 @@ std::vector<InterfaceAddress> usable_addresses(const InterfaceChoice& choice);
 // How many interfaces are used at once: 1 where they are chosen automatically.
 int interfaces_at_once(const InterfaceChoice& choice);
 
+// Has this host an adapter for RDMA (InfiniBand, RoCE, EFA)?
+bool has_rdma();
+
 // Are `a` and `b` in one subnet of `prefix` bits?
 bool same_subnet(const SocketAddress& a, const SocketAddress& b, int prefix);
 

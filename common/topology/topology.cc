@@ -25,6 +25,7 @@ void Topology::set_locations(std::vector<Location> locations) {
   locations_ = std::move(locations);
   const auto fewer = [](const Location& a, const Location& b) { return a.interfaces < b.interfaces; };
   interfaces_ = std::min_element(locations_.begin(), locations_.end(), fewer)->interfaces;
+  nccl_ = std::all_of(locations_.begin(), locations_.end(), [](const Location& each) { return each.nccl; });
 }
 
 Levels Topology::of(const std::vector<int>& ranks, int me) const {

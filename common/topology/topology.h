@@ -12,6 +12,7 @@ namespace perseus {
 struct Location {
   int node = 0;        // the lowest rank that it shares memory with, maybe itself
   int interfaces = 1;  // over which it has connections at once
+  bool nccl = false;   // NCCL may be tried between its host and others
 };
 
 class Topology {
@@ -31,6 +32,8 @@ class Topology {
   bool spans_nodes(const std::vector<int>& ranks) const;
   // Used at once by every rank of the world.
   int interfaces() const { return interfaces_; }
+  // May NCCL be tried between hosts? Of the world.
+  bool nccl_between() const { return nccl_; }
 
  private:
   bool flat_ = false;
@@ -38,6 +41,7 @@ class Topology {
   LevelSettings settings_;
   std::vector<Location> locations_;
   int interfaces_ = 1;
+  bool nccl_ = false;
 };
 
 }  // namespace perseus

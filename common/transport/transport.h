@@ -33,8 +33,9 @@ struct Channel {
 };
 
 // Streams at or above this number carry what ranks agree on, not data: small rings suffice.
-constexpr uint32_t kControlStream = 0x100;               // rounds of negotiation
-constexpr uint32_t kLettersStream = kControlStream + 1;  // see collective/nccl/letters.h
+constexpr uint32_t kControlStream = 0x100;  // rounds of negotiation
+// See collective/nccl/letters.h: about NCCL inside a host, and between hosts.
+constexpr uint32_t kLettersStream = kControlStream + 1, kWideLettersStream = kControlStream + 2;
 // No send_window/recv_window call asks for more at once, but for what MessageCheck puts behind it.
 constexpr size_t kMaxMessage = 256 * 1024;
 constexpr size_t kMaxControlMessage = 4 * 1024;

@@ -72,13 +72,18 @@ class Ranks {
     }
     if (meanwhile) meanwhile(tables_[0]);
     words_ = merged.bits.size();
+    described_ = 0;
+    for (const std::string& blob : merged.announced) described_ += blob.size();
     std::vector<Outcome> outcomes;
     for (Negotiation& table : tables_) {
       std::vector<Entry*> ready;
       std::vector<std::pair<Entry*, std::string>> failed;
       table.apply(merged, &ready, &failed);
       Outcome& outcome = outcomes.emplace_back();
-      for (Entry* entry : ready) outcome.ready.push_back(entry->name->text);
+      for (Entry* entry : ready) {
+        outcome.ready.push_back(entry->name->text);
+        last_stayed_ = entry->description.stays_on_device;
+      }
       for (auto& [entry, reason] : failed) outcome.failed[entry->name->text] = reason;
       for (Entry* entry : ready) table.retire(entry);
       for (auto& [entry, reason] : failed) table.retire(entry);
@@ -86,13 +91,17 @@ class Ranks {
     return outcomes;
   }
   void block(int rank, const std::string& waits_for) { tables_[static_cast<size_t>(rank)].set_blocked(waits_for); }
-  size_t words() const { return words_; }  // of the last round's bits
+  size_t words() const { return words_; }          // of the last round's bits
+  size_t described() const { return described_; }  // bytes of that round's requests
+  // Did all ranks' tensors of the entry that was ready last stay on their devices?
+  bool last_stayed() const { return last_stayed_; }
 
  private:
   const int size_;
   std::deque<Negotiation> tables_;
   std::deque<Entry> entries_;
-  size_t words_ = 0;
+  size_t words_ = 0, described_ = 0;
+  bool last_stayed_ = false;
 };
 
 using Names = std::vector<std::string>;
@@ -198,6 +207,39 @@ TEST(Agreement, ANewShapeMakesAllStartOverAndSlotsAreUsedAgain) {
     EXPECT_EQ(ranks.round().ready, Names{name});
     EXPECT_EQ(ranks.words(), 1u);
   }
+}
+
+TEST(Agreement, WhatIsDescribedAnewInItsOldOrderKeepsIt) {
+  Ranks ranks(2);
+  const Names names = {"d", "b", "a", "c"};
+  for (const int64_t count : {1, 2, 2}) {
+    for (const std::string& name : names) ranks.submit_everywhere(name, allreduce(count));
+    EXPECT_EQ(ranks.round().ready, names);
+  }
+}
+
+// A rank that says so first waits for the others without describing anything in every step.
+TEST(Agreement, WhatStaysOnGpusIsAgreedOnAgainOnceARankLeavesItThere) {
+  Ranks ranks(3);
+  Description kept = allreduce(1);
+  kept.stays_on_device = true;
+  const auto step = [&](int ranks_that_keep) {
+    for (int r = 0; r < 3; ++r) ranks.submit(r, "g", r < ranks_that_keep ? kept : allreduce(1));
+    int rounds = 1;
+    while (ranks.round().ready.empty() && rounds < 5) ++rounds;
+    return std::make_pair(rounds, ranks.last_stayed());
+  };
+  using Step = std::pair<int, bool>;
+  EXPECT_EQ(step(0), Step(1, false));
+  EXPECT_EQ(step(0), Step(1, false));
+  EXPECT_EQ(step(1), Step(2, false));  // the others' bits become descriptions
+  EXPECT_EQ(step(1), Step(1, false));
+  EXPECT_EQ(ranks.described(), 0U);
+  EXPECT_EQ(step(3), Step(2, true));
+  EXPECT_EQ(step(3), Step(1, true));
+  EXPECT_EQ(ranks.described(), 0U);
+  EXPECT_EQ(step(2), Step(2, false));
+  EXPECT_EQ(step(3), Step(2, true));
 }
 
 TEST(Agreement, ADifferingDescriptionTurnsPendingBitsIntoAMismatch) {

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <fstream>
 #include <functional>
+#include <utility>
 
 #include "base/clock.h"
 #include "control/negotiation.h"
@@ -23,7 +24,8 @@ constexpr size_t kMiB = 1024 * 1024;
 // One group's tuner, given the steps of a model of two gradients.
 class Steps {
  public:
-  explicit Steps(const TunerSettings& settings, size_t bytes = 64 * kMiB) : tuner(settings) {
+  explicit Steps(const TunerSettings& settings, size_t bytes = 64 * kMiB, bool nccl = false) : tuner(settings) {
+    conditions_.nccl = nccl;
     for (size_t i = 0; i < 2; ++i) {
       names_[i] = "g" + std::to_string(i);
       entries_[i].text = &names_[i];
@@ -39,14 +41,15 @@ class Steps {
   }
   // Under the setting that holds in it.
   void step(const std::function<int64_t(const Tuning&)>& microseconds) {
-    tuner.agreed({&entries_[0]}, true, SIZE_MAX, now_);
-    tuner.agreed({&entries_[1]}, true, SIZE_MAX, now_);
+    tuner.agreed({&entries_[0]}, conditions_, now_);
+    tuner.agreed({&entries_[1]}, conditions_, now_);
     now_ += microseconds(tuner.in_force().tuning) * perseus::kMicrosecond;
     if (tuner.measuring()) tuner.done(now_);
   }
+  void lose_nccl() { conditions_.nccl = false; }
   void hear(const std::vector<uint32_t>& times) {
     told_.description.times = times;
-    tuner.agreed({&told_}, true, SIZE_MAX, now_);
+    tuner.agreed({&told_}, conditions_, now_);
   }
   void resize(size_t bytes) { entries_[1].description.tensors[0].shape[0] = static_cast<int64_t>(bytes); }
 
@@ -55,6 +58,7 @@ class Steps {
  private:
   std::string names_[3];
   perseus::Entry entries_[2], told_;
+  Tuner::Conditions conditions_;
   int64_t now_ = 1;
 };
 
@@ -110,6 +114,69 @@ TEST(Tuner, TriesNothingWhereNothingIsToBeGained) {
   };
   EXPECT_NE(settled(tries_all(), kMiB).find("moves too little"), std::string::npos);
   EXPECT_NE(settled(TunerSettings(), 64 * kMiB).find("nothing is left to choose"), std::string::npos);
+}
+
+// Steps until it has settled; every rank's times are these.
+Tuner::Decision settle(Steps* steps, const std::function<int64_t(const Tuning&)>& microseconds) {
+  for (int i = 0; i < 40 && !steps->tuner.has_decision(); ++i) {
+    steps->step(microseconds);
+    if (steps->tuner.has_times()) steps->hear(steps->tuner.take_times());
+  }
+  EXPECT_TRUE(steps->tuner.has_decision());
+  return steps->tuner.take_decision();
+}
+
+TEST(Tuner, TriesNcclWhereAllRanksMayHaveIt) {
+  TunerSettings settings;
+  settings.nccl = true;
+  for (const int64_t by_nccl : {50, 200}) {
+    // Gradients are submitted before a step begins, with the share that held then.
+    int submitted_with = 0;
+    const auto cost = [by_nccl, &submitted_with](const Tuning& tuning) {
+      const bool kept = std::exchange(submitted_with, tuning.nccl_percent) > 0;
+      return tuning.nccl_percent == 100 && kept ? by_nccl : 100;
+    };
+    Steps steps(settings, 64 * kMiB, true);
+    const Tuner::Decision decision = settle(&steps, cost);
+    EXPECT_EQ(decision.chosen, (Tuning{Tuning().bucket_bytes, 4, by_nccl < 100 ? 100 : 0})) << decision.why;
+    EXPECT_EQ(decision.why.find("100 % of them by NCCL between hosts") != std::string::npos, by_nccl < 100);
+    EXPECT_EQ(decision.trials.size(), 4U);
+  }
+  Steps steps(settings);
+  EXPECT_NE(settle(&steps, [](const Tuning&) { return 100; }).why.find("nothing is left to choose"), std::string::npos);
+}
+
+// What seemed fast was not NCCL.
+TEST(Tuner, DoesNotChooseNcclThatHasNotJoinedTheRanks) {
+  TunerSettings settings;
+  settings.nccl = settings.shares = true;
+  Steps steps(settings, 64 * kMiB, true);
+  const auto cost = [&steps](const Tuning& tuning) {
+    if (tuning.nccl_percent > 0) steps.lose_nccl();
+    return 100 - tuning.nccl_percent / 2;
+  };
+  const Tuner::Decision decision = settle(&steps, cost);
+  EXPECT_EQ(decision.chosen, Tuning()) << decision.why;
+  EXPECT_EQ(decision.trials.size(), 4U);
+}
+
+// Links whose traffic goes side by side: a step takes as long as the slower part.
+TEST(Tuner, DividesBetweenTwoKindsOfLinkByTheirSpeeds) {
+  TunerSettings settings;
+  settings.nccl = settings.shares = settings.streams = true;
+  const auto beside = [](const Tuning& tuning) {
+    const int64_t own = (100 - tuning.nccl_percent) * (tuning.streams == 8 ? 8 : 10), nccl = tuning.nccl_percent * 20;
+    return std::max(own, nccl);
+  };
+  Steps steps(settings, 64 * kMiB, true);
+  const Tuner::Decision decision = settle(&steps, beside);
+  EXPECT_EQ(decision.chosen, (Tuning{Tuning().bucket_bytes, 8, 33})) << decision.why;
+  EXPECT_EQ(decision.trials.size(), 8U + 4U);
+  EXPECT_EQ(steps.tuner.in_force().tuning, decision.chosen);
+  // One link that both share.
+  Steps shared(settings, 64 * kMiB, true);
+  const Tuner::Decision alone = settle(&shared, [](const Tuning& tuning) { return 1000 + 10 * tuning.nccl_percent; });
+  EXPECT_EQ(alone.chosen, Tuning()) << alone.why;
 }
 
 TEST(Tuner, StepsThatDifferAreNotCompared) {
@@ -335,9 +402,9 @@ TEST(TunedWorld, WhoHasJoinedSettlesWithTheOthers) {
 TEST(TunedWorld, AReplayedChoiceIsUsedFromTheStart) {
   const std::string log = temporary("replayed.csv"), again = temporary("again.csv");
   std::ofstream(log) << perseus::tuner_log_header()
-                     << "3,134217728,4,0.500000,10.000,0\n4,1000000,2,0.250000,20.000,1\n";
+                     << "3,134217728,4,0,0.500000,10.000,0\n4,1000000,2,30,0.250000,20.000,1\n";
   train(all_media()[0], 2, PERSEUS_CODEC_EXACT, {"PERSEUS_TUNER_REPLAY=" + log, "HOROVOD_AUTOTUNE_LOG=" + again});
-  EXPECT_EQ(content(again), perseus::tuner_log_header() + "0,1000000,2,0.000000,0.000,1\n");
+  EXPECT_EQ(content(again), perseus::tuner_log_header() + "0,1000000,2,30,0.000000,0.000,1\n");
   std::remove(log.c_str());
   std::remove(again.c_str());
 }
@@ -348,9 +415,11 @@ TEST(TunedWorld, AFileThatCannotBeReplayedIsOneClearError) {
   const std::pair<std::string, std::string> wrong[] = {
       {"", "does not begin with 'step,bucket_bytes"},
       {header, "no line is chosen"},
-      {header + "1,2,3\n", "line 2 '1,2,3': expected six numbers"},
-      {header + "1,2,13,0.5,1,1\n", "line 2 '1,2,13,0.5,1,1': expected at most 1099511627776 bytes and 1..12 streams"},
-      {header + "1,2,3,0.5,1,1\n2,2,4,0.5,1,1\n", "line 3 '2,2,4,0.5,1,1': an earlier line has another choice"},
+      {header + "1,2,3\n", "line 2 '1,2,3': expected seven numbers"},
+      {header + "1,2,13,0,0.5,1,1\n",
+       "line 2 '1,2,13,0,0.5,1,1': expected at most 1099511627776 bytes, 1..12 streams and 0..100 percent"},
+      {header + "1,2,3,101,0.5,1,1\n", "and 0..100 percent"},
+      {header + "1,2,3,0,0.5,1,1\n2,2,3,50,0.5,1,1\n", "line 3 '2,2,3,50,0.5,1,1': an earlier line has another choice"},
   };
   const auto message = [&] {
     perseus_context* context = nullptr;

@@ -41,8 +41,8 @@ struct NcclCommunicator::Ending {
   bool over = false;
 };
 
-NcclCommunicator::NcclCommunicator(NcclSettings settings, NcclOrder* order, uint32_t set, MakeLetters make_letters)
-    : settings_(std::move(settings)), order_(*order), set_(set), make_letters_(std::move(make_letters)) {}
+NcclCommunicator::NcclCommunicator(NcclSettings settings, NcclOrder* order, uint32_t number, MakeLetters make_letters)
+    : settings_(std::move(settings)), order_(*order), number_(number), make_letters_(std::move(make_letters)) {}
 
 NcclCommunicator::~NcclCommunicator() PERSEUS_NO_THREAD_ANALYSIS {
   begin_abort(state() == State::kJoined && take_leave());
@@ -82,7 +82,7 @@ bool NcclCommunicator::step(cuda::Device* device) {
     const bool late = settings_.join_ns > 0 && now_ns() - joining_since_ns_ > settings_.join_ns;
     if (result != nccl::kInProgress) conclude(result);
     else if (late)
-      conclude(result, "not done within half of GLOO_TIMEOUT_SECONDS: see NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO");
+      conclude(result, "not done within " + settings_.join_limit + ": see NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO");
     moved |= result != nccl::kInProgress || late;
   }
   if (state() == State::kConcluding && all(concluded_)) {
@@ -109,7 +109,7 @@ void NcclCommunicator::greet() {
   greeted_ = concluded_ = left_ = none;
   hellos_.resize(none.size());
   outcomes_.resize(none.size());
-  order_.attach(set_, this, device_);
+  order_.attach(number_, this, device_);
   streams_ = order_.streams();
   if (!device_->has_kernels())
     settings_.log("[cuda] GPU " + std::to_string(device_->index()) +
@@ -274,7 +274,7 @@ bool NcclCommunicator::abort() noexcept {
 
 void NcclCommunicator::begin_abort(bool is_idle) noexcept {
   state_ = State::kRefused;
-  order_.detach(set_);
+  order_.detach(number_);
   if (handle_ == nullptr) return;
   // On a thread of its own: it may wait for all that the GPU does, such as another library's kernel that never ends.
   try {

@@ -22,7 +22,8 @@ struct NcclSettings {
   std::string library;                               // see nccl::Library::get()
   std::string of_whom;                               // "of this host": for messages
   std::function<int(int member)> rank_of;            // in the world
-  int64_t join_ns = 0;                               // that joining may take; 0 = any time
+  int64_t join_ns = 0;                               // that joining may take; 0 = any time,
+  std::string join_limit;                            // in words
   std::function<void()> poll;                        // looks for letters, for who waits for them
   std::function<void(const std::string& text)> log;  // for why NCCL is not used
 };
@@ -30,9 +31,9 @@ struct NcclSettings {
 class NcclCommunicator {
  public:
   using MakeLetters = std::function<std::unique_ptr<Letters>()>;
-  // `make_letters`: to all of them, called when first needed. `order` outlives it; `set` is the process set's number
-  // there.
-  NcclCommunicator(NcclSettings settings, NcclOrder* order, uint32_t set, MakeLetters make_letters);
+  // `make_letters`: to all of them, called when first needed. `order` outlives it; `number` tells this rank's
+  // communicators apart there.
+  NcclCommunicator(NcclSettings settings, NcclOrder* order, uint32_t number, MakeLetters make_letters);
   ~NcclCommunicator();
 
   // May tensors of this GPU wait there for NCCL, as far as this member knows? Any thread.
@@ -80,7 +81,7 @@ class NcclCommunicator {
   static constexpr int kMostUnable = 8;
 
   NcclOrder::Collective collective_on(uint32_t stream) const {
-    return {set_, static_cast<uint32_t>(settings_.rank_of(0)), stream};
+    return {number_, static_cast<uint32_t>(settings_.rank_of(0)), stream};
   }
   void greet() PERSEUS_REQUIRES(progress_lock);
   bool read() PERSEUS_REQUIRES(progress_lock);
@@ -96,7 +97,7 @@ class NcclCommunicator {
 
   const NcclSettings settings_;
   NcclOrder& order_;
-  const uint32_t set_;
+  const uint32_t number_;
   const MakeLetters make_letters_;
   std::atomic<bool> missing_{false};  // there is no library that would do
   std::atomic<State> state_{State::kNew};
