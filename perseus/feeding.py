@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import itertools
 import logging
+import os
 import struct
 import threading
 import time
@@ -45,6 +46,7 @@ _END_SECONDS = 10.0
 _SETTINGS = (
     "HOROVOD_START_TIMEOUT=600",  # the survivor comes once it knows what to send
     "HOROVOD_TIMELINE=DYNAMIC",  # none: "" would leave the user's file in force
+    f"HOROVOD_AUTOTUNE_LOG={os.devnull}",  # likewise
     "PERSEUS_FLIGHT_RECORDER=off",
     "PERSEUS_LOG_LEVEL=fatal",
 )

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <map>
 #include <numeric>
+#include <set>
 
 #include "base/clock.h"
 #include "base/descriptors.h"
@@ -141,6 +142,20 @@ void force_variant(const Config& config) {
 
 }  // namespace
 
+namespace {
+
+// Those that this process has not been told yet. A process may have many worlds.
+std::vector<std::string> news_of(std::vector<std::string> texts) {
+  static Mutex mutex;
+  static std::set<std::string>& told = *new std::set<std::string>;  // contexts may outlive main()
+  const MutexLock lock(mutex);
+  texts.erase(std::remove_if(texts.begin(), texts.end(), [](const auto& text) { return !told.insert(text).second; }),
+              texts.end());
+  return texts;
+}
+
+}  // namespace
+
 void abandon_start(Store& store, const World& world, const std::string& why) {
   store.set(entry_key(world), kGaveUp + why);
 }
@@ -154,7 +169,7 @@ Context::Context(const ContextOptions& options)
     fail(ErrorKind::kInvalidArgument, "[context] rank " + std::to_string(world_.rank) + " of " +
                                           std::to_string(world_.size) + ": expected 0 <= rank < size");
   if (world_.rank == 0)
-    for (const std::string& text : misspelt_variables()) log_.warning("[config] " + text);
+    for (const std::string& text : news_of(doubtful_variables())) log_.warning("[config] " + text);
   force_variant(config_);
   const int64_t deadline = now_ns() + config_.integer(Var::kStartTimeout) * kSecond;
   if (!options.memory_world.empty() || world_.size == 1) {

@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "base/error.h"
+#include "base/plain_numbers.h"
 
 namespace perseus {
 namespace {
@@ -305,6 +306,22 @@ std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
+// Horovod's, of what Perseus does in another way. `as_here`: a value that asks for just that.
+struct NeedlessVariable {
+  const char *name, *as_here, *why;
+};
+constexpr NeedlessVariable kNeedless[] = {
+    {"HOROVOD_THREAD_AFFINITY", "", "the thread of Perseus sleeps unless there is something to do"},
+    {"HOROVOD_CACHE_CAPACITY", "1024", "Perseus remembers the negotiation of every tensor"},
+    {"HOROVOD_HIERARCHICAL_ALLGATHER", "0", "an allgather chooses its way itself"},
+    {"HOROVOD_DISABLE_GROUP_FUSION", "0", "HOROVOD_FUSION_THRESHOLD limits what is fused, groups or not"},
+    {"HOROVOD_BATCH_D2D_MEMCOPIES", "1", "Perseus always copies tensors on GPUs in batches"},
+    {"HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "", "the tuner decides itself how long it measures"},
+    {"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "", "the tuner decides itself how long it measures"},
+    {"HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "", "the tuner tries a few settings in turn"},
+    {"HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "", "the tuner tries a few settings in turn"},
+};
+
 // The name and its aliases.
 std::vector<std::string> names_of(const Variable& entry) {
   std::vector<std::string> names = split(entry.aliases, ',');
@@ -334,6 +351,7 @@ size_t distance(const std::string& a, const std::string& b) {
 double parse_number(const Variable& variable, const std::string& name, const std::string& value, bool whole) {
   const char* what = whole ? "a whole number" : "a number";
   const std::string range = std::string(what) + " " + variable.allowed;
+  const PlainNumbers plain;
   errno = 0;
   char* end = nullptr;
   const double number =
@@ -353,11 +371,16 @@ std::string environment_value(const std::string& name) {
   return value == nullptr ? "" : value;
 }
 
-std::vector<std::string> misspelt_variables() {
+std::vector<std::string> doubtful_variables() {
   // So that PERSEUS_SIZE, of a launcher, is not taken for PERSEUS_SIMD.
   constexpr size_t kLettersForOneWrong = 8;
   constexpr const char* kPrefixes[] = {"PERSEUS_", "HOROVOD_", "LIGHT_", "TIACC_"};
   std::vector<std::string> known, found;
+  for (const NeedlessVariable& needless : kNeedless) {
+    const std::string value = environment_value(needless.name);
+    if (!value.empty() && value != needless.as_here)
+      found.push_back(std::string(needless.name) + "=" + value + " has no effect: " + needless.why);
+  }
   for (const Variable& entry : kTable)
     for (const std::string& name : names_of(entry)) known.push_back(name);
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -367,7 +390,9 @@ std::vector<std::string> misspelt_variables() {
     const auto nearer = [&](const auto& a, const auto& b) { return distance(name, a) < distance(name, b); };
     const std::string& meant = *std::min_element(known.begin(), known.end(), nearer);
     const size_t wrong = distance(name, meant);
-    if (wrong > 0 && wrong <= name.size() / kLettersForOneWrong)
+    const bool is_needless = std::any_of(std::begin(kNeedless), std::end(kNeedless),
+                                         [&](const NeedlessVariable& needless) { return name == needless.name; });
+    if (!is_needless && wrong > 0 && wrong <= name.size() / kLettersForOneWrong)
       found.push_back("Unknown variable " + name + "; did you mean " + meant + "?");
   }
   return found;

@@ -125,8 +125,9 @@ inline constexpr Var kVarOf<LogLevel> = Var::kLogLevel;
 std::string environment_value(const std::string& name);
 
 // "Unknown variable NAME; did you mean OTHER?" for every name of the environment that is not in the table, but differs
-// from a name of the table in at most one letter of eight.
-std::vector<std::string> misspelt_variables();
+// from a name of the table in at most one letter of eight. "NAME=VALUE has no effect: WHY" for Horovod's variables that
+// Perseus has no use for.
+std::vector<std::string> doubtful_variables();
 
 const Variable& variable(Var id);
 const char* var_type_name(VarType type);

@@ -106,7 +106,10 @@ Engine::Engine(const World& world, const Config& config, const Log& log, std::un
       housekeeping_pause_ns_(heartbeat_pause(config) / 2),
       cycle_ns_(static_cast<int64_t>(config.number(Var::kCycleTime) * kMillisecond)),
       stall_ns_(config.flag(Var::kStallCheckDisable) ? 0 : config.integer(Var::kStallCheckTime) * kSecond),
-      stall_shutdown_ns_(config.integer(Var::kStallShutdownTime) * kSecond),
+      // Process groups have a time limit whatever is checked for Horovod's API.
+      stall_shutdown_ns_(config.flag(Var::kStallCheckDisable) && world.api == Api::kHorovod
+                             ? 0
+                             : config.integer(Var::kStallShutdownTime) * kSecond),
       schedules_(config.flag(Var::kOfflineNegotiation)),
       codec_threads_(codec_threads(config, cores)),
       execution_settings_(settings_of(config)),

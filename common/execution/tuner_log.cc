@@ -10,12 +10,14 @@
 #include <fstream>
 
 #include "base/error.h"
+#include "base/plain_numbers.h"
 #include "execution/tuner.h"
 
 namespace perseus {
 namespace {
 
 std::string line_of(const Tuner::Trial& trial, size_t bytes, bool chosen) {
+  const PlainNumbers plain;
   const double seconds = trial.microseconds * 1e-6;
   char line[160];
   std::snprintf(line, sizeof line, "%" PRIu64 ",%zu,%d,%d,%.6f,%.3f,%d\n", trial.step, trial.tuning.bucket_bytes,
@@ -57,6 +59,7 @@ Tuning read_tuner_log(const std::string& path) {
     unsigned long long step, bytes;
     int streams, nccl_percent, chosen, used = 0;
     double seconds, score;
+    const PlainNumbers plain;
     const int fields = std::sscanf(text.c_str(), "%llu,%llu,%d,%d,%lf,%lf,%d%n", &step, &bytes, &streams, &nccl_percent,
                                    &seconds, &score, &chosen, &used);
     if (fields != 7 || static_cast<size_t>(used) != text.size() || chosen < 0 || chosen > 1)

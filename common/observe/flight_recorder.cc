@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/descriptors.h"
 #include "base/json.h"
+#include "base/plain_numbers.h"
 #include "base/write_aside.h"
 
 namespace perseus {
@@ -26,10 +27,24 @@ std::string ago(int64_t at_ns, int64_t end_ns) {
 constexpr char kPrefix[] = "perseus-flight-rank", kSuffix[] = ".jsonl";
 constexpr size_t kLeastFiles = 16, kFilesPerRank = 4;
 
-// Returns why it failed, or "".
-std::string write_file(const std::string& path, const std::string& text) {
-  // O_EXCL: the directory may be open to others, who could have put a link there.
-  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+constexpr int kMostOfAName = 100;
+
+// Opens `stem` and the suffix, or, where that is there, the first name with a number that is not: of another world of
+// the process, or of a process with its number in an earlier container. O_EXCL, because the directory may be open to
+// others, who could have put a link there.
+int open_new(const std::string& stem, std::string* path) {
+  int fd = -1;
+  for (int number = 1; fd < 0 && number <= kMostOfAName; ++number) {
+    *path = stem + (number == 1 ? "" : "-" + std::to_string(number)) + kSuffix;
+    fd = ::open(path->c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd < 0 && errno != EEXIST) break;
+  }
+  return fd;
+}
+
+// Returns why it failed, or "", and which file it is.
+std::string write_file(const std::string& stem, const std::string& text, std::string* path) {
+  const int fd = open_new(stem, path);
   if (fd < 0) return error_text(errno);
   std::string trouble;
   for (size_t written = 0; written < text.size() && trouble.empty();) {
@@ -38,7 +53,7 @@ std::string write_file(const std::string& path, const std::string& text) {
     else if (n == 0 || errno != EINTR) trouble = n < 0 ? error_text(errno) : "nothing was written";
   }
   ::close(fd);
-  if (!trouble.empty()) ::unlink(path.c_str());
+  if (!trouble.empty()) ::unlink(path->c_str());
   return trouble;
 }
 
@@ -91,6 +106,7 @@ void FlightRecorder::record(const Entry& entry, const std::string& name, bool ok
 }
 
 std::string FlightRecorder::text(const std::string& cause) const {
+  const PlainNumbers plain;
   const int64_t now = now_ns();
   std::string text = "{\"rank\": " + std::to_string(rank_) + ", \"size\": " + std::to_string(size_) +
                      ", \"epoch\": " + std::to_string(epoch_) + ", \"operations\": " + std::to_string(count_) +
@@ -109,12 +125,13 @@ std::string FlightRecorder::text(const std::string& cause) const {
 
 void FlightRecorder::write(const std::string& cause, const Log& log) const {
   if (off_ || count_ == 0) return;
-  const std::string path = directory_ + "/" + kPrefix + std::to_string(rank_) + "-pid" + std::to_string(getpid()) +
-                           "-epoch" + std::to_string(epoch_) + kSuffix;
+  const std::string stem = directory_ + "/" + kPrefix + std::to_string(rank_) + "-pid" + std::to_string(getpid()) +
+                           "-epoch" + std::to_string(epoch_);
   const size_t kept = std::max(kLeastFiles, kFilesPerRank * static_cast<size_t>(size_));
   // The caller drives, and a disk may take its time.
-  write_aside([path, log, kept, directory = directory_, text = text(cause)] {
-    const std::string trouble = write_file(path, text);
+  write_aside([stem, log, kept, directory = directory_, text = text(cause)] {
+    std::string path;
+    const std::string trouble = write_file(stem, text, &path);
     if (!trouble.empty()) return log.warning("[flight recorder] cannot write '" + path + "': " + trouble);
     log.warning("the last operations of this rank are in " + path);
     remove_old_files(directory, kept);

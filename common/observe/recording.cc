@@ -28,6 +28,8 @@ Recording::Recording(const std::string& path, int rank, int size, const Log& log
       file_(path),
       format_(rank, size, now_ns(), epoch_microseconds()),
       ring_(std::make_unique<TraceRecord[]>(kSlots)) {
+  if (file_.path() != path)
+    log_.warning("[timeline] another world writes to '" + path + "': this one's timeline is '" + file_.path() + "'");
   format_.header(&events_);
   flush();
   thread_ = start_thread("timeline", [this] { write_loop(); });

@@ -2,6 +2,8 @@
 #include "observe/trace_file.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -14,13 +16,14 @@
 namespace perseus {
 namespace {
 
+constexpr int kMostNames = 1000;
 constexpr char kOpening[] = "[\n", kSeparator[] = ",\n", kClosing[] = "\n]\n";
 
 }  // namespace
 
-TraceFile::TraceFile(const std::string& path) : path_(path) {
+TraceFile::TraceFile(const std::string& path) {
   // Opening may wait for a server or a reader, which must not hold up a fork: a file is guarded a moment later.
-  const int opened = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  const int opened = open_free(path);
   if (opened >= 0) {
     fd_ = open_guarded([&] { return ::fcntl(opened, F_DUPFD_CLOEXEC, 0); });
     const int why = errno;
@@ -30,6 +33,28 @@ TraceFile::TraceFile(const std::string& path) : path_(path) {
   if (fd_ < 0)
     fail(ErrorKind::kInvalidArgument, "[timeline] cannot write '" + path + "': " + error_text(errno) +
                                           ". Name a file in a directory that exists and may be written to");
+}
+
+// As long as the file is open, it is locked. Where there are no locks, or no files, nothing is: two worlds of a process
+// that write to one pipe have asked for that.
+int TraceFile::open_free(const std::string& wanted) {
+  const size_t name = wanted.rfind('/') == std::string::npos ? 0 : wanted.rfind('/') + 1;
+  const size_t dot = wanted.rfind('.');
+  const size_t end = dot == std::string::npos || dot <= name ? wanted.size() : dot;
+  for (int number = 1;; ++number) {
+    path_ = number == 1 ? wanted : wanted.substr(0, end) + "-" + std::to_string(number) + wanted.substr(end);
+    const int opened = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    struct stat status{};
+    if (opened < 0 || ::fstat(opened, &status) != 0 || !S_ISREG(status.st_mode)) return opened;
+    if (::flock(opened, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK || number == kMostNames) {
+      if (::ftruncate(opened, 0) == 0) return opened;
+      const int why = errno;
+      ::close(opened);
+      errno = why;
+      return -1;
+    }
+    ::close(opened);
+  }
 }
 
 TraceFile::~TraceFile() { close_guarded(fd_); }

@@ -9,7 +9,8 @@ namespace perseus {
 
 class TraceFile {
  public:
-  // Makes the file, or empties it; throws Error(kInvalidArgument) when that cannot be done.
+  // Makes the file, or empties it; throws Error(kInvalidArgument) when that cannot be done. While another TraceFile of
+  // any process writes to it, this is another file: of NAME.json, NAME-2.json.
   explicit TraceFile(const std::string& path);
   ~TraceFile();
   TraceFile(const TraceFile&) = delete;
@@ -22,7 +23,9 @@ class TraceFile {
  private:
   std::string write_at(const std::string& text);
 
-  const std::string path_;
+  int open_free(const std::string& wanted);
+
+  std::string path_;
   int fd_ = -1;
   int64_t end_ = 0;  // of the last event
 };

@@ -102,18 +102,25 @@ TEST(Config, AContextChecksTheEnvironmentAndItsOverrides) {
   EXPECT_NE(std::string(perseus_error_message()).find("PERSEUS_TRANSPORT='infiniband'"), std::string::npos);
 }
 
-TEST(Config, ANameThatIsAlmostAVariablesIsWarnedOf) {
+TEST(Config, NamesThatAreAlmostAVariablesAndThoseWithoutEffectAreWarnedOf) {
   const SetVariable almost[] = {
       {"PERSEUS_ALREDUCE_DTYPE", "1"}, {"LIGHT_TOPK_RATIOS", "0.1"}, {"HOROVOD_TIMELIME", "x"}};
-  const SetVariable others[] = {{"PERSEUS_SIZE", "1"}, {"HOROVOD_CACHE_CAPACITY", "1"}, {"IGHT_TOPK_RATIO", "1"}};
+  const SetVariable others[] = {{"PERSEUS_SIZE", "1"},
+                                {"HOROVOD_CACHE_CAPACITY", "1"},
+                                {"HOROVOD_DISABLE_GROUP_FUSION", "0"},
+                                {"IGHT_TOPK_RATIO", "1"}};
   testing::internal::CaptureStderr();
   run_world(all_media()[0], 2, [](int, perseus_context*) {});
   const std::string text = testing::internal::GetCapturedStderr();
   for (const char* expected : {"Unknown variable PERSEUS_ALREDUCE_DTYPE; did you mean PERSEUS_ALLREDUCE_DTYPE?",
                                "Unknown variable LIGHT_TOPK_RATIOS; did you mean LIGHT_TOPK_RATIO?",
-                               "Unknown variable HOROVOD_TIMELIME; did you mean HOROVOD_TIMELINE?"})
+                               "Unknown variable HOROVOD_TIMELIME; did you mean HOROVOD_TIMELINE?",
+                               "HOROVOD_CACHE_CAPACITY=1 has no effect: Perseus remembers the negotiation"})
     EXPECT_NE(text.find(expected), std::string::npos) << text;
-  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 3) << "by one rank, of no other name: " << text;
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 4) << "by one rank, of no other name: " << text;
+  testing::internal::CaptureStderr();
+  run_world(all_media()[0], 2, [](int, perseus_context*) {});
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << "once in a process";
 }
 
 TEST(Config, RanksThatAreConfiguredDifferentlyAreToldWhatAndWho) {

@@ -96,6 +96,22 @@ TEST_F(FlightRecorder, AFailedWorldLeavesTheLastOperationsOfEveryRank) {
     EXPECT_TRUE(contains(said, "the last operations of this rank are in " + entry.path().string())) << said;
 }
 
+// As of worlds that a process has at once, or of processes with one number in containers.
+TEST_F(FlightRecorder, AWorldThatFailsLaterHasAFileOfItsOwn) {
+  for (size_t failed : {1, 2}) {
+    fail_after_operations(directory_);
+    const size_t lines = lines_of(0).size();
+    EXPECT_EQ(lines % failed, 0U);
+    EXPECT_GT(lines / failed, 200U);
+    size_t files = 0;
+    for (const auto& entry : fs::directory_iterator(directory_)) {
+      const std::string name = entry.path().filename().string();
+      files += name.rfind("perseus-flight-rank0-", 0) == 0 ? 1 : 0;
+    }
+    EXPECT_EQ(files, failed);
+  }
+}
+
 TEST_F(FlightRecorder, ItCanBeSwitchedOffAndSurvivesAMissingDirectory) {
   testing::internal::CaptureStderr();
   std::thread off([&] { fail_after_operations("off"); });

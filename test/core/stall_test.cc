@@ -143,10 +143,11 @@ TEST(Stall, ARankThatHasJoinedLeavesTheWarningToThoseThatWait) {
   EXPECT_EQ(times(text, "perseus rank 0 warning: One or more"), 0u) << text;
 }
 
-TEST(Stall, TheWarningCanBeSwitchedOff) {
-  EXPECT_EQ(
-      run_late_everywhere(milliseconds(2200), {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_CHECK_DISABLE=1"}),
-      "");
+TEST(Stall, TheWarningAndTheEndCanBeSwitchedOff) {
+  EXPECT_EQ(run_late_everywhere(milliseconds(2200),
+                                {"HOROVOD_STALL_CHECK_TIME_SECONDS=1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=1",
+                                 "HOROVOD_STALL_CHECK_DISABLE=1"}),
+            "");
 }
 
 void run_until_stall_ends_the_job(const Medium& medium, std::vector<std::string> overrides) {

@@ -366,6 +366,28 @@ TEST_F(Timeline, NothingIsLostSilently) {
   EXPECT_EQ(said, static_cast<double>(missing));
 }
 
+// As where a script has both hvd.init() and a process group.
+TEST_F(Timeline, TwoWorldsDoNotWriteToOneFile) {
+  const std::string directory = testing::TempDir() + "perseus_two" + unique_name();
+  ASSERT_EQ(::mkdir(directory.c_str(), 0700), 0);
+  const std::string path = directory + "/trace.json", other = directory + "/trace-2.json";
+  const perseus::Log quiet(perseus::LogLevel::kFatal, false, 0);
+  for (int again = 0; again < 2; ++again) {
+    perseus::Recording first(path, 0, 1, quiet), second(path, 0, 1, quiet);
+    EXPECT_EQ(first.path(), path);
+    EXPECT_EQ(second.path(), other);
+  }
+  for (const std::string& each : {path, other}) {
+    std::ifstream file(each);
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    EXPECT_EQ(text.rfind("[\n", 0), 0U);
+    EXPECT_EQ(text.find('\0'), std::string::npos);
+    EXPECT_EQ(text.substr(text.size() - 3), "\n]\n");
+    EXPECT_EQ(std::remove(each.c_str()), 0);
+  }
+  EXPECT_EQ(::rmdir(directory.c_str()), 0);
+}
+
 TEST(TimelinePath, RanksAfterTheFirstPutTheirNumberBeforeTheSuffix) {
   EXPECT_EQ(perseus::timeline_path("trace.json", 0), "trace.json");
   EXPECT_EQ(perseus::timeline_path("trace.json", 12), "trace.rank12.json");

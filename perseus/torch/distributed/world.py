@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from perseus import _core
+from perseus import _core, basics
 from perseus.errors import HorovodInternalError
 from perseus.group_context import LONGEST_TIMEOUT, group_context
 from perseus.operations import Kind
@@ -37,14 +37,20 @@ _ERRORS = {
 _numbers = count(1)  # of this process's worlds
 
 
-def _timeline_of(number: int) -> list[str]:
-    """The setting that gives every world but a process's first one a timeline file of its own."""
+def _settings_of(number: int) -> list[str]:
+    """Settings that keep worlds from writing over the files of a process's first one.
+
+    Every other one has a timeline file of its own, and no tuner's log.
+    """
+    settings = []
+    if number > 1 or basics.is_initialized():
+        settings.append(f"HOROVOD_AUTOTUNE_LOG={os.devnull}")
     path = os.environ.get("HOROVOD_TIMELINE", "")
-    if number == 1 or path in ("", "DYNAMIC"):
-        return []
-    stem, suffix = os.path.splitext(path)
-    process = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return [f"HOROVOD_TIMELINE={stem}.process{process}.group{number}{suffix}"]
+    if number > 1 and path not in ("", "DYNAMIC"):
+        stem, suffix = os.path.splitext(path)
+        process = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        settings.append(f"HOROVOD_TIMELINE={stem}.process{process}.group{number}{suffix}")
+    return settings
 
 
 def _seconds_of(timeout: timedelta) -> int:
@@ -83,7 +89,7 @@ class World:
         self._left = False  # by this rank's own will
         self.keepers: WeakSet[Keeper] = WeakSet()
         self.seconds = _seconds_of(timeout)
-        settings = _timeline_of(next(_numbers))
+        settings = _settings_of(next(_numbers))
         self.context = group_context(
             store, rank, size, self.seconds, settings=settings, interrupted=raise_if_ended
         )

@@ -104,8 +104,11 @@ def _norm(tensors: list[torch.Tensor]) -> float:
 
 def check_every_group_of_a_process_has_a_timeline_of_its_own() -> None:
     folder = Path(shared_folder())
+    log = folder / "tuned.csv"  # of the world that has the process's tuner
+    log.write_text("as it was")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HOROVOD_TIMELINE", str(folder / "trace.json"))
+        patched.setenv("HOROVOD_AUTOTUNE_LOG", str(log))
         with process_group():
             other = dist.new_group()
             for group in (None, other):
@@ -114,6 +117,7 @@ def check_every_group_of_a_process_has_a_timeline_of_its_own() -> None:
                     _backward(model, batches(hvd.rank())[0])
             dist.barrier()
     hvd.barrier()
+    assert log.read_text() == "as it was"
     if hvd.rank() == 0:
         files = list(folder.glob("trace*.json"))
         assert len(files) == 2
