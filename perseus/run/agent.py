@@ -3,14 +3,15 @@
 perseusrun starts the agent as a child, or sends this source file through ssh to any Python 3.7 or
 later. It therefore imports the standard library only, and nothing of Perseus. The main thread does
 all the work, except that one thread reads commands of perseusrun, one checks how long perseusrun
-has been silent, and one waits for each rank.
+has been silent, one ends the ranks after a signal, and one waits for each rank.
 
 Protocol: standard input carries one line of JSON with the job, followed by lines END (send SIGTERM
 to all ranks, and SIGKILL after the grace period) or KILL. Both may name one rank: END 3. End of
-file means END. Standard output carries MARK and then frames, each a FRAME header (kind, rank, size)
-and its content. The answer to a line STATE 3 is a STATE frame with the state of that rank's process
-in /proc and the clock ticks that it has used. A line INSPECT 43 sends signal 43 to those processes
-of the ranks that handle it, which so say what they wait for.
+file means END, and so do SIGTERM, SIGINT and SIGHUP. Standard output carries MARK and then frames,
+each a FRAME header (kind, rank, size) and its content. The answer to a line STATE 3 is a STATE
+frame with the state of that rank's process in /proc and the clock ticks that it has used. A line
+INSPECT 43 sends signal 43 to those processes of the ranks that handle it, which so say what they
+wait for.
 
 If a host or a network fails, neither side sees an end of file, so both sides send heartbeats:
 perseusrun sends empty lines, the agent sends ALIVE frames. If nothing arrives for as long as the
@@ -60,6 +61,7 @@ GRACE_SECONDS = 5.0
 HEARTBEATS = 6  # sent in the time after which a silent peer counts as lost
 DESCRIPTORS = 65536  # that an agent and perseusrun may have open, if the hard limit allows it
 _CHUNK = 65536
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -302,6 +304,8 @@ class Agent:
         # Excludes reaping while a signal is sent: the pid could belong to another process by then.
         self._lock = threading.Lock()
         self._ending = False
+        self._signal_received = 0
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._exits: queue.SimpleQueue[tuple[Rank, int]] = queue.SimpleQueue()
         self._children_ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[Rank] = queue.SimpleQueue()  # for their states
@@ -328,6 +332,7 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: self._children_ended.put(None))
         threading.Thread(target=self._reap, daemon=True).start()
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
+        threading.Thread(target=self._end_on_signal, daemon=True).start()
         if self._silence:
             threading.Thread(target=self._watch, daemon=True).start()
         if not started:
@@ -341,6 +346,17 @@ class Agent:
                 rank.process.wait()
             self._ranks = []
         return 0
+
+    def on_signal(self, number: int, _: Any) -> None:
+        """Handle a signal that is to end this process: end the ranks first, once there is a job."""
+        if not self._has_job:
+            os._exit(128 + number)
+        self._signal_received = self._signal_received or number
+        self._signals.put(number)  # for a thread, because the main thread may hold the lock
+
+    def _end_on_signal(self) -> None:
+        self._signals.get()
+        self._end()
 
     def _lines(self) -> Iterator[bytes]:
         """Yield the lines that perseusrun sends. Every piece of data counts as a sign of life."""
@@ -433,8 +449,9 @@ class Agent:
         os._exit(1)  # the main thread may block forever in a write that nobody reads
 
     def _end(self) -> None:
-        if not self._ending:
-            self._ending = True
+        with self._lock:  # a signal and perseusrun's END may come at the same time
+            is_first, self._ending = not self._ending, True
+        if is_first:
             self._end_one(None)
 
     def _end_strays(self) -> None:
@@ -534,6 +551,8 @@ class Agent:
     def _note_exit(self, rank: Rank, status: int) -> None:
         self._drain(rank)
         rank.exited = True
+        if status == 0 and self._signal_received:  # it has been ended, not finished
+            status = 128 + self._signal_received
         self._report(EXIT, rank.rank, str(status).encode())
         self._end_one(rank)  # child processes that it left running
 
@@ -651,7 +670,12 @@ def main() -> int:
     # It may be ignored by inheritance, and the kernel would then forget how ranks have ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        return Agent(sys.stdin.buffer, 1, float(sys.argv[1])).run()
+        agent = Agent(sys.stdin.buffer, 1, float(sys.argv[1]))
+        for number in _ENDING:
+            # Ranks inherit an ignored signal, of nohup or a shell for example, but no handler.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, agent.on_signal)
+        return agent.run()
     except Exception:
         traceback.print_exc()
         return 1

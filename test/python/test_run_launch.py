@@ -284,6 +284,58 @@ def test_second_signal_of_the_same_event_lets_ranks_end_by_themselves(tmp_path: 
     assert all((tmp_path / f"{pid}.saved").exists() for pid in ranks)
 
 
+# Finishes its work when it is told to end, however often.
+_SAVING = """
+import os, pathlib, signal, sys, time
+ends = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+pathlib.Path(sys.argv[1], f"{os.getpid()}.pid").touch()
+signal.sigwait(ends)
+time.sleep(0.5)
+print("saved")
+"""
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_to_every_process_of_the_job_lets_ranks_end_by_themselves(
+    tmp_path: Path, number: int
+) -> None:
+    # As service managers and batch systems send it.
+    command = [sys.executable, "-c", _SAVING, str(tmp_path)]
+    with Running("-np", "2", *command, command=PATIENT) as job:
+        ranks = pids(tmp_path, 2)
+        for pid in (parent(ranks[0]), *ranks):
+            os.kill(pid, number)
+        job.signal(number)
+        status, output, errors = job.finish()
+    assert sorted(output.splitlines()) == ["[0]<stdout>:saved", "[1]<stdout>:saved"]
+    assert (status, errors) == (128 + number, "")
+
+
+def test_signal_to_the_process_that_runs_the_ranks_is_no_success(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SAVING, str(tmp_path)]
+    with Running("-np", "2", *command, command=PATIENT) as job:
+        agent_pid = parent(pids(tmp_path, 2)[0])
+        os.kill(agent_pid, signal.SIGTERM)
+        os.kill(agent_pid, signal.SIGHUP)
+        status, output, errors = job.finish()
+    assert sorted(output.splitlines()) == ["[0]<stdout>:saved", "[1]<stdout>:saved"]
+    assert status in (128 + signal.SIGTERM, 128 + signal.SIGHUP), errors
+
+
+def test_ranks_ignore_what_perseusrun_was_told_to_ignore() -> None:
+    nohup = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    nohup += "os.execv(sys.argv[1], sys.argv[1:])"
+    show = "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"
+    rank = [sys.executable, "-c", show]
+    with Running("-np", "1", *rank, command=[sys.executable, "-c", nohup, *COMMAND]) as job:
+        assert job.finish() == (0, "[0]<stdout>:True\n", "")
+
+
 def test_ranks_that_ignore_the_end_are_killed_when_the_grace_is_over(tmp_path: Path) -> None:
     wait_for_both = f"while [ $(ls {tmp_path} | wc -l) -lt 2 ]; do sleep 0.05; done"
     script = (
@@ -321,6 +373,16 @@ def test_agent_that_hears_nothing_before_it_has_a_job_ends() -> None:
             process.stdin.close()
         assert process.wait(300) == status
         process.stdin.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_agent_that_has_no_job_yet_ends_on_a_signal(number: int) -> None:
+    command = [sys.executable, "-I", "-S", agent.__file__, "0"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(len(agent.MARK))
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
 
 
 def test_agents_get_heartbeats_while_other_hosts_are_connected(
