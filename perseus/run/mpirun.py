@@ -21,6 +21,7 @@ from perseus.run.job import Job, LaunchError, checked_core
 
 _OPEN_MPI = re.compile(r"\(Open MPI\)\s+(\d+)")
 _MPICH = re.compile(r"HYDRA|MPICH")
+_OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # mpirun passes its own variables on by itself and warns about those of other MPI libraries.
 _OWN = re.compile(r"(OMPI|OPAL|PRTE|PMIX|PMI|HYDRA|HYDI|MPIR|MPICH)_.*")
 
@@ -82,9 +83,14 @@ def start(job: Job, arguments: list[str], binding: list[str]) -> None:
 
 
 def of_ranks(given: Mapping[str, str], job: Job) -> dict[str, str]:
-    """Return the environment of the ranks: the user's, with the variables that flags set."""
+    """Return the environment of the ranks: the user's, with the variables that flags set.
+
+    It has no identity in torch's variables, as containers set them, for example: ranks would take
+    that for theirs and disregard mpirun's.
+    """
     own = environment.of_interfaces(job.interfaces) | job.flags
-    return environment.local_base(given) | own
+    base = environment.local_base(given)
+    return {name: value for name, value in base.items() if name not in _OF_TORCH} | own
 
 
 def command_line(

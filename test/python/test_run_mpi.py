@@ -49,7 +49,7 @@ def test_ranks_of_mpirun_are_one_world_with_the_flags_of_the_job(kind: str) -> N
     text = "a 'b' $c\né"
     env = environment(
         PATH=f"{Path(mpirun[0]).parent}:{os.environ['PATH']}", PYTHONPATH=str(_ROOT),
-        TEXT=text, PERSEUS_RANK="7", PERSEUS_SECRET="outer" * 8,
+        TEXT=text, PERSEUS_RANK="7", PERSEUS_SECRET="outer" * 8, RANK="0", WORLD_SIZE="1",
     )  # fmt: skip
     flags = ["--mpi", "-np", "3", "--gloo-timeout-seconds", "17"]
     ranks = [str(python), "-c", _RANK]
@@ -127,6 +127,7 @@ def test_binding_arguments_bind_ranks_to_cores(kind: str) -> None:
 
 def test_ranks_inherit_no_identity_of_an_outer_job() -> None:
     given = {"PERSEUS_RANK": "3", "PERSEUS_SECRET": "s", "KEPT": "1", "PERSEUS_LOG_LEVEL": "info"}
+    given |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     found = of_ranks(given, job(interfaces=["e0"], flags={"PERSEUS_LOG_LEVEL": "debug"}))
     assert found == {
         "KEPT": "1",
