@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from perseus.run.job import Job, LaunchError, checked_core
 
 _OPEN_MPI = re.compile(r"\(Open MPI\)\s+(\d+)")
 _MPICH = re.compile(r"HYDRA|MPICH")
+_IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 _OF_TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # mpirun passes its own variables on by itself and warns about those of other MPI libraries.
 _OWN = re.compile(r"(OMPI|OPAL|PRTE|PMIX|PMI|HYDRA|HYDI|MPIR|MPICH)_.*")
@@ -76,10 +78,15 @@ def start(job: Job, arguments: list[str], binding: list[str]) -> None:
     words = command_line(mpirun, job, arguments, variables, as_root=as_root, binding=binding)
     if job.verbose:
         print(f"perseusrun: {shlex.join(words)}", file=sys.stderr, flush=True)
+    # Python ignores these signals, which mpirun and the ranks would inherit.
+    ignored = {number: signal.signal(number, signal.SIG_DFL) for number in _IGNORED}
     try:
         os.execve(mpirun.path, words, variables | _of_mpirun(mpirun, job))
     except OSError as error:
         raise LaunchError(f"--mpi: {mpirun.path}: {error.strerror}", 126) from None
+    finally:
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
 
 
 def of_ranks(given: Mapping[str, str], job: Job) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from perseusrun_command import environment, perseusrun
 
 from perseus.run.hosts import Host, place
 from perseus.run.launch import Job, LaunchError
-from perseus.run.mpirun import Mpirun, _of_mpirun, command_line, find, of_ranks
+from perseus.run.mpirun import Mpirun, _of_mpirun, command_line, find, of_ranks, start
 
 _ROOT = Path(__file__).resolve().parents[2]
 # Joins the world and says where this rank is in it.
@@ -136,6 +137,29 @@ def test_ranks_inherit_no_identity_of_an_outer_job() -> None:
         "HOROVOD_GLOO_IFACE": "e0",
         "NCCL_SOCKET_IFNAME": "e0",
     }
+
+
+def test_mpirun_starts_with_the_default_actions_of_signals(tmp_path: Path) -> None:
+    fake = tmp_path / "mpirun"
+    script = "case $1 in --version) echo '(Open MPI) 5';; *) grep SigIgn /proc/self/status;; esac"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = perseusrun("--mpi", "-np", "1", "true", env=env)
+    assert done.returncode == 0, done.stderr
+    ignored = int(done.stdout.split()[1], 16)
+    assert not any(ignored >> (n - 1) & 1 for n in (signal.SIGPIPE, signal.SIGXFSZ))
+
+
+def test_an_mpirun_that_cannot_start_leaves_signals_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("perseus.run.mpirun.find", lambda: Mpirun("/nowhere/mpirun", 5))
+    before = [signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGXFSZ)]
+    with pytest.raises(LaunchError, match="/nowhere/mpirun: No such file") as error:
+        start(job(), [], [])
+    assert error.value.code == 126
+    assert before == [signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGXFSZ)]
 
 
 def test_missing_and_unknown_mpiruns_are_named(
