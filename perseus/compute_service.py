@@ -28,6 +28,7 @@ from perseus.run.bootstrap.addresses import interface_address
 _SIGNATURE = "X-Perseus-Signature"
 _MOST_BYTES = 1 << 16  # of a request or an answer
 _SLICE_SECONDS = 5.0  # of a wait without a limit, so that a service that died is noticed
+_RETRY_SECONDS = 1.0  # until a service that could not be reached is asked once more
 _ANSWER_SECONDS = 30.0  # for everything but what a request waits for
 _REQUEST_SECONDS = 10.0  # for a whole request to arrive
 _MOST_PENDING = 64  # connections that have not shown the key yet; the oldest makes room
@@ -234,9 +235,17 @@ class ComputeClient:
 
     def wait_for_shutdown(self) -> None:
         """Return once the service ends, however it does."""
-        with contextlib.suppress(ConnectionError):
-            while not self._call("wait_for_shutdown", _SLICE_SECONDS, wait=_SLICE_SECONDS):
-                pass
+        has_failed = False
+        while True:
+            try:
+                if self._call("wait_for_shutdown", _SLICE_SECONDS, wait=_SLICE_SECONDS):
+                    return
+                has_failed = False
+            except ConnectionError:
+                if has_failed:
+                    return
+                has_failed = True
+                time.sleep(_RETRY_SECONDS)
 
     def _reach(self, host: str, port: int) -> bool:
         try:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from perseus import compute_service
 from perseus.compute_service import ComputeClient, ComputeService, TimeoutException
 
 KEY = b"a key of this test"
@@ -127,6 +128,20 @@ def test_shutdown_ends_all_waits(service):
     with pytest.raises(ConnectionError):
         ComputeClient(service.addresses(), KEY)
     service.shutdown()
+
+
+def test_one_broken_connection_is_not_the_end(client, monkeypatch):
+    answers = iter([{"result": False}, None, {"result": False}, None, {"result": True}])
+
+    def ask(*_):
+        if (answer := next(answers)) is None:
+            raise ConnectionError("Connection reset by peer")
+        return answer
+
+    monkeypatch.setattr(compute_service, "_ask", ask)
+    monkeypatch.setattr(compute_service, "_RETRY_SECONDS", 0.0)
+    client.wait_for_shutdown()
+    assert next(answers, "none left") == "none left"
 
 
 def test_a_client_without_the_key_is_neither_answered_nor_believed(service):
