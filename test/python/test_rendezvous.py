@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from rendezvous_ranks import environment, found, free_port, run_ranks, script
 
+from perseus.run.bootstrap.announcement import announcement
 from perseus.run.bootstrap.identity import SINGLE, Identity
-from perseus.run.bootstrap.rendezvous import find_store, first_host
+from perseus.run.bootstrap.rendezvous import _reader, find_store, first_host
 from perseus.run.bootstrap.start_settings import given_secret, start_timeout, whole_number
 
 SECRET = "0123456789abcdef"
@@ -89,6 +90,20 @@ def test_secret_may_come_through_a_pipe(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "1")
     with pytest.raises(ValueError, match=r"a pipe whose end did not come within 1 s"):
         given_secret()
+
+
+def test_a_pipe_gives_the_secret_for_announcements_of_several_rounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "secret"
+    os.mkfifo(pipe, 0o600)
+    monkeypatch.setenv("PERSEUS_SECRET_FILE", str(pipe))
+    read = _reader(RANK_OF_TWO, ())
+    with ThreadPoolExecutor(1) as threads:
+        written = threads.submit(pipe.write_text, SECRET)
+        for port in (1, 2):  # the first one is of a round that has ended
+            assert read(announcement("a", port, SECRET.encode(), True)).port == port
+        written.result()
 
 
 @pytest.mark.parametrize("value", ["0", "65536", "x", "-1", "1.5", "²"])

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -123,9 +123,8 @@ def _through_torch(identity: Identity) -> Rendezvous:
                 lambda text: announce(store, text, identity.size, deadline, f"{place} {within}"),
             )
         late = f"bring all ranks together at {place} {within}"
-        return await_announcement(
-            store, identity.rank, lambda text: _from_text(text, identity, (store,)), deadline, late
-        )
+        read = _reader(identity, (store,))
+        return await_announcement(store, identity.rank, read, deadline, late)
     except import_module("torch.distributed").DistError as error:
         fact = str(error).splitlines()[0]
         raise RuntimeError(f"[rendezvous] {place}: {fact}") from None
@@ -144,9 +143,8 @@ def find_store_through(store: Any, rank: int, size: int, timeout: int) -> Rendez
     here = socket.gethostname()
     if rank != 0:
         late = f"bring all ranks together in torch's store {within}"
-        return await_announcement(
-            store, rank, lambda text: _from_text(text, identity, ()), deadline, late, tells=here
-        )
+        read = _reader(identity, ())
+        return await_announcement(store, rank, read, deadline, late, tells=here)
     late = f"torch's store {within}"
 
     def serve() -> Rendezvous:
@@ -264,7 +262,7 @@ def _agree_by_mpi(world: Any, identity: Identity) -> Rendezvous:
     _finish(world.Ibcast(message, root=0), deadline)
     if identity.rank != 0:
         try:
-            found = _from_text(_unpadded(message), identity, ())
+            found = _reader(identity, ())(_unpadded(message))
         except ValueError as error:
             problem = str(error)
     problems = [text for text in _all_texts(world, identity.size, problem, deadline) if text]
@@ -393,5 +391,7 @@ def _to_text(rendezvous: Rendezvous) -> str:
     return announcement(rendezvous.host, rendezvous.port, rendezvous.secret, gives_secret())
 
 
-def _from_text(text: str, identity: Identity, keep: tuple[Any, ...]) -> Rendezvous:
-    return Rendezvous(*read_announcement(text, given_secret(), identity.rank), keep)
+def _reader(identity: Identity, keep: tuple[Any, ...]) -> Callable[[str], Rendezvous]:
+    """Return a function that reads announcements, those that an earlier round has left as well."""
+    secret = cache(given_secret)  # a pipe can be read once
+    return lambda text: Rendezvous(*read_announcement(text, secret(), identity.rank), keep)
