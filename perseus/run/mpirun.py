@@ -112,10 +112,16 @@ def command_line(
     """Return the words of the mpirun command.
 
     It contains the names of variables but not their values, which `ps` would show to other users;
-    mpirun reads the values from its own environment.
+    mpirun reads the values from its own environment. Raises LaunchError for what no mpirun can do.
     """
     counts: dict[str, int] = {}
     for slot in job.slots:
+        if ":" in slot.host:
+            raise LaunchError(
+                f"--mpi: mpirun takes no IPv6 address such as {slot.host}: give that host's name, "
+                f"or leave --mpi out",
+                2,
+            )
         counts[slot.host] = slot.local_size
     hosts = ",".join(f"{name}:{count}" for name, count in counts.items())
     if mpirun.open_mpi is None:

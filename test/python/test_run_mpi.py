@@ -100,6 +100,16 @@ def test_identity_file_that_mpirun_would_split_is_refused() -> None:
     assert variables_of_mpich(MPICH, ssh_identity_file="/keys/id") == expected
 
 
+def test_ipv6_address_that_mpirun_would_split_is_refused() -> None:
+    slots = place([Host("fd00::1", 2)], 2)
+    for mpirun in (OPEN_MPI_4, OPEN_MPI_5, MPICH):
+        with pytest.raises(
+            LaunchError, match="mpirun takes no IPv6 address such as fd00::1"
+        ) as error:
+            command_line(mpirun, Job(["train"], slots), [], {}, as_root=False)
+        assert error.value.code == 2
+
+
 def test_open_mpi_is_told_names_of_variables_and_no_values() -> None:
     variables = {"B": "beta", "A": "alpha", "OMPI_MCA_x": "1", "CUDA_VISIBLE_DEVICES": "0"}
     assert "-x A -x B --own" in words(OPEN_MPI_5, variables)
