@@ -69,6 +69,27 @@ def test_new_processes_without_a_slot_are_let_go_before_the_next_world(
     assert [line.split()[:2] for line in sent] == [[b"TELL", b"2"], [b"END", b"3"]]
 
 
+@pytest.mark.parametrize("hello", [None, "hello"])
+def test_hosts_without_a_job_end_silently_after_the_first_success(
+    launcher: driver.ElasticLauncher, hello: str | None
+) -> None:
+    killed: list[bool] = []
+    fields = {
+        "hello": hello,
+        "given_job": False,
+        "lost": False,
+        "kill": lambda: killed.append(True),
+    }
+    link: Any = SimpleNamespace(**vars(HOST) | fields)
+    launcher._hosts = [link]
+    launcher._processes = {3: Process(3, ("a", 3), link)}
+    launcher._succeeded = [(0, 0.0)]
+    launcher._step(time.monotonic(), time.monotonic())
+    launcher._hosts = []
+    assert link.lost
+    assert killed == [True]
+
+
 def test_names_of_hosts_are_not_looked_up_while_ranks_wait_for_the_launcher(
     launcher: driver.ElasticLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

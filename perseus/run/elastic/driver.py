@@ -355,9 +355,10 @@ class ElasticLauncher(Launcher):
         """After the first success: let those go that are not in the last world."""
         for process in self._spares():
             self._let_go(process, "the job has finished", now)
-        for host in self._silent_since_start():
-            host.lost = True
-            host.kill()
+        for host in self._hosts:
+            if not (host.given_job or host.gone):
+                host.lost = True
+                host.kill()
         self._end_dismissed(now)
 
     def name_of(self, number: int) -> str:
