@@ -399,6 +399,7 @@ class Agent:
         base = dict(os.environ) if job["keep_environment"] else {}
         base.update(job["environment"])
         for entry in job["ranks"]:
+            self._send_heartbeat()
             try:
                 self._ranks.append(_start_rank(job, entry, base, descriptors))
             except (OSError, ValueError) as error:
@@ -534,8 +535,7 @@ class Agent:
                     self._kill(signal.SIGKILL)
                     self._drain()
                     return
-            if self._silence and time.monotonic() >= self._heartbeat_at:
-                self._report(ALIVE, 0, b"")
+            self._send_heartbeat()
             for key, _ in self._selector.select(0.05 if give_up else self._until_heartbeat()):
                 if key.data is not None:
                     self._pass_on(key.fileobj, *key.data)
@@ -544,6 +544,11 @@ class Agent:
                     self._report(STATE, rank.rank, rank.state())
                 else:
                     self._note_exit(*self._exits.get())
+
+    def _send_heartbeat(self) -> None:
+        """Send a heartbeat if it is time for one."""
+        if self._silence and time.monotonic() >= self._heartbeat_at:
+            self._report(ALIVE, 0, b"")
 
     def _until_heartbeat(self) -> float | None:
         return max(0.0, self._heartbeat_at - time.monotonic()) if self._silence else None

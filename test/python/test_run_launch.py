@@ -23,6 +23,7 @@ from perseus.run import agent
 from perseus.run.job import Job
 from perseus.run.launch import Launcher
 from perseus.run.link import ssh_command
+from perseus.run.reports import Reports
 
 SHOW = "import os, json; print(json.dumps(dict(os.environ)))"
 
@@ -383,6 +384,25 @@ def test_agent_that_has_no_job_yet_ends_on_a_signal(number: int) -> None:
         process.stdout.read(len(agent.MARK))
         process.send_signal(number)
         assert process.wait(60) == 128 + number
+
+
+def test_agent_sends_heartbeats_while_it_starts_many_ranks() -> None:
+    slow = (
+        "import os, time; from perseus.run import agent; start = agent._start_rank; "
+        "agent._start_rank = lambda *given: (time.sleep(0.6), start(*given))[1]; "
+        "os._exit(agent.main())"
+    )
+    ranks = [{"rank": rank, "environment": {}} for rank in range(3)]
+    job = {"command": ["true"], "directory": "/", "call": None, "grace": 5.0, "control": None}
+    job |= {"keep_environment": True, "environment": {}, "ranks": ranks}
+    command = [sys.executable, "-c", slow, "3"]  # 0.5 s between heartbeats
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(job).encode() + b"\n")
+        process.stdin.flush()
+        kinds = [report.kind for report in Reports(range(3)).read(process.stdout.read())]
+    assert kinds[: kinds.index(agent.EXIT)].count(agent.ALIVE) >= 3
 
 
 def test_agents_get_heartbeats_while_other_hosts_are_connected(
