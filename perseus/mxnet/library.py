@@ -146,8 +146,12 @@ class Batch:
 
         MXNetError for an invalid op; other errors are raised by the next wait for its outputs.
         """
+        for op in self._kept:
+            op.staging.load()
         if native.perseus_mxnet_push(self.ops, len(self.ops)) != 0:
             raise _error()
+        for op in self._kept:
+            op.staging.store()
 
 
 class Gathered:

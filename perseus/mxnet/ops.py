@@ -1,6 +1,7 @@
 """The collectives as ops on MXNet's engine, on which everything else in perseus.mxnet is built.
 
-arrays: mx.nd.NDArray or mx.np.ndarray on the CPU, dense; lists of them.
+arrays: mx.nd.NDArray or mx.np.ndarray, dense; lists of them. Those on a GPU are copied to the host
+    and back.
 name: matches an op across ranks, which may run ops in any order. None: a number, for which all
     ranks must call the same unnamed ops in the same order.
 grouped: one op for all arrays, which are ready, executed and finished together; else there is one.
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from perseus.arguments import checked_op, checked_root
+from perseus.mxnet import staging
 from perseus.mxnet.library import (
     ALLGATHER,
     ALLREDUCE,
@@ -56,20 +58,13 @@ def check_array(array: Any) -> None:
             f"[mxnet] an array of storage type {array.stype} has to be made dense first: "
             f"array.tostype('default')"
         )
-    if array.ctx.device_type == "gpu":
-        raise ValueError(
-            f"[mxnet] an array on {array.ctx} has to be on the CPU: array.as_in_context(mx.cpu())"
-        )
 
 
 def empty(like: Any, shape: tuple[int, ...] | None = None) -> Any:
-    """A new array of the class, dtype and (unless given) shape of another one."""
+    """A new array of the class, context, dtype and (unless given) shape of another one."""
     if not isinstance(like, mxnet.nd.NDArray):
         check_array(like)
-    handle = mxnet.nd.ndarray._new_alloc_handle(
-        like.shape if shape is None else shape, like.ctx, False, like.dtype
-    )
-    return type(like)(handle)
+    return staging.empty(like, shape)
 
 
 def _op(kind: int, arrays: Sequence[Any], name: str | None, grouped: bool, group: ProcessSet) -> Op:
@@ -77,14 +72,15 @@ def _op(kind: int, arrays: Sequence[Any], name: str | None, grouped: bool, group
         check_array(array)
     made = Op(kind=kind, grouped=grouped, group=group_id(group), prescale=1.0, postscale=1.0)
     made.name = None if name is None else str(name).encode()
-    made.inputs = ctypes.addressof(inputs := handles(arrays))
+    made.staging = staging.Staging(arrays)
+    made.inputs = ctypes.addressof(inputs := handles(made.staging.inputs))
     made.count = len(arrays)
     made.kept = [inputs]
     return made
 
 
 def _into(op: Op, outputs: Sequence[Any]) -> Op:
-    op.outputs = ctypes.addressof(given := handles(outputs))
+    op.outputs = ctypes.addressof(given := handles(op.staging.outputs(outputs)))
     op.kept.append(given)
     return op
 
@@ -209,10 +205,11 @@ def alltoall(
 
 def _gathered(op: Op, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
     """The results as new arrays, and how many rows came from each rank."""
-    results = gather(op, arrays)
+    op.staging.load()
+    results = gather(op, op.staging.inputs)
     outputs = []
-    for index, array in enumerate(arrays):
-        output = empty(array, results.shape(index))
+    for index, (array, here) in enumerate(zip(arrays, op.staging.inputs, strict=True)):
+        output = empty(here, results.shape(index))
         results.copy(index, output)
-        outputs.append(output)
+        outputs.append(output if here is array else output.as_in_context(array.ctx))
     return outputs, results.received_splits()

@@ -132,7 +132,7 @@ class GradientReducer(Reducer):
         outcomes = []
         if withheld:
             for op in batch.ops:
-                outcomes.append(mxnet.nd.zeros((1,), dtype="int32"))
+                outcomes.append(mxnet.nd.zeros((1,), mxnet.cpu(), dtype="int32"))
                 op.outcome = outcomes[-1].handle.value
         self._in_flight.update(zip(names, reduced_here, strict=True))
         batch.push()

@@ -99,7 +99,7 @@ class WeightRotation(Rotation):
             rows = [self._read(array, part).as_in_context(mx.cpu()) for array in some]
             flat = [array.astype(wide, copy=False).reshape((-1,)) for array in rows]
             # A rank that has joined sends zeros.
-            sent = mx.nd.concat(*flat, mx.nd.ones((1,), dtype=wide), dim=0)
+            sent = mx.nd.concat(*flat, mx.nd.ones((1,), mx.cpu(), dtype=wide), dim=0)
             total = ops.empty(sent)
             ops.allreduce(
                 [sent], [total], f"{self.name}.{part}", op=ops.Sum, process_set=self.process_set

@@ -129,7 +129,7 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
         data, gamma = (array.detach() for array in _plain(in_data[:2]))
         gamma = self._settings.gamma(gamma)
         arrays = [data, gamma, nd.zeros_like(gamma)]
-        grads = [nd.empty(array.shape, dtype=array.dtype) for array in arrays]
+        grads = [nd.empty(array.shape, array.context, array.dtype) for array in arrays]
         autograd.mark_variables(arrays, grads)
         # With given statistics; what these depend on comes after.
         with autograd.record():
@@ -169,7 +169,7 @@ class _Normalise(mx.operator.CustomOp):  # type: ignore[misc]
         mean = mean.astype("float64")
         variance = nd.maximum(scale.astype("float64") ** -2 - eps, 0)
         # Sums of squares lose nothing in float64, of which float32 values take half the digits.
-        head = nd.array([use.others, count], dtype="float64")
+        head = nd.array([use.others, count], data.context, "float64")
         row = nd.concat(head, mean * count, (variance + mean**2) * count, dim=0)
         use.agree(self._allreduce(row, "forward"))
         self._count = row[1:2].copy()

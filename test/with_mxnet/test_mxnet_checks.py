@@ -14,6 +14,7 @@ from ranks.launch import checks_of
 
 MODULES = [
     "mx_op_checks",
+    "mx_staging_checks",
     "mx_failure_checks",
     "mx_gradient_checks",
     "mx_state_checks",

@@ -1,0 +1,71 @@
+"""Arrays on GPUs, which the core gets as copies in host memory.
+
+MXNet's engine makes the copies and knows their order, so nobody waits for a GPU here. An array that
+is on a CPU is its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from perseus.mxnet.library import mxnet
+
+
+def is_elsewhere(array: Any) -> bool:
+    """Whether the core cannot reach an array's memory."""
+    return bool(array.ctx.device_type == "gpu")
+
+
+def host_context() -> Any:
+    """Where copies lie: in page-locked memory, from which a GPU copies without waiting."""
+    return mxnet.Context("cpu_pinned", 0)
+
+
+def empty(like: Any, shape: tuple[int, ...] | None = None, context: Any = None) -> Any:
+    """A new array of the class, dtype and (unless given) shape and context of another one."""
+    handle = mxnet.nd.ndarray._new_alloc_handle(
+        like.shape if shape is None else shape,
+        like.ctx if context is None else context,
+        False,
+        like.dtype,
+    )
+    return type(like)(handle)
+
+
+class Staging:
+    """The copies of an op's inputs and outputs. An output that is an input has the same copy."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.inputs = [self._copy_of(array) for array in inputs]
+        self._loads = self._moved(inputs, self.inputs)
+        self._given = list(inputs)
+        self._stores: list[tuple[Any, Any]] = []
+
+    def outputs(self, outputs: Sequence[Any]) -> list[Any]:
+        """The copies of the outputs, which store() writes back."""
+        same = {id(given): here for given, here in zip(self._given, self.inputs, strict=True)}
+        copies = [
+            same[id(array)] if id(array) in same else self._copy_of(array) for array in outputs
+        ]
+        self._stores = self._moved(outputs, copies)
+        return copies
+
+    def load(self) -> None:
+        """Copy the inputs, before the op is pushed."""
+        for array, here in self._loads:
+            array.copyto(here)
+
+    def store(self) -> None:
+        """Copy the outputs back, once the op has been pushed."""
+        for array, here in self._stores:
+            here.copyto(array)
+
+    @staticmethod
+    def _copy_of(array: Any) -> Any:
+        return empty(array, context=host_context()) if is_elsewhere(array) else array
+
+    @staticmethod
+    def _moved(arrays: Sequence[Any], copies: Sequence[Any]) -> list[tuple[Any, Any]]:
+        pairs = zip(arrays, copies, strict=True)
+        return [(array, here) for array, here in pairs if here is not array]
