@@ -13,6 +13,8 @@ MODULES: dict[str, str | None] = {
     "horovod.common.process_sets": "perseus.process_sets",
     "horovod.common.util": "perseus.compat.common.extensions",
     "horovod.keras": "perseus.keras",
+    "horovod.keras.callbacks": "perseus.keras.callbacks",
+    "horovod.keras.elastic": "perseus.keras.elastic",
     "horovod.mxnet": "perseus.mxnet",
     "horovod.mxnet.compression": "perseus.mxnet.compression",
     "horovod.mxnet.functions": "perseus.mxnet.functions",
@@ -38,6 +40,8 @@ MODULES: dict[str, str | None] = {
         "perseus.tensorflow.gradient_aggregation_eager"
     ),
     "horovod.tensorflow.keras": "perseus.tensorflow.horovod.keras",
+    "horovod.tensorflow.keras.callbacks": "perseus.tensorflow.horovod.keras.callbacks",
+    "horovod.tensorflow.keras.elastic": "perseus.tensorflow.horovod.keras.elastic",
     "horovod.tensorflow.mpi_ops": "perseus.tensorflow.mpi_ops",
     "horovod.tensorflow.sync_batch_norm": "perseus.tensorflow.sync_batch_norm",
     "horovod.tensorflow.util": "perseus.tensorflow.modes",

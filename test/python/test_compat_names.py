@@ -104,6 +104,12 @@ def test_import_statements_of_scripts_work() -> None:
     """)
 
 
+def test_every_module_of_keras_is_in_the_table() -> None:
+    path = Path(__file__).parent.parent / "data" / "horovod_keras_api.json"
+    for modules in json.loads(path.read_text("utf-8"))["modules"]:
+        assert MODULES.keys() >= set(modules.split(", "))
+
+
 def test_replacing_a_name_under_the_alias_replaces_it() -> None:
     pytest.importorskip("torch")
     run("""
