@@ -7,7 +7,7 @@ bound of its codec. One thread per rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -62,6 +62,29 @@ class NormalData:
             result += self.piece(rank, step, start, count)
         return result.div_(self._ranks)
 
+    def is_average(
+        self,
+        step: int,
+        found: Iterable[tuple[int, torch.Tensor]],
+        codec: Codec,
+        scale: int = 1,
+    ) -> bool:
+        """Return whether tensors are the average times `scale`, within the codec's bounds.
+
+        found: pairs of `start` and values of shape (count,). codec: must not hold back values.
+        """
+        largest, rms = codec.bounds(self._ranks)
+        squares, count = 0.0, 0
+        for start, flat in found:
+            wanted = self.average(step, start, flat.numel()).mul_(scale)
+            error = wanted.sub_(flat.cpu()).abs_()
+            # `not <=` rather than `>`, so that NaN fails.
+            if not float(error.max()) <= largest * self.largest * scale:
+                return False
+            squares += float(error.square_().sum())
+            count += flat.numel()
+        return math.sqrt(squares / count) <= rms * scale
+
 
 class Entrant:
     """Fills one contender's gradients before each step, and verifies the results after it.
@@ -103,7 +126,8 @@ class Entrant:
         self._take()
         right = self._scale != 1 or self._session.same(g.cpu().numpy() for g in self._gradients)
         if not self._codec.holds_back:
-            return self._within_bounds() and right
+            found = self._flat()
+            return self._data.is_average(self._step, found, self._codec, self._scale) and right
         if self._codec.name == "topk":
             return self._is_sparse() and right
         return right
@@ -145,19 +169,6 @@ class Entrant:
         for gradient in self._gradients:
             yield start, gradient.view(-1)
             start += gradient.numel()
-
-    def _within_bounds(self) -> bool:
-        largest, rms = self._codec.bounds(self._session.size)
-        squares, count = 0.0, 0
-        for start, flat in self._flat():
-            wanted = self._data.average(self._step, start, flat.numel()).mul_(self._scale)
-            error = wanted.sub_(flat.cpu()).abs_()
-            # `not <=` rather than `>`, so that NaN fails.
-            if not float(error.max()) <= largest * self._data.largest * self._scale:
-                return False
-            squares += float(error.square_().sum())
-            count += flat.numel()
-        return math.sqrt(squares / count) <= rms * self._scale
 
     def _is_sparse(self) -> bool:
         """Return whether the number of non-zero elements is within what all ranks may send."""

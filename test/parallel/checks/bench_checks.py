@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from patterns import apart
 from torch import nn
 
 import perseus.torch.horovod as hvd
@@ -58,6 +59,22 @@ def check_ddp_takes_turns_on_perseus_and_on_gloo() -> None:
     for record in records:
         assert record.verified, record
         assert record.settings["bucket"] == "1 MiB"
+
+
+def check_ddp_is_held_to_the_bounds_of_float16_between_hosts() -> None:
+    with apart():
+        session = Session(Plan(["ddp"], ["torch-gloo"], seconds=1e-3))
+        session.hosts = session.size
+        given = Given(session, [(300, 7), (5,)])
+        group = on_perseus()
+        ours, gloo, alone = session.records(given.subject(group, "tiny", 4096))
+        assert ours.verified and gloo.verified and alone.verified
+        # Gradients without a codec are exact, which these are not.
+        exact = given.contender(wrap(Handing(given.gradients), 4096, group))
+        exact.prepare()
+        exact.run(0)
+        assert not exact.check()
+        disband()
 
 
 def check_an_exchange_that_is_wrong_is_noticed() -> None:
