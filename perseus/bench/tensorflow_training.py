@@ -169,11 +169,15 @@ def subject_of(session: Session, model: str, net: Net, strategy: Any = None) -> 
     size = 4 * sum(gradient.size for gradient in exact)
     plain = Codec(codecs.PLAIN)
 
-    def contender(trainee: Trainee, rate: float, limit: float | None) -> Contender:
+    def contender(
+        trainee: Trainee, rate: float, limit: float | None, rotates: bool = False
+    ) -> Contender:
         proven = limit is None or _near(exact, trainee.first_move(), limit)
         trainee.learn_at(rate)
 
         def check() -> bool:
+            if rotates:
+                hvd.synchronize_parameters()  # ranks have different ones until then
             return session.same(trainee.values()) and proven and math.isfinite(trainee.loss)
 
         return Contender(
@@ -186,7 +190,8 @@ def subject_of(session: Session, model: str, net: Net, strategy: Any = None) -> 
         trainee = Trainee(
             shared, batches, lambda tape: hvd.DistributedGradientTape(tape, **arguments)
         )
-        made = contender(trainee, _LEARNING_RATE, codec.relative_error)
+        rotates = codec.name == "rotate"
+        made = contender(trainee, _LEARNING_RATE, codec.relative_error, rotates)
         return replace(made, codec=codec.label, **session.payloads(codec, size))
 
     wanted = codecs.parse(",".join(session.plan.codecs)) or [Codec(codecs.DEFAULT)]

@@ -26,6 +26,7 @@ from perseus.bench.nets import NETS, Net
 from perseus.bench.plan import ALONE, DDP, PERSEUS
 from perseus.bench.sampling import Contender
 from perseus.bench.session import Session, Subject
+from perseus.torch.distributed import synchronize_parameters
 
 _BATCHES = 8  # used in turn
 _LEARNING_RATE = 0.01
@@ -100,17 +101,21 @@ class Course:
         ]
 
     def native(
-        self, wrap: Callable[[nn.Module], nn.Module], codec: Codec, exact: list[torch.Tensor]
+        self,
+        wrap: Callable[[nn.Module], DistributedDataParallel],
+        codec: Codec,
+        exact: list[torch.Tensor],
     ) -> Contender:
         """Return a contender whose module wrap() makes of a plain one, as DDP does. A collective.
 
         codec: bounds the error of the first step's gradients, compared with the exact ones.
         """
         trainee = self.trainee()
-        trainee.module = wrap(trainee.module)
+        trainee.module = wrapped = wrap(trainee.module)
         optimizer = torch.optim.SGD(trainee.module.parameters(), lr=_LEARNING_RATE)
         trainee.backward()
-        return self.turns(trainee, optimizer, near(exact, trainee.gradients(), codec))
+        proven = near(exact, trainee.gradients(), codec)
+        return self.turns(trainee, optimizer, proven, lambda: synchronize_parameters(wrapped))
 
     def alone(self) -> Contender:
         """Return a contender that does not communicate, which bounds the speed of the others.
@@ -121,10 +126,17 @@ class Course:
         optimizer = torch.optim.SGD(trainee.module.parameters(), lr=0.0)
         return replace(self.turns(trainee, optimizer, True), name=ALONE, operation="compute")
 
-    def turns(self, trainee: Trainee, optimizer: torch.optim.Optimizer, proven: bool) -> Contender:
+    def turns(
+        self,
+        trainee: Trainee,
+        optimizer: torch.optim.Optimizer,
+        proven: bool,
+        make_equal: Callable[[], None] | None = None,
+    ) -> Contender:
         """Return a contender that takes steps and checks that parameters are equal on all ranks.
 
-        proven: whether the gradients of the first step were right.
+        proven: whether the gradients of the first step were right. make_equal: is called before the
+        check, because ranks that average a rotating part of the parameters have different ones.
         """
         parameters = list(self._shared.parameters())
 
@@ -133,6 +145,8 @@ class Course:
             optimizer.step()
 
         def check() -> bool:
+            if make_equal:
+                make_equal()
             return (
                 self._session.same(p.detach().numpy() for p in parameters)
                 and proven
@@ -179,7 +193,10 @@ def subject_of(session: Session, model: str, net: Net) -> Subject:
         proven = near(exact, trainee.gradients(), codec)
         with optimizer.skip_synchronize():
             optimizer.step()
-        turns = course.turns(trainee, optimizer, proven)
+        make_equal = hvd.synchronize_parameters if codec.name == "rotate" else None
+        if make_equal:
+            make_equal()
+        turns = course.turns(trainee, optimizer, proven, make_equal)
         return replace(turns, codec=codec.label, **session.payloads(codec, course.size))
 
     wanted = codecs.parse(",".join(session.plan.codecs)) or [Codec(codecs.DEFAULT)]

@@ -61,6 +61,27 @@ def check_ddp_takes_turns_on_perseus_and_on_gloo() -> None:
         assert record.settings["bucket"] == "1 MiB"
 
 
+def check_ranks_that_average_a_rotating_part_are_right() -> None:
+    with apart():
+        plan = Plan(["training"], codecs=["rotate:2"], seconds=1e-3)
+        session = Session(plan)
+        records = session.records(training.subject_of(session, "tiny", Net(_Tiny, 6)))
+        assert [record.codec for record in records] == ["none", "rotate:2", "none"]
+        assert all(record.verified for record in records)
+
+
+def check_ddp_that_averages_a_rotating_part_is_right() -> None:
+    with apart():
+        session = Session(Plan(["ddp-training"], ["torch-gloo"], seconds=1e-3))
+        codec = Codec("rotate", 2)
+        groups = {codec: on_perseus(codec)}
+        subject = ddp_training.subject_of(session, groups, "tiny", Net(_Tiny, 6), 1 << 20)
+        records = session.records(subject)
+        disband()
+        assert [record.codec for record in records] == ["rotate:2", "none", "none"]
+        assert all(record.verified for record in records)
+
+
 def check_ddp_is_held_to_the_bounds_of_float16_between_hosts() -> None:
     with apart():
         session = Session(Plan(["ddp"], ["torch-gloo"], seconds=1e-3))

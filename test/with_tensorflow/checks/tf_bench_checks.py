@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+from worlds import world_with
 
 import perseus.tensorflow.horovod as hvd
 from perseus.bench import tensorflow_training
@@ -42,6 +43,13 @@ def check_training_with_tensorflow_is_verified() -> None:
     for record in records:
         assert record.verified, record
         assert record.images_per_s == hvd.size() * 16 / record.median_s
+
+
+def check_ranks_that_average_a_rotating_part_are_right() -> None:
+    with world_with(LIGHT_2D_ALLREDUCE=1, LIGHT_INTRA_SIZE=1):  # each rank is a host
+        records = records_of("rotate:2")
+        assert [record.codec for record in records] == ["none", "rotate:2", "none"]
+        assert all(record.verified for record in records)
 
 
 def check_gradients_of_tensorflow_that_are_wrong_are_noticed() -> None:
